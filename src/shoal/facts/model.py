@@ -1,0 +1,106 @@
+"""Model: the shape of a network. Shapes only; the network itself is in ``models/``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Family = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3"
+]
+
+
+class Shape(BaseModel):
+    """Base of everything that describes a network: frozen, hashable, and refuses unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RopeScaling(Shape):
+    """How rotary frequencies are stretched beyond the length the model was first trained on."""
+
+    kind: Literal["linear", "dynamic", "yarn", "llama3"]
+    factor: float
+    original_positions: int
+    # llama3: frequencies between these two wavelengths are blended
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    # yarn
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # None: derived from factor (and mscale, where given)
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+class Experts(Shape):
+    """A mixture of experts in place of the MLP of some layers."""
+
+    count: int  # routed experts
+    active: int  # routed experts that each token uses
+    ffn: int  # width of one routed expert
+    shared: int = 0  # experts that every token uses
+    shared_ffn: int = 0  # total width of the shared experts
+    dense_layers: tuple[int, ...] = ()  # layers that keep an ordinary MLP
+    router_bias: bool = False  # deepseek_v3: a per-expert correction that no gradient reaches
+    groups: int = 1  # deepseek_v3: experts are picked within the best groups
+    active_groups: int = 1
+
+
+class Latent(Shape):
+    """Multi-head latent attention (deepseek_v3): keys and values pass through a low-rank bottleneck."""
+
+    q_rank: int | None  # None: queries are projected directly
+    kv_rank: int
+    nope_dim: int  # per-head width without positions
+    rope_dim: int  # per-head width that rotates, shared by all heads on the key side
+    value_dim: int
+
+
+class Model(Shape):
+    """One decoder-only transformer, whichever family it comes from."""
+
+    name: str
+    family: Family
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int  # width of the ordinary MLP
+    vocab: int
+    max_positions: int
+
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    gated: bool = True  # gate · up, then down (SwiGLU); False: up, activation, down
+    parallel_residual: bool = False  # attention and MLP both read the block's input (NeoX)
+
+    positions: Literal["rotary", "learned"] = "rotary"
+    rope_theta: float = 10_000.0
+    rope_fraction: float = 1.0  # share of each head that rotates (NeoX: 0.25)
+    rope_scaling: RopeScaling | None = None
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # an RMS norm on every query and key head (Qwen3)
+    window: int | None = None  # sliding-window attention: a token sees this many positions, itself included
+    window_layers: tuple[int, ...] | None = None  # None: every layer, where a window is set
+    tied: bool = False  # the head is the embedding
+    init_std: float = 0.02
+
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    def layer_window(self, layer: int) -> int | None:
+        """The attention window of one layer, or None where it sees everything."""
+        if self.window is None or (self.window_layers is not None and layer not in self.window_layers):
+            return None
+        return self.window
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer not in self.experts.dense_layers

@@ -1,0 +1,35 @@
+"""Bad input, as the user meets it: everything that is wrong, at once, each with its fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with what we were given, and what would put it right."""
+
+    what: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}\n  fix: {self.fix}" if self.fix else self.what
+
+
+class BadInput(Exception):
+    """The command cannot be carried out as asked. The CLI prints it without a traceback and exits with 2."""
+
+    def __init__(self, problems: Sequence[Problem] | Problem | str, fix: str = "") -> None:
+        if isinstance(problems, str):
+            problems = Problem(problems, fix)
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``did you mean 'seed'?`` where one of the known words is close, else the list of them."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
