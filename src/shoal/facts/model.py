@@ -47,10 +47,17 @@ class Experts(Shape):
     router_bias: bool = False  # deepseek_v3: a per-expert correction that no gradient reaches
     groups: int = 1  # deepseek_v3: experts are picked within the best groups
     active_groups: int = 1
+    score: Literal["softmax", "sigmoid"] = "softmax"  # how the router turns logits into weights
+    normalized: bool = True  # the weights of a token's experts are scaled to sum to one
+    scale: float = 1.0  # multiplies those weights afterwards
 
 
 class Latent(Shape):
-    """Multi-head latent attention (deepseek_v3): keys and values pass through a low-rank bottleneck."""
+    """Multi-head latent attention (deepseek_v3): keys and values pass through a low-rank bottleneck.
+
+    Every head has its own key and value here: the model's ``kv_heads`` is its ``heads``, and its ``head_dim``
+    is that of queries and keys, ``nope_dim + rope_dim``.
+    """
 
     q_rank: int | None  # None: queries are projected directly
     kv_rank: int

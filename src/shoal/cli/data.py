@@ -1,0 +1,53 @@
+"""``shoal data prepare``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+app = App(name="data", help="Prepare data ahead of a run.", help_format="plaintext")
+
+
+@app.command
+def prepare(
+    config: Path | None = None,
+    /,
+    *,
+    set: Annotated[list[str] | None, Parameter(negative=())] = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Tokenise a config's data now; runs that use the same data find it.
+
+    Example: shoal data prepare --set data.source="corpus/*.jsonl" --set data.tokenizer=tokenizer.json
+
+    Parameters
+    ----------
+    config
+        A TOML file; without one the embedded default's data is prepared.
+    set
+        Override one value, as in data.field=content. May be given several times.
+    json
+        Print one JSON document.
+    """
+    from rich.console import Console
+
+    from shoal.cli.show import print_json
+    from shoal.facts.configfile import load
+    from shoal.launch.data import prepared
+    from shoal.train.data.dataset import read_manifest
+
+    path = prepared(load(config, set).config.data, Console(stderr=True, highlight=False))
+    manifest = read_manifest(path)
+    splits = manifest["splits"]
+    if json:
+        print_json({"path": str(path), **manifest})
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    for name, split in splits.items():
+        console.print(f"{name}: {split['tokens']:,} tokens in {split['documents']:,} documents")
+    if manifest["bad_rows"]:
+        console.print(f"left out: {manifest['bad_rows']} (see {path}/quarantine.jsonl)", markup=False)
+    console.print(str(path), markup=False)
+    return 0

@@ -1,0 +1,35 @@
+"""``shoal init``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+def init(
+    path: Path = Path("shoal.toml"), /, *, force: Annotated[bool, Parameter(negative=())] = False
+) -> int:
+    """Write a commented config: every key, its default and its meaning, all commented out.
+
+    Example: shoal init my-run.toml && shoal train my-run.toml
+
+    Parameters
+    ----------
+    path
+        Where to write it.
+    force
+        Replace a file that is there.
+    """
+    from shoal.facts.configfile import template
+    from shoal.facts.problem import BadInput
+
+    if path.exists() and not force:
+        raise BadInput(f"{path} exists", "another name, or --force to replace it")
+    try:
+        path.write_text(template(), encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"cannot write {path}: {error.strerror}", "another place") from None
+    print(f"wrote {path}; edit it, then: shoal train {path}")
+    return 0

@@ -1,0 +1,84 @@
+"""``shoal train``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+def train(
+    config: Path | None = None,
+    /,
+    *,
+    set: Annotated[list[str] | None, Parameter(negative=())] = None,
+    layout: str | None = None,
+    run: Path | None = None,
+    fresh: Annotated[bool, Parameter(negative=())] = False,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Train; continue by itself when the run directory has a checkpoint.
+
+    Example: shoal train examples/tiny.toml --set recipe.steps=200 --layout dp=2
+
+    Ctrl-C (or SIGTERM, USR1) finishes the step, commits and exits with 75; the same command continues.
+
+    Parameters
+    ----------
+    config
+        A TOML file; without one the embedded default is trained.
+    set
+        Override one value, as in recipe.lr=0.001. May be given several times.
+    layout
+        Where the work happens, as in dp=2, or auto.
+    run
+        The run directory itself; by default [run] dir and name.
+    fresh
+        Start anew; an old run in the same place is moved aside.
+    json
+        Print one JSON document on standard output, everything else on standard error.
+    """
+    from rich.console import Console
+
+    from shoal.cli.show import print_json
+    from shoal.facts.configfile import load
+    from shoal.launch import local
+    from shoal.plan.resolve import resolve
+    from shoal.train.rundir import RunDirectory
+
+    loaded = load(config, set, layout).config
+    directory = RunDirectory(run or Path(loaded.run.dir).expanduser() / loaded.run.slug)
+    job = resolve(loaded, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    console = Console(stderr=True, highlight=False)
+    console.print(f"{job.model.name} on {job.cluster.device.name}, layout {job.layout}, run {directory.path}")
+    report = local.train(job, directory, fresh, console)
+    if json:
+        print_json(
+            {
+                "run": str(report.run),
+                "step": report.step,
+                "exit_code": report.code,
+                "message": report.message,
+                "heldout_loss": report.heldout_loss,
+                "last": report.row,
+            }
+        )
+    else:
+        _summary(report, Console(highlight=False, soft_wrap=True, stderr=report.code == local.FAILED))
+    return report.code
+
+
+def _summary(report, console) -> None:
+    console.print(report.message, markup=False)
+    if report.code != 0:
+        return
+    if report.row:
+        console.print(f"loss {report.row['loss']:.4f} nats a token in training", end="")
+        console.print(
+            f", {report.heldout_loss:.4f} on held-out text" if report.heldout_loss is not None else ""
+        )
+    console.print(
+        f"look at {report.run}/metrics.jsonl (every step), samples.jsonl (what it writes), checkpoints/"
+    )

@@ -1,0 +1,137 @@
+"""Config: everything a run needs, with a default for each value, so that an empty file trains the embedded default."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from shoal.facts.recipe import Recipe
+
+
+class Section(BaseModel):
+    """Base of the config's tables: unknown keys and values of another type are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class RunSection(Section):
+    name: str = Field("default", min_length=1, description="free text; its slug is the run's directory")
+    dir: str = Field("runs", min_length=1, description="where run directories live")
+    strict: bool = Field(
+        False, description="bit-identical losses and weights across dp, fsdp, pp and world sizes"
+    )
+
+    @property
+    def slug(self) -> str:
+        return re.sub(r"[^a-z0-9._]+", "-", self.name.lower()).strip("-.") or "run"
+
+
+class Lora(Section):
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+class ModelSection(Section):
+    preset: str = Field("tiny", description="shape by name: tiny, llama3-8b, …")
+    path: str | None = Field(None, description="shape from a Hugging Face model directory or config.json")
+    init_from: str | None = Field(None, description="weights from a Hugging Face model directory")
+    lora: Lora | None = None
+
+    @property
+    def written(self) -> str:
+        """The shape as the user named it."""
+        return self.path or self.preset
+
+
+class DataSection(Section):
+    source: str = Field(
+        "stdlib", description='"stdlib", a glob of text or JSONL files, or a dataset directory'
+    )
+    mix: list[dict[str, str | float]] = Field([], description="several sources with weights")
+    tokenizer: str = Field("bytes", description='"bytes" or the path of a tokenizer.json')
+    end_token: str | None = Field(
+        None, description="the token that closes a document, where the tokenizer has no obvious one"
+    )
+    field: str = Field("text", description="of a JSONL row")
+    packing: bool = Field(
+        True, description="documents fill rows end to end; false: one document a row, padded"
+    )
+    within_documents: bool = Field(False, description="attention and targets stay inside a document")
+    heldout: float = Field(0.01, ge=0, lt=1, description="share of the documents kept for evaluation")
+    max_bad_rows: float = Field(0.01, ge=0, le=1, description="share of broken rows that is tolerated")
+    cache: str = Field("~/.cache/shoal", min_length=1, description="where tokenised data is kept")
+    workers: int = Field(0, ge=0, description="processes that tokenise; 0: one a core")
+
+
+class EvaluateSection(Section):
+    every: int = Field(100, ge=0, description="steps; 0: only after the last one")
+    batches: int = Field(8, ge=0, description="held-out batches an evaluation; 0: none")
+    samples: int = Field(1, ge=0, description="texts generated at each evaluation")
+    sample_tokens: int = Field(120, ge=1, description="tokens of a generated text")
+    temperature: float = Field(0.8, ge=0, description="of generated texts; 0: the likeliest token")
+
+
+class CheckpointSection(Section):
+    every: int = Field(100, ge=0, description="steps; 0: never; otherwise the last step is committed too")
+    keep: int = Field(2, ge=1, description="checkpoints kept")
+    background: bool = Field(False, description="write while training goes on")
+
+
+class CompileSection(Section):
+    enabled: bool = False
+
+
+class TuneSection(Section):
+    bucket_mb: float = Field(25.0, gt=0, description="gradients summed at once, in MiB")
+    prefetch: int = Field(1, ge=0, description="sharded groups gathered ahead")
+    persist_below: int = Field(0, ge=0, description="parameters with fewer elements stay whole")
+
+
+class FaultSection(Section):
+    timeout: float = Field(
+        60.0, gt=0, description="seconds a collective may take before its rank is given up"
+    )
+    max_restarts: int = Field(3, ge=0, description="times that workers are restarted after a fault")
+    nonfinite: Literal["skip", "retry", "stop"] = Field("skip", description="when a gradient is not finite")
+
+
+class TrackSection(Section):
+    tensorboard: bool = False
+    wandb: bool = False
+    mlflow: bool = False
+    trackio: bool = False
+
+
+class ClusterSection(Section):
+    on: str = Field("local", description='"local", "64xH100", "4xcpu" or a file')
+
+
+class StrictRecipe(Recipe):
+    """The recipe as a table of the config file: values of another type are refused there too."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Config(Section):
+    layout: str = Field("auto", description='"auto" or, say, "fsdp=4,tp=2"')
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    recipe: StrictRecipe = StrictRecipe()
+    evaluate: EvaluateSection = EvaluateSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    compile: CompileSection = CompileSection()
+    tune: TuneSection = TuneSection()
+    fault: FaultSection = FaultSection()
+    track: TrackSection = TrackSection()
+    cluster: ClusterSection = ClusterSection()
+
+    @field_validator("layout")
+    @classmethod
+    def _layout_reads(cls, text: str) -> str:
+        from shoal.facts.layout import Layout
+
+        return text if text.strip() == "auto" else str(Layout.parse(text))

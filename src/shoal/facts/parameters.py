@@ -1,0 +1,240 @@
+"""The one table of tensors: names and shapes in the checkpoints of each family on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from shoal.facts.model import Experts, Family, Latent, Model
+
+Kind = Literal["embedding", "position", "attention", "mlp", "expert", "router", "norm", "head"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One trained tensor. Buffers, such as deepseek_v3's router correction, are none."""
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None  # None: outside the layers
+    kind: Kind  # "expert" is a routed expert; a shared one, which every token uses, is "mlp"
+    decayed: bool  # whether weight decay applies: not to norms and biases
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def parameters(model: Model) -> Iterator[Parameter]:
+    """Every trained tensor of a checkpoint, from embedding to head. A tied head is not a second tensor."""
+    table = _TABLES.get(model.family, _LLAMA)
+    yield from table.before(model)
+    for layer in range(model.layers):
+        yield from table.layer(model, layer, model.experts.count if model.experts else 0)
+    yield from table.after(model)
+
+
+def llama_parameters(model: Model) -> Iterator[Parameter]:
+    """The same network under Llama's names and layout, whatever its family. Dense families only."""
+    yield from _llama_before(model)
+    for layer in range(model.layers):
+        yield from _llama_layer(model, layer, 0)
+    yield from _llama_after(model)
+
+
+def parameter_count(model: Model) -> int:
+    """All trained parameters, without deepseek_v3's multi-token-prediction layer."""
+    return _count(model, model.experts.count if model.experts else 0)
+
+
+def active_parameter_count(model: Model) -> int:
+    """The parameters that one token uses: all but the routed experts it is not sent to.
+
+    Embedding, head, routers and shared experts count in full.
+    """
+    return _count(model, model.experts.active if model.experts else 0)
+
+
+def _count(model: Model, experts: int) -> int:
+    """Counts one layer of each kind, with or without experts: a giant has 40,000 expert tensors in all."""
+    table = _TABLES.get(model.family, _LLAMA)
+    total = sum(parameter.size for parameter in (*table.before(model), *table.after(model)))
+    sparse = [layer for layer in range(model.layers) if model.has_experts(layer)]
+    dense = [layer for layer in range(model.layers) if not model.has_experts(layer)]
+    for layers in (sparse, dense):
+        if layers:
+            one = sum(parameter.size for parameter in table.layer(model, layers[0], experts))
+            total += len(layers) * one
+    return total
+
+
+# Llama's names, which mistral, qwen2, qwen3, mixtral, qwen3_moe and deepseek_v3 share.
+
+
+def _llama_before(model: Model) -> Iterator[Parameter]:
+    yield Parameter("model.embed_tokens.weight", (model.vocab, model.hidden), None, "embedding", True)
+    if model.positions == "learned":
+        shape = (model.max_positions, model.hidden)
+        yield Parameter("model.embed_positions.weight", shape, None, "position", True)
+
+
+def _llama_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter]:
+    prefix = f"model.layers.{layer}"
+    norm_bias = model.norm == "layer"
+    yield from _norm(f"{prefix}.input_layernorm", model.hidden, layer, norm_bias)
+    if model.latent is not None:
+        yield from _latent_attention(model, model.latent, layer)
+    else:
+        yield from _attention(model, layer)
+    yield from _norm(f"{prefix}.post_attention_layernorm", model.hidden, layer, norm_bias)
+    if model.experts is not None and model.has_experts(layer):
+        yield from _experts(model, model.experts, layer, experts)
+    else:
+        yield from _mlp(f"{prefix}.mlp", model, model.ffn, layer)
+
+
+def _llama_after(model: Model) -> Iterator[Parameter]:
+    yield from _norm("model.norm", model.hidden, None, model.norm == "layer")
+    yield from _head("lm_head", model)
+
+
+def _attention(model: Model, layer: int) -> Iterator[Parameter]:
+    prefix = f"model.layers.{layer}.self_attn"
+    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    yield from _linear(f"{prefix}.q_proj", query, model.hidden, layer, "attention", model.qkv_bias)
+    yield from _linear(f"{prefix}.k_proj", key, model.hidden, layer, "attention", model.qkv_bias)
+    yield from _linear(f"{prefix}.v_proj", key, model.hidden, layer, "attention", model.qkv_bias)
+    yield from _linear(f"{prefix}.o_proj", model.hidden, query, layer, "attention", model.out_bias)
+    if model.qk_norm:
+        yield from _norm(f"{prefix}.q_norm", model.head_dim, layer)
+        yield from _norm(f"{prefix}.k_norm", model.head_dim, layer)
+
+
+def _latent_attention(model: Model, latent: Latent, layer: int) -> Iterator[Parameter]:
+    prefix = f"model.layers.{layer}.self_attn"
+    hidden, bias = model.hidden, model.qkv_bias
+    query = model.heads * (latent.nope_dim + latent.rope_dim)
+    if latent.q_rank is None:
+        yield from _linear(f"{prefix}.q_proj", query, hidden, layer, "attention")
+    else:
+        yield from _linear(f"{prefix}.q_a_proj", latent.q_rank, hidden, layer, "attention", bias)
+        yield from _norm(f"{prefix}.q_a_layernorm", latent.q_rank, layer)
+        yield from _linear(f"{prefix}.q_b_proj", query, latent.q_rank, layer, "attention")
+    compressed = latent.kv_rank + latent.rope_dim
+    yield from _linear(f"{prefix}.kv_a_proj_with_mqa", compressed, hidden, layer, "attention", bias)
+    yield from _norm(f"{prefix}.kv_a_layernorm", latent.kv_rank, layer)
+    expanded = model.heads * (latent.nope_dim + latent.value_dim)
+    yield from _linear(f"{prefix}.kv_b_proj", expanded, latent.kv_rank, layer, "attention")
+    value = model.heads * latent.value_dim
+    yield from _linear(f"{prefix}.o_proj", hidden, value, layer, "attention", model.out_bias)
+
+
+def _mlp(prefix: str, model: Model, width: int, layer: int) -> Iterator[Parameter]:
+    if model.gated:
+        yield from _linear(f"{prefix}.gate_proj", width, model.hidden, layer, "mlp", model.mlp_bias)
+    yield from _linear(f"{prefix}.up_proj", width, model.hidden, layer, "mlp", model.mlp_bias)
+    yield from _linear(f"{prefix}.down_proj", model.hidden, width, layer, "mlp", model.mlp_bias)
+
+
+def _experts(model: Model, experts: Experts, layer: int, count: int) -> Iterator[Parameter]:
+    if model.family == "mixtral":
+        block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+    else:
+        block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
+    prefix = f"model.layers.{layer}.{block}"
+    yield from _linear(f"{prefix}.gate", experts.count, model.hidden, layer, "router")
+    if experts.shared:
+        yield from _mlp(f"{prefix}.shared_experts", model, experts.shared_ffn, layer)
+    for expert in range(count):
+        name = f"{prefix}.experts.{expert}"
+        yield from _linear(f"{name}.{gate}", experts.ffn, model.hidden, layer, "expert")
+        yield from _linear(f"{name}.{up}", experts.ffn, model.hidden, layer, "expert")
+        yield from _linear(f"{name}.{down}", model.hidden, experts.ffn, layer, "expert")
+
+
+# GPT-2. Its linear layers are Conv1D: stored [in, out], and with queries, keys and values in one.
+
+
+def _gpt2_before(model: Model) -> Iterator[Parameter]:
+    yield Parameter("transformer.wte.weight", (model.vocab, model.hidden), None, "embedding", True)
+    yield Parameter("transformer.wpe.weight", (model.max_positions, model.hidden), None, "position", True)
+
+
+def _gpt2_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter]:
+    prefix, hidden = f"transformer.h.{layer}", model.hidden
+    yield from _norm(f"{prefix}.ln_1", hidden, layer, bias=True)
+    yield from _conv1d(f"{prefix}.attn.c_attn", hidden, 3 * hidden, layer, "attention")
+    yield from _conv1d(f"{prefix}.attn.c_proj", hidden, hidden, layer, "attention")
+    yield from _norm(f"{prefix}.ln_2", hidden, layer, bias=True)
+    yield from _conv1d(f"{prefix}.mlp.c_fc", hidden, model.ffn, layer, "mlp")
+    yield from _conv1d(f"{prefix}.mlp.c_proj", model.ffn, hidden, layer, "mlp")
+
+
+def _gpt2_after(model: Model) -> Iterator[Parameter]:
+    yield from _norm("transformer.ln_f", model.hidden, None, bias=True)
+    yield from _head("lm_head", model)
+
+
+# GPT-NeoX: queries, keys and values in one, head by head.
+
+
+def _neox_before(model: Model) -> Iterator[Parameter]:
+    yield Parameter("gpt_neox.embed_in.weight", (model.vocab, model.hidden), None, "embedding", True)
+
+
+def _neox_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter]:
+    prefix, hidden = f"gpt_neox.layers.{layer}", model.hidden
+    yield from _norm(f"{prefix}.input_layernorm", hidden, layer, bias=True)
+    name = f"{prefix}.attention.query_key_value"
+    yield from _linear(name, 3 * hidden, hidden, layer, "attention", model.qkv_bias)
+    yield from _linear(f"{prefix}.attention.dense", hidden, hidden, layer, "attention", model.out_bias)
+    yield from _norm(f"{prefix}.post_attention_layernorm", hidden, layer, bias=True)
+    yield from _linear(f"{prefix}.mlp.dense_h_to_4h", model.ffn, hidden, layer, "mlp", model.mlp_bias)
+    yield from _linear(f"{prefix}.mlp.dense_4h_to_h", hidden, model.ffn, layer, "mlp", model.mlp_bias)
+
+
+def _neox_after(model: Model) -> Iterator[Parameter]:
+    yield from _norm("gpt_neox.final_layer_norm", model.hidden, None, bias=True)
+    yield from _head("embed_out", model)
+
+
+# What every table is made of.
+
+
+def _linear(
+    name: str, outputs: int, inputs: int, layer: int | None, kind: Kind, bias: bool = False
+) -> Iterator[Parameter]:
+    yield Parameter(f"{name}.weight", (outputs, inputs), layer, kind, True)
+    if bias:
+        yield Parameter(f"{name}.bias", (outputs,), layer, kind, False)
+
+
+def _conv1d(name: str, inputs: int, outputs: int, layer: int, kind: Kind) -> Iterator[Parameter]:
+    yield Parameter(f"{name}.weight", (inputs, outputs), layer, kind, True)
+    yield Parameter(f"{name}.bias", (outputs,), layer, kind, False)
+
+
+def _norm(name: str, width: int, layer: int | None, bias: bool = False) -> Iterator[Parameter]:
+    yield Parameter(f"{name}.weight", (width,), layer, "norm", False)
+    if bias:
+        yield Parameter(f"{name}.bias", (width,), layer, "norm", False)
+
+
+def _head(name: str, model: Model) -> Iterator[Parameter]:
+    if not model.tied:
+        yield from _linear(name, model.vocab, model.hidden, None, "head")
+
+
+class _Table(NamedTuple):
+    before: Callable[[Model], Iterator[Parameter]]
+    layer: Callable[[Model, int, int], Iterator[Parameter]]  # the last: how many of the routed experts
+    after: Callable[[Model], Iterator[Parameter]]
+
+
+_LLAMA = _Table(_llama_before, _llama_layer, _llama_after)
+_TABLES: dict[Family, _Table] = {
+    "gpt2": _Table(_gpt2_before, _gpt2_layer, _gpt2_after),
+    "gpt_neox": _Table(_neox_before, _neox_layer, _neox_after),
+}

@@ -1,0 +1,30 @@
+"""Tokenising a run's data, with a bar to watch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from shoal.facts.config import DataSection
+from shoal.train.data.prepare import prepare
+
+
+def prepared(data: DataSection, console: Console) -> Path:
+    """The directory of the tokenised data, made now or found."""
+    columns = (TextColumn("tokenising {task.fields[source]}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("tokenising", total=None, source=data.source)
+        return prepare(
+            data.source,
+            tokenizer=data.tokenizer,
+            end_token=data.end_token,
+            field=data.field,
+            cache=Path(data.cache).expanduser() / "data",
+            heldout=data.heldout,
+            max_bad_rows=data.max_bad_rows,
+            workers=data.workers or os.cpu_count() or 1,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )

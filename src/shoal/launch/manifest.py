@@ -1,0 +1,65 @@
+"""What a run directory says of its beginning: where it ran, with what, and what was expected of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from shoal import __version__
+from shoal.facts.parameters import parameter_count
+from shoal.plan.resolve import Job
+from shoal.predict.flops import flops_per_token
+
+PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "blake3")
+
+
+def describe_run(job: Job, dataset: Path) -> dict[str, Any]:
+    """manifest.json: versions, host, devices, code."""
+    on_cpu = job.cluster.device.name == "cpu"
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "shoal": __version__,
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "host": {"name": socket.gethostname(), "system": platform.platform(), "cores": os.cpu_count()},
+        "cluster": job.cluster.model_dump(mode="json"),
+        "git": _git(),
+        "model": job.model.model_dump(mode="json"),
+        "parameters": parameter_count(job.model),
+        "data": str(dataset),
+        "memory_peak": "resident set of the first rank's process"
+        if on_cpu
+        else "allocated on the first rank's device",
+        "flops": "model FLOPs: matrix products, causal attention once, input embedding not counted",
+        "mfu": f"of {job.cluster.device.source}",
+    }
+
+
+def describe_plan(job: Job) -> dict[str, Any]:
+    """plan.json: the layout and what is known of its cost before a step is run."""
+    recipe = job.config.recipe
+    return {
+        "layout": str(job.layout),
+        "degrees": job.layout.degrees,
+        "world": job.layout.world,
+        "micro_batch": job.layout.micro_batch(recipe.batch),
+        "accumulation": job.layout.accumulation(recipe.batch),
+        "chosen_by": "the planner" if job.config.layout == "auto" else "the user",
+        "parameters": parameter_count(job.model),
+        "model_flops_per_step": flops_per_token(job.model, recipe.seq) * recipe.tokens_per_step,
+    }
+
+
+def _git() -> str | None:
+    """The commit of the directory we were started in, with a mark if it had changes; None outside a repository."""
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,75 @@
+"""Where the workers of one machine meet: a store on loopback that outlives them, with fresh keys for every attempt.
+
+torch's own rendezvous listens on every interface, and after a crash its next attempt finds the keys of the last one
+and hangs more often than not on gloo. Here the store belongs to the launcher, is bound to loopback alone, and each
+attempt writes under a prefix of its own.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+
+LOOPBACK = "127.0.0.1"
+ROUND = "round"
+STOP = "stop"
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """A rendezvous of one node. Launcher and workers share ``store`` for as long as the launcher lives."""
+
+    def __init__(self, run_id: str, timeout: float) -> None:
+        self._run_id = run_id
+        self._round = 0
+        self._closed = False
+        listener = socket.create_server((LOOPBACK, 0))
+        self.port = listener.getsockname()[1]
+        self.store = TCPStore(
+            LOOPBACK,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+            master_listen_fd=listener.detach(),
+        )
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._round += 1
+        self.store.set(ROUND, str(self._round))
+        return RendezvousInfo(
+            PrefixStore(f"agent-{self._round}", self.store), 0, 1, RendezvousStoreInfo(LOOPBACK, self.port)
+        )
+
+    def get_backend(self) -> str:
+        return "loopback"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        self._closed = True
+        return True
+
+
+def join(port: int, timeout: float) -> tuple[Store, Store]:
+    """A worker's way in: the launcher's store, and this attempt's own part of it."""
+    shared = TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))
+    attempt = shared.get(ROUND).decode()
+    return shared, PrefixStore(f"workers-{attempt}", shared)

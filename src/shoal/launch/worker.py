@@ -1,0 +1,136 @@
+"""One rank's process: it joins the others, trains, and reports how it ended. Only it reads environment variables."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shoal.launch import rendezvous
+from shoal.launch.failure import FATAL, describe, tell
+from shoal.parallel.mesh import Mesh
+from shoal.plan.resolve import Job
+from shoal.train.loop import Outcome, train
+from shoal.train.rundir import RunDirectory
+
+# How long a new attempt waits for the last one's writer to be gone.
+WRITER_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the launcher gives every worker."""
+
+    job: Job
+    run: Path
+    dataset: Path
+    launcher: int  # its process id
+
+
+def work(assignment: Assignment) -> Outcome | None:
+    """The process of one rank, from its first line to its last. None: an earlier attempt's error is final."""
+    rank = int(os.environ["RANK"])
+    run = RunDirectory(assignment.run)
+    _own_session(run.log(rank))
+    _end_with(assignment.launcher)
+    fault = assignment.job.config.fault
+    store, attempt = rendezvous.join(int(os.environ["MASTER_PORT"]), fault.timeout)
+    if store.check([FATAL]):
+        return None
+    try:
+        with _only_writer(run, rank):
+            mesh = _mesh(assignment.job, rank, int(os.environ["LOCAL_RANK"]), attempt)
+            restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            if rank == 0 and restarts:
+                run.note_fault(kind="restart", attempt=restarts, resumed_step=run.step())
+            outcome = train(
+                assignment.job,
+                run,
+                assignment.dataset,
+                mesh,
+                lambda: rank == 0 and store.check([rendezvous.STOP]),
+            )
+            mesh.close()
+            return outcome
+    except Exception as error:
+        traceback.print_exc()
+        with contextlib.suppress(Exception):  # the launcher may be gone too
+            tell(store, describe(rank, error))
+        sys.stderr.flush()
+        os._exit(1)  # past the interpreter's own report: the log has it, the terminal needs one line
+
+
+def _own_session(log: Path) -> None:
+    """Signals meant for the launcher's terminal do not reach us, and what we print goes to our own log."""
+    with contextlib.suppress(OSError):
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _end_with(launcher: int) -> None:
+    """A launcher that was killed cannot stop its workers, so they watch it."""
+
+    def watch() -> None:
+        while True:
+            try:
+                os.kill(launcher, 0)
+            except ProcessLookupError:
+                os._exit(1)
+            time.sleep(0.5)
+
+    threading.Thread(target=watch, name="shoal-launcher-watch", daemon=True).start()
+
+
+@contextlib.contextmanager
+def _only_writer(run: RunDirectory, rank: int) -> Iterator[None]:
+    """The rank that writes waits until the last attempt's writer is gone: it may outlive its launcher by a moment."""
+    if rank != 0:
+        yield
+        return
+    with (run.path / ".writer").open("w") as file:
+        deadline = time.monotonic() + WRITER_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"another process still writes to {run.path}") from None
+                time.sleep(0.1)
+        yield
+
+
+def _mesh(job: Job, rank: int, local_rank: int, store: dist.Store) -> Mesh:
+    timeout = timedelta(seconds=job.config.fault.timeout)
+    if job.cluster.device.name == "cpu":
+        device = torch.device("cpu")
+        # Ranks share the machine's cores; more threads than cores only get in each other's way.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.layout.world))
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        backend = "gloo"
+    else:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        backend = "nccl"
+    if job.layout.world > 1:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=job.layout.world, timeout=timeout)
+    return Mesh(job.layout, rank, device)

@@ -1,0 +1,111 @@
+"""Attention: the projections, and ``attend``, the one function that context parallelism replaces."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.facts.model import Model
+from shoal.models.linear import Linear
+from shoal.models.norm import RMSNorm
+from shoal.models.rotary import rotate
+
+
+class Attend(Protocol):
+    """Mixes the tokens of a row: [B, heads, T, head_dim] in and out; keys and values may have fewer heads."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        documents: Tensor | None,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor: ...
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    documents: Tensor | None,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Softmax attention where a token sees its own document, up to itself, no further back than the window.
+
+    Without documents a row is one document whose positions ascend: causal by position is then causal by
+    index, which the fused kernels know without being shown a mask.
+    """
+    windowed = window is not None and window < key.shape[2]
+    causal_by_index = documents is None and not windowed
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=None if causal_by_index else visible(positions, documents, window),
+        is_causal=causal_by_index,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def visible(positions: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
+    """Which token (row) sees which (column): a boolean mask [B, 1, T, T]."""
+    distance = positions[:, None, :, None] - positions[:, None, None, :]
+    mask = distance >= 0
+    if window is not None:
+        mask = mask & (distance < window)
+    if documents is not None:
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+    return mask
+
+
+class Attention(nn.Module):
+    """Multi-head attention with grouped keys and values; ``attend`` may be replaced from outside."""
+
+    attend: Attend
+
+    def __init__(self, model: Model, layer: int) -> None:
+        super().__init__()
+        heads, kv_heads = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        self.q_proj = Linear(model.hidden, heads, bias=model.qkv_bias)
+        self.k_proj = Linear(model.hidden, kv_heads, bias=model.qkv_bias)
+        self.v_proj = Linear(model.hidden, kv_heads, bias=model.qkv_bias)
+        self.o_proj = Linear(heads, model.hidden, bias=model.out_bias)
+        self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
+        self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
+        self.head_dim = model.head_dim
+        self.window = model.layer_window(layer)
+        self.attend = attend
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        positions: Tensor,
+        documents: Tensor | None,
+    ) -> Tensor:
+        query = self.heads(self.q_proj(x), self.q_norm)
+        key = self.heads(self.k_proj(x), self.k_norm)
+        value = self.heads(self.v_proj(x), None)
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        mixed = self.attend(
+            query, key, value, positions, documents, scale=self.head_dim**-0.5, window=self.window
+        )
+        output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return output
+
+    def heads(self, projected: Tensor, norm: RMSNorm | None) -> Tensor:
+        """[B, T, heads·head_dim] → [B, heads, T, head_dim]. The number of heads is read off the tensor."""
+        split = projected.view(*projected.shape[:-1], -1, self.head_dim)
+        normed: Tensor = split if norm is None else norm(split)
+        return normed.transpose(1, 2)

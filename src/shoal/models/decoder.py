@@ -1,0 +1,179 @@
+"""The decoder: one network that is Llama, Mistral, Qwen2, Qwen3, GPT-2 and NeoX, as its ``Model`` says.
+
+Parameters carry Llama's Hugging Face names whatever the family, and nothing here knows of parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.facts.model import Model
+from shoal.facts.problem import BadInput, Problem
+from shoal.models.attention import Attention
+from shoal.models.dropout import Dropout
+from shoal.models.linear import Embedding, Linear
+from shoal.models.loss import Head
+from shoal.models.norm import block_norm
+from shoal.models.rotary import tables
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class MLP(nn.Module):
+    """Up, activation, down; gated: the activation of a second projection multiplies the first."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.gate_proj = Linear(model.hidden, model.ffn, bias=model.mlp_bias) if model.gated else None
+        self.up_proj = Linear(model.hidden, model.ffn, bias=model.mlp_bias)
+        self.down_proj = Linear(model.ffn, model.hidden, bias=model.mlp_bias)
+        self.activation = ACTIVATIONS[model.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            inner = self.activation(self.up_proj(x))
+        else:
+            inner = self.activation(self.gate_proj(x)) * self.up_proj(x)
+        output: Tensor = self.down_proj(inner)
+        return output
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm, each added to the residual stream."""
+
+    def __init__(self, model: Model, layer: int, dropout: float) -> None:
+        super().__init__()
+        self.input_layernorm = block_norm(model)
+        self.self_attn = Attention(model, layer)
+        self.post_attention_layernorm = block_norm(model)
+        self.mlp = MLP(model)
+        self.attention_dropout = Dropout(f"model.layers.{layer}.self_attn", dropout)
+        self.mlp_dropout = Dropout(f"model.layers.{layer}.mlp", dropout)
+        self.parallel_residual = model.parallel_residual
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        positions: Tensor,
+        documents: Tensor | None,
+        noise: Tensor | None,
+    ) -> Tensor:
+        attended: Tensor = self.self_attn(self.input_layernorm(hidden), rotation, positions, documents)
+        after = hidden + self.attention_dropout(attended, positions, noise, documents)
+        # In parallel (NeoX) the MLP reads what the block was given; in sequence, what attention made of it.
+        read = hidden if self.parallel_residual else after
+        thought: Tensor = self.mlp(self.post_attention_layernorm(read))
+        output: Tensor = after + self.mlp_dropout(thought, positions, noise, documents)
+        return output
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, final norm."""
+
+    def __init__(self, model: Model, dropout: float, compute: torch.dtype, length: int | None) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(model.vocab, model.hidden, compute)
+        self.embed_positions = (
+            Embedding(model.max_positions, model.hidden, compute) if model.positions == "learned" else None
+        )
+        self.embedding_dropout = Dropout("model.embed_tokens", dropout)
+        # By name and not in a list: a pipeline stage keeps some of the blocks, and they keep their names.
+        self.layers = nn.ModuleDict(
+            {str(layer): Block(model, layer, dropout) for layer in range(model.layers)}
+        )
+        self.norm = block_norm(model)
+        self.shape = model
+        self.compute = compute
+        self.length = length
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, documents: Tensor | None, noise: Tensor | None
+    ) -> Tensor:
+        hidden = self.embed(tokens, positions, documents, noise)
+        rotation = self.rotation(positions)
+        for block in self.layers.values():
+            hidden = block(hidden, rotation, positions, documents, noise)
+        output: Tensor = self.norm(hidden)
+        return output
+
+    def embed(
+        self, tokens: Tensor, positions: Tensor, documents: Tensor | None, noise: Tensor | None
+    ) -> Tensor:
+        """Tokens [B, T] → hidden states [B, T, hidden] in the compute dtype."""
+        hidden: Tensor = self.embed_tokens(tokens)
+        if self.embed_positions is not None:
+            hidden = hidden + self.embed_positions(positions)
+        output: Tensor = self.embedding_dropout(hidden, positions, noise, documents)
+        return output
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The rotary tables that all blocks share, or None where positions are learned."""
+        if self.shape.positions == "learned":
+            return None
+        return tables(self.shape, self.length, positions, self.compute)
+
+
+class Network(nn.Module):
+    """A decoder and its head. The forward pass ends at the hidden states; the loss is the head's."""
+
+    def __init__(self, model: Model, dropout: float, compute: torch.dtype, length: int | None) -> None:
+        super().__init__()
+        self.model = Decoder(model, dropout, compute, length)
+        self.lm_head = Head(model.hidden, model.vocab, self.model.embed_tokens if model.tied else None)
+        self.shape = model
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        documents: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [B, T, hidden] after the final norm.
+
+        tokens, positions: int64 [B, T]. documents: int64 [B, T], None where every row is one document whose
+        positions ascend. noise: int64 [B], one hashed key for each sequence, None for no dropout.
+        """
+        hidden: Tensor = self.model(tokens, positions, documents, noise)
+        return hidden
+
+
+def build(
+    model: Model,
+    dropout: float = 0.0,
+    compute: torch.dtype = torch.float32,
+    device: torch.device | str = "meta",
+    dtype: torch.dtype = torch.float32,
+    length: int | None = None,
+) -> Network:
+    """The network of a model, its parameters still without values: see ``initial.initialise``.
+
+    compute: the dtype of activations. dtype: that of the parameters. length: the length of a row, where it
+    exceeds max_positions and the model has dynamic rotary scaling (see ``rotary.frequencies``).
+    """
+    refuse_unknown(model)
+    with torch.device("meta"):
+        network = Network(model, dropout, compute, length).to(dtype)
+    return network if torch.device(device).type == "meta" else network.to_empty(device=device)
+
+
+def refuse_unknown(model: Model) -> None:
+    """Shapes that Shoal can plan and this network cannot be."""
+    dense = "choose a dense model: llama, mistral, qwen2, qwen3, gpt2, gpt_neox"
+    problems = []
+    if model.experts is not None:
+        problems.append(Problem(f"{model.name} is a mixture of experts: planned, not trained yet", dense))
+    if model.latent is not None:
+        problems.append(Problem(f"{model.name} has latent attention: planned, not trained yet", dense))
+    if problems:
+        raise BadInput(problems)

@@ -1,0 +1,36 @@
+"""Dropout whose mask is a pure function of the sequence's key, the site, document, position and feature."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shoal.models import random
+
+
+class Dropout(nn.Module):
+    """Zeroes features with probability p at one named site, the same ones however the batch is cut up."""
+
+    def __init__(self, name: str, p: float) -> None:
+        super().__init__()
+        self.name = name
+        self.p = p
+        self.salt = random.key(0, 0, name)
+        # Bits below this are dropped. An integer comparison makes p exact and needs no floating point.
+        self.threshold = int(p * 2**64) - 2**63
+
+    def forward(
+        self, x: Tensor, positions: Tensor, noise: Tensor | None, documents: Tensor | None = None
+    ) -> Tensor:
+        """x [B, T, features], positions and documents [B, T], noise [B]: one hashed key for each sequence."""
+        if self.p == 0 or noise is None:
+            return x
+        # Positions start again in every document of a packed row, so the document has to be part of the key.
+        inside = torch.zeros_like(positions) if documents is None else documents
+        tokens = random.bits(random.bits(noise[:, None] ^ self.salt, inside), positions)
+        features = torch.arange(x.shape[-1], device=x.device)
+        kept = random.bits(tokens[:, :, None], features) >= self.threshold
+        return torch.where(kept, x * (1 / (1 - self.p)), 0)
+
+    def extra_repr(self) -> str:
+        return f"{self.name!r}, p={self.p}"

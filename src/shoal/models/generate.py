@@ -1,0 +1,44 @@
+"""A few tokens from the network, to see during training what it has learned."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.models import random
+from shoal.models.decoder import Network
+
+
+@torch.no_grad()
+def generate(
+    network: Network, tokens: Tensor, count: int, temperature: float, key: int, end: int | None = None
+) -> Tensor:
+    """Append up to ``count`` tokens to each row of [B, T]; a row that met ``end`` is filled up with it.
+
+    There is no key/value cache: samples during training are short, and this way they take the same forward
+    pass as training does, in any layout. Temperature 0 is greedy. The draw hashes (key, row, step, token).
+    """
+    rows = torch.arange(tokens.shape[0], device=tokens.device)
+    row_keys = random.bits(key, rows)
+    ended = torch.zeros_like(rows, dtype=torch.bool)
+    for step in range(count):
+        context = tokens[:, -network.shape.max_positions :]
+        positions = torch.arange(context.shape[1], device=tokens.device).expand_as(context)
+        scores = network.lm_head.logits(network(context, positions)[:, -1]).double()
+        if temperature > 0:
+            scores = scores / temperature + gumbel(row_keys, step, scores.shape[-1])
+        chosen = scores.argmax(-1)
+        if end is not None:
+            chosen = torch.where(ended, end, chosen)
+            ended = ended | (chosen == end)
+        tokens = torch.cat([tokens, chosen[:, None]], dim=1)
+        if end is not None and bool(ended.all()):
+            break
+    return tokens
+
+
+def gumbel(row_keys: Tensor, step: int, vocab: int) -> Tensor:
+    """Noise [B, vocab] that turns the largest score into a sample of their softmax."""
+    step_keys = random.bits(row_keys, torch.full_like(row_keys, step))
+    drawn = random.uniform(step_keys[:, None], torch.arange(vocab, device=row_keys.device))
+    return -(-drawn.log()).log()

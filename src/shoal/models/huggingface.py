@@ -1,0 +1,110 @@
+"""Our parameters as Hugging Face's tensors and back, along the views that ``facts`` declares; its weight files."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shoal.facts.model import Model
+from shoal.facts.parameters import parameters
+from shoal.facts.problem import BadInput, Problem
+from shoal.facts.views import View, views
+
+
+def to_tensors(model: Model, canonical: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) as Hugging Face has them, one at a time, from whole parameters of ours."""
+    shapes = {parameter.name: parameter.shape for parameter in parameters(model)}
+    for name, boxes in _by_tensor(model):
+        first = boxes[0]
+        if len(boxes) == 1:
+            whole = canonical[first.canonical]
+            yield name, whole.T.contiguous() if first.transposed else whole
+            continue
+        assembled = canonical[first.canonical].new_empty(shapes[name])
+        for box in boxes:
+            assembled[_box(box.tensor_offset, box.shape)] = _ours(box, canonical)
+        yield name, assembled
+
+
+def from_tensors(model: Model, read: Callable[[str], Tensor], canonical: Mapping[str, Tensor]) -> None:
+    """Fill whole parameters of ours from Hugging Face's tensors, each read once."""
+    with torch.no_grad():
+        for name, boxes in _by_tensor(model):
+            tensor = read(name)
+            for box in boxes:
+                _ours(box, canonical).copy_(tensor[_box(box.tensor_offset, box.shape)])
+
+
+def _by_tensor(model: Model) -> Iterator[tuple[str, list[View]]]:
+    for name, boxes in itertools.groupby(views(model), key=lambda view: view.tensor):
+        yield name, list(boxes)
+
+
+def _ours(box: View, canonical: Mapping[str, Tensor]) -> Tensor:
+    """Our side of a box, in the orientation of the other side."""
+    ours = canonical[box.canonical][_box(box.canonical_offset, box.canonical_shape)]
+    return ours.T if box.transposed else ours
+
+
+def _box(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+class WeightFiles:
+    """The tensors of a model directory's safetensors files, by name."""
+
+    def __init__(self, directory: Path, model: Model) -> None:
+        self.directory = directory
+        self._file_of: dict[str, Path] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    self._file_of.update(dict.fromkeys(file.keys(), path))
+            except (SafetensorError, OSError) as error:
+                raise BadInput(f"model.init_from: {path} cannot be read: {error}", "download it again") from None
+        if not self._file_of:
+            raise BadInput(
+                f"model.init_from: no *.safetensors files in {directory}",
+                "a Hugging Face model directory: config.json and *.safetensors",
+            )
+        # Some published files hold the bare decoder, without the prefix its language model adds.
+        self._prefixes = ("", "model.", "transformer.", "gpt_neox.")
+        self.check(model)
+
+    def check(self, model: Model) -> None:
+        """Every tensor there, with the model's shape; else everything that is wrong, at once."""
+        problems = []
+        for parameter in parameters(model):
+            found = self._find(parameter.name)
+            if found is None:
+                problems.append(Problem(f"model.init_from: {self.directory} has no {parameter.name}"))
+                continue
+            with safe_open(self._file_of[found], framework="pt") as file:
+                shape = tuple(file.get_slice(found).get_shape())
+            if shape != parameter.shape:
+                problems.append(
+                    Problem(f"model.init_from: {parameter.name} is {shape}, {model.name} has {parameter.shape}")
+                )
+        if problems:
+            shown = problems[:5]
+            if len(problems) > len(shown):
+                shown.append(Problem(f"model.init_from: and {len(problems) - len(shown)} more tensors"))
+            fix = f"model.path = {str(self.directory)!r}"
+            raise BadInput([*shown, Problem("these are weights of another model", fix)])
+
+    def read(self, name: str) -> Tensor:
+        found = self._find(name)
+        assert found is not None, name
+        with safe_open(self._file_of[found], framework="pt") as file:
+            return file.get_tensor(found)
+
+    def _find(self, name: str) -> str | None:
+        for prefix in self._prefixes:
+            if name.startswith(prefix) and name.removeprefix(prefix) in self._file_of:
+                return name.removeprefix(prefix)
+        return None

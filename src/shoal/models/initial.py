@@ -1,0 +1,54 @@
+"""First weights: each is a hash of the seed, its parameter's name and its index in the whole tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.facts.model import Model
+from shoal.models import random
+
+# The two projections of a block that write to the residual stream.
+RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+
+
+class Slice(NamedTuple):
+    """The part of a parameter that is held here: the tensor to fill, and the box of the whole that it is."""
+
+    local: Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def whole(name: str, parameter: nn.Parameter) -> Slice:
+    """A parameter that is not split."""
+    return Slice(parameter.data, tuple(parameter.shape), (0,) * parameter.dim())
+
+
+@torch.no_grad()
+def initialise(
+    network: nn.Module,
+    model: Model,
+    seed: int,
+    slice_of: Callable[[str, nn.Parameter], Slice] = whole,
+) -> None:
+    """Give every parameter its first value; they must have left the meta device (``to_empty``).
+
+    Matrices and embeddings are normal(0, init_std); those that write to the residual stream are divided by
+    √(2·layers), as in GPT-2, for every family, so that the stream does not grow with depth. Norms start at
+    one, biases at zero. ``slice_of`` says which part of a sharded parameter is here; a network that holds
+    only some of the parameters (a pipeline stage) fills those, as long as they keep their names.
+    """
+    for name, parameter in network.named_parameters():
+        local, global_shape, offset = slice_of(name, parameter)
+        if name.endswith(".bias"):
+            local.zero_()
+        elif name.endswith("norm.weight"):
+            local.fill_(1)
+        else:
+            std = model.init_std / math.sqrt(2 * model.layers) if name.endswith(RESIDUAL) else model.init_std
+            random.fill_normal_(local, random.key(seed, 0, name), std, global_shape, offset)

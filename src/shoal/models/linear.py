@@ -1,0 +1,30 @@
+"""Layers whose weights follow the activations: parameters keep their dtype and are cast where they are used.
+
+So fp32 parameters train in bf16 without autocast, gradients arrive in the parameter's dtype, and where the
+dtypes already agree (FSDP's mixed precision casts whole groups) the cast costs nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Linear(nn.Linear):
+    """y = x·Wᵀ + b in the dtype of x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class Embedding(nn.Embedding):
+    """A lookup whose result is in the compute dtype: here activations get the dtype they keep."""
+
+    def __init__(self, count: int, width: int, compute: torch.dtype) -> None:
+        super().__init__(count, width)
+        self.compute = compute
+
+    def forward(self, index: Tensor) -> Tensor:
+        return super().forward(index).to(self.compute)

@@ -1,0 +1,39 @@
+"""Normalisation, computed in at least fp32 whatever the dtype of the activations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.facts.model import Model
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean(x²) + eps) · weight, rounded to x's dtype before the weight as Hugging Face does."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight.to(x.dtype) * scaled.to(x.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """Torch's, whose kernels accumulate in fp32 themselves; only the weights have to follow x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(
+            x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps
+        )
+
+
+def block_norm(model: Model) -> RMSNorm | LayerNorm:
+    """The norm that a model's blocks use on the residual stream."""
+    if model.norm == "rms":
+        return RMSNorm(model.hidden, model.norm_eps)
+    return LayerNorm(model.hidden, model.norm_eps)

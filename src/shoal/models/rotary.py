@@ -1,0 +1,107 @@
+"""Rotary positions: which frequencies a model turns at, the cosine and sine tables, the rotation itself.
+
+Everything is computed from the positions on the fly: no buffer has to be filled after meta construction.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from shoal.facts.model import Model, RopeScaling
+
+
+def rotary_width(model: Model) -> int:
+    """How much of each head rotates."""
+    return int(model.head_dim * model.rope_fraction)
+
+
+def frequencies(model: Model, length: int | None, device: torch.device) -> Tensor:
+    """Radians a position, one for each pair of rotating features, in fp64.
+
+    ``length`` matters to ``dynamic`` alone: rows longer than ``max_positions`` raise the base as transformers
+    does for a row of that length. It is a number given once, not the length of the batch at hand, because
+    that would depend on how rows are packed into micro-batches and split over ranks.
+    """
+    width = rotary_width(model)
+    scaling = model.rope_scaling
+    theta = model.rope_theta
+    if scaling is not None and scaling.kind == "dynamic":
+        stretch = max(length or 0, model.max_positions) / model.max_positions
+        theta *= (scaling.factor * stretch - (scaling.factor - 1)) ** (width / (width - 2))
+    pair = torch.arange(width // 2, dtype=torch.float64, device=device)
+    plain = theta ** (-2.0 * pair / width)
+    if scaling is None or scaling.kind == "dynamic":
+        return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    if scaling.kind == "yarn":
+        slowed = yarn_share(scaling, theta, width, pair)
+    else:
+        slowed = llama3_share(scaling, plain)
+    return plain * (1 - slowed) + plain / scaling.factor * slowed
+
+
+def llama3_share(scaling: RopeScaling, plain: Tensor) -> Tensor:
+    """How much of each frequency the factor slows: none of the fast, all of the slow, a ramp between."""
+    turns = scaling.original_positions * plain / (2 * math.pi)
+    ramp = (turns - scaling.low_frequency_factor) / (
+        scaling.high_frequency_factor - scaling.low_frequency_factor
+    )
+    return 1 - ramp.clamp(0, 1)
+
+
+def yarn_share(scaling: RopeScaling, theta: float, width: int, pair: Tensor) -> Tensor:
+    """As for llama3, but the ramp is linear in the index of the pair (YaRN, arXiv 2309.00071)."""
+
+    def pair_that_turns(turns: float) -> float:
+        return width * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    # The upper bound counts features and not pairs: so it is in transformers and in YaRN's own code.
+    low, high = max(low, 0), min(high, width - 1)
+    if low == high:
+        high += 0.001
+    return ((pair - low) / (high - low)).clamp(0, 1)
+
+
+def table_factor(scaling: RopeScaling | None) -> float:
+    """What YaRN multiplies the tables by, to keep attention as sharp over longer rows."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def sharpness(weight: float) -> float:
+        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return sharpness(scaling.mscale) / sharpness(scaling.mscale_all_dim)
+    return sharpness(1.0)
+
+
+def tables(
+    model: Model, length: int | None, positions: Tensor, compute: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [B, 1, T, pairs] for positions [B, T]: fp32, or fp64 for fp64 networks."""
+    dtype = torch.promote_types(compute, torch.float32)
+    turning = frequencies(model, length, positions.device).to(dtype)
+    angles = positions[:, None, :, None].to(dtype) * turning
+    factor = table_factor(model.rope_scaling)
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the first features of every head of x [B, heads, T, head_dim], in the tables' precision.
+
+    A pair is (i, i + half) as in Hugging Face's weights, not (2i, 2i + 1) as in the paper.
+    """
+    cosine, sine = rotation
+    half = cosine.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = (first * cosine - second * sine, second * cosine + first * sine)
+    return torch.cat([part.to(x.dtype) for part in turned] + [rest], dim=-1)

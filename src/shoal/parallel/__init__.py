@@ -1,0 +1,1 @@
+"""How the work is split: one file a strategy, and apply.py that composes them."""

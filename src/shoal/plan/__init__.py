@@ -1,0 +1,1 @@
+"""Which layout. Never imports torch."""

@@ -1,0 +1,1 @@
+"""What it will cost. Never imports torch."""

@@ -1,0 +1,1 @@
+"""Checkpoints that know nothing of the layout that wrote them."""

@@ -1,0 +1,146 @@
+"""A dataset: a prepared directory, memory-mapped. Opening reads the manifest and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from shoal.facts.problem import BadInput, Problem
+from shoal.train.data.shards import FORMAT, manifest_hash
+
+MANIFEST = "manifest.json"
+QUARANTINE = "bad_rows.jsonl"
+
+
+class Stream:
+    """All tokens of one split, one document after another, across its shards."""
+
+    def __init__(self, name: str, shards: Sequence[np.ndarray], document_ends: np.ndarray) -> None:
+        self.name = name
+        self.document_ends = document_ends  # offsets just after each document
+        self._shards = list(shards)
+        self._starts = np.cumsum([0, *(len(shard) for shard in shards)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens from ``start`` up to ``stop``, as int64."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"tokens {start} to {stop} of {len(self)}")
+        tokens = np.empty(stop - start, dtype=np.int64)
+        position = start
+        while position < stop:
+            shard = int(np.searchsorted(self._starts, position, side="right")) - 1
+            offset = position - int(self._starts[shard])
+            piece = self._shards[shard][offset : offset + stop - position]
+            tokens[position - start : position - start + len(piece)] = piece
+            position += len(piece)
+        return tokens
+
+
+@dataclass(frozen=True)
+class Dataset:
+    path: Path
+    manifest: dict[str, Any]
+    train: Stream
+    heldout: Stream
+
+    @property
+    def largest_id(self) -> int:
+        return int(self.manifest["largest_id"])
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of every token and document end, wherever they came from and wherever they lie."""
+        hashes = {name: file["blake3"] for name, file in self.manifest["files"].items() if name != QUARANTINE}
+        return blake3(json.dumps([self.manifest["dtype"], hashes], sort_keys=True).encode()).hexdigest()
+
+    @staticmethod
+    def open(path: Path, verify: bool = False) -> Dataset:
+        """Opens a prepared directory. ``verify`` reads and checks every byte, not the sizes alone."""
+        path = Path(path)
+        manifest = read_manifest(path)
+        _check_files(path, manifest, verify)
+        return Dataset(
+            path, manifest, _open_split(path, manifest, "train"), _open_split(path, manifest, "heldout")
+        )
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a prepared directory, whole and of our format, else BadInput."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise _no_dataset(path) from None
+    except ValueError:
+        raise _damaged(path, [f"{str(path / MANIFEST)!r} is damaged: it is not JSON"]) from None
+    # Other directories have a manifest too, a run for one. Nobody shall be told to delete those.
+    if not isinstance(manifest, dict) or not {"blake3", "format", "splits"} <= manifest.keys():
+        raise _no_dataset(path)
+    if manifest["format"] != FORMAT:
+        raise _damaged(path, [f"{str(path)!r} has format {manifest['format']}; this version reads {FORMAT}"])
+    if manifest.pop("blake3") != manifest_hash(manifest):
+        raise _damaged(path, [f"{str(path / MANIFEST)!r} is damaged: its content does not match its hash"])
+    return manifest
+
+
+def check_vocabulary(dataset: Dataset, vocab: int) -> None:
+    """BadInput when a token of the data has no row in the model's embedding."""
+    if dataset.largest_id >= vocab:
+        tokenizer = dataset.manifest["tokenizer"]
+        raise BadInput(
+            f"the data's largest token is {dataset.largest_id} but the model's vocabulary is {vocab}: "
+            f"its ids end at {vocab - 1}",
+            f"use the model's own tokenizer (data.tokenizer is {tokenizer['text']!r}), "
+            f"or a model with a vocabulary of at least {tokenizer['vocab']}",
+        )
+
+
+def _check_files(path: Path, manifest: dict[str, Any], verify: bool) -> None:
+    damage = []
+    for name, recorded in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            damage.append(f"{str(file)!r} is missing")
+        elif (size := file.stat().st_size) != recorded["bytes"]:
+            damage.append(f"{str(file)!r} is damaged: it has {size} bytes, not {recorded['bytes']}")
+        elif verify and _hash(file) != recorded["blake3"]:
+            damage.append(f"{str(file)!r} is damaged: its content does not match its hash")
+    if damage:
+        raise _damaged(path, damage)
+
+
+def _hash(file: Path) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()
+
+
+def _no_dataset(path: Path) -> BadInput:
+    return BadInput(
+        f"{str(path)!r} is not a prepared dataset: it has no {MANIFEST} of one",
+        "name a directory that shoal data prepare made; one inside data.cache may be deleted and is rebuilt",
+    )
+
+
+def _damaged(path: Path, damage: list[str]) -> BadInput:
+    fix = f"delete {str(path)!r} and run again: it is rebuilt from the source"
+    return BadInput([Problem(what, fix) for what in damage])
+
+
+def _open_split(path: Path, manifest: dict[str, Any], name: str) -> Stream:
+    dtype = np.dtype(manifest["dtype"])
+    shards = [_map(path / shard, dtype) for shard in manifest["splits"][name]["shards"]]
+    return Stream(name, shards, _map(path / f"documents-{name}.bin", np.dtype("<i8")))
+
+
+def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+    # An empty file cannot be mapped.
+    if path.stat().st_size == 0:
+        return np.empty(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r")

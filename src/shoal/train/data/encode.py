@@ -1,0 +1,211 @@
+"""Encoding: the documents of some pieces become tokens in spool files. Runs in worker processes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.train.data.rows import PIECE_BYTES, Piece, read
+from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
+
+BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once
+INLINE_BYTES = 32 << 20  # below this, starting processes takes longer than the work
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one worker does in one go. How pieces are grouped never shows in the result."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+    spool: Path
+    field: str
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.stop - piece.start for piece in self.pieces)
+
+    def file(self, suffix: str) -> Path:
+        """``tokens``: ids. ``ends``: int64 offsets. ``bad``: JSON lines, each with its piece and line."""
+        return self.spool / f"{self.number:08d}.{suffix}"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What is in a task's spool files."""
+
+    tokens: int
+    documents: int
+    largest: int  # id; -1 when there are no tokens
+    rows: int
+    reasons: dict[str, int]  # bad rows by reason
+    lines: tuple[int, ...]  # in each piece
+
+
+def group(pieces: Iterable[Piece], spool: Path, field: str) -> Iterator[Task]:
+    """Pieces in tasks of about ``PIECE_BYTES``, so that a thousand small files are no thousand tasks."""
+    number, waiting, size = 0, [], 0
+    for piece in pieces:
+        waiting.append(piece)
+        size += piece.stop - piece.start
+        if size >= PIECE_BYTES:
+            yield Task(number, tuple(waiting), spool, field)
+            number, waiting, size = number + 1, [], 0
+    if waiting:
+        yield Task(number, tuple(waiting), spool, field)
+
+
+def encode_all(
+    tasks: list[Task],
+    tokenizer: Tokenizer,
+    tokenizer_text: str,
+    end_token: str | None,
+    workers: int,
+    progress: Callable[[int, int], None] | None,
+) -> list[Encoded]:
+    """Every task's result, in the order of the tasks. Small work is done in this process."""
+    total, done = sum(task.bytes for task in tasks), 0
+    results: dict[int, Encoded] = {}
+    if workers <= 1 or len(tasks) == 1 or total <= INLINE_BYTES:
+        for task in tasks:
+            results[task.number] = encode(task, tokenizer)
+            done += task.bytes
+            if progress:
+                progress(done, total)
+        return [results[task.number] for task in tasks]
+
+    # spawn, not fork: the caller may hold threads and a GPU.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(workers, len(tasks)), mp_context=context, initializer=_start_worker)
+    try:
+        waiting = {pool.submit(_encode_in_worker, task, tokenizer_text, end_token): task for task in tasks}
+        for future in as_completed(waiting):
+            task = waiting[future]
+            results[task.number] = future.result()
+            done += task.bytes
+            if progress:
+                progress(done, total)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [results[task.number] for task in tasks]
+
+
+def encode(task: Task, tokenizer: Tokenizer) -> Encoded:
+    """Reads, tokenises and spools the pieces of one task."""
+    with (
+        task.file("tokens").open("wb") as tokens_file,
+        task.file("ends").open("wb") as ends_file,
+        task.file("bad").open("w", encoding="utf-8") as bad_file,
+    ):
+        tokens, documents, largest, rows = 0, 0, -1, 0
+        reasons: Counter[str] = Counter()
+        lines: list[int] = []
+        for batch in _batches(task):
+            for bad in batch.bad:
+                reasons[bad["reason"]] += 1
+                bad_file.write(json.dumps(bad) + "\n")
+            rows += batch.rows
+            lines += batch.lines
+            ids, ends = _join(tokenizer.encode_batch(batch.texts), batch.closes, tokenizer)
+            tokens_file.write(ids.tobytes())
+            ends_file.write((ends + tokens).tobytes())
+            tokens += len(ids)
+            documents += len(ends)
+            largest = max(largest, int(ids.max()) if len(ids) else -1)
+    return Encoded(tokens, documents, largest, rows, dict(reasons), tuple(lines))
+
+
+def token_type(tokenizer: Tokenizer) -> np.dtype:
+    """The narrowest type that holds every id."""
+    return np.dtype("<u2") if tokenizer.vocab <= 1 << 16 else np.dtype("<u4")
+
+
+class _Batch:
+    """Texts on their way to the tokenizer, and what was met while they were collected."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.closes: list[bool] = []  # whether the document ends with this text
+        self.characters = 0
+        self.bad: list[dict[str, Any]] = []
+        self.rows = 0
+        self.lines: list[int] = []  # of the pieces that were finished
+
+    def add(self, text: str, closes: bool) -> None:
+        self.texts.append(text)
+        self.closes.append(closes)
+        self.characters += len(text)
+
+
+def _batches(task: Task) -> Iterator[_Batch]:
+    batch = _Batch()
+    for number, piece in enumerate(task.pieces):
+        is_text = piece.file.kind == "text"
+        line = 0
+        for row in read(piece, task.field):
+            if row.text is not None:
+                batch.rows += 1
+                batch.add(row.text, closes=piece.closes if is_text else True)
+            elif row.reason:
+                batch.rows += 1
+                batch.bad.append(
+                    {"piece": number, "line": line + 1, "reason": row.reason, "start": row.shown}
+                )
+                if is_text and piece.start > 0 and piece.closes:
+                    batch.add("", closes=True)  # the document began in earlier pieces and must still end
+            line += row.lines
+            if batch.characters >= BATCH_CHARACTERS or len(batch.bad) >= 1000:
+                yield batch
+                batch = _Batch()
+        batch.lines.append(line)
+    yield batch
+
+
+def _join(
+    encoded: list[np.ndarray], closes: list[bool], tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """All ids one after another with the end id after each document, and the offsets where documents end."""
+    dtype = token_type(tokenizer)
+    end = np.array([tokenizer.end], dtype=dtype)
+    parts = [np.empty(0, dtype=dtype)]  # there may be no text at all
+    for ids, closed in zip(encoded, closes, strict=True):
+        parts.append(ids.astype(dtype, copy=False))
+        if closed:
+            parts.append(end)
+    lengths = [len(ids) + closed for ids, closed in zip(encoded, closes, strict=True)]
+    ends = np.cumsum(lengths, dtype="<i8")[np.array(closes, dtype=bool)]
+    return np.concatenate(parts), ends
+
+
+# A worker opens its tokenizer once, not once a task.
+_open_once = functools.cache(open_tokenizer)
+
+
+def _encode_in_worker(task: Task, tokenizer_text: str, end_token: str | None) -> Encoded:
+    return encode(task, _open_once(tokenizer_text, end_token))
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the pool
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A pool's workers wait for work for ever when their parent is killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,127 @@
+"""The loader: samples as tensors. What is in a batch depends on the step and on places in it alone."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shoal.train.data.order import sample_indices
+from shoal.train.data.samples import IGNORE, Sample, Samples
+
+STEPS_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some rows of a global batch."""
+
+    tokens: torch.Tensor  # int64 [rows, seq]
+    targets: torch.Tensor  # int64 [rows, seq], IGNORE where there is nothing to predict
+    # int64 [rows, seq], always 0 to seq - 1: the place in the row, which rotary angles and the random numbers
+    # of dropout follow from. It never restarts at a document: two tokens of a row would then share their
+    # dropout, and rotary attention, which sees differences of positions only, would gain nothing.
+    positions: torch.Tensor
+    documents: torch.Tensor | None  # int64 [rows, seq] where attention stays within documents
+    rows: torch.Tensor  # int64 [rows]: each row's position in the global batch
+    count: int  # targets to predict; counted here, on the CPU, so that nobody waits for a device
+
+    def to(self, device: torch.device | str) -> Batch:
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return Batch(
+            tokens=move(self.tokens),
+            targets=move(self.targets),
+            positions=move(self.positions),
+            documents=None if self.documents is None else move(self.documents),
+            rows=move(self.rows),
+            count=self.count,
+        )
+
+
+class Loader:
+    """Training samples in the order of the seed, and held-out samples, where there are any, as they come."""
+
+    def __init__(self, samples: Samples, seed: int, batch: int, heldout: Samples | None = None) -> None:
+        self.samples, self.seed, self.batch, self.heldout = samples, seed, batch, heldout
+
+    @property
+    def heldout_count(self) -> int:
+        return 0 if self.heldout is None else len(self.heldout)
+
+    def rows(self, step: int, positions: Sequence[int]) -> Batch:
+        """The rows at these positions of the global batch of a step (steps start at 1)."""
+        if step < 1 or not all(0 <= position < self.batch for position in positions):
+            raise ValueError(f"step {step}, positions {list(positions)} of a batch of {self.batch}")
+        numbers = [(step - 1) * self.batch + position for position in positions]
+        indices = sample_indices(self.seed, np.array(numbers, dtype=np.uint64), len(self.samples))
+        return _collate(self.samples, [self.samples[int(index)] for index in indices], positions)
+
+    def heldout_rows(self, positions: Sequence[int]) -> Batch:
+        """The held-out samples with these numbers. Past the last one, a row is empty: it has no targets.
+
+        So every rank can run equally many rows, and each sample still counts once.
+        """
+        if self.heldout is None:
+            raise ValueError("there are no held-out samples")
+        samples = [
+            self.heldout[position] if position < len(self.heldout) else self.heldout.empty()
+            for position in positions
+        ]
+        return _collate(self.heldout, samples, positions)
+
+    def steps(
+        self, first: int, last: int, position_groups: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, list[Batch]]]:
+        """Each step from ``first`` to ``last`` with its micro-batches, which a thread prepares ahead."""
+        ready: queue.Queue[tuple[int, list[Batch]] | BaseException | None] = queue.Queue(STEPS_AHEAD)
+        stopped = threading.Event()
+
+        def offer(item: tuple[int, list[Batch]] | BaseException | None) -> bool:
+            while not stopped.is_set():
+                try:
+                    ready.put(item, timeout=0.1)
+                    return True
+                except queue.Full:
+                    continue
+            return False
+
+        def work() -> None:
+            try:
+                for step in range(first, last + 1):
+                    if not offer((step, [self.rows(step, positions) for positions in position_groups])):
+                        return
+                offer(None)
+            except BaseException as error:
+                offer(error)
+
+        thread = threading.Thread(target=work, name="shoal-loader", daemon=True)
+        thread.start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            stopped.set()
+            thread.join()
+
+
+def _collate(source: Samples, samples: Sequence[Sample], positions: Sequence[int]) -> Batch:
+    targets = np.stack([sample.targets for sample in samples])
+    documents = None
+    if source.within_documents:
+        documents = torch.from_numpy(np.stack([sample.documents for sample in samples]))
+    return Batch(
+        tokens=torch.from_numpy(np.stack([sample.tokens for sample in samples])),
+        targets=torch.from_numpy(targets),
+        positions=torch.arange(source.seq).repeat(len(samples), 1),
+        documents=documents,
+        rows=torch.tensor(list(positions), dtype=torch.int64),
+        count=int((targets != IGNORE).sum()),
+    )

@@ -1,0 +1,251 @@
+"""Preparing: text is tokenised once into a directory named after its content; later runs find it there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from blake3 import blake3
+
+from shoal.facts.problem import BadInput, Problem
+from shoal.train.data.badrows import BadRows, count_bad_rows, located, read_bad_rows, refuse_too_many
+from shoal.train.data.dataset import MANIFEST, QUARANTINE, Dataset
+from shoal.train.data.encode import Encoded, Task, encode_all, group, token_type
+from shoal.train.data.rows import cut
+from shoal.train.data.shards import (
+    FORMAT,
+    Block,
+    HashedFile,
+    SplitWriter,
+    split_at,
+    split_by_document,
+    spooled_blocks,
+    whole_documents_work,
+    write_manifest,
+)
+from shoal.train.data.sources import SourceFile, find_files
+from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
+
+UNFINISHED = ".preparing-"  # prefix of directories at work; nothing opens them
+STALE_SECONDS = 900  # a run at work writes every few seconds
+
+
+def prepare(
+    source: str,
+    *,
+    tokenizer: str = "bytes",
+    end_token: str | None = None,
+    field: str = "text",
+    cache: Path,
+    heldout: float = 0.01,
+    max_bad_rows: float = 0.01,
+    workers: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """The directory of the tokenised source, made now or found.
+
+    ``source`` is ``stdlib``, a path, a glob, or a directory made by an earlier call. ``heldout`` and
+    ``max_bad_rows`` are fractions of all documents and of all rows; ``workers`` = 0 means one a core;
+    ``progress`` gets the bytes done and the bytes in all.
+    """
+    _check_fractions(heldout, max_bad_rows)
+    cache = cache.expanduser()
+    opened = open_tokenizer(tokenizer, end_token)
+    given = Path(source).expanduser()
+    if source != "stdlib" and (given / MANIFEST).is_file():
+        return _prepared_before(given, opened)
+
+    files = find_files(source)
+    target = cache / _key(files, opened, field, heldout)
+    if target.exists():
+        found = Dataset.open(target)
+        refuse_too_many(read_bad_rows(found.manifest, target / QUARANTINE), max_bad_rows, source)
+        return target
+
+    with _unfinished_directory(cache) as directory:
+        spool = directory / "spool"
+        spool.mkdir()
+        tasks = list(group((piece for file in files for piece in cut(file)), spool, field))
+        results = encode_all(tasks, opened, tokenizer, end_token, workers or _cores(), progress)
+        _refuse_changed(files)
+        bad = count_bad_rows(tasks, results)
+        refuse_too_many(bad, max_bad_rows, source)
+        manifest = {
+            "format": FORMAT,
+            "source": {"text": source, "files": len(files), "bytes": sum(file.size for file in files)},
+            "field": field,
+            "tokenizer": {"text": tokenizer, "fingerprint": opened.fingerprint, "vocab": opened.vocab},
+            "end": opened.end,
+            **_write_dataset(directory, tasks, results, bad, opened, heldout),
+        }
+        write_manifest(directory / MANIFEST, manifest)
+        _publish(directory, target)
+    return target
+
+
+def _check_fractions(heldout: float, max_bad_rows: float) -> None:
+    problems = []
+    if not 0 <= heldout < 1:
+        problems.append(Problem(f"data.heldout is {heldout}", "set it to at least 0 and less than 1"))
+    if not 0 <= max_bad_rows <= 1:
+        problems.append(Problem(f"data.max_bad_rows is {max_bad_rows}", "set it to at least 0 and at most 1"))
+    if problems:
+        raise BadInput(problems)
+
+
+def _cores() -> int:
+    """The cores this process may use, which in a container or a job are fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _prepared_before(path: Path, tokenizer: Tokenizer) -> Path:
+    made_with = Dataset.open(path).manifest["tokenizer"]
+    if made_with["fingerprint"] != tokenizer.fingerprint:
+        raise BadInput(
+            f"the dataset {str(path)!r} was made with another tokenizer ({made_with['text']!r})",
+            f"set data.tokenizer to {made_with['text']!r}, or prepare the dataset again",
+        )
+    return path
+
+
+def _key(files: list[SourceFile], tokenizer: Tokenizer, field: str, heldout: float) -> str:
+    """What the result depends on, hashed. Not the files' names: moved text is the same text."""
+    content = []
+    for file in files:
+        try:
+            digest = blake3(max_threads=blake3.AUTO).update_mmap(file.path).hexdigest()
+        except OSError as error:
+            raise BadInput(f"cannot read {file.name!r}: {error.strerror}", "check its permissions") from None
+        content.append([file.kind, file.compressed, file.size, digest])
+    parts = [FORMAT, content, tokenizer.fingerprint, field, heldout]
+    return blake3(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _refuse_changed(files: list[SourceFile]) -> None:
+    """The directory's name promises the content that was hashed before it was read."""
+    changed = [file.name for file in files if not file.unchanged()]
+    if changed:
+        raise BadInput(
+            f"{len(changed)} source files changed while they were read, such as {changed[0]!r}",
+            "run again when nothing writes to them",
+        )
+
+
+def _write_dataset(
+    directory: Path,
+    tasks: list[Task],
+    results: list[Encoded],
+    bad: BadRows,
+    tokenizer: Tokenizer,
+    heldout: float,
+) -> dict[str, Any]:
+    """Writes both splits and the quarantine; returns their part of the manifest."""
+    quarantine = HashedFile(directory / QUARANTINE)
+    for row in located(tasks, results):
+        quarantine.write(json.dumps(row).encode() + b"\n")
+
+    splits = {name: SplitWriter(directory, name) for name in ("train", "heldout")}
+    tokens = sum(result.tokens for result in results)
+    documents = sum(result.documents for result in results)
+    blocks = _all_blocks(tasks, tokenizer)
+    if heldout > 0 and whole_documents_work(documents, heldout):
+        split_by_document(blocks, heldout, splits["train"], splits["heldout"])
+    else:
+        # One long text has no other document to hold out: the end of it serves.
+        cut_at = tokens - max(1, round(tokens * heldout)) if heldout > 0 else tokens
+        split_at(blocks, cut_at, tokenizer.end, splits["train"], splits["heldout"])
+
+    hashes: dict[str, dict[str, Any]] = {QUARANTINE: quarantine.close()}
+    for split in splits.values():
+        split.close()
+        hashes.update(split.files)
+    return {
+        "dtype": token_type(tokenizer).str,
+        "largest_id": max(result.largest for result in results),
+        "heldout": heldout,
+        "splits": {name: split.describe() for name, split in splits.items()},
+        "rows": bad.rows,
+        "bad_rows": bad.reasons,
+        "files": hashes,
+    }
+
+
+def _all_blocks(tasks: list[Task], tokenizer: Tokenizer) -> Iterator[Block]:
+    for task in tasks:
+        yield from spooled_blocks(task.file("tokens"), task.file("ends"), token_type(tokenizer))
+        task.file("tokens").unlink()  # the disk need not hold everything twice
+
+
+@contextlib.contextmanager
+def _unfinished_directory(cache: Path) -> Iterator[Path]:
+    """A directory of our own beside the final one. It is gone afterwards, renamed or removed."""
+    directory = cache / f"{UNFINISHED}{uuid.uuid4().hex}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _remove_stale(cache)
+        directory.mkdir()
+    except OSError as error:
+        raise BadInput(
+            f"cannot write to the data cache {str(cache)!r}: {error.strerror}",
+            "name another directory for it",
+        ) from None
+    try:
+        with (directory / "lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _remove_stale(cache: Path) -> None:
+    """Removes what dead runs left: nobody holds the lock, and nothing was written for a while.
+
+    The lock alone is not enough, for a shared file system may not carry it to other machines.
+    """
+    for directory in cache.glob(f"{UNFINISHED}*"):
+        with contextlib.suppress(OSError):  # its owner, or another cleaner, may be removing it now
+            newest = max(path.stat().st_mtime for path in (directory, *directory.rglob("*")))
+            if time.time() - newest > STALE_SECONDS and not _locked(directory / "lock"):
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def _locked(path: Path) -> bool:
+    try:
+        file: IO[bytes] = path.open("rb")
+    except FileNotFoundError:
+        return False
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _publish(directory: Path, target: Path) -> None:
+    """Gives the finished directory its name, in one step. Who comes second uses what the first made."""
+    shutil.rmtree(directory / "spool")
+    (directory / "lock").unlink()
+    _sync_directory(directory)
+    try:
+        directory.rename(target)
+    except OSError:
+        if not (target / MANIFEST).is_file():
+            raise
+    _sync_directory(target.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,97 @@
+"""Samples: how the stream of tokens is cut into training sequences. A sample is seq + 1 tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.facts.problem import BadInput
+from shoal.train.data.dataset import Stream
+
+IGNORE = -100  # the target of a token that has nothing to predict; the loss leaves it out
+
+
+class Sample(NamedTuple):
+    """One sequence; every array is int64 of length seq."""
+
+    tokens: np.ndarray
+    targets: np.ndarray  # the token that follows each, or IGNORE
+    documents: np.ndarray  # which document of this row each token belongs to, from 0
+
+
+class Samples:
+    """All samples of a stream, by number. Nothing is stored but, unpacked, one number a document.
+
+    Packed, the stream is cut into consecutive pieces: the last token of one is the first of the next, so
+    every token but the very first is a target exactly once. A rest too short for a sample is left out.
+
+    Unpacked, a sample holds one document, or a part of one that is too long, and is padded to its length.
+    """
+
+    def __init__(self, stream: Stream, seq: int, *, packing: bool, within_documents: bool, pad: int) -> None:
+        self.stream, self.seq, self.packing = stream, seq, packing
+        self.within_documents, self.pad = within_documents, pad
+        if packing:
+            self._count = max(0, (len(stream) - 1) // seq)
+        else:
+            lengths = np.diff(stream.document_ends, prepend=0)
+            # A document of one token has nothing to predict: no sample.
+            parts = -(-(lengths - 1) // seq)
+            self._part_ends = np.cumsum(parts)
+            self._count = int(self._part_ends[-1]) if len(parts) else 0
+        if self._count == 0:
+            raise _too_little(stream, seq, packing)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Sample:
+        if not 0 <= number < self._count:
+            raise IndexError(f"sample {number} of {self._count}")
+        return self._packed(number) if self.packing else self._unpacked(number)
+
+    def empty(self) -> Sample:
+        """A row without any target: it fills up a batch and counts for nothing."""
+        return Sample(
+            np.full(self.seq, self.pad, dtype=np.int64),
+            np.full(self.seq, IGNORE, dtype=np.int64),
+            np.zeros(self.seq, dtype=np.int64),
+        )
+
+    def _packed(self, number: int) -> Sample:
+        start = number * self.seq
+        stop = start + self.seq + 1
+        tokens = self.stream.read(start, stop)
+        ends = self.stream.document_ends
+        first, last = np.searchsorted(ends, [start, stop], side="right")
+        documents = np.searchsorted(ends[first:last] - start, np.arange(self.seq + 1), side="right")
+        targets = tokens[1:].copy()
+        if self.within_documents:
+            targets[documents[1:] != documents[:-1]] = IGNORE
+        return Sample(tokens[:-1], targets, documents[:-1].astype(np.int64))
+
+    def _unpacked(self, number: int) -> Sample:
+        ends = self.stream.document_ends
+        document = int(np.searchsorted(self._part_ends, number, side="right"))
+        part = number - (int(self._part_ends[document - 1]) if document else 0)
+        start = (int(ends[document - 1]) if document else 0) + part * self.seq
+        text = self.stream.read(start, min(start + self.seq + 1, int(ends[document])))
+        used = len(text) - 1
+        sample = self.empty()
+        sample.tokens[:used] = text[:-1]
+        sample.targets[:used] = text[1:]
+        sample.documents[used:] = 1  # padding is no part of the document
+        return sample
+
+
+def _too_little(stream: Stream, seq: int, packing: bool) -> BadInput:
+    needed = f"a sample takes {seq + 1}" if packing else "a document needs at least 2"
+    if stream.name == "heldout":
+        fix = "raise data.heldout, lower recipe.seq, or give more data"
+    else:
+        fix = "lower recipe.seq or give more data"
+    documents = len(stream.document_ends)
+    return BadInput(
+        f"the {stream.name} data has {len(stream)} tokens in {documents} documents, but {needed}", fix
+    )

@@ -1,0 +1,151 @@
+"""Shards: the spooled tokens become one stream a split, in files of bounded size, with a manifest."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from blake3 import blake3
+
+from shoal.train.data.order import mix
+
+FORMAT = 1  # raise it when equal sources would no longer give equal files
+SHARD_TOKENS = 1 << 28
+BLOCK_TOKENS = 1 << 24  # tokens in memory at once
+# With fewer documents than this, taking whole ones would hold out far too much, too little or nothing.
+FEW_DOCUMENTS = 32
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive tokens of the whole source. The last document may go on in the next block."""
+
+    tokens: np.ndarray
+    ends: np.ndarray  # offsets in the block just after the documents that end in it
+
+
+class SplitWriter:
+    """Writes ``NAME-00000.bin``, … and ``documents-NAME.bin`` (int64 offsets just after each document)."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.directory, self.name = directory, name
+        self.tokens = self.documents = 0
+        self.shards: list[str] = []
+        self.files: dict[str, dict[str, Any]] = {}
+        self._index = HashedFile(directory / f"documents-{name}.bin")
+        self._shard: HashedFile | None = None
+
+    def append(self, tokens: np.ndarray, ends: np.ndarray) -> None:
+        self._index.write((ends + self.tokens).astype("<i8").tobytes())
+        self.documents += len(ends)
+        while len(tokens):
+            room = SHARD_TOKENS - self.tokens % SHARD_TOKENS
+            if room == SHARD_TOKENS:
+                self._next_shard()
+            assert self._shard is not None
+            self._shard.write(tokens[:room].tobytes())
+            self.tokens += min(room, len(tokens))
+            tokens = tokens[room:]
+
+    def close(self) -> None:
+        self._close_shard()
+        self.files[self._index.path.name] = self._index.close()
+
+    def _next_shard(self) -> None:
+        self._close_shard()
+        self.shards.append(f"{self.name}-{len(self.shards):05d}.bin")
+        self._shard = HashedFile(self.directory / self.shards[-1])
+
+    def _close_shard(self) -> None:
+        if self._shard is not None:
+            self.files[self._shard.path.name] = self._shard.close()
+
+    def describe(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "documents": self.documents, "shards": self.shards}
+
+
+class HashedFile:
+    """A new file that is hashed as it is written and on the disk once closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[bytes] = path.open("xb")
+        self._hash, self._size = blake3(max_threads=blake3.AUTO), 0
+
+    def write(self, content: bytes) -> None:
+        self._file.write(content)
+        self._hash.update(content)
+        self._size += len(content)
+
+    def close(self) -> dict[str, Any]:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return {"bytes": self._size, "blake3": self._hash.hexdigest()}
+
+
+def spooled_blocks(tokens_path: Path, ends_path: Path, dtype: np.dtype) -> Iterator[Block]:
+    """What a task spooled, in blocks that fit in memory."""
+    ends = np.fromfile(ends_path, dtype="<i8")
+    count = tokens_path.stat().st_size // dtype.itemsize
+    for start in range(0, count, BLOCK_TOKENS):
+        tokens = np.fromfile(tokens_path, dtype=dtype, count=BLOCK_TOKENS, offset=start * dtype.itemsize)
+        first, last = np.searchsorted(ends, [start, start + len(tokens)], side="right")
+        yield Block(tokens, ends[first:last] - start)
+
+
+def is_held_out(numbers: np.ndarray, fraction: float) -> np.ndarray:
+    """Whether each document is held out: a hash of its number, and of nothing else."""
+    return (mix(numbers.astype(np.uint64)) >> np.uint64(11)) < np.uint64(int(fraction * (1 << 53)))
+
+
+def whole_documents_work(documents: int, fraction: float) -> bool:
+    """Whether holding out whole documents leaves some on either side."""
+    if documents < FEW_DOCUMENTS:
+        return False
+    chosen = is_held_out(np.arange(min(documents, 1 << 20)), fraction)
+    return bool(chosen.any() and not chosen.all())
+
+
+def split_by_document(
+    blocks: Iterator[Block], fraction: float, train: SplitWriter, heldout: SplitWriter
+) -> None:
+    number = 0  # of the block's first document
+    for block in blocks:
+        # The block's documents, where the part after the last end is one too: it ends in a later block.
+        lengths = np.diff(block.ends, prepend=0, append=len(block.tokens))
+        closed = np.arange(len(lengths)) < len(block.ends)
+        held = is_held_out(number + np.arange(len(lengths)), fraction)
+        token_held = np.repeat(held, lengths)
+        for writer, documents, tokens in ((train, ~held, ~token_held), (heldout, held, token_held)):
+            ends = np.cumsum(lengths[documents])[closed[documents]]
+            writer.append(block.tokens[tokens], ends)
+        number += len(block.ends)
+
+
+def split_at(blocks: Iterator[Block], cut: int, end: int, train: SplitWriter, heldout: SplitWriter) -> None:
+    """The first ``cut`` tokens are for training, the rest is held out. A document cut in two ends twice."""
+    position = 0
+    for block in blocks:
+        here = min(max(cut - position, 0), len(block.tokens))
+        train.append(block.tokens[:here], block.ends[block.ends <= here])
+        if position + here == cut and here > 0 and here not in block.ends:
+            train.append(np.array([end], dtype=block.tokens.dtype), np.array([1]))
+        heldout.append(block.tokens[here:], block.ends[block.ends > here] - here)
+        position += len(block.tokens)
+
+
+def write_manifest(path: Path, content: dict[str, Any]) -> None:
+    """The manifest carries the hash of its own content: a flipped digit in it is damage too."""
+    file = HashedFile(path)
+    file.write(json.dumps({**content, "blake3": manifest_hash(content)}, indent=2).encode())
+    file.close()
+
+
+def manifest_hash(content: dict[str, Any]) -> str:
+    return blake3(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,138 @@
+"""Tokenizers: plain bytes, which need nothing, or a Hugging Face ``tokenizer.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from blake3 import blake3
+
+from shoal.facts.problem import BadInput
+
+# What makers of tokenizers call the token that closes a document, looked up in this order.
+USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocab(self) -> int:
+        """The largest id + 1."""
+
+    @property
+    def end(self) -> int:
+        """The id that closes a document."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal fingerprints give equal tokens."""
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """The ids of each text; nothing is added at either end."""
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
+
+
+def open_tokenizer(text: str, end_token: str | None = None) -> Tokenizer:
+    """The tokenizer that ``data.tokenizer`` names: ``bytes``, or the path of a ``tokenizer.json``."""
+    if text == "bytes":
+        return ByteTokenizer()
+    path = Path(text).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise BadInput(
+            f"there is no tokenizer at {str(path)!r}",
+            "set data.tokenizer to 'bytes' or to the path of a tokenizer.json",
+        )
+    return FileTokenizer(path, end_token)
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are the bytes of the text in UTF-8; 256 closes a document."""
+
+    vocab = 257
+    end = 256
+    fingerprint = blake3(b"bytes, 256 ends a document").hexdigest()
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        encoded = (text.encode() if isinstance(text, str) else text for text in texts)
+        return [np.frombuffer(data, dtype=np.uint8).astype(np.uint16) for data in encoded]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return bytes(int(token) for token in ids if int(token) < 256).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A ``tokenizer.json``, run by the ``tokenizers`` package."""
+
+    def __init__(self, path: Path, end_token: str | None = None) -> None:
+        content = path.read_bytes()
+        self._tokenizer = _load(path, content)
+        # Files often carry the limits of the model they were made for. A document is encoded whole.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab = max(vocabulary.values()) + 1
+        self.end = _find_end(path, vocabulary, end_token)
+        self.fingerprint = blake3(content + self.end.to_bytes(8, "little")).hexdigest()
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        decoded = [text.decode() if isinstance(text, bytes) else text for text in texts]
+        encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
+
+
+def _load(path: Path, content: bytes) -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise BadInput(
+            f"reading {str(path)!r} needs the tokenizers package", "pip install 'shoal[hf]'"
+        ) from None
+    try:
+        return tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the package raises no class of its own
+        raise BadInput(
+            f"{str(path)!r} is not a tokenizer.json: {error}",
+            "set data.tokenizer to 'bytes' or to the tokenizer.json of a Hugging Face model",
+        ) from None
+
+
+def _find_end(path: Path, vocabulary: dict[str, int], asked: str | None) -> int:
+    """The end of a document: what the user says, else what the files beside say, else a usual name."""
+    if asked is not None:
+        if asked not in vocabulary:
+            raise BadInput(
+                f"data.end_token {asked!r} is not in the vocabulary of {str(path)!r}",
+                "set data.end_token to a token that is there",
+            )
+        return vocabulary[asked]
+    for name in (_configured_end(path.with_name("tokenizer_config.json")), *USUAL_ENDS):
+        if name is not None and name in vocabulary:
+            return vocabulary[name]
+    raise BadInput(
+        f"{str(path)!r} does not say which token ends a document (none of {', '.join(USUAL_ENDS)} is in it)",
+        "set data.end_token to the token that ends a document",
+    )
+
+
+def _configured_end(path: Path) -> str | None:
+    """``eos_token`` of a tokenizer_config.json, which is a text or an object with the text in ``content``."""
+    if not path.is_file():
+        return None
+    try:
+        settings = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise BadInput(f"{str(path)!r} is not JSON: {error}", "repair or remove it") from None
+    end = settings.get("eos_token") if isinstance(settings, dict) else None
+    if isinstance(end, dict):
+        end = end.get("content")
+    return end if isinstance(end, str) else None

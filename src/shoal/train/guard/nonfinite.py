@@ -1,0 +1,41 @@
+"""Gradients that are not finite never reach the weights. What happens instead is the recipe's owner's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shoal.train.step import StepResult
+
+# fp16 lowers its scale for a few steps at the start; more in a row than this is a run that learns nothing.
+MOST_IN_A_ROW = 20
+
+
+class NonFinite(Exception):
+    """The run stops here, and the last commit is from before the trouble."""
+
+
+class NonFiniteGuard:
+    """Judges each step's outcome by the policy ``skip``, ``retry`` or ``stop``.
+
+    The norm it judges is of the summed gradients, so all ranks come to the same verdict without asking.
+    """
+
+    def __init__(self, policy: str, scaled: bool) -> None:
+        self.policy = policy
+        self.scaled = scaled  # fp16: an overflow is how its loss scale finds its value, no fault
+        self.in_a_row = 0
+
+    def judge(self, step: int, result: StepResult, again: Callable[[], StepResult]) -> StepResult:
+        if not result.updated and self.policy == "retry" and not self.scaled:
+            # The same data and weights: if it is finite now, hardware was the cause and not the data.
+            result = again()
+        if result.updated:
+            self.in_a_row = 0
+            return result
+        self.in_a_row += 1
+        if self.scaled or self.policy == "skip":
+            if self.in_a_row > MOST_IN_A_ROW:
+                raise NonFinite(f"step {step}: gradients were not finite for {self.in_a_row} steps in a row")
+            return result
+        found = "again " if self.policy == "retry" else ""
+        raise NonFinite(f"step {step}: the gradient is {found}not finite (fault.nonfinite = {self.policy!r})")

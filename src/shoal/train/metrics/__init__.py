@@ -1,0 +1,1 @@
+"""What a run reports of itself, step by step."""

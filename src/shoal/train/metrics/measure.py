@@ -1,0 +1,74 @@
+"""How long a step took, what rate that is, and how much memory was needed. Every number says what it counts."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+
+from shoal.parallel.mesh import Mesh
+from shoal.plan.resolve import Job
+from shoal.predict.flops import flops_per_token
+from shoal.train.step import StepResult
+
+
+class Meter:
+    """Times steps and makes their rows."""
+
+    def __init__(self, job: Job, mesh: Mesh) -> None:
+        self.job, self.mesh = job, mesh
+        self.layout = str(job.layout)
+        recipe = job.config.recipe
+        self.flops = flops_per_token(job.model, recipe.seq) * recipe.tokens_per_step
+        # Ranks on a CPU share what the cluster has of it; elsewhere each rank has a device of its own.
+        devices = job.cluster.devices if job.cluster.device.name == "cpu" else job.layout.world
+        peak = job.cluster.device.peak(recipe.precision)
+        self.peak = peak * devices if peak else None
+        self.seconds = 0.0
+        self._started = 0.0
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """To be called when the step's results are on the host, hence all its work done."""
+        self.seconds = time.perf_counter() - self._started
+
+    def row(self, step: int, result: StepResult, targets: int) -> dict[str, Any]:
+        """A row of metrics.jsonl. ``tokens`` and ``samples`` count from the start of the run, padding included."""
+        recipe = self.job.config.recipe
+        rate = self.flops / self.seconds
+        return {
+            "step": step,
+            "loss": _finite(result.loss),
+            "loss_hex": float(result.loss).hex(),
+            "grad_norm": _finite(result.grad_norm),
+            "lr": result.lr,
+            "tokens": step * recipe.tokens_per_step,
+            "samples": step * recipe.batch,
+            "targets": targets,  # of this step: the tokens its loss is a mean over
+            "step_s": self.seconds,
+            "tokens_per_s": recipe.tokens_per_step / self.seconds,
+            "model_flops_per_s": rate,
+            "mfu": rate / self.peak if self.peak else None,
+            "memory_peak": peak_memory(self.mesh.device),
+            "world": self.mesh.world,
+            "layout": self.layout,
+        }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes of this rank: the most that tensors had allocated on a GPU; on a CPU the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,64 @@
+"""The optimizer: AdamW or SGD, fused, with weight decay on matrices only; clipping; and the loss scale of fp16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shoal.facts.recipe import Recipe
+
+
+def build(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """Two groups, decayed and not: norms and biases, the vectors, carry no weight decay."""
+    parameters = list(network.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=recipe.peak_lr, momentum=recipe.momentum, fused=True)
+    return torch.optim.AdamW(
+        groups, lr=recipe.peak_lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps, fused=True
+    )
+
+
+def clip(parameters: list[nn.Parameter], limit: float, scale: float = 1.0) -> float:
+    """Take the loss scale off the gradients, shrink them to norm ``limit`` (0: do not), return the norm before."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if scale != 1.0:
+        for gradient in gradients:
+            gradient.div_(scale)
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if limit:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return float(norm)
+
+
+@dataclass
+class LossScale:
+    """fp16's small gradients vanish unless the loss is scaled up. Halved on overflow, doubled after a quiet while.
+
+    torch's GradScaler keeps the same two numbers but unscales on its own, apart from clipping, and its verdict on
+    overflow is a rank's; ours comes from the summed gradients' norm, which is every rank's.
+    """
+
+    value: float = 1.0
+    quiet: int = 0  # steps since the last overflow
+    patience: int = 2000
+    enabled: bool = False
+
+    @classmethod
+    def for_precision(cls, precision: str) -> LossScale:
+        return cls(value=2.0**16, enabled=True) if precision == "fp16" else cls()
+
+    def update(self, overflow: bool) -> None:
+        if not self.enabled:
+            return
+        self.quiet = 0 if overflow else self.quiet + 1
+        if overflow:
+            self.value /= 2
+        elif self.quiet % self.patience == 0:
+            self.value *= 2

@@ -1,0 +1,169 @@
+"""The decoder against transformers: same weights in, same logits and gradients out, for every family."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shoal.facts.huggingface import read_config
+from shoal.facts.model import Model
+from shoal.facts.views import canonical_parameters
+from shoal.models.decoder import Network, build
+from shoal.models.huggingface import from_tensors
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GROUPED = SMALL | {"num_key_value_heads": 2}
+STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 16}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", SMALL),
+    "llama grouped": ("llama", GROUPED),
+    "llama biases": ("llama", GROUPED | {"attention_bias": True, "mlp_bias": True}),
+    "llama tied": ("llama", GROUPED | {"tie_word_embeddings": True}),
+    "llama wide heads": ("llama", GROUPED | {"head_dim": 12}),
+    "llama llama3": (
+        "llama",
+        GROUPED
+        | {
+            "rope_parameters": STRETCHED
+            | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        },
+    ),
+    "llama linear": ("llama", GROUPED | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    "llama dynamic": (
+        "llama",
+        GROUPED | {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0}, "max_position_embeddings": 16},
+    ),
+    "llama yarn": ("llama", GROUPED | {"rope_parameters": STRETCHED | {"rope_type": "yarn"}}),
+    "llama yarn, said in full": (
+        "llama",
+        GROUPED
+        | {
+            "rope_parameters": STRETCHED
+            | {
+                "rope_type": "yarn",
+                "beta_fast": 8.0,
+                "beta_slow": 0.5,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.3,
+                "truncate": False,
+            }
+        },
+    ),
+    "mistral": ("mistral", GROUPED | {"sliding_window": None}),
+    "mistral windowed": ("mistral", GROUPED | {"sliding_window": 5}),
+    "qwen2": ("qwen2", GROUPED | {"tie_word_embeddings": True}),
+    "qwen2 windowed above": (
+        "qwen2",
+        GROUPED | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", GROUPED | {"head_dim": 12}),
+    "gpt2": ("gpt2", {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "gpt_neox parallel": ("gpt_neox", SMALL | {"rotary_pct": 0.5}),
+    "gpt_neox sequential": ("gpt_neox", SMALL | {"rotary_pct": 0.25, "use_parallel_residual": False}),
+}
+LENGTH = 24
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_fp32(case: str) -> None:
+    reference, network, tokens, positions = pair(case, torch.float32)
+    with torch.no_grad():
+        expected = reference(tokens, position_ids=positions).logits
+        logits = network.lm_head.logits(network(tokens, positions))
+    assert expected.std() > 0.1
+    assert (logits - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "case", ["llama grouped", "mistral windowed", "qwen2", "qwen3", "gpt2", "gpt_neox parallel"]
+)
+def test_logits_and_gradients_fp64(case: str) -> None:
+    reference, network, tokens, positions = pair(case, torch.float64)
+    targets = tokens.roll(-1, 1)
+
+    with widened(reference, network.shape):
+        expected = reference(tokens, position_ids=positions).logits
+        nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    hidden = network(tokens, positions)
+    loss, count = network.lm_head(hidden, targets)
+    loss.backward()
+
+    assert int(count) == targets.numel()
+    assert (network.lm_head.logits(hidden) - expected).abs().max() < 1e-10
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    wanted = canonical(gradients, network.shape)
+    assert set(wanted) == {name for name, _ in network.named_parameters()}
+    for name, parameter in network.named_parameters():
+        assert parameter.grad is not None
+        scale = wanted[name].abs().max()
+        # A bias on keys moves all scores of a query alike: its gradient is zero but for rounding.
+        assert scale > 0.01 or name.endswith("k_proj.bias"), name
+        assert (parameter.grad - wanted[name]).abs().max() < 1e-9 * max(float(scale), 1.0), name
+
+
+def pair(case: str, dtype: torch.dtype) -> tuple[nn.Module, Network, Tensor, Tensor]:
+    """transformers' network with random weights, ours with the same ones, tokens and positions."""
+    family, arguments = CASES[case]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, attn_implementation="sdpa", **arguments)
+    reference = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    reference.eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():  # norms and biases too, and far from a linear network
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+
+    model = read_config(config.to_dict(), case)
+    network = build(model, compute=dtype, dtype=dtype, device="cpu", length=LENGTH)
+    weights = canonical(dict(reference.named_parameters()), model)
+    network.load_state_dict(weights)
+    tokens = torch.randint(0, model.vocab, (2, LENGTH))
+    return reference, network, tokens, torch.arange(LENGTH).expand(2, LENGTH)
+
+
+def canonical(tensors: dict[str, Tensor], model: Model) -> dict[str, Tensor]:
+    """Tensors under transformers' names, put under ours by the declared views."""
+    if model.family == "gpt_neox":  # in memory it is lm_head, on the hub embed_out
+        tensors = {name.replace("lm_head.", "embed_out."): tensor for name, tensor in tensors.items()}
+    dtype = next(iter(tensors.values())).dtype
+    ours = {name: torch.full(shape, math.nan, dtype=dtype) for name, shape, _ in canonical_parameters(model)}
+    from_tensors(model, tensors.__getitem__, ours)
+    return ours
+
+
+@contextmanager
+def widened(reference: nn.Module, model: Model) -> Iterator[None]:
+    """transformers computes RMS norms and rotary tables in fp32 even for fp64: here they are in fp64."""
+
+    def rms_norm(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return nn.functional.rms_norm(inputs[0], module.weight.shape, module.weight, module.variance_epsilon)
+
+    def tables(module: nn.Module, inputs: Any, named: Any, output: Any) -> tuple[Tensor, Tensor]:
+        width = output[0].shape[-1]
+        turning = model.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+        angles = torch.arange(LENGTH, dtype=torch.float64)[None, :, None] * turning.repeat(2)
+        return angles.cos(), angles.sin()
+
+    handles = []
+    for module in reference.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            handles.append(module.register_forward_hook(rms_norm))
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            handles.append(module.register_forward_hook(tables, with_kwargs=True))
+    yield
+    for handle in handles:
+        handle.remove()
