@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from shoal.facts.model import Experts, Latent, Model
 from shoal.facts.problem import BadInput
@@ -120,6 +121,28 @@ def test_one_graph_for_the_compiler(shape: Shape, network: Make, rows: Rows) -> 
     arguments = (tokens, positions, positions // 6, torch.tensor([1, 2, 3]))
     compiled = torch.compile(made, backend="eager", fullgraph=True, dynamic=False)
     assert torch.equal(compiled(*arguments), made(*arguments))
+
+
+def test_one_graph_for_all_blocks(shape: Shape, network: Make, rows: Rows) -> None:
+    made = network(shape(layers=4), dropout=0.1)
+    tokens, positions = rows
+    arguments = (tokens, positions, positions // 6, torch.tensor([1, 2, 3]))
+    expected = made(*arguments)
+    graphs = CompileCounter()
+    for block in made.model.layers.values():
+        block.compile(backend=graphs, fullgraph=True, dynamic=False)
+    assert torch.equal(made(*arguments), expected)
+    assert graphs.frame_count == 1
+
+
+def test_layers_drop_different_features(shape: Shape, network: Make, rows: Rows) -> None:
+    made = network(shape(), dropout=0.5)
+    seen: list[torch.Tensor] = []
+    for block in made.model.layers.values():
+        block.register_forward_pre_hook(lambda block, inputs: seen.append(inputs[4]))
+    tokens, positions = rows
+    made(tokens, positions, noise=torch.tensor([1, 2, 3]))
+    assert len({int(key) for keys in seen for key in keys}) == 6
 
 
 def test_experts_and_latent_attention_are_refused_together(shape: Shape) -> None:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 FINISHED, FAILED, STOPPED = 0, 1, 75
 
+# What workers find imported. torch's optimizers import its compiler on first use, which takes two seconds.
+PRELOAD = ("shoal.launch.worker", "torch._dynamo")
+
 # Signals that mean: finish the step, commit, end.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -109,7 +112,7 @@ def _warm_workers() -> None:
     """Start the server that workers are forked from, with torch already imported: a restart then costs no import."""
     from multiprocessing import forkserver
 
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["shoal.launch.worker"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
     forkserver.ensure_running()
 
 

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,25 +44,20 @@ def work(assignment: Assignment) -> Outcome | None:
     """The process of one rank, from its first line to its last. None: an earlier attempt's error is final."""
     rank = int(os.environ["RANK"])
     run = RunDirectory(assignment.run)
-    _own_session(run.log(rank))
-    _end_with(assignment.launcher)
-    fault = assignment.job.config.fault
-    store, attempt = rendezvous.join(int(os.environ["MASTER_PORT"]), fault.timeout)
+    store, attempt = rendezvous.join(int(os.environ["MASTER_PORT"]), assignment.job.config.fault.timeout)
     if store.check([FATAL]):
         return None
     try:
+        _own_session(run.log(rank))
+        _end_with(assignment.launcher)
+        restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if rank == 0 and restarts:
+            run.note_fault(kind="restart", attempt=restarts, resumed_step=run.step())
         with _only_writer(run, rank):
             mesh = _mesh(assignment.job, rank, int(os.environ["LOCAL_RANK"]), attempt)
-            restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-            if rank == 0 and restarts:
-                run.note_fault(kind="restart", attempt=restarts, resumed_step=run.step())
-            outcome = train(
-                assignment.job,
-                run,
-                assignment.dataset,
-                mesh,
-                lambda: rank == 0 and store.check([rendezvous.STOP]),
-            )
+            # One rank asks for all of them: what it hears travels with the step's first sum.
+            asked = partial(store.check, [rendezvous.STOP]) if rank == 0 else bool
+            outcome = train(assignment.job, run, assignment.dataset, mesh, asked)
             mesh.close()
             return outcome
     except Exception as error:
@@ -129,7 +125,6 @@ def _mesh(job: Job, rank: int, local_rank: int, store: dist.Store) -> Mesh:
     else:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = False
         backend = "nccl"
     if job.layout.world > 1:
         dist.init_process_group(backend, store=store, rank=rank, world_size=job.layout.world, timeout=timeout)

@@ -18,6 +18,7 @@ from shoal.models.dropout import Dropout
 from shoal.models.linear import Embedding, Linear
 from shoal.models.loss import Head
 from shoal.models.norm import block_norm
+from shoal.models.random import bits
 from shoal.models.rotary import tables
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -48,7 +49,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm, each added to the residual stream."""
+    """Attention and MLP, each behind a norm, each added to the residual stream.
+
+    Nothing in it but the weights (and the window, in some families) differs from layer to layer, so that the
+    compiler needs one graph for all of them: the noise it is given is already its layer's own.
+    """
 
     def __init__(self, model: Model, layer: int, dropout: float) -> None:
         super().__init__()
@@ -56,8 +61,8 @@ class Block(nn.Module):
         self.self_attn = Attention(model, layer)
         self.post_attention_layernorm = block_norm(model)
         self.mlp = MLP(model)
-        self.attention_dropout = Dropout(f"model.layers.{layer}.self_attn", dropout)
-        self.mlp_dropout = Dropout(f"model.layers.{layer}.mlp", dropout)
+        self.attention_dropout = Dropout("self_attn", dropout)
+        self.mlp_dropout = Dropout("mlp", dropout)
         self.parallel_residual = model.parallel_residual
 
     def forward(
@@ -72,8 +77,8 @@ class Block(nn.Module):
         after = hidden + self.attention_dropout(attended, positions, noise, documents)
         # In parallel (NeoX) the MLP reads what the block was given; in sequence, what attention made of it.
         read = hidden if self.parallel_residual else after
-        thought: Tensor = self.mlp(self.post_attention_layernorm(read))
-        output: Tensor = after + self.mlp_dropout(thought, positions, noise, documents)
+        fed: Tensor = self.mlp(self.post_attention_layernorm(read))
+        output: Tensor = after + self.mlp_dropout(fed, positions, noise, documents)
         return output
 
 
@@ -86,7 +91,7 @@ class Decoder(nn.Module):
         self.embed_positions = (
             Embedding(model.max_positions, model.hidden, compute) if model.positions == "learned" else None
         )
-        self.embedding_dropout = Dropout("model.embed_tokens", dropout)
+        self.embedding_dropout = Dropout("embed_tokens", dropout)
         # By name and not in a list: a pipeline stage keeps some of the blocks, and they keep their names.
         self.layers = nn.ModuleDict(
             {str(layer): Block(model, layer, dropout) for layer in range(model.layers)}
@@ -100,9 +105,7 @@ class Decoder(nn.Module):
         self, tokens: Tensor, positions: Tensor, documents: Tensor | None, noise: Tensor | None
     ) -> Tensor:
         hidden = self.embed(tokens, positions, documents, noise)
-        rotation = self.rotation(positions)
-        for block in self.layers.values():
-            hidden = block(hidden, rotation, positions, documents, noise)
+        hidden = self.run_layers(hidden, positions, documents, noise)
         output: Tensor = self.norm(hidden)
         return output
 
@@ -116,11 +119,19 @@ class Decoder(nn.Module):
         output: Tensor = self.embedding_dropout(hidden, positions, noise, documents)
         return output
 
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The rotary tables that all blocks share, or None where positions are learned."""
-        if self.shape.positions == "learned":
-            return None
-        return tables(self.shape, self.length, positions, self.compute)
+    def run_layers(
+        self, hidden: Tensor, positions: Tensor, documents: Tensor | None, noise: Tensor | None
+    ) -> Tensor:
+        """The hidden states after all the blocks that are here."""
+        rotation = (
+            tables(self.shape, self.length, positions, self.compute)
+            if self.shape.positions == "rotary"
+            else None
+        )
+        for layer, block in self.layers.items():
+            own = None if noise is None else bits(noise, torch.full_like(noise, int(layer)))
+            hidden = block(hidden, rotation, positions, documents, own)
+        return hidden
 
 
 class Network(nn.Module):

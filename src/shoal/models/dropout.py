@@ -9,7 +9,10 @@ from shoal.models import random
 
 
 class Dropout(nn.Module):
-    """Zeroes features with probability p at one named site, the same ones however the batch is cut up."""
+    """Zeroes features with probability p at one named site, the same ones however the batch is cut up.
+
+    A name is unique within a block; the layer is part of the noise that the block is given.
+    """
 
     def __init__(self, name: str, p: float) -> None:
         super().__init__()

@@ -14,6 +14,9 @@ from torch.nn import functional as F
 class Linear(nn.Linear):
     """y = x·Wᵀ + b in the dtype of x."""
 
+    def reset_parameters(self) -> None:
+        """No values yet: ``initial.initialise`` or a checkpoint gives them."""
+
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
@@ -25,6 +28,9 @@ class Embedding(nn.Embedding):
     def __init__(self, count: int, width: int, compute: torch.dtype) -> None:
         super().__init__(count, width)
         self.compute = compute
+
+    def reset_parameters(self) -> None:
+        """As for ``Linear``."""
 
     def forward(self, index: Tensor) -> Tensor:
         return super().forward(index).to(self.compute)

@@ -36,7 +36,9 @@ def key(seed: int, step: int, name: str) -> int:
 
 def bits(key: int | Tensor, index: Tensor) -> Tensor:
     """64 random bits for each index, as int64. A tensor of keys broadcasts against the indices."""
-    state = (index + 1) * GOLDEN + key
+    # ~index is −(index + 1): splitmix64 counts from one. Written this way because the compiler takes an arange
+    # times a constant for address arithmetic, and that is 32 bits wide.
+    state = ~index * -GOLDEN + key
     state = (state ^ shift(state, 30)) * FIRST
     state = (state ^ shift(state, 27)) * SECOND
     return state ^ shift(state, 31)

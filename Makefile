@@ -1,0 +1,42 @@
+# make setup | test | test-system | demo. Each works on a fresh machine with Python >= 3.11 and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup test lint types floors pytest test-system demo clean
+
+setup: $(VENV)/.ready
+
+# Anew whenever what is declared has changed.
+$(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Shoal needs Python 3.11 or newer; try make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[hf,dev]'
+	touch $@
+
+test: lint types floors pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+floors: setup
+	$(BIN)/lint-imports
+
+pytest: setup
+	$(BIN)/python -m pytest -m 'not system'
+
+# Tests that need system packages or root.
+test-system: setup
+	$(BIN)/python -m pytest -m system
+
+demo: setup
+	$(BIN)/shoal doctor
+	$(BIN)/shoal train examples/tiny.toml
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache

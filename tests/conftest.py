@@ -1,0 +1,149 @@
+"""What tests share: a server of warm processes, a small model, small data, and a way to train on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shoal.facts.configfile import load
+from shoal.facts.huggingface import write_config
+from shoal.facts.presets import PRESETS
+from shoal.launch import local
+from shoal.launch.local import Report
+from shoal.plan.resolve import resolve
+from shoal.train.metrics.rows import read_rows
+from shoal.train.rundir import RunDirectory
+from tests import ranks
+
+WORDS = [
+    "the",
+    "shoal",
+    "turns",
+    "as",
+    "one",
+    "and",
+    "no",
+    "fish",
+    "knows",
+    "the",
+    "way",
+    "it",
+    "goes",
+    "but",
+    "all",
+    "arrive",
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_server() -> None:
+    """Workers are forked from one process that has imported torch; see tests/ranks.py."""
+    ranks.warm()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A JSONL file whose documents differ in length, so that unpacked rows and ranks differ in targets."""
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    with path.open("w") as file:
+        for number in range(240):
+            text = " ".join(
+                WORDS[(number * 7 + place * place) % len(WORDS)] for place in range(3 + number % 23)
+            )
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config.json of two narrow layers."""
+    shape = PRESETS["tiny"].model_copy(
+        update={
+            "name": "small",
+            "layers": 2,
+            "hidden": 32,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 8,
+            "ffn": 64,
+        }
+    )
+    path = tmp_path_factory.mktemp("small") / "config.json"
+    path.write_text(json.dumps(write_config(shape)))
+    return path
+
+
+Train = Callable[..., "Run"]
+
+
+class Run:
+    """A finished call of ``train`` and what it left."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self.directory = RunDirectory(report.run)
+        self.rows = read_rows(self.directory.metrics)
+
+    @property
+    def losses(self) -> list[float]:
+        return [row["loss"] for row in self.rows]
+
+    @property
+    def hexes(self) -> list[str]:
+        return [row["loss_hex"] for row in self.rows]
+
+    def pieces(self) -> dict[str, str]:
+        """The hash of every piece of the last checkpoint: equal hashes are equal bits."""
+        from shoal.train.checkpoint.directory import latest
+        from shoal.train.checkpoint.manifest import read_manifest
+
+        checkpoint = latest(self.directory.checkpoints)
+        assert checkpoint is not None
+        return {f"{piece.state} {piece.tensor}": piece.hash for piece in read_manifest(checkpoint).pieces}
+
+
+@pytest.fixture
+def settings(corpus: Path, small_model: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """``--set`` values of a run that takes a second; keywords with __ for the dot override them."""
+
+    def make(**overrides: Any) -> list[str]:
+        values: dict[str, Any] = {
+            "model.path": small_model,
+            "data.source": corpus,
+            "data.cache": tmp_path / "cache",
+            "recipe.seq": 32,
+            "recipe.batch": 8,
+            "recipe.steps": 6,
+            "recipe.warmup": 2,
+            "recipe.lr": 0.01,
+            "evaluate.every": 0,
+            "evaluate.batches": 1,
+            "evaluate.sample_tokens": 4,
+            "checkpoint.every": 2,
+            "cluster.on": "1xcpu",
+            "fault.timeout": 20,
+        }
+        values.update({name.replace("__", "."): value for name, value in overrides.items()})
+        return [
+            f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+            for name, value in values.items()
+        ]
+
+    return make
+
+
+@pytest.fixture
+def train(settings: Callable[..., list[str]], tmp_path: Path) -> Train:
+    """Train the small model for real, launcher, agent and workers included."""
+
+    def run(name: str = "run", layout: str = "dp=1", fresh: bool = False, **overrides: Any) -> Run:
+        job = resolve(load(None, settings(**overrides), layout).config)
+        report = local.train(job, RunDirectory(tmp_path / name), fresh, Console(stderr=True))
+        return Run(report)
+
+    return run

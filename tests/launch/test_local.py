@@ -1,0 +1,180 @@
+"""``shoal train`` for real: launcher, agent and worker processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.conftest import Train
+
+from shoal.facts.problem import BadInput
+from shoal.launch.local import FAILED, FINISHED, STOPPED
+from shoal.train.checkpoint.directory import committed
+from shoal.train.rundir import RunDirectory
+
+
+def test_a_run_leaves_what_the_contract_names(train: Train) -> None:
+    run = train(evaluate__every=3, evaluate__samples=1)
+    assert run.report.code == FINISHED
+    directory = run.directory
+    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+    for file in ("config.toml", "plan.json", "manifest.json", "metrics.jsonl", "logs/rank-00000.log"):
+        assert (directory.path / file).is_file(), file
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5, 6]
+    fields = "step loss grad_norm lr tokens samples step_s tokens_per_s model_flops_per_s mfu memory_peak world layout"
+    assert set(fields.split()) | {"loss_hex"} <= set(run.rows[0])
+    assert all(float.fromhex(row["loss_hex"]) == row["loss"] for row in run.rows)
+    assert run.rows[-1]["loss"] < run.rows[0]["loss"]
+    assert run.rows[2]["heldout_loss"] and run.rows[-1]["heldout_loss"] and "heldout_loss" not in run.rows[0]
+    samples = [json.loads(line) for line in directory.samples.read_text().splitlines()]
+    assert [row["step"] for row in samples] == [3, 6]
+    assert [step for step, _ in committed(directory.checkpoints)] == [4, 6]
+    assert json.loads(directory.plan.read_text())["layout"] == "dp=1"
+
+
+@pytest.mark.parametrize("precision,tolerance", [("fp32", 2e-6), ("fp64", 1e-12)])
+def test_replicas_and_accumulation_change_no_loss(train: Train, precision: str, tolerance: float) -> None:
+    """Unpacked rows of unequal lengths: every micro-batch and every rank has another number of targets."""
+    options = {"recipe__precision": precision, "data__packing": False}
+    alone = train("alone", **options)
+    assert len({row["targets"] for row in alone.rows}) > 1
+    for name, layout in (
+        ("accumulated", "dp=1,micro=2"),
+        ("two", "dp=2"),
+        ("both", "dp=2,micro=1"),
+        ("four", "dp=4"),
+    ):
+        other = train(name, layout, **options)
+        assert other.report.code == FINISHED, other.report.message
+        for mine, theirs in zip(alone.rows, other.rows, strict=True):
+            assert theirs["loss"] == pytest.approx(mine["loss"], rel=tolerance), (name, mine["step"])
+            assert theirs["grad_norm"] == pytest.approx(mine["grad_norm"], rel=tolerance * 10)
+            assert theirs["targets"] == mine["targets"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_finishes_the_step_commits_and_the_same_command_continues(
+    train: Train, tmp_path: Path, number: signal.Signals
+) -> None:
+    options = {"recipe__steps": 60, "checkpoint__every": 1000, "recipe__dropout": 0.1}
+    with _after_steps(tmp_path / "stopped", 5, lambda: os.kill(os.getpid(), number)):
+        stopped = train("stopped", "dp=2", **options)
+    assert stopped.report.code == STOPPED, stopped.report.message
+    assert 5 <= stopped.report.step == len(stopped.rows) < 60
+    assert [step for step, _ in committed(stopped.directory.checkpoints)] == [stopped.report.step]
+    if number != signal.SIGTERM:
+        return
+    continued = train("stopped", "dp=2", **options)
+    assert continued.report.code == FINISHED
+    whole = train("whole", "dp=2", **options)
+    assert continued.hexes == whole.hexes
+    assert continued.pieces() == whole.pieces()
+
+
+def test_a_killed_worker_is_replaced_and_the_curve_is_the_same(train: Train, tmp_path: Path) -> None:
+    options = {"recipe__steps": 60, "checkpoint__every": 10}
+    with _after_steps(tmp_path / "killed", 25, lambda: os.kill(_workers()[1], signal.SIGKILL)):
+        killed = train("killed", "dp=2", **options)
+    assert killed.report.code == FINISHED, killed.report.message
+    faults = [json.loads(line) for line in killed.directory.faults.read_text().splitlines()]
+    assert [row["kind"] for row in faults] == ["restart"]
+    assert faults[0]["resumed_step"] >= 20
+    whole = train("whole", "dp=2", **options)
+    assert killed.hexes == whole.hexes
+    assert killed.pieces() == whole.pieces()
+
+
+def test_a_worker_that_keeps_dying_is_named(train: Train, tmp_path: Path) -> None:
+    with _after_steps(tmp_path / "run", 1, lambda: os.kill(_workers()[1], signal.SIGKILL)):
+        run = train(layout="dp=2", recipe__steps=2000, fault__max_restarts=0)
+    assert run.report.code == FAILED
+    assert "rank 1 failed: killed by SIGKILL" in run.report.message
+    assert "rank-00001.log" in run.report.message
+
+
+def test_one_ranks_own_error_is_shown_and_not_tried_again(train: Train, tmp_path: Path) -> None:
+    """A directory in the place of rank 1's log fails rank 1; rank 0 only notices that it is gone."""
+    (tmp_path / "run" / "logs" / "rank-00001.log").mkdir(parents=True)
+    (tmp_path / "run" / "config.toml").touch()
+    run = train(layout="dp=2")
+    assert run.report.code == FAILED
+    assert run.report.message.startswith("rank 1 failed: IsADirectoryError")
+    assert "Traceback" not in run.report.message
+    assert not run.directory.faults.exists()
+
+
+def test_a_live_run_keeps_its_directory(train: Train, tmp_path: Path) -> None:
+    held = RunDirectory(tmp_path / "run")
+    with held.held(), pytest.raises(BadInput, match="in use by a live run"):
+        train()
+
+
+def test_fresh_moves_the_old_run_aside(train: Train, tmp_path: Path) -> None:
+    first = train(recipe__steps=2)
+    again = train(recipe__steps=2)
+    assert again.report.code == FINISHED and "already" in again.report.message
+    with pytest.raises(BadInput, match="recipe.lr was 0.01, now 0.02"):
+        train(recipe__steps=2, recipe__lr=0.02)
+    fresh = train(recipe__steps=2, recipe__lr=0.02, fresh=True)
+    assert fresh.hexes[1:] != first.hexes[1:]
+    assert RunDirectory(tmp_path / "run.old-1").step() == 2
+
+
+def test_another_models_checkpoint_is_refused(train: Train, tmp_path: Path) -> None:
+    train(recipe__steps=2)
+    before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*"))
+    with pytest.raises(BadInput, match=r"model\.layers was 2, now 8"):
+        train(recipe__steps=2, model__path="", model__preset="tiny")
+    assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")) == before
+
+
+def test_bad_input_spawns_and_writes_nothing(train: Train, tmp_path: Path, small_model: Path) -> None:
+    config = json.loads(small_model.read_text())
+    narrow = tmp_path / "narrow.json"
+    narrow.write_text(json.dumps({**config, "vocab_size": 256}))
+    for reason, options in {
+        "vocabulary of 256": {"model__path": narrow},
+        "no file": {"data__source": tmp_path / "nothing-*.jsonl"},
+        "does not divide": {"recipe__batch": 7, "layout": "dp=2"},
+        "heads": {"layout": "tp=3"},
+        "init_from": {"model__init_from": tmp_path},
+    }.items():
+        with pytest.raises(BadInput, match=reason):
+            train("bad", **options)
+        assert not (tmp_path / "bad").exists(), reason
+
+
+def _workers() -> list[int]:
+    """The worker processes, in the order they were started: children of the server that we started."""
+    from multiprocessing.forkserver import _forkserver
+
+    server = _forkserver._forkserver_pid
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    return sorted(int(child) for child in children)[-2:]
+
+
+@contextmanager
+def _after_steps(run: Path, count: int, action: Callable[[], None]) -> Iterator[None]:
+    """Do something once a run has recorded so many steps, while the body runs."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            metrics = run / "metrics.jsonl"
+            if metrics.exists() and metrics.read_bytes().count(b"\n") >= count:
+                action()
+                return
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    yield
+    thread.join()
