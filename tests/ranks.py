@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -50,7 +51,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list
 
 def _receive(pipe: Connection) -> tuple[bool, Any]:
     try:
-        return pipe.recv() if pipe.poll(SECONDS) else (False, "no answer")
+        return pickle.loads(pipe.recv_bytes()) if pipe.poll(SECONDS) else (False, "no answer")
     except EOFError:
         return False, "died"
 
@@ -66,8 +67,10 @@ def _rank(
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
             )
-        pipe.send((True, function(rank, world, *arguments)))
+        answer = (True, function(rank, world, *arguments))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        answer = (False, traceback.format_exc())
+    # Plain bytes: torch's own pickling shares memory with a process that is about to end.
+    pipe.send_bytes(pickle.dumps(answer))
     if dist.is_initialized():
         dist.destroy_process_group()

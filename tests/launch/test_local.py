@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import stat
 import threading
@@ -111,6 +112,24 @@ def test_one_ranks_own_error_is_shown_and_not_tried_again(train: Train, tmp_path
     assert not run.directory.faults.exists()
 
 
+def test_a_full_disk_keeps_the_last_commit(train: Train, tmp_path: Path) -> None:
+    """The kernel refuses the writer every byte beyond the first thousand of a file: the next commit cannot succeed."""
+
+    def fill() -> None:
+        for worker in _workers():
+            resource.prlimit(worker, resource.RLIMIT_FSIZE, (1000, 1000))
+
+    with _after_steps(tmp_path / "run", 25, fill):
+        run = train(layout="dp=2", recipe__steps=60, checkpoint__every=10)
+    assert run.report.code == FAILED
+    assert run.report.message.startswith("rank 0 failed: the disk is full")
+    assert run.report.step >= 20
+    assert not list(run.directory.checkpoints.glob(".unfinished*"))
+    continued = train(layout="dp=2", recipe__steps=60, checkpoint__every=10)
+    assert continued.report.code == FINISHED
+    assert continued.hexes == train("whole", "dp=2", recipe__steps=60, checkpoint__every=10).hexes
+
+
 def test_a_live_run_keeps_its_directory(train: Train, tmp_path: Path) -> None:
     held = RunDirectory(tmp_path / "run")
     with held.held(), pytest.raises(BadInput, match="in use by a live run"):
@@ -121,7 +140,7 @@ def test_fresh_moves_the_old_run_aside(train: Train, tmp_path: Path) -> None:
     first = train(recipe__steps=2)
     again = train(recipe__steps=2)
     assert again.report.code == FINISHED and "already" in again.report.message
-    with pytest.raises(BadInput, match="recipe.lr was 0.01, now 0.02"):
+    with pytest.raises(BadInput, match=r"recipe\.lr was 0\.01, now 0\.02"):
         train(recipe__steps=2, recipe__lr=0.02)
     fresh = train(recipe__steps=2, recipe__lr=0.02, fresh=True)
     assert fresh.hexes[1:] != first.hexes[1:]
@@ -131,7 +150,7 @@ def test_fresh_moves_the_old_run_aside(train: Train, tmp_path: Path) -> None:
 def test_another_models_checkpoint_is_refused(train: Train, tmp_path: Path) -> None:
     train(recipe__steps=2)
     before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*"))
-    with pytest.raises(BadInput, match=r"model\.layers was 2, now 8"):
+    with pytest.raises(BadInput, match=r"holds another model: .*layers was 2, now 8"):
         train(recipe__steps=2, model__path="", model__preset="tiny")
     assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")) == before
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+import types
+import typing
+import unicodedata
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic.fields import FieldInfo
 
+from shoal.facts.layout import Layout
 from shoal.facts.recipe import Recipe
+
+# File systems allow 255 bytes; a run that is moved aside gets a suffix.
+LONGEST_SLUG = 120
 
 
 class Section(BaseModel):
     """Base of the config's tables: unknown keys and values of another type are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -25,25 +33,40 @@ class RunSection(Section):
 
     @property
     def slug(self) -> str:
-        return re.sub(r"[^a-z0-9._]+", "-", self.name.lower()).strip("-.") or "run"
+        """The name as one plain directory: letters, digits, ``_ - .``, and never a path or a hidden one."""
+        letters = unicodedata.normalize("NFKC", self.name).lower()
+        words = re.sub(r"[^\w.]+", "-", letters).encode()[:LONGEST_SLUG].decode(errors="ignore")
+        return words.strip("-.") or "run"
 
 
 class Lora(Section):
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0)
-    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    rank: int = Field(16, ge=1, description="width of the trained addition")
+    alpha: float = Field(32.0, gt=0, description="the addition is scaled by alpha / rank")
+    targets: list[str] = Field(
+        ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1, description="projections that get one"
+    )
 
 
 class ModelSection(Section):
-    preset: str = Field("tiny", description="shape by name: tiny, llama3-8b, …")
-    path: str | None = Field(None, description="shape from a Hugging Face model directory or config.json")
-    init_from: str | None = Field(None, description="weights from a Hugging Face model directory")
-    lora: Lora | None = None
+    preset: str = Field("tiny", min_length=1, description="shape by name, such as tiny or llama3-8b")
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="shape from a Hugging Face model directory or config.json, in place of preset",
+    )
+    init_from: str | None = Field(
+        None, min_length=1, description="weights from a Hugging Face model directory"
+    )
+    lora: Lora | None = Field(
+        None, description="a table of rank, alpha, targets: train a low-rank addition, not the weights"
+    )
 
     @property
     def written(self) -> str:
-        """The shape as the user named it."""
-        return self.path or self.preset
+        """The shape as the user named it; a path that is called like a preset stays a path."""
+        if self.path is None:
+            return self.preset
+        return self.path if "/" in self.path or self.path.startswith("~") else f"./{self.path}"
 
 
 class DataSection(Section):
@@ -81,7 +104,7 @@ class CheckpointSection(Section):
 
 
 class CompileSection(Section):
-    enabled: bool = False
+    enabled: bool = Field(False, description="compile the blocks with torch.compile")
 
 
 class TuneSection(Section):
@@ -99,20 +122,14 @@ class FaultSection(Section):
 
 
 class TrackSection(Section):
-    tensorboard: bool = False
-    wandb: bool = False
-    mlflow: bool = False
-    trackio: bool = False
+    tensorboard: bool = Field(False, description="send metrics to TensorBoard")
+    wandb: bool = Field(False, description="send metrics to Weights & Biases")
+    mlflow: bool = Field(False, description="send metrics to MLflow")
+    trackio: bool = Field(False, description="send metrics to Trackio")
 
 
 class ClusterSection(Section):
     on: str = Field("local", description='"local", "64xH100", "4xcpu" or a file')
-
-
-class StrictRecipe(Recipe):
-    """The recipe as a table of the config file: values of another type are refused there too."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Config(Section):
@@ -120,7 +137,7 @@ class Config(Section):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
-    recipe: StrictRecipe = StrictRecipe()
+    recipe: Recipe = Recipe()
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     compile: CompileSection = CompileSection()
@@ -132,6 +149,35 @@ class Config(Section):
     @field_validator("layout")
     @classmethod
     def _layout_reads(cls, text: str) -> str:
-        from shoal.facts.layout import Layout
+        return "auto" if text.strip() == "auto" else str(Layout.parse(text))
 
-        return text if text.strip() == "auto" else str(Layout.parse(text))
+
+def find_field(key: str, schema: type[BaseModel] = Config) -> FieldInfo | None:
+    """The field of a dotted key such as ``recipe.lr``; None where there is none."""
+    name, _, rest = key.partition(".")
+    field = schema.model_fields.get(name)
+    if field is None or not rest:
+        return field
+    table = table_of(field)
+    return find_field(rest, table) if table else None
+
+
+def describe(key: str) -> str:
+    """What a value means, in the schema's words."""
+    field = find_field(key)
+    return (field.description or "") if field else ""
+
+
+def type_of(field: FieldInfo) -> Any:
+    """A field's type, with ``| None`` taken off."""
+    annotation: Any = field.annotation
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+        return kinds[0] if len(kinds) == 1 else annotation
+    return annotation
+
+
+def table_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The schema of a field that is a table."""
+    kind = type_of(field)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None

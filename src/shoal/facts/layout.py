@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Literal
+from decimal import Decimal
+from math import isqrt
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from shoal.facts.problem import BadInput, Problem, did_you_mean
+from shoal.facts.problem import BadInput, Problem, closest, did_you_mean
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]
 Recompute = Literal["none", "selective", "full"]
@@ -23,6 +25,9 @@ OFFLOADABLE = ("optimizer", "params", "activations")
 # V-shaped schedules give every rank two chunks, one on the way down and one on the way up.
 DEFAULT_CHUNKS: dict[str, int] = {"interleaved": 2, "zbv": 2, "dualpipev": 2}
 
+MOST = 999_999_999
+Degree = Annotated[int, Field(ge=1, le=MOST, strict=True)]
+
 
 class Offload(BaseModel):
     """One kind of state that waits off the device: how much of it, and where."""
@@ -30,16 +35,17 @@ class Offload(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     what: Literal["optimizer", "params", "activations"]
-    fraction: float = 1.0
+    fraction: float = Field(1.0, gt=0, le=1)
     nvme: bool = False
 
     def __str__(self) -> str:
-        fraction = "" if self.fraction == 1.0 else f":{self.fraction:g}"
+        # Decimal writes every digit that the float has, and never an exponent.
+        fraction = "" if self.fraction == 1.0 else f":{Decimal(repr(self.fraction)):f}"
         return f"{self.what}{fraction}{'@nvme' if self.nvme else ''}"
 
 
 class Layout(BaseModel):
-    """Degrees and policies in CONTRACT's words; unset degrees are 1.
+    """Degrees and policies; unset degrees are 1. Fields stand in the order in which a layout is printed.
 
     A policy whose group has one member does nothing, so it is brought to its default here: two layouts that
     place the work alike are equal, hash alike and print alike.
@@ -47,19 +53,19 @@ class Layout(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    dp: int = 1
-    fsdp: int = 1
+    dp: Degree = 1
+    fsdp: Degree = 1
     zero: Zero = 3
-    unit: int = 1
-    tp: int = 1
+    unit: Degree = 1
+    tp: Degree = 1
     sp: bool = True
-    cp: int = 1
+    cp: Degree = 1
     cp_kind: ContextKind = "ring"
-    pp: int = 1
+    pp: Degree = 1
     schedule: Schedule = "1f1b"
-    chunks: int = 1
-    ep: int = 1
-    micro: int | None = None
+    chunks: Degree = 1
+    ep: Degree = 1
+    micro: Degree | None = None
     recompute: Recompute = "none"
     offload: tuple[Offload, ...] = ()
 
@@ -68,19 +74,27 @@ class Layout(BaseModel):
     def _idle_policies_are_defaults(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        fields = dict(given)
-        if fields.get("pp", 1) == 1:
-            fields.pop("schedule", None)
-            fields.pop("chunks", None)
-        else:
-            fields.setdefault("chunks", DEFAULT_CHUNKS.get(fields.get("schedule", "1f1b"), 1))
+        alone = {axis: given.get(axis, 1) == 1 for axis in ("fsdp", "tp", "cp", "pp")}
         idle = {
-            "zero": fields.get("fsdp", 1) * fields.get("cp", 1) == 1,
-            "unit": fields.get("fsdp", 1) * fields.get("cp", 1) == 1,
-            "sp": fields.get("tp", 1) == 1,
-            "cp_kind": fields.get("cp", 1) == 1,
+            "zero": alone["fsdp"] and alone["cp"],
+            "unit": alone["fsdp"] and alone["cp"],
+            "sp": alone["tp"],
+            "cp_kind": alone["cp"],
+            "schedule": alone["pp"],
+            "chunks": alone["pp"],
         }
-        return {name: value for name, value in fields.items() if not idle.get(name, False)}
+        fields = {name: value for name, value in given.items() if not idle.get(name, False)}
+        if not alone["pp"]:
+            fields.setdefault("chunks", DEFAULT_CHUNKS.get(str(fields.get("schedule")), 1))
+        return fields
+
+    @field_validator("offload")
+    @classmethod
+    def _each_state_once_in_order(cls, parts: tuple[Offload, ...]) -> tuple[Offload, ...]:
+        ordered = sorted(parts, key=lambda part: OFFLOADABLE.index(part.what))
+        if len({part.what for part in parts}) < len(parts):
+            raise ValueError("a state is given twice")
+        return tuple(ordered)
 
     @property
     def world(self) -> int:
@@ -96,131 +110,138 @@ class Layout(BaseModel):
         return {name: getattr(self, name) for name in ("dp", "fsdp", "tp", "cp", "pp", "ep")}
 
     def micro_batch(self, batch: int) -> int:
-        """Sequences in one micro-batch of one data rank, as written or by CONTRACT's rule."""
+        """Sequences in one micro-batch of one data rank: as written, else all of them or enough to fill a pipeline."""
         if self.micro is not None:
             return self.micro
         per_rank = max(1, batch // self.data_ranks)
         if self.pp == 1:
             return per_rank
         wanted = 2 * self.pp if self.schedule in ("zbv", "dualpipev") else self.pp
-        fitting = [
-            size for size in range(1, per_rank + 1) if per_rank % size == 0 and per_rank // size >= wanted
-        ]
-        return max(fitting, default=1)
+        return max((size for size in divisors(per_rank) if per_rank // size >= wanted), default=1)
 
     def accumulation(self, batch: int) -> int:
         """Micro-batches that one data rank works through in a step."""
         return batch // (self.data_ranks * self.micro_batch(batch))
 
+    def written(self) -> dict[str, Any]:
+        """The fields that a layout must name to be this one, in canonical order: those that differ from their default."""
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        defaults["chunks"] = DEFAULT_CHUNKS.get(self.schedule, 1)
+        fields = {name: getattr(self, name) for name in defaults}
+        return {name: value for name, value in fields.items() if value != defaults[name]}
+
+    def replace(self, **changes: Any) -> Layout:
+        """This layout with other values. What was not written, such as the chunks of a schedule, is derived anew."""
+        return Layout(**{**self.written(), **changes})
+
     def __str__(self) -> str:
         """Canonical order, defaults left out; what is printed is read back as the same layout."""
-        pairs = [f"{name}={getattr(self, name)}" for name in ("dp", "fsdp") if getattr(self, name) != 1]
-        if self.zero != 3:
-            pairs.append(f"zero={self.zero}")
-        if self.unit != 1:
-            pairs.append(f"unit={self.unit}")
-        if self.tp != 1:
-            pairs.append(f"tp={self.tp}")
-        if not self.sp:
-            pairs.append("sp=0")
-        if self.cp != 1:
-            pairs.append(f"cp={self.cp}")
-        if self.cp_kind != "ring":
-            pairs.append(f"cp_kind={self.cp_kind}")
-        if self.pp != 1:
-            pairs.append(f"pp={self.pp}")
-            if self.schedule != "1f1b":
-                pairs.append(f"schedule={self.schedule}")
-            if self.chunks != DEFAULT_CHUNKS.get(self.schedule, 1):
-                pairs.append(f"chunks={self.chunks}")
-        if self.ep != 1:
-            pairs.append(f"ep={self.ep}")
-        if self.micro is not None:
-            pairs.append(f"micro={self.micro}")
-        if self.recompute != "none":
-            pairs.append(f"recompute={self.recompute}")
-        if self.offload:
-            pairs.append("offload=" + "+".join(str(part) for part in self.offload))
-        return ",".join(pairs) or "dp=1"
+        return ",".join(f"{name}={_printed(value)}" for name, value in self.written().items()) or "dp=1"
 
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Read ``key=value`` pairs separated by commas or spaces. Everything wrong is reported together."""
+        pairs = [pair for pair in re.split(r"[,\s]+", text) if pair]
+        if not pairs:
+            raise BadInput("layout: it is empty", "dp=1 is one rank alone; auto lets Shoal choose")
         fields: dict[str, Any] = {}
+        seen: set[str] = set()
         problems: list[Problem] = []
-        for pair in re.split(r"[,\s]+", text.strip()):
-            if not pair:
-                continue
-            name, equals, value = pair.partition("=")
-            if name not in READERS:
+        for pair in pairs:
+            name, _, value = pair.partition("=")
+            if not name:
+                fix = "no spaces around '=', as in 'fsdp=4,tp=2'"
+                problems.append(Problem(f"layout: {pair!r} has no key before its '='", fix))
+            elif name not in READERS:
                 problems.append(Problem(f"layout: unknown key {name!r}", did_you_mean(name, READERS)))
-            elif not equals or not value:
-                problems.append(
-                    Problem(f"layout: {name!r} has no value", f"write {name}=…, as in 'fsdp=4,tp=2'")
-                )
-            elif name in fields:
+            elif not value:
+                fix = f"write {name}=…, without spaces, as in 'fsdp=4,tp=2'"
+                problems.append(Problem(f"layout: {name!r} has no value", fix))
+            elif name in seen:
                 problems.append(Problem(f"layout: {name!r} is given twice", f"keep one {name}=…"))
             else:
                 try:
-                    fields[name] = READERS[name](value)
-                except ValueError as error:
-                    problems.append(
-                        Problem(f"layout: {name}={value}: {error}", "shoal layouts look like 'fsdp=4,tp=2'")
-                    )
+                    fields[name] = READERS[name](name, value)
+                except BadInput as error:
+                    problems.extend(error.problems)
+            seen.add(name)
         if problems:
             raise BadInput(problems)
         return cls(**fields)
 
 
-def _positive(value: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < 1:
-        raise ValueError("must be a whole number from 1 up")
-    return int(value)
+def divisors(total: int) -> list[int]:
+    """Every divisor of a number, ascending."""
+    small = [part for part in range(1, isqrt(total) + 1) if total % part == 0]
+    return sorted({*small, *(total // part for part in small)})
 
 
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def read(value: str) -> str:
-        if value not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}; {did_you_mean(value, choices)}")
-        return value
+def _printed(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    return "+".join(str(part) for part in value) if isinstance(value, tuple) else str(value)
+
+
+# A reader is given the key and its text, and raises BadInput where it cannot make sense of it.
+Reader = Callable[[str, str], Any]
+
+
+def _positive(name: str, value: str) -> int:
+    if re.fullmatch(r"[0-9]{1,9}", value) and int(value) >= 1:
+        return int(value)
+    raise BadInput(f"layout: {name}={value}: must be a whole number from 1 to {MOST}", f"{name}=1 or more")
+
+
+def _one_of(*choices: str) -> Reader:
+    def read(name: str, value: str) -> str:
+        if value in choices:
+            return value
+        meant = closest(value, choices)
+        fix = f"{name}={meant}" if meant else " or ".join(f"{name}={choice}" for choice in choices)
+        raise BadInput(f"layout: {name}={value}: must be one of {', '.join(choices)}", fix)
 
     return read
 
 
-def _zero(value: str) -> int:
-    return int(_one_of("1", "2", "3")(value))
+def _zero(name: str, value: str) -> int:
+    if value in ("1", "2", "3"):
+        return int(value)
+    raise BadInput(
+        f"layout: {name}={value}: must be 1, 2 or 3",
+        "zero=1 shards the optimizer, zero=2 also gradients, zero=3 also parameters; dp=N shards nothing",
+    )
 
 
-def _switch(value: str) -> bool:
-    return _one_of("0", "1")(value) == "1"
+def _switch(name: str, value: str) -> bool:
+    return bool(_one_of("0", "1")(name, value) == "1")
 
 
-def _offload(value: str) -> tuple[Offload, ...]:
+def _offload(name: str, value: str) -> tuple[Offload, ...]:
     if value == "none":
         return ()
     parts: dict[str, Offload] = {}
+    problems = []
     for part in value.split("+"):
-        match = re.fullmatch(r"([a-z]+)(?::([0-9.]+))?(@nvme)?", part)
+        match = re.fullmatch(r"([a-z]+)(?::([0-9]+\.?[0-9]*|\.[0-9]+))?(@nvme)?", part)
         if not match or match[1] not in OFFLOADABLE:
-            raise ValueError(
-                f"{part!r} is not one of {', '.join(OFFLOADABLE)}, each with an optional :fraction and @nvme"
+            fix = f"one of {', '.join(OFFLOADABLE)}, each with an optional :fraction and @nvme, as in params:0.5@nvme"
+            problems.append(Problem(f"layout: {name}={value}: {part!r} is not understood", fix))
+        elif not 0.0 < float(match[2] or 1) <= 1.0:
+            what = f"layout: {name}={value}: {match[2]} is not a fraction of the {match[1]}"
+            problems.append(Problem(what, f"above 0 and up to 1, as in {match[1]}:0.5"))
+        elif match[1] in parts:
+            fix = f"keep one {match[1]}"
+            problems.append(Problem(f"layout: {name}={value}: {match[1]} is given twice", fix))
+        else:
+            parts[match[1]] = Offload.model_validate(
+                {"what": match[1], "fraction": float(match[2] or 1), "nvme": match[3] is not None}
             )
-        try:
-            fraction = float(match[2]) if match[2] else 1.0
-        except ValueError:
-            raise ValueError(f"{match[2]!r} is not a fraction") from None
-        if not 0.0 < fraction <= 1.0:
-            raise ValueError(f"the fraction of {match[1]} must lie in (0, 1]")
-        if match[1] in parts:
-            raise ValueError(f"{match[1]} is given twice")
-        parts[match[1]] = Offload.model_validate(
-            {"what": match[1], "fraction": fraction, "nvme": match[3] is not None}
-        )
-    return tuple(parts[what] for what in OFFLOADABLE if what in parts)
+    if problems:
+        raise BadInput(problems)
+    return tuple(parts.values())
 
 
-# One reader a key, in canonical order.
-READERS: dict[str, Callable[[str], Any]] = {
+READERS: dict[str, Reader] = {
     "dp": _positive,
     "fsdp": _positive,
     "zero": _zero,

@@ -1,17 +1,40 @@
 """The algebra of legality: which layouts a model, a recipe and a cluster can take.
 
-Every rule is checked and every violation reported at once, each with the nearest legal value.
+Every rule is checked and every violation reported at once, each with the nearest legal value. That value is
+found by trying: it is named only where it puts the rule right and, if at all possible, breaks no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import lcm
 
 from shoal.facts.cluster import Cluster
-from shoal.facts.layout import DEFAULT_CHUNKS, Layout
+from shoal.facts.layout import DEFAULT_CHUNKS, Layout, divisors
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the rules judge."""
+
+    layout: Layout
+    model: Model
+    seq: int
+    batch: int
+    cluster: Cluster | None
+    strict: bool
+
+
+@dataclass(frozen=True)
+class Violation:
+    rule: str
+    what: str
+    cures: tuple[str, ...]  # keys whose change may put it right, the best first
+    otherwise: str = ""  # the fix where no single value does
 
 
 def check(
@@ -26,90 +49,76 @@ def check(
 def violations(
     layout: Layout, model: Model, recipe: Recipe, cluster: Cluster | None = None, strict: bool = False
 ) -> list[Problem]:
-    problems = [
-        *_lengths(model, recipe),
-        *_batch(layout, recipe),
-        *_tensor(layout, model, recipe),
-        *_context(layout, model, recipe),
-        *_pipeline(layout, model, recipe),
-        *_experts(layout, model),
-    ]
-    if strict:
-        problems.extend(_strict(layout))
-    if cluster is not None:
-        problems.extend(_world(layout, cluster))
-    return problems
+    """Every violated rule with its fix."""
+    case = Case(layout, model, recipe.seq, recipe.batch, cluster, strict)
+    found = list(broken(case))
+    rules = {violation.rule for violation in found}
+    return [Problem(violation.what, _fix(case, violation, rules)) for violation in found]
+
+
+def broken(case: Case) -> Iterator[Violation]:
+    """Every violated rule, without the search for a fix: what a planner asks of thousands of layouts."""
+    for rules in (_lengths, _batch, _tensor, _context, _pipeline, _experts, _strict, _world):
+        yield from rules(case)
 
 
 def nearest_divisor(wanted: int, total: int) -> int:
     """The divisor of ``total`` that is closest to ``wanted``; the smaller of two that are equally close."""
-    divisors = {
-        part
-        for small in range(1, int(total**0.5) + 1)
-        if total % small == 0
-        for part in (small, total // small)
-    }
-    return min(divisors, key=lambda divisor: (abs(divisor - wanted), divisor))
+    return _nearest_first(wanted, divisors(total))[0]
 
 
 def nearest_multiple(wanted: int, unit: int) -> int:
-    return max(unit, round(wanted / unit) * unit)
+    """The multiple of ``unit``, from 1 up, closest to ``wanted``; the smaller of two that are equally close."""
+    below = wanted // unit * unit
+    return _nearest_first(wanted, (max(unit, below), below + unit))[0]
 
 
-def _lengths(model: Model, recipe: Recipe) -> Iterator[Problem]:
+def _nearest_first(wanted: int, values: Iterable[int]) -> list[int]:
+    return sorted(values, key=lambda value: (abs(value - wanted), value))
+
+
+# The rules.
+
+
+def _lengths(case: Case) -> Iterator[Violation]:
     # Rotary positions can be asked for beyond what the model has seen; a learned table simply ends.
-    if model.positions == "learned" and recipe.seq > model.max_positions:
-        yield Problem(
-            f"seq={recipe.seq} is longer than the {model.max_positions} learned positions of {model.name}",
-            f"recipe.seq = {model.max_positions}",
-        )
+    most = case.model.max_positions
+    if case.model.positions == "learned" and case.seq > most:
+        what = f"seq={case.seq} is longer than the {most} learned positions of {case.model.name}"
+        yield Violation("positions", what, ("recipe.seq",), f"recipe.seq = {most} or less")
 
 
-def _batch(layout: Layout, recipe: Recipe) -> Iterator[Problem]:
-    micro = layout.micro or 1
+def _batch(case: Case) -> Iterator[Violation]:
+    layout, micro = case.layout, case.layout.micro or 1
     share = layout.data_ranks * micro
-    if recipe.batch % share == 0:
+    if case.batch % share == 0:
         return
     written = (
         f"dp·fsdp·micro = {layout.data_ranks}·{micro} = {share}" if layout.micro else f"dp·fsdp = {share}"
     )
-    fixes = [f"recipe.batch = {nearest_multiple(recipe.batch, share)}"]
-    if layout.micro and recipe.batch % layout.data_ranks == 0:
-        fixes.append(f"micro={nearest_divisor(micro, recipe.batch // layout.data_ranks)}")
-    else:
-        axis = "fsdp" if layout.fsdp > 1 else "dp"
-        other = layout.dp if axis == "fsdp" else layout.fsdp
-        if recipe.batch % (other * micro) == 0:
-            fixes.append(f"{axis}={nearest_divisor(getattr(layout, axis), recipe.batch // (other * micro))}")
-    yield Problem(f"batch={recipe.batch} does not divide by {written}", " or ".join(fixes))
+    other = "micro" if case.batch % layout.data_ranks == 0 else "fsdp" if layout.fsdp > 1 else "dp"
+    yield Violation("batch", f"batch={case.batch} does not divide by {written}", ("recipe.batch", other))
 
 
-def _tensor(layout: Layout, model: Model, recipe: Recipe) -> Iterator[Problem]:
-    tp = layout.tp
+def _tensor(case: Case) -> Iterator[Violation]:
+    layout, model, tp = case.layout, case.model, case.layout.tp
     if tp == 1:
         return
     if model.heads % tp:
-        yield Problem(
-            f"tp={tp} does not divide the {model.heads} attention heads of {model.name}",
-            f"tp={nearest_divisor(tp, model.heads)}",
-        )
+        what = f"tp={tp} does not divide the {model.heads} attention heads of {model.name}"
+        yield Violation("heads", what, ("tp",))
     # With fewer key/value heads than ranks, each head lives on several ranks; that needs whole multiples.
     if model.kv_heads % tp and tp % model.kv_heads:
-        yield Problem(
-            f"tp={tp} and the {model.kv_heads} key/value heads of {model.name}: neither divides the other",
-            f"tp={nearest_divisor(tp, model.kv_heads)}",
-        )
-    for width, what in _mlp_widths(model):
+        what = f"tp={tp} and the {model.kv_heads} key/value heads of {model.name}: neither divides the other"
+        yield Violation("key/value heads", what, ("tp",))
+    for width, part in _mlp_widths(model):
         if width % tp:
-            yield Problem(
-                f"tp={tp} does not divide the {what} width {width} of {model.name}",
-                f"tp={nearest_divisor(tp, width)}",
-            )
-    if layout.sp and (recipe.seq // layout.cp) % tp:
-        yield Problem(
-            f"sequence parallel: tp={tp} does not divide the {recipe.seq // layout.cp} tokens of a rank's sequence",
-            f"sp=0, or recipe.seq = {nearest_multiple(recipe.seq, tp * layout.cp)}",
-        )
+            what = f"tp={tp} does not divide the {part} width {width} of {model.name}"
+            yield Violation(f"{part} width", what, ("tp",))
+    tokens = case.seq // layout.cp
+    if layout.sp and tokens % tp:
+        what = f"sequence parallel: tp={tp} does not divide the {tokens} tokens of a rank's sequence"
+        yield Violation("sequence parallel", what, ("sp", "recipe.seq"))
 
 
 def _mlp_widths(model: Model) -> Iterator[tuple[int, str]]:
@@ -119,92 +128,150 @@ def _mlp_widths(model: Model) -> Iterator[tuple[int, str]]:
         yield model.experts.shared_ffn, "shared experts'"
 
 
-def _context(layout: Layout, model: Model, recipe: Recipe) -> Iterator[Problem]:
-    cp = layout.cp
+def _context(case: Case) -> Iterator[Violation]:
+    layout, model, cp = case.layout, case.model, case.layout.cp
     if cp == 1:
         return
-    # Ring attention gives every rank one early and one late piece, so that causal work is even.
-    pieces = 2 * cp if layout.cp_kind == "ring" else cp
-    if recipe.seq % pieces:
-        yield Problem(
-            f"cp={cp} ({layout.cp_kind}) needs seq={recipe.seq} to divide by {pieces}",
-            f"recipe.seq = {nearest_multiple(recipe.seq, pieces)}",
-        )
+    pieces = _pieces(layout)
+    if case.seq % pieces:
+        what = f"cp={cp} ({layout.cp_kind}) needs seq={case.seq} to divide by {pieces}"
+        yield Violation("context length", what, ("recipe.seq", "cp"))
     if layout.cp_kind == "ulysses" and model.heads % (layout.tp * cp):
-        yield Problem(
-            f"cp_kind=ulysses: tp·cp = {layout.tp * cp} does not divide the {model.heads} heads of {model.name}",
-            f"cp={nearest_divisor(cp, max(1, model.heads // layout.tp))}, or cp_kind=ring",
-        )
+        split = f"tp·cp = {layout.tp * cp}"
+        what = f"cp_kind=ulysses: {split} does not divide the {model.heads} heads of {model.name}"
+        yield Violation("ulysses heads", what, ("cp", "cp_kind"))
 
 
-def _pipeline(layout: Layout, model: Model, recipe: Recipe) -> Iterator[Problem]:
+def _pieces(layout: Layout) -> int:
+    """Ring attention gives every rank one early and one late piece, so that causal work is even."""
+    return 2 * layout.cp if layout.cp > 1 and layout.cp_kind == "ring" else layout.cp
+
+
+def _pipeline(case: Case) -> Iterator[Violation]:
+    layout, model = case.layout, case.model
     if layout.pp == 1:
         return
     needed = DEFAULT_CHUNKS.get(layout.schedule, 1)
     if layout.schedule in ("gpipe", "1f1b", "zbv", "dualpipev") and layout.chunks != needed:
-        yield Problem(
-            f"schedule={layout.schedule} has {needed} chunk(s) a rank, not {layout.chunks}",
-            f"chunks={needed}",
-        )
+        what = f"schedule={layout.schedule} has {needed} chunk(s) a rank, not {layout.chunks}"
+        yield Violation("chunks", what, ("chunks",), f"chunks={needed}")
     if layout.schedule == "interleaved" and layout.chunks < 2:
-        yield Problem("schedule=interleaved needs at least 2 chunks a rank", "chunks=2, or schedule=1f1b")
+        what = "schedule=interleaved needs at least 2 chunks a rank"
+        yield Violation("interleaved", what, ("chunks", "schedule"))
     stages = layout.pp * layout.chunks
     if model.layers < stages:
-        yield Problem(
-            f"pp·chunks = {stages} stages, but {model.name} has {model.layers} layers: a stage would be empty",
-            f"pp={max(1, model.layers // layout.chunks)}",
-        )
-    if recipe.batch % layout.data_ranks == 0 and layout.schedule == "interleaved":
-        count = layout.accumulation(recipe.batch)
+        what = f"pp·chunks = {stages} stages, but {model.name} has {model.layers} layers: a stage would be empty"
+        yield Violation("stages", what, ("pp", "chunks"))
+    if layout.schedule == "interleaved" and case.batch % (layout.data_ranks * (layout.micro or 1)) == 0:
+        count = layout.accumulation(case.batch)
         if count > layout.pp and count % layout.pp:
-            yield Problem(
-                f"schedule=interleaved works in rounds of pp={layout.pp} micro-batches; {count} is not a multiple",
-                f"recipe.batch = {recipe.batch // count * nearest_multiple(count, layout.pp)}",
-            )
+            rounds = f"schedule=interleaved works in rounds of pp={layout.pp} micro-batches"
+            yield Violation("rounds", f"{rounds}; {count} is not a multiple", ("recipe.batch", "micro"))
 
 
-def _experts(layout: Layout, model: Model) -> Iterator[Problem]:
-    if layout.ep == 1:
+def _experts(case: Case) -> Iterator[Violation]:
+    layout, model, ep = case.layout, case.model, case.layout.ep
+    if ep == 1:
         return
     if model.experts is None:
-        yield Problem(f"ep={layout.ep}, but {model.name} has no experts", "ep=1")
-    elif model.experts.count % layout.ep:
-        yield Problem(
-            f"ep={layout.ep} does not divide the {model.experts.count} experts of {model.name}",
-            f"ep={nearest_divisor(layout.ep, model.experts.count)}",
-        )
+        yield Violation("no experts", f"ep={ep}, but {model.name} has no experts", ("ep",))
+    elif model.experts.count % ep:
+        what = f"ep={ep} does not divide the {model.experts.count} experts of {model.name}"
+        yield Violation("experts", what, ("ep",))
     ranks = layout.data_ranks * layout.cp
-    if ranks % layout.ep:
-        yield Problem(
-            f"ep={layout.ep} must divide dp·fsdp·cp = {ranks}: experts live on those ranks",
-            f"ep={nearest_divisor(layout.ep, ranks)}",
-        )
+    if ranks % ep:
+        what = f"ep={ep} must divide dp·fsdp·cp = {ranks}: experts live on those ranks"
+        yield Violation("expert ranks", what, ("ep",))
 
 
-def _strict(layout: Layout) -> Iterator[Problem]:
+def _strict(case: Case) -> Iterator[Violation]:
+    if not case.strict:
+        return
     for axis in ("tp", "cp", "ep"):
-        degree = getattr(layout, axis)
+        degree = getattr(case.layout, axis)
         if degree > 1:
-            yield Problem(
-                f"run.strict: {axis}={degree} sums in another order than one rank does", f"{axis}=1"
-            )
-    if layout.micro not in (None, 1):
-        yield Problem(f"run.strict works on one sequence at a time; micro={layout.micro}", "micro=1")
+            what = f"run.strict: {axis}={degree} sums in another order than one rank does"
+            yield Violation(f"strict {axis}", what, (axis,), f"{axis}=1, or run.strict = false")
+    if case.layout.micro not in (None, 1):
+        what = f"run.strict works on one sequence at a time; micro={case.layout.micro}"
+        yield Violation("strict micro", what, ("micro",), "micro=1, or run.strict = false")
 
 
-def _world(layout: Layout, cluster: Cluster) -> Iterator[Problem]:
+def _world(case: Case) -> Iterator[Violation]:
+    layout, cluster = case.layout, case.cluster
     # Processes on a CPU share it, so any world runs on any machine.
-    if cluster.device.name == "cpu" or layout.world == cluster.devices:
+    if cluster is None or cluster.device.name == "cpu" or layout.world == cluster.devices:
         return
     if cluster.name == "local" and layout.world < cluster.devices:
         return  # leaving some of this machine's devices idle is the user's choice
-    rest = layout.world // layout.dp
-    fix = (
-        f"dp={cluster.devices // rest}"
-        if cluster.devices % rest == 0
-        else f"a layout of {cluster.devices} ranks"
-    )
-    yield Problem(
-        f"layout {layout} has {layout.world} rank(s), cluster {cluster.name} has {cluster.devices} device(s)",
-        fix,
-    )
+    what = f"layout {layout} has {layout.world} rank(s), cluster {cluster.name} has {cluster.devices} device(s)"
+    otherwise = f"degrees dp·fsdp·tp·cp·pp whose product is {cluster.devices}, or layout auto"
+    yield Violation("world", what, ("dp", "fsdp"), otherwise)
+
+
+# The search for a fix.
+
+
+def _fix(case: Case, violation: Violation, rules: set[str]) -> str:
+    """The nearest legal value of each key that can put it right; at first only such as break no other rule."""
+
+    def cured(changed: Case) -> bool:
+        return violation.rule not in {other.rule for other in broken(changed)}
+
+    def harmless(changed: Case) -> bool:
+        return cured(changed) and {other.rule for other in broken(changed)} < rules
+
+    for good in (harmless, cured):
+        fixes = [fix for key in violation.cures if (fix := _nearest_legal(case, key, good))]
+        if fixes:
+            return " or ".join(fixes)
+    return violation.otherwise or "layout auto"
+
+
+def _nearest_legal(case: Case, key: str, good: Callable[[Case], bool]) -> str:
+    for value in _candidates(case, key):
+        if key == "recipe.seq":
+            changed, written = replace(case, seq=int(value)), f"{key} = {value}"
+        elif key == "recipe.batch":
+            changed, written = replace(case, batch=int(value)), f"{key} = {value}"
+        else:
+            changed, written = replace(case, layout=case.layout.replace(**{key: value})), f"{key}={value}"
+        if good(changed):
+            return written
+    return ""
+
+
+def _candidates(case: Case, key: str) -> list[int] | list[str]:
+    """Values worth trying, the nearest first."""
+    layout, model = case.layout, case.model
+    if key == "sp":
+        return [0]
+    if key == "cp_kind":
+        return ["ring"]
+    if key == "schedule":
+        return ["1f1b"]
+    if key == "recipe.seq":
+        return _sequence_lengths(case)
+    if key == "recipe.batch":
+        share = layout.data_ranks * (layout.micro or 1)
+        units = (share, share * layout.pp)  # whole rounds of an interleaved pipeline
+        return _nearest_first(case.batch, (nearest_multiple(case.batch, unit) for unit in units))
+    devices = divisors(case.cluster.devices) if case.cluster else []
+    values = {
+        "dp": {*divisors(case.batch), *devices},
+        "fsdp": {*divisors(case.batch), *devices},
+        "micro": divisors(case.batch),
+        "tp": divisors(model.heads),
+        "cp": divisors(case.seq),
+        "pp": range(1, model.layers + 1),
+        "chunks": range(1, max(2, model.layers // layout.pp) + 1),
+        "ep": divisors(model.experts.count) if model.experts else [1],
+    }[key]
+    return _nearest_first(getattr(layout, key) or 1, values)
+
+
+def _sequence_lengths(case: Case) -> list[int]:
+    layout = case.layout
+    unit = lcm(_pieces(layout), layout.cp * layout.tp if layout.sp else 1)
+    most = case.model.max_positions if case.model.positions == "learned" else case.seq + unit
+    return [min(nearest_multiple(case.seq, unit), most // unit * unit)] if unit <= most else []

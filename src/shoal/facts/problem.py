@@ -28,8 +28,15 @@ class BadInput(Exception):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that was probably meant, upper and lower case aside; None where none is close."""
+    by_lower_case = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.6)
+    return by_lower_case[close[0]] if close else None
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``did you mean 'seed'?`` where one of the known words is close, else the list of them."""
     known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+    meant = closest(word, known)
+    return f"did you mean {meant!r}?" if meant else f"known: {', '.join(sorted(known))}"

@@ -3,102 +3,128 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from fractions import Fraction
+from typing import Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64", "fp8"]
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_PERCENT = re.compile(r"\s*([0-9]{1,3}(?:\.[0-9]{1,20})?)\s*%\s*")
 
 
 def read_count(text: str) -> int:
     """``15T``, ``1.5B``, ``300M``, ``10_000``: a whole number as people write it."""
-    match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmbgt]?)\s*", text.lower())
-    if not match:
-        raise ValueError(f"{text!r} is not a count such as 15T, 300M or 10000")
-    return round(float(match[1].replace("_", "")) * _SUFFIXES[match[2]])
+    match = re.fullmatch(r"\s*([0-9][0-9_]{0,30}(?:\.[0-9]{1,30})?)\s*([kmbgt]?)\s*", text.lower())
+    # A fraction and not a float: a count of any size is exact.
+    count = Fraction(match[1].replace("_", "")) * _SUFFIXES[match[2]] if match else None
+    if count is None or count.denominator != 1:
+        raise ValueError(f"{text!r} is not a whole count such as 15T, 300M or 10000")
+    return int(count)
 
 
 def read_span(value: int | float | str, steps: int) -> int:
     """A span of a run, in steps: ``100`` is 100 steps, ``"5%"`` and ``0.05`` are that share of the run."""
-    if isinstance(value, str):
-        return round(float(value.strip().rstrip("%")) / 100 * steps)
+    return value if isinstance(value, int) else round(_share(value) * steps)
+
+
+def _share(value: float | str) -> float:
     if isinstance(value, float):
-        return round(value * steps)
-    return value
+        return value
+    match = _PERCENT.fullmatch(value)
+    if not match:
+        raise ValueError('must be steps (100), a share (0.05) or a percentage ("5%")')
+    return float(match[1]) / 100
 
 
 class Recipe(BaseModel):
-    """Global batch, length, optimizer, schedule, precision, seed."""
+    """Global batch, length, optimizer, schedule, precision, seed. Values of another type are refused, not converted."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    seq: int = Field(256, ge=1, description="tokens a sequence")
-    batch: int = Field(16, ge=1, description="sequences a step, over all ranks")
+    seq: int = Field(256, ge=1, le=10**9, description="tokens a sequence")
+    batch: int = Field(16, ge=1, le=10**9, description="sequences a step, over all ranks")
     steps: int = Field(400, ge=1, description="steps of the run")
     tokens: int | None = Field(
-        None, ge=1, description="length of the run in tokens, in place of steps (15T, 300M)"
+        None,
+        ge=1,
+        le=10**18,
+        description='length of the run in tokens, in place of steps ("15T", "300M"); rounded up to whole steps',
     )
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "sgd"] = Field("adamw", description='"adamw" or "sgd"')
     lr: float = Field(5e-3, gt=0, description="peak learning rate")
     lr_reference_batch: int | None = Field(
         None,
         ge=1,
         description="linear scaling rule: lr was tuned at this batch and is multiplied by batch / it",
     )
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1, description="of AdamW: memory of the gradient")
+    beta2: float = Field(0.95, ge=0, lt=1, description="of AdamW: memory of the squared gradient")
+    eps: float = Field(1e-8, gt=0, description="of AdamW: added to the divisor")
     momentum: float = Field(0.9, ge=0, lt=1, description="of SGD")
     weight_decay: float = Field(0.1, ge=0, description="not applied to norms and biases")
 
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description='of the learning rate: "constant", "linear", "cosine" or "wsd"'
+    )
     warmup: int | float | str = Field("5%", description='steps (100), share (0.05) or percent ("5%")')
     decay: int | float | str = Field(
-        "20%", description="last phase of the wsd schedule: steps, share or percent"
+        "20%", description='last phase of the wsd schedule: steps (100), share (0.05) or percent ("5%")'
     )
     lr_min: float = Field(0.0, ge=0, le=1, description="where linear, cosine and wsd end, as a share of lr")
 
     clip: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clipping")
-    seed: int = Field(0, ge=0, lt=2**63)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    precision: Precision = Field("fp32", description="of the computation")
-    states: Literal["fp32", "bf16", "int8"] = Field(
-        "fp32", description="of weights and optimizer states at rest"
+    seed: int = Field(0, ge=0, lt=2**63, description="of initial weights, sample order and dropout")
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of activations dropped in training")
+    precision: Precision = Field(
+        "fp32", description='of the computation: "fp32", "bf16", "fp16", "fp64" or "fp8"'
     )
-    reduce: Literal["fp32", "bf16"] = Field("fp32", description="of gradients as they are summed over ranks")
+    states: Literal["fp32", "bf16", "int8"] = Field(
+        "fp32", description='of weights and optimizer states at rest: "fp32", "bf16" or "int8"'
+    )
+    reduce: Literal["fp32", "bf16"] = Field(
+        "fp32", description='of gradients as they are summed over ranks: "fp32" or "bf16"'
+    )
 
     @field_validator("tokens", mode="before")
     @classmethod
     def _tokens_as_people_write_them(cls, value: object) -> object:
+        if isinstance(value, float) and value.is_integer():
+            return int(value)  # 15e12
         return read_count(value) if isinstance(value, str) else value
 
     @field_validator("warmup", "decay")
     @classmethod
     def _span_is_sensible(cls, value: int | float | str) -> int | float | str:
-        if isinstance(value, str) and not re.fullmatch(r"\s*[0-9]+(\.[0-9]+)?\s*%\s*", value):
-            raise ValueError('must be steps (100), a share (0.05) or a percentage ("5%")')
-        share = float(value.strip().rstrip("%")) / 100 if isinstance(value, str) else value
-        if isinstance(value, int) and value < 0:
-            raise ValueError("must not be negative")
-        if not isinstance(value, int) and not 0 <= share <= 1:
+        if isinstance(value, int):
+            if value < 0:
+                raise ValueError("must not be negative")
+        elif not 0 <= _share(value) <= 1:
             raise ValueError("a share of the run must lie between 0 and 1 (0% and 100%)")
         return value
 
     @model_validator(mode="before")
     @classmethod
     def _tokens_decide_steps(cls, given: object) -> object:
-        """``tokens`` is a way to say ``steps``: rounded up to whole steps."""
-        if not isinstance(given, dict) or given.get("tokens") is None:
+        """``tokens`` is a way to say ``steps``."""
+        if not isinstance(given, dict):
             return given
-        tokens = given["tokens"]
-        tokens = read_count(tokens) if isinstance(tokens, str) else tokens
-        per_step = given.get("seq", 256) * given.get("batch", 16)
-        if isinstance(tokens, int) and isinstance(per_step, int) and per_step > 0:
-            return {**given, "steps": max(1, -(-tokens // per_step))}
-        return given
+        try:
+            tokens = cls._tokens_as_people_write_them(given.get("tokens"))
+        except ValueError:
+            return given  # the field's own check finds the words for it
+        seq, batch = (given.get(name, cls.model_fields[name].default) for name in ("seq", "batch"))
+        if not (_counts(tokens) and _counts(seq) and _counts(batch)):
+            return given
+        steps = -(-tokens // (seq * batch))
+        if given.get("steps", steps) != steps:
+            raise ValueError(
+                f"steps = {given['steps']} and tokens = {given['tokens']} disagree: "
+                f"so many tokens are {steps} steps of {seq}·{batch}; leave one of the two out"
+            )
+        return {**given, "steps": steps}
 
     @property
     def peak_lr(self) -> float:
@@ -115,3 +141,7 @@ class Recipe(BaseModel):
     @property
     def tokens_per_step(self) -> int:
         return self.seq * self.batch
+
+
+def _counts(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -15,7 +15,7 @@ from shoal.train.data.prepare import prepare
 def prepared(data: DataSection, console: Console) -> Path:
     """The directory of the tokenised data, made now or found."""
     columns = (TextColumn("tokenising {task.fields[source]}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("tokenising", total=None, source=data.source)
         return prepare(
             data.source,

@@ -56,7 +56,7 @@ def train(job: Job, run: RunDirectory, fresh: bool, console: Console) -> Report:
     run.check_free()
     dataset = _dataset(job, console)
     if not fresh:
-        run.check_continues(job, dataset.name)
+        run.check_continues(job, Dataset.open(dataset).fingerprint)
     _check_weights(job)
     if fresh and run.path.exists():
         console.print(f"moved the old run to {run.move_aside()}", highlight=False)

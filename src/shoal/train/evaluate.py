@@ -16,9 +16,12 @@ from shoal.train.data.tokenizers import Tokenizer
 def heldout_loss(network: Network, loader: Loader, mesh: Mesh, most: int, micro: int) -> float | None:
     """Mean loss a token over the first ``most`` held-out samples, or None where there is nothing to predict.
 
-    Sample i goes to data rank i mod ranks, in pieces of ``micro``: which rank sees which changes no sum.
+    Sample i goes to data rank i mod ranks, in pieces of ``micro``: which rank sees which changes no sum. All ranks
+    run equally many rows, for some strategies meet in every forward pass; rows past the last sample are empty.
     """
-    mine = range(mesh.data_index, min(most, loader.heldout_count), mesh.layout.data_ranks)
+    ranks = mesh.layout.data_ranks
+    rounds = -(-min(most, loader.heldout_count) // ranks)
+    mine = range(mesh.data_index, rounds * ranks, ranks)
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     targets = 0
     for start in range(0, len(mine), micro):

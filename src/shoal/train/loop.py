@@ -55,7 +55,7 @@ class Training:
         self.first_rank = mesh.rank == 0
 
         data = Dataset.open(dataset)
-        self.identity = identity(job, dataset.name)
+        self.identity = identity(job, data.fingerprint)
         self.tokenizer: Tokenizer = open_tokenizer(config.data.tokenizer, config.data.end_token)
         cut = partial(
             Samples,

@@ -109,23 +109,19 @@ class RunDirectory:
         except Damaged as error:
             raise BadInput(str(error), f"remove {checkpoint} to continue from the one before it") from None
         fix = "--fresh moves the old run aside; or set it back"
-        now = {
-            f"model.{name}": value
-            for name, value in job.model.model_dump(mode="json").items()
-            if name != "name"
-        }
-        then = {f"model.{name}": value for name, value in manifest.model.items() if name != "name"}
-        now.update(json.loads(json.dumps(identity(job, dataset))))
-        then.update(manifest.identity)
+        problems = []
+        shapes = _differences(_shape(manifest.model), _shape(job.model.model_dump(mode="json")))
+        if shapes:
+            problems.append(Problem(f"{self.path} holds another model: {'; '.join(shapes)}", fix))
+        now = json.loads(json.dumps(identity(job, dataset)))
+        then = dict(manifest.identity)
         if now[DATA_HASH] == then.get(DATA_HASH):
             moved = {f"data.{name}" for name in DATA_ORIGIN}
             now, then = (
                 {key: value for key, value in side.items() if key not in moved} for side in (now, then)
             )
-        problems = [
-            Problem(f"{self.path} holds another run: {key} was {then.get(key)!r}, now {now.get(key)!r}", fix)
-            for key in sorted(then.keys() | now.keys())
-            if then.get(key) != now.get(key)
+        problems += [
+            Problem(f"{self.path} holds another run: {text}", fix) for text in _differences(then, now)
         ]
         if problems:
             raise BadInput(problems)
@@ -149,3 +145,16 @@ class RunDirectory:
         replace_text(self.config, configfile.write(job.config))
         replace_text(self.plan, json.dumps(plan, indent=2) + "\n")
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
+
+
+def _shape(model: dict[str, Any]) -> dict[str, Any]:
+    """What a model is, without what it is called."""
+    return {name: value for name, value in model.items() if name != "name"}
+
+
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [
+        f"{key} was {then.get(key)!r}, now {now.get(key)!r}"
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key) != now.get(key)
+    ]

@@ -33,6 +33,7 @@ from shoal.train.data.shards import (
 )
 from shoal.train.data.sources import SourceFile, find_files
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
+from shoal.train.files import sync_directory
 
 UNFINISHED = ".preparing-"  # prefix of directories at work; nothing opens them
 STALE_SECONDS = 900  # a run at work writes every few seconds
@@ -234,18 +235,10 @@ def _publish(directory: Path, target: Path) -> None:
     """Gives the finished directory its name, in one step. Who comes second uses what the first made."""
     shutil.rmtree(directory / "spool")
     (directory / "lock").unlink()
-    _sync_directory(directory)
+    sync_directory(directory)
     try:
         directory.rename(target)
     except OSError:
         if not (target / MANIFEST).is_file():
             raise
-    _sync_directory(target.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(target.parent)

@@ -1,0 +1,109 @@
+"""Replicas: gradients summed over real processes, in buckets that never change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
+
+from shoal.facts.layout import Layout
+from shoal.facts.presets import PRESETS
+from shoal.models.decoder import Network, build
+from shoal.models.initial import initialise
+from shoal.parallel.mesh import Mesh, coordinates
+from shoal.parallel.replicate import Replicate
+
+SHAPE = PRESETS["tiny"].model_copy(
+    update={"layers": 2, "hidden": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "ffn": 24, "vocab": 32}
+)
+
+
+def make_network(dtype: torch.dtype = torch.float64) -> Network:
+    network = build(SHAPE, compute=dtype, dtype=dtype).to_empty(device="cpu")
+    initialise(network, SHAPE, 0)
+    return network
+
+
+def backward(network: Network, row: int) -> None:
+    tokens = (torch.arange(8) * (row + 3) % 32)[None]
+    loss, _ = network.lm_head(network(tokens, torch.arange(8)[None]), tokens.roll(-1))
+    loss.backward()
+
+
+def summed(
+    rank: int, world: int, bucket_bytes: int, reduce_bf16: bool
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Two micro-batches a rank, twice over: the second step must not see the first one's gradients."""
+    network = make_network()
+    replicate = Replicate(network, dist.group.WORLD, bucket_bytes, torch.bfloat16 if reduce_bf16 else None)
+    for _ in range(2):
+        replicate.start_step()
+        for number in range(2):
+            replicate.last_micro_batch = number == 1
+            backward(network, rank * 2 + number)
+        replicate.finish_step()
+    return {name: parameter.grad.clone() for name, parameter in network.named_parameters()}, len(
+        replicate.buckets
+    )
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("bucket_bytes,count", [(1, None), (10_000, None), (2**30, 1)])
+def test_gradients_are_the_sum_over_ranks(world: int, bucket_bytes: int, count: int | None) -> None:
+    reference = make_network()
+    for row in range(2 * world):
+        backward(reference, row)
+    results = run_ranks(world, summed, bucket_bytes, False)
+    for gradients, buckets in results:
+        assert buckets == (count or buckets) and (count or buckets > 1)
+        for name, parameter in reference.named_parameters():
+            assert torch.allclose(gradients[name], parameter.grad, rtol=1e-12, atol=1e-14), name
+            assert torch.equal(gradients[name], results[0][0][name]), name
+
+
+def test_gradients_may_travel_in_less_precision() -> None:
+    exact, _ = run_ranks(2, summed, 2**20, False)[0]
+    rounded, _ = run_ranks(2, summed, 2**20, True)[0]
+    for name, gradient in exact.items():
+        assert not torch.equal(gradient, rounded[name])
+        assert torch.allclose(gradient, rounded[name], rtol=2e-2, atol=2e-2 * float(gradient.abs().max())), (
+            name
+        )
+
+
+def forgets(rank: int, world: int) -> str:
+    """A parameter that takes no part in the loss."""
+    network = make_network()
+    network.register_parameter("forgotten", torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)))
+    replicate = Replicate(network, dist.group.WORLD, 2**20)
+    replicate.start_step()
+    replicate.last_micro_batch = True
+    backward(network, rank)
+    try:
+        replicate.finish_step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_parameter_without_gradient_is_an_error_and_not_a_wrong_sum() -> None:
+    assert run_ranks(2, forgets) == ["1 parameters received no gradient in the last micro-batch"] * 2
+
+
+def agree(rank: int, world: int) -> tuple[list[int], list[float]]:
+    mesh = Mesh(Layout(dp=world), rank, torch.device("cpu"))
+    return mesh.sum_integers([rank, 1]), mesh.sum_floats([0.5, rank])
+
+
+def test_ranks_agree_on_small_sums() -> None:
+    assert run_ranks(3, agree) == [([3, 3], [1.5, 3.0])] * 3
+    alone = Mesh(Layout(), 0, torch.device("cpu"))
+    assert alone.sum_integers([7]) == [7] and alone.replicas is None
+
+
+def test_ranks_run_from_the_slowest_axis_to_the_fastest() -> None:
+    layout = Layout(pp=2, dp=2, fsdp=2, cp=2, tp=2)
+    assert coordinates(1, layout) == {"tp": 1, "cp": 0, "fsdp": 0, "dp": 0, "pp": 0}
+    assert coordinates(16, layout) == {"tp": 0, "cp": 0, "fsdp": 0, "dp": 0, "pp": 1}
+    assert len({tuple(coordinates(rank, layout).items()) for rank in range(32)}) == 32

@@ -1,0 +1,33 @@
+"""A training in this process, without launcher or workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from shoal.facts.configfile import load
+from shoal.launch.data import prepared
+from shoal.parallel.mesh import Mesh
+from shoal.plan.resolve import resolve
+from shoal.train.loop import Training
+from shoal.train.rundir import RunDirectory
+
+
+@pytest.fixture
+def training(settings: Callable[..., list[str]], tmp_path: Path) -> Callable[..., Training]:
+    """``training("name", recipe__lr=0.1)``: built, or restored where the directory has a checkpoint; not yet run."""
+
+    def make(name: str = "run", layout: str = "dp=1", **overrides: Any) -> Training:
+        job = resolve(load(None, settings(**overrides), layout).config)
+        run = RunDirectory(tmp_path / name)
+        run.path.mkdir(exist_ok=True)
+        run.write_start(job, {}, {})
+        dataset = prepared(job.config.data, Console(stderr=True))
+        return Training(job, run, dataset, Mesh(job.layout, 0, torch.device("cpu")))
+
+    return make

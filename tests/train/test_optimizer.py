@@ -1,0 +1,53 @@
+"""Groups, clipping and the loss scale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.facts.recipe import Recipe
+from shoal.train.optimizer import LossScale, build, clip
+
+
+def test_norms_and_biases_are_not_decayed() -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Embedding(5, 4))
+    decayed, plain = build(network, Recipe(weight_decay=0.3)).param_groups
+    assert decayed["weight_decay"] == 0.3 and [tuple(p.shape) for p in decayed["params"]] == [(4, 4), (5, 4)]
+    assert plain["weight_decay"] == 0.0 and len(plain["params"]) == 3
+    assert decayed["fused"] is True
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+@pytest.mark.parametrize("limit", [0.0, 0.5, 100.0])
+def test_clipping_is_torchs(limit: float, scale: float) -> None:
+    ours = [torch.nn.Parameter(torch.zeros(3, 3)), torch.nn.Parameter(torch.zeros(5))]
+    theirs = [torch.nn.Parameter(torch.zeros_like(parameter)) for parameter in ours]
+    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        gradient = torch.arange(mine.numel(), dtype=torch.float32).reshape(mine.shape) + number
+        mine.grad, other.grad = gradient * scale, gradient.clone()
+    norm = clip(ours, limit, scale)
+    wanted = torch.nn.utils.clip_grad_norm_(theirs, limit or float("inf"))
+    assert norm == pytest.approx(float(wanted))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
+def test_the_loss_scale_follows_torchs_grad_scaler() -> None:
+    ours = LossScale.for_precision("fp16")
+    ours.patience = 3
+    theirs = torch.amp.GradScaler("cpu", growth_interval=3)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for overflow in (True, True, False, False, False, False, True, False, False, False, False, False, False):
+        theirs.scale(parameter.sum()).backward()
+        parameter.grad = torch.full_like(parameter, float("inf") if overflow else 1.0)
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(overflow)
+        assert ours.value == theirs.get_scale()
+
+
+def test_other_precisions_are_not_scaled() -> None:
+    scale = LossScale.for_precision("bf16")
+    scale.update(overflow=True)
+    assert scale.value == 1.0
