@@ -34,21 +34,17 @@ def show(
     json
         Print one JSON document: {key: {value, origin}}.
     """
-    from shoal.cli.show import print_json
-    from shoal.facts.configfile import describe, flatten, load
+    from shoal.cli.show import print_columns, print_json
+    from shoal.facts.config import describe
+    from shoal.facts.configcheck import toml_value
+    from shoal.facts.configfile import flatten, load
 
     loaded = load(config, set, layout)
     values = flatten(loaded.config)
-    origins = {key: loaded.origin(key) for key in values}
     if json:
-        print_json({key: {"value": value, "origin": origins[key]} for key, value in values.items()})
+        print_json({key: {"value": value, "origin": loaded.origin(key)} for key, value in values.items()})
         return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("key", "value", "from", "meaning", box=None, pad_edge=False)
-    for key, value in values.items():
-        shown = "" if value is None else repr(value) if not isinstance(value, bool) else str(value).lower()
-        table.add_row(key, shown, origins[key], describe(key))
-    Console(highlight=False).print(table)
+    shown = {key: "" if value is None else toml_value(value) for key, value in values.items()}
+    rows = [(key, shown[key], loaded.origin(key), describe(key)) for key in values]
+    print_columns([("key", "value", "from", "meaning"), *rows])
     return 0

@@ -22,14 +22,19 @@ def init(
     force
         Replace a file that is there.
     """
+    import shlex
+
     from shoal.facts.configfile import template
     from shoal.facts.problem import BadInput
 
-    if path.exists() and not force:
-        raise BadInput(f"{path} exists", "another name, or --force to replace it")
     try:
-        path.write_text(template(), encoding="utf-8")
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(template())
+    except FileExistsError:
+        raise BadInput(f"{path} exists", "another name, or --force to replace it") from None
     except OSError as error:
-        raise BadInput(f"cannot write {path}: {error.strerror}", "another place") from None
-    print(f"wrote {path}; edit it, then: shoal train {path}")
+        raise BadInput(
+            f"cannot write {path}: {error.strerror}", "a file in a directory that exists"
+        ) from None
+    print(f"wrote {path}; edit it, then: shoal train {shlex.quote(str(path))}")
     return 0

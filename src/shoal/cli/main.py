@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
 from cyclopts import App, CycloptsError
-from rich.console import Console
 
 from shoal import __version__
 from shoal.facts.problem import BadInput
 
+FAILED = 1
 BAD_INPUT = 2
 
 app = App(
@@ -31,20 +33,42 @@ for command, place, does in (
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and leave with its exit code: 0 success, 1 failed, 2 bad input, 75 stopped on request."""
+    words = sys.argv[1:] if arguments is None else arguments
+    _write_what_the_terminal_can()
+    _prefer_own_help(words)
     try:
-        code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
     except CycloptsError as error:
-        complain(str(error), "shoal --help, or shoal COMMAND --help")
+        complain(str(error), " ".join(["shoal", *(error.command_chain or ()), "--help"]))
         code = BAD_INPUT
     except BadInput as error:
         for problem in error.problems:
             complain(problem.what, problem.fix)
         code = BAD_INPUT
+    except BrokenPipeError:
+        # The reader of our output, such as head, has seen enough. Python would complain once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = FAILED
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _write_what_the_terminal_can() -> None:
+    """A letter that the terminal does not have is written as its code, not answered with a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # whoever replaced the stream decides
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def _prefer_own_help(words: list[str]) -> None:
+    """A command that is called by name explains itself in full; its line in the list is then not needed."""
+    if words and not words[0].startswith("-") and words[0] in app:
+        called = app[words[0]]
+        if called.default_command is not None:
+            called.help = None
+
+
 def complain(what: str, fix: str = "") -> None:
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(f"error: {what}", markup=False)
+    print(f"error: {what}", file=sys.stderr)
     if fix:
-        console.print(f"  fix: {fix}", markup=False)
+        print(f"  fix: {fix}", file=sys.stderr)

@@ -154,9 +154,9 @@ class Config(Section):
 
 def find_field(key: str, schema: type[BaseModel] = Config) -> FieldInfo | None:
     """The field of a dotted key such as ``recipe.lr``; None where there is none."""
-    name, _, rest = key.partition(".")
+    name, dot, rest = key.partition(".")
     field = schema.model_fields.get(name)
-    if field is None or not rest:
+    if field is None or not dot:
         return field
     table = table_of(field)
     return find_field(rest, table) if table else None

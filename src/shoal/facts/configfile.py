@@ -2,64 +2,59 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
-import types
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from shoal.facts.config import Config
-from shoal.facts.problem import BadInput, Problem, did_you_mean
+from shoal.facts.config import Config, describe, find_field, type_of
+from shoal.facts.configcheck import explain, place_of, remove_unknown, toml_value
+from shoal.facts.keylines import key_lines
+from shoal.facts.layout import Layout
+from shoal.facts.problem import BadInput, Problem
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config and, for every dotted key, where its value came from: ``default``, ``FILE:LINE``, ``--set``, …"""
+    """A config and, for every dotted key that was given, where: ``FILE:LINE``, ``--set``, ``--layout``, …"""
 
     config: Config
     origins: dict[str, str]
 
     def origin(self, key: str) -> str:
-        """Where a value came from; one inside a table that ``--set`` gave whole came with the table."""
-        table = key.rpartition(".")[0]
-        inherited = self.origins.get(table) if self.origins.get(table) == "--set" else None
-        return self.origins.get(key) or inherited or "default"
+        return self.origins.get(key, "default")
 
 
 def load(path: Path | None, overrides: list[str] | None = None, layout: str | None = None) -> Loaded:
     """Read a file, then ``--set``, then ``--layout``; report everything wrong with all three at once."""
     text = _read(path) if path else ""
     values = _parse(text, path)
-    origins = {key: f"{path}:{line}" for key, line in key_lines(text).items()} if path else {}
-    problems: list[Problem] = []
-    if path is not None and "name" not in values.get("run", {}):
-        # Two configs side by side should not share a directory just because neither names its run.
-        values.setdefault("run", {})["name"] = path.stem
-        origins["run.name"] = f"the name of {path}"
-    for override in overrides or []:
-        problem = _override(values, origins, override)
-        if problem:
-            problems.append(problem)
+    places = {key: f"{path}:{line}" for key, line in key_lines(text).items()}
+    problems = [
+        problem
+        for override in overrides or []
+        if (problem := _override(values, places, override)) is not None
+    ]
     if layout is not None:
-        values["layout"] = layout
-        origins["layout"] = "--layout"
-    problems.extend(_unknown_keys(values, Config, "", origins))
-    if problems:
-        raise BadInput(problems)
+        values["layout"], places["layout"] = layout, "--layout"
+    if path is not None:
+        _name_after_file(values, places, path)
+    _last_word_on_length(values, places)
+    problems += remove_unknown(values, places)
+    problems += _check_layout(values, places)
     try:
         config = Config.model_validate(values)
-    except BadInput as error:
-        where = origins.get("layout", "layout")
-        raise BadInput(
-            [Problem(f"{where}: {problem.what}", problem.fix) for problem in error.problems]
-        ) from None
     except ValidationError as error:
-        raise BadInput(_explain(error, origins)) from None
+        raise BadInput(problems + explain(error, places)) from None
+    if problems:
+        raise BadInput(problems)
+    origins = {key: place_of(places, key) for key in flatten(values)}
+    if config.recipe.tokens is not None:
+        origins["recipe.steps"] = "recipe.tokens"
     return Loaded(config, origins)
 
 
@@ -84,159 +79,6 @@ def flatten(value: BaseModel | dict[str, Any], prefix: str = "") -> dict[str, An
     return flat
 
 
-def describe(key: str) -> str:
-    """What a value means, in the schema's words."""
-    *path, last = key.split(".")
-    schema: Any = _annotation(Config, path) if path else Config
-    field = schema.model_fields.get(last) if _is_table(schema) else None
-    return (field.description or "") if field else ""
-
-
-def key_lines(text: str) -> dict[str, int]:
-    """The line of every key in a TOML file. The standard parser keeps none, and a message needs one."""
-    lines: dict[str, int] = {}
-    table = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        header = re.match(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$", line)
-        pair = re.match(r"\s*([A-Za-z0-9_\-.\"' ]+?)\s*=", line)
-        if header:
-            table = _bare(header[1]) + "."
-            lines.setdefault(table[:-1], number)
-        elif pair:
-            lines.setdefault(table + _bare(pair[1]), number)
-    return lines
-
-
-def _bare(key: str) -> str:
-    return ".".join(part.strip().strip("\"'") for part in key.split("."))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise BadInput(f"there is no config file {path}", "shoal init writes one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"cannot read {path}: {error}", "a config is a TOML file in UTF-8") from None
-
-
-def _parse(text: str, path: Path | None) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise BadInput(
-            f"{path} is not valid TOML: {error}", 'text values need quotes: name = "my run"'
-        ) from None
-
-
-def _override(values: dict[str, Any], origins: dict[str, str], override: str) -> Problem | None:
-    """Apply one ``a.b=c`` to the values, or say what is wrong with it."""
-    key, equals, text = override.partition("=")
-    key = key.strip()
-    if not equals or not key:
-        return Problem(f"--set {override}: there is no '='", "--set recipe.lr=0.001")
-    table = values
-    *path, last = key.split(".")
-    for name in path:
-        inner = table.setdefault(name, {})
-        if not isinstance(inner, dict):
-            return Problem(f"--set {override}: {name} is a value, not a table", "--set recipe.lr=0.001")
-        table = inner
-    table[last] = _value(text, _annotation(Config, key.split(".")))
-    for stale in [known for known in origins if known.startswith(key + ".")]:
-        del origins[stale]
-    origins[key] = "--set"
-    return None
-
-
-def _value(text: str, annotation: Any) -> Any:
-    """TOML where it parses and the field is not text; else the text as it stands."""
-    if annotation is str:
-        return text
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _annotation(schema: type[BaseModel], path: list[str]) -> Any:
-    """The type of a field, with ``| None`` taken off; None where there is no such field."""
-    field = schema.model_fields.get(path[0])
-    if field is None:
-        return None
-    annotation = _without_none(field.annotation)
-    if len(path) == 1:
-        return annotation
-    return _annotation(annotation, path[1:]) if _is_table(annotation) else None
-
-
-def _without_none(annotation: Any) -> Any:
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
-        return kinds[0] if len(kinds) == 1 else annotation
-    return annotation
-
-
-def _is_table(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def _unknown_keys(
-    values: dict[str, Any], schema: type[BaseModel], prefix: str, origins: dict[str, str]
-) -> list[Problem]:
-    problems = []
-    for name, value in values.items():
-        key = prefix + name
-        if name not in schema.model_fields:
-            where = origins.get(key) or next((o for k, o in origins.items() if k.startswith(key + ".")), "")
-            hint = did_you_mean(name, schema.model_fields)
-            if not prefix and "did you mean" not in hint:
-                hint = _elsewhere(name) or hint
-            problems.append(Problem(f"{where + ': ' if where else ''}unknown key {key!r}", hint))
-            continue
-        annotation = _annotation(schema, [name])
-        if isinstance(value, dict) and _is_table(annotation):
-            problems.extend(_unknown_keys(value, annotation, key + ".", origins))
-    return problems
-
-
-def _elsewhere(name: str) -> str:
-    """A top-level key that belongs into a table is the commonest slip: say which table."""
-    for section, field in Config.model_fields.items():
-        if _is_table(field.annotation) and name in _annotation(Config, [section]).model_fields:
-            return f"did you mean '{section}.{name}'?"
-    return ""
-
-
-def _explain(error: ValidationError, origins: dict[str, str]) -> list[Problem]:
-    problems = []
-    for detail in error.errors():
-        key = ".".join(
-            str(part)
-            for part in detail["loc"]
-            if not str(part).startswith(("int", "float", "str", "constrained"))
-        )
-        where = origins.get(key) or next((origins[k] for k in origins if key.startswith(k + ".")), "")
-        annotation = _annotation(Config, key.split("."))
-        if typing.get_origin(annotation) is typing.Literal and isinstance(detail["input"], str):
-            fix = did_you_mean(detail["input"], [str(choice) for choice in typing.get_args(annotation)])
-        else:
-            meaning = describe(key) if key else ""
-            fix = f"{key} is {meaning}" if meaning else "shoal config show lists every key with its default"
-        message = re.sub(r"^Value error, ", "", detail["msg"])
-        shown = "" if isinstance(detail["input"], dict) else f" = {detail['input']!r}"
-        problems.append(Problem(f"{where + ': ' if where else ''}{key}{shown}: {message}", fix))
-    return _once(problems)
-
-
-def _once(problems: list[Problem]) -> list[Problem]:
-    """A union reports each of its arms; one message a key is enough."""
-    seen: dict[str, Problem] = {}
-    for problem in problems:
-        seen.setdefault(problem.what.rsplit(": ", 1)[0], problem)
-    return list(seen.values())
-
-
 def template() -> str:
     """A config file with every key commented out, at its default, with its meaning."""
     lines = ["# A Shoal config. Everything has a default: uncomment what you want to change.", ""]
@@ -247,6 +89,105 @@ def template() -> str:
             table = section
             lines += ["", f"[{section}]"]
         # TOML has no null: a key without a default is shown with nothing to its right.
-        shown = "" if value is None else tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
-        lines.append(f"# {f'{name} = {shown}':<36} # {describe(key)}".rstrip(" #"))
+        pair = f"{name} =" if value is None else f"{name} = {toml_value(value)}"
+        lines.append(f"# {pair:<36} # {describe(key)}")
     return "\n".join(lines) + "\n"
+
+
+def _read(path: Path) -> str:
+    form = "a config is a TOML file in UTF-8; shoal init writes one"
+    try:
+        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+    except FileNotFoundError:
+        raise BadInput(f"there is no config file {path}", "shoal init writes one") from None
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}", form) from None
+    except UnicodeDecodeError as error:
+        raise BadInput(
+            f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}", form
+        ) from None
+
+
+def _parse(text: str, path: Path | None) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # not only its own error: also numbers without end
+        raise BadInput(
+            f"{path} is not valid TOML: {error}", 'key = value, where text has quotes: name = "my run"'
+        ) from None
+
+
+def _override(values: dict[str, Any], places: dict[str, str], override: str) -> Problem | None:
+    """Apply one ``a.b=c`` to the values, or say what is wrong with it."""
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        return Problem(f"--set {override}: it is not KEY=VALUE", "as in --set recipe.lr=0.001")
+    table = values
+    *path, last = key.split(".")
+    for depth, name in enumerate(path, start=1):
+        inner = table.setdefault(name, {})
+        if not isinstance(inner, dict):
+            outer = ".".join(path[:depth])
+            return Problem(f"--set {override}: {outer} is a value, not a table", f"--set {outer}=…")
+        table = inner
+    field = find_field(key)
+    if not text and field is not None and field.default is None:
+        table.pop(last, None)  # TOML has no null, so nothing at all says "none" where that is allowed
+    else:
+        table[last] = _value(text, field)
+    for stale in [known for known in places if known.startswith(key + ".")]:
+        del places[stale]
+    places[key] = "--set"
+    return None
+
+
+def _value(text: str, field: FieldInfo | None) -> Any:
+    """TOML where it parses and the field is not text; else the text as it stands."""
+    if field is not None and type_of(field) is str:
+        return text
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed["value"] if len(parsed) == 1 else text  # more than one: the text had lines of its own
+
+
+def _name_after_file(values: dict[str, Any], places: dict[str, str], path: Path) -> None:
+    """Two configs side by side should not share a directory just because neither names its run."""
+    run = values.setdefault("run", {})
+    if isinstance(run, dict) and "name" not in run:
+        run["name"] = path.stem.encode(errors="replace").decode()
+        places["run.name"] = f"the name of {path}"
+
+
+def _last_word_on_length(values: dict[str, Any], places: dict[str, str]) -> None:
+    """``--set recipe.steps`` also overrides a file's ``tokens``, and the other way: they say the same thing."""
+    recipe = values.get("recipe")
+    if not isinstance(recipe, dict) or not {"steps", "tokens"} <= recipe.keys():
+        return
+    given = {name: place_of(places, f"recipe.{name}") == "--set" for name in ("steps", "tokens")}
+    if given["steps"] != given["tokens"]:
+        del recipe["steps" if given["tokens"] else "tokens"]
+
+
+def _check_layout(values: dict[str, Any], places: dict[str, str]) -> list[Problem]:
+    """A layout has several things to say at once, so it is read here and not only as one value of the config."""
+    written = values.get("layout")
+    if not isinstance(written, str) or written.strip() == "auto":
+        return []
+    try:
+        Layout.parse(written)
+        return []
+    except BadInput as error:
+        del values["layout"]
+        place = place_of(places, "layout")
+        return [
+            Problem(
+                problem.what.replace("layout", place, 1)
+                if place == "--layout"
+                else f"{place}: {problem.what}",
+                problem.fix,
+            )
+            for problem in error.problems
+        ]

@@ -6,7 +6,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
 _TOKEN = re.compile(
     r'''(?P<text>"""(?:\\.|[^\\])*?"{3,5} | \'\'\'.*?'{3,5} | "(?:\\.|[^"\\\n])*" | '[^'\n]*')
@@ -21,7 +21,7 @@ _TOKEN = re.compile(
 class _Frame:
     """A table, an inline table or an array that we are inside of."""
 
-    path: Path
+    path: KeyPath
     index: int | None = None  # of an array: which item we are at
 
 
@@ -30,8 +30,8 @@ def key_lines(text: str) -> dict[str, int]:
 
     Items of arrays count from 0: ``data.mix.1.weight`` belongs to the second ``[[data.mix]]``.
     """
-    lines: dict[Path, int] = {}
-    items: dict[Path, int] = {}  # arrays of tables, and the last item of each
+    lines: dict[KeyPath, int] = {}
+    items: dict[KeyPath, int] = {}  # arrays of tables, and the last item of each
     frames = [_Frame(())]
     parts: list[str] = []  # of the key that is being read
     in_key, brackets = True, 0  # brackets: those open around a header
@@ -69,9 +69,9 @@ def key_lines(text: str) -> dict[str, int]:
     return {".".join(path): line for path, line in lines.items()}
 
 
-def _header(parts: list[str], array: bool, items: dict[Path, int]) -> Path:
+def _header(parts: list[str], array: bool, items: dict[KeyPath, int]) -> KeyPath:
     """The path of a ``[table]`` or ``[[array]]`` header, with the items of the arrays that it lies in."""
-    path: Path = ()
+    path: KeyPath = ()
     for position, part in enumerate(parts, start=1):
         path = (*path, part)
         if array and position == len(parts):

@@ -25,7 +25,7 @@ OFFLOADABLE = ("optimizer", "params", "activations")
 # V-shaped schedules give every rank two chunks, one on the way down and one on the way up.
 DEFAULT_CHUNKS: dict[str, int] = {"interleaved": 2, "zbv": 2, "dualpipev": 2}
 
-MOST = 999_999_999
+MOST = 10**9
 Degree = Annotated[int, Field(ge=1, le=MOST, strict=True)]
 
 
@@ -124,7 +124,7 @@ class Layout(BaseModel):
         return batch // (self.data_ranks * self.micro_batch(batch))
 
     def written(self) -> dict[str, Any]:
-        """The fields that a layout must name to be this one, in canonical order: those that differ from their default."""
+        """The fields that differ from their defaults, in canonical order."""
         defaults = {name: field.default for name, field in type(self).model_fields.items()}
         defaults["chunks"] = DEFAULT_CHUNKS.get(self.schedule, 1)
         fields = {name: getattr(self, name) for name in defaults}
@@ -187,7 +187,7 @@ Reader = Callable[[str, str], Any]
 
 
 def _positive(name: str, value: str) -> int:
-    if re.fullmatch(r"[0-9]{1,9}", value) and int(value) >= 1:
+    if re.fullmatch(r"[0-9]{1,10}", value) and 1 <= int(value) <= MOST:
         return int(value)
     raise BadInput(f"layout: {name}={value}: must be a whole number from 1 to {MOST}", f"{name}=1 or more")
 

@@ -160,7 +160,9 @@ def _pipeline(case: Case) -> Iterator[Violation]:
         yield Violation("interleaved", what, ("chunks", "schedule"))
     stages = layout.pp * layout.chunks
     if model.layers < stages:
-        what = f"pp·chunks = {stages} stages, but {model.name} has {model.layers} layers: a stage would be empty"
+        what = (
+            f"pp·chunks = {stages} stages, but {model.name} has {model.layers} layers: a stage would be empty"
+        )
         yield Violation("stages", what, ("pp", "chunks"))
     if layout.schedule == "interleaved" and case.batch % (layout.data_ranks * (layout.micro or 1)) == 0:
         count = layout.accumulation(case.batch)
@@ -204,7 +206,9 @@ def _world(case: Case) -> Iterator[Violation]:
         return
     if cluster.name == "local" and layout.world < cluster.devices:
         return  # leaving some of this machine's devices idle is the user's choice
-    what = f"layout {layout} has {layout.world} rank(s), cluster {cluster.name} has {cluster.devices} device(s)"
+    what = (
+        f"layout {layout} has {layout.world} rank(s), cluster {cluster.name} has {cluster.devices} device(s)"
+    )
     otherwise = f"degrees dp·fsdp·tp·cp·pp whose product is {cluster.devices}, or layout auto"
     yield Violation("world", what, ("dp", "fsdp"), otherwise)
 

@@ -12,34 +12,47 @@ from shoal.facts.problem import BadInput, Problem
 
 def check(config: Config, model: Model, layout: Layout) -> None:
     """Raise one ``BadInput`` that holds everything asked for that the engine does not run yet."""
-    problems = [
-        Problem(f"{what} is not run by this version of Shoal", fix)
-        for what, fix in _missing(config, model, layout)
-    ]
+    problems = missing(config, model, layout)
     if problems:
         raise BadInput(problems)
 
 
-def _missing(config: Config, model: Model, layout: Layout) -> Iterator[tuple[str, str]]:
+def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem]:
+    """Everything asked for that the engine does not run yet. ``model`` is None where none was found."""
+    found = [*_in_config(config), *_in_layout(layout), *(_in_model(model) if model else ())]
+    return [Problem(f"{what}: this version of Shoal does not train with it", fix) for what, fix in found]
+
+
+def _in_layout(layout: Layout) -> Iterator[tuple[str, str]]:
     for axis in ("fsdp", "tp", "cp", "pp", "ep"):
-        if getattr(layout, axis) > 1:
-            yield f"layout: {axis}={getattr(layout, axis)}", f"{axis}=1; dp=N runs"
+        degree = getattr(layout, axis)
+        if degree > 1:
+            yield f"layout: {axis}={degree}", f"{axis}=1; dp=N is run"
     if layout.recompute != "none":
         yield f"layout: recompute={layout.recompute}", "recompute=none"
     if layout.offload:
-        yield "layout: offload", "offload=none"
-    if model.experts is not None or model.latent is not None:
-        yield f"model {model.name}: training a mixture of experts or latent attention", "a dense model"
+        yield f"layout: offload={'+'.join(str(part) for part in layout.offload)}", "offload=none"
+
+
+def _in_model(model: Model) -> Iterator[tuple[str, str]]:
+    dense = "a dense model, such as llama3-8b"
+    if model.experts is not None:
+        yield f"model {model.name} is a mixture of experts", dense
+    if model.latent is not None:
+        yield f"model {model.name} has latent attention", dense
+
+
+def _in_config(config: Config) -> Iterator[tuple[str, str]]:
     if config.run.strict:
         yield "run.strict", "run.strict = false"
     if config.model.lora is not None:
-        yield "model.lora", "leave it out"
+        yield "model.lora", "leave it out: all weights are trained"
     if config.data.mix:
         yield "data.mix", 'one data.source, such as "data/*.jsonl"'
     if config.recipe.precision == "fp8":
-        yield "recipe.precision = fp8", 'recipe.precision = "bf16"'
+        yield 'recipe.precision = "fp8"', 'recipe.precision = "bf16"'
     if config.recipe.states == "int8":
-        yield "recipe.states = int8", 'recipe.states = "bf16"'
+        yield 'recipe.states = "int8"', 'recipe.states = "bf16"'
     if config.compile.enabled:
         yield "compile.enabled", "compile.enabled = false"
     if config.checkpoint.background:

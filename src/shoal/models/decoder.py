@@ -74,11 +74,11 @@ class Block(nn.Module):
         noise: Tensor | None,
     ) -> Tensor:
         attended: Tensor = self.self_attn(self.input_layernorm(hidden), rotation, positions, documents)
-        after = hidden + self.attention_dropout(attended, positions, noise, documents)
+        after = hidden + self.attention_dropout(attended, positions, noise)
         # In parallel (NeoX) the MLP reads what the block was given; in sequence, what attention made of it.
         read = hidden if self.parallel_residual else after
         fed: Tensor = self.mlp(self.post_attention_layernorm(read))
-        output: Tensor = after + self.mlp_dropout(fed, positions, noise, documents)
+        output: Tensor = after + self.mlp_dropout(fed, positions, noise)
         return output
 
 
@@ -104,19 +104,17 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor, documents: Tensor | None, noise: Tensor | None
     ) -> Tensor:
-        hidden = self.embed(tokens, positions, documents, noise)
+        hidden = self.embed(tokens, positions, noise)
         hidden = self.run_layers(hidden, positions, documents, noise)
         output: Tensor = self.norm(hidden)
         return output
 
-    def embed(
-        self, tokens: Tensor, positions: Tensor, documents: Tensor | None, noise: Tensor | None
-    ) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor, noise: Tensor | None) -> Tensor:
         """Tokens [B, T] → hidden states [B, T, hidden] in the compute dtype."""
         hidden: Tensor = self.embed_tokens(tokens)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
-        output: Tensor = self.embedding_dropout(hidden, positions, noise, documents)
+        output: Tensor = self.embedding_dropout(hidden, positions, noise)
         return output
 
     def run_layers(

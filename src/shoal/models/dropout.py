@@ -1,4 +1,4 @@
-"""Dropout whose mask is a pure function of the sequence's key, the site, document, position and feature."""
+"""Dropout whose mask is a pure function of the sequence's key, the site, the position and the feature."""
 
 from __future__ import annotations
 
@@ -22,15 +22,12 @@ class Dropout(nn.Module):
         # Bits below this are dropped. An integer comparison makes p exact and needs no floating point.
         self.threshold = int(p * 2**64) - 2**63
 
-    def forward(
-        self, x: Tensor, positions: Tensor, noise: Tensor | None, documents: Tensor | None = None
-    ) -> Tensor:
-        """x [B, T, features], positions and documents [B, T], noise [B]: one hashed key for each sequence."""
+    def forward(self, x: Tensor, positions: Tensor, noise: Tensor | None) -> Tensor:
+        """x [B, T, features], positions [B, T], noise [B]: one hashed key for each sequence."""
         if self.p == 0 or noise is None:
             return x
-        # Positions start again in every document of a packed row, so the document has to be part of the key.
-        inside = torch.zeros_like(positions) if documents is None else documents
-        tokens = random.bits(random.bits(noise[:, None] ^ self.salt, inside), positions)
+        # A position is a place in the row: it does not start again with a document, or masks would repeat.
+        tokens = random.bits(noise[:, None] ^ self.salt, positions)
         features = torch.arange(x.shape[-1], device=x.device)
         kept = random.bits(tokens[:, :, None], features) >= self.threshold
         return torch.where(kept, x * (1 / (1 - self.p)), 0)

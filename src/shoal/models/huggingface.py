@@ -66,7 +66,9 @@ class WeightFiles:
                 with safe_open(path, framework="pt") as file:
                     self._file_of.update(dict.fromkeys(file.keys(), path))
             except (SafetensorError, OSError) as error:
-                raise BadInput(f"model.init_from: {path} cannot be read: {error}", "download it again") from None
+                raise BadInput(
+                    f"model.init_from: {path} cannot be read: {error}", "download it again"
+                ) from None
         if not self._file_of:
             raise BadInput(
                 f"model.init_from: no *.safetensors files in {directory}",
@@ -88,7 +90,9 @@ class WeightFiles:
                 shape = tuple(file.get_slice(found).get_shape())
             if shape != parameter.shape:
                 problems.append(
-                    Problem(f"model.init_from: {parameter.name} is {shape}, {model.name} has {parameter.shape}")
+                    Problem(
+                        f"model.init_from: {parameter.name} is {shape}, {model.name} has {parameter.shape}"
+                    )
                 )
         if problems:
             shown = problems[:5]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import gcd
+from typing import TypeVar
 
 from shoal.facts import legality, presets, support
 from shoal.facts.cluster import Cluster
 from shoal.facts.config import Config
-from shoal.facts.layout import Layout
+from shoal.facts.layout import Layout, divisors
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -29,28 +32,33 @@ def resolve(config: Config, visible: str | None = None) -> Job:
     ``visible`` is what CUDA_VISIBLE_DEVICES says, for a cluster that is this machine.
     """
     problems: list[Problem] = []
-    model = cluster = None
-    try:
-        model = presets.find(config.model.written)
-    except BadInput as error:
-        problems.extend(error.problems)
-    try:
-        cluster = Cluster.parse(config.cluster.on, visible)
-    except BadInput as error:
-        problems.extend(error.problems)
-    if model is None or cluster is None:
-        raise BadInput(problems)
-    layout = choose(config, cluster) if config.layout == "auto" else Layout.parse(config.layout)
-    problems.extend(legality.violations(layout, model, config.recipe, cluster, config.run.strict))
-    try:
-        support.check(config, model, layout)
-    except BadInput as error:
-        problems.extend(error.problems)
-    if problems:
+    model = _found(lambda: presets.find(config.model.written), problems)
+    cluster = _found(lambda: Cluster.parse(config.cluster.on, visible), problems)
+    if config.layout != "auto":
+        layout = Layout.parse(config.layout)
+    else:
+        layout = choose(config, cluster) if cluster else Layout()
+    problems.extend(support.missing(config, model, layout))
+    if model is not None:
+        problems.extend(legality.violations(layout, model, config.recipe, cluster, config.run.strict))
+    if problems or model is None or cluster is None:
         raise BadInput(problems)
     return Job(config, model, cluster, layout)
 
 
+def _found(look: Callable[[], Found], problems: list[Problem]) -> Found | None:
+    try:
+        return look()
+    except BadInput as error:
+        problems.extend(error.problems)
+        return None
+
+
 def choose(config: Config, cluster: Cluster) -> Layout:
-    """A replica on every device, or on as many of them as the batch divides over; memory is not weighed yet."""
-    return Layout(dp=gcd(cluster.devices, config.recipe.batch))
+    """A replica on every device; memory is not weighed yet.
+
+    Devices of this machine, and processes on a CPU, may also stay idle: there, as many as the batch divides over.
+    """
+    if cluster.name != "local" and cluster.device.name != "cpu":
+        return Layout(dp=cluster.devices)
+    return Layout(dp=max(count for count in divisors(config.recipe.batch) if count <= cluster.devices))

@@ -8,6 +8,8 @@ whatever a layout computes again.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from shoal.facts.model import Model
 from shoal.facts.parameters import parameters
 
@@ -19,14 +21,19 @@ def flops_per_token(model: Model, seq: int) -> float:
     )
 
 
+@lru_cache(maxsize=32)  # a giant has 40,000 expert tensors, and a planner asks for every layout
 def matrix_parameters(model: Model) -> int:
     """Weights that one token is multiplied with: of the routed experts, those it is sent to."""
     total = model.vocab * model.hidden if model.tied else 0
-    share = model.experts.active / model.experts.count if model.experts else 1.0
+    routed = 0
     for parameter in parameters(model):
-        if len(parameter.shape) == 2 and parameter.kind not in ("embedding", "position"):
-            total += round(parameter.size * share) if parameter.kind == "expert" else parameter.size
-    return total
+        if len(parameter.shape) != 2 or parameter.kind in ("embedding", "position"):
+            continue
+        if parameter.kind == "expert":
+            routed += parameter.size
+        else:
+            total += parameter.size
+    return total + (routed * model.experts.active // model.experts.count if model.experts else 0)
 
 
 def attention_flops(model: Model, layer: int, seq: int) -> float:

@@ -11,7 +11,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     """The rate of update number ``step``, from 1. Warm-up rises linearly and reaches the peak at its last step."""
     warmup = recipe.warmup_steps
     if step <= warmup:
-        return recipe.peak_lr * step / warmup
+        return recipe.peak_lr * (step / warmup)  # in this order the last is the peak exactly
     floor = recipe.lr_min
     return recipe.peak_lr * (floor + (1 - floor) * _shape(recipe, step - warmup, recipe.steps - warmup))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,7 +77,7 @@ class Loader:
 
     def steps(
         self, first: int, last: int, position_groups: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[int, list[Batch]]]:
+    ) -> Generator[tuple[int, list[Batch]]]:
         """Each step from ``first`` to ``last`` with its micro-batches, which a thread prepares ahead."""
         ready: queue.Queue[tuple[int, list[Batch]] | BaseException | None] = queue.Queue(STEPS_AHEAD)
         stopped = threading.Event()

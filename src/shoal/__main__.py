@@ -1,0 +1,5 @@
+"""``python -m shoal``: the same as ``shoal``."""
+
+from shoal.cli.main import main
+
+main()

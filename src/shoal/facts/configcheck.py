@@ -1,0 +1,140 @@
+"""What is wrong with the values of a config, in words that a stranger can act on."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from shoal.facts.config import Config, describe, find_field, table_of, type_of
+from shoal.facts.problem import Problem, closest, did_you_mean
+
+# pydantic's words for what our schema can refuse, in ours.
+_MUST = {
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": 'must be text, in "quotes"',
+    "string_unicode": "must be text in UTF-8",
+    "list_type": "must be a list",
+    "dict_type": "must be a table",
+    "model_type": "must be a table",
+    "finite_number": "must be a finite number",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be one of {expected}",
+    "value_error": "{error}",
+}
+_LONGEST_VALUE = 60
+
+
+def place_of(places: dict[str, str], key: str) -> str:
+    """Where a value was written: at its key, within it (as in ``recipe.lr = 1``), or at a table around it."""
+    inside = (place for known, place in places.items() if known.startswith(key + "."))
+    place = places.get(key) or next(inside, "")
+    table = key.rpartition(".")[0]
+    return place or (place_of(places, table) if table else "")
+
+
+def remove_unknown(
+    values: dict[str, Any], places: dict[str, str], schema: type[BaseModel] = Config, prefix: str = ""
+) -> list[Problem]:
+    """Take out every key that the schema does not have, and say so: what is left can be checked further."""
+    problems = []
+    for name in list(values):
+        key = prefix + name
+        field = schema.model_fields.get(name)
+        if field is None:
+            del values[name]
+            what = _at(place_of(places, key), f"unknown key {key!r}")
+            problems.append(Problem(what, _meant(name, schema, prefix)))
+        elif (table := table_of(field)) and isinstance(values[name], dict):
+            problems.extend(remove_unknown(values[name], places, table, key + "."))
+    return problems
+
+
+def _meant(name: str, schema: type[BaseModel], prefix: str) -> str:
+    """The same key in another table is the commonest slip, a misspelt one the next."""
+    elsewhere = [key for key in _keys(Config) if key.rpartition(".")[2] == name]
+    if elsewhere:
+        return f"did you mean {' or '.join(map(repr, elsewhere))}?"
+    meant = closest(name, schema.model_fields)
+    if meant is None and (key := closest(name, (key.rpartition(".")[2] for key in _keys(Config)))):
+        return _meant(key, schema, prefix)
+    return f"did you mean {prefix + meant!r}?" if meant else did_you_mean(name, schema.model_fields)
+
+
+def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in schema.model_fields.items():
+        yield prefix + name
+        if table := table_of(field):
+            yield from _keys(table, f"{prefix}{name}.")
+
+
+def explain(error: ValidationError, places: dict[str, str]) -> list[Problem]:
+    """Every refused value, where it was written, what it must be and what it means."""
+    by_key: dict[str, list[ErrorDetails]] = {}
+    for detail in error.errors():
+        by_key.setdefault(_key(detail["loc"]), []).append(detail)
+    return [_problem(key, details, places) for key, details in by_key.items()]
+
+
+def _key(location: tuple[int | str, ...]) -> str:
+    """The dotted key of a pydantic location, which also names the arm of a union that was tried."""
+    key = ""
+    for part in location:
+        longer = f"{key}.{part}" if key else str(part)
+        if not isinstance(part, int) and find_field(longer) is None:
+            break
+        key = longer
+    return key
+
+
+def _problem(key: str, details: list[ErrorDetails], places: dict[str, str]) -> Problem:
+    detail, field = details[0], find_field(key)
+    given = detail["input"]
+    if len(details) > 1:
+        must = "has a type that it cannot have"  # a union, whose arms have all said no
+    else:
+        ours = _MUST.get(detail["type"])
+        must = ours.format(**detail.get("ctx", {})) if ours else detail["msg"]
+    shown = "" if isinstance(given, dict) else f" = {shorten(toml_value(given))}"
+    what = _at(place_of(places, key), f"{key}{shown}: {must}")
+    if field is None:
+        return Problem(what, "shoal config show lists every key with its meaning")
+    choices = [str(choice) for choice in typing.get_args(type_of(field)) if isinstance(choice, str)]
+    meant = closest(given, choices) if isinstance(given, str) else None
+    if meant:
+        return Problem(what, f'{key} = "{meant}"')
+    if table := table_of(field):
+        return Problem(what, f"[{key}] holds {', '.join(table.model_fields)}")
+    default = "" if field.default is None else f" (default {toml_value(field.default)})"
+    return Problem(what, f"{key}: {describe(key)}{default}")
+
+
+def _at(place: str, what: str) -> str:
+    return f"{place}: {what}" if place else what
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it, on one line."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_none=True)
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, dict):
+        pairs = (f"{name} = {toml_value(inner)}" for name, inner in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"

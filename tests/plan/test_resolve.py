@@ -1,0 +1,146 @@
+"""From a config to a job: the layout chosen, and everything wrong with it at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.facts.cluster import Cluster
+from shoal.facts.config import Config
+from shoal.facts.huggingface import write_config
+from shoal.facts.presets import PRESETS
+from shoal.facts.problem import BadInput
+from shoal.plan.resolve import Job, choose, resolve
+
+
+def config(**tables: Any) -> Config:
+    return Config.model_validate({"cluster": {"on": "4xcpu"}, **tables})
+
+
+def problems(**tables: Any) -> dict[str, str]:
+    with pytest.raises(BadInput) as caught:
+        resolve(config(**tables))
+    return {problem.what: problem.fix for problem in caught.value.problems}
+
+
+def test_the_default_on_this_machine() -> None:
+    job = resolve(Config(), visible="")
+    assert isinstance(job, Job)
+    assert job.model == PRESETS["tiny"]
+    assert job.cluster.name == "local"
+    assert str(job.layout) == "dp=1"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "batch", "chosen"),
+    [
+        ("4xcpu", 16, "dp=4"),
+        ("8xcpu", 12, "dp=6"),  # the most of them that the batch divides over
+        ("8xcpu", 7, "dp=7"),
+        ("4xcpu", 7, "dp=1"),
+        ("8xH100", 16, "dp=8"),
+    ],
+)
+def test_auto_is_a_replica_on_every_device(cluster: str, batch: int, chosen: str) -> None:
+    written = config(cluster={"on": cluster}, recipe={"batch": batch})
+    assert str(resolve(written).layout) == chosen
+    assert choose(written, Cluster.parse(cluster)) == resolve(written).layout
+
+
+def test_auto_on_a_named_cluster_says_which_batch_would_fill_it() -> None:
+    found = problems(cluster={"on": "8xH100"}, recipe={"batch": 12})
+    assert found == {"batch=12 does not divide by dp·fsdp = 8": "recipe.batch = 8"}
+
+
+def test_a_layout_that_was_written_is_taken() -> None:
+    job = resolve(config(layout="dp=2,micro=4"))
+    assert str(job.layout) == "dp=2,micro=4"
+
+
+def test_a_model_from_a_directory_called_like_a_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny").mkdir()
+    shallow = PRESETS["tiny"].model_copy(update={"layers": 3})
+    Path("tiny/config.json").write_text(json.dumps(write_config(shallow)), encoding="utf-8")
+    assert resolve(config(model={"path": "tiny"})).model.layers == 3
+    assert resolve(config(model={"preset": "tiny"})).model.layers == 8
+
+
+def test_problems_of_several_sources_come_together() -> None:
+    found = problems(
+        layout="dp=3,tp=3",
+        run={"strict": True},
+        model={"preset": "mixtral-8x7b", "lora": {}},
+        track={"wandb": True},
+        recipe={"precision": "fp8"},
+    )
+    said = "\n".join(found)
+    for part in (
+        "model mixtral-8x7b is a mixture of experts: this version of Shoal does not train with it",
+        "layout: tp=3",
+        "run.strict: this version",
+        "model.lora",
+        "track.wandb",
+        'recipe.precision = "fp8"',
+        "batch=16 does not divide by dp·fsdp = 3",
+        "tp=3 does not divide the 32 attention heads of mixtral-8x7b",
+        "run.strict: tp=3 sums in another order",
+    ):
+        assert part in said
+    assert all(found.values())
+
+
+def test_an_unknown_model_and_cluster_do_not_hide_the_rest() -> None:
+    found = problems(
+        model={"preset": "tinny"}, cluster={"on": "8xH1000"}, compile={"enabled": True}, layout="pp=2"
+    )
+    said = "\n".join(found)
+    for part in (
+        "'tinny' is neither a preset",
+        "there is no device 'H1000'",
+        "compile.enabled",
+        "layout: pp=2",
+    ):
+        assert part in said
+    # Without a cluster nothing is said of a layout that we would have had to choose.
+    assert list(problems(cluster={"on": "8xH1000"})) == ["'8xH1000': there is no device 'H1000'"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "said"),
+    [
+        ("mixtral-8x7b", ["is a mixture of experts"]),
+        ("deepseek-v3", ["is a mixture of experts", "has latent attention"]),
+    ],
+)
+def test_models_that_are_planned_but_not_trained(preset: str, said: list[str]) -> None:
+    found = problems(model={"preset": preset})
+    assert list(found) == [
+        f"model {preset} {what}: this version of Shoal does not train with it" for what in said
+    ]
+    assert set(found.values()) == {"a dense model, such as llama3-8b"}
+
+
+@pytest.mark.parametrize(
+    ("tables", "what", "fix"),
+    [
+        ({"layout": "fsdp=2"}, "layout: fsdp=2", "fsdp=1"),
+        ({"layout": "recompute=full"}, "layout: recompute=full", "recompute=none"),
+        ({"layout": "offload=params:0.5"}, "layout: offload=params:0.5", "offload=none"),
+        ({"data": {"mix": [{"source": "a"}]}}, "data.mix", "one data.source"),
+        ({"recipe": {"states": "int8"}}, "recipe.states", 'recipe.states = "bf16"'),
+        ({"checkpoint": {"background": True}}, "checkpoint.background", "checkpoint.background = false"),
+        ({"track": {"mlflow": True}}, "track.mlflow", "metrics.jsonl"),
+    ],
+)
+def test_what_the_engine_does_not_run_is_refused_before_anything_starts(
+    tables: dict[str, Any], what: str, fix: str
+) -> None:
+    ((said, advice),) = problems(**tables).items()
+    assert said.startswith(what)
+    assert fix in advice
