@@ -14,7 +14,7 @@ from shoal.facts.configfile import load
 from shoal.facts.huggingface import write_config
 from shoal.facts.presets import PRESETS
 from shoal.launch import local
-from shoal.launch.local import Report
+from shoal.launch.report import Report
 from shoal.plan.resolve import resolve
 from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory

@@ -45,7 +45,7 @@ def shoal_(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
         (["config", "show", "--layout", "dp=0"], "--layout: dp=0: must be a whole number", "dp=1 or more"),
         (["config", "show", "--layout", ""], "--layout: it is empty", "auto"),
         (
-            ["train", "--layout", "dp=7"],
+            ["train", "--layout", "dp=7", "--set", "cluster.on=1xcpu"],
             "batch=16 does not divide by dp·fsdp = 7",
             "recipe.batch = 14 or dp=8",
         ),
@@ -129,7 +129,7 @@ def test_config_show(capsys: Capture) -> None:
     lines = out.splitlines()
     assert lines[0].split() == ["key", "value", "from", "meaning"]
     (lr,) = [line for line in lines if line.startswith("recipe.lr ")]
-    assert lr.split(maxsplit=3) == ["recipe.lr", "0.005", "default", "peak learning rate"]
+    assert lr.split(maxsplit=3)[:3] == ["recipe.lr", "0.01", "default"] and "peak learning rate" in lr
     # Nothing is wrapped or cut: one line a key, also where the output is narrow.
     assert all(line.split()[0].count(".") <= 2 and not line.startswith(" ") for line in lines)
 
@@ -144,7 +144,7 @@ def test_set_may_be_given_often_and_swallows_nothing(capsys: Capture, tmp_path: 
     assert shown["recipe.lr"] == {"value": 1.0, "origin": "--set"}
     assert shown["recipe.batch"] == {"value": 2, "origin": "--set"}
     assert shown["recipe.seq"] == {"value": 8, "origin": f"{path}:2"}
-    assert shown["recipe.steps"] == {"value": 400, "origin": "default"}
+    assert shown["recipe.steps"] == {"value": 300, "origin": "default"}
     assert shown["run.name"] == {"value": "a b", "origin": f"the name of {path}"}
 
 

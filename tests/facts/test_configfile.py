@@ -169,7 +169,7 @@ def test_set_to_nothing_takes_back_what_may_be_none(file: File) -> None:
 def test_the_last_word_on_the_length_of_a_run(file: File) -> None:
     by_tokens = file('[recipe]\ntokens = "1M"\n')
     loaded = load(by_tokens)
-    assert loaded.config.recipe.steps == 245
+    assert loaded.config.recipe.steps == 489
     assert loaded.origin("recipe.steps") == "recipe.tokens"
     short = load(by_tokens, ["recipe.steps=3"])
     assert (short.config.recipe.steps, short.config.recipe.tokens) == (3, None)
@@ -276,13 +276,13 @@ def test_unknown_keys(text: str, line: int, key: str, fix: str, file: File) -> N
             "[recipe.seq]\nx = 1",
             1,
             "recipe.seq: must be a whole number",
-            "recipe.seq: tokens a sequence (default 256)",
+            "recipe.seq: tokens a sequence (default 128)",
         ),
         ('[recipe]\nseq = "a"', 2, 'recipe.seq = "a": must be a whole number', "tokens a sequence"),
         ("[recipe]\nseq = 1.5", 2, "recipe.seq = 1.5: must be a whole number", "tokens a sequence"),
         ("[recipe]\nseq = true", 2, "recipe.seq = true: must be a whole number", "tokens a sequence"),
         ("[recipe]\nseq = 0", 2, "recipe.seq = 0: must be at least 1", "tokens a sequence"),
-        ("[recipe]\nlr = 0", 2, "recipe.lr = 0: must be above 0", "(default 0.005)"),
+        ("[recipe]\nlr = 0", 2, "recipe.lr = 0: must be above 0", "(default 0.01)"),
         ("[recipe]\nlr = inf", 2, "recipe.lr = inf: must be a finite number", "peak learning rate"),
         ("[recipe]\nlr = 1979-05-27", 2, "recipe.lr = 1979-05-27: must be a number", "peak learning rate"),
         ("[recipe]\nlr_min = 2", 2, "recipe.lr_min = 2: must be at most 1.0", "as a share of lr"),

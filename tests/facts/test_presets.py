@@ -45,8 +45,8 @@ def test_active_parameters_are_near_the_names_of_the_models() -> None:
 
 def test_the_embedded_default_has_the_promised_shape() -> None:
     tiny = find("tiny")
-    assert (tiny.layers, tiny.heads, tiny.kv_heads, tiny.head_dim) == (8, 8, 4, 16)
-    assert (tiny.hidden, tiny.ffn, tiny.vocab, tiny.max_positions) == (128, 384, 264, 1024)
+    assert (tiny.layers, tiny.heads, tiny.kv_heads, tiny.head_dim) == (8, 8, 4, 8)
+    assert (tiny.hidden, tiny.ffn, tiny.vocab, tiny.max_positions) == (64, 192, 264, 1024)
     assert tiny.tied and tiny.family == "llama" and tiny.vocab % 8 == 0
 
 

@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import Train
 
 from shoal.facts.problem import BadInput
-from shoal.launch.local import FAILED, FINISHED, STOPPED
+from shoal.launch.report import FAILED, FINISHED, STOPPED
 from shoal.train.checkpoint.directory import committed
 from shoal.train.rundir import RunDirectory
 

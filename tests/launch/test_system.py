@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import Train
 
-from shoal.launch.local import FAILED, FINISHED
+from shoal.launch.report import FAILED, FINISHED
 from shoal.train.checkpoint.directory import latest
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.rundir import RunDirectory

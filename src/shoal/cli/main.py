@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+from types import FrameType
 
 from cyclopts import App, CycloptsError
 
 from shoal import __version__
 from shoal.facts.problem import BadInput
+from shoal.launch.report import FAILED, STOPPED
+from shoal.launch.signals import stoppable
 
-FAILED = 1
 BAD_INPUT = 2
 
 app = App(
@@ -37,7 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
     _write_what_the_terminal_can()
     _prefer_own_help(words)
     try:
-        code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
+        with stoppable(_interrupt, (signal.SIGTERM, signal.SIGUSR1)):
+            code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except CycloptsError as error:
         complain(str(error), " ".join(["shoal", *(error.command_chain or ()), "--help"]))
@@ -46,11 +50,19 @@ def main(arguments: list[str] | None = None) -> None:
         for problem in error.problems:
             complain(problem.what, problem.fix)
         code = BAD_INPUT
+    except KeyboardInterrupt:
+        # While workers run, the launcher takes signals itself; here nothing had been started yet.
+        print("stopped on request; the same command begins again", file=sys.stderr)
+        code = STOPPED
     except BrokenPipeError:
         # The reader of our output, such as head, has seen enough. Python would complain once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = FAILED
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _write_what_the_terminal_can() -> None:

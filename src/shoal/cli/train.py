@@ -45,15 +45,17 @@ def train(
     from shoal.cli.show import print_json
     from shoal.facts.configfile import load
     from shoal.launch import local
+    from shoal.launch.report import FAILED
     from shoal.plan.resolve import resolve
     from shoal.train.rundir import RunDirectory
 
     loaded = load(config, set, layout).config
     directory = RunDirectory(run or Path(loaded.run.dir).expanduser() / loaded.run.slug)
-    job = resolve(loaded, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    job = resolve(loaded, visible)
     console = Console(stderr=True, highlight=False)
     console.print(f"{job.model.name} on {job.cluster.device.name}, layout {job.layout}, run {directory.path}")
-    report = local.train(job, directory, fresh, console)
+    report = local.train(job, directory, fresh, console, visible)
     if json:
         print_json(
             {
@@ -66,7 +68,7 @@ def train(
             }
         )
     else:
-        _summary(report, Console(highlight=False, soft_wrap=True, stderr=report.code == local.FAILED))
+        _summary(report, Console(highlight=False, soft_wrap=True, stderr=report.code == FAILED))
     return report.code
 
 

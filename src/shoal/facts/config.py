@@ -83,7 +83,7 @@ class DataSection(Section):
         True, description="documents fill rows end to end; false: one document a row, padded"
     )
     within_documents: bool = Field(False, description="attention and targets stay inside a document")
-    heldout: float = Field(0.01, ge=0, lt=1, description="share of the documents kept for evaluation")
+    heldout: float = Field(0.02, ge=0, lt=1, description="share of the documents kept for evaluation")
     max_bad_rows: float = Field(0.01, ge=0, le=1, description="share of broken rows that is tolerated")
     cache: str = Field("~/.cache/shoal", min_length=1, description="where tokenised data is kept")
     workers: int = Field(0, ge=0, description="processes that tokenise; 0: one a core")
@@ -91,9 +91,9 @@ class DataSection(Section):
 
 class EvaluateSection(Section):
     every: int = Field(100, ge=0, description="steps; 0: only after the last one")
-    batches: int = Field(8, ge=0, description="held-out batches an evaluation; 0: none")
+    batches: int = Field(16, ge=0, description="held-out batches an evaluation; 0: none")
     samples: int = Field(1, ge=0, description="texts generated at each evaluation")
-    sample_tokens: int = Field(120, ge=1, description="tokens of a generated text")
+    sample_tokens: int = Field(80, ge=1, description="tokens of a generated text")
     temperature: float = Field(0.8, ge=0, description="of generated texts; 0: the likeliest token")
 
 

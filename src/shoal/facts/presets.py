@@ -79,8 +79,9 @@ def _preset(
 
 
 _ALL = (
-    # The embedded default: bytes 0 to 255 and a few specials, padded to a multiple of eight.
-    _preset("tiny", "llama", 8, 128, (8, 4), 16, 384, 264, 1024, tied=True),
+    # The embedded default: bytes 0 to 255 and a few specials, padded to a multiple of eight. So narrow a network
+    # learns much faster from larger first weights: 0.08 and not 0.02.
+    _preset("tiny", "llama", 8, 64, (8, 4), 8, 192, 264, 1024, tied=True, init_std=0.08),
     _preset("llama2-7b", "llama", 32, 4096, (32, 32), 128, 11008, 32000, 4096),
     _preset("llama2-13b", "llama", 40, 5120, (40, 40), 128, 13824, 32000, 4096),
     _preset("llama2-70b", "llama", 80, 8192, (64, 8), 128, 28672, 32000, 4096),

@@ -43,9 +43,9 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    seq: int = Field(256, ge=1, le=10**9, description="tokens a sequence")
+    seq: int = Field(128, ge=1, le=10**9, description="tokens a sequence")
     batch: int = Field(16, ge=1, le=10**9, description="sequences a step, over all ranks")
-    steps: int = Field(400, ge=1, description="steps of the run")
+    steps: int = Field(300, ge=1, description="steps of the run")
     tokens: int | None = Field(
         None,
         ge=1,
@@ -54,7 +54,9 @@ class Recipe(BaseModel):
     )
 
     optimizer: Literal["adamw", "sgd"] = Field("adamw", description='"adamw" or "sgd"')
-    lr: float = Field(5e-3, gt=0, description="peak learning rate")
+    lr: float = Field(
+        1e-2, gt=0, description="peak learning rate; the default suits the tiny model, larger ones want less"
+    )
     lr_reference_batch: int | None = Field(
         None,
         ge=1,

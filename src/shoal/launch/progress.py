@@ -46,7 +46,7 @@ class Progress:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def skip_existing(self) -> None:
         """A resumed run's earlier rows were shown by its earlier command."""

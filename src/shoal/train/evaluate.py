@@ -14,14 +14,15 @@ from shoal.train.data.tokenizers import Tokenizer
 
 @torch.no_grad()
 def heldout_loss(network: Network, loader: Loader, mesh: Mesh, most: int, micro: int) -> float | None:
-    """Mean loss a token over the first ``most`` held-out samples, or None where there is nothing to predict.
+    """Mean loss a token over ``most`` held-out samples, spread evenly; None where there is nothing to predict.
 
-    Sample i goes to data rank i mod ranks, in pieces of ``micro``: which rank sees which changes no sum. All ranks
-    run equally many rows, for some strategies meet in every forward pass; rows past the last sample are empty.
+    Which rank sees which sample changes no sum. All ranks run equally many rows, for some strategies meet in every
+    forward pass; rows past the last sample are empty.
     """
-    ranks = mesh.layout.data_ranks
-    rounds = -(-min(most, loader.heldout_count) // ranks)
-    mine = range(mesh.data_index, rounds * ranks, ranks)
+    count, ranks = min(most, loader.heldout_count), mesh.layout.data_ranks
+    chosen = [number * loader.heldout_count // count for number in range(count)]
+    chosen += [loader.heldout_count] * (-count % ranks)
+    mine = chosen[mesh.data_index :: ranks]
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     targets = 0
     for start in range(0, len(mine), micro):
@@ -29,8 +30,8 @@ def heldout_loss(network: Network, loader: Loader, mesh: Mesh, most: int, micro:
         loss_sum, _ = network.lm_head(network(batch.tokens, batch.positions, batch.documents), batch.targets)
         total += loss_sum
         targets += batch.count
-    loss, count = mesh.sum_floats([float(total), targets])
-    return loss / count if count else None
+    loss, seen = mesh.sum_floats([float(total), targets])
+    return loss / seen if seen else None
 
 
 @torch.no_grad()

@@ -1,0 +1,21 @@
+"""How a call of ``shoal train`` ended, and the exit code that says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FINISHED, FAILED, STOPPED = 0, 1, 75
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a call of ``train`` ended."""
+
+    code: int
+    run: Path
+    step: int
+    message: str
+    row: dict[str, Any] | None  # the last step's metrics
+    heldout_loss: float | None

@@ -1,0 +1,21 @@
+"""Signals, handled for as long as something lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+@contextlib.contextmanager
+def stoppable(handler: Handler, signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Send these signals to ``handler`` within the body; afterwards they do what they did before."""
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
