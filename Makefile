@@ -11,9 +11,10 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Shoal needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[hf,dev]'
-	touch $@
+	@echo "installing into $(VENV): a minute or two"
+	@$(BIN)/python -m pip install -qq --upgrade pip
+	@$(BIN)/python -m pip install -qq --editable '.[hf,dev]'
+	@touch $@
 
 test: lint types floors pytest
 
@@ -34,9 +35,10 @@ pytest: setup
 test-system: setup
 	$(BIN)/python -m pytest -m system
 
+# Starts anew each time; an earlier demo's run is moved aside.
 demo: setup
 	$(BIN)/shoal doctor
-	$(BIN)/shoal train examples/tiny.toml
+	$(BIN)/shoal train examples/tiny.toml --fresh
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache

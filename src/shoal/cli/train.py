@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from rich.console import Console
+
+from shoal.launch.report import FAILED, FINISHED, Report
 
 
 def train(
@@ -40,12 +43,9 @@ def train(
     json
         Print one JSON document on standard output, everything else on standard error.
     """
-    from rich.console import Console
-
     from shoal.cli.show import print_json
     from shoal.facts.configfile import load
     from shoal.launch import local
-    from shoal.launch.report import FAILED
     from shoal.plan.resolve import resolve
     from shoal.train.rundir import RunDirectory
 
@@ -72,15 +72,18 @@ def train(
     return report.code
 
 
-def _summary(report, console) -> None:
+def _summary(report: Report, console: Console) -> None:
     console.print(report.message, markup=False)
-    if report.code != 0:
+    if report.code != FINISHED:
         return
     if report.row:
-        console.print(f"loss {report.row['loss']:.4f} nats a token in training", end="")
-        console.print(
-            f", {report.heldout_loss:.4f} on held-out text" if report.heldout_loss is not None else ""
-        )
-    console.print(
-        f"look at {report.run}/metrics.jsonl (every step), samples.jsonl (what it writes), checkpoints/"
-    )
+        heldout = f", {report.heldout_loss:.4f} on held-out text" if report.heldout_loss is not None else ""
+        console.print(f"loss {report.row['loss']:.4f} nats a token in training{heldout}")
+    console.print("look at", markup=False)
+    for file, what in (
+        ("metrics.jsonl", "every step: loss, rate, memory"),
+        ("samples.jsonl", "what the model wrote on the way"),
+        ("checkpoints", "weights under Hugging Face's names, every byte hashed"),
+        ("config.toml", "every value of the run"),
+    ):
+        console.print(f"  {report.run / file}  {what}", markup=False)

@@ -38,6 +38,7 @@ class Progress:
     def __enter__(self) -> Progress:
         if self._live:
             self._live.start()
+            self._live.update(Text("starting"), refresh=True)
         return self
 
     def __exit__(self, *error: object) -> None:
