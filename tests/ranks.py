@@ -23,7 +23,7 @@ SECONDS = 60
 
 
 def warm() -> None:
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    local.warm_workers(PRELOAD)
 
 
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

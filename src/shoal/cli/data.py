@@ -36,7 +36,7 @@ def prepare(
     from shoal.cli.show import print_json
     from shoal.facts.configfile import load
     from shoal.launch.data import prepared
-    from shoal.train.data.dataset import read_manifest
+    from shoal.train.data.dataset import QUARANTINE, read_manifest
 
     path = prepared(load(config, set).config.data, Console(stderr=True, highlight=False))
     manifest = read_manifest(path)
@@ -48,6 +48,6 @@ def prepare(
     for name, split in splits.items():
         console.print(f"{name}: {split['tokens']:,} tokens in {split['documents']:,} documents")
     if manifest["bad_rows"]:
-        console.print(f"left out: {manifest['bad_rows']} (see {path}/quarantine.jsonl)", markup=False)
+        console.print(f"left out: {manifest['bad_rows']} (see {path / QUARANTINE})", markup=False)
     console.print(str(path), markup=False)
     return 0

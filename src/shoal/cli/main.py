@@ -14,6 +14,7 @@ from shoal import __version__
 from shoal.facts.problem import BadInput
 from shoal.launch.report import FAILED, STOPPED
 from shoal.launch.signals import stoppable
+from shoal.train.files import describe_full, disk_is_full
 
 BAD_INPUT = 2
 
@@ -22,6 +23,7 @@ app = App(
     help="Many GPUs, one training run: plan, prove, run and keep distributed training.",
     version=__version__,
     help_format="plaintext",
+    suppress_keyboard_interrupt=False,  # an interrupted command says so, and its exit code is ours
 )
 # What each does is said here as well as there, so that the list of commands needs none of them imported.
 for command, place, does in (
@@ -57,6 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:
         # The reader of our output, such as head, has seen enough. Python would complain once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = FAILED
+    except OSError as error:
+        complain(describe_full(error) if disk_is_full(error) else str(error))
         code = FAILED
     sys.exit(code if isinstance(code, int) else 0)
 

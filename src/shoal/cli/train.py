@@ -54,7 +54,8 @@ def train(
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     job = resolve(loaded, visible)
     console = Console(stderr=True, highlight=False)
-    console.print(f"{job.model.name} on {job.cluster.device.name}, layout {job.layout}, run {directory.path}")
+    where = f"{job.cluster.device.name}, layout {job.layout}, run {directory.path}"
+    console.print(f"{job.model.name} on {where}", markup=False)
     report = local.train(job, directory, fresh, console, visible)
     if json:
         print_json(
@@ -78,7 +79,8 @@ def _summary(report: Report, console: Console) -> None:
         return
     if report.row:
         heldout = f", {report.heldout_loss:.4f} on held-out text" if report.heldout_loss is not None else ""
-        console.print(f"loss {report.row['loss']:.4f} nats a token in training{heldout}")
+        loss = "not finite" if report.row["loss"] is None else f"{report.row['loss']:.4f} nats a token"
+        console.print(f"loss {loss} in training{heldout}")
     console.print("look at", markup=False)
     for file, what in (
         ("metrics.jsonl", "every step: loss, rate, memory"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
@@ -16,24 +18,26 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from shoal.launch.failure import FATAL, first_failure
+from shoal.launch.failure import FATAL, Failure, first_failure
 from shoal.launch.progress import Progress
 from shoal.launch.rendezvous import STOP, LoopbackRendezvous
 from shoal.launch.report import FAILED, FINISHED, STOPPED, Report
-from shoal.launch.signals import stoppable
+from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.launch.worker import Assignment, work
 from shoal.plan.resolve import Job
 from shoal.train.rundir import RunDirectory
 
-# Signals that mean: finish the step, commit, end.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# How long we wait for the agent's thread once its workers were told to end.
+END_SECONDS = 30.0
 
 
 class Attempt:
     """One call of ``shoal train``: the agent works in a thread, so that signals and the screen have the main one."""
 
     def __init__(self, job: Job, run: RunDirectory, dataset: Path, console: Console) -> None:
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
+        # What they have to say, we say ourselves, once and in a line.
+        for chatty in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+            logging.getLogger(chatty).setLevel(logging.CRITICAL + 1)
         self.job, self.run = job, run
         self.console = console
         self.rendezvous = LoopbackRendezvous(run.path.name, job.config.fault.timeout)
@@ -42,34 +46,34 @@ class Attempt:
             local_world_size=job.layout.world,
             rdzv_handler=self.rendezvous,
             entrypoint=work,
-            args=(Assignment(job, run.path.resolve(), dataset.resolve(), os.getpid()),),
+            args=(Assignment(job, run.path.resolve(), dataset.resolve()),),
             max_restarts=job.config.fault.max_restarts,
             monitor_interval=0.1,
         )
-        self.agent = LocalElasticAgent(spec, DefaultLogsSpecs(), start_method="forkserver")
+        self.agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
         self.result: RunResult | None = None
         self.error: BaseException | None = None
         self.asked = 0.0  # when a signal first asked to stop
         self.told = False  # the workers know
-        self.impatient = self.killed = False
+        self.insisted = False  # a second Ctrl-C
 
     def run_to_end(self) -> Report:
         thread = threading.Thread(target=self._run_agent, name="shoal-agent", daemon=True)
         progress = Progress(self.console, self.run, self.job.config.recipe.steps)
-        progress.skip_existing()
         with stoppable(self._on_signal, STOP_SIGNALS), progress:
             thread.start()
-            while thread.is_alive():
-                thread.join(0.1)
-                progress.poll()
-                if self.asked and not self.told:
-                    self.told = True
-                    self.rendezvous.store.set(STOP, "1")
-                    progress.say("stopping after this step; Ctrl-C again to stop at once")
-                if self.impatient:
-                    self.impatient = False
-                    self.rendezvous.store.set(FATAL, "0")  # whatever the agent starts again ends by itself
-                    self._kill_workers()
+            try:
+                while thread.is_alive() and not self.insisted:
+                    thread.join(0.1)
+                    progress.poll()
+                    if self.asked and not self.told:
+                        self.told = True
+                        self.rendezvous.store.set(STOP, "1")
+                        progress.say("stopping after this step; Ctrl-C again to stop at once")
+            finally:
+                # Whatever ended the watch, no worker may go on unwatched.
+                if thread.is_alive():
+                    self._end_workers(thread)
         return self._verdict(progress)
 
     def _run_agent(self) -> None:
@@ -81,16 +85,20 @@ class Attempt:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The first signal asks; a later Ctrl-C insists. Schedulers repeat theirs, and mean no more by it."""
         if self.asked and number == signal.SIGINT and time.monotonic() - self.asked > 1.0:
-            self.impatient = self.killed = True
+            self.insisted = True
         self.asked = self.asked or time.monotonic()
 
-    def _kill_workers(self) -> None:
+    def _end_workers(self, thread: threading.Thread) -> None:
+        """Kill the workers; those that the agent starts in their place see that it is over."""
+        over = Failure(0, "stopped by the launcher", False, time.time())
+        self.rendezvous.store.set(FATAL, json.dumps(asdict(over)))
         for worker in self.agent.get_worker_group().workers:
             with contextlib.suppress(OSError, TypeError):  # gone already, or not started yet
                 os.kill(worker.id, signal.SIGKILL)
+        thread.join(END_SECONDS)
 
     def _verdict(self, progress: Progress) -> Report:
-        if self.killed:
+        if self.insisted:
             return self._report(
                 progress, FAILED, f"stopped at once; the last commit is step {self.run.step()}"
             )
@@ -100,7 +108,8 @@ class Attempt:
                 return self._report(progress, FAILED, f"the launcher failed: {self.error!r}")
             failures = {} if self.result is None else self.result.failures
             codes = {rank: failure.exitcode for rank, failure in failures.items()}
-            failure = first_failure(self.rendezvous.store, self.job.layout.world, codes)
+            world = self.job.layout.world
+            failure = first_failure(self.rendezvous.store, self.rendezvous.attempt(), world, codes)
             log = self.run.log(failure.rank)
             return self._report(progress, FAILED, f"{failure}\n  its log: {log}")
         if outcomes[0].stopped:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +24,6 @@ def prepared(data: DataSection, console: Console) -> Path:
             cache=Path(data.cache).expanduser() / "data",
             heldout=data.heldout,
             max_bad_rows=data.max_bad_rows,
-            workers=data.workers or os.cpu_count() or 1,
+            workers=data.workers,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

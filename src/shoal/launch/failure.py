@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import signal
 import time
 from dataclasses import asdict, dataclass
 
-from torch.distributed import DistBackendError, DistNetworkError, Store
+from torch.distributed import DistError, Store
 
 from shoal.facts.problem import BadInput
 from shoal.train.checkpoint.manifest import Damaged
+from shoal.train.files import describe_full, disk_is_full
 from shoal.train.guard.nonfinite import NonFinite
 
 FATAL = "fatal"
@@ -32,11 +32,11 @@ class Failure:
 
 def describe(rank: int, error: BaseException) -> Failure:
     """An exception as its reader needs it: plain words where we know the cause, else type and message."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        where = f" ({error.filename})" if error.filename else ""
-        fix = "free some space and run the same command again"
-        message = f"the disk is full{where}; the last commit is untouched: {fix}"
-    elif isinstance(error, (BadInput, Damaged, NonFinite)):
+    if isinstance(error, OSError) and disk_is_full(error):
+        message = describe_full(error)
+    elif isinstance(error, Damaged):
+        message = f"{error}\n  fix: remove that checkpoint to continue from the one before it"
+    elif isinstance(error, (BadInput, NonFinite)):
         message = str(error)
     else:
         message = f"{type(error).__name__}: {error}"
@@ -45,7 +45,7 @@ def describe(rank: int, error: BaseException) -> Failure:
 
 def _is_echo(error: BaseException) -> bool:
     """Whether a rank failed only because another did. gloo's errors have no type of their own, but a signature."""
-    if isinstance(error, (DistBackendError, DistNetworkError)):
+    if isinstance(error, DistError):
         return True
     return isinstance(error, RuntimeError) and any(
         sign in str(error)
@@ -53,27 +53,27 @@ def _is_echo(error: BaseException) -> bool:
     )
 
 
-def tell(store: Store, failure: Failure) -> None:
+def tell(store: Store, attempt: Store, failure: Failure) -> None:
     """Report a failure. One that is no echo would happen again, so it also tells later attempts not to try."""
-    store.set(f"failure-{failure.rank}", json.dumps(asdict(failure)))
-    if not failure.echo:
-        store.set(FATAL, str(failure.rank))
+    told = json.dumps(asdict(failure))
+    attempt.set(f"failure-{failure.rank}", told)
+    if not failure.echo and not store.check([FATAL]):
+        store.set(FATAL, told)
 
 
-def first_failure(store: Store, world: int, exit_codes: dict[int, int]) -> Failure:
-    """The failure that came first and is no echo; a rank that was killed told nothing, but its exit code does."""
-    told = [
-        Failure(**json.loads(store.get(f"failure-{rank}")))
-        for rank in range(world)
-        if store.check([f"failure-{rank}"])
-    ]
-    own = [failure for failure in told if not failure.echo]
-    if own:
-        return min(own, key=lambda failure: failure.time)
-    for rank, code in exit_codes.items():
-        if code < 0:
-            return Failure(rank, f"killed by {signal.Signals(-code).name}", False, 0.0)
-    if told:
-        return min(told, key=lambda failure: failure.time)
-    rank, code = next(iter(exit_codes.items()), (0, 1))
-    return Failure(rank, f"ended with exit code {code}", False, 0.0)
+def first_failure(store: Store, attempt: Store, world: int, exit_codes: dict[int, int]) -> Failure:
+    """Whose failure it was: one that is no echo; else a rank that told nothing, for it was killed or crashed.
+
+    ``exit_codes`` are those that the agent saw. It names the lowest dead rank, which need not be the first to die.
+    """
+    if store.check([FATAL]):
+        return Failure(**json.loads(store.get(FATAL)))
+    keys = {rank: f"failure-{rank}" for rank in range(world)}
+    told = [Failure(**json.loads(attempt.get(key))) for key in keys.values() if attempt.check([key])]
+    killed = [rank for rank, code in exit_codes.items() if code < 0]
+    silent = killed or [rank for rank in keys if rank not in {failure.rank for failure in told}]
+    if silent:
+        code = exit_codes.get(silent[0], 0)
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else "killed, or crashed without a word"
+        return Failure(silent[0], how, False, 0.0)
+    return min(told, key=lambda failure: failure.time)

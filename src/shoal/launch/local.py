@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from rich.console import Console
@@ -12,10 +16,11 @@ from shoal.facts.problem import BadInput
 from shoal.launch.data import prepared
 from shoal.launch.manifest import describe_plan, describe_run
 from shoal.launch.report import FINISHED, Report
+from shoal.launch.signals import STOP_SIGNALS
 from shoal.plan.resolve import Job
 from shoal.train.data.dataset import Dataset, check_vocabulary
 from shoal.train.data.tokenizers import open_tokenizer
-from shoal.train.rundir import RunDirectory
+from shoal.train.rundir import RunDirectory, identity
 
 # What workers find imported. torch's optimizers import its compiler on first use, which takes two seconds.
 PRELOAD = ("shoal.launch.worker", "torch._dynamo")
@@ -27,23 +32,28 @@ def train(job: Job, run: RunDirectory, fresh: bool, console: Console, visible: s
     ``visible`` is what CUDA_VISIBLE_DEVICES says.
     """
     _check_devices(job, visible)
-    run.check_free()
-    dataset = _dataset(job, console)
-    if not fresh:
-        run.check_continues(job, Dataset.open(dataset).fingerprint)
-    _check_weights(job)
-    if fresh and run.path.exists():
-        console.print(f"moved the old run to {run.move_aside()}", highlight=False)
-    with run.held():
+    run.check_place()
+    with ExitStack() as held:
+        if run.path.exists():
+            held.enter_context(run.held())
+        dataset = _dataset(job, console)
+        fingerprint = Dataset.open(dataset).fingerprint
+        if not fresh:
+            run.check_continues(job, fingerprint)
+        _check_weights(job, run if not fresh else None)
+        if fresh and run.begun:
+            console.print(f"moved the old run to {run.move_aside()}", markup=False)
+        if not run.path.exists():
+            held.enter_context(run.held())
+            run.check_continues(job, fingerprint)  # somebody else may have been faster
         steps = job.config.recipe.steps
-        if run.step() >= steps:
-            return Report(
-                FINISHED, run.path, run.step(), f"finished already: {steps} steps are done", None, None
-            )
-        _warm_workers()
+        if run.finished(steps):
+            return Report(FINISHED, run.path, steps, f"finished already: {steps} steps are done", None, None)
+        warm_workers(PRELOAD)
         if run.step():
-            console.print(f"continuing {run.path} after step {run.step()}", highlight=False)
-        run.write_start(job, describe_run(job, dataset), describe_plan(job))
+            console.print(f"continuing {run.path} after step {run.step()}", markup=False)
+        started = {**describe_run(job, dataset), "identity": identity(job, fingerprint)}
+        run.write_start(job, started, describe_plan(job))
         # torch takes seconds to import, and bad input was answered without it.
         from shoal.launch.attempt import Attempt
 
@@ -78,16 +88,25 @@ def _dataset(job: Job, console: Console) -> Path:
     return path
 
 
-def _check_weights(job: Job) -> None:
-    if job.config.model.init_from is not None:
+def _check_weights(job: Job, run: RunDirectory | None) -> None:
+    """Refuse first weights of another model; a run that has a checkpoint needs none."""
+    if job.config.model.init_from is not None and not (run and run.step()):
         from shoal.models.huggingface import WeightFiles
 
         WeightFiles(Path(job.config.model.init_from).expanduser(), job.model)
 
 
-def _warm_workers() -> None:
-    """Start the server that workers are forked from, with torch already imported: a restart then costs no import."""
-    from multiprocessing import forkserver
+def warm_workers(preload: Sequence[str]) -> None:
+    """Start the server that workers are forked from, with torch already imported: a restart then costs no import.
 
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    forkserver.ensure_running()
+    Server and workers are born with the stop signals blocked. A Ctrl-C, or a signal to the whole process group,
+    is for the launcher alone; a worker takes signals again once it has a session of its own.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the tracker's start has unblocked some
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

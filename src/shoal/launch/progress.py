@@ -26,9 +26,10 @@ class Progress:
         self.console, self.run, self.steps = console, run, steps
         self.last: dict[str, Any] | None = None
         self.heldout: dict[str, Any] | None = None
-        self._metrics = Tail(run.metrics)
-        self._samples = Tail(run.samples)
-        self._faults = Tail(run.faults)
+        # A resumed run's earlier rows were shown by its earlier command.
+        self._metrics = Tail(run.metrics, run.step())
+        self._samples = Tail(run.samples, run.step())
+        self._faults = Tail(run.faults, run.step(), since=time.time())
         self._recent: deque[float] = deque(maxlen=20)
         self._printed = time.monotonic()
         self._live = (
@@ -48,11 +49,6 @@ class Progress:
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def skip_existing(self) -> None:
-        """A resumed run's earlier rows were shown by its earlier command."""
-        for tail in (self._metrics, self._samples, self._faults):
-            tail.read()
 
     def poll(self) -> None:
         for row in self._faults.read():
@@ -86,30 +82,47 @@ class Progress:
 
 
 class Tail:
-    """The rows that a file has gained since the last look; a file that was replaced is read anew, past known steps."""
+    """The rows that a file has gained since the last look, beyond a step and a time.
 
-    def __init__(self, path: Path) -> None:
+    A resume replaces the file; the new one is read from its start, and what was shown is not shown again.
+    """
+
+    def __init__(self, path: Path, step: int, since: float = 0.0) -> None:
         self.path = path
+        self.since = since
         self._inode = 0
         self._offset = 0
-        self._step = 0
+        self._step = step
+        self._shown = step  # with the file before this one
 
     def read(self) -> list[dict[str, Any]]:
         try:
             with self.path.open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
                 if inode != self._inode:
-                    self._inode, self._offset = inode, 0
+                    self._inode, self._offset, self._shown = inode, 0, self._step
                 file.seek(self._offset)
                 content = file.read()
-        except FileNotFoundError:
+        except OSError:  # not there yet; and nothing that befalls the display may end the run
             return []
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
-        rows = [json.loads(line) for line in whole.splitlines()]
-        fresh = [row for row in rows if row.get("step", self._step + 1) > self._step]
+        rows = [row for line in whole.splitlines() if (row := _parse(line)) is not None]
+        fresh = [row for row in rows if self._is_fresh(row)]
         self._step = max([self._step, *(row.get("step", 0) for row in rows)])
         return fresh
+
+    def _is_fresh(self, row: dict[str, Any]) -> bool:
+        return row["time"] >= self.since if "time" in row else row["step"] > self._shown
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """A row; None for a line that a full disk or a crash has torn."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and ("time" in row or "step" in row) else None
 
 
 def _fault(row: dict[str, Any]) -> str:

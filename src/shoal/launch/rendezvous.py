@@ -8,6 +8,7 @@ attempt writes under a prefix of its own.
 from __future__ import annotations
 
 import socket
+import sys
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -15,6 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 ROUND = "round"
 STOP = "stop"
 
@@ -67,9 +69,16 @@ class LoopbackRendezvous(RendezvousHandler):
         self._closed = True
         return True
 
+    def attempt(self) -> Store:
+        """What the workers of the present attempt wrote."""
+        return _attempt(self.store)
+
+
+def _attempt(shared: Store) -> Store:
+    return PrefixStore(f"workers-{shared.get(ROUND).decode()}", shared)
+
 
 def join(port: int, timeout: float) -> tuple[Store, Store]:
     """A worker's way in: the launcher's store, and this attempt's own part of it."""
     shared = TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))
-    attempt = shared.get(ROUND).decode()
-    return shared, PrefixStore(f"workers-{attempt}", shared)
+    return shared, _attempt(shared)

@@ -7,6 +7,9 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
+# Signals that mean: finish the step, commit, end.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
 Handler = Callable[[int, FrameType | None], None]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,8 +20,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shoal.facts.local import usable_threads
 from shoal.launch import rendezvous
 from shoal.launch.failure import FATAL, describe, tell
+from shoal.launch.signals import STOP_SIGNALS
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
 from shoal.train.loop import Outcome, train
@@ -37,19 +40,19 @@ class Assignment:
     job: Job
     run: Path
     dataset: Path
-    launcher: int  # its process id
 
 
 def work(assignment: Assignment) -> Outcome | None:
     """The process of one rank, from its first line to its last. None: an earlier attempt's error is final."""
+    _end_with_launcher()
+    _own_session()
     rank = int(os.environ["RANK"])
     run = RunDirectory(assignment.run)
     store, attempt = rendezvous.join(int(os.environ["MASTER_PORT"]), assignment.job.config.fault.timeout)
     if store.check([FATAL]):
         return None
     try:
-        _own_session(run.log(rank))
-        _end_with(assignment.launcher)
+        _print_to(run.log(rank))
         restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         if rank == 0 and restarts:
             run.note_fault(kind="restart", attempt=restarts, resumed_step=run.step())
@@ -61,38 +64,46 @@ def work(assignment: Assignment) -> Outcome | None:
             mesh.close()
             return outcome
     except Exception as error:
-        traceback.print_exc()
-        with contextlib.suppress(Exception):  # the launcher may be gone too
-            tell(store, describe(rank, error))
-        sys.stderr.flush()
+        # Told first: with a full disk there may be no log to print to, and the launcher may be gone as well.
+        with contextlib.suppress(Exception):
+            tell(store, attempt, describe(rank, error))
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+            sys.stderr.flush()
         os._exit(1)  # past the interpreter's own report: the log has it, the terminal needs one line
 
 
-def _own_session(log: Path) -> None:
-    """Signals meant for the launcher's terminal do not reach us, and what we print goes to our own log."""
+def _end_with_launcher() -> None:
+    """A launcher that was killed cannot stop its workers, so they watch it: its end closes a pipe that they hold.
+
+    Its process id would not do: until somebody asks for its exit code, a dead process still has one.
+    """
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def watch() -> None:
+        launcher.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="shoal-launcher-watch", daemon=True).start()
+
+
+def _own_session() -> None:
+    """What is meant for the launcher's terminal or its group does not reach us. We were born with signals blocked."""
     with contextlib.suppress(OSError):
         os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _print_to(log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-
-
-def _end_with(launcher: int) -> None:
-    """A launcher that was killed cannot stop its workers, so they watch it."""
-
-    def watch() -> None:
-        while True:
-            try:
-                os.kill(launcher, 0)
-            except ProcessLookupError:
-                os._exit(1)
-            time.sleep(0.5)
-
-    threading.Thread(target=watch, name="shoal-launcher-watch", daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -107,7 +118,7 @@ def _only_writer(run: RunDirectory, rank: int) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError:
+            except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"another process still writes to {run.path}") from None
                 time.sleep(0.1)
@@ -116,11 +127,12 @@ def _only_writer(run: RunDirectory, rank: int) -> Iterator[None]:
 
 def _mesh(job: Job, rank: int, local_rank: int, store: dist.Store) -> Mesh:
     timeout = timedelta(seconds=job.config.fault.timeout)
+    # One machine: nobody outside has any business with its ranks.
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = rendezvous.LOOPBACK_INTERFACE
     if job.cluster.device.name == "cpu":
         device = torch.device("cpu")
         # Ranks share the machine's cores; more threads than cores only get in each other's way.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.layout.world))
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(max(1, usable_threads() // job.layout.world))
         backend = "gloo"
     else:
         device = torch.device("cuda", local_rank)
@@ -128,4 +140,4 @@ def _mesh(job: Job, rank: int, local_rank: int, store: dist.Store) -> Mesh:
         backend = "nccl"
     if job.layout.world > 1:
         dist.init_process_group(backend, store=store, rank=rank, world_size=job.layout.world, timeout=timeout)
-    return Mesh(job.layout, rank, device)
+    return Mesh(job.layout, rank, device, store, timeout)

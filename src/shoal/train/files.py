@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+
+
+def disk_is_full(error: OSError) -> bool:
+    """No space, no quota, or a file larger than it may be."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def describe_full(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    return f"the disk is full{where}; the last commit is untouched: free some space and run the same command again"
 
 
 def sync_directory(path: Path) -> None:

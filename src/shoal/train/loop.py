@@ -23,7 +23,7 @@ from shoal.train.data.samples import Samples
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 from shoal.train.evaluate import heldout_loss, write_samples
 from shoal.train.guard.nonfinite import NonFiniteGuard
-from shoal.train.metrics.measure import Meter
+from shoal.train.metrics.measure import Meter, finite
 from shoal.train.metrics.rows import StepFile
 from shoal.train.precision import compute_dtype, parameter_dtype, reduce_dtype
 from shoal.train.rundir import RunDirectory, identity
@@ -71,7 +71,10 @@ class Training:
         network = build(
             job.model, recipe.dropout, compute_dtype(recipe), dtype=parameter_dtype(recipe), length=recipe.seq
         )
-        placed = apply(network, mesh, config.tune, self._first_weights, reduce_dtype(recipe))
+        checkpoint = latest(run.checkpoints)
+        # Where a checkpoint is about to give the weights, their first values need not be known.
+        first_weights = self._first_weights if checkpoint is None else _leave
+        placed = apply(network, mesh, config.tune, first_weights, reduce_dtype(recipe))
         self.network = placed.network
         optimizer = optimizers.build(self.network, recipe)
         scale = optimizers.LossScale.for_precision(recipe.precision)
@@ -79,10 +82,10 @@ class Training:
         self.state = State(job.model, self.network, optimizer, recipe.optimizer, scale)
         self.guard = NonFiniteGuard(config.fault.nonfinite, scale.enabled)
 
-        checkpoint = latest(run.checkpoints)
         self.done = self.state.restore(checkpoint) if checkpoint else 0
         self.meter = Meter(job, mesh)
         if self.first_rank:
+            tidy(run.checkpoints, config.checkpoint.keep)
             self.metrics = StepFile(run.metrics, self.done)
             self.samples = StepFile(run.samples, self.done)
 
@@ -90,6 +93,7 @@ class Training:
         stopped = False
         steps = self.loader.steps(self.done + 1, self.job.config.recipe.steps, self._my_positions())
         with closing(steps):
+            self.meter.start()
             for step, micro_batches in steps:
                 # One small sum tells every rank how many targets the step has and whether anybody asks to stop.
                 count = sum(batch.count for batch in micro_batches)
@@ -97,7 +101,9 @@ class Training:
                 if asking:
                     stopped = True
                     break
+                self.meter.have_input()
                 self._one_step(step, micro_batches, targets)
+                self.meter.start()
         if stopped and self.done:
             self._commit()
         if self.first_rank:
@@ -121,18 +127,17 @@ class Training:
     def _one_step(self, step: int, micro_batches: list[Batch], targets: int) -> None:
         config = self.job.config
         last = step == config.recipe.steps
-        self.meter.start()
         batches = [batch.to(self.mesh.device) for batch in micro_batches]
         attempt = partial(self.step, step, batches, targets)
         result = self.guard.judge(step, attempt(), attempt)
         self.meter.stop()
         self.done = step
 
-        if not result.updated and self.first_rank:
+        if not result.updated and not self.guard.scaled and self.first_rank:
             self.run.note_fault(kind="nonfinite", step=step, action="update skipped")
         row = self.meter.row(step, result, targets)
         if last or _due(step, config.evaluate.every):
-            row["heldout_loss"] = self._evaluate()
+            row["heldout_loss"] = finite(self._evaluate())
         if self.first_rank:
             self.metrics.append(row)
         if _due(step, config.checkpoint.every) or (last and config.checkpoint.every):
@@ -158,17 +163,22 @@ class Training:
                 self.done,
             ):
                 self.samples.append({"step": self.done, "prompt": prompt, "text": text})
+        self.mesh.wait_for_first_rank()
         return loss
 
     def _commit(self) -> None:
         """Make the state after the last step durable. The first rank holds all there is, so it writes alone."""
         checkpoints = self.run.checkpoints
-        if not self.first_rank or step_directory(checkpoints, self.done).exists():
-            return
-        self.metrics.sync()
-        plain = json.loads(json.dumps(self.identity))
-        self.state.commit(checkpoints, self.done, self.done * self.job.config.recipe.batch, plain)
-        tidy(checkpoints, self.job.config.checkpoint.keep)
+        if self.first_rank and not step_directory(checkpoints, self.done).exists():
+            self.metrics.sync()
+            plain = json.loads(json.dumps(self.identity))
+            self.state.commit(checkpoints, self.done, self.done * self.job.config.recipe.batch, plain)
+            tidy(checkpoints, self.job.config.checkpoint.keep)
+        self.mesh.wait_for_first_rank()
+
+
+def _leave(network: Network) -> None:
+    """Parameters keep whatever their storage holds."""
 
 
 def _due(step: int, every: int) -> bool:

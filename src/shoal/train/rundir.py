@@ -13,10 +13,12 @@ from typing import Any
 
 from shoal.facts import configfile
 from shoal.facts.problem import BadInput, Problem
+from shoal.facts.recipe import Recipe
 from shoal.plan.resolve import Job
 from shoal.train.checkpoint.directory import committed, latest
 from shoal.train.checkpoint.manifest import Damaged, read_manifest
 from shoal.train.files import replace_text
+from shoal.train.metrics.rows import read_rows
 
 # Where the data came from. What it is, its hash says; so files may move between a stop and a resume.
 DATA_ORIGIN = ("source", "mix", "tokenizer", "end_token", "field", "heldout")
@@ -61,10 +63,11 @@ class RunDirectory:
 
         The lock goes with the process that holds it, however that ends, so no stale one is ever left.
         """
+        lock = self.path / ".lock"
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.path.chmod(0o700)
-            handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise BadInput(
                 f"cannot use {self.path} as a run directory: {error.strerror}", "--run DIR"
@@ -72,27 +75,41 @@ class RunDirectory:
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+                # Whoever held it may have moved the whole directory aside while we came.
+                ours = os.fstat(handle).st_ino == lock.stat().st_ino
+            except (BlockingIOError, FileNotFoundError):
+                ours = False
+            except OSError as error:
+                raise BadInput(
+                    f"{self.path} cannot be locked ({error.strerror}), so two runs could meet there",
+                    "a file system with flock: --run DIR",
+                ) from None
+            if not ours:
                 raise BadInput(
                     f"{self.path} is in use by a live run",
                     "wait for it, stop it, or choose another with --run DIR",
-                ) from None
+                )
             yield
         finally:
             os.close(handle)
 
     @property
     def begun(self) -> bool:
-        return self.config.exists() or bool(committed(self.checkpoints))
+        """Whether there is anything to continue, or to lose."""
+        return bool(committed(self.checkpoints)) or bool(read_rows(self.metrics))
 
-    def check_free(self) -> None:
-        """Refuse a directory that a live run holds, without creating or changing anything."""
-        lock = self.path / ".lock"
-        if lock.exists():
-            with self.held():
-                pass
-        elif self.path.exists() and (not self.path.is_dir() or (any(self.path.iterdir()) and not self.begun)):
+    def check_place(self) -> None:
+        """Refuse a place that holds something else than a run; nothing is created or changed."""
+        if not self.path.exists():
+            return
+        signs = (self.path / ".lock", self.config, self.checkpoints)
+        if not self.path.is_dir() or (any(self.path.iterdir()) and not any(sign.exists() for sign in signs)):
             raise BadInput(f"{self.path} exists and is not a run", "choose another place with --run DIR")
+
+    def finished(self, steps: int) -> bool:
+        """Whether all steps are done; without checkpoints the metrics are the only witness."""
+        rows = read_rows(self.metrics)
+        return self.step() >= steps or (self.step() == 0 and bool(rows) and rows[-1]["step"] >= steps)
 
     def step(self) -> int:
         """The last committed step; 0 before the first commit."""
@@ -100,21 +117,19 @@ class RunDirectory:
         return every[-1][0] if every else 0
 
     def check_continues(self, job: Job, dataset: str) -> None:
-        """Refuse a job whose model, data or recipe differs from what the last checkpoint was made with."""
-        checkpoint = latest(self.checkpoints)
-        if checkpoint is None:
+        """Refuse a job whose model, data or recipe differs from that of the run which is here."""
+        if not self.begun:
             return
-        try:
-            manifest = read_manifest(checkpoint)
-        except Damaged as error:
-            raise BadInput(str(error), f"remove {checkpoint} to continue from the one before it") from None
+        model, then = self._begun_with()
         fix = "--fresh moves the old run aside; or set it back"
         problems = []
-        shapes = _differences(_shape(manifest.model), _shape(job.model.model_dump(mode="json")))
+        shapes = _differences(_shape(model), _shape(job.model.model_dump(mode="json")))
         if shapes:
             problems.append(Problem(f"{self.path} holds another model: {'; '.join(shapes)}", fix))
         now = json.loads(json.dumps(identity(job, dataset)))
-        then = dict(manifest.identity)
+        # A run that began before a recipe had some field ran with what is now its default.
+        defaults = {f"recipe.{name}": value for name, value in Recipe().model_dump(mode="json").items()}
+        then = {**defaults, **then}
         if now[DATA_HASH] == then.get(DATA_HASH):
             moved = {f"data.{name}" for name in DATA_ORIGIN}
             now, then = (
@@ -126,6 +141,23 @@ class RunDirectory:
         if problems:
             raise BadInput(problems)
 
+    def _begun_with(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Model and identity of the run that is here: the last checkpoint's; before the first, the manifest's."""
+        checkpoint = latest(self.checkpoints)
+        try:
+            if checkpoint is not None:
+                manifest = read_manifest(checkpoint)
+                return manifest.model, manifest.identity
+            content = json.loads(self.manifest.read_text(encoding="utf-8"))
+            return content["model"], content["identity"]
+        except Damaged as error:
+            raise BadInput(str(error), f"remove {checkpoint} to continue from the one before it") from None
+        except (OSError, ValueError, KeyError):
+            raise BadInput(
+                f"{self.manifest} cannot be read, so nobody can tell what run this is",
+                "--fresh moves it aside",
+            ) from None
+
     def move_aside(self) -> Path:
         """Rename the directory to the first free NAME.old-N."""
         number = 1
@@ -135,14 +167,17 @@ class RunDirectory:
 
     def note_fault(self, **row: Any) -> None:
         """Add a row to faults.jsonl, which keeps all that ever went wrong, also what a resume undid."""
-        with self.faults.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": time.time(), **row}) + "\n")
+        with self.faults.open("a+b") as file:
+            # A row that a full disk tore must not swallow this one.
+            torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+            file.write((b"\n" if torn else b"") + json.dumps({"time": time.time(), **row}).encode() + b"\n")
 
     def write_start(self, job: Job, manifest: dict[str, Any], plan: dict[str, Any]) -> None:
         """What is known before the first step."""
         self.logs.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
-        replace_text(self.config, configfile.write(job.config))
+        resolved = job.config.model_copy(update={"layout": str(job.layout)})
+        replace_text(self.config, configfile.write(resolved))
         replace_text(self.plan, json.dumps(plan, indent=2) + "\n")
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
 

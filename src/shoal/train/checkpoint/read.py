@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -34,7 +35,9 @@ class Checkpoint:
         pieces = self._pieces.get((state, name))
         if not pieces:
             raise Damaged(f"{self.path} holds no {state} of {name}")
-        shape = self.manifest.shapes[name]
+        shape = self.manifest.shapes.get(name)
+        if shape is None or len({piece.dtype for piece in pieces}) != 1:
+            raise Damaged(f"{self.path}: the pieces of {state} {name} do not belong together")
         if len(pieces) == 1 and pieces[0].size == shape:
             return self._read(pieces[0])
         whole = torch.empty(shape, dtype=DTYPES[pieces[0].dtype])
@@ -43,7 +46,9 @@ class Checkpoint:
                 slice(start, start + size) for start, size in zip(piece.offset, piece.size, strict=True)
             )
             whole[box] = self._read(piece)
-        if sum(math.prod(piece.size) for piece in pieces) != whole.numel():
+        # As many elements as the tensor has, and none twice: then none is missing either.
+        overlap = any(_meet(one, other) for one, other in itertools.combinations(pieces, 2))
+        if overlap or sum(math.prod(piece.size) for piece in pieces) != whole.numel():
             raise Damaged(f"{self.path}: the pieces of {state} {name} do not make up the tensor")
         return whole
 
@@ -68,3 +73,11 @@ class Checkpoint:
         if blake3(content, max_threads=blake3.AUTO).hexdigest() != piece.hash:
             raise Damaged(f"{what}: its bytes are not those that were written (BLAKE3 differs)")
         return torch.frombuffer(content, dtype=dtype).reshape(piece.size)
+
+
+def _meet(one: Piece, other: Piece) -> bool:
+    """Whether two boxes of a tensor share an element."""
+    return all(
+        max(first, second) < min(first + width, second + breadth)
+        for first, width, second, breadth in zip(one.offset, one.size, other.offset, other.size, strict=True)
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 import shutil
 import time
 import uuid
@@ -15,6 +14,7 @@ from typing import IO, Any
 
 from blake3 import blake3
 
+from shoal.facts.local import usable_threads
 from shoal.facts.problem import BadInput, Problem
 from shoal.train.data.badrows import BadRows, count_bad_rows, located, read_bad_rows, refuse_too_many
 from shoal.train.data.dataset import MANIFEST, QUARANTINE, Dataset
@@ -75,7 +75,7 @@ def prepare(
         spool = directory / "spool"
         spool.mkdir()
         tasks = list(group((piece for file in files for piece in cut(file)), spool, field))
-        results = encode_all(tasks, opened, tokenizer, end_token, workers or _cores(), progress)
+        results = encode_all(tasks, opened, tokenizer, end_token, workers or usable_threads(), progress)
         _refuse_changed(files)
         bad = count_bad_rows(tasks, results)
         refuse_too_many(bad, max_bad_rows, source)
@@ -100,11 +100,6 @@ def _check_fractions(heldout: float, max_bad_rows: float) -> None:
         problems.append(Problem(f"data.max_bad_rows is {max_bad_rows}", "set it to at least 0 and at most 1"))
     if problems:
         raise BadInput(problems)
-
-
-def _cores() -> int:
-    """The cores this process may use, which in a container or a job are fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _prepared_before(path: Path, tokenizer: Tokenizer) -> Path:

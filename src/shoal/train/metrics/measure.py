@@ -28,14 +28,21 @@ class Meter:
         devices = job.cluster.devices if job.cluster.device.name == "cpu" else job.layout.world
         peak = job.cluster.device.peak(recipe.precision)
         self.peak = peak * devices if peak else None
-        self.seconds = 0.0
+        self.seconds = self.waited = 0.0
         self._started = 0.0
 
     def start(self) -> None:
+        """To be called when the step before, its evaluation and its commit are over."""
         self._started = time.perf_counter()
 
+    def have_input(self) -> None:
+        """To be called when the step's batches are here, on this rank and the others."""
+        self.waited = time.perf_counter() - self._started
+
     def stop(self) -> None:
-        """To be called when the step's results are on the host, hence all its work done."""
+        """To be called when the step's work has been issued."""
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
         self.seconds = time.perf_counter() - self._started
 
     def row(self, step: int, result: StepResult, targets: int) -> dict[str, Any]:
@@ -44,14 +51,15 @@ class Meter:
         rate = self.flops / self.seconds
         return {
             "step": step,
-            "loss": _finite(result.loss),
+            "loss": finite(result.loss),
             "loss_hex": float(result.loss).hex(),
-            "grad_norm": _finite(result.grad_norm),
+            "grad_norm": finite(result.grad_norm),
             "lr": result.lr,
             "tokens": step * recipe.tokens_per_step,
             "samples": step * recipe.batch,
             "targets": targets,  # of this step: the tokens its loss is a mean over
             "step_s": self.seconds,
+            "input_wait_s": self.waited,  # part of step_s
             "tokens_per_s": recipe.tokens_per_step / self.seconds,
             "model_flops_per_s": rate,
             "mfu": rate / self.peak if self.peak else None,
@@ -69,6 +77,6 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float | None) -> float | None:
     """JSON has no NaN."""
-    return value if math.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None

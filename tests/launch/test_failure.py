@@ -1,0 +1,54 @@
+"""Whose failure it was."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from torch.distributed import DistStoreError, HashStore, PrefixStore
+
+from shoal.launch.failure import FATAL, describe, first_failure, tell
+from shoal.train.checkpoint.manifest import Damaged
+
+PEER_GONE = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+Stores = tuple[HashStore, PrefixStore]
+
+
+@pytest.fixture
+def stores() -> Stores:
+    shared = HashStore()
+    return shared, PrefixStore("workers-1", shared)
+
+
+def test_a_ranks_own_error_beats_earlier_echoes(stores: Stores) -> None:
+    tell(*stores, describe(0, PEER_GONE))
+    tell(*stores, describe(1, ValueError("the cause")))
+    failure = first_failure(*stores, 2, {0: 1})
+    assert str(failure) == "rank 1 failed: ValueError: the cause"
+    assert stores[0].check([FATAL])
+
+
+def test_the_first_of_two_own_errors_is_shown(stores: Stores) -> None:
+    tell(*stores, describe(1, ValueError("first")))
+    tell(*stores, describe(0, ValueError("second")))
+    assert first_failure(*stores, 2, {0: 1}).message == "ValueError: first"
+
+
+def test_a_silent_rank_was_killed(stores: Stores) -> None:
+    """The agent names the lowest dead rank, here one that only noticed."""
+    tell(*stores, describe(0, PEER_GONE))
+    tell(*stores, describe(2, PEER_GONE))
+    assert str(first_failure(*stores, 3, {0: 1})) == "rank 1 failed: killed, or crashed without a word"
+    assert str(first_failure(*stores, 3, {1: -9})) == "rank 1 failed: killed by SIGKILL"
+    assert not stores[0].check([FATAL])
+
+
+def test_a_timeout_is_an_echo_and_not_a_reason_to_give_up() -> None:
+    assert describe(0, DistStoreError("wait timeout after 1000ms")).echo
+    assert not describe(0, RuntimeError("shapes do not match")).echo
+
+
+def test_known_causes_are_told_in_words() -> None:
+    full = describe(0, OSError(errno.ENOSPC, "No space left on device", "runs/x/metrics.jsonl"))
+    assert full.message.startswith("the disk is full (runs/x/metrics.jsonl); the last commit is untouched")
+    assert "remove that checkpoint" in describe(0, Damaged("step-00000010 is damaged")).message

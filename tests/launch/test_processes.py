@@ -1,0 +1,99 @@
+"""``shoal train`` as a process of its own: signals, closed pipes and a launcher that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.train.metrics.rows import read_rows
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(settings: Callable[..., list[str]], tmp_path: Path) -> Start:
+    def run(layout: str = "dp=2", **overrides: object) -> subprocess.Popen[str]:
+        sets = [word for value in settings(**overrides) for word in ("--set", value)]
+        train = ["train", "--run", str(tmp_path / "run"), "--layout", layout]
+        return subprocess.Popen(
+            [sys.executable, "-m", "shoal", *train, *sets],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    return run
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_a_killed_launcher_takes_its_workers_along_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:
+    """Not reaped, so that a zombie keeps the launcher's process id; and its pipes must close all the same."""
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    options = {"recipe__steps": 120, "checkpoint__every": 10}
+    killed = start(**options)
+    wait_until(lambda: len(read_rows(metrics)) >= 25)
+    os.kill(killed.pid, signal.SIGKILL)
+    assert killed.stderr is not None
+    killed.stderr.read()  # ends when the last process that holds it does
+    size = metrics.stat().st_size
+    killed.wait()
+    time.sleep(0.3)
+    assert metrics.stat().st_size == size
+    continued = start(**options)
+    _, errors = continued.communicate(timeout=120)
+    assert continued.returncode == 0, errors
+    assert "continuing" in errors
+    assert [row["step"] for row in read_rows(metrics)] == list(range(1, 121))
+
+
+@pytest.mark.parametrize(
+    "number,seconds",
+    [(signal.SIGINT, 0.9), (signal.SIGINT, 3.0), (signal.SIGTERM, 0.9), (signal.SIGUSR1, 3.0)],
+)
+def test_a_stop_before_the_first_step_is_a_stop(start: Start, number: signal.Signals, seconds: float) -> None:
+    """To the whole process group, as a terminal sends Ctrl-C; while torch is still being imported."""
+    stopped = start(recipe__steps=2000)
+    time.sleep(seconds)
+    os.killpg(stopped.pid, number)
+    _, errors = stopped.communicate(timeout=60)
+    assert stopped.returncode == 75, errors
+    assert "Traceback" not in errors
+
+
+def test_a_signal_to_the_whole_group_commits(start: Start, tmp_path: Path) -> None:
+    stopped = start(recipe__steps=4000, checkpoint__every=0)
+    wait_until(lambda: len(read_rows(tmp_path / "run" / "metrics.jsonl")) >= 5)
+    for _ in range(3):
+        os.killpg(stopped.pid, signal.SIGTERM)
+    out, errors = stopped.communicate(timeout=60)
+    assert stopped.returncode == 75, errors
+    assert "committed" in out
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+def test_a_closed_pipe_ends_the_workers_too(start: Start, tmp_path: Path) -> None:
+    """As with ``2>&1 | head``: nobody reads any more, so nobody may go on training unseen."""
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    cut = start(recipe__steps=100_000, evaluate__every=5)
+    assert cut.stderr is not None and cut.stdout is not None
+    wait_until(lambda: len(read_rows(metrics)) >= 5)
+    cut.stderr.close()
+    assert cut.wait(timeout=60) != 0
+    cut.stdout.read()
+    size = metrics.stat().st_size
+    time.sleep(0.3)
+    assert metrics.stat().st_size == size
