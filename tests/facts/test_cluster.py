@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.facts.cluster import Cluster
+from shoal.facts import clusters
 from shoal.facts.devices import DEVICES, Link
 from shoal.facts.problem import BadInput
 
@@ -32,7 +32,7 @@ from shoal.facts.problem import BadInput
     ],
 )
 def test_notation(text: str, canonical: str, nodes: int, devices_per_node: int, fast_domain: int) -> None:
-    cluster = Cluster.parse(text)
+    cluster = clusters.find(text)
     assert str(cluster) == canonical
     assert cluster.name == text.strip()
     assert (cluster.nodes, cluster.devices_per_node) == (nodes, devices_per_node)
@@ -45,9 +45,9 @@ SPELLINGS = [name for device in DEVICES for name in (device.name, *device.aliase
 
 @given(nodes=st.integers(1, 5000), size=st.sampled_from([1, 2, 4, 8]), spelling=st.sampled_from(SPELLINGS))
 def test_what_it_prints_it_reads_back(nodes: int, size: int, spelling: str) -> None:
-    cluster = Cluster.parse(f"{nodes}x{size}x{spelling.upper()}")
+    cluster = clusters.find(f"{nodes}x{size}x{spelling.upper()}")
     printed = str(cluster)
-    again = Cluster.parse(printed)
+    again = clusters.find(printed)
     assert again == cluster.model_copy(update={"name": printed})
     assert str(again) == printed
 
@@ -55,7 +55,7 @@ def test_what_it_prints_it_reads_back(nodes: int, size: int, spelling: str) -> N
 @given(text=st.text(alphabet="0123456789xX .-+_,H10AabcGpu×", max_size=16))
 def test_any_text_is_a_cluster_or_bad_input(text: str) -> None:
     try:
-        assert Cluster.parse(text).devices > 0
+        assert clusters.find(text).devices > 0
     except BadInput as error:
         assert all(problem.fix for problem in error.problems)
 
@@ -83,7 +83,7 @@ def test_any_text_is_a_cluster_or_bad_input(text: str) -> None:
 )
 def test_bad_text_names_every_problem_with_its_fix(text: str, fixes: list[str]) -> None:
     with pytest.raises(BadInput) as caught:
-        Cluster.parse(text)
+        clusters.find(text)
     problems = caught.value.problems
     assert len(problems) == len(fixes)
     for problem, fix in zip(problems, fixes, strict=True):
@@ -98,19 +98,19 @@ def write(directory: Path, text: str) -> str:
 
 def test_a_file_changes_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
     path = write(tmp_path, 'device = "h100"\nnodes = 4\nhost_memory = 2e12\n[network]\nbandwidth = 25e9\n')
-    cluster = Cluster.parse(path)
-    plain = Cluster.parse("32xH100")
+    cluster = clusters.find(path)
+    plain = clusters.find("32xH100")
     assert cluster.devices == 32
     assert cluster.host_memory == 2 * 10**12
     assert cluster.network.bandwidth == 25e9
     assert cluster.network.latency == plain.network.latency
     assert cluster.fast == plain.fast
     assert str(cluster) == path
-    assert Cluster.parse(str(cluster)) == cluster
+    assert clusters.find(str(cluster)) == cluster
 
 
 def test_a_file_that_says_what_the_catalogue_says_prints_as_notation(tmp_path: Path) -> None:
-    assert str(Cluster.parse(write(tmp_path, 'device = "H100"\nnodes = 2\n'))) == "16xH100"
+    assert str(clusters.find(write(tmp_path, 'device = "H100"\nnodes = 2\n'))) == "16xH100"
 
 
 def test_a_file_describes_a_device_of_its_own(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_file_describes_a_device_of_its_own(tmp_path: Path) -> None:
         latency = 2e-6
         """,
     )
-    cluster = Cluster.parse(path)
+    cluster = clusters.find(path)
     assert cluster.device.name == "X1"
     assert cluster.device.memory_bytes == 64 * 10**9
     assert cluster.device.peak("bf16") == 500e12
@@ -168,7 +168,7 @@ def test_a_bad_file_names_every_problem_with_its_fix(
     tmp_path: Path, text: str, expected: list[tuple[str, str]]
 ) -> None:
     with pytest.raises(BadInput) as caught:
-        Cluster.parse(write(tmp_path, text))
+        clusters.find(write(tmp_path, text))
     problems = caught.value.problems
     assert len(problems) == len(expected)
     for problem, (what, fix) in zip(problems, expected, strict=True):
@@ -179,10 +179,10 @@ def test_a_bad_file_names_every_problem_with_its_fix(
 def test_a_directory_is_not_a_cluster_file(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").mkdir()
     with pytest.raises(BadInput, match="cannot read"):
-        Cluster.parse(str(tmp_path / "cluster.toml"))
+        clusters.find(str(tmp_path / "cluster.toml"))
 
 
 def test_local_is_this_machine() -> None:
-    cluster = Cluster.parse("LOCAL")
+    cluster = clusters.find("LOCAL")
     assert (cluster.name, str(cluster), cluster.nodes) == ("local", "local", 1)
     assert cluster.host_memory is not None

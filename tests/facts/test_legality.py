@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.facts import clusters
 from shoal.facts.cluster import Cluster, assemble
 from shoal.facts.layout import SCHEDULES, Layout
 from shoal.facts.legality import check, nearest_divisor, nearest_multiple, violations
@@ -26,7 +27,7 @@ SHARED = DEEPSEEK.model_copy(
     update={"experts": DEEPSEEK.experts and DEEPSEEK.experts.model_copy(update={"shared_ffn": 2112})}
 )
 RECIPE = Recipe(seq=256, batch=16)
-H100 = Cluster.parse("8xH100")
+H100 = clusters.find("8xH100")
 LOCAL = assemble("local", H100.device, nodes=1, devices_per_node=6)
 
 
@@ -198,8 +199,8 @@ def test_the_named_value_puts_it_right_and_breaks_nothing_else(
         ("dp=2,fsdp=2,pp=2,micro=1", {"strict": True}),
         ("dp=8", {"cluster": H100}),
         ("tp=2,dp=2", {"cluster": LOCAL}),  # two devices stay idle
-        ("dp=16", {"cluster": Cluster.parse("2xcpu")}),  # any world on a cpu
-        ("dp=16", {"cluster": Cluster.parse("1xcpu")}),
+        ("dp=16", {"cluster": clusters.find("2xcpu")}),  # any world on a cpu
+        ("dp=16", {"cluster": clusters.find("1xcpu")}),
     ],
 )
 def test_what_is_legal_passes(layout: str, given: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.facts.cluster import Cluster
+from shoal.facts import clusters
 from shoal.facts.config import Config
 from shoal.facts.huggingface import write_config
 from shoal.facts.presets import PRESETS
@@ -47,7 +47,7 @@ def test_the_default_on_this_machine() -> None:
 def test_auto_is_a_replica_on_every_device(cluster: str, batch: int, chosen: str) -> None:
     written = config(cluster={"on": cluster}, recipe={"batch": batch})
     assert str(resolve(written).layout) == chosen
-    assert choose(written, Cluster.parse(cluster)) == resolve(written).layout
+    assert choose(written, clusters.find(cluster)) == resolve(written).layout
 
 
 def test_auto_on_a_named_cluster_says_which_batch_would_fill_it() -> None:

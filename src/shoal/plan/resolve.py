@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shoal.facts import legality, presets, support
+from shoal.facts import clusters, legality, presets, support
 from shoal.facts.cluster import Cluster
 from shoal.facts.config import Config
 from shoal.facts.layout import Layout, divisors
@@ -33,7 +33,7 @@ def resolve(config: Config, visible: str | None = None) -> Job:
     """
     problems: list[Problem] = []
     model = _found(lambda: presets.find(config.model.written), problems)
-    cluster = _found(lambda: Cluster.parse(config.cluster.on, visible), problems)
+    cluster = _found(lambda: clusters.find(config.cluster.on, visible), problems)
     if config.layout != "auto":
         layout = Layout.parse(config.layout)
     else:
