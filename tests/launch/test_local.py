@@ -65,11 +65,11 @@ def test_replicas_and_accumulation_change_no_loss(train: Train, precision: str, 
 def test_a_signal_finishes_the_step_commits_and_the_same_command_continues(
     train: Train, tmp_path: Path, number: signal.Signals
 ) -> None:
-    options = {"recipe__steps": 60, "checkpoint__every": 1000, "recipe__dropout": 0.1}
+    options = {"recipe__steps": 150, "checkpoint__every": 1000, "recipe__dropout": 0.1}
     with _after_steps(tmp_path / "stopped", 5, lambda: os.kill(os.getpid(), number)):
         stopped = train("stopped", "dp=2", **options)
     assert stopped.report.code == STOPPED, stopped.report.message
-    assert 5 <= stopped.report.step == len(stopped.rows) < 60
+    assert 5 <= stopped.report.step == len(stopped.rows) < 150
     assert [step for step, _ in committed(stopped.directory.checkpoints)] == [stopped.report.step]
     if number != signal.SIGTERM:
         return
@@ -81,7 +81,7 @@ def test_a_signal_finishes_the_step_commits_and_the_same_command_continues(
 
 
 def test_a_killed_worker_is_replaced_and_the_curve_is_the_same(train: Train, tmp_path: Path) -> None:
-    options = {"recipe__steps": 60, "checkpoint__every": 10}
+    options = {"recipe__steps": 100, "checkpoint__every": 10}
     with _after_steps(tmp_path / "killed", 25, lambda: os.kill(_workers()[1], signal.SIGKILL)):
         killed = train("killed", "dp=2", **options)
     assert killed.report.code == FINISHED, killed.report.message
