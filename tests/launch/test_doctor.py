@@ -52,7 +52,7 @@ def test_missing_and_stale_packages_have_their_fix(monkeypatch: pytest.MonkeyPat
     assert (stale.status, stale.fix) == ("failed", "pip install 'pydantic>=999'")
     assert (missing.status, missing.fix) == ("failed", "pip install 'not-there>=1'")
     assert extra.status == "ok"
-    assert extra.detail.startswith("not installed: pip install 'shoal[hf]'")
+    assert extra.detail.startswith("not installed: pip install -e '.[hf]'")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import Train
 
+from shoal.facts.configfile import load
 from shoal.facts.problem import BadInput
 from shoal.launch.report import FAILED, FINISHED, STOPPED
 from shoal.train.checkpoint.directory import committed
@@ -152,6 +153,38 @@ def test_a_run_without_checkpoints_is_not_overwritten(train: Train) -> None:
         train(checkpoint__every=0, recipe__seed=1)
 
 
+def test_a_run_that_was_stopped_once_and_then_finished_is_finished(train: Train, tmp_path: Path) -> None:
+    options = {"recipe__steps": 150, "checkpoint__every": 0}
+    with _after_steps(tmp_path / "run", 3, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert train(**options).report.code == STOPPED
+    assert train(**options).report.code == FINISHED
+    assert "already" in train(**options).report.message
+
+
+def test_a_recipe_spelled_differently_is_the_same_run(train: Train) -> None:
+    train(recipe__steps=4, recipe__warmup=2)
+    again = train(recipe__tokens=4 * 8 * 32, recipe__steps=4, recipe__warmup="50%")
+    assert "already" in again.report.message
+
+
+def test_the_written_config_leads_back_to_its_run(train: Train, tmp_path: Path) -> None:
+    run = train(layout="auto", recipe__steps=2)
+    config = load(run.directory.config).config
+    assert Path(config.run.dir) / config.run.slug == tmp_path / "run"
+    assert config.layout == "dp=1"
+
+
+def test_bad_rows_are_announced_and_none_may_mean_none(
+    train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.dumps({"text": "all arrive " * 9})] * 60
+    (tmp_path / "bad.jsonl").write_text("\n".join([*rows, '{"text": ', '{"other": 1}']))
+    train(data__source=tmp_path / "bad.jsonl", recipe__steps=1)
+    assert "left out 2 of 62 rows (broken JSON: 1, no field 'text': 1)" in capfd.readouterr().err
+    with pytest.raises(BadInput, match="2 of the 62 rows"):
+        train("none", data__source=tmp_path / "bad.jsonl", data__max_bad_rows=0)
+
+
 def test_fresh_moves_the_old_run_aside(train: Train, tmp_path: Path) -> None:
     first = train(recipe__steps=2)
     again = train(recipe__steps=2)
@@ -181,6 +214,8 @@ def test_bad_input_spawns_and_writes_nothing(train: Train, tmp_path: Path, small
         "does not divide": {"recipe__batch": 7, "layout": "dp=2"},
         "heads": {"layout": "tp=3"},
         "init_from": {"model__init_from": tmp_path},
+        "a sample takes 100001": {"recipe__seq": 100_000},
+        "weights, gradients and optimizer states": {"model__path": "", "model__preset": "llama3-70b"},
     }.items():
         with pytest.raises(BadInput, match=reason):
             train("bad", **options)

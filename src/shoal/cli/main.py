@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = BAD_INPUT
     except KeyboardInterrupt:
         # While workers run, the launcher takes signals itself; here nothing had been started yet.
-        print("stopped on request; the same command begins again", file=sys.stderr)
+        print("stopped on request; run the same command to continue", file=sys.stderr)
         code = STOPPED
     except BrokenPipeError:
         # The reader of our output, such as head, has seen enough. Python would complain once more at its end.

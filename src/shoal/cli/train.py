@@ -53,9 +53,13 @@ def train(
     directory = RunDirectory(run or Path(loaded.run.dir).expanduser() / loaded.run.slug)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     job = resolve(loaded, visible)
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     where = f"{job.cluster.device.name}, layout {job.layout}, run {directory.path}"
     console.print(f"{job.model.name} on {where}", markup=False)
+    if job.cluster.device.name == "cpu" and loaded.recipe.precision in ("bf16", "fp16"):
+        console.print(
+            f"note: {loaded.recipe.precision} is very slow on CPUs without units for it; fp32 is not"
+        )
     report = local.train(job, directory, fresh, console, visible)
     if json:
         print_json(
@@ -81,11 +85,15 @@ def _summary(report: Report, console: Console) -> None:
         heldout = f", {report.heldout_loss:.4f} on held-out text" if report.heldout_loss is not None else ""
         loss = "not finite" if report.row["loss"] is None else f"{report.row['loss']:.4f} nats a token"
         console.print(f"loss {loss} in training{heldout}")
-    console.print("look at", markup=False)
+    if report.skipped:
+        console.print(f"{report.skipped} updates were skipped: gradients were not finite (faults.jsonl)")
+    console.print("look at")
     for file, what in (
         ("metrics.jsonl", "every step: loss, rate, memory"),
         ("samples.jsonl", "what the model wrote on the way"),
         ("checkpoints", "weights under Hugging Face's names, every byte hashed"),
         ("config.toml", "every value of the run"),
     ):
-        console.print(f"  {report.run / file}  {what}", markup=False)
+        path = report.run / file
+        if any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size:
+            console.print(f"  {path}  {what}", markup=False)

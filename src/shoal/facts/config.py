@@ -84,7 +84,9 @@ class DataSection(Section):
     )
     within_documents: bool = Field(False, description="attention and targets stay inside a document")
     heldout: float = Field(0.02, ge=0, lt=1, description="share of the documents kept for evaluation")
-    max_bad_rows: float = Field(0.01, ge=0, le=1, description="share of broken rows that is tolerated")
+    max_bad_rows: float = Field(
+        0.01, ge=0, le=1, description="share of broken rows that is tolerated, and always a few; 0: none"
+    )
     cache: str = Field("~/.cache/shoal", min_length=1, description="where tokenised data is kept")
     workers: int = Field(0, ge=0, description="processes that tokenise; 0: one a core")
 
@@ -118,7 +120,9 @@ class FaultSection(Section):
         60.0, gt=0, description="seconds a collective may take before its rank is given up"
     )
     max_restarts: int = Field(3, ge=0, description="times that workers are restarted after a fault")
-    nonfinite: Literal["skip", "retry", "stop"] = Field("skip", description="when a gradient is not finite")
+    nonfinite: Literal["skip", "retry", "stop"] = Field(
+        "skip", description="when a gradient is not finite: skip the update, retry the step once, or stop"
+    )
 
 
 class TrackSection(Section):

@@ -99,9 +99,7 @@ class Attempt:
 
     def _verdict(self, progress: Progress) -> Report:
         if self.insisted:
-            return self._report(
-                progress, FAILED, f"stopped at once; the last commit is step {self.run.step()}"
-            )
+            return self._report(progress, FAILED, f"stopped at once; {self._last_commit()}")
         outcomes = [] if self.result is None else list(self.result.return_values.values())
         if self.result is None or self.result.is_failed() or None in outcomes:
             if self.error is not None and self.result is None:
@@ -118,6 +116,10 @@ class Attempt:
             return self._report(progress, STOPPED, f"stopped {where}; run the same command to continue")
         return self._report(progress, FINISHED, f"finished {outcomes[0].step} steps")
 
+    def _last_commit(self) -> str:
+        step = self.run.step()
+        return f"the last commit is step {step}" if step else "nothing was committed yet"
+
     def _report(self, progress: Progress, code: int, message: str) -> Report:
         heldout = progress.heldout["heldout_loss"] if progress.heldout else None
-        return Report(code, self.run.path, self.run.step(), message, progress.last, heldout)
+        return Report(code, self.run.path, self.run.step(), message, progress.last, heldout, progress.skipped)

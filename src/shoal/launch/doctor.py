@@ -77,6 +77,10 @@ def python() -> Check:
     return Check("python", "ok", version)
 
 
+# Extras that this version has a use for; the others come with what needs them.
+USED_EXTRAS = frozenset({"hf"})
+
+
 def dependencies() -> Iterator[Check]:
     """What Shoal declares to need, against what is installed. A missing extra is a choice, not a fault."""
     try:
@@ -97,10 +101,9 @@ def dependencies() -> Iterator[Check]:
             yield Check(name, "failed", f"{version} is outside {bounds}", f"pip install '{name}{bounds}'")
         else:
             yield Check(name, "ok", version)
-    for extra, missing in extras.items():
-        detail = (
-            f"not installed: pip install 'shoal[{extra}]' ({', '.join(missing)})" if missing else "installed"
-        )
+    for extra in USED_EXTRAS & extras.keys():
+        missing = extras[extra]
+        detail = f"not installed: pip install -e '.[{extra}]' in Shoal's checkout" if missing else "installed"
         yield Check(f"extra {extra}", "ok", detail)
 
 

@@ -18,8 +18,11 @@ from shoal.launch.manifest import describe_plan, describe_run
 from shoal.launch.report import FINISHED, Report
 from shoal.launch.signals import STOP_SIGNALS
 from shoal.plan.resolve import Job
-from shoal.train.data.dataset import Dataset, check_vocabulary
+from shoal.predict.states import replica_states
+from shoal.train.data.dataset import QUARANTINE, Dataset, check_vocabulary
+from shoal.train.data.samples import cut_samples
 from shoal.train.data.tokenizers import open_tokenizer
+from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory, identity
 
 # What workers find imported. torch's optimizers import its compiler on first use, which takes two seconds.
@@ -32,6 +35,7 @@ def train(job: Job, run: RunDirectory, fresh: bool, console: Console, visible: s
     ``visible`` is what CUDA_VISIBLE_DEVICES says.
     """
     _check_devices(job, visible)
+    _check_memory(job)
     run.check_place()
     with ExitStack() as held:
         if run.path.exists():
@@ -47,8 +51,10 @@ def train(job: Job, run: RunDirectory, fresh: bool, console: Console, visible: s
             held.enter_context(run.held())
             run.check_continues(job, fingerprint)  # somebody else may have been faster
         steps = job.config.recipe.steps
-        if run.finished(steps):
-            return Report(FINISHED, run.path, steps, f"finished already: {steps} steps are done", None, None)
+        if run.finished(steps, commits=job.config.checkpoint.every > 0):
+            row = read_rows(run.metrics)[-1]
+            done = f"finished already: {steps} steps are done"
+            return Report(FINISHED, run.path, steps, done, row, row.get("heldout_loss"))
         warm_workers(PRELOAD)
         if run.step():
             console.print(f"continuing {run.path} after step {run.step()}", markup=False)
@@ -73,6 +79,18 @@ def _check_devices(job: Job, visible: str | None) -> None:
         )
 
 
+def _check_memory(job: Job) -> None:
+    """Refuse a model whose weights, gradients and optimizer states alone exceed what there is."""
+    on_cpu = job.cluster.device.name == "cpu"
+    needed = sum(replica_states(job.model, job.config.recipe).values()) * (job.layout.world if on_cpu else 1)
+    if needed > job.cluster.device.memory_bytes:
+        raise BadInput(
+            f"weights, gradients and optimizer states of {job.model.name} take {needed / 2**30:.1f} GiB, "
+            f"activations not counted; {job.cluster.device.name} has {job.cluster.device.memory_bytes / 2**30:.1f}",
+            "a smaller model, or --set recipe.states=bf16",
+        )
+
+
 def _dataset(job: Job, console: Console) -> Path:
     """The tokenised data, refused where it has ids that the model has no row for."""
     data = job.config.data
@@ -84,7 +102,25 @@ def _dataset(job: Job, console: Console) -> Path:
             f"a model with a vocabulary of at least {tokenizer.vocab}",
         )
     path = prepared(data, console)
-    check_vocabulary(Dataset.open(path), job.model.vocab)
+    dataset = Dataset.open(path)
+    check_vocabulary(dataset, job.model.vocab)
+    bad = dataset.manifest["bad_rows"]
+    if bad:
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in bad.items())
+        rows = f"{sum(bad.values())} of {dataset.manifest['rows']} rows"
+        console.print(f"left out {rows} ({reasons}); see {path / QUARANTINE}", markup=False)
+    _, heldout = cut_samples(
+        dataset.train,
+        dataset.heldout,
+        job.config.recipe.seq,
+        packing=data.packing,
+        within_documents=data.within_documents,
+        pad=tokenizer.end,
+    )
+    if heldout is None:
+        console.print(
+            "too little held-out text for a single sample: there will be no evaluation", markup=False
+        )
     return path
 
 

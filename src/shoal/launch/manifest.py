@@ -15,6 +15,7 @@ from shoal import __version__
 from shoal.facts.parameters import parameter_count
 from shoal.plan.resolve import Job
 from shoal.predict.flops import flops_per_token
+from shoal.predict.states import replica_states
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "blake3")
 
@@ -50,8 +51,11 @@ def describe_plan(job: Job) -> dict[str, Any]:
         "world": job.layout.world,
         "micro_batch": job.layout.micro_batch(recipe.batch),
         "accumulation": job.layout.accumulation(recipe.batch),
-        "chosen_by": "the planner" if job.config.layout == "auto" else "the user",
+        "chosen_by": "auto: a replica on every device" if job.config.layout == "auto" else "the user",
         "parameters": parameter_count(job.model),
+        "memory": replica_states(
+            job.model, recipe
+        ),  # bytes a rank; activations and buffers are not predicted yet
         "model_flops_per_step": flops_per_token(job.model, recipe.seq) * recipe.tokens_per_step,
     }
 

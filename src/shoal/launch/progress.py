@@ -26,6 +26,7 @@ class Progress:
         self.console, self.run, self.steps = console, run, steps
         self.last: dict[str, Any] | None = None
         self.heldout: dict[str, Any] | None = None
+        self.skipped = 0
         # A resumed run's earlier rows were shown by its earlier command.
         self._metrics = Tail(run.metrics, run.step())
         self._samples = Tail(run.samples, run.step())
@@ -52,6 +53,7 @@ class Progress:
 
     def poll(self) -> None:
         for row in self._faults.read():
+            self.skipped += row["kind"] == "nonfinite"
             self.say(_fault(row))
         for row in self._metrics.read():
             self.last = row

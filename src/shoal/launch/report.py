@@ -19,3 +19,4 @@ class Report:
     message: str
     row: dict[str, Any] | None  # the last step's metrics
     heldout_loss: float | None
+    skipped: int = 0  # updates of this call, for gradients that were not finite

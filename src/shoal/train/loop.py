@@ -19,7 +19,7 @@ from shoal.train import optimizer as optimizers
 from shoal.train.checkpoint.directory import latest, step_directory, tidy
 from shoal.train.data.dataset import Dataset
 from shoal.train.data.loader import Batch, Loader
-from shoal.train.data.samples import Samples
+from shoal.train.data.samples import cut_samples
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 from shoal.train.evaluate import heldout_loss, write_samples
 from shoal.train.guard.nonfinite import NonFiniteGuard
@@ -57,15 +57,15 @@ class Training:
         data = Dataset.open(dataset)
         self.identity = identity(job, data.fingerprint)
         self.tokenizer: Tokenizer = open_tokenizer(config.data.tokenizer, config.data.end_token)
-        cut = partial(
-            Samples,
-            seq=recipe.seq,
+        samples, heldout = cut_samples(
+            data.train,
+            data.heldout,
+            recipe.seq,
             packing=config.data.packing,
             within_documents=config.data.within_documents,
             pad=self.tokenizer.end,
         )
-        heldout = cut(data.heldout) if len(data.heldout) else None
-        self.loader = Loader(cut(data.train), recipe.seed, recipe.batch, heldout)
+        self.loader = Loader(samples, recipe.seed, recipe.batch, heldout)
         self.micro = job.layout.micro_batch(recipe.batch)
 
         network = build(

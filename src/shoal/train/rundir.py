@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.facts import configfile
+from shoal.facts.config import Config
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.recipe import Recipe
 from shoal.plan.resolve import Job
@@ -28,7 +29,7 @@ DATA_HASH = "data (hash of its tokens)"
 def identity(job: Job, dataset: str) -> dict[str, Any]:
     """The recipe, the data and the origin of the weights: what a resume must have in common with its beginning."""
     config = job.config
-    recipe = config.recipe.model_dump(mode="json")
+    recipe = resolved_recipe(config.recipe)
     return {
         **{f"recipe.{name}": value for name, value in recipe.items()},
         **{f"data.{name}": getattr(config.data, name) for name in DATA_ORIGIN},
@@ -38,6 +39,12 @@ def identity(job: Job, dataset: str) -> dict[str, Any]:
         "run.strict": config.run.strict,
         "model.init_from": config.model.init_from,
     }
+
+
+def resolved_recipe(recipe: Recipe) -> dict[str, Any]:
+    """The recipe in one spelling: spans in steps, and the length of the run in steps alone."""
+    values = recipe.model_dump(mode="json", exclude={"tokens"})
+    return {**values, "warmup": recipe.warmup_steps, "decay": recipe.decay_steps}
 
 
 class RunDirectory:
@@ -106,10 +113,10 @@ class RunDirectory:
         if not self.path.is_dir() or (any(self.path.iterdir()) and not any(sign.exists() for sign in signs)):
             raise BadInput(f"{self.path} exists and is not a run", "choose another place with --run DIR")
 
-    def finished(self, steps: int) -> bool:
-        """Whether all steps are done; without checkpoints the metrics are the only witness."""
+    def finished(self, steps: int, commits: bool) -> bool:
+        """Whether all steps are done; in a run that commits nothing the metrics are the only witness."""
         rows = read_rows(self.metrics)
-        return self.step() >= steps or (self.step() == 0 and bool(rows) and rows[-1]["step"] >= steps)
+        return self.step() >= steps or (not commits and bool(rows) and rows[-1]["step"] >= steps)
 
     def step(self) -> int:
         """The last committed step; 0 before the first commit."""
@@ -128,7 +135,7 @@ class RunDirectory:
             problems.append(Problem(f"{self.path} holds another model: {'; '.join(shapes)}", fix))
         now = json.loads(json.dumps(identity(job, dataset)))
         # A run that began before a recipe had some field ran with what is now its default.
-        defaults = {f"recipe.{name}": value for name, value in Recipe().model_dump(mode="json").items()}
+        defaults = {f"recipe.{name}": value for name, value in resolved_recipe(Recipe()).items()}
         then = {**defaults, **then}
         if now[DATA_HASH] == then.get(DATA_HASH):
             moved = {f"data.{name}" for name in DATA_ORIGIN}
@@ -172,12 +179,21 @@ class RunDirectory:
             torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
             file.write((b"\n" if torn else b"") + json.dumps({"time": time.time(), **row}).encode() + b"\n")
 
+    def _resolved(self, job: Job) -> Config:
+        """The config with the layout that was chosen and, where a name can say it, the directory that this is."""
+        changes: dict[str, Any] = {"layout": str(job.layout)}
+        place = job.config.run.model_copy(update={"dir": str(self.path.parent), "name": self.path.name})
+        if place.slug == self.path.name and job.config.run.slug != self.path.name:
+            changes["run"] = place
+        elif job.config.run.slug == self.path.name:
+            changes["run"] = place.model_copy(update={"name": job.config.run.name})
+        return job.config.model_copy(update=changes)
+
     def write_start(self, job: Job, manifest: dict[str, Any], plan: dict[str, Any]) -> None:
         """What is known before the first step."""
         self.logs.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
-        resolved = job.config.model_copy(update={"layout": str(job.layout)})
-        replace_text(self.config, configfile.write(resolved))
+        replace_text(self.config, configfile.write(self._resolved(job)))
         replace_text(self.plan, json.dumps(plan, indent=2) + "\n")
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
 

@@ -349,7 +349,7 @@ def test_nothing_good_is_refused(tmp_path):
 def test_a_bad_piece_of_a_long_text_does_not_join_its_neighbours(tmp_path, small_pieces):
     (tmp_path / "a.txt").write_bytes(b"good line\n" * 100 + b"bad \xff line\n" * 60)
     (tmp_path / "b.txt").write_text("other")
-    path = prepare(str(tmp_path / "?.txt"), cache=tmp_path / "cache", heldout=0, workers=1)
+    path = prepare(str(tmp_path / "?.txt"), cache=tmp_path / "cache", heldout=0, workers=1, max_bad_rows=0.9)
     first, second = documents(Dataset.open(path).train)
     assert first.startswith("good line\ngood line\n") and "bad" not in first
     assert second == "other"

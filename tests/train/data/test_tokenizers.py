@@ -89,5 +89,5 @@ def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
         return real(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(BadInput, match=r"pip install 'shoal\[hf\]'"):
+    with pytest.raises(BadInput, match=r"pip install -e '\.\[hf\]'"):
         open_tokenizer(str(path))

@@ -13,7 +13,7 @@ from shoal.facts.problem import BadInput
 from shoal.train.data.encode import Encoded, Task
 from shoal.train.data.sources import SourceFile
 
-ALWAYS_ALLOWED = 10  # a small file with a torn last line is no reason to stop
+A_FEW = 10  # tolerated where any are, but no more than half: a torn last line is no reason to stop
 NAMED = 3
 
 
@@ -77,7 +77,7 @@ def describe(row: dict[str, Any]) -> str:
 
 def refuse_too_many(found: BadRows, fraction: float, source: str) -> None:
     """BadInput when more than ``fraction`` of all rows (and more than a few) are bad, or none is good."""
-    allowed = max(ALWAYS_ALLOWED, int(fraction * found.rows))
+    allowed = max(min(A_FEW, found.rows // 2), int(fraction * found.rows)) if fraction else 0
     if found.bad <= allowed and found.bad < found.rows:
         return
     reasons = ", ".join(f"{reason}: {count}" for reason, count in found.reasons.items()) or "there are none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -95,3 +96,15 @@ def _too_little(stream: Stream, seq: int, packing: bool) -> BadInput:
     return BadInput(
         f"the {stream.name} data has {len(stream)} tokens in {documents} documents, but {needed}", fix
     )
+
+
+def cut_samples(
+    train: Stream, heldout: Stream, seq: int, *, packing: bool, within_documents: bool, pad: int
+) -> tuple[Samples, Samples | None]:
+    """Training samples, and held-out ones where that text is long enough for any."""
+    cut = partial(Samples, seq=seq, packing=packing, within_documents=within_documents, pad=pad)
+    samples = cut(train)
+    try:
+        return samples, cut(heldout)
+    except BadInput:
+        return samples, None

@@ -95,7 +95,8 @@ def _load(path: Path, content: bytes) -> Any:
         import tokenizers
     except ImportError:
         raise BadInput(
-            f"reading {str(path)!r} needs the tokenizers package", "pip install 'shoal[hf]'"
+            f"reading {str(path)!r} needs the tokenizers package",
+            "pip install -e '.[hf]' in Shoal's checkout",
         ) from None
     try:
         return tokenizers.Tokenizer.from_buffer(content)

@@ -1,0 +1,40 @@
+"""The states of a replica, against the tensors that training really keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.facts.presets import PRESETS
+from shoal.facts.recipe import Recipe
+from shoal.models.decoder import build
+from shoal.models.initial import initialise
+from shoal.predict.states import replica_states
+from shoal.train import optimizer as optimizers
+from shoal.train.precision import parameter_dtype
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(), Recipe(optimizer="sgd"), Recipe(precision="bf16", states="bf16"), Recipe(precision="fp64")],
+    ids=["adamw", "sgd", "bf16", "fp64"],
+)
+def test_predicted_bytes_are_those_of_the_tensors(recipe: Recipe) -> None:
+    model = PRESETS["tiny"]
+    network = build(model, dtype=parameter_dtype(recipe)).to_empty(device="cpu")
+    initialise(network, model, 0)
+    optimizer = optimizers.build(network, recipe)
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+    def size(tensors: list[torch.Tensor]) -> int:
+        return sum(tensor.nbytes for tensor in tensors)
+
+    parameters = list(network.parameters())
+    kept = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    assert replica_states(model, recipe) == {
+        "params": size(parameters),
+        "grads": size([parameter.grad for parameter in parameters if parameter.grad is not None]),
+        "optimizer": size(kept),
+    }
