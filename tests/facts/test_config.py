@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shoal.facts.config import Config, ModelSection, RunSection, describe, find_field
+from shoal.facts.config import Config, RunSection, describe, find_field
 from shoal.facts.configfile import flatten
 from shoal.facts.problem import BadInput
 from shoal.facts.recipe import Recipe
@@ -18,7 +18,7 @@ from shoal.facts.recipe import Recipe
 def test_everything_has_a_default_and_a_meaning() -> None:
     config = Config()
     assert config.layout == "auto"
-    assert config.model.written == "tiny"
+    assert config.model.preset == "tiny"
     assert config.data.source == "stdlib"
     assert config.recipe == Recipe()
     keys = list(flatten(config))
@@ -84,13 +84,6 @@ def test_layouts_are_kept_in_canonical_form() -> None:
     assert Config(layout="tp=2 fsdp=4 schedule=zb").layout == "fsdp=4,tp=2"
     with pytest.raises(BadInput, match="unknown key 'foo'"):
         Config(layout="foo=1")
-
-
-def test_a_path_called_like_a_preset_stays_a_path() -> None:
-    assert ModelSection(path="tiny").written == "./tiny"
-    assert ModelSection(path="models/tiny").written == "models/tiny"
-    assert ModelSection(path="~").written == "~"
-    assert ModelSection(preset="gpt2").written == "gpt2"
 
 
 def test_values_without_end_are_refused() -> None:

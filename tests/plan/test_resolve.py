@@ -108,7 +108,7 @@ def test_an_unknown_model_and_cluster_do_not_hide_the_rest() -> None:
     ):
         assert part in said
     # Without a cluster nothing is said of a layout that we would have had to choose.
-    assert list(problems(cluster={"on": "8xH1000"})) == ["'8xH1000': there is no device 'H1000'"]
+    assert list(problems(cluster={"on": "8xH1000"})) == ["cluster.on: '8xH1000': there is no device 'H1000'"]
 
 
 @pytest.mark.parametrize(

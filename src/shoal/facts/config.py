@@ -61,13 +61,6 @@ class ModelSection(Section):
         None, description="a table of rank, alpha, targets: train a low-rank addition, not the weights"
     )
 
-    @property
-    def written(self) -> str:
-        """The shape as the user named it; a path that is called like a preset stays a path."""
-        if self.path is None:
-            return self.preset
-        return self.path if "/" in self.path or self.path.startswith("~") else f"./{self.path}"
-
 
 class DataSection(Section):
     source: str = Field(

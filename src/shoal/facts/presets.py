@@ -127,6 +127,17 @@ def find(text: str) -> Model:
     )
 
 
+def at(text: str) -> Model:
+    """The model of a directory that holds a ``config.json``, or of the path of one."""
+    path = _config_path(text)
+    if path is None:
+        raise BadInput(
+            f"there is no model at {text!r}",
+            "a directory that holds config.json, or the path of one (nothing is downloaded)",
+        )
+    return read_config(path)
+
+
 def _config_path(text: str) -> Path | None:
     if not text:
         return None  # or it would mean the current directory

@@ -32,8 +32,12 @@ def resolve(config: Config, visible: str | None = None) -> Job:
     ``visible`` is what CUDA_VISIBLE_DEVICES says, for a cluster that is this machine.
     """
     problems: list[Problem] = []
-    model = _found(lambda: presets.find(config.model.written), problems)
-    cluster = _found(lambda: clusters.find(config.cluster.on, visible), problems)
+    path, preset = config.model.path, config.model.preset
+    if path is None:
+        model = _found("model.preset", lambda: presets.find(preset), problems)
+    else:
+        model = _found("model.path", lambda: presets.at(path), problems)
+    cluster = _found("cluster.on", lambda: clusters.find(config.cluster.on, visible), problems)
     if config.layout != "auto":
         layout = Layout.parse(config.layout)
     else:
@@ -46,11 +50,12 @@ def resolve(config: Config, visible: str | None = None) -> Job:
     return Job(config, model, cluster, layout)
 
 
-def _found(look: Callable[[], Found], problems: list[Problem]) -> Found | None:
+def _found(key: str, look: Callable[[], Found], problems: list[Problem]) -> Found | None:
+    """What ``look`` finds; else None, and why, under the key that asked for it."""
     try:
         return look()
     except BadInput as error:
-        problems.extend(error.problems)
+        problems.extend(Problem(f"{key}: {problem.what}", problem.fix) for problem in error.problems)
         return None
 
 
