@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -77,3 +78,11 @@ def test_an_overflow_leaves_weights_alone_and_lowers_the_scale(training: MakeTra
     assert made.step.scale.value == 2.0**39
     for name, parameter in made.network.named_parameters():
         assert torch.equal(parameter, before[name])
+
+
+def test_a_batch_with_nothing_to_predict_is_no_error(training: MakeTraining) -> None:
+    made = training()
+    batch = made.loader.rows(1, range(8))
+    empty = dataclasses.replace(batch, targets=torch.full_like(batch.targets, -100), count=0)
+    result = made.step(1, [empty], 0)
+    assert (result.loss, result.grad_norm, result.updated) == (0.0, 0.0, True)

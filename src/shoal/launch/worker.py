@@ -1,4 +1,4 @@
-"""One rank's process: it joins the others, trains, and reports how it ended. Only it reads environment variables."""
+"""One rank's process: it joins the others, trains, and reports how it ended. Only here is torchrun's environment read."""
 
 from __future__ import annotations
 

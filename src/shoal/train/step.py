@@ -46,7 +46,7 @@ class Step:
         before the backward pass, so that gradients only ever need adding up: over micro-batches, over ranks,
         however unevenly tokens are spread over them.
         """
-        loss = self._gradients(step, micro_batches, targets)
+        loss = self._gradients(step, micro_batches, max(1, targets))  # a batch may have nothing to predict
         norm = clip(self.parameters, self.recipe.clip, self.scale.value)
         updated = math.isfinite(norm)
         lr = learning_rate(self.recipe, step)
