@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shoal.facts.config import Config, RunSection, describe, find_field
+from shoal.facts.config import Config, ModelSection, RunSection, describe, find_field
 from shoal.facts.configfile import flatten
 from shoal.facts.problem import BadInput
 from shoal.facts.recipe import Recipe
@@ -84,6 +84,12 @@ def test_layouts_are_kept_in_canonical_form() -> None:
     assert Config(layout="tp=2 fsdp=4 schedule=zb").layout == "fsdp=4,tp=2"
     with pytest.raises(BadInput, match="unknown key 'foo'"):
         Config(layout="foo=1")
+
+
+def test_weights_imply_their_shape_unless_one_is_named() -> None:
+    assert ModelSection(init_from="m").path == "m"
+    assert ModelSection(init_from="m", preset="gpt2").path is None
+    assert ModelSection(init_from="m", path="other").path == "other"
 
 
 def test_values_without_end_are_refused() -> None:

@@ -8,7 +8,7 @@ import typing
 import unicodedata
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from shoal.facts.layout import Layout
@@ -55,11 +55,20 @@ class ModelSection(Section):
         description="shape from a Hugging Face model directory or config.json, in place of preset",
     )
     init_from: str | None = Field(
-        None, min_length=1, description="weights from a Hugging Face model directory"
+        None,
+        min_length=1,
+        description="weights, and unless named the shape, from a Hugging Face model directory",
     )
     lora: Lora | None = Field(
         None, description="a table of rank, alpha, targets: train a low-rank addition, not the weights"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _weights_imply_their_shape(cls, given: object) -> object:
+        if not isinstance(given, dict) or given.get("init_from") is None or given.keys() & {"path", "preset"}:
+            return given
+        return {**given, "path": given["init_from"]}
 
 
 class DataSection(Section):

@@ -1,4 +1,4 @@
-"""One rank's process: it joins the others, trains, and reports how it ended. Only here is torchrun's environment read."""
+"""One rank's process: it joins the others, trains, and reports how it ended. Here torchrun's environment is read."""
 
 from __future__ import annotations
 
