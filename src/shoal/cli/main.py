@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 from types import FrameType
 
@@ -13,7 +12,7 @@ from cyclopts import App, CycloptsError
 from shoal import __version__
 from shoal.facts.problem import BadInput
 from shoal.launch.report import FAILED, STOPPED
-from shoal.launch.signals import stoppable
+from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.train.files import describe_full, disk_is_full
 
 BAD_INPUT = 2
@@ -42,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     _write_what_the_terminal_can()
     _prefer_own_help(words)
     try:
-        with stoppable(_interrupt, (signal.SIGTERM, signal.SIGUSR1)):
+        with stoppable(_interrupt, STOP_SIGNALS):
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except CycloptsError as error:
@@ -67,6 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    """All stop signals alike, SIGINT too: a shell's background job would find it ignored."""
     raise KeyboardInterrupt
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -16,7 +17,7 @@ from shoal.facts.problem import BadInput
 from shoal.launch.data import prepared
 from shoal.launch.manifest import describe_plan, describe_run
 from shoal.launch.report import FINISHED, Report
-from shoal.launch.signals import STOP_SIGNALS
+from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.plan.resolve import Job
 from shoal.predict.states import replica_states
 from shoal.train.data.dataset import QUARANTINE, Dataset, check_vocabulary
@@ -24,6 +25,9 @@ from shoal.train.data.samples import cut_samples
 from shoal.train.data.tokenizers import open_tokenizer
 from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory, identity
+
+if TYPE_CHECKING:
+    from shoal.launch.attempt import Attempt
 
 # What workers find imported. torch's optimizers import its compiler on first use, which takes two seconds.
 PRELOAD = ("shoal.launch.worker", "torch._dynamo")
@@ -60,10 +64,21 @@ def train(job: Job, run: RunDirectory, fresh: bool, console: Console, visible: s
             console.print(f"continuing {run.path} after step {run.step()}", markup=False)
         started = {**describe_run(job, dataset), "identity": identity(job, fingerprint)}
         run.write_start(job, started, describe_plan(job))
-        # torch takes seconds to import, and bad input was answered without it.
-        from shoal.launch.attempt import Attempt
+        return _attempt()(job, run, dataset, console).run_to_end()
 
-        return Attempt(job, run, dataset, console).run_to_end()
+
+def _attempt() -> type[Attempt]:
+    """torch takes seconds to import, and bad input was answered without it.
+
+    A signal in that time is remembered and answered afterwards: raised inside of an import, it can get lost in
+    some library's ``except``.
+    """
+    asked: list[int] = []
+    with stoppable(lambda number, frame: asked.append(number), STOP_SIGNALS):
+        from shoal.launch.attempt import Attempt
+    if asked:
+        raise KeyboardInterrupt
+    return Attempt
 
 
 def _check_devices(job: Job, visible: str | None) -> None:
