@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from shoal.facts.targets import IGNORE
 from shoal.models import loss
 from shoal.models.linear import Embedding
-from shoal.models.loss import IGNORE, Head
+from shoal.models.loss import Head
 
 
 def head(dtype: torch.dtype = torch.float64) -> Head:

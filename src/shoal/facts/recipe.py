@@ -8,6 +8,9 @@ from typing import Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+# The tensors that each optimizer keeps a parameter, under torch's names for them.
+OPTIMIZER_STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
 Precision = Literal["fp32", "bf16", "fp16", "fp64", "fp8"]
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}

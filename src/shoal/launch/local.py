@@ -45,7 +45,7 @@ def train(job: Job, run: RunDirectory, fresh: bool, console: Console, visible: s
         if run.path.exists():
             held.enter_context(run.held())
         dataset = _dataset(job, console)
-        fingerprint = Dataset.open(dataset).fingerprint
+        fingerprint = dataset.fingerprint
         if not fresh:
             run.check_continues(job, fingerprint)
         _check_weights(job, run if not fresh else None)
@@ -56,15 +56,16 @@ def train(job: Job, run: RunDirectory, fresh: bool, console: Console, visible: s
             run.check_continues(job, fingerprint)  # somebody else may have been faster
         steps = job.config.recipe.steps
         if run.finished(steps, commits=job.config.checkpoint.every > 0):
-            row = read_rows(run.metrics)[-1]
+            rows = read_rows(run.metrics)
+            row = rows[-1] if rows else None
             done = f"finished already: {steps} steps are done"
-            return Report(FINISHED, run.path, steps, done, row, row.get("heldout_loss"))
+            return Report(FINISHED, run.path, steps, done, row, row.get("heldout_loss") if row else None)
         warm_workers(PRELOAD)
         if run.step():
             console.print(f"continuing {run.path} after step {run.step()}", markup=False)
-        started = {**describe_run(job, dataset), "identity": identity(job, fingerprint)}
+        started = {**describe_run(job, dataset.path), "identity": identity(job, fingerprint)}
         run.write_start(job, started, describe_plan(job))
-        return _attempt()(job, run, dataset, console).run_to_end()
+        return _attempt()(job, run, dataset.path, console).run_to_end()
 
 
 def _attempt() -> type[Attempt]:
@@ -106,7 +107,7 @@ def _check_memory(job: Job) -> None:
         )
 
 
-def _dataset(job: Job, console: Console) -> Path:
+def _dataset(job: Job, console: Console) -> Dataset:
     """The tokenised data, refused where it has ids that the model has no row for."""
     data = job.config.data
     tokenizer = open_tokenizer(data.tokenizer, data.end_token)
@@ -116,27 +117,19 @@ def _dataset(job: Job, console: Console) -> Path:
             f"but {job.model.name} has a vocabulary of {job.model.vocab}",
             f"a model with a vocabulary of at least {tokenizer.vocab}",
         )
-    path = prepared(data, console)
-    dataset = Dataset.open(path)
+    dataset = Dataset.open(prepared(data, console))
     check_vocabulary(dataset, job.model.vocab)
     bad = dataset.manifest["bad_rows"]
     if bad:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in bad.items())
         rows = f"{sum(bad.values())} of {dataset.manifest['rows']} rows"
-        console.print(f"left out {rows} ({reasons}); see {path / QUARANTINE}", markup=False)
-    _, heldout = cut_samples(
-        dataset.train,
-        dataset.heldout,
-        job.config.recipe.seq,
-        packing=data.packing,
-        within_documents=data.within_documents,
-        pad=tokenizer.end,
-    )
+        console.print(f"left out {rows} ({reasons}); see {dataset.path / QUARANTINE}", markup=False)
+    _, heldout = cut_samples(dataset, data, job.config.recipe.seq, tokenizer.end)
     if heldout is None:
         console.print(
             "too little held-out text for a single sample: there will be no evaluation", markup=False
         )
-    return path
+    return dataset
 
 
 def _check_weights(job: Job, run: RunDirectory | None) -> None:

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from shoal.facts.targets import IGNORE
 from shoal.models.linear import Embedding
-
-# A target that does not count, such as padding.
-IGNORE = -100
 
 # Logits held at once. Beyond this many, tokens go through the head in chunks that are computed again in the
 # backward pass; large enough that a chunk of a 128k vocabulary still has a thousand rows to multiply.

@@ -13,7 +13,6 @@ from shoal.facts.layout import Layout
 # From the slowest to the fastest: neighbours on the last axis have neighbouring ranks, hence the best links.
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 
-
 # For what a rank does alone: far beyond any commit, and still an end.
 PATIENCE = timedelta(hours=6)
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from shoal.facts.model import Model
 from shoal.facts.parameters import parameter_count
-from shoal.facts.recipe import Recipe
-
-# Tensors that the optimizer keeps a parameter.
-OPTIMIZER_TENSORS = {"adamw": 2, "sgd": 1}
+from shoal.facts.recipe import OPTIMIZER_STATES, Recipe
 
 
 def replica_states(model: Model, recipe: Recipe) -> dict[str, int]:
     """Bytes of one unsharded replica. All three rest in the precision of ``states``; fp64 keeps everything in fp64."""
     width = 8 if recipe.precision == "fp64" else {"fp32": 4, "bf16": 2, "int8": 1}[recipe.states]
     weights = parameter_count(model) * width
-    return {"params": weights, "grads": weights, "optimizer": weights * OPTIMIZER_TENSORS[recipe.optimizer]}
+    kept = len(OPTIMIZER_STATES[recipe.optimizer])
+    return {"params": weights, "grads": weights, "optimizer": weights * kept}

@@ -46,8 +46,8 @@ def write_samples(
 ) -> list[tuple[str, str]]:
     """(prompt, continuation) for each prompt; the numbers drawn are a hash of (seed, step, sample)."""
     texts = []
+    device = next(network.parameters()).device
     for number, prompt in enumerate(prompts):
-        device = next(network.parameters()).device
         written = generate(
             network,
             prompt.to(device)[None],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -57,14 +56,7 @@ class Training:
         data = Dataset.open(dataset)
         self.identity = identity(job, data.fingerprint)
         self.tokenizer: Tokenizer = open_tokenizer(config.data.tokenizer, config.data.end_token)
-        samples, heldout = cut_samples(
-            data.train,
-            data.heldout,
-            recipe.seq,
-            packing=config.data.packing,
-            within_documents=config.data.within_documents,
-            pad=self.tokenizer.end,
-        )
+        samples, heldout = cut_samples(data, config.data, recipe.seq, self.tokenizer.end)
         self.loader = Loader(samples, recipe.seed, recipe.batch, heldout)
         self.micro = job.layout.micro_batch(recipe.batch)
 
@@ -171,8 +163,8 @@ class Training:
         checkpoints = self.run.checkpoints
         if self.first_rank and not step_directory(checkpoints, self.done).exists():
             self.metrics.sync()
-            plain = json.loads(json.dumps(self.identity))
-            self.state.commit(checkpoints, self.done, self.done * self.job.config.recipe.batch, plain)
+            samples = self.done * self.job.config.recipe.batch
+            self.state.commit(checkpoints, self.done, samples, self.identity)
             tidy(checkpoints, self.job.config.checkpoint.keep)
         self.mesh.wait_for_first_rank()
 

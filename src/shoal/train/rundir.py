@@ -103,7 +103,13 @@ class RunDirectory:
     @property
     def begun(self) -> bool:
         """Whether there is anything to continue, or to lose."""
-        return bool(committed(self.checkpoints)) or bool(read_rows(self.metrics))
+        if committed(self.checkpoints):
+            return True
+        # One whole row is enough to know; the file may have a million.
+        if not self.metrics.exists():
+            return False
+        with self.metrics.open("rb") as file:
+            return file.readline().endswith(b"\n")
 
     def check_place(self) -> None:
         """Refuse a place that holds something else than a run; nothing is created or changed."""
@@ -115,8 +121,10 @@ class RunDirectory:
 
     def finished(self, steps: int, commits: bool) -> bool:
         """Whether all steps are done; in a run that commits nothing the metrics are the only witness."""
+        if commits or self.step() >= steps:
+            return self.step() >= steps
         rows = read_rows(self.metrics)
-        return self.step() >= steps or (not commits and bool(rows) and rows[-1]["step"] >= steps)
+        return bool(rows) and rows[-1]["step"] >= steps
 
     def step(self) -> int:
         """The last committed step; 0 before the first commit."""
@@ -133,7 +141,7 @@ class RunDirectory:
         shapes = _differences(_shape(model), _shape(job.model.model_dump(mode="json")))
         if shapes:
             problems.append(Problem(f"{self.path} holds another model: {'; '.join(shapes)}", fix))
-        now = json.loads(json.dumps(identity(job, dataset)))
+        now = identity(job, dataset)
         # A run that began before a recipe had some field ran with what is now its default.
         defaults = {f"recipe.{name}": value for name, value in resolved_recipe(Recipe()).items()}
         then = {**defaults, **then}
@@ -175,18 +183,20 @@ class RunDirectory:
     def note_fault(self, **row: Any) -> None:
         """Add a row to faults.jsonl, which keeps all that ever went wrong, also what a resume undid."""
         with self.faults.open("a+b") as file:
-            # A row that a full disk tore must not swallow this one.
-            torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
-            file.write((b"\n" if torn else b"") + json.dumps({"time": time.time(), **row}).encode() + b"\n")
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a row that a full disk tore must not swallow this one
+                    file.write(b"\n")
+            file.write(json.dumps({"time": time.time(), **row}).encode() + b"\n")
 
     def _resolved(self, job: Job) -> Config:
         """The config with the layout that was chosen and, where a name can say it, the directory that this is."""
         changes: dict[str, Any] = {"layout": str(job.layout)}
-        place = job.config.run.model_copy(update={"dir": str(self.path.parent), "name": self.path.name})
-        if place.slug == self.path.name and job.config.run.slug != self.path.name:
+        given = job.config.run
+        name = given.name if given.slug == self.path.name else self.path.name
+        place = given.model_copy(update={"dir": str(self.path.parent), "name": name})
+        if place.slug == self.path.name:
             changes["run"] = place
-        elif job.config.run.slug == self.path.name:
-            changes["run"] = place.model_copy(update={"name": job.config.run.name})
         return job.config.model_copy(update=changes)
 
     def write_start(self, job: Job, manifest: dict[str, Any], plan: dict[str, Any]) -> None:

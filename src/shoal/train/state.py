@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.facts.model import Model
+from shoal.facts.recipe import OPTIMIZER_STATES
 from shoal.models.huggingface import from_tensors, to_tensors
 from shoal.train.checkpoint.manifest import Damaged, Manifest
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.write import write_checkpoint
 from shoal.train.optimizer import LossScale
-
-# The tensors each optimizer keeps a parameter, under torch's names for them.
-OPTIMIZER_STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 class State:

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.facts.targets import IGNORE
 from shoal.train.data.dataset import Stream
 from shoal.train.data.loader import Batch, Loader
 from shoal.train.data.order import sample_index
-from shoal.train.data.samples import IGNORE, Samples
+from shoal.train.data.samples import Samples
 
 
 def make_samples(count, within_documents=False):

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.facts.problem import BadInput
+from shoal.facts.targets import IGNORE
 from shoal.train.data.dataset import Stream
-from shoal.train.data.samples import IGNORE, Samples
+from shoal.train.data.samples import Samples
 
 PAD = 999_999
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=20)

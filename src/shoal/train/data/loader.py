@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from shoal.facts.targets import IGNORE
 from shoal.train.data.order import sample_indices
-from shoal.train.data.samples import IGNORE, Sample, Samples
+from shoal.train.data.samples import Sample, Samples
 
 STEPS_AHEAD = 2
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shoal.facts.config import DataSection
 from shoal.facts.problem import BadInput
-from shoal.train.data.dataset import Stream
-
-IGNORE = -100  # the target of a token that has nothing to predict; the loss leaves it out
+from shoal.facts.targets import IGNORE
+from shoal.train.data.dataset import Dataset, Stream
 
 
 class Sample(NamedTuple):
@@ -98,13 +98,11 @@ def _too_little(stream: Stream, seq: int, packing: bool) -> BadInput:
     )
 
 
-def cut_samples(
-    train: Stream, heldout: Stream, seq: int, *, packing: bool, within_documents: bool, pad: int
-) -> tuple[Samples, Samples | None]:
+def cut_samples(dataset: Dataset, data: DataSection, seq: int, pad: int) -> tuple[Samples, Samples | None]:
     """Training samples, and held-out ones where that text is long enough for any."""
-    cut = partial(Samples, seq=seq, packing=packing, within_documents=within_documents, pad=pad)
-    samples = cut(train)
+    cut = partial(Samples, seq=seq, packing=data.packing, within_documents=data.within_documents, pad=pad)
+    samples = cut(dataset.train)
     try:
-        return samples, cut(heldout)
+        return samples, cut(dataset.heldout)
     except BadInput:
         return samples, None

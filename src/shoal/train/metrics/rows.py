@@ -30,9 +30,6 @@ class StepFile:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def close(self) -> None:
-        self._file.close()
-
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The complete rows of a file that may end in a torn line, or that may not be there."""
