@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from shoal.facts.targets import IGNORE
-from shoal.models import loss
+from shoal.facts import logits
 from shoal.models.linear import Embedding
 from shoal.models.loss import Head
 
@@ -43,7 +43,7 @@ def test_chunks_give_the_same_loss_and_gradients(monkeypatch: pytest.MonkeyPatch
     whole, _ = made(hidden, targets)
     expected = torch.autograd.grad(whole, [hidden, made.weight])
     for logits_at_once in (1, 50 * 7, 50 * 32):
-        monkeypatch.setattr(loss, "LOGITS_AT_ONCE", logits_at_once)
+        monkeypatch.setattr(logits, "LOGITS_AT_ONCE", logits_at_once)
         total, count = made(hidden, targets)
         assert int(count) == 26
         assert torch.allclose(total, whole, rtol=1e-14)

@@ -52,7 +52,10 @@ def test_auto_is_a_replica_on_every_device(cluster: str, batch: int, chosen: str
 
 def test_auto_on_a_named_cluster_says_which_batch_would_fill_it() -> None:
     found = problems(cluster={"on": "8xH100"}, recipe={"batch": 12})
-    assert found == {"batch=12 does not divide by dp·fsdp = 8": "recipe.batch = 8"}
+    assert found == {
+        "batch=12 does not divide by dp·fsdp = 8": "recipe.batch = 8",
+        "layout dp=8 is not legal here": "nearest legal layouts: dp=4,tp=2; dp=4,pp=2; dp=2,tp=4",
+    }
 
 
 def test_a_layout_that_was_written_is_taken() -> None:
@@ -73,7 +76,7 @@ def test_a_model_from_a_directory_called_like_a_preset(
 
 def test_problems_of_several_sources_come_together() -> None:
     found = problems(
-        layout="dp=3,tp=3",
+        layout="dp=3,tp=3,cp=2",
         run={"strict": True},
         model={"preset": "mixtral-8x7b", "lora": {}},
         track={"wandb": True},
@@ -82,12 +85,11 @@ def test_problems_of_several_sources_come_together() -> None:
     said = "\n".join(found)
     for part in (
         "model mixtral-8x7b is a mixture of experts: this version of Shoal does not train with it",
-        "layout: tp=3",
-        "run.strict: this version",
+        "layout: cp=2: this version of Shoal does not train with it",
         "model.lora",
         "track.wandb",
         'recipe.precision = "fp8"',
-        "batch=16 does not divide by dp·fsdp = 3",
+        "batch=16 does not divide by dp·fsdp·micro = 3·1 = 3",
         "tp=3 does not divide the 32 attention heads of mixtral-8x7b",
         "run.strict: tp=3 sums in another order",
     ):
@@ -95,16 +97,32 @@ def test_problems_of_several_sources_come_together() -> None:
     assert all(found.values())
 
 
+def test_layouts_that_are_named_are_run() -> None:
+    found = problems(layout="dp=3,cp=3,offload=params", run={"strict": True})
+    assert found["layout dp=3,cp=3,micro=1,offload=params is not legal here"] == (
+        "nearest legal layouts: dp=4,micro=1; dp=2,micro=1; dp=8,micro=1"
+    )
+    for layout in ("dp=4,micro=1", "dp=2,micro=1", "dp=8,micro=1"):
+        assert str(resolve(config(layout=layout, run={"strict": True})).layout) == layout
+
+
+def test_strict_works_on_one_sequence_at_a_time() -> None:
+    assert str(resolve(config(layout="dp=2", run={"strict": True})).layout) == "dp=2,micro=1"
+    assert "run.strict works on one sequence at a time; micro=2" in problems(
+        layout="micro=2", run={"strict": True}
+    )
+
+
 def test_an_unknown_model_and_cluster_do_not_hide_the_rest() -> None:
     found = problems(
-        model={"preset": "tinny"}, cluster={"on": "8xH1000"}, compile={"enabled": True}, layout="pp=2"
+        model={"preset": "tinny"}, cluster={"on": "8xH1000"}, compile={"enabled": True}, layout="cp=2"
     )
     said = "\n".join(found)
     for part in (
         "'tinny' is neither a preset",
         "there is no device 'H1000'",
         "compile.enabled",
-        "layout: pp=2",
+        "layout: cp=2",
     ):
         assert part in said
     # Without a cluster nothing is said of a layout that we would have had to choose.
@@ -129,8 +147,7 @@ def test_models_that_are_planned_but_not_trained(preset: str, said: list[str]) -
 @pytest.mark.parametrize(
     ("tables", "what", "fix"),
     [
-        ({"layout": "fsdp=2"}, "layout: fsdp=2", "fsdp=1"),
-        ({"layout": "recompute=full"}, "layout: recompute=full", "recompute=none"),
+        ({"layout": "cp=2"}, "layout: cp=2", "cp=1"),
         ({"layout": "offload=params:0.5"}, "layout: offload=params:0.5", "offload=none"),
         ({"data": {"mix": [{"source": "a"}]}}, "data.mix", "one data.source"),
         ({"recipe": {"states": "int8"}}, "recipe.states", 'recipe.states = "bf16"'),

@@ -12,10 +12,17 @@ from rich.console import Console
 
 from shoal.facts.configfile import load
 from shoal.launch.data import prepared
+from shoal.models.decoder import Network
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import resolve
 from shoal.train.loop import Training
 from shoal.train.rundir import RunDirectory
+
+
+def network_of(training: Training) -> Network:
+    """The network of a rank without a pipeline: one segment, and it is all."""
+    (segment,) = training.program.placed.segments
+    return segment.network
 
 
 @pytest.fixture

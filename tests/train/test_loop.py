@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.train.conftest import network_of
 
 from shoal.train.checkpoint.directory import committed
 from shoal.train.data.loader import Batch, _collate
@@ -50,11 +51,13 @@ def test_a_run_stopped_at_any_step_continues_to_the_same_bits(training: MakeTrai
         assert continued.done == stop
         assert run(continued) == Outcome(stopped=False, step=6)
         assert hexes(continued) == hexes(whole), stop
-        for name, parameter in whole.state.parameters.items():
-            assert torch.equal(parameter, continued.state.parameters[name]), (stop, name)
-            mine, theirs = whole.state.optimizer.state[parameter], continued.state.optimizer.state
+        for piece, other in zip(whole.state.pieces, continued.state.pieces, strict=True):
+            assert piece.name == other.name
+            assert torch.equal(piece.tensor, other.tensor), (stop, piece.name)
+            mine, theirs = whole.state.optimizer.state[piece.tensor], continued.state.optimizer.state[other.tensor]
+            assert mine.keys() == theirs.keys()
             for key, value in mine.items():
-                assert torch.equal(value, theirs[continued.state.parameters[name]][key]), (stop, name, key)
+                assert torch.equal(value, theirs[key]), (stop, piece.name, key)
         assert continued.state.scale == whole.state.scale
 
 
@@ -104,14 +107,14 @@ def test_packing_changes_no_loss(training: MakeTraining, even: Path) -> None:
         rows = len(packed.loader.samples) * (1 if made is packed else 2)
         batch = collate(made, range(rows))
         assert (batch.documents is None) == (made is apart)
-        hidden = made.network(batch.tokens, batch.positions, batch.documents)
-        loss, targets = made.network.lm_head(hidden, batch.targets)
+        hidden = network_of(made)(batch.tokens, batch.positions, batch.documents)
+        loss, targets = network_of(made).lm_head(hidden, batch.targets)
         loss.backward()
         sums.append((float(loss.detach()), int(targets)))
     assert sums[0][1] == sums[1][1] == 62 * 31
     assert sums[1][0] == pytest.approx(sums[0][0], rel=1e-12)
-    theirs = dict(packed.network.named_parameters())
-    for name, parameter in apart.network.named_parameters():
+    theirs = dict(network_of(packed).named_parameters())
+    for name, parameter in network_of(apart).named_parameters():
         assert torch.allclose(parameter.grad, theirs[name].grad, rtol=1e-9, atol=1e-10), name
 
 
@@ -145,7 +148,7 @@ def test_the_loss_is_a_mean_over_targets_and_not_a_mean_of_means(training: MakeT
     with torch.no_grad():
         for position in range(8):
             row = made.loader.rows(1, [position])
-            logits = made.network.lm_head.logits(made.network(row.tokens, row.positions))[0]
+            logits = network_of(made).lm_head.logits(network_of(made)(row.tokens, row.positions))[0]
             wanted = row.targets[0]
             kept = wanted != -100
             chosen = logits.log_softmax(-1)[kept].gather(1, wanted[kept][:, None])
@@ -166,5 +169,5 @@ def test_weights_can_come_from_transformers(
     made = training("hf", model__init_from=tmp_path / "weights")
     batch = made.loader.rows(1, range(8))
     with torch.no_grad():
-        ours = made.network.lm_head.logits(made.network(batch.tokens, batch.positions))
+        ours = network_of(made).lm_head.logits(network_of(made)(batch.tokens, batch.positions))
         assert torch.allclose(ours, theirs(batch.tokens).logits, atol=1e-5)

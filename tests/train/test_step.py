@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.train.conftest import network_of
 from torch.nn import functional as F
 
 from shoal.train.loop import Training
@@ -20,7 +21,7 @@ def test_steps_equal_a_plain_loop(training: MakeTraining, layout: str) -> None:
     """Gradients, norm, clipping and AdamW, three steps, in fp64; micro-batches have unequal numbers of targets."""
     options = {"recipe__precision": "fp64", "data__packing": False, "recipe__clip": 0.5}
     ours = training("ours", layout, **options)
-    reference = training("reference", **options).network
+    reference = network_of(training("reference", **options))
     matrices = [p for p in reference.parameters() if p.ndim >= 2]
     vectors = [p for p in reference.parameters() if p.ndim < 2]
     recipe = ours.job.config.recipe
@@ -42,12 +43,12 @@ def test_steps_equal_a_plain_loop(training: MakeTraining, layout: str) -> None:
             group["lr"] = learning_rate(recipe, step)
         optimizer.step()
 
-        micro = [ours.loader.rows(step, positions) for positions in ours._my_positions()]
+        micro = [ours.loader.rows(step, positions) for positions in ours.program.positions()]
         result = ours.step(step, micro, sum(batch.count for batch in micro))
         assert result.loss == pytest.approx(loss.item(), rel=1e-12)
         assert result.grad_norm == pytest.approx(float(norm), rel=1e-10)
         theirs = dict(reference.named_parameters())
-        for name, parameter in ours.network.named_parameters():
+        for name, parameter in network_of(ours).named_parameters():
             assert torch.allclose(parameter.grad, theirs[name].grad, rtol=1e-9, atol=1e-14), name
             assert torch.allclose(parameter, theirs[name], rtol=1e-9, atol=1e-12), name
 
@@ -56,7 +57,7 @@ def test_low_precision_keeps_full_precision_weights(training: MakeTraining) -> N
     for precision in ("bf16", "fp16"):
         made = training(precision, recipe__precision=precision)
         batch = made.loader.rows(1, range(8))
-        assert made.network(batch.tokens, batch.positions).dtype in (torch.bfloat16, torch.float16)
+        assert network_of(made)(batch.tokens, batch.positions).dtype in (torch.bfloat16, torch.float16)
         result = made.step(1, [batch], batch.count)
         assert result.updated
         exact = training(f"{precision}-reference").step(1, [batch], batch.count)
@@ -64,19 +65,19 @@ def test_low_precision_keeps_full_precision_weights(training: MakeTraining) -> N
         assert result.grad_norm == pytest.approx(exact.grad_norm, rel=5e-2)
         assert all(
             parameter.dtype == parameter.grad.dtype == torch.float32
-            for parameter in made.network.parameters()
+            for parameter in network_of(made).parameters()
         )
 
 
 def test_an_overflow_leaves_weights_alone_and_lowers_the_scale(training: MakeTraining) -> None:
     made = training(recipe__precision="fp16")
-    before = {name: parameter.detach().clone() for name, parameter in made.network.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in network_of(made).named_parameters()}
     made.step.scale.value = 2.0**40
     batch = made.loader.rows(1, range(8))
     result = made.step(1, [batch], batch.count)
     assert not result.updated
     assert made.step.scale.value == 2.0**39
-    for name, parameter in made.network.named_parameters():
+    for name, parameter in network_of(made).named_parameters():
         assert torch.equal(parameter, before[name])
 
 

@@ -136,6 +136,7 @@ class TrackSection(Section):
 
 class ClusterSection(Section):
     on: str = Field("local", description='"local", "64xH100", "4xcpu" or a file')
+    share: bool = Field(False, description="several ranks may share a GPU: for proofs and memory, not for speed")
 
 
 class Config(Section):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 
 
 def buckets(sizes: Iterable[tuple[str, int]], bucket_bytes: int) -> list[list[str]]:
@@ -21,3 +22,79 @@ def buckets(sizes: Iterable[tuple[str, int]], bucket_bytes: int) -> list[list[st
         cut[-1].append(name)
         filled += size
     return cut
+
+
+# Optimizer states and gradients sharded (``zero=1|2``): a bucket is one flat tensor, cut into as many equal chunks as
+# there are ranks. Where in a bucket a parameter lies then decides which rank updates it.
+
+
+def buckets_by_kind(parameters: Iterable[tuple[str, int, Hashable]], bucket_bytes: int) -> list[list[str]]:
+    """As ``buckets``, of parameters given as (name, bytes, kind): only those of one kind share a bucket.
+
+    Buckets come in the order in which they are complete: when the backward pass has reached their earliest parameter.
+    """
+    listed = list(parameters)
+    place = {name: number for number, (name, _, _) in enumerate(listed)}
+    cut = [
+        bucket
+        for kind in dict.fromkeys(kind for _, _, kind in listed)
+        for bucket in buckets([(name, size) for name, size, of in listed if of == kind], bucket_bytes)
+    ]
+    return sorted(cut, key=lambda bucket: place[bucket[-1]], reverse=True)
+
+
+def flat_kind(label: str, name: str, copies: int) -> Hashable:
+    """What decides with whom a parameter may share a bucket: ``name`` is canonical, ``label`` its name on this rank.
+
+    Some gradients are also summed with other ranks than data ranks, rank by rank of this group: those of parameters
+    that ``copies`` ranks of a tensor group hold alike, and those of the two copies of a tied embedding. Their chunks
+    must be the same ones over there, so they have buckets whose sizes are the same over there.
+    """
+    if name == "model.embed_tokens.weight":
+        return label
+    return copies
+
+
+def even_share(elements: int, ranks: int) -> int:
+    """What each of several ranks holds of so many elements, or rows: as much as the others, the end padded."""
+    return -(-elements // ranks)
+
+
+# Parameters sharded as well (``zero=3``): a unit is gathered before it is used, and freed after.
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules, by their paths, whose parameters are gathered at once and whose gradients are reduced at once."""
+
+    modules: tuple[str, ...]
+    whole: bool = False  # from its first use in the forward pass to its last one in the backward pass
+    looked_up: bool = False  # the backward pass does not read these parameters
+
+    def gathers(self, elements: int, persist_below: int) -> int:
+        """How often a micro-batch gathers it, in a network without a pipeline."""
+        return 1 if self.looked_up or self.stays(elements, persist_below) else 2
+
+    def stays(self, elements: int, persist_below: int) -> bool:
+        """Whether its ``elements`` parameters stay gathered between the forward and the backward pass."""
+        return self.whole or elements < persist_below
+
+
+def units(layers: range, unit: int, first: bool, last: bool, tied: bool) -> list[Unit]:
+    """The units of a stage in forward order; what ``tied`` joins (first and last, one matrix) is a unit of the root.
+
+    ``unit`` blocks make one. The final norm, too small to travel alone, goes with the last blocks. The head is used at
+    the end of the forward pass and at the start of the backward pass, so it stays. A tied embedding is used at both
+    ends, hence in between: its unit has the empty path, that of the stage itself.
+    """
+    # A stage keeps the learned positions, where a model has them, next to its token embedding.
+    embedding = ("model.embed_tokens", "model.embed_positions")
+    paths = [f"model.layers.{layer}" for layer in layers]
+    blocks = [Unit(tuple(paths[start : start + unit])) for start in range(0, len(paths), unit)]
+    if first and last and tied:
+        return [Unit(("",), whole=True), *blocks]
+    if last:
+        blocks[-1] = Unit((*blocks[-1].modules, "model.norm"))
+    before = [Unit(embedding, looked_up=True)] if first else []
+    after = [Unit(("lm_head",), whole=True)] if last else []
+    return [*before, *blocks, *after]

@@ -62,18 +62,29 @@ def broken(case: Case) -> Iterator[Violation]:
         yield from rules(case)
 
 
+def worlds(cluster: Cluster | None) -> range | None:
+    """How many ranks a cluster takes; None: any number."""
+    # Processes on a CPU share it, so any world runs on any machine.
+    if cluster is None or cluster.device.name == "cpu":
+        return None
+    # Leaving some of this machine's devices idle is the user's choice.
+    least = 1 if cluster.name == "local" else cluster.devices
+    return range(least, cluster.devices + 1)
+
+
 def nearest_divisor(wanted: int, total: int) -> int:
     """The divisor of ``total`` that is closest to ``wanted``; the smaller of two that are equally close."""
-    return _nearest_first(wanted, divisors(total))[0]
+    return nearest_first(wanted, divisors(total))[0]
 
 
 def nearest_multiple(wanted: int, unit: int) -> int:
     """The multiple of ``unit``, from 1 up, closest to ``wanted``; the smaller of two that are equally close."""
     below = wanted // unit * unit
-    return _nearest_first(wanted, (max(unit, below), below + unit))[0]
+    return nearest_first(wanted, (max(unit, below), below + unit))[0]
 
 
-def _nearest_first(wanted: int, values: Iterable[int]) -> list[int]:
+def nearest_first(wanted: int, values: Iterable[int]) -> list[int]:
+    """The values, the closest to ``wanted`` first."""
     return sorted(values, key=lambda value: (abs(value - wanted), value))
 
 
@@ -164,11 +175,6 @@ def _pipeline(case: Case) -> Iterator[Violation]:
             f"pp·chunks = {stages} stages, but {model.name} has {model.layers} layers: a stage would be empty"
         )
         yield Violation("stages", what, ("pp", "chunks"))
-    if layout.schedule == "interleaved" and case.batch % (layout.data_ranks * (layout.micro or 1)) == 0:
-        count = layout.accumulation(case.batch)
-        if count > layout.pp and count % layout.pp:
-            rounds = f"schedule=interleaved works in rounds of pp={layout.pp} micro-batches"
-            yield Violation("rounds", f"{rounds}; {count} is not a multiple", ("recipe.batch", "micro"))
 
 
 def _experts(case: Case) -> Iterator[Violation]:
@@ -201,11 +207,9 @@ def _strict(case: Case) -> Iterator[Violation]:
 
 def _world(case: Case) -> Iterator[Violation]:
     layout, cluster = case.layout, case.cluster
-    # Processes on a CPU share it, so any world runs on any machine.
-    if cluster is None or cluster.device.name == "cpu" or layout.world == cluster.devices:
+    taken = worlds(cluster)
+    if cluster is None or taken is None or layout.world in taken:
         return
-    if cluster.name == "local" and layout.world < cluster.devices:
-        return  # leaving some of this machine's devices idle is the user's choice
     what = (
         f"layout {layout} has {layout.world} rank(s), cluster {cluster.name} has {cluster.devices} device(s)"
     )
@@ -258,8 +262,7 @@ def _candidates(case: Case, key: str) -> list[int] | list[str]:
         return _sequence_lengths(case)
     if key == "recipe.batch":
         share = layout.data_ranks * (layout.micro or 1)
-        units = (share, share * layout.pp)  # whole rounds of an interleaved pipeline
-        return _nearest_first(case.batch, (nearest_multiple(case.batch, unit) for unit in units))
+        return [nearest_multiple(case.batch, share)]
     devices = divisors(case.cluster.devices) if case.cluster else []
     values = {
         "dp": {*divisors(case.batch), *devices},
@@ -271,7 +274,7 @@ def _candidates(case: Case, key: str) -> list[int] | list[str]:
         "chunks": range(1, max(2, model.layers // layout.pp) + 1),
         "ep": divisors(model.experts.count) if model.experts else [1],
     }[key]
-    return _nearest_first(getattr(layout, key) or 1, values)
+    return nearest_first(getattr(layout, key) or 1, values)
 
 
 def _sequence_lengths(case: Case) -> list[int]:

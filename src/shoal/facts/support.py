@@ -23,13 +23,16 @@ def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem
     return [Problem(f"{what}: this version of Shoal does not train with it", fix) for what, fix in found]
 
 
+def runs(layout: Layout) -> bool:
+    """Whether the engine runs all of a layout."""
+    return not any(_in_layout(layout))
+
+
 def _in_layout(layout: Layout) -> Iterator[tuple[str, str]]:
-    for axis in ("fsdp", "tp", "cp", "pp", "ep"):
+    for axis in ("cp", "ep"):
         degree = getattr(layout, axis)
         if degree > 1:
-            yield f"layout: {axis}={degree}", f"{axis}=1; dp=N is run"
-    if layout.recompute != "none":
-        yield f"layout: recompute={layout.recompute}", "recompute=none"
+            yield f"layout: {axis}={degree}", f"{axis}=1; dp, fsdp, tp and pp are run"
     if layout.offload:
         yield f"layout: offload={'+'.join(str(part) for part in layout.offload)}", "offload=none"
 
@@ -43,8 +46,6 @@ def _in_model(model: Model) -> Iterator[tuple[str, str]]:
 
 
 def _in_config(config: Config) -> Iterator[tuple[str, str]]:
-    if config.run.strict:
-        yield "run.strict", "run.strict = false"
     if config.model.lora is not None:
         yield "model.lora", "leave it out: all weights are trained"
     if config.data.mix:

@@ -12,6 +12,7 @@ from torch.distributed import DistError, Store
 from shoal.facts.problem import BadInput
 from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.files import describe_full, disk_is_full
+from shoal.train.guard.agreement import Disagreement
 from shoal.train.guard.nonfinite import NonFinite
 
 FATAL = "fatal"
@@ -36,7 +37,7 @@ def describe(rank: int, error: BaseException) -> Failure:
         message = describe_full(error)
     elif isinstance(error, Damaged):
         message = f"{error}\n  fix: remove that checkpoint to continue from the one before it"
-    elif isinstance(error, (BadInput, NonFinite)):
+    elif isinstance(error, (BadInput, NonFinite, Disagreement)):
         message = str(error)
     else:
         message = f"{type(error).__name__}: {error}"

@@ -38,13 +38,13 @@ def train(job: Job, run: RunDirectory, fresh: bool, console: Console, visible: s
 
     ``visible`` is what CUDA_VISIBLE_DEVICES says.
     """
-    _check_devices(job, visible)
+    check_devices(job, visible)
     _check_memory(job)
     run.check_place()
     with ExitStack() as held:
         if run.path.exists():
             held.enter_context(run.held())
-        dataset = _dataset(job, console)
+        dataset = tokenised(job, console)
         fingerprint = dataset.fingerprint
         if not fresh:
             run.check_continues(job, fingerprint)
@@ -82,11 +82,13 @@ def _attempt() -> type[Attempt]:
     return Attempt
 
 
-def _check_devices(job: Job, visible: str | None) -> None:
+def check_devices(job: Job, visible: str | None) -> None:
     """A described cluster can be planned for anywhere; trained on only where it is."""
     if job.cluster.device.name == "cpu":
         return
     here = machine.look(visible)
+    if job.config.cluster.share and here.device.name != "cpu":
+        return
     if here.device.name == "cpu" or here.devices < job.layout.world:
         found = "no GPU" if here.device.name == "cpu" else f"{here.devices}x{here.device.name}"
         raise BadInput(
@@ -107,7 +109,7 @@ def _check_memory(job: Job) -> None:
         )
 
 
-def _dataset(job: Job, console: Console) -> Dataset:
+def tokenised(job: Job, console: Console) -> Dataset:
     """The tokenised data, refused where it has ids that the model has no row for."""
     data = job.config.data
     tokenizer = open_tokenizer(data.tokenizer, data.end_token)

@@ -78,7 +78,12 @@ def _attempt(shared: Store) -> Store:
     return PrefixStore(f"workers-{shared.get(ROUND).decode()}", shared)
 
 
+def connect(port: int, timeout: float) -> Store:
+    """The launcher's store, from another process."""
+    return TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))
+
+
 def join(port: int, timeout: float) -> tuple[Store, Store]:
     """A worker's way in: the launcher's store, and this attempt's own part of it."""
-    shared = TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))
+    shared = connect(port, timeout)
     return shared, _attempt(shared)

@@ -18,14 +18,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from torch.distributed import Store
 
-from shoal.facts.local import usable_threads
 from shoal.launch import rendezvous
 from shoal.launch.failure import FATAL, describe, tell
+from shoal.launch.join import join
 from shoal.launch.signals import STOP_SIGNALS
-from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
+from shoal.train.guard.agreement import agree
 from shoal.train.loop import Outcome, train
 from shoal.train.rundir import RunDirectory
 
@@ -57,7 +57,8 @@ def work(assignment: Assignment) -> Outcome | None:
         if rank == 0 and restarts:
             run.note_fault(kind="restart", attempt=restarts, resumed_step=run.step())
         with _only_writer(run, rank):
-            mesh = _mesh(assignment.job, rank, int(os.environ["LOCAL_RANK"]), attempt)
+            _agree(assignment, rank, attempt)
+            mesh = join(assignment.job, rank, int(os.environ["LOCAL_RANK"]), attempt)
             # One rank asks for all of them: what it hears travels with the step's first sum.
             asked = partial(store.check, [rendezvous.STOP]) if rank == 0 else bool
             outcome = train(assignment.job, run, assignment.dataset, mesh, asked)
@@ -71,6 +72,18 @@ def work(assignment: Assignment) -> Outcome | None:
             traceback.print_exc()
             sys.stderr.flush()
         os._exit(1)  # past the interpreter's own report: the log has it, the terminal needs one line
+
+
+def _agree(assignment: Assignment, rank: int, attempt: Store) -> None:
+    """Ranks that were started with different configs would wait for each other forever, or train something else."""
+    job = assignment.job
+    told = {
+        "layout": str(job.layout),
+        "config": job.config.model_dump_json(),
+        "model": job.model.model_dump_json(),
+        "torch": torch.__version__,
+    }
+    agree(attempt, rank, job.layout.world, told, timedelta(seconds=job.config.fault.timeout))
 
 
 def _end_with_launcher() -> None:
@@ -123,21 +136,3 @@ def _only_writer(run: RunDirectory, rank: int) -> Iterator[None]:
                     raise RuntimeError(f"another process still writes to {run.path}") from None
                 time.sleep(0.1)
         yield
-
-
-def _mesh(job: Job, rank: int, local_rank: int, store: dist.Store) -> Mesh:
-    timeout = timedelta(seconds=job.config.fault.timeout)
-    # One machine: nobody outside has any business with its ranks.
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = rendezvous.LOOPBACK_INTERFACE
-    if job.cluster.device.name == "cpu":
-        device = torch.device("cpu")
-        # Ranks share the machine's cores; more threads than cores only get in each other's way.
-        torch.set_num_threads(max(1, usable_threads() // job.layout.world))
-        backend = "gloo"
-    else:
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        backend = "nccl"
-    if job.layout.world > 1:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=job.layout.world, timeout=timeout)
-    return Mesh(job.layout, rank, device, store, timeout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -13,34 +13,59 @@ from torch import Tensor
 from shoal.facts.model import Model
 from shoal.facts.parameters import parameters
 from shoal.facts.problem import BadInput, Problem
-from shoal.facts.views import View, views
+from shoal.facts.views import View, intersect, views
+from shoal.models.initial import Slice
 
 
 def to_tensors(model: Model, canonical: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) as Hugging Face has them, one at a time, from whole parameters of ours."""
-    shapes = {parameter.name: parameter.shape for parameter in parameters(model)}
-    for name, boxes in _by_tensor(model):
-        first = boxes[0]
-        if len(boxes) == 1:
-            whole = canonical[first.canonical]
-            yield name, whole.T.contiguous() if first.transposed else whole
-            continue
-        assembled = canonical[first.canonical].new_empty(shapes[name])
-        for box in boxes:
-            assembled[_box(box.tensor_offset, box.shape)] = _ours(box, canonical)
-        yield name, assembled
+    for name, boxes in by_tensor(model):
+        yield name, to_tensor(boxes, canonical)
+
+
+def to_tensor(boxes: list[View], canonical: Mapping[str, Tensor]) -> Tensor:
+    """One of Hugging Face's tensors, from the whole parameters of ours that its boxes name."""
+    first = boxes[0]
+    if len(boxes) == 1:
+        whole = canonical[first.canonical]
+        return whole.T.contiguous() if first.transposed else whole
+    # The far corner of its boxes is the tensor's own.
+    corners = [[a + b for a, b in zip(box.tensor_offset, box.shape, strict=True)] for box in boxes]
+    assembled = canonical[first.canonical].new_empty([max(sizes) for sizes in zip(*corners, strict=True)])
+    for box in boxes:
+        assembled[_box(box.tensor_offset, box.shape)] = _ours(box, canonical)
+    return assembled
 
 
 def from_tensors(model: Model, read: Callable[[str], Tensor], canonical: Mapping[str, Tensor]) -> None:
     """Fill whole parameters of ours from Hugging Face's tensors, each read once."""
-    with torch.no_grad():
-        for name, boxes in _by_tensor(model):
-            tensor = read(name)
-            for box in boxes:
-                _ours(box, canonical).copy_(tensor[_box(box.tensor_offset, box.shape)])
+    wholes = (
+        (name, Slice(tensor, tuple(tensor.shape), (0,) * tensor.dim())) for name, tensor in canonical.items()
+    )
+    fill_slices(model, read, wholes)
 
 
-def _by_tensor(model: Model) -> Iterator[tuple[str, list[View]]]:
+@torch.no_grad()
+def fill_slices(model: Model, read: Callable[[str], Tensor], slices: Iterable[tuple[str, Slice]]) -> None:
+    """Fill parts of our parameters from Hugging Face's tensors: each that has such a part is read once."""
+    wanted: dict[str, list[Slice]] = {}
+    for name, part in slices:
+        wanted.setdefault(name, []).append(part)
+    for name, boxes in by_tensor(model):
+        tensor: Tensor | None = None
+        for box in boxes:
+            for part in wanted.get(box.canonical, ()):
+                overlap = intersect(box, part.offset, tuple(part.local.shape))
+                if overlap is None:
+                    continue
+                tensor = read(name) if tensor is None else tensor
+                theirs = tensor[_box(overlap.tensor_offset, overlap.tensor_shape)]
+                ours = part.local[_box(overlap.slice_offset, overlap.slice_shape)]
+                ours.copy_(theirs.T if box.transposed else theirs)
+
+
+def by_tensor(model: Model) -> Iterator[tuple[str, list[View]]]:
+    """Each of Hugging Face's tensors with the boxes that it is made of."""
     for name, boxes in itertools.groupby(views(model), key=lambda view: view.tensor):
         yield name, list(boxes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,6 @@ def whole(name: str, parameter: nn.Parameter) -> Slice:
     return Slice(parameter.data, tuple(parameter.shape), (0,) * parameter.dim())
 
 
-@torch.no_grad()
 def initialise(
     network: nn.Module,
     model: Model,
@@ -43,8 +42,13 @@ def initialise(
     one, biases at zero. ``slice_of`` says which part of a sharded parameter is here; a network that holds
     only some of the parameters (a pipeline stage) fills those, as long as they keep their names.
     """
-    for name, parameter in network.named_parameters():
-        local, global_shape, offset = slice_of(name, parameter)
+    fill(((name, slice_of(name, parameter)) for name, parameter in network.named_parameters()), model, seed)
+
+
+@torch.no_grad()
+def fill(slices: Iterable[tuple[str, Slice]], model: Model, seed: int) -> None:
+    """As ``initialise``, for the parts that are here of the parameters of these names."""
+    for name, (local, global_shape, offset) in slices:
         if name.endswith(".bias"):
             local.zero_()
         elif name.endswith("norm.weight"):

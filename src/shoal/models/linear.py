@@ -6,9 +6,14 @@ dtypes already agree (FSDP's mixed precision casts whole groups) the cast costs 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+# Input, weight and bias in, all of one dtype; x·Wᵀ + b out.
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Linear(nn.Linear):
@@ -17,9 +22,12 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """No values yet: ``initial.initialise`` or a checkpoint gives them."""
 
+    # May be replaced from outside, as attention's ``attend`` may: some schedules compute weight gradients later.
+    product: Product = staticmethod(F.linear)
+
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return self.product(x, self.weight.to(x.dtype), bias)
 
 
 class Embedding(nn.Embedding):

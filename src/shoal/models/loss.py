@@ -10,12 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from shoal.facts.logits import tokens_at_once
 from shoal.facts.targets import IGNORE
 from shoal.models.linear import Embedding
-
-# Logits held at once. Beyond this many, tokens go through the head in chunks that are computed again in the
-# backward pass; large enough that a chunk of a 128k vocabulary still has a thousand rows to multiply.
-LOGITS_AT_ONCE = 2**27
 
 
 class Head(nn.Module):
@@ -38,11 +35,15 @@ class Head(nn.Module):
         scores = F.linear(hidden, self.matrix().to(hidden.dtype))
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
+    def scores(self, hidden: Tensor, place: int) -> Tensor:
+        """What the network says about the token after position ``place`` of hidden [B, T, hidden]: [B, vocab]."""
+        return self.logits(hidden[:, place])
+
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy summed over the targets that count, and how many do (int64)."""
         rows, wanted = hidden.flatten(0, -2), targets.flatten()
         count = (wanted != IGNORE).sum()
-        at_once = max(1, LOGITS_AT_ONCE // self.matrix().shape[0])
+        at_once = tokens_at_once(self.matrix().shape[0])
         if rows.shape[0] <= at_once:
             return self.summed(rows, wanted), count
         # No preserve_rng_state: nothing in a chunk draws random numbers.

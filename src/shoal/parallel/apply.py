@@ -9,34 +9,86 @@ import torch
 
 from shoal.facts.config import TuneSection
 from shoal.models.decoder import Network
+from shoal.models.initial import Slice
+from shoal.parallel import tensor
+from shoal.parallel.exact import Exact
+from shoal.parallel.execute import Executor
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.pieces import Alone, Gradients, held_parameters
+from shoal.parallel.pipeline import my_stages
+from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
+from shoal.parallel.segment import Segment, carve
+from shoal.parallel.shard import FullyShard, shard
+from shoal.parallel.shared import Shared
+from shoal.parallel.zero import ShardedStates
+
+# Called with what a rank holds, to give it its first values: canonical names, and the boxes of those parameters.
+Fill = Callable[[list[tuple[str, Slice]]], None]
 
 
 @dataclass
 class Placed:
-    """A network whose parameters are on their device, and what keeps its gradients in step with other ranks'."""
+    """This rank's part of a network: it has storage and values, and knows how to work with the other ranks."""
 
-    network: Network
-    replicate: Replicate | None
+    segments: list[Segment]
+    slices: list[tuple[str, Slice]]  # every parameter value held here
+    gradients: Gradients
+    shared: Shared
+    executor: Executor
+    exact: Exact | None  # in strict mode
 
 
 def apply(
     network: Network,
     mesh: Mesh,
     tune: TuneSection,
-    initialise: Callable[[Network], None],
+    fill: Fill,
+    seq: int,
     reduce_dtype: torch.dtype | None = None,
+    strict: bool = False,
 ) -> Placed:
-    """Place a network that was built on the meta device, give its parameters storage and initial values.
+    """Place a network that was built on the meta device; ``fill`` gives the parameters held here their values.
 
-    ``initialise`` runs once storage exists, on this rank's part only, so no rank ever holds more than its part.
-    ``reduce_dtype`` is the type gradients travel in, None for their own.
+    No rank ever holds more than its part. ``reduce_dtype`` is the type gradients travel in, None for their own.
     """
-    network.to_empty(device=mesh.device)
-    initialise(network)
+    layout, model = mesh.layout, network.shape
+    compute = network.model.compute
 
-    replicate = None
-    if mesh.replicas is not None:
-        replicate = Replicate(network, mesh.replicas, round(tune.bucket_mb * 2**20), reduce_dtype)
-    return Placed(network, replicate)
+    # Pipeline: the blocks of this rank's stages, and nothing else. A tied embedding that is needed at both ends of
+    # a pipeline has two copies; so it has in strict mode, where each end's gradient is rounded by itself.
+    own_head = layout.pp > 1 or strict
+    segments = carve(network, my_stages(model, layout, mesh.place["pp"], seq), own_head)
+    blocks = [block for segment in segments for block in segment.network.model.layers.values()]
+
+    # Tensor: of every matrix this rank's box.
+    if (group := mesh.group("tp")) is not None:
+        for segment in segments:
+            tensor.split(segment.network, model, layout.tp, mesh.place["tp"], group, layout.sp)
+
+    recompute(blocks, layout.recompute)
+
+    # Shard or replicate: who holds, sums and updates what among the data ranks.
+    fully = layout.fsdp > 1 and layout.zero == 3
+    if fully:
+        for segment in segments:
+            shard(segment, mesh, tune, compute, reduce_dtype)
+    for segment in segments:
+        segment.to_empty(device=mesh.device)
+    held = held_parameters(segments, model, mesh)
+    bucket_bytes = round(tune.bucket_mb * 2**20)
+    gradients: Gradients
+    if fully:
+        gradients = FullyShard(segments, held, mesh)
+    elif layout.fsdp > 1 and layout.zero != 3:
+        gradients = ShardedStates(held, mesh, layout.zero, bucket_bytes, reduce_dtype)
+    elif layout.dp > 1 and not strict:
+        gradients = Replicate(held, mesh, bucket_bytes, reduce_dtype)
+    else:
+        gradients = Alone(held, mesh)
+    exact = Exact(gradients, held, mesh) if strict else None
+    slices = gradients.slices()
+    fill(slices)
+
+    executor = Executor(segments, mesh, exact or gradients, split_backward=not strict)
+    return Placed(segments, slices, exact or gradients, Shared(model, mesh, own_head), executor, exact)

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.facts.layout import Layout
 
@@ -43,18 +44,54 @@ class Mesh:
         self.rank = rank
         self.world = layout.world
         self.store = store
-        self._waits = 0
+        self.timeout = timeout
+        self._names: dict[str, int] = {}
         self.device = device
         self.place = coordinates(rank, layout)
         self.data_index = self.place["dp"] * layout.fsdp + self.place["fsdp"]
-        self.replicas: dist.ProcessGroup | None = None
+        # Of the ranks that work on the same rows, the one that speaks for all of them.
+        self.first_of_replica = all(self.place[axis] == 0 for axis in ("pp", "cp", "tp"))
         self.control: dist.ProcessGroup | None = None
+        self._axes: DeviceMesh | None = None
         if self.world > 1:
-            self.replicas = dist.group.WORLD
             if dist.get_backend() == "gloo":
                 self.control = dist.group.WORLD
             else:
                 self.control = dist.new_group(backend="gloo", timeout=timeout)
+            names = [axis for axis in AXES if getattr(layout, axis) > 1]
+            sizes = [getattr(layout, axis) for axis in names]
+            self._axes = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=tuple(names))
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one on that axis alone."""
+        if self._axes is None or getattr(self.layout, axis) == 1:
+            return None
+        return self._axes.get_group(axis)
+
+    def axes(self, *names: str) -> DeviceMesh:
+        """Those of the named axes that have more than one rank, as torch's strategies take them."""
+        assert self._axes is not None
+        wanted = tuple(name for name in names if getattr(self.layout, name) > 1)
+        return self._axes[wanted]
+
+    def pieces_of(self, axis: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """Of every line of ranks along an axis the same parts, each a group: the one that this rank is in, if any."""
+        stride = 1
+        for later in AXES[AXES.index(axis) + 1 :]:
+            stride *= getattr(self.layout, later)
+        starts = [rank for rank in range(self.world) if coordinates(rank, self.layout)[axis] == 0]
+        groups = [[start + index * stride for index in part] for start in starts for part in parts]
+        mine: dist.ProcessGroup | None
+        mine, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.timeout)
+        return mine
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What torch calls each axis's group, and what we do."""
+        groups = (
+            {"world": dist.group.WORLD, **{axis: self.group(axis) for axis in AXES}} if self._axes else {}
+        )
+        return {group.group_name: name for name, group in groups.items() if group is not None}
 
     def sum_integers(self, values: Sequence[int]) -> list[int]:
         """Each value summed over all ranks, known to the host of every one of them."""
@@ -70,6 +107,13 @@ class Mesh:
             dist.all_reduce(total, group=self.control)
         return [float(value) for value in total]
 
+    def largest(self, value: float) -> float:
+        """The largest of all ranks' values."""
+        most = torch.tensor(value, dtype=torch.float64)
+        if self.control is not None:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.control)
+        return float(most)
+
     def wait_for_first_rank(self) -> None:
         """Wait until the first rank is done with what it does alone, be it a commit that takes an hour.
 
@@ -78,12 +122,16 @@ class Mesh:
         """
         if self.store is None or self.world == 1:
             return
-        self._waits += 1
-        key = f"first-rank-done-{self._waits}"
+        key = self.new_name("first-rank-done")
         if self.rank == 0:
             self.store.set(key, "")
         else:
             self.store.wait([key], PATIENCE)
+
+    def new_name(self, kind: str) -> str:
+        """A name for a key of the store: the same on every rank, for all ask for the same names in the same order."""
+        self._names[kind] = self._names.get(kind, 0) + 1
+        return f"{kind}-{self._names[kind]}"
 
     def close(self) -> None:
         if self.world > 1:

@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.facts.groups import buckets
+from shoal.models.initial import Slice
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.pieces import Held, whole_pieces, whole_slices
 
 
 class Bucket:
@@ -41,55 +44,94 @@ class Replicate:
 
     def __init__(
         self,
-        network: nn.Module,
-        group: dist.ProcessGroup,
+        held: list[Held],
+        mesh: Mesh,
         bucket_bytes: int,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self.group = group
+        self.held = held
+        self.pieces = whole_pieces(held, mesh)
+        self.group = mesh.group("dp")
         self.reduce_dtype = reduce_dtype
-        named = dict(network.named_parameters())
-        sizes = [(name, parameter.numel() * parameter.element_size()) for name, parameter in named.items()]
-        self.buckets = [Bucket([named[name] for name in names]) for names in buckets(sizes, bucket_bytes)]
-        self.last_micro_batch = False
-        self._next = 0
+        # A stage of a pipeline is complete at its own time, so it has its own buckets.
+        self.stages: dict[int, Queue] = {}
+        for stage in dict.fromkeys(one.stage for one in held):
+            parameters = {one.label: one.parameter for one in held if one.stage == stage}
+            sizes = [(name, tensor.numel() * tensor.element_size()) for name, tensor in parameters.items()]
+            cut = [Bucket([parameters[name] for name in names]) for names in buckets(sizes, bucket_bytes)]
+            self.stages[stage] = Queue(cut, self._send)
         self._flying: list[tuple[Bucket, torch.Tensor, dist.Work]] = []
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._arrived(bucket))
 
     def start_step(self) -> None:
         """Clear the gradients of the step before."""
-        self._next = 0
-        for bucket in self.buckets:
-            bucket.flat.zero_()
-            bucket.missing = len(bucket.parameters)
+        for queue in self.stages.values():
+            queue.clear()
+
+    def before_backward(self, stage: int, last: bool) -> None:
+        self.stages[stage].sending = last
+
+    def after_backward(self, stage: int, last: bool) -> None:
+        if last:
+            self.stages[stage].send_rest()
 
     def finish_step(self) -> None:
         """Wait until every bucket has been summed."""
-        if self._next != len(self.buckets):
-            late = sum(bucket.missing for bucket in self.buckets)
-            raise RuntimeError(f"{late} parameters received no gradient in the last micro-batch")
         for bucket, sent, work in self._flying:
             work.wait()
             if sent is not bucket.flat:
                 bucket.flat.copy_(sent)
         self._flying.clear()
 
-    def _arrived(self, bucket: Bucket) -> Callable[[nn.Parameter], None]:
-        def hook(parameter: nn.Parameter) -> None:
-            if not self.last_micro_batch:
-                return
-            bucket.missing -= 1
-            # Ranks must issue collectives in one order, so a bucket waits for those before it.
-            while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
-                self._send(self.buckets[self._next])
-                self._next += 1
+    def after_update(self) -> None: ...
 
-        return hook
+    def slices(self) -> list[tuple[str, Slice]]:
+        return whole_slices(self.held)
+
+    def computed_with(self) -> list[nn.Parameter]:
+        return [one.parameter for one in self.held]
 
     def _send(self, bucket: Bucket) -> None:
         sent = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
         work = dist.all_reduce(sent, group=self.group, async_op=True)
         assert work is not None
         self._flying.append((bucket, sent, work))
+
+
+class Queue:
+    """The buckets of a stage, sent in one order on every rank, each as soon as it and those before it are complete."""
+
+    def __init__(self, cut: list[Bucket], send: Callable[[Bucket], None]) -> None:
+        self.buckets = cut
+        self.send = send
+        self.sending = False
+        self._next = 0
+        for bucket in cut:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(self._arrived(bucket))
+
+    def clear(self) -> None:
+        self._next = 0
+        self.sending = False
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.missing = len(bucket.parameters)
+
+    def send_rest(self) -> None:
+        """No more gradients come: what was not sent yet goes now.
+
+        That is all of it where weight gradients are computed apart from the backward pass, which no hook sees.
+        """
+        for bucket in self.buckets[self._next :]:
+            self.send(bucket)
+        self._next = len(self.buckets)
+
+    def _arrived(self, bucket: Bucket) -> Callable[[nn.Parameter], None]:
+        def hook(parameter: nn.Parameter) -> None:
+            if not self.sending:
+                return
+            bucket.missing -= 1
+            while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+                self.send(self.buckets[self._next])
+                self._next += 1
+
+        return hook

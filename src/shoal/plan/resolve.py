@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shoal.facts import clusters, legality, presets, support
+from shoal.facts import clusters, nearest, presets, support
 from shoal.facts.cluster import Cluster
 from shoal.facts.config import Config
 from shoal.facts.layout import Layout, divisors
@@ -42,9 +42,12 @@ def resolve(config: Config, visible: str | None = None) -> Job:
         layout = Layout.parse(config.layout)
     else:
         layout = choose(config, cluster) if cluster else Layout()
+    if config.run.strict and layout.micro is None:
+        layout = layout.replace(micro=1)  # the bits of a matrix product depend on how many rows it has
     problems.extend(support.missing(config, model, layout))
     if model is not None:
-        problems.extend(legality.violations(layout, model, config.recipe, cluster, config.run.strict))
+        strict = config.run.strict
+        problems.extend(nearest.problems(layout, model, config.recipe, cluster, strict, support.runs))
     if problems or model is None or cluster is None:
         raise BadInput(problems)
     return Job(config, model, cluster, layout)

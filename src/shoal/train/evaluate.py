@@ -1,44 +1,51 @@
-"""Loss on held-out text, and texts the model writes."""
+"""Loss on held-out text, and texts the model writes. Every rank takes part, for layers may be spread over them."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from shoal.models.decoder import Network
 from shoal.models.generate import generate
 from shoal.models.random import key
+from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.segment import MicroBatch
 from shoal.train.data.loader import Loader
 from shoal.train.data.tokenizers import Tokenizer
+from shoal.train.step import summed_loss
 
 
-@torch.no_grad()
-def heldout_loss(network: Network, loader: Loader, mesh: Mesh, most: int, micro: int) -> float | None:
+def heldout_loss(
+    placed: Placed, loader: Loader, mesh: Mesh, most: int, micro: int, at_once: int
+) -> float | None:
     """Mean loss a token over ``most`` held-out samples, spread evenly; None where there is nothing to predict.
 
     Which rank sees which sample changes no sum. All ranks run equally many rows, for some strategies meet in every
-    forward pass; rows past the last sample are empty.
+    forward pass; rows past the last sample are empty. ``at_once`` micro-batches of ``micro`` rows fill a pipeline.
     """
     count, ranks = min(most, loader.heldout_count), mesh.layout.data_ranks
     chosen = [number * loader.heldout_count // count for number in range(count)]
     chosen += [loader.heldout_count] * (-count % ranks)
     mine = chosen[mesh.data_index :: ranks]
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    groups = [mine[start : start + micro] for start in range(0, len(mine), micro)]
+    losses: list[Tensor] = []
     targets = 0
-    for start in range(0, len(mine), micro):
-        batch = loader.heldout_rows(mine[start : start + micro]).to(mesh.device)
-        loss_sum, _ = network.lm_head(network(batch.tokens, batch.positions, batch.documents), batch.targets)
-        total += loss_sum
-        targets += batch.count
-    loss, seen = mesh.sum_floats([float(total), targets])
+    for first in range(0, len(groups), at_once):
+        rows = [loader.heldout_rows(group).to(mesh.device) for group in groups[first : first + at_once]]
+        batches = [MicroBatch(row.tokens, row.positions, row.documents, row.targets, None) for row in rows]
+        losses += placed.executor.forward_only(batches)
+        targets += sum(row.count for row in rows)
+    loss = summed_loss(losses, placed, mesh)
+    (seen,) = mesh.sum_integers([targets if mesh.first_of_replica else 0])
     return loss / seen if seen else None
 
 
-@torch.no_grad()
 def write_samples(
-    network: Network,
+    placed: Placed,
     tokenizer: Tokenizer,
-    prompts: list[torch.Tensor],
+    mesh: Mesh,
+    prompts: list[Tensor],
     count: int,
     temperature: float,
     seed: int,
@@ -46,15 +53,29 @@ def write_samples(
 ) -> list[tuple[str, str]]:
     """(prompt, continuation) for each prompt; the numbers drawn are a hash of (seed, step, sample)."""
     texts = []
-    device = next(network.parameters()).device
+    shape = placed.segments[0].network.shape
+
+    def score(tokens: Tensor) -> Tensor:
+        return placed.executor.scores(padded(tokens, mesh), tokens.shape[1] - 1)
+
+    def padded(tokens: Tensor, mesh: Mesh) -> MicroBatch:
+        """Sequence parallelism wants a length that divides; what comes after the last token nobody sees."""
+        length = tokens.shape[1] + -tokens.shape[1] % mesh.layout.tp
+        positions = torch.arange(length, device=tokens.device)
+        if shape.positions == "learned":
+            positions = positions.clamp(max=shape.max_positions - 1)
+        tokens = F.pad(tokens, (0, length - tokens.shape[1]))
+        return MicroBatch(tokens, positions.expand_as(tokens), None, None, None)
+
     for number, prompt in enumerate(prompts):
         written = generate(
-            network,
-            prompt.to(device)[None],
+            score,
+            prompt.to(mesh.device)[None],
             count,
             temperature,
             key(seed, step, f"sample {number}"),
             tokenizer.end,
+            shape.max_positions,
         )[0]
         texts.append((tokenizer.decode(prompt.tolist()), tokenizer.decode(written[len(prompt) :].tolist())))
     return texts

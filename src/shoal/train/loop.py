@@ -8,26 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from shoal.models.decoder import Network, build
-from shoal.models.huggingface import WeightFiles, from_tensors
-from shoal.models.initial import initialise
-from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
-from shoal.train import optimizer as optimizers
-from shoal.train.checkpoint.directory import latest, step_directory, tidy
+from shoal.train.checkpoint.directory import latest, tidy
 from shoal.train.data.dataset import Dataset
-from shoal.train.data.loader import Batch, Loader
-from shoal.train.data.samples import cut_samples
-from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
+from shoal.train.data.loader import Batch
 from shoal.train.evaluate import heldout_loss, write_samples
 from shoal.train.guard.nonfinite import NonFiniteGuard
 from shoal.train.metrics.measure import Meter, finite
 from shoal.train.metrics.rows import StepFile
-from shoal.train.precision import compute_dtype, parameter_dtype, reduce_dtype
+from shoal.train.program import Program, first_weights, no_weights
 from shoal.train.rundir import RunDirectory, identity
 from shoal.train.state import State
-from shoal.train.step import Step
 
 PROMPT_TOKENS = 32
 
@@ -55,26 +47,17 @@ class Training:
 
         data = Dataset.open(dataset)
         self.identity = identity(job, data.fingerprint)
-        self.tokenizer: Tokenizer = open_tokenizer(config.data.tokenizer, config.data.end_token)
-        samples, heldout = cut_samples(data, config.data, recipe.seq, self.tokenizer.end)
-        self.loader = Loader(samples, recipe.seed, recipe.batch, heldout)
-        self.micro = job.layout.micro_batch(recipe.batch)
-
-        network = build(
-            job.model, recipe.dropout, compute_dtype(recipe), dtype=parameter_dtype(recipe), length=recipe.seq
-        )
         checkpoint = latest(run.checkpoints)
-        # Where a checkpoint is about to give the weights, their first values need not be known.
-        first_weights = self._first_weights if checkpoint is None else _leave
-        placed = apply(network, mesh, config.tune, first_weights, reduce_dtype(recipe))
-        self.network = placed.network
-        optimizer = optimizers.build(self.network, recipe)
-        scale = optimizers.LossScale.for_precision(recipe.precision)
-        self.step = Step(placed, optimizer, recipe, mesh, scale)
-        self.state = State(job.model, self.network, optimizer, recipe.optimizer, scale)
+        self.program = Program(job, data, mesh, first_weights(job) if checkpoint is None else no_weights)
+        self.loader, self.step = self.program.loader, self.program.step
+        scale = self.program.scale
+        self.state = State(
+            job.model, self.program.placed, self.program.optimizer, recipe.optimizer, scale, mesh
+        )
         self.guard = NonFiniteGuard(config.fault.nonfinite, scale.enabled)
 
         self.done = self.state.restore(checkpoint) if checkpoint else 0
+        self.committed = self.done
         self.meter = Meter(job, mesh)
         if self.first_rank:
             tidy(run.checkpoints, config.checkpoint.keep)
@@ -83,12 +66,12 @@ class Training:
 
     def run_to_end(self, wants_stop: Callable[[], bool]) -> Outcome:
         stopped = False
-        steps = self.loader.steps(self.done + 1, self.job.config.recipe.steps, self._my_positions())
+        steps = self.loader.steps(self.done + 1, self.job.config.recipe.steps, self.program.positions())
         with closing(steps):
             self.meter.start()
             for step, micro_batches in steps:
                 # One small sum tells every rank how many targets the step has and whether anybody asks to stop.
-                count = sum(batch.count for batch in micro_batches)
+                count = self.program.own_targets(micro_batches)
                 targets, asking = self.mesh.sum_integers([count, int(wants_stop())])
                 if asking:
                     stopped = True
@@ -101,20 +84,6 @@ class Training:
         if self.first_rank:
             self.metrics.sync()
         return Outcome(stopped, self.done)
-
-    def _first_weights(self, network: Network) -> None:
-        origin = self.job.config.model.init_from
-        if origin is None:
-            initialise(network, self.job.model, self.job.config.recipe.seed)
-        else:
-            weights = WeightFiles(Path(origin).expanduser(), self.job.model)
-            from_tensors(self.job.model, weights.read, dict(network.named_parameters()))
-
-    def _my_positions(self) -> list[range]:
-        """This rank's places in the global batch, one range a micro-batch."""
-        share = self.job.config.recipe.batch // self.job.layout.data_ranks
-        first = self.mesh.data_index * share
-        return [range(start, start + self.micro) for start in range(first, first + share, self.micro)]
 
     def _one_step(self, step: int, micro_batches: list[Batch], targets: int) -> None:
         config = self.job.config
@@ -136,41 +105,50 @@ class Training:
             self._commit()
 
     def _evaluate(self) -> float | None:
-        evaluate, recipe = self.job.config.evaluate, self.job.config.recipe
+        evaluate, recipe, placed = self.job.config.evaluate, self.job.config.recipe, self.program.placed
         if self.loader.heldout is None:
             return None
-        loss = heldout_loss(self.network, self.loader, self.mesh, evaluate.batches * recipe.batch, self.micro)
-        if self.first_rank:
+        at_once = self.job.layout.accumulation(recipe.batch)
+        most = evaluate.batches * recipe.batch
+        loss = heldout_loss(placed, self.loader, self.mesh, most, self.program.micro, at_once)
+        if _writes_samples(self.mesh):
             count = min(evaluate.samples, self.loader.heldout_count)
             prompts = [
                 self.loader.heldout_rows([number]).tokens[0, :PROMPT_TOKENS] for number in range(count)
             ]
-            for prompt, text in write_samples(
-                self.network,
-                self.tokenizer,
+            written = write_samples(
+                placed,
+                self.program.tokenizer,
+                self.mesh,
                 prompts,
                 evaluate.sample_tokens,
                 evaluate.temperature,
                 recipe.seed,
                 self.done,
-            ):
-                self.samples.append({"step": self.done, "prompt": prompt, "text": text})
+            )
+            if self.first_rank:
+                for prompt, text in written:
+                    self.samples.append({"step": self.done, "prompt": prompt, "text": text})
         self.mesh.wait_for_first_rank()
         return loss
 
     def _commit(self) -> None:
-        """Make the state after the last step durable. The first rank holds all there is, so it writes alone."""
-        checkpoints = self.run.checkpoints
-        if self.first_rank and not step_directory(checkpoints, self.done).exists():
+        """Make the state after the last step durable. The first rank writes what all of them hold."""
+        if self.committed == self.done:
+            return
+        if self.first_rank:
             self.metrics.sync()
-            samples = self.done * self.job.config.recipe.batch
-            self.state.commit(checkpoints, self.done, samples, self.identity)
-            tidy(checkpoints, self.job.config.checkpoint.keep)
+        samples = self.done * self.job.config.recipe.batch
+        self.state.commit(self.run.checkpoints, self.done, samples, self.identity)
+        if self.first_rank:
+            tidy(self.run.checkpoints, self.job.config.checkpoint.keep)
+        self.committed = self.done
         self.mesh.wait_for_first_rank()
 
 
-def _leave(network: Network) -> None:
-    """Parameters keep whatever their storage holds."""
+def _writes_samples(mesh: Mesh) -> bool:
+    """Whether it takes this rank to generate text: one copy of the model does, with all ranks that it is split over."""
+    return mesh.place["dp"] == 0 and (mesh.place["fsdp"] == 0 or mesh.layout.zero == 3)
 
 
 def _due(step: int, every: int) -> bool:

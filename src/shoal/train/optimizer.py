@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from shoal.facts.recipe import Recipe
+from shoal.parallel.pieces import Piece, gradient
 
 
-def build(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+def build(pieces: list[Piece], recipe: Recipe) -> torch.optim.Optimizer:
     """Two groups, decayed and not: norms and biases, the vectors, carry no weight decay."""
-    parameters = list(network.parameters())
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [piece.tensor for piece in pieces if piece.decayed], "weight_decay": recipe.weight_decay},
+        {"params": [piece.tensor for piece in pieces if not piece.decayed], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if recipe.optimizer == "sgd":
@@ -25,16 +24,23 @@ def build(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     )
 
 
-def clip(parameters: list[nn.Parameter], limit: float, scale: float = 1.0) -> float:
-    """Take the loss scale off the gradients, shrink them to norm ``limit`` (0: do not), return the norm before."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+def unscale(pieces: list[Piece], scale: float) -> None:
+    """Take the loss scale off the gradients."""
     if scale != 1.0:
-        for gradient in gradients:
-            gradient.div_(scale)
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if limit:
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    return float(norm)
+        for piece in pieces:
+            gradient(piece).div_(scale)
+
+
+def squared_norm(pieces: list[Piece]) -> float:
+    """The squares of these gradients, added up."""
+    return float(torch.nn.utils.get_total_norm([gradient(piece) for piece in pieces])) ** 2
+
+
+def clip(pieces: list[Piece], limit: float, norm: float) -> None:
+    """Shrink gradients whose norm, over all ranks, is ``norm`` to ``limit`` (0: do not)."""
+    if limit and pieces:
+        total = torch.tensor(norm, dtype=pieces[0].tensor.dtype, device=pieces[0].tensor.device)
+        torch.nn.utils.clip_grads_with_norm_([piece.tensor for piece in pieces], limit, total)
 
 
 @dataclass

@@ -1,17 +1,22 @@
-"""What a run is between two steps, and its way into a checkpoint and out of it again."""
+"""What a run is between two steps, and its way into a checkpoint and out of it again, in any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.facts.model import Model
 from shoal.facts.recipe import OPTIMIZER_STATES
-from shoal.models.huggingface import from_tensors, to_tensors
+from shoal.models.huggingface import by_tensor, fill_slices, to_tensor
+from shoal.models.initial import Slice
+from shoal.parallel.apply import Placed
+from shoal.parallel.collect import Collector
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.pieces import Piece
 from shoal.train.checkpoint.manifest import Damaged, Manifest
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.write import write_checkpoint
@@ -22,15 +27,30 @@ class State:
     """Weights, optimizer states and the few numbers beside them. All else is a function of the recipe and the step."""
 
     def __init__(
-        self, model: Model, network: nn.Module, optimizer: torch.optim.Optimizer, kind: str, scale: LossScale
+        self,
+        model: Model,
+        placed: Placed,
+        optimizer: torch.optim.Optimizer,
+        kind: str,
+        scale: LossScale,
+        mesh: Mesh,
     ) -> None:
         self.model = model
-        self.parameters = dict(network.named_parameters())
+        self.placed = placed
+        self.pieces = placed.gradients.pieces
         self.optimizer = optimizer
         self.kinds = OPTIMIZER_STATES[kind]
         self.scale = scale
+        self.first_rank = mesh.rank == 0
+        self.collector = Collector(self.pieces, mesh)
 
-    def commit(self, checkpoints: Path, step: int, samples: int, identity: dict[str, Any]) -> Path:
+    def commit(self, checkpoints: Path, step: int, samples: int, identity: dict[str, Any]) -> None:
+        """Make a checkpoint. All ranks give what they hold; the first one writes."""
+        tensors = self._tensors(self._kinds_here())
+        if not self.first_rank:
+            for _ in tensors:
+                pass
+            return
         manifest = Manifest(
             step=step,
             samples=samples,
@@ -44,13 +64,13 @@ class State:
             shapes={},
             pieces=(),
         )
-        return write_checkpoint(checkpoints, manifest, self._tensors())
+        write_checkpoint(checkpoints, manifest, tensors)
 
     def restore(self, path: Path) -> int:
-        """Become the state of a checkpoint; return its step."""
+        """Become the state of a checkpoint, whichever layout wrote it; return its step."""
         checkpoint = Checkpoint(path)
         scalars = checkpoint.manifest.scalars
-        self._fill("weight", self.parameters, checkpoint)
+        fill_slices(self.model, lambda name: checkpoint.tensor("weight", name), self.placed.slices)
         states = checkpoint.states - {"weight"}
         if states and states != set(self.kinds):
             raise Damaged(
@@ -58,40 +78,64 @@ class State:
             )
         if states:
             for kind in self.kinds:
-                self._fill(kind, self._optimizer_tensors(kind, create=True), checkpoint)
+                self._restore_states(kind, checkpoint)
         if "exp_avg" in states:
-            for parameter in self.parameters.values():
+            for piece in self.pieces:
                 # A tensor, as torch's fused AdamW keeps it: on the parameter's device.
-                updates = torch.tensor(scalars["updates"], dtype=torch.float32, device=parameter.device)
-                self.optimizer.state[parameter]["step"] = updates
+                updates = torch.tensor(scalars["updates"], dtype=torch.float32, device=piece.tensor.device)
+                self.optimizer.state[piece.tensor]["step"] = updates
         self.scale.value = scalars["loss_scale"]
         self.scale.quiet = int(scalars["quiet_steps"])
         return checkpoint.manifest.step
 
-    def _fill(self, kind: str, tensors: dict[str, Any], checkpoint: Checkpoint) -> None:
-        from_tensors(self.model, lambda name: checkpoint.tensor(kind, name), tensors)
+    def _restore_states(self, kind: str, checkpoint: Checkpoint) -> None:
+        """One optimizer state of every piece: the rows it lies in are read, and of those its elements kept."""
+        covers = [(piece, *_rows_around(piece)) for piece in self.pieces]
+        slices = [(piece.name, rows) for piece, rows, _ in covers]
+        fill_slices(self.model, lambda name: checkpoint.tensor(kind, name), slices)
+        for piece, rows, skipped in covers:
+            elements = rows.local.reshape(-1)[skipped : skipped + piece.stop - piece.start]
+            state = torch.empty_like(piece.tensor, requires_grad=False)
+            self.optimizer.state[piece.tensor][kind] = state.copy_(elements.view_as(state))
 
-    def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        kinds = [kind for kind in self.kinds if self._optimizer_tensors(kind)]
-        with torch.no_grad():
-            for name, tensor in to_tensors(self.model, self.parameters):
-                yield "weight", name, tensor
-            for kind in kinds:
-                for name, tensor in to_tensors(self.model, self._optimizer_tensors(kind)):
-                    yield kind, name, tensor
+    def _tensors(self, kinds: tuple[str, ...]) -> Iterator[tuple[str, str, Tensor]]:
+        """Hugging Face's tensors one at a time on the first rank; nothing on others, which take part all the same."""
+        for kind in ("weight", *kinds):
+            value = _weight if kind == "weight" else self._state(kind)
+            for name, boxes in by_tensor(self.model):
+                names = dict.fromkeys(box.canonical for box in boxes)
+                parts = {part: self.collector.whole(part, value) for part in names}
+                wholes = {part: tensor for part, tensor in parts.items() if tensor is not None}
+                if wholes:
+                    yield kind, name, to_tensor(boxes, wholes)
 
-    def _optimizer_tensors(self, kind: str, create: bool = False) -> dict[str, Tensor]:
-        """One optimizer state of every parameter; empty before the first update."""
-        tensors = {}
-        for name, parameter in self.parameters.items():
-            states = self.optimizer.state[parameter] if create else self.optimizer.state.get(parameter, {})
-            if create:
-                states[kind] = torch.empty_like(parameter, requires_grad=False)
-            if states.get(kind) is not None:
-                tensors[name] = states[kind]
-        return tensors
+    def _kinds_here(self) -> tuple[str, ...]:
+        """The optimizer states there are: none before the first update, and no momentum where it is 0."""
+        states = [self.optimizer.state.get(piece.tensor, {}) for piece in self.pieces]
+        return tuple(kind for kind in self.kinds if any(state.get(kind) is not None for state in states))
+
+    def _state(self, kind: str) -> Callable[[Piece], Tensor]:
+        def value(piece: Piece) -> Tensor:
+            state: Tensor = self.optimizer.state[piece.tensor][kind]
+            return state
+
+        return value
 
     def _updates(self) -> float:
         """Updates made so far; fewer than steps where some were skipped."""
-        first = next(iter(self.parameters.values()))
+        first = self.pieces[0].tensor
         return float(self.optimizer.state.get(first, {}).get("step", 0.0))
+
+
+def _weight(piece: Piece) -> Tensor:
+    return piece.tensor
+
+
+def _rows_around(piece: Piece) -> tuple[Slice, int]:
+    """Whole rows that hold a piece, still empty, and how many of their elements come before it."""
+    box = piece.box
+    width = box.size // box.shape[0] if box.shape[0] else 1
+    first, last = piece.start // width, -(-piece.stop // width)
+    local = torch.empty((last - first, *box.shape[1:]), dtype=piece.tensor.dtype, device=piece.tensor.device)
+    offset = (box.offset[0] + first, *box.offset[1:])
+    return Slice(local, box.whole, offset), piece.start - first * width

@@ -6,13 +6,16 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from shoal.facts.recipe import Recipe
 from shoal.models.random import key
 from shoal.parallel.apply import Placed
+from shoal.parallel.exact import exact_loss, exact_norm
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.segment import MicroBatch
 from shoal.train.data.loader import Batch
-from shoal.train.optimizer import LossScale, clip
+from shoal.train.optimizer import LossScale, clip, squared_norm, unscale
 from shoal.train.schedule import learning_rate
 
 
@@ -37,48 +40,68 @@ class Step:
         self.recipe = recipe
         self.mesh = mesh
         self.scale = scale
-        self.parameters = list(placed.network.parameters())
+        self.pieces = placed.gradients.pieces
 
-    def __call__(self, step: int, micro_batches: list[Batch], targets: int) -> StepResult:
+    def __call__(self, step: int, batches: list[Batch], targets: int) -> StepResult:
         """Work through this rank's micro-batches of one step.
 
         ``targets`` counts the target tokens of the global batch. Every micro-batch's summed loss is divided by it
         before the backward pass, so that gradients only ever need adding up: over micro-batches, over ranks,
         however unevenly tokens are spread over them.
         """
-        loss = self._gradients(step, micro_batches, max(1, targets))  # a batch may have nothing to predict
-        norm = clip(self.parameters, self.recipe.clip, self.scale.value)
+        loss, norm = self.compute_gradients(step, batches, targets)
+        return self.update(step, loss, norm)
+
+    def compute_gradients(self, step: int, batches: list[Batch], targets: int) -> tuple[float, float]:
+        """Leave the global batch's gradients with the pieces; return its mean loss and their norm."""
+        placed = self.placed
+        targets = max(1, targets)  # a batch may have nothing to predict
+        micro_batches = [self._micro_batch(step, batch) for batch in batches]
+        placed.gradients.start_step()
+        losses = placed.executor.forward_backward(micro_batches, self.scale.value / targets)
+        placed.gradients.finish_step()
+        if placed.exact is not None:
+            placed.exact.deliver(self.recipe.batch)
+        placed.shared.sum(self.pieces)
+        unscale(self.pieces, self.scale.value)
+        return summed_loss(losses, placed, self.mesh) / targets, self._norm()
+
+    def update(self, step: int, loss: float, norm: float) -> StepResult:
+        """Clip the gradients and move the weights, unless a gradient is not finite."""
         updated = math.isfinite(norm)
         lr = learning_rate(self.recipe, step)
         if updated:
+            clip(self.pieces, self.recipe.clip, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
+            self.placed.gradients.after_update()
         self.scale.update(overflow=not updated)
         return StepResult(loss, norm, lr, updated)
 
-    def _gradients(self, step: int, micro_batches: list[Batch], targets: int) -> float:
-        """Leave the global batch's gradients in place, times the loss scale; return its mean loss."""
-        replicate, network = self.placed.replicate, self.placed.network
-        if replicate is None:
-            self.optimizer.zero_grad(set_to_none=True)
-        else:
-            replicate.start_step()
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for number, batch in enumerate(micro_batches, start=1):
-            if replicate is not None:
-                replicate.last_micro_batch = number == len(micro_batches)
-            hidden = network(batch.tokens, batch.positions, batch.documents, self._noise(step, batch))
-            loss_sum, _ = network.lm_head(hidden, batch.targets)
-            (loss_sum * (self.scale.value / targets)).backward()
-            total += loss_sum.detach()
-        if replicate is not None:
-            replicate.finish_step()
-        return self.mesh.sum_floats([float(total)])[0] / targets
+    def _norm(self) -> float:
+        """The norm of all gradients, each element counted once."""
+        if self.placed.exact is not None:
+            return exact_norm(self.pieces, self.mesh)
+        squares = squared_norm([piece for piece in self.pieces if piece.counted])
+        return math.sqrt(self.mesh.sum_floats([squares])[0])
 
-    def _noise(self, step: int, batch: Batch) -> torch.Tensor | None:
+    def _micro_batch(self, step: int, batch: Batch) -> MicroBatch:
+        noise = self._noise(step, batch)
+        return MicroBatch(batch.tokens, batch.positions, batch.documents, batch.targets, noise)
+
+    def _noise(self, step: int, batch: Batch) -> Tensor | None:
         """One key a sequence for its dropout masks: a hash of (seed, step, its place in the global batch)."""
         if self.recipe.dropout == 0:
             return None
         keys = [key(self.recipe.seed, step, f"row {row}") for row in batch.rows.tolist()]
         return torch.tensor(keys, dtype=torch.int64, device=self.mesh.device)
+
+
+def summed_loss(losses: list[Tensor], placed: Placed, mesh: Mesh) -> float:
+    """All ranks' losses, added in double precision, in strict mode without any rounding."""
+    # Ranks that split tensors compute the same loss: the first of them speaks for all.
+    mine = losses if mesh.place["tp"] == 0 else []
+    if placed.exact is not None:
+        return exact_loss(mine, mesh)
+    return mesh.sum_floats([float(torch.stack(mine).double().sum()) if mine else 0.0])[0]

@@ -1,0 +1,110 @@
+"""``shoal parity``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from shoal.prove.parity import Parity, Verdict
+
+
+def parity(
+    config: Path | None = None,
+    /,
+    *,
+    layouts: str = "quick",
+    steps: Annotated[int, Parameter(validator=None)] = 3,
+    precision: Literal["fp64", "fp32", "both"] = "both",
+    strict: Annotated[bool, Parameter(negative=())] = False,
+    set: Annotated[list[str] | None, Parameter(negative=())] = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """The same run in each layout against one process: losses, gradients, parameters, first point of difference.
+
+    Example: shoal parity examples/tiny.toml --layouts "fsdp=2;tp=2;dp=2,pp=2,schedule=zbv"
+
+    Every layout runs for real, one process a rank; on a CPU any world runs on any machine. A layout that differs is
+    taken apart until the strategy that brings the difference in can be named. Exit code 1 if one differs.
+
+    Parameters
+    ----------
+    config
+        A TOML file; without one the embedded default is run.
+    layouts
+        Layouts separated by ";", or quick (one of each strategy, up to 4 ranks), or full (every value, every pair
+        and 3D, up to 8 ranks; minutes). Of these two, those that the model and the batch can take.
+    steps
+        How many steps of the run.
+    precision
+        fp64 is judged to 1e-12 in loss and gradient, fp32 to its rounding.
+    strict
+        As run.strict: not within rounding but bit by bit (dp, fsdp, pp), in fp32.
+    set
+        Override one value, as in recipe.lr=0.001. May be given several times.
+    json
+        Print one JSON document on standard output, everything else on standard error.
+    """
+    from shoal.cli.show import print_json
+    from shoal.facts.configfile import load
+    from shoal.launch.report import FAILED, FINISHED
+    from shoal.plan.resolve import resolve
+    from shoal.prove import prepare
+
+    overrides = [*(set or []), *(["run.strict=true"] if strict else [])]
+    loaded = load(config, overrides, "dp=1").config
+    precisions: list[str] = ["fp32"] if loaded.run.strict else ["fp64", "fp32"] if precision == "both" else [precision]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    job = resolve(loaded, visible)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    chosen = prepare.layouts(layouts, job)
+    dataset = prepare.ready(job, chosen, precisions, steps, visible, console)
+    where = f"{job.model.name} on {job.cluster.device.name}"
+    console.print(f"{where}: {len(chosen)} layouts, {steps} steps each, against one process", markup=False)
+
+    from shoal.prove.parity import Prover
+
+    proofs = []
+    for kind in precisions:
+        console.print(f"{kind}: {'bit by bit' if loaded.run.strict else 'within rounding'}", markup=False)
+        prover = Prover(loaded, dataset, steps, kind)
+        proofs.append(prover.prove(chosen, lambda verdict: _tell(verdict, console)))
+    if json:
+        print_json(_document(proofs))
+    failed = [verdict for proof in proofs for verdict in proof.verdicts if not verdict.ok]
+    if not json:
+        print(
+            f"{len(failed)} of {sum(len(proof.verdicts) for proof in proofs)} differ"
+            if failed
+            else "all equal"
+        )
+    return FAILED if failed else FINISHED
+
+
+def _tell(verdict: Verdict, console: Console) -> None:
+    worst = (verdict.max_loss_diff, verdict.max_grad_diff, verdict.max_param_diff)
+    names = ("loss", "gradient", "weight")
+    numbers = "  ".join(f"{name} {value:7.1e}" for name, value in zip(names, worst, strict=True))
+    mark = "equal " if verdict.bit_identical else "ok    " if verdict.ok else "DIFFER"
+    console.print(f"{mark}  {verdict.layout!s:48}  {numbers}  {verdict.seconds:5.1f} s", markup=False)
+    if not verdict.ok:
+        console.print(f"        {verdict.reason}; {verdict.strategy}: {verdict.file}", markup=False)
+
+
+def _document(proofs: list[Parity]) -> dict[str, Any]:
+    """CONTRACT's fields are the first precision's; a second one stands beside them."""
+    first, *others = [
+        {
+            "steps": proof.steps,
+            "precision": proof.precision,
+            "reference": {"losses": proof.reference},
+            "layouts": [{**asdict(verdict), "layout": str(verdict.layout)} for verdict in proof.verdicts],
+        }
+        for proof in proofs
+    ]
+    return {**first, "also": others, "ok": all(verdict.ok for proof in proofs for verdict in proof.verdicts)}

@@ -1,0 +1,86 @@
+"""Which part of a parameter tensor parallelism gives a rank, and with whom that part's gradient has to be summed.
+
+Decided here once: ``parallel`` obeys it, ``predict`` prices it, checkpoints and ``parity`` put parts together by it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.facts.model import Model
+
+# Projections whose output features are split, and those whose input features are, which then add up.
+COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROW = ("o_proj", "down_proj")
+VOCABULARY = ("embed_tokens", "lm_head")
+HEAD_NORMS = ("q_norm", "k_norm")
+
+# Nobody; the ranks that hold the same key/value head; all ranks of the tensor group.
+SummedOver = Literal["nobody", "copies", "tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a parameter."""
+
+    whole: tuple[int, ...]  # the parameter's shape
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """What one rank of a tensor group holds of a parameter."""
+
+    box: Box
+    copies: int = 1  # ranks of the group that hold this very box
+    copy: int = 0  # which of them this is
+
+
+def tensor_part(name: str, shape: tuple[int, ...], model: Model, tp: int, index: int) -> TensorPart:
+    """The part of the parameter ``name`` (canonical, ``shape`` when whole) on rank ``index`` of ``tp``."""
+    module, leaf = name.rsplit(".", 2)[-2:]
+    if module in ("k_proj", "v_proj") and tp > model.kv_heads:
+        # Fewer heads than ranks: neighbours share one, the one that their query heads attend to.
+        copies = tp // model.kv_heads
+        return TensorPart(_cut(shape, 0, model.kv_heads, index // copies), copies, index % copies)
+    if module in COLUMN or module in VOCABULARY:
+        return TensorPart(_cut(shape, 0, tp, index))
+    if module in ROW and leaf == "weight":
+        return TensorPart(_cut(shape, 1, tp, index))
+    return TensorPart(Box(shape, (0,) * len(shape), shape), tp, index)
+
+
+def summed_over(name: str, model: Model, tp: int, sp: bool) -> SummedOver:
+    """Whose gradients of this parameter add up to the whole, beyond those of other data ranks."""
+    module, leaf = name.rsplit(".", 2)[-2:]
+    if tp == 1:
+        return "nobody"
+    if module in HEAD_NORMS:
+        return "tensor"  # every rank norms its own heads with the same weight
+    if module in ("k_proj", "v_proj") and tp > model.kv_heads:
+        return "copies"  # the same head, each rank with its own queries
+    if module in COLUMN or module in VOCABULARY or (module in ROW and leaf == "weight"):
+        return "nobody"
+    # Norms, biases after a row split, learned positions: with sequence parallelism a rank sees some of the tokens,
+    # without it all of them, as every other rank does.
+    return "tensor" if sp else "nobody"
+
+
+def _cut(shape: tuple[int, ...], dimension: int, parts: int, index: int) -> Box:
+    """Even parts, rounded up: the last ones are smaller, or empty, where the size does not divide (vocabularies)."""
+    most = -(-shape[dimension] // parts)
+    start = min(index * most, shape[dimension])
+    size = min(most, shape[dimension] - start)
+    offset = tuple(start if axis == dimension else 0 for axis in range(len(shape)))
+    return Box(shape, offset, tuple(size if axis == dimension else full for axis, full in enumerate(shape)))

@@ -1,0 +1,38 @@
+"""A pipeline schedule is data: for every rank a list of instructions that is printed, checked, simulated and obeyed.
+
+``compute_order`` decides who computes what when, ``instructions`` adds the messages between ranks, ``check`` proves
+that the result cannot hang, ``simulate`` says how long it takes and ``in_flight`` what it holds.
+"""
+
+from __future__ import annotations
+
+from shoal.facts.schedules.check import check
+from shoal.facts.schedules.instruction import Action, Instruction, Program, ScheduleError
+from shoal.facts.schedules.messages import instructions
+from shoal.facts.schedules.orders import compute_order
+from shoal.facts.schedules.simulate import Event, Timeline, bubble, in_flight, simulate, unit_durations
+
+__all__ = [
+    "Action",
+    "Event",
+    "Instruction",
+    "Program",
+    "ScheduleError",
+    "Timeline",
+    "bubble",
+    "check",
+    "compute_order",
+    "in_flight",
+    "instructions",
+    "simulate",
+    "text",
+    "unit_durations",
+]
+
+
+def text(programs: list[Program]) -> str:
+    """One line a rank."""
+    return "\n".join(
+        f"rank {rank}: {' '.join(str(instruction) for instruction in program)}"
+        for rank, program in enumerate(programs)
+    )

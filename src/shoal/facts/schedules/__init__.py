@@ -1,0 +1,1 @@
+"""Pipeline schedules as data; ``facts/schedule.py`` is the way in."""

@@ -1,0 +1,82 @@
+"""Sends and receives, put between the computations of each rank so that every pair of ranks agrees on their order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from shoal.facts.schedules.instruction import (
+    Instruction,
+    Program,
+    Tensor,
+    consumer,
+    receive,
+    send,
+    tensor_made,
+    tensor_needed,
+)
+from shoal.facts.schedules.orders import compute_order
+from shoal.facts.stages import rank_of_stage
+
+
+def instructions(schedule: str, pp: int, chunks: int, micro_batches: int) -> list[Program]:
+    """The whole program of every rank: computations, sends and receives.
+
+    Neither a send nor a receive waits where it stands: both are started there, and the computation that needs a
+    received tensor waits for it. Messages from one rank to another form a channel, and NCCL as well as gloo pair
+    them by order alone, so both ends must list them alike. A send stands right behind the computation that made
+    its tensor. A receive is started one computation before the one that needs it, to hide behind it, or earlier
+    still, where another message of its channel that was sent later is needed sooner. The two directions between
+    two ranks are two channels: whoever carries this out must not let one wait behind the other.
+    """
+    computed = compute_order(schedule, pp, chunks, micro_batches)
+    holder = [rank_of_stage(pp, chunks, schedule, stage) for stage in range(pp * chunks)]
+    sent = [_sends(program, holder, rank) for rank, program in enumerate(computed)]
+    channels: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+    for rank, program in enumerate(computed):
+        for instruction in program:
+            if instruction in sent[rank]:
+                tensor, peer = sent[rank][instruction]
+                channels[rank, peer].append(tensor)
+    programs = []
+    for rank, program in enumerate(computed):
+        arriving = {sender: tensors for (sender, receiver), tensors in channels.items() if receiver == rank}
+        posts = _posts(program, arriving, len(holder))
+        whole: Program = []
+        for position, instruction in enumerate(program):
+            whole += posts[position]
+            whole.append(instruction)
+            if instruction in sent[rank]:
+                tensor, peer = sent[rank][instruction]
+                whole.append(send(tensor, peer))
+        programs.append(whole)
+    return programs
+
+
+def _sends(program: Program, holder: list[int], rank: int) -> dict[Instruction, tuple[Tensor, int]]:
+    """For each computation whose result goes to another rank: the tensor, and that rank."""
+    leaving = {}
+    for instruction in program:
+        tensor = tensor_made(instruction)
+        if tensor is not None and 0 <= consumer(tensor) < len(holder) and holder[consumer(tensor)] != rank:
+            leaving[instruction] = (tensor, holder[consumer(tensor)])
+    return leaving
+
+
+def _posts(program: Program, arriving: dict[int, list[Tensor]], stages: int) -> list[Program]:
+    """The receives to start before each position of a rank's computations."""
+    needed_at = {
+        tensor: position
+        for position, instruction in enumerate(program)
+        if (tensor := tensor_needed(instruction, stages)) is not None
+    }
+    posts: list[Program] = [[] for _ in program]
+    for sender, tensors in sorted(arriving.items()):
+        deadline = len(program)
+        placed = []
+        # From the last message to the first: none may be received after one that was sent later.
+        for tensor in reversed(tensors):
+            deadline = min(deadline, needed_at[tensor])
+            placed.append((max(0, deadline - 1), receive(tensor, sender)))
+        for position, instruction in reversed(placed):
+            posts[position].append(instruction)
+    return posts

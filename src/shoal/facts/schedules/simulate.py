@@ -1,0 +1,104 @@
+"""What a schedule would do in time and hold in memory, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.facts.schedules.instruction import (
+    Action,
+    Instruction,
+    Program,
+    ScheduleError,
+    Tensor,
+    tensor_made,
+    tensor_needed,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One computation, with when it began and ended."""
+
+    instruction: Instruction
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What every rank computes when, from 0 to the end of the last computation."""
+
+    ranks: list[list[Event]]
+
+    @property
+    def end(self) -> float:
+        return max((events[-1].end for events in self.ranks if events), default=0.0)
+
+
+def unit_durations(instruction: Instruction) -> float:
+    """The papers' convention: F = I = W = 1, and a whole backward is both its halves."""
+    return 2.0 if instruction.action is Action.BACKWARD else 1.0
+
+
+def simulate(
+    programs: list[Program], durations: Callable[[Instruction], float] = unit_durations, transfer: float = 0.0
+) -> Timeline:
+    """Run the computations of all ranks, each as soon as its rank is free and what it needs is there.
+
+    ``transfer`` is how long a tensor travels to another rank; it travels beside the computations. Works with and
+    without sends and receives in the programs: what depends on what follows from the stages.
+    """
+    work = [[instruction for instruction in program if instruction.computes] for program in programs]
+    holder = {instruction.stage: rank for rank, program in enumerate(work) for instruction in program}
+    made: dict[Tensor, float] = {}
+    ranks: list[list[Event]] = [[] for _ in work]
+    moved = True
+    while moved:
+        moved = False
+        for rank, (program, events) in enumerate(zip(work, ranks, strict=True)):
+            while len(events) < len(program):
+                instruction = program[len(events)]
+                start = events[-1].end if events else 0.0
+                needed = tensor_needed(instruction, len(holder))
+                if needed is not None:
+                    if needed not in made:
+                        break
+                    travel = transfer if holder[needed.stage] != rank else 0.0
+                    start = max(start, made[needed] + travel)
+                events.append(Event(instruction, start, start + durations(instruction)))
+                result = tensor_made(instruction)
+                if result is not None:
+                    made[result] = events[-1].end
+                moved = True
+    for rank, (program, events) in enumerate(zip(work, ranks, strict=True)):
+        if len(events) < len(program):
+            raise ScheduleError(f"rank {rank}: {program[len(events)]} waits for ever; check() says why")
+    return Timeline(ranks)
+
+
+def bubble(timeline: Timeline) -> float:
+    """The share of all ranks' time, from the first start to the last end, in which they compute nothing."""
+    total = timeline.end * len(timeline.ranks)
+    busy = sum(event.end - event.start for events in timeline.ranks for event in events)
+    return 1.0 - busy / total if total else 0.0
+
+
+def in_flight(programs: list[Program]) -> list[int]:
+    """The most activations, each of one stage and one micro-batch, that every rank holds at once.
+
+    Held from the forward to the end of the backward. Where that is split, activations count in full until the
+    weights have their gradients, which is the most it can be: between the halves only the inputs of the matrix
+    products and the gradients of their outputs are still needed, no longer what attention and norms kept.
+    """
+    peaks = []
+    for program in programs:
+        held = peak = 0
+        for instruction in program:
+            if instruction.action is Action.FORWARD:
+                held += 1
+                peak = max(peak, held)
+            elif instruction.action in (Action.BACKWARD, Action.WEIGHT):
+                held -= 1
+        peaks.append(peak)
+    return peaks

@@ -1,0 +1,38 @@
+"""How a process becomes a rank: its device, its threads, its process group, its place in the mesh."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shoal.facts.local import usable_threads
+from shoal.launch import rendezvous
+from shoal.parallel.mesh import Mesh
+from shoal.plan.resolve import Job
+
+
+def join(job: Job, rank: int, local_rank: int, store: dist.Store) -> Mesh:
+    """Join the other ranks of a job; ``store`` is where they meet."""
+    timeout = timedelta(seconds=job.config.fault.timeout)
+    # One machine: nobody outside has any business with its ranks.
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = rendezvous.LOOPBACK_INTERFACE
+    if job.cluster.device.name == "cpu":
+        device = torch.device("cpu")
+        backend = "gloo"
+        # Ranks share the machine's cores; more threads than cores only get in each other's way. In strict mode there
+        # is one, for the bits of a matrix product depend on how many work on it.
+        torch.set_num_threads(1 if job.config.run.strict else max(1, usable_threads() // job.layout.world))
+    else:
+        devices = torch.cuda.device_count()
+        if job.layout.world > devices:
+            # NCCL takes two ranks on one device of one host for a mistake. On two hosts it asks no questions.
+            os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+        device = torch.device("cuda", local_rank % devices)
+        torch.cuda.set_device(device)
+        backend = "nccl"
+    if job.layout.world > 1:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=job.layout.world, timeout=timeout)
+    return Mesh(job.layout, rank, device, store, timeout)

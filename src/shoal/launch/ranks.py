@@ -1,0 +1,126 @@
+"""A function in several processes of one machine, each a rank of a small world: for proofs, not for training runs.
+
+A training run has torchrun's agent to watch and restart its workers; here the first failure ends them all.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch.distributed as dist
+
+from shoal.launch import rendezvous
+
+# How long we wait, after a first failure, for one that may have caused it.
+GRACE_SECONDS = 0.5
+
+
+class RankFailed(RuntimeError):
+    """A rank raised, died, or did not answer in time."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        self.rank, self.text = rank, text
+        super().__init__(f"rank {rank}: {text.rstrip().splitlines()[-1]}")
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: BaseProcess
+    pipe: Connection
+
+
+def run_ranks(
+    world: int, function: Callable[..., Any], arguments: tuple[Any, ...] = (), seconds: float = 600.0
+) -> list[Any]:
+    """``function(rank, world, store, *arguments)`` in ``world`` processes; their results in rank order.
+
+    ``function`` is found by name in the processes, so it stands at the top of its module. They are forked from a
+    server that ``launch.local.warm_workers`` has started, and meet in a store on loopback.
+    """
+    context = multiprocessing.get_context("forkserver")
+    meeting = rendezvous.LoopbackRendezvous("ranks", seconds)
+    ranks = []
+    for number in range(world):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_work,
+            args=(number, world, meeting.port, seconds, theirs, function, arguments),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        ranks.append(_Rank(number, process, ours))
+    try:
+        return _results(ranks, seconds)
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
+
+
+def _results(ranks: list[_Rank], seconds: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[RankFailed] = []
+    deadline = time.monotonic() + seconds
+    waiting = {rank.pipe: rank for rank in ranks}
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(waiting), left):
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            fine, answer = _receive(pipe)
+            if fine:
+                results[rank.number] = answer
+            else:
+                failures.append(RankFailed(rank.number, answer))
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    if failures:
+        raise min(failures, key=_echo)
+    if waiting:
+        silent = min(rank.number for rank in waiting.values())
+        raise RankFailed(silent, f"no answer within {seconds:.0f} s")
+    return [results[number] for number in sorted(results)]
+
+
+def _receive(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        answer: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
+        return answer
+    except EOFError:
+        return False, "the process died"
+
+
+def _echo(failure: RankFailed) -> bool:
+    """Whether a failure is likely what another rank's failure looks like from here."""
+    return any(
+        sign in failure.text for sign in ("Connection closed", "Connection reset", "DistBackendError", "died")
+    )
+
+
+def _work(
+    rank: int,
+    world: int,
+    port: int,
+    seconds: float,
+    pipe: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    try:
+        store = rendezvous.connect(port, seconds)
+        answer = (True, function(rank, world, store, *arguments))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    # Plain bytes: torch's own pickling shares memory with a process that is about to end.
+    pipe.send_bytes(pickle.dumps(answer))
+    pipe.close()
+    if dist.is_initialized() and answer[0]:
+        dist.destroy_process_group()

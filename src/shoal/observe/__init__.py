@@ -1,0 +1,1 @@
+"""What really happens in a run: the collectives it issues, the bytes it holds."""

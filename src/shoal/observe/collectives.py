@@ -1,0 +1,186 @@
+"""The collective counter: every collective and every message that this rank issues, by operation and group.
+
+    with CollectiveCounter({tensor_group.group_name: "tp"}) as counter:
+        step()
+    print(counter.traffic())
+
+It sees what goes through torch's dispatcher, on any backend (gloo, NCCL, fake): also from autograd hooks, with
+``async_op=True``, from FSDP2, DTensor and DDP, ``isend``, ``irecv`` and ``batch_isend_irecv``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.observe.subclasses import plain_tensors, takes_itself_apart
+
+# A group's readable name from torch's name for it and its ranks; None where there is none.
+Namer = Callable[[str, tuple[int, ...]], str | None]
+
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+# Torch's names, without the underscores that only say "in place".
+OPERATIONS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_base": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "isend": "send",
+    "recv": "receive",
+    "recv_any_source": "receive",
+    "irecv": "receive",
+    "barrier": "barrier",
+    "monitored_barrier": "barrier",
+}
+
+
+@dataclass(frozen=True, order=True)
+class Traffic:
+    """All calls of one operation in one group; ``bytes`` sums each call's largest buffer."""
+
+    op: str
+    group: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, as it was issued. A coalesced call is one call; its buffers count together."""
+
+    op: str
+    group: str
+    bytes: int
+    dtype: str
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts while it is active; the counts stay readable afterwards, and ``reset`` begins anew.
+
+    ``names`` gives groups readable names: by torch's name for the group (``group.group_name``), or as a function of
+    that and its ranks. A group without one is shown by its ranks. With ``log``, ``calls`` keeps every call, in order.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, names: Mapping[str, str] | Namer | None = None, *, log: bool = False) -> None:
+        super().__init__()
+        self._name: Namer = names if callable(names) else lambda name, ranks: (names or {}).get(name)
+        self._log = log
+        self._known: dict[str, str] = {}
+        self.reset()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Compiled code stays compiled: its collectives are operators of their own and are seen as it runs.
+        return True
+
+    def reset(self) -> None:
+        self.calls: list[Call] = []
+        self._sums: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def traffic(self) -> list[Traffic]:
+        """What was counted, sorted by operation and group."""
+        return sorted(Traffic(*key, *sums) for key, sums in self._sums.items())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if takes_itself_apart(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace in NAMESPACES:
+            group = _group(func, args, kwargs)
+            if group is not None:
+                for operation, buffers in _operations(func, args, kwargs, result):
+                    self._count(operation, self._readable(group), buffers)
+        return result
+
+    def _count(self, operation: str, group: str, buffers: Sequence[list[torch.Tensor]]) -> None:
+        largest = max((_bytes(buffer) for buffer in buffers), default=0)
+        count, total = self._sums.get((operation, group), (0, 0))
+        self._sums[operation, group] = (count + 1, total + largest)
+        if self._log:
+            dtype = next((str(tensor.dtype) for buffer in buffers for tensor in buffer), "")
+            self.calls.append(Call(operation, group, largest, dtype.removeprefix("torch.")))
+
+    def _readable(self, group: dist.ProcessGroup) -> str:
+        name = group.group_name
+        if name not in self._known:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self._known[name] = self._name(name, ranks) or show_ranks(ranks)
+        return self._known[name]
+
+
+def show_ranks(ranks: Sequence[int]) -> str:
+    """``ranks 0,3,4``; evenly spaced ones as ``ranks 0-7`` or ``ranks 1-29 by 4``."""
+    steps = {later - earlier for earlier, later in pairwise(ranks)}
+    if len(ranks) < 4 or len(steps) > 1:
+        return "ranks " + ",".join(map(str, ranks))
+    (step,) = steps
+    return f"ranks {ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
+
+
+def _group(func: Any, args: tuple, kwargs: dict[str, Any]) -> dist.ProcessGroup | None:
+    """The process group an operator of c10d talks in; None for one that does not communicate (a wait, a check).
+
+    The one place that knows how torch hands a group to an operator: boxed as a script object, or by its name, which
+    only a private function of torch (2.11 to 2.13) looks up.
+    """
+    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    group = values.get("process_group", values.get("group_name"))
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, str):
+        resolve: Any = dist.distributed_c10d._resolve_process_group
+        return resolve(group)
+    return dist.ProcessGroup.unbox(group)
+
+
+def _operations(
+    func: Any, args: tuple, kwargs: dict[str, Any], result: Any
+) -> Iterator[tuple[str, list[list[torch.Tensor]]]]:
+    """What a call does, each with its buffers: one list for each argument that holds tensors, and for the result."""
+    name = func._schema.name.split("::")[1].strip("_")
+    if name == "batch_p2p_ops":
+        kinds, tensors = args[0], args[3]
+        for kind, tensor in zip(kinds, tensors, strict=True):
+            yield OPERATIONS[kind], [[tensor]]
+        return
+    # An operation that torch adds one day still shows, under torch's name.
+    operation = OPERATIONS.get(name, name)
+    # A barrier's tensor only says which device waits.
+    values = () if operation == "barrier" else (*args, *kwargs.values(), result)
+    yield operation, [list(plain_tensors(value)) for value in values]
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

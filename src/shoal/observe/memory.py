@@ -1,0 +1,263 @@
+"""The live-byte tracker: how many bytes of tensors are held, of which kind, and what the peak was made of.
+
+    with MemoryTracker() as tracker:
+        tracker.mark(model.parameters(), "params")
+        step()
+    print(tracker.peak, tracker.peak_by_category())
+
+It follows storages, so views count once and bytes live as long as anything (autograd too) holds them. What an operator
+allocates and frees inside itself is not seen; compiled functions run as eager code while the tracker is active. Gloo's
+own threads let go of a collective's buffers a moment after it was waited for: those count until then.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.observe.subclasses import is_fake, plain_tensors, takes_itself_apart
+
+
+def live_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of the storages under these tensors, each storage once, on whatever device."""
+    storages = [plain.untyped_storage() for tensor in tensors for plain in plain_tensors(tensor)]
+    # A storage keeps one Python object for life, so its id tells storages apart where a meta one has no address.
+    return sum(storage.nbytes() for storage in {id(storage): storage for storage in storages}.values())
+
+
+@dataclass(eq=False, slots=True)
+class _Followed:
+    """One storage, the category it has, its bytes now and the moment it came to that size."""
+
+    watch: weakref.ref[torch.UntypedStorage]
+    category: str
+    bytes: int = 0
+    since: int = 0
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Follows every storage that an operator creates while it is active, and those of tensors that it is shown.
+
+    ``round_to`` rounds every storage up (512: what CUDA's allocator hands out). ``device`` counts one kind of device
+    only, for example "cuda". ``fake`` also counts FakeTensors, as if they were on the device that they pretend to be
+    on; tensors on the meta device never count. Enter it inside the FakeTensorMode or outside, that is the same.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, *, round_to: int = 1, fake: bool = False, device: str | None = None) -> None:
+        super().__init__()
+        self._round_to = round_to
+        self._fake = fake
+        self._device = device
+        self._followed: dict[int, _Followed] = {}
+        # A storage may die in the midst of our bookkeeping or on another thread: its death only leaves a note here.
+        self._dead: deque[int] = deque()
+        self._category = "other"
+        self._paused = False
+        self._patches: list[ExitStack] = []
+        self._total = 0
+        self._moment = 0
+        self.reset_peak()
+
+    # What a caller says.
+
+    def mark(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Give these tensors' storages a category, for all of their life; follow those not yet known."""
+        for tensor in tensors:
+            for plain in plain_tensors(tensor):
+                followed = self._follow(plain)
+                if followed is not None:
+                    followed.category = category
+
+    @contextmanager
+    def labelled(self, category: str) -> Iterator[None]:
+        """What is created inside has this category, until it is marked otherwise."""
+        before, self._category = self._category, category
+        try:
+            yield
+        finally:
+            self._category = before
+
+    def reset_peak(self) -> None:
+        """Let the peak begin anew at what is held now."""
+        self._bury()
+        self._peak = self._total
+        self._peak_moment = self._moment
+        # Storages that were there at the peak and have since been freed or resized, with the bytes they had.
+        self._past: list[tuple[_Followed, int]] = []
+
+    # What it answers.
+
+    def live(self) -> dict[str, int]:
+        """Bytes held now, by category."""
+        self._bury()
+        return _by_category((followed, followed.bytes) for followed in self._followed.values())
+
+    @property
+    def peak(self) -> int:
+        """The most bytes held at once."""
+        return self._peak
+
+    def peak_by_category(self) -> dict[str, int]:
+        """What the peak was made of. A mark counts backwards too: a gradient marked after the peak was one then."""
+        self._bury()
+        there = ((item, item.bytes) for item in self._followed.values() if item.since <= self._peak_moment)
+        return _by_category([*there, *self._past])
+
+    # How it knows.
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if takes_itself_apart(types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if self._paused:
+            return result
+        if result is None:
+            # An operator that returns nothing may have resized what it was given.
+            for tensor in plain_tensors(args):
+                if tensor.layout == torch.strided:
+                    self._resized(tensor.untyped_storage())
+        for tensor in plain_tensors(result):
+            self._follow(tensor)
+        return result
+
+    def __enter__(self) -> MemoryTracker:
+        with ExitStack() as patches:
+            patches.enter_context(_storage_resizes_told_to(self._resized))
+            if self._fake:
+                patches.enter_context(_around_shape_propagation(self._pause))
+            self._patches.append(patches.pop_all())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.pop().close()
+
+    def _follow(self, tensor: torch.Tensor) -> _Followed | None:
+        if not self._counts(tensor):
+            return None
+        self._bury()
+        storage = tensor.untyped_storage()
+        # The Python object of a storage lives exactly as long as the storage itself (since torch 2.1), whether or not
+        # Python holds it: its id is a key, and a weak reference to it tells of the death.
+        key = id(storage)
+        followed = self._followed.get(key)
+        if followed is None:
+            dead = self._dead
+            followed = _Followed(weakref.ref(storage, lambda _: dead.append(key)), self._category)
+            self._followed[key] = followed
+        self._take_size(followed, storage.nbytes())
+        return followed
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout != torch.strided or (is_fake(tensor) and not self._fake):
+            return False
+        kind = tensor.device.type
+        return kind != "meta" and self._device in (None, kind)
+
+    def _take_size(self, followed: _Followed, size: int) -> None:
+        size = -(-size // self._round_to) * self._round_to
+        if size == followed.bytes:
+            return
+        if followed.since <= self._peak_moment and followed.bytes:
+            self._past.append((followed, followed.bytes))
+        self._moment += 1
+        self._total += size - followed.bytes
+        followed.bytes, followed.since = size, self._moment
+        if self._total > self._peak:
+            self._peak, self._peak_moment = self._total, self._moment
+            self._past.clear()
+
+    def _bury(self) -> None:
+        """Let go of the storages that died since the last look. Always before one is added, so the peak is true."""
+        while self._dead:
+            self._take_size(self._followed.pop(self._dead.popleft()), 0)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        self._bury()
+        followed = self._followed.get(id(storage))
+        if followed is not None:
+            self._take_size(followed, storage.nbytes())
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+
+def _by_category(held: Iterable[tuple[_Followed, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for followed, size in held:
+        total[followed.category] += size
+    return {category: size for category, size in sorted(total.items()) if size}
+
+
+# Two things reach no operator. Both are patched into torch here, only while a tracker is active.
+
+
+def _storage_resizes_told_to(tell: Callable[[torch.UntypedStorage], None]) -> Any:
+    """FSDP2 frees gathered parameters, and takes room for them again, by resizing their storage."""
+    resize = torch.UntypedStorage.resize_
+
+    @functools.wraps(resize)
+    def resize_and_tell(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        result = resize(storage, size)
+        tell(storage)
+        return result
+
+    return _replaced(torch.UntypedStorage, "resize_", resize_and_tell)
+
+
+@contextmanager
+def _around_shape_propagation(pause: Callable[[], Any]) -> Iterator[None]:
+    """DTensor finds an operator's global output shape by running it on fake tensors of global shape.
+
+    In a fake run nothing else tells these from the run's own. The method is private; torch 2.11 to 2.13 have it.
+    """
+    if not torch.distributed.is_available():
+        yield
+        return
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    method = "_propagate_tensor_meta_non_cached"
+    if not hasattr(ShardingPropagator, method):
+        raise RuntimeError(
+            f"torch {torch.__version__} has no ShardingPropagator.{method}: fake memory would be wrong"
+        )
+    propagate = getattr(ShardingPropagator, method)
+
+    @functools.wraps(propagate)
+    def propagate_unseen(*args: Any, **kwargs: Any) -> Any:
+        with pause():
+            return propagate(*args, **kwargs)
+
+    with _replaced(ShardingPropagator, method, propagate_unseen):
+        yield
+
+
+@contextmanager
+def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    inherited = name not in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

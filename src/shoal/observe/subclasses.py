@@ -1,0 +1,44 @@
+"""Tensor subclasses, as an observer meets them: who takes an operator apart, and which plain tensors lie underneath."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+# Private, and the only name by which torch offers it (2.11 to 2.13); the class has not moved since 2.0.
+from torch._subclasses import FakeTensor
+
+
+def takes_itself_apart(types: Sequence[type]) -> bool:
+    """Whether an operator on these types is first split into operators on plain tensors (DTensor does).
+
+    An observer answers NotImplemented then: the subclass runs, and what it issues comes back to the observer. Were the
+    observer to call the operator itself, it would be switched off for all that happens inside.
+    """
+    return any(not issubclass(kind, FakeTensor) and _is_wrapper(kind) for kind in types)
+
+
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples and dicts; a wrapper such as DTensor gives what it wraps."""
+    if _is_wrapper(type(value)):
+        names, _ = value.__tensor_flatten__()
+        for name in names:
+            yield from plain_tensors(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from plain_tensors(item)
+    elif isinstance(value, dict):
+        yield from plain_tensors(list(value.values()))
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it has a shape and a device and no data."""
+    return isinstance(tensor, FakeTensor)
+
+
+def _is_wrapper(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__")

@@ -1,0 +1,90 @@
+"""Whole tensors on the first rank, put together from the pieces that all ranks hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.facts.boxes import Box
+from shoal.parallel.mesh import PATIENCE, Mesh
+from shoal.parallel.pieces import Piece
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A piece, as other ranks know it."""
+
+    box: Box
+    start: int
+    stop: int
+    dtype: torch.dtype
+
+
+class Collector:
+    """Knows which rank holds which elements of every parameter."""
+
+    def __init__(self, pieces: list[Piece], mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.mine = {piece.name: piece for piece in pieces if piece.counted and piece.stop > piece.start}
+        table = {
+            name: Entry(piece.box, piece.start, piece.stop, piece.tensor.dtype)
+            for name, piece in self.mine.items()
+        }
+        self.tables: list[dict[str, Entry]] = [table] * mesh.world
+        if mesh.control is not None:
+            dist.all_gather_object(self.tables, table, group=mesh.control)
+        self.name = mesh.new_name("collector")
+        self._asked = 0
+
+    def whole(self, name: str, value: Callable[[Piece], Tensor]) -> Tensor | None:
+        """The tensor of a parameter, made of ``value`` of each of its pieces; None but on the first rank.
+
+        Every rank has to ask for the same names in the same order.
+        """
+        self._asked += 1
+        if self.mesh.rank != 0:
+            if name in self.mine:
+                self._wait_until_asked()
+                # By way of the host: the first rank writes from there, and has no room for all on its device.
+                dist.send(
+                    value(self.mine[name]).detach().cpu().reshape(-1), group=self.mesh.control, group_dst=0
+                )
+            return None
+        holders = [(rank, table[name]) for rank, table in enumerate(self.tables) if name in table]
+        if any(rank != 0 for rank, _ in holders):
+            self._ask()
+        return self._assemble(name, holders, value)
+
+    def _assemble(
+        self, name: str, holders: list[tuple[int, Entry]], value: Callable[[Piece], Tensor]
+    ) -> Tensor:
+        first = holders[0][1]
+        whole = torch.empty(first.box.whole, dtype=first.dtype)
+        boxes: dict[Box, Tensor] = {}
+        for rank, entry in holders:
+            if entry.box not in boxes:
+                boxes[entry.box] = torch.empty(math.prod(entry.box.shape), dtype=entry.dtype)
+            part = boxes[entry.box][entry.start : entry.stop]
+            if rank == 0:
+                part.copy_(value(self.mine[name]).detach().reshape(-1))
+            else:
+                dist.recv(part, group=self.mesh.control, group_src=rank)
+        for box, values in boxes.items():
+            whole[box.slices] = values.view(box.shape)
+        return whole
+
+    # A rank that waits in a message would take a first rank that is busy writing for a dead one. So it waits for a
+    # key of the store, as it does for other things that the first rank does alone.
+
+    def _ask(self) -> None:
+        if self.mesh.store is not None:
+            self.mesh.store.set(f"{self.name}-{self._asked}", "")
+
+    def _wait_until_asked(self) -> None:
+        if self.mesh.store is not None:
+            self.mesh.store.wait([f"{self.name}-{self._asked}"], PATIENCE)

@@ -1,0 +1,193 @@
+"""Carrying out a schedule: this rank's list of instructions, one after the other.
+
+Without a pipeline the list reads: forward and backward of the first micro-batch, then of the second, and so on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.facts.schedule import Action, Instruction, check, instructions
+from shoal.facts.stages import rank_of_stage
+from shoal.parallel.deferred import Deferred
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.pieces import Gradients
+from shoal.parallel.pipeline import Arrival, Channels
+from shoal.parallel.segment import MicroBatch, Segment
+
+Key = tuple[int, int]  # (stage, micro-batch)
+
+
+@dataclass
+class Underway:
+    """What is between two instructions of a step."""
+
+    batches: list[MicroBatch]
+    arriving: dict[Key, Arrival | Tensor] = field(default_factory=dict)  # hidden states
+    arriving_back: dict[Key, Arrival | Tensor] = field(default_factory=dict)  # their gradients
+    inputs: dict[Key, Tensor] = field(default_factory=dict)
+    outputs: dict[Key, Tensor] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+
+
+class Executor:
+    """Runs the segments of one rank."""
+
+    def __init__(
+        self, segments: list[Segment], mesh: Mesh, gradients: Gradients, split_backward: bool
+    ) -> None:
+        """``split_backward``: whether the schedule's separate weight gradients are really computed apart."""
+        self.segments = {segment.stage.index: segment for segment in segments}
+        self.mesh, self.layout = mesh, mesh.layout
+        self.gradients = gradients
+        self.stages = self.layout.pp * self.layout.chunks
+        self.channels = Channels(mesh) if self.layout.pp > 1 else None
+        self.deferred = Deferred() if split_backward else None
+        if self.deferred is not None:
+            for segment in segments:
+                self.deferred.watch(segment)
+
+    def forward_backward(self, batches: list[MicroBatch], factor: float) -> list[Tensor]:
+        """Gradients of the losses times ``factor``; the summed loss of each micro-batch whose end is here."""
+        program = self._program(len(batches))
+        complete = _last_backward(program)
+        underway = Underway(batches)
+        for number, instruction in enumerate(program):
+            stage, micro = instruction.stage, instruction.micro
+            last = complete.get(stage) == number
+            match instruction.action:
+                case Action.FORWARD:
+                    self._forward(stage, micro, underway)
+                case Action.BACKWARD:
+                    self.gradients.before_backward(stage, last)
+                    self._backward(stage, micro, underway, factor)
+                    self.gradients.after_backward(stage, last)
+                case Action.INPUT:
+                    self.gradients.before_backward(stage, False)
+                    if self.deferred is not None:
+                        self.deferred.begin(stage, micro)
+                    self._backward(stage, micro, underway, factor)
+                    if self.deferred is not None:
+                        self.deferred.end()
+                case Action.WEIGHT:
+                    if self.deferred is not None:
+                        self.deferred.compute(stage, micro)
+                    self.gradients.after_backward(stage, last)
+                case _:
+                    self._communicate(instruction, underway)
+        if self.channels is not None:
+            self.channels.wait_for_sends()
+        return underway.losses
+
+    @torch.no_grad()
+    def forward_only(self, batches: list[MicroBatch], place: int | None = None) -> list[Tensor]:
+        """The summed loss of each micro-batch (or the scores after ``place``) where the end of the network is here."""
+        underway = Underway(batches)
+        for instruction in self._program(len(batches)):
+            if instruction.action is Action.FORWARD:
+                self._forward(instruction.stage, instruction.micro, underway, place)
+                underway.inputs.clear()
+            elif instruction.action in (Action.SEND_FORWARD, Action.RECEIVE_FORWARD):
+                self._communicate(instruction, underway)
+            if instruction.action is Action.SEND_FORWARD:
+                del underway.outputs[instruction.stage, instruction.micro]
+        if self.channels is not None:
+            self.channels.wait_for_sends()
+        return underway.losses
+
+    def scores(self, batch: MicroBatch, place: int) -> Tensor:
+        """The scores [rows, vocabulary] of the token after ``place``, on every rank of the pipeline."""
+        here = self.forward_only([batch], place)
+        group = self.mesh.group("pp")
+        if group is None:
+            return here[0]
+        end = rank_of_stage(self.layout.pp, self.layout.chunks, self.layout.schedule, self.stages - 1)
+        vocabulary = next(iter(self.segments.values())).network.shape.vocab
+        scores = here[0] if here else self._empty((batch.tokens.shape[0], vocabulary))
+        scores = scores.to(torch.float64).contiguous()
+        dist.broadcast(scores, group=group, group_src=end)
+        return scores
+
+    def _program(self, micro_batches: int) -> list[Instruction]:
+        layout = self.layout
+        return programs(layout.schedule, layout.pp, layout.chunks, micro_batches)[self.mesh.place["pp"]]
+
+    def _forward(self, stage: int, micro: int, underway: Underway, place: int | None = None) -> None:
+        segment, batch = self.segments[stage], underway.batches[micro]
+        inputs = batch.tokens
+        if not segment.stage.first:
+            inputs = _arrived(underway.arriving.pop((stage, micro)))
+            inputs.requires_grad_(torch.is_grad_enabled())
+            underway.inputs[stage, micro] = inputs
+        output = segment(inputs, batch, place)
+        underway.outputs[stage, micro] = output
+        if segment.stage.last:
+            underway.losses.append(output.detach())
+        elif stage + 1 in self.segments:  # the bottom of a V: the next stage is here as well
+            underway.arriving[stage + 1, micro] = output.detach()
+
+    def _backward(self, stage: int, micro: int, underway: Underway, factor: float) -> None:
+        segment = self.segments[stage]
+        output = underway.outputs.pop((stage, micro))
+        if segment.stage.last:
+            (output * factor).backward()
+        else:
+            torch.autograd.backward(output, _arrived(underway.arriving_back.pop((stage, micro))))
+        if not segment.stage.first and stage - 1 in self.segments:
+            underway.arriving_back[stage - 1, micro] = _gradient(underway.inputs.pop((stage, micro)))
+
+    def _communicate(self, instruction: Instruction, underway: Underway) -> None:
+        assert self.channels is not None and instruction.peer is not None
+        stage, micro, peer = instruction.stage, instruction.micro, instruction.peer
+        match instruction.action:
+            case Action.SEND_FORWARD:
+                self.channels.send(underway.outputs[stage, micro].detach(), peer)
+            case Action.SEND_BACKWARD:
+                self.channels.send(_gradient(underway.inputs.pop((stage, micro))), peer)
+            case Action.RECEIVE_FORWARD:
+                underway.arriving[stage, micro] = self._receive(underway.batches[micro], peer)
+            case Action.RECEIVE_BACKWARD:
+                underway.arriving_back[stage, micro] = self._receive(underway.batches[micro], peer)
+
+    def _receive(self, batch: MicroBatch, peer: int) -> Arrival:
+        """Hidden states, or their gradients: they have the same shape."""
+        assert self.channels is not None
+        network = next(iter(self.segments.values())).network
+        rows, length = batch.tokens.shape
+        if self.layout.sp:
+            length //= self.layout.tp
+        return self.channels.receive((rows, length, network.shape.hidden), network.model.compute, peer)
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=torch.float64, device=self.mesh.device)
+
+
+@cache
+def programs(schedule: str, pp: int, chunks: int, micro_batches: int) -> list[list[Instruction]]:
+    """Every rank's instructions; a schedule that would not come to its end is refused before it starts."""
+    made = instructions(schedule, pp, chunks, micro_batches)
+    check(made, pp, chunks, schedule, micro_batches)
+    return made
+
+
+def _last_backward(program: list[Instruction]) -> dict[int, int]:
+    """For every stage the number of the instruction that completes its gradients."""
+    return {
+        instruction.stage: number
+        for number, instruction in enumerate(program)
+        if instruction.action in (Action.BACKWARD, Action.WEIGHT)
+    }
+
+
+def _arrived(tensor: Arrival | Tensor) -> Tensor:
+    return tensor.wait() if isinstance(tensor, Arrival) else tensor
+
+
+def _gradient(inputs: Tensor) -> Tensor:
+    assert inputs.grad is not None
+    return inputs.grad

@@ -1,0 +1,152 @@
+"""What a rank holds of the parameters: slices that are filled with values, and pieces that the optimizer moves.
+
+They differ where parameters are whole and only the optimizer's work is shared out (``zero=1|2``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal.facts.boxes import Box, TensorPart, tensor_part
+from shoal.facts.model import Model
+from shoal.facts.parameters import llama_parameters
+from shoal.models.initial import Slice
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.segment import EMBEDDING, HEAD, Segment
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of a segment and what part of the whole one it is."""
+
+    name: str  # canonical; of a copied head, that of the embedding it is a copy of
+    stage: int
+    parameter: nn.Parameter
+    part: TensorPart
+    copied: bool  # a head's own copy of a tied embedding
+
+    @property
+    def label(self) -> str:
+        """The name of this parameter among those of its rank."""
+        return HEAD if self.copied else self.name
+
+
+@dataclass(eq=False)
+class Piece:
+    """What one rank's optimizer updates of one parameter: elements ``start`` to ``stop`` of its box, row by row."""
+
+    held: Held
+    tensor: nn.Parameter  # its gradient is, after ``finish_step``, the global batch's
+    start: int
+    stop: int
+    counted: bool  # of several equal pieces one counts: in the norm, and as the one that is written
+
+    @property
+    def name(self) -> str:
+        return self.held.name
+
+    @property
+    def box(self) -> Box:
+        return self.held.part.box
+
+    @property
+    def decayed(self) -> bool:
+        """Weight decay applies to matrices; norms and biases, the vectors, carry none."""
+        return len(self.box.whole) >= 2
+
+
+def held_parameters(segments: Iterable[Segment], model: Model, mesh: Mesh) -> list[Held]:
+    """Every parameter of the segments on this rank, in forward order."""
+    shapes = {parameter.name: parameter.shape for parameter in llama_parameters(model)}
+    tp, index = mesh.layout.tp, mesh.place["tp"]
+    return [
+        Held(name, segment.stage.index, parameter, tensor_part(name, shapes[name], model, tp, index), copied)
+        for segment in segments
+        for name, parameter, copied in _named(segment)
+    ]
+
+
+def _named(segment: Segment) -> Iterator[tuple[str, nn.Parameter, bool]]:
+    for name, parameter in segment.network.named_parameters():
+        copied = name == HEAD and segment.copied_head
+        yield EMBEDDING if copied else name, parameter, copied
+
+
+def whole_pieces(held: Iterable[Held], mesh: Mesh) -> list[Piece]:
+    """The optimizer updates all that is held."""
+    return [Piece(one, one.parameter, 0, one.parameter.numel(), counts(one, mesh)) for one in held]
+
+
+def counts(held: Held, mesh: Mesh) -> bool:
+    """Whether this rank's copy of a part is the one that counts."""
+    return held.part.copy == 0 and not held.copied and mesh.place["dp"] == 0
+
+
+class Gradients(Protocol):
+    """A way to keep gradients, and what is made of them, in step with the other data ranks.
+
+    ``last`` says that a stage's gradients will be complete after this backward pass.
+    """
+
+    pieces: list[Piece]
+
+    def start_step(self) -> None: ...
+
+    def before_backward(self, stage: int, last: bool) -> None: ...
+
+    def after_backward(self, stage: int, last: bool) -> None: ...
+
+    def finish_step(self) -> None:
+        """Every piece's gradient is the sum over the data ranks."""
+
+    def after_update(self) -> None:
+        """The optimizer has moved the pieces: make the parameters that the network reads follow."""
+
+    def slices(self) -> list[tuple[str, Slice]]:
+        """All parameter values that are held here, to be given values."""
+
+    def computed_with(self) -> list[nn.Parameter]:
+        """The parameters that the network computes with, and autograd gives gradients to, one for each held."""
+
+
+class Alone:
+    """One data rank: gradients are what they are."""
+
+    def __init__(self, held: list[Held], mesh: Mesh) -> None:
+        self.held = held
+        self.pieces = whole_pieces(held, mesh)
+
+    def start_step(self) -> None:
+        for piece in self.pieces:
+            piece.tensor.grad = None
+
+    def before_backward(self, stage: int, last: bool) -> None: ...
+
+    def after_backward(self, stage: int, last: bool) -> None: ...
+
+    def finish_step(self) -> None: ...
+
+    def after_update(self) -> None: ...
+
+    def slices(self) -> list[tuple[str, Slice]]:
+        return whole_slices(self.held)
+
+    def computed_with(self) -> list[nn.Parameter]:
+        return [one.parameter for one in self.held]
+
+
+def whole_slices(held: Iterable[Held]) -> list[tuple[str, Slice]]:
+    """Parameters that are not sharded further."""
+    return [(one.name, Slice(one.parameter.data, one.part.box.whole, one.part.box.offset)) for one in held]
+
+
+def gradient(piece: Piece) -> Tensor:
+    """A piece's gradient; zeros where nothing it takes part in has reached the loss."""
+    if piece.tensor.grad is None:
+        piece.tensor.grad = torch.zeros_like(piece.tensor)
+    return piece.tensor.grad

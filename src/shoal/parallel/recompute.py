@@ -1,0 +1,54 @@
+"""Recomputation: activations that the backward pass needs are thrown away and computed a second time.
+
+``full`` keeps a block's input alone. ``selective`` also keeps what matrix multiplications gave, which is dear to
+compute, and repeats attention, norms and the elementwise rest, which are cheap for the memory they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from shoal.facts.layout import Recompute
+
+# What selective recomputation keeps.
+MATRIX_PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.linear.default,
+)
+
+
+def recompute(blocks: list[nn.Module], kind: Recompute) -> None:
+    """From now on these blocks keep less for their backward pass."""
+    if kind == "none":
+        return
+    context: dict[str, Any] = {}
+    if kind == "selective":
+        context["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
+    for block in blocks:
+        # Around forward and not around the module: hooks, such as FSDP's, which gather its weights, stay outside.
+        block.forward = _checkpointed(block.forward, context)
+
+
+def _checkpointed(forward: Callable[..., Any], context: dict[str, Any]) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        # Random numbers are hashes here, so there is no generator whose state would have to be kept.
+        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **context)
+
+    return run
+
+
+def _keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    kept = operator in MATRIX_PRODUCTS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,212 @@
+"""Sharded parameters, gradients and optimizer states (``zero=3``), on torch's FSDP2.
+
+Of every parameter a rank of the ``fsdp`` group holds some rows. A unit of modules (``facts.groups``) is gathered before
+it is used and freed after; its gradients are reduce-scattered behind the backward pass of the units before it. With
+replicas (``dp``) the sums are then all-reduced over these, once a step.
+
+A pipeline runs every unit once for each of many micro-batches, so there parameters stay gathered through a step, and
+gradients whole, until the stage's last backward pass is done.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from shoal.facts.config import TuneSection
+from shoal.facts.groups import Unit, even_share, units
+from shoal.models.initial import Slice
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.pieces import Held, Piece, counts
+from shoal.parallel.segment import Segment
+
+
+def shard(
+    segment: Segment,
+    mesh: Mesh,
+    tune: TuneSection,
+    compute: torch.dtype,
+    reduce_dtype: torch.dtype | None,
+) -> None:
+    """Shard a segment that is still on the meta device.
+
+    ``tune.persist_below``: a unit with fewer elements is not freed between its forward and its backward pass.
+    ``tune.prefetch``: how many units are gathered ahead of the one that is computed, in both passes.
+    """
+    layout, network = mesh.layout, segment.network
+    own = next(network.parameters()).dtype
+    # Parameters are gathered in the compute dtype, gradients still summed in the parameters' own, as in every layout.
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=reduce_dtype or own, cast_forward_inputs=False
+    )
+    ranks = mesh.axes("dp", "fsdp")
+    cut = units(
+        segment.stage.layers,
+        layout.unit,
+        segment.stage.first,
+        segment.stage.last,
+        network.shape.tied and not segment.copied_head,
+    )
+    order: list[FSDPModule] = []
+    for unit in reversed(cut):  # the root, which takes what is left, comes last
+        modules = _modules(segment, unit)
+        elements = sum(parameter.numel() for module in modules for parameter in _unsharded(module))
+        freed = layout.pp == 1 and not unit.stays(elements, tune.persist_below)
+        fully_shard(modules, mesh=ranks, mp_policy=policy, reshard_after_forward=freed)
+        order.insert(0, cast(FSDPModule, modules[0]))
+        if unit.looked_up:
+            order[0].set_unshard_in_backward(False)
+    root = cast(FSDPModule, segment)
+    if root not in order:
+        fully_shard(segment, mesh=ranks, mp_policy=policy, reshard_after_forward=False)
+    if network.lm_head is not None:
+        register_fsdp_forward_method(network.lm_head, "scores")
+    for module in _sharded_modules(segment):
+        # Losses are divided by the number of targets of the whole step, so gradients are summed and not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    if layout.pp > 1:
+        root.set_requires_gradient_sync(False)
+        root.set_reshard_after_backward(False)
+        root.set_is_last_backward(False)
+    _prefetch(order, tune.prefetch)
+
+
+def _modules(segment: Segment, unit: Unit) -> list[nn.Module]:
+    """Its modules, without those that this model does not have."""
+    if unit.modules == ("",):
+        return [segment]
+    children = dict(segment.network.named_modules())
+    return [children[path] for path in unit.modules if path in children]
+
+
+def _unsharded(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that no unit has yet."""
+    return [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+
+
+def _sharded_modules(segment: Segment) -> list[FSDPModule]:
+    return [module for module in segment.modules() if isinstance(module, FSDPModule)]
+
+
+def _prefetch(order: list[FSDPModule], ahead: int) -> None:
+    for number, module in enumerate(order):
+        module.set_modules_to_forward_prefetch(order[number + 1 : number + 1 + ahead])
+        before = order[max(0, number - ahead) : number][::-1]
+        # Told of nothing, FSDP would gather the unit before; told of the unit itself, which is there, it does nothing.
+        module.set_modules_to_backward_prefetch(before or [module])
+
+
+class FullyShard:
+    """Sums gradients over the ranks of a replica, and over the replicas.
+
+    Optimizer, clipping and checkpoints see the rows that are held here as plain tensors, which share FSDP's storage.
+    """
+
+    def __init__(self, segments: list[Segment], held: list[Held], mesh: Mesh) -> None:
+        """The segments have left the meta device and have no values yet; ``held`` has FSDP's own parameters."""
+        self.segments = {segment.stage.index: segment for segment in segments}
+        self.replicas = mesh.layout.dp > 1
+        self.pipelined = mesh.layout.pp > 1
+        # The first gathering makes FSDP pad its rows, into tensors that it keeps from then on.
+        self.gathered = [parameter for segment in segments for parameter in _gather_once(segment)]
+        self.parameters = {one.label: cast(DTensor, one.parameter) for one in held}
+        pieces = [_piece(one, mesh) for one in held]
+        # A parameter with fewer rows than there are ranks leaves some of these without any.
+        self.pieces = [piece for piece in pieces if piece.start < piece.stop]
+
+    def start_step(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for piece in self.pieces:
+            piece.tensor.grad = None
+
+    def before_backward(self, stage: int, last: bool) -> None:
+        if self.replicas and not self.pipelined:
+            self._root(stage).set_requires_all_reduce(last)
+
+    def after_backward(self, stage: int, last: bool) -> None:
+        if self.pipelined and last:
+            _reduce_now(self._root(stage))
+
+    def finish_step(self) -> None:
+        for piece in self.pieces:
+            gradient = self.parameters[piece.held.label].grad
+            piece.tensor.grad = torch.zeros_like(piece.tensor) if gradient is None else _local(gradient)
+
+    def after_update(self) -> None:
+        """What is still gathered is out of date. Only in strict mode, which reduces nothing here, is there any."""
+        if self.pipelined:
+            for segment in self.segments.values():
+                for module in _sharded_modules(segment):
+                    module.reshard()
+
+    def slices(self) -> list[tuple[str, Slice]]:
+        return [(piece.name, _slice(piece)) for piece in self.pieces]
+
+    def computed_with(self) -> list[nn.Parameter]:
+        return self.gathered
+
+    def _root(self, stage: int) -> FSDPModule:
+        return cast(FSDPModule, self.segments[stage])
+
+
+def _gather_once(segment: Segment) -> list[nn.Parameter]:
+    """The parameters that the network computes with, in order: FSDP makes them once, and only their storage goes."""
+    found: dict[str, nn.Parameter] = {}
+    for module in _sharded_modules(segment):
+        module.unshard()
+        for name, parameter in segment.network.named_parameters():
+            if not isinstance(parameter, DTensor):
+                found[name] = parameter
+        module.reshard()
+    return [found[name] for name, _ in segment.network.named_parameters()]
+
+
+def _piece(held: Held, mesh: Mesh) -> Piece:
+    rows, rest = held.part.box.shape[0], math.prod(held.part.box.shape[1:])
+    share = even_share(rows, mesh.layout.fsdp)
+    first = min(mesh.place["fsdp"] * share, rows)
+    tensor = nn.Parameter(_local(held.parameter))
+    stop = min(first + share, rows)
+    assert tensor.numel() == (stop - first) * rest
+    return Piece(held, tensor, first * rest, stop * rest, counts(held, mesh))
+
+
+def _slice(piece: Piece) -> Slice:
+    first = piece.start // math.prod(piece.box.shape[1:])
+    return Slice(piece.tensor.data, piece.box.whole, (piece.box.offset[0] + first, *piece.box.offset[1:]))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return cast(DTensor, tensor.detach()).to_local()
+
+
+def _reduce_now(root: FSDPModule) -> None:
+    """Reduce the gradients that have added up in a segment, and free its gathered parameters.
+
+    FSDP does this at the end of a backward pass; but weight gradients may be computed after it. There is no public way
+    to ask for it later. What torch's own pipelines call is private; torch 2.11 to 2.13 have it.
+    """
+    state: Any = root._get_fsdp_state()
+    if not hasattr(state, "_root_post_backward_final_callback"):
+        raise RuntimeError(
+            f"torch {torch.__version__} offers no way to reduce FSDP's gradients after a backward pass"
+        )
+    root.set_requires_gradient_sync(True)
+    root.set_reshard_after_backward(True)
+    root.set_is_last_backward(True)
+    state._root_post_backward_final_callback()
+    root.set_requires_gradient_sync(False)
+    root.set_reshard_after_backward(False)
+    root.set_is_last_backward(False)

@@ -1,0 +1,114 @@
+"""Tensor parallelism (``tp``, ``sp``): every rank computes some heads and some features of each block.
+
+The projections into attention and MLP are split by output features, so that heads and activations need no exchange;
+those out of them by input features, so that ranks hold partial sums of the residual stream. ``sequence`` has the
+exchange, ``vocabulary`` the embedding and the head.
+
+Why not DTensor and ``parallelize_module``: key/value heads that neighbouring ranks share, vocabularies that do not
+divide and a loss in chunks are outside what their styles express, and every operation on a DTensor pays for its
+dispatch. Plain tensors and a few explicit collectives do all of it; ``benchmarks/parallel`` holds the two against each
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.facts.boxes import tensor_part
+from shoal.facts.model import Model
+from shoal.models.decoder import Block, Network
+from shoal.models.linear import Linear
+from shoal.parallel.sequence import Stream
+from shoal.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
+
+
+def split(network: Network, model: Model, tp: int, index: int, group: dist.ProcessGroup, sp: bool) -> None:
+    """Turn a network that was built on the meta device into rank ``index``'s part of it.
+
+    A pipeline stage, which has some of the modules, becomes its part of those. The gradients that
+    ``facts.boxes.summed_over`` names are left for the caller to sum, once a step.
+    """
+    stream = Stream(group, tp, index, sp)
+    cut_parameters(network, model, tp, index)
+    for block in network.model.layers.values():
+        assert isinstance(block, Block)
+        split_block(block, stream)
+    split_ends(network, model, stream)
+
+
+def cut_parameters(network: Network, model: Model, tp: int, index: int) -> None:
+    """Put this rank's box of every parameter in its place."""
+    for name, whole in list(network.named_parameters()):
+        box = tensor_part(name, tuple(whole.shape), model, tp, index).box
+        module, _, leaf = name.rpartition(".")
+        owner = network.get_submodule(module)
+        setattr(owner, leaf, nn.Parameter(whole.new_empty(box.shape), requires_grad=whole.requires_grad))
+        if isinstance(owner, Linear):
+            owner.out_features, owner.in_features = owner.weight.shape
+
+
+def split_block(block: Block, stream: Stream) -> None:
+    attention, mlp = block.self_attn, block.mlp
+    # One gather serves all the projections that read its result.
+    for part in (attention, mlp):
+        part.register_forward_pre_hook(entering(stream))
+    attention.o_proj = RowLinear(attention.o_proj, stream)
+    mlp.down_proj = RowLinear(mlp.down_proj, stream)
+    for dropout in (block.attention_dropout, block.mlp_dropout):
+        dropout.register_forward_pre_hook(at_local_positions(stream))
+
+
+def split_ends(network: Network, model: Model, stream: Stream) -> None:
+    decoder = network.model
+    embedding, head = decoder.embed_tokens, network.lm_head
+    whole = (model.vocab, model.hidden)
+    box = tensor_part("model.embed_tokens.weight", whole, model, stream.ranks, stream.index).box
+    if embedding is not None:
+        decoder.embed_tokens = VocabularyEmbedding(embedding, box, stream)
+        decoder.embedding_dropout.register_forward_pre_hook(at_local_positions(stream))
+    if decoder.embed_positions is not None:
+        decoder.embed_positions.register_forward_pre_hook(lambda _, arguments: stream.local(arguments[0]))
+    if head is not None:
+        tied = decoder.embed_tokens if head.tied else None
+        network.lm_head = VocabularyHead(head, tied, box, stream)
+
+
+class RowLinear(Linear):
+    """A projection split by input features: ranks' results are added up, and then the bias, once."""
+
+    def __init__(self, local: Linear, stream: Stream) -> None:
+        super().__init__(local.in_features, local.out_features, bias=local.bias is not None, device="meta")
+        self.weight, self.bias = local.weight, local.bias
+        self.stream = stream
+
+    def forward(self, x: Tensor) -> Tensor:
+        summed = self.stream.leave(self.product(x, self.weight.to(x.dtype), None))
+        return summed if self.bias is None else summed + self.bias.to(x.dtype)
+
+
+# Hooks, so that the model's own modules need not know.
+Hook = Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]
+
+
+def entering(stream: Stream) -> Hook:
+    """For attention and MLP: all tokens of the first argument."""
+
+    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *others = arguments
+        return stream.enter(hidden), *others
+
+    return hook
+
+
+def at_local_positions(stream: Stream) -> Hook:
+    """For dropout, whose mask hashes a token's position: those of the tokens that are here."""
+
+    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, positions, noise = arguments
+        return x, stream.local(positions), noise
+
+    return hook

@@ -1,0 +1,272 @@
+"""Sharded optimizer states (``zero=1``) and gradients (``zero=2``): the ``fsdp`` ranks share out the optimizer's work.
+
+Every rank holds all parameters, as views of flat buckets. Each bucket is cut into as many equal chunks as there are
+ranks. Gradients are reduce-scattered, so that a rank has the sum of its own chunks; its optimizer moves these, and
+an all-gather gives every rank the others'. Together that is what one all-reduce of the gradients would send.
+
+``zero=1`` keeps gradients whole and reduces them once a step. ``zero=2`` keeps its chunks alone: every micro-batch is
+reduced and added to them. A pipeline has many micro-batches under way, so with one ``zero=2`` too is reduced once a
+step, and frees the whole gradients then. Torch has no such strategy of its own: ZeroRedundancyOptimizer neither
+reduce-scatters nor shards gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.facts.groups import buckets_by_kind, even_share, flat_kind
+from shoal.models.initial import Slice
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.pieces import Held, Piece, counts, whole_slices
+from shoal.parallel.sequence import all_gather_single, reduce_scatter_single
+
+
+class Bucket:
+    """Parameters that are views of one flat tensor, of which this rank owns a chunk."""
+
+    def __init__(self, held: list[Held], ranks: int, index: int) -> None:
+        self.held = held
+        self.ranges = list(pairwise(accumulate((one.parameter.numel() for one in held), initial=0)))
+        size = self.ranges[-1][1]
+        self.chunk = even_share(size, ranks)
+        self.owned = slice(index * self.chunk, (index + 1) * self.chunk)
+        self.values = held[0].parameter.new_zeros(self.chunk * ranks)
+        for one, view in zip(held, self.views(self.values), strict=True):
+            view.copy_(one.parameter.detach())
+            one.parameter.data = view
+        self.whole: Tensor | None = None  # gradients of all that is in the bucket
+        self.shard: Tensor  # gradients of the chunk
+        self.missing = 0
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The part of a tensor like ``values`` that belongs to each parameter."""
+        return [
+            flat[start:stop].view_as(one.parameter)
+            for one, (start, stop) in zip(self.held, self.ranges, strict=True)
+        ]
+
+    def pieces(self, mesh: Mesh) -> list[tuple[Piece, slice]]:
+        """What the optimizer moves, each with its place in the chunk. Parameters that lie elsewhere have no piece."""
+        found = []
+        for one, (start, stop) in zip(self.held, self.ranges, strict=True):
+            begin, end = max(start, self.owned.start), min(stop, self.owned.stop)
+            if begin < end:
+                tensor = nn.Parameter(self.values[begin:end])
+                piece = Piece(one, tensor, begin - start, end - start, counts(one, mesh))
+                found.append((piece, slice(begin - self.owned.start, end - self.owned.start)))
+        return found
+
+    def add_up(self) -> None:
+        """From now on gradients add up in ``whole``, in place."""
+        if self.whole is None:
+            self.whole = torch.zeros_like(self.values)
+        else:
+            self.whole.zero_()
+        for one, view in zip(self.held, self.views(self.whole), strict=True):
+            one.parameter.grad = view
+
+    def take(self, number: int, dtype: torch.dtype) -> None:
+        """Move the gradient of one parameter into ``whole``."""
+        if self.whole is None:
+            # Zeros, because the padding is sent as well, and parameters that took no part.
+            self.whole = torch.zeros_like(self.values, dtype=dtype)
+        parameter, (start, stop) = self.held[number].parameter, self.ranges[number]
+        assert parameter.grad is not None
+        self.whole[start:stop].copy_(parameter.grad.reshape(-1))
+        parameter.grad = None
+
+    def free(self) -> None:
+        self.whole = None
+        for one in self.held:
+            one.parameter.grad = None
+
+
+class Flying(NamedTuple):
+    """A bucket on its way: after ``work``, ``summed`` is the sum of its chunk."""
+
+    bucket: Bucket
+    summed: Tensor
+    work: dist.Work
+
+
+class ShardedStates:
+    """Sums gradients over the ranks of a replica, chunk by chunk, and over the replicas."""
+
+    def __init__(
+        self,
+        held: list[Held],
+        mesh: Mesh,
+        zero: Literal[1, 2],
+        bucket_bytes: int,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        self.held, self.zero, self.reduce_dtype = held, zero, reduce_dtype
+        self.group, self.replicas = mesh.group("fsdp"), mesh.group("dp")
+        self.every_pass = zero == 2 and mesh.layout.pp == 1
+        self.stages: dict[int, Queue] = {}
+        self._flying: list[Flying] = []
+        places: dict[str, tuple[Piece, Bucket, slice]] = {}
+        for stage in dict.fromkeys(one.stage for one in held):
+            cut = _cut([one for one in held if one.stage == stage], mesh, bucket_bytes)
+            for bucket in cut:
+                self._keep_gradients(bucket)
+                for piece, place in bucket.pieces(mesh):
+                    places[piece.held.label] = (piece, bucket, place)
+            self.stages[stage] = Queue(cut, self._take if self.every_pass else None, self._send)
+        self.places = [places[one.label] for one in held if one.label in places]
+        self.pieces = [piece for piece, _, _ in self.places]
+
+    def start_step(self) -> None:
+        for queue in self.stages.values():
+            queue.reset(listening=False)
+            for bucket in queue.buckets:
+                if self.every_pass:
+                    bucket.free()
+                else:
+                    bucket.add_up()
+                if self.zero == 2:
+                    bucket.shard.zero_()
+
+    def before_backward(self, stage: int, last: bool) -> None:
+        self.stages[stage].reset(listening=last or self.every_pass)
+
+    def after_backward(self, stage: int, last: bool) -> None:
+        if last or self.every_pass:
+            self.stages[stage].send_rest()
+
+    def finish_step(self) -> None:
+        """Wait for the sums over the ranks of this replica; add those of the other replicas."""
+        while self._flying:
+            self._land()
+        if self.replicas is not None:
+            self._sum_replicas()
+        for piece, bucket, place in self.places:
+            piece.tensor.grad = bucket.shard[place]
+
+    def after_update(self) -> None:
+        """Every rank's chunks of the parameters to all ranks."""
+        works = [
+            all_gather_single(bucket.values, bucket.values[bucket.owned], group=self.group, async_op=True)
+            for bucket in self._buckets()
+        ]
+        for work in works:
+            work.wait()
+
+    def slices(self) -> list[tuple[str, Slice]]:
+        return whole_slices(self.held)
+
+    def computed_with(self) -> list[nn.Parameter]:
+        return [one.parameter for one in self.held]
+
+    def _buckets(self) -> list[Bucket]:
+        return [bucket for queue in self.stages.values() for bucket in queue.buckets]
+
+    def _keep_gradients(self, bucket: Bucket) -> None:
+        """Between steps: the whole gradients, of which the chunk is a part, or the chunk alone."""
+        if self.zero == 1:
+            bucket.whole = torch.zeros_like(bucket.values)
+            bucket.shard = bucket.whole[bucket.owned]
+        else:
+            bucket.shard = torch.zeros_like(bucket.values[bucket.owned])
+
+    def _take(self, bucket: Bucket, number: int) -> None:
+        bucket.take(number, self.reduce_dtype or bucket.values.dtype)
+
+    def _send(self, bucket: Bucket) -> None:
+        if self.every_pass and self._flying:
+            # One bucket is filled while one is sent, so whole gradients never pile up.
+            self._land()
+        whole = bucket.whole
+        if whole is None:  # no gradient came; the other ranks still wait for this one
+            whole = torch.zeros_like(bucket.values)
+        sent = whole if self.reduce_dtype is None else whole.to(self.reduce_dtype)
+        if self.zero == 2:
+            bucket.free()  # what is sent lives until it has landed, and no longer
+        # In place: the sum takes the place of this rank's own share of it.
+        summed = sent[bucket.owned]
+        work = reduce_scatter_single(summed, sent, group=self.group, async_op=True)
+        self._flying.append(Flying(bucket, summed, work))
+
+    def _land(self) -> None:
+        bucket, summed, work = self._flying.pop(0)
+        work.wait()
+        if self.zero == 2:
+            bucket.shard.add_(summed)
+        elif self.reduce_dtype is not None:
+            bucket.shard.copy_(summed)
+
+    def _sum_replicas(self) -> None:
+        works = []
+        for bucket in self._buckets():
+            sent = bucket.shard if self.reduce_dtype is None else bucket.shard.to(self.reduce_dtype)
+            works.append((bucket, sent, dist.all_reduce(sent, group=self.replicas, async_op=True)))
+        for bucket, sent, work in works:
+            work.wait()
+            if sent is not bucket.shard:
+                bucket.shard.copy_(sent)
+
+
+def _cut(held: list[Held], mesh: Mesh, bucket_bytes: int) -> list[Bucket]:
+    by_label = {one.label: one for one in held}
+    sizes = [
+        (label, one.parameter.nbytes, flat_kind(label, one.name, one.part.copies))
+        for label, one in by_label.items()
+    ]
+    return [
+        Bucket([by_label[label] for label in labels], mesh.layout.fsdp, mesh.place["fsdp"])
+        for labels in buckets_by_kind(sizes, bucket_bytes)
+    ]
+
+
+class Queue:
+    """The buckets of a stage, sent in one order on every rank, each as soon as it and those before it are complete."""
+
+    def __init__(
+        self,
+        cut: list[Bucket],
+        take: Callable[[Bucket, int], None] | None,
+        send: Callable[[Bucket], None],
+    ) -> None:
+        """``take`` is told of every gradient, ``send`` of every bucket whose gradients are complete."""
+        self.buckets, self.take, self.send = cut, take, send
+        self.listening = False
+        self._next = 0
+        for bucket in cut:
+            for number, one in enumerate(bucket.held):
+                one.parameter.register_post_accumulate_grad_hook(self._arrived(bucket, number))
+
+    def reset(self, listening: bool) -> None:
+        """A backward pass begins; unless ``listening``, its gradients only add up."""
+        self.listening = listening
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.held)
+
+    def send_rest(self) -> None:
+        """No more gradients come: what was not sent yet goes now.
+
+        That is all of it where weight gradients are computed apart from the backward pass, which no hook sees.
+        """
+        for bucket in self.buckets[self._next :]:
+            self.send(bucket)
+        self._next = len(self.buckets)
+        self.listening = False
+
+    def _arrived(self, bucket: Bucket, number: int) -> Callable[[nn.Parameter], None]:
+        def hook(parameter: nn.Parameter) -> None:
+            if not self.listening:
+                return
+            if self.take is not None:
+                self.take(bucket, number)
+            bucket.missing -= 1
+            while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+                self.send(self.buckets[self._next])
+                self._next += 1
+
+        return hook

@@ -1,0 +1,1 @@
+"""Proof that a layout changes nothing, before or beside a run."""

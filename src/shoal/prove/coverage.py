@@ -1,0 +1,122 @@
+"""Which layouts a proof runs when none are named: every value of every key, every pair of strategies, and 3D."""
+
+from __future__ import annotations
+
+from shoal.facts.layout import Layout
+from shoal.facts.legality import Case, broken
+from shoal.plan.resolve import Job
+
+# Two, four and eight ranks. A test holds that this list covers what the docstring says.
+FULL = (
+    # data: replicas, sharded states, gradients and parameters, both
+    "dp=2",
+    "dp=4",
+    "dp=8",
+    "dp=2,micro=2",
+    "fsdp=2",
+    "fsdp=2,zero=1",
+    "fsdp=2,zero=2",
+    "fsdp=2,zero=2,micro=1",
+    "fsdp=4,unit=2",
+    "fsdp=8,micro=1",
+    "fsdp=2,micro=2,recompute=full",
+    "fsdp=2,zero=1,recompute=selective",
+    "dp=2,fsdp=2",
+    "dp=2,fsdp=2,zero=1,micro=2",
+    "dp=2,fsdp=2,zero=2,micro=1",
+    "dp=2,fsdp=4,unit=4",
+    "dp=2,recompute=full",
+    # tensor and sequence
+    "tp=2",
+    "tp=2,sp=0",
+    "tp=4,recompute=selective",
+    "tp=8",
+    "tp=8,sp=0,recompute=full",
+    # pipeline
+    "pp=2,schedule=gpipe",
+    "pp=2",
+    "pp=2,schedule=interleaved",
+    "pp=2,schedule=interleaved,chunks=4",
+    "pp=2,schedule=zb",
+    "pp=2,schedule=zb,chunks=2",
+    "pp=2,schedule=zbv",
+    "pp=2,schedule=dualpipev",
+    "pp=4,recompute=selective",
+    "pp=4,schedule=zbv",
+    "pp=8,schedule=gpipe",
+    # pairs
+    "dp=2,tp=2",
+    "dp=2,pp=2,schedule=zb",
+    "dp=4,pp=2,schedule=dualpipev",
+    "fsdp=2,tp=2",
+    "fsdp=2,zero=1,tp=2,sp=0",
+    "fsdp=2,zero=2,tp=4,micro=2",
+    "fsdp=2,pp=2",
+    "fsdp=2,zero=1,pp=2,schedule=interleaved",
+    "fsdp=2,zero=2,pp=2,schedule=zb",
+    "fsdp=2,pp=2,schedule=zbv",
+    "fsdp=4,pp=2,schedule=gpipe,unit=2,recompute=full",
+    "tp=2,pp=2",
+    "tp=2,pp=2,schedule=zb,recompute=selective",
+    "tp=2,pp=4,schedule=interleaved",
+    "tp=4,pp=2,schedule=dualpipev",
+    # three axes at once
+    "dp=2,tp=2,pp=2",
+    "dp=2,tp=2,pp=2,schedule=zbv,recompute=full",
+    "dp=2,fsdp=2,tp=2",
+    "dp=2,fsdp=2,pp=2,schedule=interleaved",
+    "fsdp=2,tp=2,pp=2",
+    "fsdp=2,zero=1,tp=2,pp=2,schedule=zbv,recompute=selective",
+    "fsdp=2,zero=2,unit=2,tp=2,sp=0,pp=2,schedule=zb",
+    "fsdp=2,tp=2,pp=2,schedule=dualpipev,recompute=full",
+)
+
+# One of each, at two ranks and four: what a machine with a few cores proves in a minute or two.
+QUICK = (
+    "dp=2",
+    "fsdp=2",
+    "fsdp=2,zero=1",
+    "fsdp=2,zero=2,micro=1",
+    "tp=2",
+    "tp=2,sp=0,recompute=selective",
+    "pp=2",
+    "pp=2,schedule=zbv",
+    "dp=2,fsdp=2,recompute=full",
+    "fsdp=2,tp=2",
+    "tp=2,pp=2,schedule=zb",
+    "fsdp=2,pp=2,schedule=interleaved",
+)
+
+# Strict mode: what may be mixed there, at one, two, four and eight ranks.
+STRICT = (
+    "dp=1",
+    "dp=2",
+    "dp=4",
+    "dp=8",
+    "fsdp=2",
+    "fsdp=2,zero=1",
+    "fsdp=4,zero=2",
+    "fsdp=8",
+    "pp=2",
+    "pp=2,schedule=zbv",
+    "pp=4,schedule=zb",
+    "pp=8",
+    "dp=2,fsdp=2",
+    "dp=2,pp=2,schedule=interleaved",
+    "fsdp=2,pp=2",
+    "fsdp=2,zero=1,pp=2,schedule=dualpipev",
+    "dp=2,fsdp=2,pp=2,recompute=full",
+    "fsdp=4,pp=2,schedule=gpipe,recompute=selective",
+)
+
+
+def legal(layouts: tuple[str, ...], job: Job) -> list[Layout]:
+    """Those that the job's model, batch and cluster can take."""
+    recipe = job.config.recipe
+    parsed = [Layout.parse(text) for text in layouts]
+    strict = job.config.run.strict
+    return [
+        layout
+        for layout in parsed
+        if not any(broken(Case(layout, job.model, recipe.seq, recipe.batch, job.cluster, strict)))
+    ]

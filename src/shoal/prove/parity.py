@@ -1,0 +1,219 @@
+"""Parity: the same run in each layout against one process. Losses, every gradient, every weight.
+
+A layout that differs is taken apart: its strategies are switched off one at a time, and the one without which the
+difference is gone is named, with its file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from shoal.facts.boxes import summed_over
+from shoal.facts.config import Config
+from shoal.facts.layout import Layout
+from shoal.launch.ranks import RankFailed, run_ranks
+from shoal.parallel.segment import EMBEDDING
+from shoal.plan.resolve import Job, resolve
+from shoal.prove.rehearse import Difference, Rehearsal, Script, rehearse
+
+# What one rank does; a parameter, so that a proof of the proof can put a broken one in its place.
+Rehearse = Callable[..., Rehearsal | None]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far apart two runs may be that are the same run but for rounding."""
+
+    loss: float
+    gradient: float  # before the first update, where rounding has had no time to grow
+    parameter: float  # after the last; AdamW divides by what may be almost nothing, and so magnifies
+    later: float  # gradients of later steps, which inherit the parameters' differences
+
+
+TOLERANCES = {
+    "fp64": Tolerance(loss=1e-12, gradient=1e-12, parameter=1e-8, later=1e-9),
+    "fp32": Tolerance(loss=2e-5, gradient=2e-4, parameter=5e-2, later=2e-2),
+}
+STRICT = Tolerance(0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One layout against one process."""
+
+    layout: Layout
+    losses: list[float]
+    max_loss_diff: float
+    max_grad_diff: float
+    max_param_diff: float
+    ok: bool
+    seconds: float
+    bit_identical: bool = False
+    first_difference: Difference | None = None  # the first tensor beyond its tolerance
+    reason: str = ""  # in words, where it is not ok
+    strategy: str = ""  # the key of the layout that brings the difference in
+    file: str = ""  # where that strategy lives
+
+
+@dataclass(frozen=True)
+class Parity:
+    """All verdicts in one precision."""
+
+    steps: int
+    precision: str
+    reference: list[float]
+    verdicts: list[Verdict]
+
+
+@dataclass
+class Prover:
+    """Runs layouts of one config in one precision."""
+
+    config: Config
+    dataset: Path
+    steps: int
+    precision: str
+    rehearse: Rehearse = rehearse
+
+    def prove(self, layouts: list[Layout], tell: Callable[[Verdict], None] = lambda verdict: None) -> Parity:
+        with TemporaryDirectory(prefix="shoal-parity-") as name:
+            self.folder = Path(name)
+            job = self.job(Layout())
+            self.truth = run_reference(Script(job, self.dataset, self.steps, self.folder, reference=True))
+            verdicts = []
+            for layout in layouts:
+                verdict = self._judge(layout)
+                verdict = verdict if verdict.ok else self._blame(verdict)
+                tell(verdict)
+                verdicts.append(verdict)
+        return Parity(self.steps, self.precision, self.truth.losses, verdicts)
+
+    def job(self, layout: Layout) -> Job:
+        return job_of(self.config, layout, self.precision)
+
+    def _judge(self, layout: Layout) -> Verdict:
+        started = time.perf_counter()
+        job = self.job(layout)
+        script = Script(job, self.dataset, self.steps, self.folder, reference=False)
+        try:
+            results = run_ranks(layout.world, self.rehearse, (script,), _patience(job))
+            seen = results[0]
+        except RankFailed as failure:
+            infinite = float("inf")
+            seconds = time.perf_counter() - started
+            return Verdict(layout, [], infinite, infinite, infinite, False, seconds, reason=str(failure))
+        tolerance = STRICT if job.config.run.strict else TOLERANCES[self.precision]
+        return _verdict(layout, self.truth, seen, tolerance, time.perf_counter() - started)
+
+    def _blame(self, verdict: Verdict) -> Verdict:
+        """Name the strategy without which the layout is fine; where that is none of them alone, all of them."""
+        strategies = _strategies(verdict.layout)
+        guilty = [key for key, without in strategies if len(strategies) == 1 or self._judge(without).ok] or [
+            key for key, _ in strategies
+        ]
+        files = dict.fromkeys(self._file(key, verdict) for key in guilty)
+        return replace(verdict, strategy=", ".join(guilty), file=", ".join(files))
+
+    def _file(self, key: str, verdict: Verdict) -> str:
+        """Where a strategy lives, or that part of it that the first wrong tensor points to."""
+        layout, first = verdict.layout, verdict.first_difference
+        if first is not None and first.what == "gradient":
+            model = self.job(layout).model
+            if key == "tp" and summed_over(first.tensor, model, layout.tp, layout.sp) != "nobody":
+                return "parallel/shared.py"
+            if key == "pp" and model.tied and first.tensor == EMBEDDING:
+                return "parallel/shared.py"
+        if key == "fsdp":
+            return "parallel/shard.py" if layout.zero == 3 else "parallel/zero.py"
+        return {
+            "dp": "parallel/replicate.py",
+            "tp": "parallel/tensor.py",
+            "pp": "parallel/pipeline.py",
+            "recompute": "parallel/recompute.py",
+            "micro": "train/step.py",
+        }[key]
+
+
+def job_of(config: Config, layout: Layout, precision: str) -> Job:
+    """The config's job in another layout and precision; raises all that is wrong with it."""
+    values = config.model_dump()
+    values["layout"] = str(layout)
+    values["recipe"]["precision"] = precision
+    values["recipe"]["states"] = "fp32"
+    values["recipe"]["reduce"] = "fp32"
+    return resolve(Config.model_validate(values))
+
+
+def run_reference(script: Script) -> Rehearsal:
+    """One process, the whole batch. It must not fail, so its failure is not a verdict."""
+    (seen,) = run_ranks(1, rehearse, (script,), _patience(script.job))
+    assert seen is not None
+    return seen
+
+
+def _patience(job: Job) -> float:
+    """Ranks give up on each other after ``fault.timeout``; together they may take longer, but not forever."""
+    return max(600.0, 4 * job.config.fault.timeout)
+
+
+def _verdict(
+    layout: Layout, truth: Rehearsal, seen: Rehearsal, tolerance: Tolerance, seconds: float
+) -> Verdict:
+    losses = [abs(ours - theirs) for ours, theirs in zip(seen.losses, truth.losses, strict=True)]
+    if truth.heldout is not None and seen.heldout is not None:
+        losses.append(abs(seen.heldout - truth.heldout))
+    worst_loss = _worst(losses)
+
+    def limit(one: Difference) -> float:
+        if one.what == "parameter":
+            return tolerance.parameter
+        return tolerance.gradient if one.step == 1 else tolerance.later
+
+    beyond = [one for one in seen.differences if not one.amount <= limit(one)]
+    reason = ""
+    if beyond:
+        first = beyond[0]
+        reason = f"the {first.what} of {first.tensor} at step {first.step} is off by {first.amount:.1e}"
+    elif not worst_loss <= tolerance.loss * max(1.0, abs(truth.losses[0])):
+        reason = f"the loss is off by {worst_loss:.1e}"
+    elif seen.written != truth.written:
+        reason = f"it writes {seen.written!r} and one process {truth.written!r}"
+    return Verdict(
+        layout,
+        seen.losses,
+        worst_loss,
+        _worst([one.amount for one in seen.differences if one.what == "gradient"]),
+        _worst([one.amount for one in seen.differences if one.what == "parameter"]),
+        not reason,
+        seconds,
+        bit_identical=worst_loss == 0 and all(one.amount == 0 for one in seen.differences),
+        first_difference=beyond[0] if beyond else None,
+        reason=reason,
+    )
+
+
+def _worst(amounts: list[float]) -> float:
+    """The largest; one that is not a number is worse than all."""
+    return max((amount if amount == amount else float("inf") for amount in amounts), default=0.0)
+
+
+def _strategies(layout: Layout) -> list[tuple[str, Layout]]:
+    """The strategies at work in a layout, each with the layout that lacks it alone."""
+    return list(_each_off(layout))
+
+
+def _each_off(layout: Layout) -> Iterator[tuple[str, Layout]]:
+    written: dict[str, Any] = layout.written()
+    companions = {"pp": ("schedule", "chunks"), "fsdp": ("zero", "unit"), "tp": ("sp",)}
+    for key in ("recompute", "tp", "pp", "fsdp", "dp", "micro"):
+        if key not in written:
+            continue
+        off = {key, *companions.get(key, ())}
+        # A pipeline's micro-batches would not fit what is left, so they are chosen anew.
+        off |= {"micro"} if key in ("pp", "fsdp", "dp") else set()
+        yield key, Layout(**{name: value for name, value in written.items() if name not in off})

@@ -1,0 +1,63 @@
+"""What is checked and made ready before a proof starts its first process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from shoal.facts.layout import Layout
+from shoal.facts.problem import BadInput, Problem
+from shoal.launch import local
+from shoal.plan.resolve import Job
+from shoal.prove import coverage
+
+SETS = {"quick": coverage.QUICK, "full": coverage.FULL}
+
+
+def layouts(text: str, job: Job) -> list[Layout]:
+    """Layouts written out, separated by ";", or a set by name. In strict mode both sets are that mode's own."""
+    if text in SETS:
+        chosen = coverage.legal(coverage.STRICT if job.config.run.strict else SETS[text], job)
+        if text == "quick":
+            chosen = [layout for layout in chosen if layout.world <= 4]
+        if not chosen:
+            raise BadInput(
+                f"no layout of the set {text} suits {job.model.name} with batch {job.config.recipe.batch}",
+                '--layouts "dp=2", or a larger recipe.batch',
+            )
+        return chosen
+    parts = [part for part in text.split(";") if part.strip()]
+    if not parts:
+        raise BadInput("--layouts is empty", '--layouts "dp=2;fsdp=2", or quick, or full')
+    parsed: list[Layout] = []
+    problems: list[Problem] = []
+    for part in parts:
+        try:
+            parsed.append(Layout.parse(part))
+        except BadInput as error:
+            problems.extend(error.problems)
+    if problems:
+        raise BadInput(problems)
+    return parsed
+
+
+def ready(
+    job: Job, chosen: list[Layout], precisions: list[str], steps: int, visible: str | None, console: Console
+) -> Path:
+    """Everything wrong with any of the layouts, at once; else the data, and a warm server for the processes."""
+    from shoal.prove.parity import job_of
+
+    problems = []
+    if steps < 1:
+        problems.append(Problem(f"--steps {steps}: at least one is needed", "--steps 3"))
+    for layout in chosen:
+        try:
+            local.check_devices(job_of(job.config, layout, precisions[0]), visible)
+        except BadInput as error:
+            problems.extend(Problem(f"{layout}: {problem.what}", problem.fix) for problem in error.problems)
+    if problems:
+        raise BadInput(problems)
+    dataset = local.tokenised(job, console)
+    local.warm_workers((*local.PRELOAD, "shoal.prove.rehearse"))
+    return dataset.path

@@ -1,0 +1,170 @@
+"""Whether all ranks were started for the same run, asked before they first talk in groups.
+
+Ranks with different layouts would build different groups and hang in them, so nothing here is a collective: each rank
+leaves its facts in the store, the first one compares them, and all of them read its verdict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
+from itertools import groupby
+from typing import Any
+
+import torch.distributed as dist
+
+FACTS, DIGEST, VERDICT = "agreement/facts", "agreement/digest", "agreement/verdict"
+
+# How long the first rank may take to compare, once it has everything.
+COMPARING = timedelta(seconds=30)
+
+MOST_KEYS = 4
+MOST_VALUES = 3
+MOST_RANGES = 8
+LONGEST_VALUE = 80
+
+
+class Disagreement(RuntimeError):
+    """Ranks were started with different facts. Every rank raises it, with the same words."""
+
+
+class RankMissing(dist.DistError):
+    """Some rank did not come. A ``DistError``, as any other that only tells of a peer's trouble."""
+
+
+def agree(store: dist.Store, rank: int, world: int, facts: Mapping[str, str], timeout: timedelta) -> None:
+    """Return when all ranks have the same facts, such as ``{"layout": …, "config": JSON}``; else raise on all of them.
+
+    ``store`` must hold nothing of an earlier attempt. Facts that are JSON objects are compared key by key.
+    """
+    text = json.dumps(dict(facts))
+    store.set(f"{FACTS}/{rank}", text)
+    # Last, so that whoever finds it finds the facts as well.
+    store.set(f"{DIGEST}/{rank}", hashlib.sha256(text.encode()).hexdigest())
+    if rank == 0:
+        missing = _wait_for_ranks(store, world, timeout)
+        message = _absence(missing, world, timeout) if missing else _difference(store, world)
+        store.set(VERDICT, json.dumps({"missing": bool(missing), "message": message}))
+    else:
+        _wait_for_verdict(store, world, timeout)
+    verdict = json.loads(store.get(VERDICT))
+    if verdict["message"]:
+        raise (RankMissing if verdict["missing"] else Disagreement)(verdict["message"])
+
+
+# Waiting.
+
+
+def _wait_for_ranks(store: dist.Store, world: int, timeout: timedelta) -> list[int]:
+    """The ranks that did not come in time."""
+    keys = [f"{DIGEST}/{rank}" for rank in range(world)]
+    if _came(store, keys, timeout):
+        return []
+    return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
+
+def _wait_for_verdict(store: dist.Store, world: int, timeout: timedelta) -> None:
+    # The first rank waits for the others in its turn, and may have come later than this one.
+    if not _came(store, [f"{DIGEST}/0"], timeout) or not _came(store, [VERDICT], timeout + COMPARING):
+        raise RankMissing(_absence([0], world, timeout))
+
+
+def _came(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError:
+        return store.check(keys)  # also true where the last came as we gave up
+    return True
+
+
+def _absence(missing: list[int], world: int, timeout: timedelta) -> str:
+    return (
+        f"{_named(missing)} of {world} did not start within {timeout.total_seconds():g} s. "
+        f"fix: see logs/rank-{missing[0]:05d}.log; a larger fault.timeout if the machine is only slow"
+    )
+
+
+# Comparing.
+
+
+def _difference(store: dist.Store, world: int) -> str:
+    """Which ranks differ from the majority and in what; empty where none does."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank in range(world):
+        ranks_of.setdefault(store.get(f"{DIGEST}/{rank}").decode(), []).append(rank)
+    if len(ranks_of) == 1:
+        return ""
+    # Equal digests are equal facts: one rank of each kind is read, however many ranks there are.
+    kinds = [(ranks, _leaves(json.loads(store.get(f"{FACTS}/{ranks[0]}")))) for ranks in ranks_of.values()]
+    odd: set[int] = set()
+    differences = []
+    for key in dict.fromkeys(key for _, leaves in kinds for key in leaves):
+        holders: dict[str, list[int]] = {}
+        for ranks, leaves in kinds:
+            holders.setdefault(leaves.get(key, "missing"), []).extend(ranks)
+        if len(holders) > 1:
+            # The majority first; of equally many, those with the lowest rank.
+            ordered = sorted(holders.items(), key=lambda item: (-len(item[1]), min(item[1])))
+            odd.update(rank for _, ranks in ordered[1:] for rank in ranks)
+            differences.append(f"{key} is {_spread(ordered)}")
+    if not differences:
+        return ""  # the same, written down in another order
+    return (
+        f"{_named(odd)} of {world} {'differs' if len(odd) == 1 else 'differ'} from the others: "
+        f"{'; '.join(_capped(differences, MOST_KEYS))}. "
+        "fix: start every rank with the same config, layout and versions"
+    )
+
+
+def _leaves(facts: dict[str, str]) -> dict[str, str]:
+    """Every single value under its key: ``layout``, ``config recipe.lr``."""
+    leaves: dict[str, str] = {}
+    for name, text in facts.items():
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        if isinstance(value, dict):
+            leaves.update((f"{name} {key}", json.dumps(inner)) for key, inner in _dotted(value))
+        else:
+            leaves[name] = text
+    return leaves
+
+
+def _dotted(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+# Words.
+
+
+def _spread(ordered: list[tuple[str, list[int]]]) -> str:
+    """``dp=4 on ranks 0-1, 3 but tp=4 on rank 2``."""
+    (usual, most), *others = ((_shortened(value), _named(ranks)) for value, ranks in ordered)
+    return f"{usual} on {most} but " + ", ".join(
+        _capped([f"{value} on {ranks}" for value, ranks in others], MOST_VALUES)
+    )
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """``rank 2``, ``ranks 0-1, 3``."""
+    numbered = enumerate(sorted(ranks))
+    # Neighbours are equally far ahead of their place in the list.
+    runs = [[rank for _, rank in run] for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0])]
+    alone = len(runs) == 1 and len(runs[0]) == 1
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ("rank " if alone else "ranks ") + ", ".join(_capped(texts, MOST_RANGES))
+
+
+def _capped(texts: list[str], most: int) -> list[str]:
+    return texts if len(texts) <= most else [*texts[:most], f"and {len(texts) - most} more"]
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= LONGEST_VALUE else value[: LONGEST_VALUE - 1] + "…"

@@ -1,0 +1,70 @@
+"""Program: one rank's part of a job's computation. Training, proofs and benchmarks all run this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.models import initial
+from shoal.models.decoder import build
+from shoal.models.huggingface import WeightFiles, fill_slices
+from shoal.models.initial import Slice
+from shoal.parallel.apply import Fill, apply
+from shoal.parallel.mesh import Mesh
+from shoal.plan.resolve import Job
+from shoal.train import optimizer as optimizers
+from shoal.train.data.dataset import Dataset
+from shoal.train.data.loader import Batch, Loader
+from shoal.train.data.samples import cut_samples
+from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
+from shoal.train.precision import compute_dtype, parameter_dtype, reduce_dtype
+from shoal.train.step import Step
+
+
+class Program:
+    """Data, the placed network, its optimizer and the step that moves it."""
+
+    def __init__(self, job: Job, data: Dataset, mesh: Mesh, fill: Fill) -> None:
+        config, recipe = job.config, job.config.recipe
+        self.job, self.mesh = job, mesh
+        self.tokenizer: Tokenizer = open_tokenizer(config.data.tokenizer, config.data.end_token)
+        samples, heldout = cut_samples(data, config.data, recipe.seq, self.tokenizer.end)
+        self.loader = Loader(samples, recipe.seed, recipe.batch, heldout)
+        self.micro = job.layout.micro_batch(recipe.batch)
+
+        network = build(
+            job.model, recipe.dropout, compute_dtype(recipe), dtype=parameter_dtype(recipe), length=recipe.seq
+        )
+        self.placed = apply(
+            network, mesh, config.tune, fill, recipe.seq, reduce_dtype(recipe), config.run.strict
+        )
+        self.pieces = self.placed.gradients.pieces
+        self.optimizer = optimizers.build(self.pieces, recipe)
+        self.scale = optimizers.LossScale.for_precision(recipe.precision)
+        self.step = Step(self.placed, self.optimizer, recipe, mesh, self.scale)
+
+    def positions(self) -> list[range]:
+        """This rank's places in the global batch, one range a micro-batch."""
+        share = self.job.config.recipe.batch // self.job.layout.data_ranks
+        first = self.mesh.data_index * share
+        return [range(start, start + self.micro) for start in range(first, first + share, self.micro)]
+
+    def own_targets(self, batches: list[Batch]) -> int:
+        """What this rank adds to the step's number of targets: rows that several ranks work on count once."""
+        return sum(batch.count for batch in batches) if self.mesh.first_of_replica else 0
+
+
+def first_weights(job: Job) -> Fill:
+    """Gives parameters the values that a run begins with: hashed, or from a model directory."""
+    origin = job.config.model.init_from
+
+    def fill(slices: list[tuple[str, Slice]]) -> None:
+        if origin is None:
+            initial.fill(slices, job.model, job.config.recipe.seed)
+        else:
+            fill_slices(job.model, WeightFiles(Path(origin).expanduser(), job.model).read, slices)
+
+    return fill
+
+
+def no_weights(slices: list[tuple[str, Slice]]) -> None:
+    """Where a checkpoint is about to give the weights, their first values need not be known."""

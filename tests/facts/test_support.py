@@ -1,0 +1,75 @@
+"""What the engine runs passes; what it does not is refused, with what to write instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shoal.facts import support
+from shoal.facts.config import Config
+from shoal.facts.layout import RECOMPUTES, SCHEDULES, Layout
+from shoal.facts.presets import PRESETS
+from shoal.facts.problem import BadInput
+
+TINY = PRESETS["tiny"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2",
+        *(f"dp=2,fsdp=2,zero={zero},unit=2" for zero in (1, 2, 3)),
+        "tp=4",
+        "tp=4,sp=0",
+        *(f"pp=2,schedule={schedule}" for schedule in SCHEDULES),
+        *(f"recompute={recompute}" for recompute in RECOMPUTES),
+        "dp=2,fsdp=2,tp=2,pp=2,micro=1,recompute=full",
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_run(layout: str, strict: bool) -> None:
+    config = Config.model_validate({"run": {"strict": strict}})
+    assert support.missing(config, TINY, Layout.parse(layout)) == []
+    assert support.runs(Layout.parse(layout))
+
+
+@pytest.mark.parametrize(
+    ("layout", "what", "fix"),
+    [
+        ("cp=2", "layout: cp=2", "cp=1"),
+        ("dp=2,ep=2", "layout: ep=2", "ep=1"),
+        ("offload=params:0.5", "layout: offload=params:0.5", "offload=none"),
+    ],
+)
+def test_layouts_that_are_not_run(layout: str, what: str, fix: str) -> None:
+    (problem,) = support.missing(Config(), TINY, Layout.parse(layout))
+    assert problem.what == f"{what}: this version of Shoal does not train with it"
+    assert problem.fix.startswith(fix)
+    assert not support.runs(Layout.parse(layout))
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"model": {"lora": {}}},
+        {"data": {"mix": [{"source": "a"}]}},
+        {"recipe": {"precision": "fp8"}},
+        {"recipe": {"states": "int8"}},
+        {"compile": {"enabled": True}},
+        {"checkpoint": {"background": True}},
+        *({"track": {tracker: True}} for tracker in ("tensorboard", "wandb", "mlflow", "trackio")),
+    ],
+)
+def test_configs_that_are_not_run(tables: dict[str, Any]) -> None:
+    (problem,) = support.missing(Config.model_validate(tables), None, Layout())
+    ((table, keys),) = tables.items()
+    assert problem.what.startswith(f"{table}.{next(iter(keys))}")
+    assert problem.fix
+
+
+def test_everything_is_refused_at_once() -> None:
+    config = Config.model_validate({"compile": {"enabled": True}, "recipe": {"precision": "fp8"}})
+    with pytest.raises(BadInput) as caught:
+        support.check(config, PRESETS["deepseek-v3"], Layout.parse("cp=2"))
+    assert len(caught.value.problems) == 5
