@@ -44,11 +44,6 @@ def shoal_(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
         (["config", "show", "."], "cannot read .: Is a directory", "TOML"),
         (["config", "show", "--layout", "dp=0"], "--layout: dp=0: must be a whole number", "dp=1 or more"),
         (["config", "show", "--layout", ""], "--layout: it is empty", "auto"),
-        (
-            ["train", "--layout", "dp=7", "--set", "cluster.on=1xcpu"],
-            "batch=16 does not divide by dp·fsdp = 7",
-            "recipe.batch = 14 or dp=8",
-        ),
         (["train", "--set", "model.preset=nothing"], "'nothing' is neither a preset", "tiny"),
         (["config", "show", "--set", "recipe.lr"], "it is not KEY=VALUE", "--set recipe.lr=0.001"),
         (["init", "no/such/place.toml"], "cannot write no/such/place.toml: No such file", "exists"),
@@ -72,6 +67,20 @@ def test_bad_input_is_one_message_and_exit_2(
     assert said in message
     assert advice.startswith("  fix: ")
     assert fix in advice
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_layout_that_does_not_fit_names_its_nearest(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = shoal_(capsys, "train", "--layout", "dp=7", "--set", "cluster.on=1xcpu")
+    assert (code, out) == (2, "")
+    reason, advice, layout, nearest = err.splitlines()
+    assert reason.startswith("error: ") and "batch=16 does not divide by dp·fsdp = 7" in reason
+    assert advice.startswith("  fix: ") and "recipe.batch = 14 or dp=8" in advice
+    assert layout == "error: layout dp=7 is not legal here"
+    assert nearest == "  fix: nearest legal layouts: dp=8; dp=4; dp=16"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -81,6 +81,38 @@ def test_a_signal_finishes_the_step_commits_and_the_same_command_continues(
     assert continued.pieces() == whole.pieces()
 
 
+def test_a_run_continues_in_another_layout(train: Train, tmp_path: Path) -> None:
+    """Stopped twice and continued split in other ways: the checkpoint, optimizer states included, knows no layout."""
+    options = {"recipe__steps": 60, "checkpoint__every": 1000, "recipe__precision": "fp64"}
+    whole = train("whole", **options)
+    done = 0
+    for layout in ("fsdp=2", "tp=2"):
+        with _after_steps(tmp_path / "moved", done + 5, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+            stopped = train("moved", layout, **options)
+        assert stopped.report.code == STOPPED, stopped.report.message
+        assert done + 5 <= stopped.report.step < 60
+        done = stopped.report.step
+    moved = train("moved", "pp=2", **options)
+    assert moved.report.code == FINISHED, moved.report.message
+    assert list(dict.fromkeys(row["layout"] for row in moved.rows)) == ["fsdp=2", "tp=2", "pp=2"]
+    assert moved.losses == pytest.approx(whole.losses, rel=1e-10)
+    assert moved.pieces().keys() == whole.pieces().keys()
+
+
+def test_strict_runs_are_the_same_to_the_bit_in_any_layout(train: Train) -> None:
+    """Losses, weights and optimizer states. Rows have unequal numbers of targets."""
+    options = {"run__strict": True, "data__packing": False, "evaluate__samples": 1}
+    alone = train("alone", **options)
+    assert {key.split()[0] for key in alone.pieces()} == {"weight", "exp_avg", "exp_avg_sq"}
+    for layout in ("fsdp=2", "pp=2"):
+        other = train(layout, layout, **options)
+        assert other.report.code == FINISHED, other.report.message
+        assert other.hexes == alone.hexes, layout
+        assert other.pieces() == alone.pieces(), layout
+        assert other.rows[-1]["heldout_loss"] == alone.rows[-1]["heldout_loss"], layout
+        assert other.directory.samples.read_text() == alone.directory.samples.read_text(), layout
+
+
 def test_a_killed_worker_is_replaced_and_the_curve_is_the_same(train: Train, tmp_path: Path) -> None:
     options = {"recipe__steps": 100, "checkpoint__every": 10}
     with _after_steps(tmp_path / "killed", 25, lambda: os.kill(_workers()[1], signal.SIGKILL)):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.launch.signals import STOP_SIGNALS
 from shoal.train.metrics.rows import read_rows
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -38,6 +39,13 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)
+
+
+def listens(process: int) -> bool:
+    """Whether it handles stop signals yet. Until its first lines have run, late on a busy machine, nobody could."""
+    status = Path(f"/proc/{process}/status").read_text()
+    (caught,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")]
+    return bool(caught >> (STOP_SIGNALS[-1] - 1) & 1)
 
 
 def test_a_killed_launcher_takes_its_workers_along_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:
@@ -68,6 +76,7 @@ def test_a_stop_before_the_first_step_is_a_stop(start: Start, number: signal.Sig
     """To the whole process group, as a terminal sends Ctrl-C; while torch is still being imported."""
     stopped = start(recipe__steps=2000)
     time.sleep(seconds)
+    wait_until(lambda: listens(stopped.pid))
     os.killpg(stopped.pid, number)
     _, errors = stopped.communicate(timeout=60)
     assert stopped.returncode == 75, errors

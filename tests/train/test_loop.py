@@ -54,7 +54,10 @@ def test_a_run_stopped_at_any_step_continues_to_the_same_bits(training: MakeTrai
         for piece, other in zip(whole.state.pieces, continued.state.pieces, strict=True):
             assert piece.name == other.name
             assert torch.equal(piece.tensor, other.tensor), (stop, piece.name)
-            mine, theirs = whole.state.optimizer.state[piece.tensor], continued.state.optimizer.state[other.tensor]
+            mine, theirs = (
+                whole.state.optimizer.state[piece.tensor],
+                continued.state.optimizer.state[other.tensor],
+            )
             assert mine.keys() == theirs.keys()
             for key, value in mine.items():
                 assert torch.equal(value, theirs[key]), (stop, piece.name, key)

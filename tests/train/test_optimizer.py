@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from shoal.facts.boxes import Box, TensorPart
 from shoal.facts.recipe import Recipe
-from shoal.train.optimizer import LossScale, build, clip
+from shoal.parallel.pieces import Held, Piece
+from shoal.train.optimizer import LossScale, build, clip, squared_norm, unscale
+
+
+def piece_of(parameter: torch.nn.Parameter, name: str = "") -> Piece:
+    """All of a parameter."""
+    box = Box(tuple(parameter.shape), (0,) * parameter.dim(), tuple(parameter.shape))
+    held = Held(name, 0, parameter, TensorPart(box), copied=False)
+    return Piece(held, parameter, 0, parameter.numel(), counted=True)
 
 
 def test_norms_and_biases_are_not_decayed() -> None:
     network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Embedding(5, 4))
-    decayed, plain = build(network, Recipe(weight_decay=0.3)).param_groups
+    pieces = [piece_of(parameter, name) for name, parameter in network.named_parameters()]
+    decayed, plain = build(pieces, Recipe(weight_decay=0.3)).param_groups
     assert decayed["weight_decay"] == 0.3 and [tuple(p.shape) for p in decayed["params"]] == [(4, 4), (5, 4)]
     assert plain["weight_decay"] == 0.0 and len(plain["params"]) == 3
     assert decayed["fused"] is True
+
+
+def test_a_flat_piece_of_a_matrix_is_decayed() -> None:
+    """Where states are sharded a piece is a range of elements: what it is a part of decides."""
+    whole = torch.nn.Parameter(torch.zeros(4, 6))
+    held = Held("", 0, whole, TensorPart(Box((4, 6), (0, 0), (4, 6))), copied=False)
+    flat = Piece(held, torch.nn.Parameter(torch.zeros(9)), 3, 12, counted=True)
+    (decayed,) = build([flat], Recipe(weight_decay=0.3)).param_groups
+    assert decayed["weight_decay"] == 0.3 and decayed["params"] == [flat.tensor]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
@@ -25,7 +46,10 @@ def test_clipping_is_torchs(limit: float, scale: float) -> None:
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         gradient = torch.arange(mine.numel(), dtype=torch.float32).reshape(mine.shape) + number
         mine.grad, other.grad = gradient * scale, gradient.clone()
-    norm = clip(ours, limit, scale)
+    pieces = [piece_of(parameter) for parameter in ours]
+    unscale(pieces, scale)
+    norm = math.sqrt(squared_norm(pieces))
+    clip(pieces, limit, norm)
     wanted = torch.nn.utils.clip_grad_norm_(theirs, limit or float("inf"))
     assert norm == pytest.approx(float(wanted))
     for mine, other in zip(ours, theirs, strict=True):

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shoal.facts.config import TuneSection
 from shoal.facts.huggingface import write_config
+from shoal.facts.layout import Layout
 from shoal.facts.model import Model
 from shoal.facts.parameters import parameters
 from shoal.facts.presets import PRESETS
+from shoal.facts.recipe import Recipe
 from shoal.models.decoder import build
-from shoal.models.initial import initialise
+from shoal.models.initial import fill
+from shoal.parallel.apply import apply
+from shoal.parallel.mesh import Mesh
 from shoal.train import optimizer as optimizers
 from shoal.train.checkpoint.directory import UNFINISHED, committed, latest, tidy
 from shoal.train.checkpoint.manifest import Damaged, read_manifest
@@ -33,18 +41,25 @@ def small(preset: str) -> Model:
     )
 
 
-def make_state(model: Model, seed: int = 0, steps: int = 2) -> State:
+def make_state(model: Model, seed: int = 0, steps: int = 2, recipe: Recipe | None = None) -> State:
     """A network after a few updates, so that optimizer states hold something."""
-    network = build(model).to_empty(device="cpu")
-    initialise(network, model, seed)
-    from shoal.facts.recipe import Recipe
-
-    optimizer = optimizers.build(network, Recipe())
+    recipe = recipe or Recipe()
+    mesh = Mesh(Layout(), 0, torch.device("cpu"))
+    placed = apply(build(model), mesh, TuneSection(), partial(fill, model=model, seed=seed), seq=10)
+    pieces = placed.gradients.pieces
+    optimizer = optimizers.build(pieces, recipe)
     for step in range(steps):
-        for number, parameter in enumerate(network.parameters()):
-            parameter.grad = torch.full_like(parameter, 0.1 * (number + step + 1))
+        for number, piece in enumerate(pieces):
+            piece.tensor.grad = torch.full_like(piece.tensor, 0.1 * (number + step + 1))
         optimizer.step()
-    return State(model, network, optimizer, "adamw", LossScale())
+    return State(model, placed, optimizer, recipe.optimizer, LossScale(), mesh)
+
+
+def commit(state: State, checkpoints: Path, step: int, samples: int, identity: dict[str, Any]) -> Path:
+    state.commit(checkpoints, step, samples, identity)
+    path = latest(checkpoints)
+    assert path is not None
+    return path
 
 
 @pytest.fixture(params=["tiny", "qwen2-7b", "qwen3-8b", "gpt2", "pythia-6.9b"])
@@ -54,26 +69,46 @@ def model(request: pytest.FixtureRequest) -> Model:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    return make_state(small("tiny")).commit(tmp_path, 7, 56, {"recipe.lr": 0.1})
+    return commit(make_state(small("tiny")), tmp_path, 7, 56, {"recipe.lr": 0.1})
 
 
 def test_a_checkpoint_brings_back_every_bit(model: Model, tmp_path: Path) -> None:
     before = make_state(model)
-    path = before.commit(tmp_path, 12, 96, {})
+    path = commit(before, tmp_path, 12, 96, {})
     assert path.name == "step-00000012"
     after = make_state(model, seed=1, steps=0)
     assert after.restore(path) == 12
-    for name, parameter in before.parameters.items():
-        mine, theirs = before.optimizer.state[parameter], after.optimizer.state[after.parameters[name]]
-        assert torch.equal(parameter, after.parameters[name])
+    for piece, other in zip(before.pieces, after.pieces, strict=True):
+        mine, theirs = before.optimizer.state[piece.tensor], after.optimizer.state[other.tensor]
+        assert piece.name == other.name
+        assert torch.equal(piece.tensor, other.tensor)
         for key in ("exp_avg", "exp_avg_sq", "step"):
-            assert torch.equal(mine[key], theirs[key]), (name, key)
+            assert torch.equal(mine[key], theirs[key]), (piece.name, key)
+
+
+@pytest.mark.parametrize(
+    "momentum,steps,kinds", [(0.9, 2, {"momentum_buffer"}), (0.0, 2, set()), (0.9, 0, set())]
+)
+def test_only_states_that_exist_are_written(
+    tmp_path: Path, momentum: float, steps: int, kinds: set[str]
+) -> None:
+    recipe = Recipe(optimizer="sgd", momentum=momentum)
+    before = make_state(small("tiny"), steps=steps, recipe=recipe)
+    path = commit(before, tmp_path, 1, 8, {})
+    assert Checkpoint(path).states == {"weight"} | kinds
+    after = make_state(small("tiny"), seed=1, steps=0, recipe=recipe)
+    after.restore(path)
+    for piece, other in zip(before.pieces, after.pieces, strict=True):
+        assert torch.equal(piece.tensor, other.tensor)
+        for kind in kinds:
+            mine, theirs = before.optimizer.state[piece.tensor], after.optimizer.state[other.tensor]
+            assert torch.equal(mine[kind], theirs[kind]), piece.name
 
 
 def test_names_and_shapes_are_those_of_transformers(model: Model, tmp_path: Path) -> None:
     """The pieces of a checkpoint, loaded into transformers' own model, give our logits."""
     state = make_state(model)
-    checkpoint = Checkpoint(state.commit(tmp_path / "run", 1, 8, {}))
+    checkpoint = Checkpoint(commit(state, tmp_path / "run", 1, 8, {}))
     names = {piece.tensor for piece in checkpoint.manifest.pieces if piece.state == "weight"}
     assert names == {parameter.name for parameter in parameters(model)}
     (tmp_path / "config.json").write_text(json.dumps(write_config(model)))
@@ -84,8 +119,9 @@ def test_names_and_shapes_are_those_of_transformers(model: Model, tmp_path: Path
     assert not unexpected and all("lm_head" in name or "bias" in name for name in missing)
     theirs.tie_weights()
     network = build(model).to_empty(device="cpu")
+    held = {piece.name: piece.tensor for piece in state.pieces}
     for name, parameter in network.named_parameters():
-        parameter.data.copy_(state.parameters[name])
+        parameter.data.copy_(held[name])
     tokens = torch.arange(20).reshape(2, 10)
     with torch.no_grad():
         ours = network.lm_head.logits(network(tokens, torch.arange(10).expand(2, 10)))
@@ -144,8 +180,8 @@ def test_a_failed_write_leaves_the_commits_that_were_there(
     state = make_state(small("tiny"))
     whole = state._tensors
 
-    def broken():
-        yield from list(whole())[:5]
+    def broken(kinds: tuple[str, ...]) -> Iterator[tuple[str, str, torch.Tensor]]:
+        yield from list(whole(kinds))[:5]
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(state, "_tensors", broken)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -58,7 +59,9 @@ def parity(
 
     overrides = [*(set or []), *(["run.strict=true"] if strict else [])]
     loaded = load(config, overrides, "dp=1").config
-    precisions: list[str] = ["fp32"] if loaded.run.strict else ["fp64", "fp32"] if precision == "both" else [precision]
+    precisions: list[str] = (
+        ["fp32"] if loaded.run.strict else ["fp64", "fp32"] if precision == "both" else [precision]
+    )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     job = resolve(loaded, visible)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -72,8 +75,9 @@ def parity(
     proofs = []
     for kind in precisions:
         console.print(f"{kind}: {'bit by bit' if loaded.run.strict else 'within rounding'}", markup=False)
-        prover = Prover(loaded, dataset, steps, kind)
-        proofs.append(prover.prove(chosen, lambda verdict: _tell(verdict, console)))
+        with TemporaryDirectory(prefix="shoal-parity-") as folder:
+            prover = Prover(loaded, dataset, steps, kind, Path(folder))
+            proofs.append(prover.prove(chosen, lambda verdict: _tell(verdict, console)))
     if json:
         print_json(_document(proofs))
     failed = [verdict for proof in proofs for verdict in proof.verdicts if not verdict.ok]
@@ -96,6 +100,12 @@ def _tell(verdict: Verdict, console: Console) -> None:
         console.print(f"        {verdict.reason}; {verdict.strategy}: {verdict.file}", markup=False)
 
 
+def _row(verdict: Verdict) -> dict[str, Any]:
+    """Of all tensors that differ the first one, and how many there are."""
+    row = {**asdict(verdict), "layout": str(verdict.layout), "differing": len(verdict.differing)}
+    return {**row, "first_difference": asdict(verdict.differing[0]) if verdict.differing else None}
+
+
 def _document(proofs: list[Parity]) -> dict[str, Any]:
     """CONTRACT's fields are the first precision's; a second one stands beside them."""
     first, *others = [
@@ -103,7 +113,7 @@ def _document(proofs: list[Parity]) -> dict[str, Any]:
             "steps": proof.steps,
             "precision": proof.precision,
             "reference": {"losses": proof.reference},
-            "layouts": [{**asdict(verdict), "layout": str(verdict.layout)} for verdict in proof.verdicts],
+            "layouts": [_row(verdict) for verdict in proof.verdicts],
         }
         for proof in proofs
     ]

@@ -81,11 +81,11 @@ class Unit:
 
 
 def units(layers: range, unit: int, first: bool, last: bool, tied: bool) -> list[Unit]:
-    """The units of a stage in forward order; what ``tied`` joins (first and last, one matrix) is a unit of the root.
+    """The units of a stage, in forward order. ``tied``: embedding and head are one matrix, where both are here.
 
     ``unit`` blocks make one. The final norm, too small to travel alone, goes with the last blocks. The head is used at
     the end of the forward pass and at the start of the backward pass, so it stays. A tied embedding is used at both
-    ends, hence in between: its unit has the empty path, that of the stage itself.
+    ends, so it stays in between: with the norm it is the unit of the stage itself, whose path is empty.
     """
     # A stage keeps the learned positions, where a model has them, next to its token embedding.
     embedding = ("model.embed_tokens", "model.embed_positions")

@@ -50,6 +50,25 @@ class Channels:
         self.device = mesh.device
         self.groups = {"down": mesh.pieces_of("pp", [line]), "up": mesh.pieces_of("pp", [line])}
         self._flying: list[tuple[Tensor, dist.Work]] = []
+        if self.device.type == "cuda":
+            self._connect(mesh.layout.pp)
+
+    def _connect(self, ranks: int) -> None:
+        """Make NCCL set up every connection now, one after the other, with one message along each.
+
+        It would do so at the first message, and set-up waits for the device: which may itself be waiting, in a receive
+        that was posted ahead, for a rank that is waiting in the same set-up for us.
+        """
+        token = torch.zeros(1, device=self.device)
+        neighbours = [(rank, rank + 1) for rank in range(ranks - 1)]
+        around = [(0, ranks - 1)] if ranks > 2 else []  # from the last rank's stage to the first rank's next one
+        for low, high in neighbours + around:
+            for sender, receiver in ((low, high), (high, low)):
+                if self.place == sender:
+                    dist.send(token, group=self._group(sender, receiver), group_dst=receiver)
+                elif self.place == receiver:
+                    dist.recv(token, group=self._group(sender, receiver), group_src=sender)
+            torch.cuda.synchronize(self.device)
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Start sending; the tensor is kept until ``wait_for_sends``."""

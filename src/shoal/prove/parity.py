@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from shoal.facts.boxes import summed_over
@@ -49,12 +49,13 @@ class Verdict:
     layout: Layout
     losses: list[float]
     max_loss_diff: float
-    max_grad_diff: float
+    max_grad_diff: float  # of the first step: before any update, rounding has had no time to grow
     max_param_diff: float
     ok: bool
     seconds: float
+    max_later_grad_diff: float = 0.0  # of the steps after the first, whose parameters differ already
     bit_identical: bool = False
-    first_difference: Difference | None = None  # the first tensor beyond its tolerance
+    differing: tuple[Difference, ...] = ()  # every tensor beyond its tolerance, the first one first
     reason: str = ""  # in words, where it is not ok
     strategy: str = ""  # the key of the layout that brings the difference in
     file: str = ""  # where that strategy lives
@@ -78,25 +79,31 @@ class Prover:
     dataset: Path
     steps: int
     precision: str
+    folder: Path  # for the reference's tensors
     rehearse: Rehearse = rehearse
 
     def prove(self, layouts: list[Layout], tell: Callable[[Verdict], None] = lambda verdict: None) -> Parity:
-        with TemporaryDirectory(prefix="shoal-parity-") as name:
-            self.folder = Path(name)
-            job = self.job(Layout())
-            self.truth = run_reference(Script(job, self.dataset, self.steps, self.folder, reference=True))
-            verdicts = []
-            for layout in layouts:
-                verdict = self._judge(layout)
-                verdict = verdict if verdict.ok else self._blame(verdict)
-                tell(verdict)
-                verdicts.append(verdict)
+        verdicts = []
+        for layout in layouts:
+            verdict = self._judge(layout)
+            verdict = verdict if verdict.ok else self._blame(verdict)
+            tell(verdict)
+            verdicts.append(verdict)
         return Parity(self.steps, self.precision, self.truth.losses, verdicts)
+
+    @cached_property
+    def truth(self) -> Rehearsal:
+        """One process, the whole batch. It must not fail, so its failure is not a verdict."""
+        script = Script(self.job(Layout()), self.dataset, self.steps, self.folder, reference=True)
+        (seen,) = run_ranks(1, rehearse, (script,), _patience(script.job))
+        assert isinstance(seen, Rehearsal)
+        return seen
 
     def job(self, layout: Layout) -> Job:
         return job_of(self.config, layout, self.precision)
 
     def _judge(self, layout: Layout) -> Verdict:
+        truth = self.truth
         started = time.perf_counter()
         job = self.job(layout)
         script = Script(job, self.dataset, self.steps, self.folder, reference=False)
@@ -108,7 +115,7 @@ class Prover:
             seconds = time.perf_counter() - started
             return Verdict(layout, [], infinite, infinite, infinite, False, seconds, reason=str(failure))
         tolerance = STRICT if job.config.run.strict else TOLERANCES[self.precision]
-        return _verdict(layout, self.truth, seen, tolerance, time.perf_counter() - started)
+        return _verdict(layout, truth, seen, tolerance, time.perf_counter() - started)
 
     def _blame(self, verdict: Verdict) -> Verdict:
         """Name the strategy without which the layout is fine; where that is none of them alone, all of them."""
@@ -121,13 +128,12 @@ class Prover:
 
     def _file(self, key: str, verdict: Verdict) -> str:
         """Where a strategy lives, or that part of it that the first wrong tensor points to."""
-        layout, first = verdict.layout, verdict.first_difference
-        if first is not None and first.what == "gradient":
-            model = self.job(layout).model
-            if key == "tp" and summed_over(first.tensor, model, layout.tp, layout.sp) != "nobody":
-                return "parallel/shared.py"
-            if key == "pp" and model.tied and first.tensor == EMBEDDING:
-                return "parallel/shared.py"
+        layout, model = verdict.layout, self.job(verdict.layout).model
+        at_first = {one.tensor for one in verdict.differing if one.what == "gradient" and one.step == 1}
+        summed = {name for name in at_first if summed_over(name, model, layout.tp, layout.sp) != "nobody"}
+        tied = at_first & {EMBEDDING} if model.tied else set()
+        if at_first and at_first == {"tp": summed, "pp": tied}.get(key):
+            return "parallel/shared.py"  # nothing but sums over ranks that hold the same parameter
         if key == "fsdp":
             return "parallel/shard.py" if layout.zero == 3 else "parallel/zero.py"
         return {
@@ -147,13 +153,6 @@ def job_of(config: Config, layout: Layout, precision: str) -> Job:
     values["recipe"]["states"] = "fp32"
     values["recipe"]["reduce"] = "fp32"
     return resolve(Config.model_validate(values))
-
-
-def run_reference(script: Script) -> Rehearsal:
-    """One process, the whole batch. It must not fail, so its failure is not a verdict."""
-    (seen,) = run_ranks(1, rehearse, (script,), _patience(script.job))
-    assert seen is not None
-    return seen
 
 
 def _patience(job: Job) -> float:
@@ -183,16 +182,18 @@ def _verdict(
         reason = f"the loss is off by {worst_loss:.1e}"
     elif seen.written != truth.written:
         reason = f"it writes {seen.written!r} and one process {truth.written!r}"
+    gradients = [one for one in seen.differences if one.what == "gradient"]
     return Verdict(
         layout,
         seen.losses,
         worst_loss,
-        _worst([one.amount for one in seen.differences if one.what == "gradient"]),
+        _worst([one.amount for one in gradients if one.step == 1]),
         _worst([one.amount for one in seen.differences if one.what == "parameter"]),
         not reason,
         seconds,
+        max_later_grad_diff=_worst([one.amount for one in gradients if one.step > 1]),
         bit_identical=worst_loss == 0 and all(one.amount == 0 for one in seen.differences),
-        first_difference=beyond[0] if beyond else None,
+        differing=tuple(beyond),
         reason=reason,
     )
 

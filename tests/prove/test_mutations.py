@@ -1,0 +1,213 @@
+"""The proof of the proof: strategies that are broken on purpose are found, and named with their file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from shoal.facts.layout import Layout
+from shoal.facts.stages import Stage
+from shoal.parallel import pipeline, recompute, vocabulary
+from shoal.parallel.deferred import Deferred
+from shoal.parallel.pieces import Piece
+from shoal.parallel.replicate import Replicate
+from shoal.parallel.shared import Shared
+from shoal.parallel.zero import ShardedStates
+from shoal.prove.parity import Prover
+from shoal.prove.rehearse import Rehearsal, rehearse
+
+# Each patches what it breaks. It runs in a rank's own process, which is thrown away afterwards.
+
+
+def all_reduce_missing() -> None:
+    Replicate._send = lambda self, bucket: None  # type: ignore[method-assign]
+
+
+def gradient_doubled() -> None:
+    land = ShardedStates._land
+
+    def twice(self: ShardedStates) -> None:
+        shard = self._flying[0].bucket.shard
+        before = shard.clone()
+        land(self)
+        shard.add_(shard - before)
+
+    ShardedStates._land = twice  # type: ignore[method-assign]
+
+
+def averaged_instead_of_summed() -> None:
+    FSDPModule.set_gradient_divide_factor = lambda self, factor: None  # type: ignore[method-assign]
+
+
+def stale_parameters() -> None:
+    ShardedStates.after_update = lambda self: None  # type: ignore[method-assign]
+
+
+def wrong_stage_order() -> None:
+    cut = pipeline.cut
+
+    def swapped(model: Any, count: int, seq: int) -> list[Stage]:
+        stages = cut(model, count, seq)
+        if count == 1:
+            return stages
+        turned = [stages[1].layers, stages[0].layers, *(stage.layers for stage in stages[2:])]
+        return [Stage(s.index, layers, s.first, s.last) for s, layers in zip(stages, turned, strict=True)]
+
+    pipeline.cut = swapped
+
+
+def norm_not_summed_over_tp() -> None:
+    kind = Shared._kind
+
+    def forgetful(self: Shared, piece: Piece) -> str:
+        return "nobody" if "norm" in piece.name else kind(self, piece)
+
+    Shared._kind = forgetful  # type: ignore[method-assign]
+
+
+def shared_heads_not_summed() -> None:
+    kind = Shared._kind
+
+    def forgetful(self: Shared, piece: Piece) -> str:
+        return "nobody" if kind(self, piece) == "copies" else kind(self, piece)
+
+    Shared._kind = forgetful  # type: ignore[method-assign]
+
+
+def tied_ends_not_summed() -> None:
+    Shared._sum_ends = lambda self, gradients: None  # type: ignore[method-assign]
+
+
+def weight_gradients_forgotten() -> None:
+    Deferred.compute = lambda self, stage, micro: self.heaps.clear()  # type: ignore[method-assign]
+
+
+def rows_mixed_up_on_the_way() -> None:
+    wait = pipeline.Arrival.wait
+    pipeline.Arrival.wait = lambda self: wait(self).roll(1, 0)  # type: ignore[method-assign]
+
+
+def input_detached_in_recompute() -> None:
+    checkpointed = recompute._checkpointed
+
+    def detached(forward: Callable[..., Any], context: dict[str, Any]) -> Callable[..., Any]:
+        run = checkpointed(forward, context)
+        return lambda hidden, *others: hidden + run(hidden.detach(), *others) - hidden.detach()
+
+    recompute._checkpointed = detached
+
+
+def embedding_not_summed_over_vocabulary() -> None:
+    vocabulary.VocabularyEmbedding.forward = _own_rows_only  # type: ignore[method-assign]
+
+
+def _own_rows_only(self: Any, index: Tensor) -> Tensor:
+    """Every rank gives what its own rows say, and nobody adds them up."""
+    stream = self.stream
+    saved, stream.leave = stream.leave, lambda x: stream.local(x) if stream.sp else x
+    try:
+        return _embedding_forward(self, index)
+    finally:
+        stream.leave = saved
+
+
+_embedding_forward = vocabulary.VocabularyEmbedding.forward
+
+
+MUTATIONS: dict[str, Callable[[], None]] = {
+    function.__name__: function
+    for function in (
+        all_reduce_missing,
+        gradient_doubled,
+        averaged_instead_of_summed,
+        stale_parameters,
+        wrong_stage_order,
+        norm_not_summed_over_tp,
+        shared_heads_not_summed,
+        tied_ends_not_summed,
+        weight_gradients_forgotten,
+        rows_mixed_up_on_the_way,
+        input_detached_in_recompute,
+        embedding_not_summed_over_vocabulary,
+    )
+}
+
+
+def broken(rank: int, world: int, store: dist.Store, script: Any, mutation: str = "") -> Rehearsal | None:
+    MUTATIONS[mutation]()
+    return rehearse(rank, world, store, script)
+
+
+class Broken:
+    """``rehearse`` with one mutation; picklable, as what runs in other processes has to be."""
+
+    def __init__(self, mutation: str) -> None:
+        self.mutation = mutation
+
+    def __call__(self, rank: int, world: int, store: dist.Store, script: Any) -> Rehearsal | None:
+        return broken(rank, world, store, script, self.mutation)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "layout", "strategy", "file", "tensor"),
+    [
+        (all_reduce_missing, "dp=2", "dp", "parallel/replicate.py", "model.embed_tokens.weight"),
+        (gradient_doubled, "fsdp=2,zero=2,tp=2", "fsdp", "parallel/zero.py", "model.embed_tokens.weight"),
+        (averaged_instead_of_summed, "fsdp=2", "fsdp", "parallel/shard.py", "model.embed_tokens.weight"),
+        (stale_parameters, "fsdp=2,zero=1", "fsdp", "parallel/zero.py", None),
+        (wrong_stage_order, "dp=2,pp=2", "pp", "parallel/pipeline.py", None),
+        (
+            norm_not_summed_over_tp,
+            "tp=2",
+            "tp",
+            "parallel/shared.py",
+            "model.layers.0.input_layernorm.weight",
+        ),
+        (
+            shared_heads_not_summed,
+            "tp=4",
+            "tp",
+            "parallel/shared.py",
+            "model.layers.0.self_attn.k_proj.weight",
+        ),
+        (tied_ends_not_summed, "pp=2", "pp", "parallel/shared.py", "model.embed_tokens.weight"),
+        (weight_gradients_forgotten, "tp=2,pp=2,schedule=zb", "pp", "parallel/pipeline.py", None),
+        (rows_mixed_up_on_the_way, "pp=2,schedule=gpipe", "pp", "parallel/pipeline.py", None),
+        (input_detached_in_recompute, "dp=2,recompute=full", "recompute", "parallel/recompute.py", None),
+        (embedding_not_summed_over_vocabulary, "fsdp=2,tp=2", "tp", "parallel/tensor.py", None),
+    ],
+    ids=list(MUTATIONS),
+)
+def test_a_broken_strategy_is_caught_and_named(
+    make_prover: Callable[..., Prover],
+    mutation: Callable[[], None],
+    layout: str,
+    strategy: str,
+    file: str,
+    tensor: str | None,
+) -> None:
+    prover = make_prover("fp64", Broken(mutation.__name__))
+    (verdict,) = prover.prove([Layout.parse(layout)]).verdicts
+    assert not verdict.ok
+    assert (verdict.strategy, verdict.file) == (strategy, file), verdict.reason
+    first = verdict.differing[0]
+    assert first.amount > 1e-6
+    if tensor is not None:
+        assert first.tensor == tensor
+
+
+def rank_that_raises(rank: int, world: int, store: dist.Store, script: Any) -> Rehearsal | None:
+    if rank == 1:
+        torch.Tensor.backward = None  # type: ignore[method-assign,assignment]
+    return rehearse(rank, world, store, script)
+
+
+def test_a_rank_that_fails_is_named(make_prover: Callable[..., Prover]) -> None:
+    (verdict,) = make_prover("fp64", rank_that_raises).prove([Layout.parse("dp=2")]).verdicts
+    assert not verdict.ok and "rank 1" in verdict.reason and verdict.file == "parallel/replicate.py"
