@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal.facts.layout import Layout
 from shoal.facts.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.models.decoder import build
 from shoal.models.initial import initialise
-from shoal.predict.states import replica_states
+from shoal.predict.states import rank_states, replica_states
 from shoal.train import optimizer as optimizers
 from shoal.train.precision import parameter_dtype
 
@@ -38,3 +39,20 @@ def test_predicted_bytes_are_those_of_the_tensors(recipe: Recipe) -> None:
         "grads": size([parameter.grad for parameter in parameters if parameter.grad is not None]),
         "optimizer": size(kept),
     }
+
+
+@pytest.mark.parametrize(
+    ("layout", "shares"),
+    [
+        ("dp=8", (1, 1, 1)),
+        ("fsdp=4,zero=1", (1, 1, 4)),
+        ("fsdp=4,zero=2", (1, 4, 4)),
+        ("dp=2,fsdp=4", (4, 4, 4)),
+        ("fsdp=2,tp=4,pp=2", (16, 16, 16)),
+    ],
+)
+def test_a_rank_holds_its_share(layout: str, shares: tuple[int, int, int]) -> None:
+    model, recipe = PRESETS["llama3-8b"], Recipe()
+    whole = replica_states(model, recipe)
+    held = rank_states(model, recipe, Layout.parse(layout))
+    assert held == {name: size // share for (name, size), share in zip(whole.items(), shares, strict=True)}

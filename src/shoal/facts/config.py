@@ -114,7 +114,9 @@ class CompileSection(Section):
 class TuneSection(Section):
     bucket_mb: float = Field(25.0, gt=0, description="gradients summed at once, in MiB")
     prefetch: int = Field(1, ge=0, description="sharded groups gathered ahead")
-    persist_below: int = Field(0, ge=0, description="parameters with fewer elements stay whole")
+    persist_below: int = Field(
+        0, ge=0, description="sharded groups with fewer elements stay gathered until their backward pass"
+    )
 
 
 class FaultSection(Section):
@@ -136,7 +138,9 @@ class TrackSection(Section):
 
 class ClusterSection(Section):
     on: str = Field("local", description='"local", "64xH100", "4xcpu" or a file')
-    share: bool = Field(False, description="several ranks may share a GPU: for proofs and memory, not for speed")
+    share: bool = Field(
+        False, description="several ranks may share a GPU: for proofs and memory, not for speed"
+    )
 
 
 class Config(Section):

@@ -19,7 +19,7 @@ from shoal.launch.manifest import describe_plan, describe_run
 from shoal.launch.report import FINISHED, Report
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.plan.resolve import Job
-from shoal.predict.states import replica_states
+from shoal.predict.states import rank_states
 from shoal.train.data.dataset import QUARANTINE, Dataset, check_vocabulary
 from shoal.train.data.samples import cut_samples
 from shoal.train.data.tokenizers import open_tokenizer
@@ -100,7 +100,8 @@ def check_devices(job: Job, visible: str | None) -> None:
 def _check_memory(job: Job) -> None:
     """Refuse a model whose weights, gradients and optimizer states alone exceed what there is."""
     on_cpu = job.cluster.device.name == "cpu"
-    needed = sum(replica_states(job.model, job.config.recipe).values()) * (job.layout.world if on_cpu else 1)
+    states = rank_states(job.model, job.config.recipe, job.layout)
+    needed = sum(states.values()) * (job.layout.world if on_cpu else 1)
     if needed > job.cluster.device.memory_bytes:
         raise BadInput(
             f"weights, gradients and optimizer states of {job.model.name} take {needed / 2**30:.1f} GiB, "

@@ -15,7 +15,7 @@ from shoal import __version__
 from shoal.facts.parameters import parameter_count
 from shoal.plan.resolve import Job
 from shoal.predict.flops import flops_per_token
-from shoal.predict.states import replica_states
+from shoal.predict.states import rank_states
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "blake3")
 
@@ -53,9 +53,8 @@ def describe_plan(job: Job) -> dict[str, Any]:
         "accumulation": job.layout.accumulation(recipe.batch),
         "chosen_by": "auto: a replica on every device" if job.config.layout == "auto" else "the user",
         "parameters": parameter_count(job.model),
-        "memory": replica_states(
-            job.model, recipe
-        ),  # bytes a rank; activations and buffers are not predicted yet
+        # Bytes a rank; activations and buffers are not predicted yet.
+        "memory": rank_states(job.model, recipe, job.layout),
         "model_flops_per_step": flops_per_token(job.model, recipe.seq) * recipe.tokens_per_step,
     }
 

@@ -1,9 +1,9 @@
 """Strict mode: sums that no order of adding changes, so that losses and weights are equal to the bit in any layout.
 
 Floating-point sums depend on their order, and layouts differ in just that. Integer sums do not: each micro-batch's
-gradient is rounded to whole multiples of 2⁻⁵², added up as 64-bit integers over micro-batches, ranks and the two
-copies of a tied embedding, and turned back into floating point once. A micro-batch is one sequence, whose own
-gradient is the same wherever it is computed.
+gradient is rounded to whole multiples of 2⁻⁵², added up as 64-bit integers over micro-batches and ranks, and turned
+back into floating point once. A micro-batch is one sequence, whose own gradient is the same wherever it is computed.
+A tied embedding's two gradients are rounded each by itself; a sum of two floating-point numbers has one order only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pieces import Gradients, Held, Piece
 
-# The unit of gradients and of losses. Gradients beyond ±2⁸ are refused before a sum of them could overflow.
+# The unit of gradients, the sum of them that a 64-bit integer has no room for, and the unit of losses.
 UNIT = 2.0**-52
 LIMIT = 2.0**11
 LOSS_UNIT = 2.0**-36

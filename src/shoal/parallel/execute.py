@@ -5,6 +5,8 @@ Without a pipeline the list reads: forward and backward of the first micro-batch
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -46,7 +48,10 @@ class Executor:
         self.mesh, self.layout = mesh, mesh.layout
         self.gradients = gradients
         self.stages = self.layout.pp * self.layout.chunks
+        self._network = segments[0].network
+        self._compute = self._network.model.compute
         self.channels = Channels(mesh) if self.layout.pp > 1 else None
+        self.cold = self.channels is not None and mesh.device.type == "cuda"
         self.deferred = Deferred() if split_backward else None
         if self.deferred is not None:
             for segment in segments:
@@ -54,6 +59,8 @@ class Executor:
 
     def forward_backward(self, batches: list[MicroBatch], factor: float) -> list[Tensor]:
         """Gradients of the losses times ``factor``; the summed loss of each micro-batch whose end is here."""
+        if self.cold:
+            self._load_kernels(batches[0])
         program = self._program(len(batches))
         complete = _last_backward(program)
         underway = Underway(batches)
@@ -69,11 +76,8 @@ class Executor:
                     self.gradients.after_backward(stage, last)
                 case Action.INPUT:
                     self.gradients.before_backward(stage, False)
-                    if self.deferred is not None:
-                        self.deferred.begin(stage, micro)
-                    self._backward(stage, micro, underway, factor)
-                    if self.deferred is not None:
-                        self.deferred.end()
+                    with self._deferring(stage, micro):
+                        self._backward(stage, micro, underway, factor)
                 case Action.WEIGHT:
                     if self.deferred is not None:
                         self.deferred.compute(stage, micro)
@@ -107,11 +111,45 @@ class Executor:
         if group is None:
             return here[0]
         end = rank_of_stage(self.layout.pp, self.layout.chunks, self.layout.schedule, self.stages - 1)
-        vocabulary = next(iter(self.segments.values())).network.shape.vocab
-        scores = here[0] if here else self._empty((batch.tokens.shape[0], vocabulary))
+        size = (batch.tokens.shape[0], self._network.shape.vocab)
+        scores = here[0] if here else torch.empty(size, device=self.mesh.device)
         scores = scores.to(torch.float64).contiguous()
         dist.broadcast(scores, group=group, group_src=end)
         return scores
+
+    def _load_kernels(self, batch: MicroBatch) -> None:
+        """Compute every stage once, before the first message.
+
+        CUDA loads a kernel when it is first launched, and for that waits until the device is idle; which it may not
+        be, because a receive that was started ahead waits there for a rank that waits for us. What is computed is
+        thrown away: all ranks of a stage take part in its sums, and the step then starts anew.
+        """
+        self.cold = False
+        for stage, segment in self.segments.items():
+            inputs = batch.tokens
+            if not segment.stage.first:
+                inputs = torch.zeros(self._hidden_shape(batch), dtype=self._compute, device=self.mesh.device)
+                inputs.requires_grad_()
+            output = segment(inputs, batch)
+            self.gradients.before_backward(stage, False)
+            with self._deferring(stage, 0):
+                torch.autograd.backward(output, torch.zeros_like(output))
+            if self.deferred is not None:
+                self.deferred.compute(stage, 0)
+            self.gradients.after_backward(stage, True)
+        self.gradients.finish_step()
+        torch.cuda.synchronize(self.mesh.device)
+        self.gradients.start_step()
+
+    @contextmanager
+    def _deferring(self, stage: int, micro: int) -> Iterator[None]:
+        """Weight gradients of the backward pass inside are left for later, unless they never are."""
+        if self.deferred is None:
+            yield
+            return
+        self.deferred.begin(stage, micro)
+        yield
+        self.deferred.end()
 
     def _program(self, micro_batches: int) -> list[Instruction]:
         layout = self.layout
@@ -157,14 +195,14 @@ class Executor:
     def _receive(self, batch: MicroBatch, peer: int) -> Arrival:
         """Hidden states, or their gradients: they have the same shape."""
         assert self.channels is not None
-        network = next(iter(self.segments.values())).network
+        return self.channels.receive(self._hidden_shape(batch), self._compute, peer)
+
+    def _hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
+        """Of what passes from stage to stage: with sequence parallelism each rank sends its own tokens."""
         rows, length = batch.tokens.shape
         if self.layout.sp:
             length //= self.layout.tp
-        return self.channels.receive((rows, length, network.shape.hidden), network.model.compute, peer)
-
-    def _empty(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=torch.float64, device=self.mesh.device)
+        return rows, length, self._network.shape.hidden
 
 
 @cache

@@ -61,7 +61,9 @@ class Channels:
         """
         token = torch.zeros(1, device=self.device)
         neighbours = [(rank, rank + 1) for rank in range(ranks - 1)]
-        around = [(0, ranks - 1)] if ranks > 2 else []  # from the last rank's stage to the first rank's next one
+        around = (
+            [(0, ranks - 1)] if ranks > 2 else []
+        )  # from the last rank's stage to the first rank's next one
         for low, high in neighbours + around:
             for sender, receiver in ((low, high), (high, low)):
                 if self.place == sender:

@@ -24,7 +24,6 @@ from shoal.facts.layout import Recompute
 MATRIX_PRODUCTS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
     torch.ops.aten.linear.default,
 )
 

@@ -47,7 +47,9 @@ def resolve(config: Config, visible: str | None = None) -> Job:
     problems.extend(support.missing(config, model, layout))
     if model is not None:
         strict = config.run.strict
-        problems.extend(nearest.problems(layout, model, config.recipe, cluster, strict, support.runs))
+        # Where ranks share devices there may be any number of them.
+        devices = None if config.cluster.share else cluster
+        problems.extend(nearest.problems(layout, model, config.recipe, devices, strict, support.runs))
     if problems or model is None or cluster is None:
         raise BadInput(problems)
     return Job(config, model, cluster, layout)
