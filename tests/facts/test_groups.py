@@ -89,7 +89,7 @@ def test_units_of_a_whole_model() -> None:
     cut = units(range(3), 2, first=True, last=True, tied=False)
     embedding = ["embed_tokens", "embed_positions"]
     assert paths(cut) == [embedding, ["layers.0", "layers.1"], ["layers.2", "norm"], ["lm_head"]]
-    assert [unit.gathers(100, 0) for unit in cut] == [1, 2, 2, 1]
+    assert [unit.gathers(100, 0) for unit in cut] == [1, 2, 1, 1]
     assert [unit.gathers(100, 101) for unit in cut] == [1, 1, 1, 1]
 
 

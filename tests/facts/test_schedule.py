@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.facts.layout import SCHEDULES
+from shoal.facts.layout import DEFAULT_CHUNKS, SCHEDULES
 from shoal.facts.problem import BadInput
 from shoal.facts.schedule import (
+    SPLIT_BACKWARD,
     Action,
     Instruction,
     Program,
@@ -332,3 +333,10 @@ def test_dropping_any_instruction_is_noticed(size: tuple[str, int, int, int], da
 def test_nothing_to_schedule_is_refused(pp: int, micro: int) -> None:
     with pytest.raises(BadInput, match="at least one"):
         compute_order("1f1b", pp, 1, micro)
+
+
+def test_which_schedules_split_the_backward_pass() -> None:
+    for schedule in SCHEDULES:
+        (first, *_) = instructions(schedule, 2, DEFAULT_CHUNKS.get(schedule, 1), 4)
+        splits = any(instruction.action is Action.WEIGHT for instruction in first)
+        assert splits == (schedule in SPLIT_BACKWARD)

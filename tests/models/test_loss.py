@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shoal.facts.targets import IGNORE
 from shoal.facts import logits
+from shoal.facts.targets import IGNORE
 from shoal.models.linear import Embedding
 from shoal.models.loss import Head
 

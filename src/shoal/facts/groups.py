@@ -83,18 +83,18 @@ class Unit:
 def units(layers: range, unit: int, first: bool, last: bool, tied: bool) -> list[Unit]:
     """The units of a stage, in forward order. ``tied``: embedding and head are one matrix, where both are here.
 
-    ``unit`` blocks make one. The final norm, too small to travel alone, goes with the last blocks. The head is used at
-    the end of the forward pass and at the start of the backward pass, so it stays. A tied embedding is used at both
-    ends, so it stays in between: with the norm it is the unit of the stage itself, whose path is empty.
+    ``unit`` blocks make one. The final norm, too small to travel alone, goes with the last blocks. These and the head
+    are used at the end of the forward pass and at the start of the backward pass, so they stay. A tied embedding is
+    used at both ends, so it stays in between: with the norm it is the unit of the stage itself, whose path is empty.
     """
     # A stage keeps the learned positions, where a model has them, next to its token embedding.
     embedding = ("model.embed_tokens", "model.embed_positions")
     paths = [f"model.layers.{layer}" for layer in layers]
     blocks = [Unit(tuple(paths[start : start + unit])) for start in range(0, len(paths), unit)]
     if first and last and tied:
-        return [Unit(("",), whole=True), *blocks]
+        return [Unit(("",), whole=True), *blocks[:-1], Unit(blocks[-1].modules, whole=True)]
     if last:
-        blocks[-1] = Unit((*blocks[-1].modules, "model.norm"))
+        blocks[-1] = Unit((*blocks[-1].modules, "model.norm"), whole=True)
     before = [Unit(embedding, looked_up=True)] if first else []
     after = [Unit(("lm_head",), whole=True)] if last else []
     return [*before, *blocks, *after]

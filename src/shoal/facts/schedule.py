@@ -12,7 +12,11 @@ from shoal.facts.schedules.messages import instructions
 from shoal.facts.schedules.orders import compute_order
 from shoal.facts.schedules.simulate import Event, Timeline, bubble, in_flight, simulate, unit_durations
 
+# Schedules that compute weight gradients apart from the backward pass, to fill bubbles with them.
+SPLIT_BACKWARD = ("zb", "zbv", "dualpipev")
+
 __all__ = [
+    "SPLIT_BACKWARD",
     "Action",
     "Event",
     "Instruction",

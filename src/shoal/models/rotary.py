@@ -102,6 +102,8 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """
     cosine, sine = rotation
     half = cosine.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    rest = x.shape[-1] - 2 * half
+    # One split and not three slices: its backward pass puts the parts together, theirs would add up padded ones.
+    first, second, *others = x.split([half, half, rest] if rest else half, dim=-1)
     turned = (first * cosine - second * sine, second * cosine + first * sine)
-    return torch.cat([part.to(x.dtype) for part in turned] + [rest], dim=-1)
+    return torch.cat([part.to(x.dtype) for part in turned] + others, dim=-1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.facts.config import TuneSection
+from shoal.facts.schedule import SPLIT_BACKWARD
 from shoal.models.decoder import Network
 from shoal.models.initial import Slice
 from shoal.parallel import tensor
@@ -90,5 +91,7 @@ def apply(
     slices = gradients.slices()
     fill(slices)
 
-    executor = Executor(segments, mesh, exact or gradients, split_backward=not strict)
+    # In strict mode a weight's gradient is taken where autograd gives it, micro-batch by micro-batch.
+    split_backward = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and not strict
+    executor = Executor(segments, mesh, exact or gradients, split_backward)
     return Placed(segments, slices, exact or gradients, Shared(model, mesh, own_head), executor, exact)

@@ -64,7 +64,8 @@ class Step:
             placed.exact.deliver(self.recipe.batch)
         placed.shared.sum(self.pieces)
         unscale(self.pieces, self.scale.value)
-        return summed_loss(losses, placed, self.mesh) / targets, self._norm()
+        loss, norm = self._measure(losses)
+        return loss / targets, norm
 
     def update(self, step: int, loss: float, norm: float) -> StepResult:
         """Clip the gradients and move the weights, unless a gradient is not finite."""
@@ -79,12 +80,14 @@ class Step:
         self.scale.update(overflow=not updated)
         return StepResult(loss, norm, lr, updated)
 
-    def _norm(self) -> float:
-        """The norm of all gradients, each element counted once."""
+    def _measure(self, losses: list[Tensor]) -> tuple[float, float]:
+        """The sum of all losses and the norm of all gradients, everything counted once."""
         if self.placed.exact is not None:
-            return exact_norm(self.pieces, self.mesh)
+            return exact_loss(own_losses(losses, self.mesh), self.mesh), exact_norm(self.pieces, self.mesh)
         squares = squared_norm([piece for piece in self.pieces if piece.counted])
-        return math.sqrt(self.mesh.sum_floats([squares])[0])
+        # One small message for both.
+        loss, total = self.mesh.sum_floats([added(own_losses(losses, self.mesh)), squares])
+        return loss, math.sqrt(total)
 
     def _micro_batch(self, step: int, batch: Batch) -> MicroBatch:
         noise = self._noise(step, batch)
@@ -98,10 +101,17 @@ class Step:
         return torch.tensor(keys, dtype=torch.int64, device=self.mesh.device)
 
 
+def own_losses(losses: list[Tensor], mesh: Mesh) -> list[Tensor]:
+    """Ranks that split tensors compute the same loss: the first of them speaks for all."""
+    return losses if mesh.place["tp"] == 0 else []
+
+
+def added(losses: list[Tensor]) -> float:
+    """In double precision; 0 where the network does not end on this rank."""
+    return float(torch.stack(losses).double().sum()) if losses else 0.0
+
+
 def summed_loss(losses: list[Tensor], placed: Placed, mesh: Mesh) -> float:
-    """All ranks' losses, added in double precision, in strict mode without any rounding."""
-    # Ranks that split tensors compute the same loss: the first of them speaks for all.
-    mine = losses if mesh.place["tp"] == 0 else []
-    if placed.exact is not None:
-        return exact_loss(mine, mesh)
-    return mesh.sum_floats([float(torch.stack(mine).double().sum()) if mine else 0.0])[0]
+    """All ranks' losses, in strict mode without any rounding."""
+    mine = own_losses(losses, mesh)
+    return exact_loss(mine, mesh) if placed.exact is not None else mesh.sum_floats([added(mine)])[0]

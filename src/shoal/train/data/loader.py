@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from shoal.train.data.order import sample_indices
 from shoal.train.data.samples import Sample, Samples
 
 STEPS_AHEAD = 2
+
+# The order of samples is computed for several steps at a time: a few long arrays, not many short ones.
+INDICES_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,19 @@ class Loader:
 
     def rows(self, step: int, positions: Sequence[int]) -> Batch:
         """The rows at these positions of the global batch of a step (steps start at 1)."""
-        if step < 1 or not all(0 <= position < self.batch for position in positions):
-            raise ValueError(f"step {step}, positions {list(positions)} of a batch of {self.batch}")
-        numbers = [(step - 1) * self.batch + position for position in positions]
-        indices = sample_indices(self.seed, np.array(numbers, dtype=np.uint64), len(self.samples))
+        (indices,) = self._indices([step], positions)
+        return self._rows(indices, positions)
+
+    def _indices(self, steps: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+        """Which sample is at each position of each of these steps: [steps, positions]."""
+        if min(steps) < 1 or not all(0 <= position < self.batch for position in positions):
+            raise ValueError(f"steps {list(steps)}, positions {list(positions)} of a batch of {self.batch}")
+        starts = (np.array(steps, dtype=np.uint64) - np.uint64(1)) * np.uint64(self.batch)
+        numbers = starts[:, None] + np.array(positions, dtype=np.uint64)
+        indices = sample_indices(self.seed, numbers.reshape(-1), len(self.samples))
+        return indices.reshape(numbers.shape)
+
+    def _rows(self, indices: np.ndarray, positions: Sequence[int]) -> Batch:
         return _collate(self.samples, [self.samples[int(index)] for index in indices], positions)
 
     def heldout_rows(self, positions: Sequence[int]) -> Batch:
@@ -92,10 +105,20 @@ class Loader:
                     continue
             return False
 
+        def batches() -> Iterator[tuple[int, list[Batch]]]:
+            places = [position for positions in position_groups for position in positions]
+            ends = list(accumulate(map(len, position_groups), initial=0))
+            at_once = max(1, INDICES_AT_ONCE // max(1, len(places)))
+            for start in range(first, last + 1, at_once):
+                block = range(start, min(start + at_once, last + 1))
+                for step, indices in zip(block, self._indices(block, places), strict=True):
+                    parts = [indices[begin:end] for begin, end in pairwise(ends)]
+                    yield step, [self._rows(*pair) for pair in zip(parts, position_groups, strict=True)]
+
         def work() -> None:
             try:
-                for step in range(first, last + 1):
-                    if not offer((step, [self.rows(step, positions) for positions in position_groups])):
+                for batch in batches():
+                    if not offer(batch):
                         return
                 offer(None)
             except BaseException as error:
