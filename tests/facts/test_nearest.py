@@ -136,9 +136,11 @@ def test_nothing_nearer_is_overlooked(
     fields: dict[str, int], batch: int, cluster: Cluster, strict: bool
 ) -> None:
     layout, recipe = Layout(**fields, micro=1), Recipe(seq=256, batch=batch)
-    sizes = (1, 2, 3, 4, 6, 8)
-    everything = [Layout(dp=a, fsdp=b, tp=c, pp=d, micro=1) for a, b, c, d in product(sizes, repeat=4)]
-    in_worlds = [other for other in everything if other.world <= cluster.devices]
+    in_worlds = [
+        Layout(dp=dp, fsdp=fsdp, tp=tp, pp=pp, micro=1)
+        for dp, fsdp, tp, pp in product(range(1, cluster.devices + 1), repeat=4)
+        if dp * fsdp * tp * pp <= cluster.devices
+    ]
     legal = [other for other in in_worlds if not violations(other, TINY, recipe, cluster, strict)]
     distances = sorted(distance(layout, other) for other in legal)
     found = nearest_layouts(layout, TINY, recipe, cluster, strict, support.runs)

@@ -28,6 +28,7 @@ app = App(
 for command, place, does in (
     ("train", "shoal.cli.train:train", "Train here; continue where the run left off."),
     ("parity", "shoal.cli.parity:parity", "Prove that layouts change nothing: each against one process."),
+    ("schedule", "shoal.cli.schedule:schedule", "A pipeline schedule as a timeline, checked."),
     ("init", "shoal.cli.init:init", "Write a commented config."),
     ("config", "shoal.cli.config:app", "Show every value of a config and where it came from."),
     ("data", "shoal.cli.data:app", "Tokenise data ahead of a run."),
