@@ -30,6 +30,10 @@ def join(job: Job, rank: int, local_rank: int, store: dist.Store) -> Mesh:
         if job.layout.world > devices:
             # NCCL takes two ranks on one device of one host for a mistake. On two hosts it asks no questions.
             os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+        if job.layout.pp > 1:
+            # By default 8 hardware queues take turns with all streams. A receive that waits at the head of a queue
+            # would hold up whatever else was put into it, and that may be what its sender is waiting for.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         device = torch.device("cuda", local_rank % devices)
         torch.cuda.set_device(device)
         backend = "nccl"
