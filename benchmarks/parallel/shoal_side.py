@@ -6,7 +6,7 @@ import argparse
 import json
 import random
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -146,6 +146,12 @@ def train(job: Job, rank: int, directory: Path, as_peers: bool) -> list[dict]:
 
 class PeersRows(Loader):
     """The rows that the peers train on."""
+
+    def steps(
+        self, first: int, last: int, position_groups: Sequence[Sequence[int]]
+    ) -> Generator[tuple[int, list[Batch]]]:
+        for step in range(first, last + 1):
+            yield step, [self.rows(step, positions) for positions in position_groups]
 
     def rows(self, step: int, positions: Sequence[int]) -> Batch:
         tokens, targets = common.rows(step, range(positions[0], positions[-1] + 1))

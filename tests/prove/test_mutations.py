@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shoal.facts.layout import Layout
 from shoal.facts.stages import Stage
-from shoal.parallel import pipeline, recompute, vocabulary
+from shoal.parallel import pieces, pipeline, recompute, vocabulary
 from shoal.parallel.deferred import Deferred
 from shoal.parallel.pieces import Piece
 from shoal.parallel.replicate import Replicate
@@ -200,6 +200,18 @@ def test_a_broken_strategy_is_caught_and_named(
     assert first.amount > 1e-6
     if tensor is not None:
         assert first.tensor == tensor
+
+
+def copies_counted_twice(rank: int, world: int, store: dist.Store, script: Any) -> Rehearsal | None:
+    pieces.counts = lambda held, mesh: True
+    return rehearse(rank, world, store, script)
+
+
+def test_a_wrong_norm_is_noticed(make_prover: Callable[..., Prover]) -> None:
+    """Weights hardly tell: AdamW does not mind how large all gradients are together."""
+    (verdict,) = make_prover("fp64", copies_counted_twice).prove([Layout.parse("tp=2")]).verdicts
+    assert not verdict.ok and "norm of all gradients" in verdict.reason
+    assert (verdict.strategy, verdict.file) == ("tp", "parallel/tensor.py")
 
 
 def rank_that_raises(rank: int, world: int, store: dist.Store, script: Any) -> Rehearsal | None:

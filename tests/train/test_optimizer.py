@@ -75,3 +75,9 @@ def test_other_precisions_are_not_scaled() -> None:
     scale = LossScale.for_precision("bf16")
     scale.update(overflow=True)
     assert scale.value == 1.0
+
+
+def test_a_rank_may_hold_nothing() -> None:
+    optimizer = build([], Recipe())
+    optimizer.step()
+    assert squared_norm([]) == 0.0

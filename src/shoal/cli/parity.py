@@ -43,7 +43,8 @@ def parity(
     steps
         How many steps of the run.
     precision
-        fp64 is judged to 1e-12 in loss and gradient, fp32 to its rounding.
+        fp64 is judged to 1e-12 in the first step's gradients and, relative to a loss above 1, in losses; fp32 to its
+        rounding.
     strict
         As run.strict: not within rounding but bit by bit (dp, fsdp, pp), in fp32.
     set
@@ -76,7 +77,7 @@ def parity(
     for kind in precisions:
         console.print(f"{kind}: {'bit by bit' if loaded.run.strict else 'within rounding'}", markup=False)
         with TemporaryDirectory(prefix="shoal-parity-") as folder:
-            prover = Prover(loaded, dataset, steps, kind, Path(folder))
+            prover = Prover(loaded, dataset, steps, kind, Path(folder), visible=visible)
             proofs.append(prover.prove(chosen, lambda verdict: _tell(verdict, console)))
     if json:
         print_json(_document(proofs))

@@ -46,6 +46,8 @@ def _in_model(model: Model) -> Iterator[tuple[str, str]]:
 
 
 def _in_config(config: Config) -> Iterator[tuple[str, str]]:
+    if config.run.strict and config.recipe.precision == "fp16":
+        yield 'run.strict with recipe.precision = "fp16"', 'recipe.precision = "bf16" or "fp32"'
     if config.model.lora is not None:
         yield "model.lora", "leave it out: all weights are trained"
     if config.data.mix:

@@ -83,7 +83,9 @@ def _agree(assignment: Assignment, rank: int, attempt: Store) -> None:
         "model": job.model.model_dump_json(),
         "torch": torch.__version__,
     }
-    agree(attempt, rank, job.layout.world, told, timedelta(seconds=job.config.fault.timeout))
+    # The world as it was started: a layout's own may be what differs.
+    world = int(os.environ["WORLD_SIZE"])
+    agree(attempt, rank, world, told, timedelta(seconds=job.config.fault.timeout))
 
 
 def _end_with_launcher() -> None:

@@ -22,7 +22,7 @@ from shoal.parallel.pieces import Gradients, Held, Piece
 # The unit of gradients, the sum of them that a 64-bit integer has no room for, and the unit of losses.
 UNIT = 2.0**-52
 LIMIT = 2.0**11
-LOSS_UNIT = 2.0**-36
+LOSS_UNIT = 2.0**-32
 
 # Squares relative to the largest: a coarse and a fine digit, so that neither overflows in a sum over 2⁴⁰ elements.
 COARSE = 2.0**22
@@ -113,9 +113,8 @@ def exact_norm(pieces: list[Piece], mesh: Mesh) -> float:
     gradients = [
         piece.tensor.grad.double() for piece in pieces if piece.tensor.grad is not None and piece.counted
     ]
-    largest = mesh.largest(
-        max((float(gradient.abs().max()) for gradient in gradients if gradient.numel()), default=0)
-    )
+    peaks = [float(gradient.abs().max()) for gradient in gradients if gradient.numel()]
+    largest = mesh.largest(max(peaks, default=0.0) if all(map(math.isfinite, peaks)) else math.nan)
     if largest == 0 or not math.isfinite(largest):
         return largest
     coarse = fine = 0

@@ -51,7 +51,10 @@ class Executor:
         self._network = segments[0].network
         self._compute = self._network.model.compute
         self.channels = Channels(mesh) if self.layout.pp > 1 else None
-        self.cold = self.channels is not None and mesh.device.type == "cuda"
+        # What has been computed before, where that matters.
+        self.loaded: set[tuple[torch.Size, bool, bool]] | None = None
+        if self.channels is not None and mesh.device.type == "cuda":
+            self.loaded = set()
         self.deferred = Deferred() if split_backward else None
         if self.deferred is not None:
             for segment in segments:
@@ -59,8 +62,7 @@ class Executor:
 
     def forward_backward(self, batches: list[MicroBatch], factor: float) -> list[Tensor]:
         """Gradients of the losses times ``factor``; the summed loss of each micro-batch whose end is here."""
-        if self.cold:
-            self._load_kernels(batches[0])
+        self._load_kernels(batches[0], None)
         program = self._program(len(batches))
         complete = _last_backward(program)
         underway = Underway(batches)
@@ -91,11 +93,14 @@ class Executor:
     @torch.no_grad()
     def forward_only(self, batches: list[MicroBatch], place: int | None = None) -> list[Tensor]:
         """The summed loss of each micro-batch (or the scores after ``place``) where the end of the network is here."""
+        self._load_kernels(batches[0], place)
         underway = Underway(batches)
         for instruction in self._program(len(batches)):
             if instruction.action is Action.FORWARD:
                 self._forward(instruction.stage, instruction.micro, underway, place)
                 underway.inputs.clear()
+                if instruction.stage == self.stages - 1 or instruction.stage + 1 in self.segments:
+                    del underway.outputs[instruction.stage, instruction.micro]
             elif instruction.action in (Action.SEND_FORWARD, Action.RECEIVE_FORWARD):
                 self._communicate(instruction, underway)
             if instruction.action is Action.SEND_FORWARD:
@@ -110,36 +115,46 @@ class Executor:
         group = self.mesh.group("pp")
         if group is None:
             return here[0]
-        end = rank_of_stage(self.layout.pp, self.layout.chunks, self.layout.schedule, self.stages - 1)
+        end = self._rank_of(self.stages - 1)
         size = (batch.tokens.shape[0], self._network.shape.vocab)
         scores = here[0] if here else torch.empty(size, device=self.mesh.device)
         scores = scores.to(torch.float64).contiguous()
         dist.broadcast(scores, group=group, group_src=end)
         return scores
 
-    def _load_kernels(self, batch: MicroBatch) -> None:
-        """Compute every stage once, before the first message.
+    def _load_kernels(self, batch: MicroBatch, place: int | None) -> None:
+        """Compute every stage once, before the first message, wherever a batch of this shape was not computed yet.
 
         CUDA loads a kernel when it is first launched, and for that waits until the device is idle; which it may not
         be, because a receive that was started ahead waits there for a rank that waits for us. What is computed is
         thrown away: all ranks of a stage take part in its sums, and the step then starts anew.
         """
-        self.cold = False
+        kind = (batch.tokens.shape, torch.is_grad_enabled(), place is None)
+        if self.loaded is None or kind in self.loaded:
+            return
+        self.loaded.add(kind)
         for stage, segment in self.segments.items():
-            inputs = batch.tokens
-            if not segment.stage.first:
-                inputs = torch.zeros(self._hidden_shape(batch), dtype=self._compute, device=self.mesh.device)
-                inputs.requires_grad_()
-            output = segment(inputs, batch)
-            self.gradients.before_backward(stage, False)
-            with self._deferring(stage, 0):
-                torch.autograd.backward(output, torch.zeros_like(output))
-            if self.deferred is not None:
-                self.deferred.compute(stage, 0)
-            self.gradients.after_backward(stage, True)
-        self.gradients.finish_step()
+            # Twice, because the second time gradients are added to those of the first.
+            for _ in range(2 if torch.is_grad_enabled() else 1):
+                inputs = batch.tokens
+                if not segment.stage.first:
+                    inputs = torch.zeros(
+                        self._hidden_shape(batch), dtype=self._compute, device=self.mesh.device
+                    )
+                    inputs.requires_grad_(torch.is_grad_enabled())
+                output = segment(inputs, batch, place)
+                if torch.is_grad_enabled():
+                    self.gradients.before_backward(stage, False)
+                    with self._deferring(stage, 0):
+                        torch.autograd.backward(output, torch.zeros_like(output))
+                    if self.deferred is not None:
+                        self.deferred.compute(stage, 0)
+            if torch.is_grad_enabled():
+                self.gradients.after_backward(stage, True)
+        if torch.is_grad_enabled():
+            self.gradients.finish_step()
+            self.gradients.start_step()
         torch.cuda.synchronize(self.mesh.device)
-        self.gradients.start_step()
 
     @contextmanager
     def _deferring(self, stage: int, micro: int) -> Iterator[None]:
@@ -150,6 +165,9 @@ class Executor:
         self.deferred.begin(stage, micro)
         yield
         self.deferred.end()
+
+    def _rank_of(self, stage: int) -> int:
+        return rank_of_stage(self.layout.pp, self.layout.chunks, self.layout.schedule, stage)
 
     def _program(self, micro_batches: int) -> list[Instruction]:
         layout = self.layout
@@ -175,7 +193,12 @@ class Executor:
         if segment.stage.last:
             (output * factor).backward()
         else:
-            torch.autograd.backward(output, _arrived(underway.arriving_back.pop((stage, micro))))
+            gradient = _arrived(underway.arriving_back.pop((stage, micro)))
+            if self.channels is not None and stage + 1 not in self.segments:
+                # The gradient of what was sent: whoever made it has received it.
+                next_rank = self._rank_of(stage + 1)
+                self.channels.has_arrived(Instruction(Action.SEND_FORWARD, stage, micro, next_rank))
+            torch.autograd.backward(output, gradient)
         if not segment.stage.first and stage - 1 in self.segments:
             underway.arriving_back[stage - 1, micro] = _gradient(underway.inputs.pop((stage, micro)))
 
@@ -184,9 +207,9 @@ class Executor:
         stage, micro, peer = instruction.stage, instruction.micro, instruction.peer
         match instruction.action:
             case Action.SEND_FORWARD:
-                self.channels.send(underway.outputs[stage, micro].detach(), peer)
+                self.channels.send(underway.outputs[stage, micro].detach(), instruction)
             case Action.SEND_BACKWARD:
-                self.channels.send(_gradient(underway.inputs.pop((stage, micro))), peer)
+                self.channels.send(_gradient(underway.inputs.pop((stage, micro))), instruction)
             case Action.RECEIVE_FORWARD:
                 underway.arriving[stage, micro] = self._receive(underway.batches[micro], peer)
             case Action.RECEIVE_BACKWARD:

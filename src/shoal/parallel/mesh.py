@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -108,11 +109,13 @@ class Mesh:
         return [float(value) for value in total]
 
     def largest(self, value: float) -> float:
-        """The largest of all ranks' values."""
-        most = torch.tensor(value, dtype=torch.float64)
+        """The largest of all ranks' values; not a number if one of them is not finite."""
+        # A flag of its own: whether a maximum keeps a NaN depends on which side of it the NaN stands.
+        finite = math.isfinite(value)
+        most = torch.tensor([value if finite else 0.0, float(not finite)], dtype=torch.float64)
         if self.control is not None:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.control)
-        return float(most)
+        return math.nan if float(most[1]) else float(most[0])
 
     def wait_for_first_rank(self) -> None:
         """Wait until the first rank is done with what it does alone, be it a commit that takes an hour.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
+from shoal.facts.schedule import Instruction
 from shoal.facts.stages import Stage, cut, stages_of_rank
 from shoal.parallel.mesh import Mesh
 
@@ -49,7 +50,7 @@ class Channels:
         self.place = mesh.place["pp"]
         self.device = mesh.device
         self.groups = {"down": mesh.pieces_of("pp", [line]), "up": mesh.pieces_of("pp", [line])}
-        self._flying: list[tuple[Tensor, dist.Work]] = []
+        self._flying: dict[Instruction, tuple[Tensor, dist.Work]] = {}
         if self.device.type == "cuda":
             self._connect(mesh.layout.pp)
 
@@ -72,12 +73,23 @@ class Channels:
                     dist.recv(token, group=self._group(sender, receiver), group_src=sender)
             torch.cuda.synchronize(self.device)
 
-    def send(self, tensor: Tensor, peer: int) -> None:
-        """Start sending; the tensor is kept until ``wait_for_sends``."""
+    def send(self, tensor: Tensor, message: Instruction) -> None:
+        """Start sending; the tensor is kept until it has arrived."""
+        assert message.peer is not None
+        if self.device.type == "cuda":  # gloo's messages cannot be asked
+            self._flying = {
+                key: (kept, work) for key, (kept, work) in self._flying.items() if not work.is_completed()
+            }
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, group=self._group(self.place, peer), group_dst=peer)
+        work = dist.isend(tensor, group=self._group(self.place, message.peer), group_dst=message.peer)
         assert work is not None
-        self._flying.append((tensor, work))
+        self._flying[message] = (tensor, work)
+
+    def has_arrived(self, message: Instruction) -> None:
+        """An answer to a message is here, so it need not be kept any longer."""
+        if message in self._flying:
+            _, work = self._flying.pop(message)
+            work.wait()
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Arrival:
         """Start receiving. Messages from a peer arrive in the order in which it sends them."""
@@ -87,7 +99,7 @@ class Channels:
         return Arrival(tensor, work)
 
     def wait_for_sends(self) -> None:
-        for _, work in self._flying:
+        for _, work in self._flying.values():
             work.wait()
         self._flying.clear()
 

@@ -115,8 +115,9 @@ def legal(layouts: tuple[str, ...], job: Job) -> list[Layout]:
     recipe = job.config.recipe
     parsed = [Layout.parse(text) for text in layouts]
     strict = job.config.run.strict
+    cluster = None if job.config.cluster.share else job.cluster
     return [
         layout
         for layout in parsed
-        if not any(broken(Case(layout, job.model, recipe.seq, recipe.batch, job.cluster, strict)))
+        if not any(broken(Case(layout, job.model, recipe.seq, recipe.batch, cluster, strict)))
     ]

@@ -81,6 +81,7 @@ class Prover:
     precision: str
     folder: Path  # for the reference's tensors
     rehearse: Rehearse = rehearse
+    visible: str | None = None  # what CUDA_VISIBLE_DEVICES says
 
     def prove(self, layouts: list[Layout], tell: Callable[[Verdict], None] = lambda verdict: None) -> Parity:
         verdicts = []
@@ -100,7 +101,7 @@ class Prover:
         return seen
 
     def job(self, layout: Layout) -> Job:
-        return job_of(self.config, layout, self.precision)
+        return job_of(self.config, layout, self.precision, self.visible)
 
     def _judge(self, layout: Layout) -> Verdict:
         truth = self.truth
@@ -145,14 +146,14 @@ class Prover:
         }[key]
 
 
-def job_of(config: Config, layout: Layout, precision: str) -> Job:
+def job_of(config: Config, layout: Layout, precision: str, visible: str | None = None) -> Job:
     """The config's job in another layout and precision; raises all that is wrong with it."""
     values = config.model_dump()
     values["layout"] = str(layout)
     values["recipe"]["precision"] = precision
     values["recipe"]["states"] = "fp32"
     values["recipe"]["reduce"] = "fp32"
-    return resolve(Config.model_validate(values))
+    return resolve(Config.model_validate(values), visible)
 
 
 def _patience(job: Job) -> float:
@@ -164,9 +165,12 @@ def _verdict(
     layout: Layout, truth: Rehearsal, seen: Rehearsal, tolerance: Tolerance, seconds: float
 ) -> Verdict:
     losses = [abs(ours - theirs) for ours, theirs in zip(seen.losses, truth.losses, strict=True)]
-    if truth.heldout is not None and seen.heldout is not None:
-        losses.append(abs(seen.heldout - truth.heldout))
+    if truth.heldout is not None:
+        losses.append(abs((float("nan") if seen.heldout is None else seen.heldout) - truth.heldout))
     worst_loss = _worst(losses)
+    norms = [
+        abs(ours - theirs) / max(theirs, 1e-300) for ours, theirs in zip(seen.norms, truth.norms, strict=True)
+    ]
 
     def limit(one: Difference) -> float:
         if one.what == "parameter":
@@ -178,6 +182,8 @@ def _verdict(
     if beyond:
         first = beyond[0]
         reason = f"the {first.what} of {first.tensor} at step {first.step} is off by {first.amount:.1e}"
+    elif not (norms[0] <= tolerance.gradient and _worst(norms) <= tolerance.later):
+        reason = f"the norm of all gradients is off by {_worst(norms):.1e}"
     elif not worst_loss <= tolerance.loss * max(1.0, abs(truth.losses[0])):
         reason = f"the loss is off by {worst_loss:.1e}"
     elif seen.written != truth.written:

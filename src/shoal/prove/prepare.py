@@ -22,9 +22,10 @@ def layouts(text: str, job: Job) -> list[Layout]:
         if text == "quick":
             chosen = [layout for layout in chosen if layout.world <= 4]
         if not chosen:
+            suits = f"{job.model.name}, batch {job.config.recipe.batch} and {job.cluster.devices} device(s)"
             raise BadInput(
-                f"no layout of the set {text} suits {job.model.name} with batch {job.config.recipe.batch}",
-                '--layouts "dp=2", or a larger recipe.batch',
+                f"no layout of the set {text} suits {suits}",
+                "--set cluster.share=true (ranks share a GPU), --set cluster.on=4xcpu, or a larger recipe.batch",
             )
         return chosen
     parts = [part for part in text.split(";") if part.strip()]
@@ -53,7 +54,7 @@ def ready(
         problems.append(Problem(f"--steps {steps}: at least one is needed", "--steps 3"))
     for layout in chosen:
         try:
-            local.check_devices(job_of(job.config, layout, precisions[0]), visible)
+            local.check_devices(job_of(job.config, layout, precisions[0], visible), visible)
         except BadInput as error:
             problems.extend(Problem(f"{layout}: {problem.what}", problem.fix) for problem in error.problems)
     if problems:

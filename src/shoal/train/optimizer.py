@@ -16,7 +16,9 @@ def build(pieces: list[Piece], recipe: Recipe) -> torch.optim.Optimizer:
         {"params": [piece.tensor for piece in pieces if piece.decayed], "weight_decay": recipe.weight_decay},
         {"params": [piece.tensor for piece in pieces if not piece.decayed], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    # At many ranks one may hold nothing: some parameter's last rows are elsewhere, and so are all others'.
+    nothing = {"params": [torch.nn.Parameter(torch.empty(0))]}
+    groups = [group for group in groups if group["params"]] or [nothing]
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=recipe.peak_lr, momentum=recipe.momentum, fused=True)
     return torch.optim.AdamW(
@@ -33,7 +35,8 @@ def unscale(pieces: list[Piece], scale: float) -> None:
 
 def squared_norm(pieces: list[Piece]) -> float:
     """The squares of these gradients, added up."""
-    return float(torch.nn.utils.get_total_norm([gradient(piece) for piece in pieces])) ** 2
+    norm = float(torch.nn.utils.get_total_norm([gradient(piece) for piece in pieces]))
+    return norm * norm  # not norm**2, which raises where this gives infinity
 
 
 def clip(pieces: list[Piece], limit: float, norm: float) -> None:

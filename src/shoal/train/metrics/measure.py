@@ -24,8 +24,10 @@ class Meter:
         self.layout = str(job.layout)
         recipe = job.config.recipe
         self.flops = flops_per_token(job.model, recipe.seq) * recipe.tokens_per_step
-        # Ranks on a CPU share what the cluster has of it; elsewhere each rank has a device of its own.
-        devices = job.cluster.devices if job.cluster.device.name == "cpu" else job.layout.world
+        # Ranks on a CPU share what the cluster has of it; elsewhere each has a device of its own, unless it is shared.
+        devices = min(job.cluster.devices, job.layout.world)
+        if job.cluster.device.name == "cpu":
+            devices = job.cluster.devices
         peak = job.cluster.device.peak(recipe.precision)
         self.peak = peak * devices if peak else None
         self.seconds = self.waited = 0.0
