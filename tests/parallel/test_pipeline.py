@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.ranks import run_ranks
 
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
@@ -14,7 +15,6 @@ from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pipeline import Channels
 from shoal.parallel.segment import MicroBatch
-from tests.ranks import run_ranks
 
 MODEL = PRESETS["tiny"].model_copy(update={"layers": 4, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn": 32})
 

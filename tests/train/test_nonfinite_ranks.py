@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from tests.ranks import run_ranks
 
 from shoal.facts.configfile import load
 from shoal.launch.data import prepared
@@ -16,7 +17,6 @@ from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job, resolve
 from shoal.train.data.dataset import Dataset
 from shoal.train.program import Program, first_weights
-from tests.ranks import run_ranks
 
 
 def poisoned_step(rank: int, world: int, jobs: list[Job], dataset: Path) -> list[tuple[bool, bool]]:

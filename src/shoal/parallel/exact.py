@@ -71,9 +71,7 @@ class Exact:
             )
         for piece in self.pieces:
             total = self.of[piece.held.label][piece.start : piece.stop]
-            value = (
-                total.double() * UNIT if math.isfinite(most) else torch.full_like(total, math.nan).double()
-            )
+            value = total.double() * (UNIT if math.isfinite(most) else math.nan)
             piece.tensor.grad = value.to(piece.tensor.dtype).view_as(piece.tensor)
 
     def after_update(self) -> None:

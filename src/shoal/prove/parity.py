@@ -178,12 +178,14 @@ def _verdict(
         return tolerance.gradient if one.step == 1 else tolerance.later
 
     beyond = [one for one in seen.differences if not one.amount <= limit(one)]
+    first = beyond[0] if beyond else None
+    norm_is_off = not (norms[0] <= tolerance.gradient and _worst(norms) <= tolerance.later)
     reason = ""
-    if beyond:
-        first = beyond[0]
-        reason = f"the {first.what} of {first.tensor} at step {first.step} is off by {first.amount:.1e}"
-    elif not (norms[0] <= tolerance.gradient and _worst(norms) <= tolerance.later):
+    if norm_is_off and not (first and first.step == 1 and first.what == "gradient"):
+        # The first step's gradients are right and their norm is not, so what follows is the norm's doing.
         reason = f"the norm of all gradients is off by {_worst(norms):.1e}"
+    elif first:
+        reason = f"the {first.what} of {first.tensor} at step {first.step} is off by {first.amount:.1e}"
     elif not worst_loss <= tolerance.loss * max(1.0, abs(truth.losses[0])):
         reason = f"the loss is off by {worst_loss:.1e}"
     elif seen.written != truth.written:

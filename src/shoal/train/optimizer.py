@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,12 +13,12 @@ from shoal.parallel.pieces import Piece, gradient
 
 def build(pieces: list[Piece], recipe: Recipe) -> torch.optim.Optimizer:
     """Two groups, decayed and not: norms and biases, the vectors, carry no weight decay."""
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [piece.tensor for piece in pieces if piece.decayed], "weight_decay": recipe.weight_decay},
         {"params": [piece.tensor for piece in pieces if not piece.decayed], "weight_decay": 0.0},
     ]
     # At many ranks one may hold nothing: some parameter's last rows are elsewhere, and so are all others'.
-    nothing = {"params": [torch.nn.Parameter(torch.empty(0))]}
+    nothing: dict[str, Any] = {"params": [torch.nn.Parameter(torch.empty(0))]}
     groups = [group for group in groups if group["params"]] or [nothing]
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=recipe.peak_lr, momentum=recipe.momentum, fused=True)
