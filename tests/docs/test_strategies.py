@@ -142,7 +142,7 @@ class Sent:
 
 
 def with_scalars(calls: int, size: int, strict: bool = False) -> tuple[int, int]:
-    return (calls + 5, size + 64) if strict else (calls + 2, size + 32)
+    return (calls + 5, size + 80) if strict else (calls + 2, size + 32)
 
 
 def tensor(layout: str, gathers: int, scatters: int, shared_heads: bool = False) -> Sent:
