@@ -10,8 +10,6 @@ would then differ from an uninterrupted one in the last bits. Here the cut is fi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,13 +18,15 @@ from shoal.facts.groups import buckets
 from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pieces import Held, whole_pieces, whole_slices
+from shoal.parallel.queue import Queue
 
 
 class Bucket:
     """Parameters whose gradients are views of one flat tensor."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
+    def __init__(self, held: list[Held]) -> None:
+        self.held = held
+        parameters = [one.parameter for one in held]
         self.flat = torch.zeros(
             sum(parameter.numel() for parameter in parameters),
             dtype=parameters[0].dtype,
@@ -54,21 +54,23 @@ class Replicate:
         self.group = mesh.group("dp")
         self.reduce_dtype = reduce_dtype
         # A stage of a pipeline is complete at its own time, so it has its own buckets.
-        self.stages: dict[int, Queue] = {}
+        self.stages: dict[int, Queue[Bucket]] = {}
         for stage in dict.fromkeys(one.stage for one in held):
-            parameters = {one.label: one.parameter for one in held if one.stage == stage}
-            sizes = [(name, tensor.numel() * tensor.element_size()) for name, tensor in parameters.items()]
-            cut = [Bucket([parameters[name] for name in names]) for names in buckets(sizes, bucket_bytes)]
-            self.stages[stage] = Queue(cut, self._send)
+            by_label = {one.label: one for one in held if one.stage == stage}
+            sizes = [(label, one.parameter.nbytes) for label, one in by_label.items()]
+            cut = [Bucket([by_label[label] for label in labels]) for labels in buckets(sizes, bucket_bytes)]
+            self.stages[stage] = Queue(cut, None, self._send)
         self._flying: list[tuple[Bucket, torch.Tensor, dist.Work]] = []
 
     def start_step(self) -> None:
         """Clear the gradients of the step before."""
         for queue in self.stages.values():
-            queue.clear()
+            queue.reset(listening=False)
+            for bucket in queue.buckets:
+                bucket.flat.zero_()
 
     def before_backward(self, stage: int, last: bool) -> None:
-        self.stages[stage].sending = last
+        self.stages[stage].reset(listening=last)
 
     def after_backward(self, stage: int, last: bool) -> None:
         if last:
@@ -95,43 +97,3 @@ class Replicate:
         work = dist.all_reduce(sent, group=self.group, async_op=True)
         assert work is not None
         self._flying.append((bucket, sent, work))
-
-
-class Queue:
-    """The buckets of a stage, sent in one order on every rank, each as soon as it and those before it are complete."""
-
-    def __init__(self, cut: list[Bucket], send: Callable[[Bucket], None]) -> None:
-        self.buckets = cut
-        self.send = send
-        self.sending = False
-        self._next = 0
-        for bucket in cut:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._arrived(bucket))
-
-    def clear(self) -> None:
-        self._next = 0
-        self.sending = False
-        for bucket in self.buckets:
-            bucket.flat.zero_()
-            bucket.missing = len(bucket.parameters)
-
-    def send_rest(self) -> None:
-        """No more gradients come: what was not sent yet goes now.
-
-        That is all of it where weight gradients are computed apart from the backward pass, which no hook sees.
-        """
-        for bucket in self.buckets[self._next :]:
-            self.send(bucket)
-        self._next = len(self.buckets)
-
-    def _arrived(self, bucket: Bucket) -> Callable[[nn.Parameter], None]:
-        def hook(parameter: nn.Parameter) -> None:
-            if not self.sending:
-                return
-            bucket.missing -= 1
-            while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
-                self.send(self.buckets[self._next])
-                self._next += 1
-
-        return hook

@@ -12,7 +12,6 @@ reduce-scatters nor shards gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
@@ -24,6 +23,7 @@ from shoal.facts.groups import buckets_by_kind, even_share, flat_kind
 from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pieces import Held, Piece, counts, whole_slices
+from shoal.parallel.queue import Queue
 from shoal.parallel.sequence import all_gather_single, reduce_scatter_single
 
 
@@ -109,7 +109,7 @@ class ShardedStates:
         self.held, self.zero, self.reduce_dtype = held, zero, reduce_dtype
         self.group, self.replicas = mesh.group("fsdp"), mesh.group("dp")
         self.every_pass = zero == 2 and mesh.layout.pp == 1
-        self.stages: dict[int, Queue] = {}
+        self.stages: dict[int, Queue[Bucket]] = {}
         self._flying: list[Flying] = []
         places: dict[str, tuple[Piece, Bucket, slice]] = {}
         for stage in dict.fromkeys(one.stage for one in held):
@@ -222,51 +222,3 @@ def _cut(held: list[Held], mesh: Mesh, bucket_bytes: int) -> list[Bucket]:
         Bucket([by_label[label] for label in labels], mesh.layout.fsdp, mesh.place["fsdp"])
         for labels in buckets_by_kind(sizes, bucket_bytes)
     ]
-
-
-class Queue:
-    """The buckets of a stage, sent in one order on every rank, each as soon as it and those before it are complete."""
-
-    def __init__(
-        self,
-        cut: list[Bucket],
-        take: Callable[[Bucket, int], None] | None,
-        send: Callable[[Bucket], None],
-    ) -> None:
-        """``take`` is told of every gradient, ``send`` of every bucket whose gradients are complete."""
-        self.buckets, self.take, self.send = cut, take, send
-        self.listening = False
-        self._next = 0
-        for bucket in cut:
-            for number, one in enumerate(bucket.held):
-                one.parameter.register_post_accumulate_grad_hook(self._arrived(bucket, number))
-
-    def reset(self, listening: bool) -> None:
-        """A backward pass begins; unless ``listening``, its gradients only add up."""
-        self.listening = listening
-        self._next = 0
-        for bucket in self.buckets:
-            bucket.missing = len(bucket.held)
-
-    def send_rest(self) -> None:
-        """No more gradients come: what was not sent yet goes now.
-
-        That is all of it where weight gradients are computed apart from the backward pass, which no hook sees.
-        """
-        for bucket in self.buckets[self._next :]:
-            self.send(bucket)
-        self._next = len(self.buckets)
-        self.listening = False
-
-    def _arrived(self, bucket: Bucket, number: int) -> Callable[[nn.Parameter], None]:
-        def hook(parameter: nn.Parameter) -> None:
-            if not self.listening:
-                return
-            if self.take is not None:
-                self.take(bucket, number)
-            bucket.missing -= 1
-            while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
-                self.send(self.buckets[self._next])
-                self._next += 1
-
-        return hook
