@@ -280,3 +280,19 @@ def _after_steps(run: Path, count: int, action: Callable[[], None]) -> Iterator[
     thread.start()
     yield
     thread.join()
+
+
+def test_a_step_can_be_observed(train: Train) -> None:
+    run = train("observed", "fsdp=2", run__observe=True, recipe__steps=3)
+    plain = train("plain", "fsdp=2", recipe__steps=3)
+    assert run.hexes == plain.hexes and not (plain.directory.path / "observed").exists()
+    for rank in range(2):
+        seen = json.loads(run.directory.observed(rank).read_text())
+        assert (seen["step"], seen["rank"], seen["layout"]) == (2, rank, "fsdp=2")
+        assert {(row["op"], row["group"]) for row in seen["traffic"]} >= {
+            ("all_gather", "fsdp"),
+            ("reduce_scatter", "fsdp"),
+        }
+        held = seen["peak_by_category"]
+        assert held["params"] > 0 and held["optimizer"] >= 2 * held["params"]
+        assert sum(held.values()) == seen["peak"]

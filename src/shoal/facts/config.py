@@ -30,6 +30,10 @@ class RunSection(Section):
     strict: bool = Field(
         False, description="bit-identical losses and weights across dp, fsdp, pp and world sizes"
     )
+    observe: bool = Field(
+        False,
+        description="count one step's collectives and live bytes: observed/rank-*.json in the run's directory",
+    )
 
     @property
     def slug(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from shoal.train.data.loader import Batch
 from shoal.train.evaluate import heldout_loss, write_samples
 from shoal.train.guard.nonfinite import NonFiniteGuard
 from shoal.train.metrics.measure import Meter, finite
+from shoal.train.metrics.observed import OBSERVED_STEP, observed
 from shoal.train.metrics.rows import StepFile
 from shoal.train.program import Program, first_weights, no_weights
 from shoal.train.rundir import RunDirectory, identity
@@ -58,6 +59,7 @@ class Training:
 
         self.done = self.state.restore(checkpoint) if checkpoint else 0
         self.committed = self.done
+        self.steps_here = 0
         self.meter = Meter(job, mesh)
         if self.first_rank:
             tidy(run.checkpoints, config.checkpoint.keep)
@@ -90,7 +92,8 @@ class Training:
         last = step == config.recipe.steps
         batches = [batch.to(self.mesh.device) for batch in micro_batches]
         attempt = partial(self.step, step, batches, targets)
-        result = self.guard.judge(step, attempt(), attempt)
+        with self._observation(step):
+            result = self.guard.judge(step, attempt(), attempt)
         self.meter.stop()
         self.done = step
 
@@ -103,6 +106,13 @@ class Training:
             self.metrics.append(row)
         if _due(step, config.checkpoint.every) or (last and config.checkpoint.every):
             self._commit()
+
+    def _observation(self, step: int) -> AbstractContextManager[None]:
+        """The second step of this process is watched, where that is asked for."""
+        self.steps_here += 1
+        if not self.job.config.run.observe or self.steps_here != OBSERVED_STEP:
+            return nullcontext()
+        return observed(self.program, self.mesh, self.run.observed(self.mesh.rank), step)
 
     def _evaluate(self) -> float | None:
         evaluate, recipe, placed = self.job.config.evaluate, self.job.config.recipe, self.program.placed

@@ -61,6 +61,11 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
 
+    def observed(self, rank: int) -> Path:
+        """Where a rank writes what was observed of it."""
+        (self.path / "observed").mkdir(mode=0o700, exist_ok=True)
+        return self.path / "observed" / f"rank-{rank:05d}.json"
+
     def log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:05d}.log"
 
