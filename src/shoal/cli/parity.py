@@ -20,7 +20,7 @@ def parity(
     /,
     *,
     layouts: str = "quick",
-    steps: Annotated[int, Parameter(validator=None)] = 3,
+    steps: int = 3,
     precision: Literal["fp64", "fp32", "both"] = "both",
     strict: Annotated[bool, Parameter(negative=())] = False,
     set: Annotated[list[str] | None, Parameter(negative=())] = None,

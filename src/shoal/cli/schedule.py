@@ -48,9 +48,7 @@ def schedule(
     require_chunks(given.schedule, given.chunks)
     if micro_batches < 1:
         raise BadInput(f"--micro-batches {micro_batches}: at least one is needed", "--micro-batches 8")
-    size = (given.pp, given.chunks)
-    programs = schedules.instructions(given.schedule, *size, micro_batches)
-    schedules.check(programs, *size, given.schedule, micro_batches)
+    programs = schedules.programs(given.schedule, given.pp, given.chunks, micro_batches)
     timeline = schedules.simulate(programs)
     if svg is not None:
         svg.write_text(as_svg(timeline), encoding="utf-8")

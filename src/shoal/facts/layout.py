@@ -22,7 +22,9 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "ulysses")
 OFFLOADABLE = ("optimizer", "params", "activations")
 
-# V-shaped schedules give every rank two chunks, one on the way down and one on the way up.
+# Stages run down the ranks and back up, so rank 0 has the first and the last: two chunks a rank, neither more nor less.
+V_SHAPED = ("zbv", "dualpipev")
+ONE_CHUNK = ("gpipe", "1f1b")
 DEFAULT_CHUNKS: dict[str, int] = {"interleaved": 2, "zbv": 2, "dualpipev": 2}
 
 MOST = 10**9
@@ -116,7 +118,7 @@ class Layout(BaseModel):
         per_rank = max(1, batch // self.data_ranks)
         if self.pp == 1:
             return per_rank
-        wanted = 2 * self.pp if self.schedule in ("zbv", "dualpipev") else self.pp
+        wanted = 2 * self.pp if self.schedule in V_SHAPED else self.pp
         return max((size for size in divisors(per_rank) if per_rank // size >= wanted), default=1)
 
     def accumulation(self, batch: int) -> int:

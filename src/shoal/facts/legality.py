@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from shoal.facts.cluster import Cluster
-from shoal.facts.layout import DEFAULT_CHUNKS, Layout, divisors
+from shoal.facts.layout import DEFAULT_CHUNKS, ONE_CHUNK, V_SHAPED, Layout, divisors
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.recipe import Recipe
@@ -163,7 +163,7 @@ def _pipeline(case: Case) -> Iterator[Violation]:
     if layout.pp == 1:
         return
     needed = DEFAULT_CHUNKS.get(layout.schedule, 1)
-    if layout.schedule in ("gpipe", "1f1b", "zbv", "dualpipev") and layout.chunks != needed:
+    if layout.schedule in (*ONE_CHUNK, *V_SHAPED) and layout.chunks != needed:
         what = f"schedule={layout.schedule} has {needed} chunk(s) a rank, not {layout.chunks}"
         yield Violation("chunks", what, ("chunks",), f"chunks={needed}")
     if layout.schedule == "interleaved" and layout.chunks < 2:

@@ -6,6 +6,8 @@ that the result cannot hang, ``simulate`` says how long it takes and ``in_flight
 
 from __future__ import annotations
 
+from functools import cache
+
 from shoal.facts.schedules.check import check
 from shoal.facts.schedules.instruction import Action, Instruction, Program, ScheduleError
 from shoal.facts.schedules.messages import instructions
@@ -28,10 +30,19 @@ __all__ = [
     "compute_order",
     "in_flight",
     "instructions",
+    "programs",
     "simulate",
     "text",
     "unit_durations",
 ]
+
+
+@cache
+def programs(schedule: str, pp: int, chunks: int, micro_batches: int) -> list[Program]:
+    """Every rank's instructions; a schedule that would not come to its end is refused here, before a run."""
+    made = instructions(schedule, pp, chunks, micro_batches)
+    check(made, pp, chunks, schedule, micro_batches)
+    return made
 
 
 def text(programs: list[Program]) -> str:

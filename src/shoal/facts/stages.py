@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from shoal.facts.layout import SCHEDULES
+from shoal.facts.layout import ONE_CHUNK, SCHEDULES, V_SHAPED
 from shoal.facts.model import Model
 from shoal.facts.parameters import parameters
 from shoal.facts.problem import BadInput, did_you_mean
-
-V_SHAPED = ("zbv", "dualpipev")  # stages run down the ranks and back up, so rank 0 has the first and the last
-ONE_CHUNK = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True)

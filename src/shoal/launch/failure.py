@@ -41,10 +41,10 @@ def describe(rank: int, error: BaseException) -> Failure:
         message = str(error)
     else:
         message = f"{type(error).__name__}: {error}"
-    return Failure(rank, message, _is_echo(error), time.time())
+    return Failure(rank, message, is_echo(error), time.time())
 
 
-def _is_echo(error: BaseException) -> bool:
+def is_echo(error: BaseException) -> bool:
     """Whether a rank failed only because another did. gloo's errors have no type of their own, but a signature."""
     if isinstance(error, DistError):
         return True

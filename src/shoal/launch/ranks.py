@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shoal.launch import rendezvous
+from shoal.launch.failure import is_echo
 
 # How long we wait, after a first failure, for one that may have caused it.
 GRACE_SECONDS = 0.5
@@ -26,8 +27,9 @@ GRACE_SECONDS = 0.5
 class RankFailed(RuntimeError):
     """A rank raised, died, or did not answer in time."""
 
-    def __init__(self, rank: int, text: str) -> None:
-        self.rank, self.text = rank, text
+    def __init__(self, rank: int, text: str, echo: bool = False) -> None:
+        """``echo``: likely what another rank's failure looks like from here."""
+        self.rank, self.text, self.echo = rank, text, echo
         super().__init__(f"rank {rank}: {text.rstrip().splitlines()[-1]}")
 
 
@@ -76,33 +78,26 @@ def _results(ranks: list[_Rank], seconds: float) -> list[Any]:
         for pipe in wait(list(waiting), left):
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
-            fine, answer = _receive(pipe)
+            fine, answer, echo = _receive(pipe)
             if fine:
                 results[rank.number] = answer
             else:
-                failures.append(RankFailed(rank.number, answer))
+                failures.append(RankFailed(rank.number, answer, echo))
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     if failures:
-        raise min(failures, key=_echo)
+        raise min(failures, key=lambda failure: failure.echo)
     if waiting:
         silent = min(rank.number for rank in waiting.values())
         raise RankFailed(silent, f"no answer within {seconds:.0f} s")
     return [results[number] for number in sorted(results)]
 
 
-def _receive(pipe: Connection) -> tuple[bool, Any]:
+def _receive(pipe: Connection) -> tuple[bool, Any, bool]:
     try:
-        answer: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
+        answer: tuple[bool, Any, bool] = pickle.loads(pipe.recv_bytes())
         return answer
     except EOFError:
-        return False, "the process died"
-
-
-def _echo(failure: RankFailed) -> bool:
-    """Whether a failure is likely what another rank's failure looks like from here."""
-    return any(
-        sign in failure.text for sign in ("Connection closed", "Connection reset", "DistBackendError", "died")
-    )
+        return False, "the process died", True
 
 
 def _work(
@@ -116,9 +111,9 @@ def _work(
 ) -> None:
     try:
         store = rendezvous.connect(port, seconds)
-        answer = (True, function(rank, world, store, *arguments))
-    except BaseException:
-        answer = (False, traceback.format_exc())
+        answer = (True, function(rank, world, store, *arguments), False)
+    except BaseException as error:
+        answer = (False, traceback.format_exc(), is_echo(error))
     # Plain bytes: torch's own pickling shares memory with a process that is about to end.
     pipe.send_bytes(pickle.dumps(answer))
     pipe.close()

@@ -17,12 +17,6 @@ from shoal.facts.views import View, intersect, views
 from shoal.models.initial import Slice
 
 
-def to_tensors(model: Model, canonical: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) as Hugging Face has them, one at a time, from whole parameters of ours."""
-    for name, boxes in by_tensor(model):
-        yield name, to_tensor(boxes, canonical)
-
-
 def to_tensor(boxes: list[View], canonical: Mapping[str, Tensor]) -> Tensor:
     """One of Hugging Face's tensors, from the whole parameters of ours that its boxes name."""
     first = boxes[0]

@@ -37,7 +37,9 @@ class Collector:
         }
         self.tables: list[dict[str, Entry]] = [table] * mesh.world
         if mesh.control is not None:
-            dist.all_gather_object(self.tables, table, group=mesh.control)
+            # The first rank alone puts tensors together, so it alone has to know who holds what.
+            tables = self.tables if mesh.rank == 0 else None
+            dist.gather_object(table, tables, group=mesh.control, group_dst=0)
         self.name = mesh.new_name("collector")
         self._asked = 0
 

@@ -31,9 +31,8 @@ class Deferred:
 
     def __init__(self) -> None:
         self.heaps: dict[tuple[int, int], list[Task]] = {}
-        self.open: list[Task] | None = (
-            None  # where a backward pass puts what it leaves; None: it leaves nothing
-        )
+        # Where a backward pass puts what it leaves; None: it leaves nothing.
+        self.open: list[Task] | None = None
 
     def watch(self, module: nn.Module) -> None:
         """From now on the projections inside leave their weight gradients here whenever a heap is open."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.facts.schedule import Action, Instruction, check, instructions
+from shoal.facts.schedule import Action, Instruction, programs
 from shoal.facts.stages import rank_of_stage
 from shoal.parallel.deferred import Deferred
 from shoal.parallel.mesh import Mesh
@@ -226,14 +225,6 @@ class Executor:
         if self.layout.sp:
             length //= self.layout.tp
         return rows, length, self._network.shape.hidden
-
-
-@cache
-def programs(schedule: str, pp: int, chunks: int, micro_batches: int) -> list[list[Instruction]]:
-    """Every rank's instructions; a schedule that would not come to its end is refused before it starts."""
-    made = instructions(schedule, pp, chunks, micro_batches)
-    check(made, pp, chunks, schedule, micro_batches)
-    return made
 
 
 def _last_backward(program: list[Instruction]) -> dict[int, int]:

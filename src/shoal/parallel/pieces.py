@@ -145,6 +145,10 @@ def whole_slices(held: Iterable[Held]) -> list[tuple[str, Slice]]:
     return [(one.name, Slice(one.parameter.data, one.part.box.whole, one.part.box.offset)) for one in held]
 
 
+def weight(piece: Piece) -> Tensor:
+    return piece.tensor
+
+
 def gradient(piece: Piece) -> Tensor:
     """A piece's gradient; zeros where nothing it takes part in has reached the loss."""
     if piece.tensor.grad is None:

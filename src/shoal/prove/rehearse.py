@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 from shoal.facts.views import canonical_parameters
 from shoal.launch.join import join
 from shoal.parallel.collect import Collector
-from shoal.parallel.pieces import Piece, gradient
+from shoal.parallel.pieces import Piece, gradient, weight
 from shoal.plan.resolve import Job
 from shoal.train.data.dataset import Dataset
 from shoal.train.evaluate import heldout_loss, write_samples
@@ -49,7 +48,6 @@ class Rehearsal:
     heldout: float | None = None
     written: str = ""
     differences: list[Difference] = field(default_factory=list)
-    seconds: float = 0.0  # of the steps alone
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,6 @@ def rehearse(rank: int, world: int, store: dist.Store, script: Script) -> Rehear
     collector = Collector(program.pieces, mesh)
     seen = Rehearsal()
     tensors = _Reference(script)
-    started = time.perf_counter()
     for step in range(1, script.steps + 1):
         batches = [program.loader.rows(step, places).to(mesh.device) for places in program.positions()]
         (targets,) = mesh.sum_integers([program.own_targets(batches)])
@@ -80,9 +77,8 @@ def rehearse(rank: int, world: int, store: dist.Store, script: Script) -> Rehear
         program.step.update(step, loss, norm)
         seen.losses.append(loss)
         seen.norms.append(norm)
-    tensors.look(job, collector, script.steps, "parameter", _weight, seen)
+    tensors.look(job, collector, script.steps, "parameter", weight, seen)
     _evaluate(program, seen)
-    seen.seconds = time.perf_counter() - started
     mesh.close()
     return seen if rank == 0 else None
 
@@ -130,10 +126,6 @@ def difference(ours: Tensor, theirs: Tensor, floor: float) -> float:
         return 0.0
     apart = (ours.double() - theirs.double()).abs().max()
     return float(apart / max(float(theirs.double().abs().max()), floor))
-
-
-def _weight(piece: Piece) -> Tensor:
-    return piece.tensor
 
 
 def _evaluate(program: Program, seen: Rehearsal) -> None:

@@ -16,7 +16,7 @@ from shoal.models.initial import Slice
 from shoal.parallel.apply import Placed
 from shoal.parallel.collect import Collector
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.pieces import Piece
+from shoal.parallel.pieces import Piece, weight
 from shoal.train.checkpoint.manifest import Damaged, Manifest
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.write import write_checkpoint
@@ -101,7 +101,7 @@ class State:
     def _tensors(self, kinds: tuple[str, ...]) -> Iterator[tuple[str, str, Tensor]]:
         """Hugging Face's tensors one at a time on the first rank; nothing on others, which take part all the same."""
         for kind in ("weight", *kinds):
-            value = _weight if kind == "weight" else self._state(kind)
+            value = weight if kind == "weight" else self._state(kind)
             for name, boxes in by_tensor(self.model):
                 names = dict.fromkeys(box.canonical for box in boxes)
                 parts = {part: self.collector.whole(part, value) for part in names}
@@ -125,10 +125,6 @@ class State:
         """Updates made so far; fewer than steps where some were skipped."""
         first = self.pieces[0].tensor
         return float(self.optimizer.state.get(first, {}).get("step", 0.0))
-
-
-def _weight(piece: Piece) -> Tensor:
-    return piece.tensor
 
 
 def _rows_around(piece: Piece) -> tuple[Slice, int]:
