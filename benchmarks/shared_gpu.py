@@ -36,6 +36,8 @@ LAYOUTS = (
     "fsdp=2,pp=2,schedule=zb",
     "tp=2,pp=2",
     "pp=4,schedule=interleaved",
+    "dp=2,tp=2,recompute=full",
+    "tp=4",
 )
 
 
