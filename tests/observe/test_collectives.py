@@ -18,7 +18,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shoal.observe.collectives import Call, CollectiveCounter, Traffic, show_ranks
+from shoal.facts.traffic import Traffic, show_ranks
+from shoal.observe.collectives import Call, CollectiveCounter
 
 Row = tuple[str, str, int, int]
 

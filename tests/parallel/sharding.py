@@ -16,9 +16,10 @@ from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
 from shoal.facts.parameters import llama_parameters
+from shoal.facts.traffic import Traffic
 from shoal.models.decoder import build
 from shoal.models.initial import fill
-from shoal.observe.collectives import CollectiveCounter, Traffic
+from shoal.observe.collectives import CollectiveCounter
 from shoal.observe.memory import MemoryTracker
 from shoal.parallel.apply import Placed, apply
 from shoal.parallel.mesh import Mesh

@@ -8,9 +8,10 @@ from tests.ranks import run_ranks
 
 from shoal.facts.layout import Layout
 from shoal.facts.presets import PRESETS
+from shoal.facts.ranks import coordinates
 from shoal.models.decoder import Network, build
 from shoal.models.initial import initialise
-from shoal.parallel.mesh import Mesh, coordinates
+from shoal.parallel.mesh import Mesh
 from shoal.parallel.pieces import held_parameters
 from shoal.parallel.pipeline import my_stages
 from shoal.parallel.replicate import Replicate

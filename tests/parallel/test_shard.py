@@ -25,7 +25,8 @@ from shoal.facts.groups import Unit, even_share, units
 from shoal.facts.layout import Layout
 from shoal.facts.parameters import llama_parameters
 from shoal.facts.stages import cut
-from shoal.observe.collectives import CollectiveCounter, Traffic
+from shoal.facts.traffic import Traffic
+from shoal.observe.collectives import CollectiveCounter
 
 WORLD_2 = [
     Case("fsdp=2"),
@@ -119,6 +120,20 @@ def test_in_a_pipeline_a_step_gathers_and_reduces_once() -> None:
         count = len(stages[rank // 2].layers) + 1  # blocks, and the embedding or the head
         assert counts == {"all_gather": count, "reduce_scatter": count}
         assert result.memory["grads"] == result.memory["params"] and result.memory["other"] < 100
+
+
+def reduced(rank: int, world: int, schedule: str) -> set[torch.dtype]:
+    """The types of gradients whose weights' parts all came after the last backward pass."""
+    layout = f"fsdp=2,pp=2,schedule={schedule}"
+    case = Case(layout, dtype=torch.float32, compute=torch.bfloat16, micro_batches=2)
+    placed, mesh = place(case, rank)
+    next(steps(placed, mesh, case, 1))
+    return {piece.tensor.grad.dtype for piece in placed.gradients.pieces}
+
+
+@pytest.mark.parametrize("schedule", ["zb", "zbv"])
+def test_few_micro_batches_leave_all_weight_gradients_for_the_end(schedule: str) -> None:
+    assert run_ranks(4, reduced, schedule) == [{torch.float32}] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

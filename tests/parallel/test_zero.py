@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 
 from shoal.facts.groups import buckets_by_kind, even_share, flat_kind
 from shoal.facts.parameters import llama_parameters
-from shoal.observe.collectives import Traffic
+from shoal.facts.traffic import Traffic
 
 WORLD_2 = [
     Case("fsdp=2,zero=1"),

@@ -26,12 +26,14 @@ app = App(
 )
 # What each does is said here as well as there, so that the list of commands needs none of them imported.
 for command, place, does in (
+    ("plan", "shoal.cli.plan:plan", "What fits, what is fastest, and why not the others."),
     ("train", "shoal.cli.train:train", "Train here; continue where the run left off."),
     ("parity", "shoal.cli.parity:parity", "Prove that layouts change nothing: each against one process."),
     ("schedule", "shoal.cli.schedule:schedule", "A pipeline schedule as a timeline, checked."),
     ("init", "shoal.cli.init:init", "Write a commented config."),
     ("config", "shoal.cli.config:app", "Show every value of a config and where it came from."),
     ("data", "shoal.cli.data:app", "Tokenise data ahead of a run."),
+    ("bench", "shoal.cli.bench:app", "The planner against runs that others published."),
     ("doctor", "shoal.cli.doctor:doctor", "Is this machine ready?"),
 ):
     app.command(place, name=command, help=does)

@@ -11,7 +11,7 @@ from functools import cache
 from shoal.facts.schedules.check import check
 from shoal.facts.schedules.instruction import Action, Instruction, Program, ScheduleError
 from shoal.facts.schedules.messages import instructions
-from shoal.facts.schedules.orders import compute_order
+from shoal.facts.schedules.orders import compute_order, rank_order
 from shoal.facts.schedules.simulate import Event, Timeline, bubble, in_flight, simulate, unit_durations
 
 # Schedules that compute weight gradients apart from the backward pass, to fill bubbles with them.
@@ -31,6 +31,7 @@ __all__ = [
     "in_flight",
     "instructions",
     "programs",
+    "rank_order",
     "simulate",
     "text",
     "unit_durations",

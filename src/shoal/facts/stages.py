@@ -23,24 +23,30 @@ class Stage:
     last: bool  # holds the final norm and the head
 
 
-def cut(model: Model, count: int, seq: int = 4096) -> list[Stage]:
+def cut(model: Model, count: int, seq: int | None = 4096) -> list[Stage]:
     """Cut the layers into ``count`` stages of at least one layer each, so that the costliest stage costs least.
 
     A pipeline runs at the pace of its slowest stage. Of the cuts that share that optimum the most even one is
     taken (the least sum of squared costs), and of those the one whose early stages are the shortest, because the
     first ranks of a pipeline hold the most micro-batches. ``seq`` is the length of a sequence: the longer it is,
-    the more attention weighs against the head.
+    the more attention weighs against the head. None cuts by number alone, as some other stacks do.
     """
     if not 1 <= count <= model.layers:
         what = f"{count} pipeline stages, but {model.name} has {model.layers} layers: every stage needs one"
         raise BadInput(what, f"pp·chunks from 1 to {model.layers}")
+    if seq is None:
+        return _numbered([model.layers * index // count for index in range(count + 1)])
     costs = [layer_cost(model, layer, seq) for layer in range(model.layers)]
     # Every stage has a layer, so the embedding is always with the first layer and the head with the last.
     costs[0] += embedding_cost(model, seq)
     costs[-1] += head_cost(model, seq)
-    bounds = _even_bounds(costs, count, _least_bottleneck(costs, count))
+    return _numbered(_even_bounds(costs, count, _least_bottleneck(costs, count)))
+
+
+def _numbered(bounds: list[int]) -> list[Stage]:
+    last = len(bounds) - 2
     return [
-        Stage(index, range(start, end), first=index == 0, last=index == count - 1)
+        Stage(index, range(start, end), first=index == 0, last=index == last)
         for index, (start, end) in enumerate(pairwise(bounds))
     ]
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.facts.traffic import Traffic, show_ranks
 from shoal.observe.subclasses import plain_tensors, takes_itself_apart
 
 # A group's readable name from torch's name for it and its ranks; None where there is none.
@@ -59,16 +59,6 @@ OPERATIONS = {
     "barrier": "barrier",
     "monitored_barrier": "barrier",
 }
-
-
-@dataclass(frozen=True, order=True)
-class Traffic:
-    """All calls of one operation in one group; ``bytes`` sums each call's largest buffer."""
-
-    op: str
-    group: str
-    count: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -138,15 +128,6 @@ class CollectiveCounter(TorchDispatchMode):
             ranks = tuple(dist.get_process_group_ranks(group))
             self._known[name] = self._name(name, ranks) or show_ranks(ranks)
         return self._known[name]
-
-
-def show_ranks(ranks: Sequence[int]) -> str:
-    """``ranks 0,3,4``; evenly spaced ones as ``ranks 0-7`` or ``ranks 1-29 by 4``."""
-    steps = {later - earlier for earlier, later in pairwise(ranks)}
-    if len(ranks) < 4 or len(steps) > 1:
-        return "ranks " + ",".join(map(str, ranks))
-    (step,) = steps
-    return f"ranks {ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
 
 
 def _group(func: Any, args: tuple, kwargs: dict[str, Any]) -> dist.ProcessGroup | None:

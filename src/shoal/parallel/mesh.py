@@ -11,20 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.facts.layout import Layout
-
-# From the slowest to the fastest: neighbours on the last axis have neighbouring ranks, hence the best links.
-AXES = ("pp", "dp", "fsdp", "cp", "tp")
+from shoal.facts.ranks import AXES, coordinates, stride
 
 # For what a rank does alone: far beyond any commit, and still an end.
 PATIENCE = timedelta(hours=6)
-
-
-def coordinates(rank: int, layout: Layout) -> dict[str, int]:
-    """Where a rank stands on each axis."""
-    place: dict[str, int] = {}
-    for axis in reversed(AXES):
-        rank, place[axis] = divmod(rank, getattr(layout, axis))
-    return place
 
 
 class Mesh:
@@ -77,11 +67,9 @@ class Mesh:
 
     def pieces_of(self, axis: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Of every line of ranks along an axis the same parts, each a group: the one that this rank is in, if any."""
-        stride = 1
-        for later in AXES[AXES.index(axis) + 1 :]:
-            stride *= getattr(self.layout, later)
+        apart = stride(axis, self.layout)
         starts = [rank for rank in range(self.world) if coordinates(rank, self.layout)[axis] == 0]
-        groups = [[start + index * stride for index in part] for start in starts for part in parts]
+        groups = [[start + index * apart for index in part] for start in starts for part in parts]
         mine: dist.ProcessGroup | None
         mine, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.timeout)
         return mine
@@ -89,9 +77,7 @@ class Mesh:
     @property
     def names(self) -> dict[str, str]:
         """What torch calls each axis's group, and what we do."""
-        groups = (
-            {"world": dist.group.WORLD, **{axis: self.group(axis) for axis in AXES}} if self._axes else {}
-        )
+        groups = {"world": self.control, **{axis: self.group(axis) for axis in AXES}} if self._axes else {}
         return {group.group_name: name for name, group in groups.items() if group is not None}
 
     def sum_integers(self, values: Sequence[int]) -> list[int]:

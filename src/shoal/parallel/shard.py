@@ -95,7 +95,7 @@ def _unsharded(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
 
 
-def _sharded_modules(segment: Segment) -> list[FSDPModule]:
+def _sharded_modules(segment: nn.Module) -> list[FSDPModule]:
     return [module for module in segment.modules() if isinstance(module, FSDPModule)]
 
 
@@ -203,6 +203,13 @@ def _reduce_now(root: FSDPModule) -> None:
         raise RuntimeError(
             f"torch {torch.__version__} offers no way to reduce FSDP's gradients after a backward pass"
         )
+    # Where every weight gradient came after the last backward pass, FSDP has taken up those of the norms alone, into
+    # the type they are reduced in; it wants all of a group's in one type.
+    for module in _sharded_modules(cast(nn.Module, root)):
+        group: Any = cast(Any, module)._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if group else ():
+            if parameter.unsharded_accumulated_grad is None:
+                parameter.to_accumulated_grad_if_needed()
     root.set_requires_gradient_sync(True)
     root.set_reshard_after_backward(True)
     root.set_is_last_backward(True)

@@ -12,6 +12,10 @@ from shoal.facts.config import Config
 from shoal.facts.layout import Layout, divisors
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem
+from shoal.plan.judge import replicas
+from shoal.plan.search import search
+from shoal.predict.question import Question
+from shoal.predict.step import bench
 
 Found = TypeVar("Found")
 
@@ -32,16 +36,13 @@ def resolve(config: Config, visible: str | None = None) -> Job:
     ``visible`` is what CUDA_VISIBLE_DEVICES says, for a cluster that is this machine.
     """
     problems: list[Problem] = []
-    path, preset = config.model.path, config.model.preset
-    if path is None:
-        model = _found("model.preset", lambda: presets.find(preset), problems)
-    else:
-        model = _found("model.path", lambda: presets.at(path), problems)
+    key = "model.preset" if config.model.path is None else "model.path"
+    model = _found(key, lambda: look_up(config), problems)
     cluster = _found("cluster.on", lambda: clusters.find(config.cluster.on, visible), problems)
     if config.layout != "auto":
         layout = Layout.parse(config.layout)
     else:
-        layout = choose(config, cluster) if cluster else Layout()
+        layout = choose(config, cluster, model) if model and cluster else Layout()
     if config.run.strict and layout.micro is None:
         layout = layout.replace(micro=1)  # the bits of a matrix product depend on how many rows it has
     problems.extend(support.missing(config, model, layout))
@@ -64,11 +65,32 @@ def _found(key: str, look: Callable[[], Found], problems: list[Problem]) -> Foun
         return None
 
 
-def choose(config: Config, cluster: Cluster) -> Layout:
-    """A replica on every device; memory is not weighed yet.
+def choose(config: Config, cluster: Cluster, model: Model | None = None) -> Layout:
+    """Replicas where they fit; else the fastest layout that does, of those that the engine runs.
 
     Devices of this machine, and processes on a CPU, may also stay idle: there, as many as the batch divides over.
     """
-    if cluster.name != "local" and cluster.device.name != "cpu":
-        return Layout(dp=cluster.devices)
-    return Layout(dp=max(count for count in divisors(config.recipe.batch) if count <= cluster.devices))
+    recipe, counts = config.recipe, [cluster.devices]
+    if cluster.name == "local" or cluster.device.name == "cpu":
+        counts = [count for count in reversed(divisors(recipe.batch)) if count <= cluster.devices]
+    plain = Layout(dp=counts[0])
+    # What a CPU's processes may hold is no device's memory, and strict mode has rules that the search does not know.
+    if cluster.device.name == "cpu" or config.run.strict:
+        return plain
+    model = model or look_up(config)
+    question = Question(model, cluster, recipe, plain, tune=config.tune)
+    alone = replicas(question, bench(question))
+    if alone.fits:
+        everything = recipe.batch <= alone.micro * plain.dp
+        return plain if everything else plain.replace(micro=alone.micro)
+    for devices in counts:
+        found = search(model, cluster, recipe, top=1, tune=config.tune, runnable=True, devices=devices)
+        if found.plans:
+            return found.plans[0].layout
+    return plain
+
+
+def look_up(config: Config) -> Model:
+    """The model that a config names."""
+    path = config.model.path
+    return presets.find(config.model.preset) if path is None else presets.at(path)

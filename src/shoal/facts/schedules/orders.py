@@ -24,17 +24,22 @@ Step = tuple[Action, int]
 
 F, B, I, W = Action.FORWARD, Action.BACKWARD, Action.INPUT, Action.WEIGHT  # noqa: E741 (the papers' letters)
 
+# A whole backward pass takes the turn of both its halves, and either half that of a whole one.
+TURNS = {F: (F,), B: (B, I, W), I: (B, I), W: (W,)}
+
 
 def compute_order(schedule: str, pp: int, chunks: int, micro_batches: int) -> list[Program]:
     """The computations of every pipeline rank, in order."""
     require_chunks(schedule, chunks)
     if pp < 1 or micro_batches < 1:
         raise BadInput(f"pp={pp} with {micro_batches} micro-batches", "at least one of each")
-    programs = []
-    for rank in range(pp):
-        steps = _steps(schedule, pp, chunks, micro_batches, rank)
-        programs.append(_numbered(steps, stages_of_rank(pp, chunks, schedule, rank), micro_batches))
-    return programs
+    return [rank_order(schedule, pp, chunks, micro_batches, rank) for rank in range(pp)]
+
+
+def rank_order(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) -> Program:
+    """Those of one rank."""
+    steps = _steps(schedule, pp, chunks, micro_batches, rank)
+    return _numbered(steps, stages_of_rank(pp, chunks, schedule, rank), micro_batches)
 
 
 def _steps(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) -> list[Step]:
@@ -61,9 +66,8 @@ def _numbered(steps: list[Step], stages: list[int], micro_batches: int) -> Progr
     program = []
     for action, chunk in steps:
         micro = done[action, chunk]
-        # A whole backward pass takes the turn of both its halves, and either half that of a whole one.
-        counted = {B: (B, I, W), I: (B, I), W: (W,)}.get(action, (action,))
-        done.update((each, chunk) for each in counted)
+        for each in TURNS[action]:
+            done[each, chunk] += 1
         if micro < micro_batches:
             program.append(Instruction(action, stages[chunk], micro))
     return program

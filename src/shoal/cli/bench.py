@@ -1,0 +1,80 @@
+"""``shoal bench``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+app = App(
+    name="bench", help="Measure the planner against runs that others published.", help_format="plaintext"
+)
+
+WORST = 10
+
+
+@app.command
+def plan(*, runs: Path, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+    """The planner against published runs: for every row of a table its predicted step time and memory.
+
+    Example: shoal bench plan --runs published_runs.csv
+
+    What a row leaves blank is unknown; there the planner makes its own choice.
+
+    Parameters
+    ----------
+    runs
+        A CSV table: shape, GPUs, layout and measured step time of one run a row.
+    json
+        Print one JSON document: {rows, sources}.
+    """
+    from shoal.cli.show import print_columns, print_json
+    from shoal.plan.accuracy import as_json, judged, sources, worst
+    from shoal.plan.published import read
+
+    rows = judged(read(runs))
+    if json:
+        print_json(as_json(rows))
+        return 0
+
+    def percent(value: float | None) -> str:
+        return "" if value is None else f"{value:+.1%}"
+
+    def size(value: float | None) -> str:
+        return percent(value).removeprefix("+")
+
+    print_columns(
+        [
+            ("source", "rows", "timed", "mean error", "largest", "bias", "judged to fit"),
+            *(
+                (
+                    name,
+                    str(source.rows),
+                    str(source.n),
+                    size(source.mean_abs_error),
+                    size(source.max_abs_error),
+                    percent(source.bias),
+                    str(source.fit),
+                )
+                for name, source in sources(rows).items()
+            ),
+        ]
+    )
+    print(f"\nfurthest off, of {len(rows)}:")
+    print_columns(
+        [
+            ("id", "layout", "predicted s", "measured s", "error"),
+            *(
+                (
+                    row.id,
+                    row.layout,
+                    f"{row.predicted_step_s:.4g}",
+                    f"{row.measured_step_s:.4g}",
+                    percent(row.error),
+                )
+                for row in worst(rows, WORST)
+            ),
+        ]
+    )
+    return 0

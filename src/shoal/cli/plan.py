@@ -1,0 +1,199 @@
+"""``shoal plan``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from shoal.plan.answer import Answer
+    from shoal.plan.export import Exported
+
+
+def plan(
+    model: str,
+    /,
+    *,
+    on: str,
+    seq: int,
+    batch: int,
+    layout: str | None = None,
+    tokens: str | None = None,
+    price: float | None = None,
+    top: int = 10,
+    explain: Annotated[bool, Parameter(negative=())] = False,
+    curve: Annotated[bool, Parameter(negative=())] = False,
+    html: Path | None = None,
+    save: Path | None = None,
+    export: str | None = None,
+    to: Path = Path(),
+    force: Annotated[bool, Parameter(negative=())] = False,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    states: str = "fp32",
+    reduce: str = "fp32",
+    lora: int | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """What fits, what is fastest, and why not the others: every layout of a model on a cluster, priced and ranked.
+
+    Example: shoal plan llama3-8b --on 64xH100 --seq 8192 --batch 512 --tokens 1T
+
+    Example: shoal plan llama3-70b --on 8xH100 --seq 4096 --batch 64 --layout fsdp=8,recompute=full
+
+    Nothing is run, and no GPU is needed.
+
+    Parameters
+    ----------
+    model
+        A preset such as llama3-8b, a Hugging Face model directory, or the path of a config.json.
+    on
+        The cluster: 64xH100, 2x8xA100-80GB (nodes x devices), local, or a TOML file.
+    seq
+        Tokens a sequence.
+    batch
+        Sequences a step, over all ranks.
+    layout
+        Judge this layout alone, also one that does not fit.
+    tokens
+        Length of the run, as in 15T: adds days and GPU-hours.
+    price
+        Of a GPU for an hour: with tokens, adds the cost.
+    top
+        How many layouts to show.
+    explain
+        Also say where each step's time goes and why the nearest losers lose.
+    curve
+        Also plan for fewer and more GPUs, and for other sequence lengths.
+    html
+        Write a page with all of it, in one file.
+    save
+        Write a config that shoal train runs.
+    export
+        Write the same layout for deepspeed, accelerate, megatron, torchtitan, nemo or sagemaker.
+    to
+        The directory that exported files go to.
+    force
+        Replace files that are there.
+    precision
+        Of the computation: bf16, fp16, fp32, fp64 or fp8.
+    optimizer
+        adamw or sgd.
+    states
+        Precision of weights and optimizer states at rest: fp32, bf16 or int8.
+    reduce
+        Precision of gradients as they are summed: fp32 or bf16.
+    lora
+        Train low-rank additions of this rank, not the weights.
+    json
+        Print one JSON document on standard output.
+    """
+    import os
+    import shlex
+
+    from shoal.cli.plan_table import show
+    from shoal.cli.show import print_json
+    from shoal.facts.problem import BadInput
+    from shoal.plan.answer import answer
+    from shoal.plan.asked import ask
+
+    if top < 1:
+        raise BadInput(f"--top {top}: must be 1 or more", "--top 10")
+    asked = ask(
+        model,
+        on,
+        seq=seq,
+        batch=batch,
+        layout=layout,
+        lora=lora,
+        tokens=tokens,
+        price=price,
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        precision=precision,
+        optimizer=optimizer,
+        states=states,
+        reduce=reduce,
+    )
+    if price is not None and tokens is None:
+        raise BadInput("--price needs the length of the run", "--tokens 15T --price 2.5")
+    if export is not None:
+        _known_stack(export)
+    if save is not None:
+        from shoal.plan.save import refuse
+
+        refuse(asked)
+    found = answer(asked, top, curve)
+    files, exported = _files(found, html, save, export, to)
+    _write(files, force)
+    if json:
+        document = found.as_json()
+        document["written"] = [str(path) for path in files]
+        if exported is not None:
+            document["export"] = {"command": exported.command, "cannot": exported.cannot}
+        print_json(document)
+        return 0
+    show(found, explain)
+    if exported is not None:
+        print(f"\n{export}: {exported.command}")
+        for thing in exported.cannot:
+            print(f"  {export} cannot express: {thing}")
+    for path in files:
+        print(f"wrote {path}" + (f"; then: shoal train {shlex.quote(str(path))}" if path == save else ""))
+    return 0
+
+
+def _known_stack(name: str) -> None:
+    from shoal.facts.problem import BadInput, did_you_mean
+    from shoal.plan.export import STACKS
+
+    if name not in STACKS:
+        raise BadInput(f"--export {name}: there is no export to it", did_you_mean(name, STACKS))
+
+
+def _files(
+    found: Answer, html: Path | None, save: Path | None, export: str | None, to: Path
+) -> tuple[dict[Path, str], Exported | None]:
+    """Everything that is to be written, made before anything is."""
+    files: dict[Path, str] = {}
+    exported = None
+    if save is not None:
+        from shoal.plan.save import saved
+
+        files[save], _ = saved(found.asked, found.plans)
+    if export is not None:
+        from shoal.facts.problem import BadInput
+        from shoal.plan.export import export as export_to
+
+        if found.choice is None or not found.choice.fits:
+            raise BadInput("--export: nothing fits, so there is nothing to export", found.decision.text)
+        exported = export_to(export, found.choice.question)
+        files.update({to / name: text for name, text in exported.files.items()})
+    if html is not None:
+        from shoal.plan.page import page
+
+        files[html] = page(found)
+    return files, exported
+
+
+def _write(files: dict[Path, str], force: bool) -> None:
+    from shoal.facts.problem import BadInput, Problem
+
+    problems = [
+        Problem(f"{path} exists", "another name, or --force to replace it")
+        for path in files
+        if path.exists() and not force
+    ]
+    problems += [
+        Problem(f"cannot write {path}: there is no directory {path.parent}", "a directory that exists")
+        for path in files
+        if not path.parent.is_dir()
+    ]
+    if problems:
+        raise BadInput(problems)
+    for path, text in files.items():
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise BadInput(f"cannot write {path}: {error.strerror}", "another place") from None

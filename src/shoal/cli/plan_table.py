@@ -1,0 +1,108 @@
+"""What ``shoal plan`` prints: the decision, the table, the curves, and what stands below them."""
+
+from __future__ import annotations
+
+from shoal.cli.show import print_columns
+from shoal.plan.answer import Answer
+from shoal.plan.decide import duration
+from shoal.plan.explain import GIB, against, binds, percent
+from shoal.plan.judge import Plan
+from shoal.plan.scale import Point
+
+HEAD = ("", "GiB", "step s", "tokens/s/GPU", "MFU", "vs DDP", "binds", "engine", "layout")
+CURVE = ("GPUs", "seq", "batch", "step s", "tokens/s", "speed-up", "efficiency", "GPU-hours", "layout")
+
+
+def show(found: Answer, explain: bool) -> None:
+    asked = found.asked
+    print(
+        f"{asked.model.name} on {asked.cluster}, {asked.recipe.batch} sequences of {asked.recipe.seq} a step\n"
+    )
+    print(found.decision.text)
+    for reason in found.decision.reasons:
+        print(f"- {reason}")
+    if found.plans:
+        print()
+        print_columns([HEAD, *(_row(found, each) for each in found.plans)])
+    for title, points in (("GPUs", found.over_devices), ("sequence length", found.over_sequences)):
+        if points:
+            print(f"\nover {title}")
+            print_columns([CURVE, *map(_point, points)])
+    if explain:
+        _explain(found)
+    _below(found)
+
+
+def _row(found: Answer, plan: Plan) -> tuple[str, ...]:
+    memory = plan.memory
+    sizes = (
+        f"{memory.peak_allocated / GIB:.1f} … {memory.device_total / GIB:.1f} of {memory.capacity / GIB:.1f}"
+    )
+    mark = "✓" if plan is found.choice else "=" if plan.tie else ""
+    return (
+        mark if plan.fits else "✗",
+        sizes,
+        f"{plan.step.seconds:.4g} ± {plan.error_bar:.0%}",
+        f"{plan.tokens_per_s_per_gpu:,.0f}",
+        percent(plan.mfu),
+        f"{plan.vs_ddp:.2f}",
+        binds(plan),
+        "runs" if plan.runs else "not yet",
+        str(plan.layout),
+    )
+
+
+def _point(point: Point) -> tuple[str, ...]:
+    plan = point.plan
+    where = (str(point.devices), str(point.seq), str(point.batch))
+    if plan is None or point.speedup is None or point.efficiency is None:
+        return (*where, "", "", "", "", "", "nothing fits")
+    return (
+        *where,
+        f"{plan.step.seconds:.4g}",
+        f"{plan.tokens_per_s:,.0f}",
+        f"{point.speedup:.2f}",
+        f"{point.efficiency:.0%}",
+        _amount(point.cost.gpu_hours) if point.cost else "",
+        str(plan.layout),
+    )
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _explain(found: Answer) -> None:
+    best = found.plans[0] if found.plans else None
+    for plan in found.plans:
+        print(f"\n{plan.layout} ({plan.support})\n  {plan.why}")
+        if best is not None and plan is not best:
+            print(f"  {against(plan, best)}")
+    if found.rejected:
+        print("\nnearest losers")
+    for layout, reason in found.rejected:
+        print(f"  {layout}: {reason}")
+
+
+def _below(found: Answer) -> None:
+    chosen = found.choice
+    print()
+    if chosen is not None and (total := found.cost(chosen)):
+        price = f", costs {total.cost:,.0f}" if total.cost is not None else ""
+        print(
+            f"{total.tokens:,} tokens: {total.steps:,} steps, {duration(total.seconds)} "
+            f"± {chosen.error_bar:.0%}, {_amount(total.gpu_hours)} GPU-hours{price}"
+        )
+    for remedy in found.remedies:
+        print(f"also: {remedy}" if chosen and chosen.fits else f"would fit: {remedy}")
+    if found.unmeasured:
+        print(f"in no published run, hence a wider error bar: {', '.join(found.unmeasured)}")
+    asked = found.asked
+    if asked.layout is None:
+        print(
+            f"{found.searched:,} layouts searched in {found.seconds:.2f} s, {found.evaluated:,} of them priced"
+        )
+        if found.at_best is not None:
+            print(f"broken off early: of the rest none can take less than {found.at_best:.4g} s a step")
+    if chosen is not None and chosen.fits:
+        print(f"next: {chosen.command}")

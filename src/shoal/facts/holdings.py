@@ -1,0 +1,59 @@
+"""What a parameter weighs: the bytes of its weight, gradient and optimizer states, by recipe and stack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shoal.facts.recipe import OPTIMIZER_STATES, Precision
+from shoal.facts.stack import Stack
+
+# fp8 is a precision of products: what lies between them, and what autograd keeps, is bf16.
+COMPUTE_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+# int8 states come in blocks of 256 values that share one fp32 scale.
+STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}
+REDUCE_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Bytes a trained parameter, unless said otherwise."""
+
+    weight: float  # at rest
+    gradient: float
+    moments: float  # all optimizer states but the master copy
+    master: float  # an fp32 copy of a half-precision weight
+    compute: int  # a value of the computation: activations, and weights where they are used
+    reduce: int  # a gradient on its way between ranks
+
+    @property
+    def cast(self) -> bool:
+        """Whether a weight is copied into the compute precision where it is used."""
+        return self.weight != self.compute
+
+    @property
+    def wide(self) -> int:
+        """What norms, rotations and the loss are computed in: at least fp32."""
+        return max(self.compute, 4)
+
+    @property
+    def frozen(self) -> int:
+        """A weight that is not trained rests as it is used."""
+        return self.compute
+
+
+@lru_cache(maxsize=256)
+def holdings(precision: Precision, states: str, reduce: str, optimizer: str, stack: Stack) -> Holdings:
+    """Of a recipe's ``precision``, ``states``, ``reduce`` and ``optimizer``, as a stack keeps them."""
+    compute = COMPUTE_BYTES[precision]
+    kept = len(OPTIMIZER_STATES[optimizer])
+    if precision == "fp64":  # a reference: everything is fp64
+        return Holdings(8, 8, 8 * kept, 0, 8, 8)
+    state = STATE_BYTES[states]
+    if stack.weights == "master":
+        # Gradients beside a master copy travel as they are.
+        gradient = stack.gradient_bytes or compute
+        return Holdings(compute, gradient, state * kept, 4, compute, gradient)
+    # Nobody sums gradients in int8.
+    trained = compute if states == "int8" else state
+    return Holdings(state, trained, state * kept, 0, compute, REDUCE_BYTES[reduce])

@@ -1,0 +1,35 @@
+"""Ledger: what one rank holds at the fullest moment of a step, in bytes, by what it is for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The first six add up to ``peak_allocated``; what comes on top of it is a band."""
+
+    params: int  # weights at rest
+    grads: int  # gradients that add up or wait for the update
+    optimizer: int  # its states, master weights included
+    activations: int  # what backward passes still need, their gradients on the way, the batch itself
+    logits: int
+    buffers: int  # weights gathered or cast, gradients on their way, messages between stages, tokens between experts
+    peak_allocated: int
+    reserved: int  # as the allocator holds it, with libraries' workspaces and what fragments
+    device_total: int  # with the context and the communicators
+    capacity: int
+    worst_stage: int  # the rank of the pipeline that this is
+    master: int = 0  # of ``optimizer``, the fp32 copies of half-precision weights
+    instant: str = ""  # the moment of the step
+    host: int = 0  # waiting in the host's memory
+    host_capacity: int = 0  # a device's share of it
+    nvme: int = 0  # and on its disks
+
+    @property
+    def fits(self) -> bool:
+        return self.device_total <= self.capacity and self.host <= self.host_capacity
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,115 @@
+"""Stack: the software that carries out a step, as far as it changes what the step costs.
+
+Shoal's own engine is one; others are here because their published runs are what the planner is judged by, and because
+a plan can be exported to them. What a stack *does* (which kernels, what rests in which precision) is known from its
+source. Three properties are fitted, on at most a fifth of its published rows: ``host``, ``fusion`` and ``overlap``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One software stack. Strings and booleans are facts about its code; the three numbers at the end are fitted."""
+
+    name: str
+    # What a step rests on: weights once, in ``recipe.states``, cast to the compute precision where they are used; or
+    # half-precision weights beside an fp32 master copy.
+    weights: Literal["cast", "master"] = "cast"
+    gradient_bytes: int | None = None  # beside a master copy; None: gradients are as wide as the weights
+    attention: Literal["flash", "unfused"] = "flash"
+    norms: Literal["eager", "fused"] = "eager"
+    activation: Literal["eager", "fused"] = "eager"
+    # Queries, keys and values from one product: what is kept of the values then holds all of its result.
+    joined: bool = False
+    # All logits at once; in pieces that are computed again in the backward pass; gradients together with the loss, in
+    # pieces; all at once, but compiled into one kernel each way, which reads and writes them in the compute precision.
+    loss: Literal["full", "chunked", "fused", "compiled"] = "chunked"
+    logit_bytes: float = (
+        36.0  # that move for every logit, from the product to the loss and back to its gradient
+    )
+    loss_tokens: int | None = None  # in a piece; None: as ``facts.logits`` decides
+    keeps_logits: bool = False  # whether the caller holds on to them through the backward pass
+    # What ``recompute=selective`` keeps: all matrix products; every second one and attention's result; or all but
+    # attention's inner scores.
+    selective: Literal["products", "half", "scores"] = "products"
+    # With sequence parallelism: gathered inputs are kept for the backward pass, or gathered again.
+    regathers: bool = False
+    # ``zero`` 1 and 2 with whole parameters and flat buckets; or as FSDP that only skips resharding after the forward.
+    unsharded: Literal["buckets", "fsdp"] = "buckets"
+
+    kernel: Literal["flash", "first_flash", "fused"] = (
+        "flash"  # of attention that is fused; "fused" is the vendor's
+    )
+    dropout: bool = False  # whether masks are drawn and kept
+    # Without sequence parallelism: tensor ranks send a part each of what a stage passes on, and gather it over there.
+    parts_messages: bool = False
+    even_stages: bool = (
+        False  # whether pipeline stages have equally many layers, whatever embedding and head cost
+    )
+
+    host: float = (
+        0.0  # seconds the host takes to start one layer's forward pass, hidden where the device takes longer
+    )
+    fusion: float = 1.0  # of the bytes that eager elementwise kernels move, the share that is left
+    overlap: float = 0.0  # of the data ranks' communication, the share that can hide behind computation
+
+
+SHOAL = Stack("shoal", logit_bytes=60.0, kernel="fused", host=0.3e-3, fusion=2.2, overlap=0.7)
+MEGATRON = Stack(
+    "megatron",
+    weights="master",
+    attention="unfused",
+    norms="fused",
+    activation="fused",
+    joined=True,
+    loss="full",
+    logit_bytes=95.0,
+    selective="scores",
+    regathers=True,
+    dropout=True,
+    parts_messages=True,
+    even_stages=True,
+    host=0.748e-3,
+    fusion=0.976,
+    overlap=0.0,
+)
+FOUNDRY = Stack(
+    "llm-foundry",
+    norms="fused",
+    activation="fused",
+    joined=True,
+    loss="compiled",  # flash-attn's cross-entropy: logits and their gradients in the compute precision
+    logit_bytes=10.0,
+    unsharded="fsdp",
+    kernel="first_flash",
+    host=0.303e-3,
+    fusion=3.62,
+    overlap=0.759,
+)
+TITAN = Stack(
+    "torchtitan",
+    loss="full",
+    keeps_logits=True,
+    selective="half",
+    unsharded="fsdp",
+    host=0.296e-3,
+    fusion=1.68,
+    overlap=1.0,
+)
+TITAN_COMPILED = Stack(
+    "torchtitan compiled",
+    norms="fused",
+    activation="fused",
+    loss="full",
+    logit_bytes=16.0,
+    keeps_logits=True,
+    selective="half",
+    unsharded="fsdp",
+    host=0.296e-3,
+    fusion=1.68,
+    overlap=1.0,
+)

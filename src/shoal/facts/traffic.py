@@ -1,0 +1,26 @@
+"""Traffic: what one rank sends and receives in a step, by operation and group, announced or counted alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, order=True)
+class Traffic:
+    """All calls of one operation in one group; ``bytes`` sums each call's largest buffer."""
+
+    op: str
+    group: str
+    count: int
+    bytes: int
+
+
+def show_ranks(ranks: Sequence[int]) -> str:
+    """``ranks 0,3,4``; evenly spaced ones as ``ranks 0-7`` or ``ranks 1-29 by 4``."""
+    steps = {later - earlier for earlier, later in pairwise(ranks)}
+    if len(ranks) < 4 or len(steps) > 1:
+        return "ranks " + ",".join(map(str, ranks))
+    (step,) = steps
+    return f"ranks {ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")

@@ -1,0 +1,108 @@
+"""How wrong the planner is: its answer for every row of a table of published runs, against what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.facts.ledger import Ledger
+from shoal.plan.published import Run
+from shoal.predict.memory import ledger
+from shoal.predict.question import Question
+from shoal.predict.step import Step, step
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run beside its prediction."""
+
+    id: str
+    source: str
+    layout: str
+    predicted_step_s: float
+    measured_step_s: float | None  # None: it ran out of memory, or nobody said
+    error: float | None  # predicted over measured, less one
+    fits: bool
+    predicted_mem_gib: float  # of the kind that the row reports
+    measured_mem_gib: float | None
+    status: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """The errors of one source's rows, over those with a measured time."""
+
+    n: int
+    mean_abs_error: float | None
+    max_abs_error: float | None
+    bias: float | None  # the mean with its sign
+    rows: int
+    fit: int  # rows that are judged to fit
+
+
+def judged(runs: Iterable[Run]) -> list[Row]:
+    """Every run, also one that does not fit or that ran out of memory."""
+    return [_row(run) for run in runs]
+
+
+def sources(rows: Iterable[Row]) -> dict[str, Source]:
+    by_source: dict[str, list[Row]] = {}
+    for row in rows:
+        by_source.setdefault(row.source, []).append(row)
+    return {name: _source(mine) for name, mine in by_source.items()}
+
+
+def worst(rows: Iterable[Row], count: int) -> list[Row]:
+    """Those that are furthest off, the worst first."""
+    timed = [(abs(row.error), row) for row in rows if row.error is not None]
+    return [row for _, row in sorted(timed, key=lambda pair: -pair[0])[:count]]
+
+
+def as_json(rows: list[Row]) -> dict[str, Any]:
+    return {
+        "rows": [vars(row) for row in rows],
+        "sources": {name: vars(source) for name, source in sources(rows).items()},
+    }
+
+
+def _row(run: Run) -> Row:
+    question, needs, takes = _chosen(run)
+    needed = needs.peak_allocated if run.memory_kind == "allocated" else needs.reserved
+    return Row(
+        run.id,
+        run.source,
+        str(question.layout),
+        takes.seconds,
+        run.seconds,
+        takes.seconds / run.seconds - 1 if run.seconds else None,
+        needs.fits,
+        needed / GIB,
+        run.memory_gib,
+        run.status,
+    )
+
+
+def _chosen(run: Run) -> tuple[Question, Ledger, Step]:
+    """What a row leaves open the planner chooses: the fastest that fits; where none does, the most frugal.
+
+    Of several stacks the likeliest counts, unless only another one's run would have fitted.
+    """
+    asked = [(question, ledger(question), step(question)) for question in run.questions]
+    fitting = [one for one in asked if one[1].fits]
+    if fitting:
+        likeliest = fitting[0][0].stack
+        return min((one for one in fitting if one[0].stack is likeliest), key=lambda one: one[2].seconds)
+    return min(asked, key=lambda one: one[1].device_total)
+
+
+def _source(rows: list[Row]) -> Source:
+    errors = [row.error for row in rows if row.error is not None]
+    fit = sum(row.fits for row in rows)
+    if not errors:
+        return Source(0, None, None, None, len(rows), fit)
+    sizes = [abs(error) for error in errors]
+    count = len(errors)
+    return Source(count, sum(sizes) / count, max(sizes), sum(errors) / count, len(rows), fit)

@@ -1,0 +1,133 @@
+"""What a planner is asked: a model, a cluster and a recipe, as names or as values, checked all at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from shoal.facts import clusters, nearest, presets
+from shoal.facts.cluster import Cluster
+from shoal.facts.config import Config, Lora
+from shoal.facts.configcheck import explain
+from shoal.facts.layout import Layout
+from shoal.facts.legality import violations
+from shoal.facts.model import Model
+from shoal.facts.problem import BadInput, Problem
+from shoal.facts.recipe import Recipe, read_count
+from shoal.predict.question import Question
+
+Found = TypeVar("Found")
+
+# The default learning rate suits the tiny model; wide networks diverge at it. It changes no cost, but is written into
+# configs and exports.
+WIDE = 1024
+RATE_OF_WIDE = 3e-4
+
+TOKENS = "a whole count such as --tokens 15T or --tokens 300M"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Everything but the layout; with one, only that is judged."""
+
+    model: Model
+    model_name: str  # as the user wrote it: a config must find it again
+    cluster: Cluster
+    recipe: Recipe
+    layout: Layout | None = None
+    lora: Lora | None = None
+    tokens: int | None = None  # of the whole run
+    price: float | None = None  # of a GPU for an hour
+
+    def question(self, layout: Layout) -> Question:
+        return Question(self.model, self.cluster, self.recipe, layout, lora=self.lora)
+
+
+def ask(
+    model: str | Model,
+    on: str | Cluster,
+    *,
+    seq: int,
+    batch: int,
+    layout: str | Layout | None = None,
+    lora: int | None = None,
+    tokens: str | int | None = None,
+    price: float | None = None,
+    visible: str | None = None,
+    **recipe: Any,
+) -> Asked:
+    """Names looked up, values checked; everything wrong is reported together.
+
+    ``recipe`` takes further fields of a recipe; bf16 unless said otherwise. ``lora`` is the rank of low-rank additions.
+    """
+    problems: list[Problem] = []
+    found_model = (
+        model if isinstance(model, Model) else _found("model", lambda: presets.find(model), problems)
+    )
+    cluster = on if isinstance(on, Cluster) else _found("--on", lambda: clusters.find(on, visible), problems)
+    total = _tokens(tokens, problems)
+    values = {"precision": "bf16", **recipe, "seq": seq, "batch": batch}
+    if found_model is not None and found_model.hidden >= WIDE:
+        values.setdefault("lr", RATE_OF_WIDE)
+    if total is not None:
+        values["tokens"] = total
+    found_recipe = _recipe(values, problems)
+    if price is not None and not (math.isfinite(price) and price > 0):
+        problems.append(Problem(f"--price {price}: must be above 0", "--price 2.5, for a GPU and an hour"))
+    if lora is not None and lora < 1:
+        problems.append(Problem(f"--lora {lora}: must be 1 or more", "--lora 16"))
+    chosen: Layout | None = None
+    if isinstance(layout, str):
+        chosen = _found("", lambda: Layout.parse(layout), problems)
+    elif layout is not None:
+        chosen = layout
+    if found_model and cluster and found_recipe:
+        problems += _legal(found_model, cluster, found_recipe, chosen)
+    if problems or found_model is None or cluster is None or found_recipe is None:
+        raise BadInput(problems)
+    name = model if isinstance(model, str) else model.name
+    adapters = Lora(rank=lora, alpha=2.0 * lora) if lora else None
+    return Asked(found_model, name, cluster, found_recipe, chosen, adapters, total, price)
+
+
+def _found(where: str, look: Callable[[], Found], problems: list[Problem]) -> Found | None:
+    """What ``look`` finds; else None, and why."""
+    try:
+        return look()
+    except BadInput as error:
+        begin = f"{where}: " if where else ""
+        problems.extend(Problem(f"{begin}{problem.what}", problem.fix) for problem in error.problems)
+        return None
+
+
+def _recipe(values: dict[str, Any], problems: list[Problem]) -> Recipe | None:
+    try:
+        return Config.model_validate({"recipe": values}).recipe
+    except ValidationError as error:
+        problems.extend(explain(error, {}))
+        return None
+
+
+def _tokens(written: str | int | None, problems: list[Problem]) -> int | None:
+    if written is None:
+        return None
+    try:
+        count = read_count(written) if isinstance(written, str) else written
+    except ValueError as error:
+        problems.append(Problem(f"--tokens: {error}", TOKENS))
+        return None
+    if not 1 <= count <= 10**18:
+        problems.append(Problem(f"--tokens {written}: must be from 1 to 1e18", TOKENS))
+        return None
+    return count
+
+
+def _legal(model: Model, cluster: Cluster, recipe: Recipe, layout: Layout | None) -> list[Problem]:
+    """What stands against a layout; without one, against every layout: a sequence longer than learned positions."""
+    if layout is not None:
+        return nearest.problems(layout, model, recipe, cluster)
+    return violations(Layout(), model, recipe) if model.positions == "learned" else []

@@ -1,0 +1,323 @@
+"""How long a step takes at least, when only some of a layout is decided.
+
+Bounds are composed of a layer's costs, which are priced once. Each leaves out what is not decided yet, and what takes
+long to say: of a split its latencies and everything but matrix products and tensor ranks' exchange; of shares the idle
+pipeline; of orders what data ranks exchange; of states the latency of their many calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+from typing import NamedTuple
+
+from shoal.facts.config import Lora, TuneSection
+from shoal.facts.layout import ONE_CHUNK, Layout, Offload, Recompute
+from shoal.plan.exchange import Exchange, Ranks, Sums, exchanged
+from shoal.plan.space import Order, Share, Split, States
+from shoal.predict import context, expert, layer, tensor
+from shoal.predict.bubble import Idle, idle
+from shoal.predict.call import Call, compute_width, state_width
+from shoal.predict.flops import matrix_parameters
+from shoal.predict.held import Held, stages_here
+from shoal.predict.held import held as held_by
+from shoal.predict.layer import Passes
+from shoal.predict.lora import trained
+from shoal.predict.question import Question
+from shoal.predict.step import (
+    ALWAYS,
+    CLIPPING_BYTES,
+    HOST_BACKWARD,
+    KEPT_A_LAYER,
+    OPTIMIZER_BYTES,
+    Bench,
+)
+from shoal.predict.traffic import span
+from shoal.predict.transfer import transfer
+
+
+class Costs(NamedTuple):
+    """Seconds of one micro-batch, on a rank's share of it."""
+
+    dense: float  # a layer, there and back, with what it repeats and what it exchanges within
+    sparse: float  # and a layer with experts
+    first: float  # the embedding
+    last: float  # the head and the loss
+    forward: float  # the slower kind of layer, without exchange
+    backward: float
+
+
+class Kind(NamedTuple):
+    """Ranks of a pipeline that hold alike."""
+
+    dense: int
+    sparse: int
+    first: bool
+    last: bool
+    ranks: int  # how many they are
+
+
+@dataclass
+class Bounds:
+    """Of one model on one cluster."""
+
+    on: Bench
+    tune: TuneSection
+    lora: Lora | None
+    devices: int
+
+    def __post_init__(self) -> None:
+        self.model, self.recipe, self.stack = self.on.model, self.on.recipe, self.on.stack
+        self.cut_by = None if self.stack.even_stages else self.recipe.seq
+        self._costs: dict[tuple[object, ...], Costs] = {}
+        self._kinds: dict[tuple[int, int, str], tuple[Kind, ...]] = {}
+        self._held: dict[tuple[int, bool], Held] = {}
+        self._first: dict[tuple[object, ...], tuple[float, int]] = {}
+        self._questions: dict[tuple[object, ...], Question] = {}
+
+    def of_split(self, split: Split) -> float:
+        """Products at the rate of the best one, and what tensor ranks exchange as one message a layer."""
+        tokens = self.recipe.batch * self.recipe.seq // (split.data * split.cp)
+        exchanged = tokens * self.model.hidden * compute_width(self.recipe)
+        # Two sums a layer forward and two backward; with sequence parallelism each is two halves.
+        summed = 4 * self.on.links.seconds("all_reduce", exchanged, split.tp, 1)
+        return self._products / self.devices + self.model.layers / split.pp * summed
+
+    @cached_property
+    def _products(self) -> float:
+        each = 4 if self.lora else 6
+        flops = float(each) * matrix_parameters(self.model) * self.recipe.batch * self.recipe.seq
+        if self.model.experts is not None:
+            flops /= 2  # a rank's tokens do not spread evenly over its experts, and rows are rounded down
+        return flops / (self.on.kernels.peak * self.on.rates.device.matmul)
+
+    def of_share(self, split: Split, share: Share) -> float:
+        """All computation and exchange within layers, evenly over the pipeline."""
+        costs = self.costs(split, share, "none", layer.NONE)
+        (whole,) = self.kinds(1, 1, "1f1b")
+        total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.first + costs.last
+        times = self.recipe.batch // (split.data * share.micro)
+        return times * total / split.pp
+
+    def of_order(
+        self, split: Split, share: Share, order: Order, held: Passes = layer.NONE, played: bool = False
+    ) -> float:
+        """The slowest rank's work, and how long it waits for the others.
+
+        ``held``: what is moved of weights for every micro-batch, once states say that. ``played``: also of a pipeline
+        that never fills, whose waiting has no formula and takes a while to find.
+        """
+        costs = self.costs(split, share, order.recompute, held)
+        hosts = self.stack.host * (
+            1 + HOST_BACKWARD + {"none": 0.0, "selective": 0.5, "full": 1.0}[order.recompute]
+        )
+        total = slowest = 0.0
+        for dense, sparse, first, last, ranks in self.kinds(split.pp, order.chunks, order.schedule):
+            seconds = dense * costs.dense + sparse * costs.sparse
+            if first:
+                seconds += costs.first
+            if last:
+                seconds += costs.last
+            seconds = max(seconds, hosts * (dense + sparse))
+            total += ranks * seconds
+            slowest = max(slowest, seconds)
+        times = self.recipe.batch // (split.data * share.micro)
+        if split.pp == 1:
+            return times * slowest
+        waits = Idle((split.pp - 1) / (3 * order.chunks), 0.0)  # the least that any schedule can have
+        if played or order.schedule in ONE_CHUNK or times >= 2 * split.pp:
+            waits = idle(order.schedule, split.pp, order.chunks, times)
+        wait = waits.work / (split.pp - 1)
+        # Where a rank's own work counts for less than its wait for others, the bound holds with all work on one rank.
+        worked = times * slowest + wait * (total - slowest) if times >= wait else times * total
+        tokens = share.micro * self.recipe.seq // split.cp
+        if split.tp > 1 and (share.sp or self.stack.parts_messages):
+            tokens //= split.tp
+        size = tokens * self.model.hidden * compute_width(self.recipe)
+        return worked + waits.messages * self.on.links.seconds(
+            "send", size, split.pp, self.devices // split.pp
+        )
+
+    def of_offload(
+        self, split: Split, share: Share, order: Order, offload: tuple[Offload, ...], worked: float
+    ) -> float:
+        """With states shared out as far as they can be, so that the least of them travels."""
+        return worked + self._update(split, share, order, States(1, split.data, 3, offload))
+
+    def of_states(self, split: Split, share: Share, order: Order, states: States, worked: float) -> float:
+        """``worked``: ``of_order``, with what these states move of weights."""
+        exchange = self._exchange(split, share, order, states)
+        times = self.recipe.batch // (split.data * share.micro)
+        costs = self.costs(split, share, order.recompute, self.handled(split, share, states))
+        layers = max(kind.dense + kind.sparse for kind in self.kinds(split.pp, order.chunks, order.schedule))
+        # It hides behind every micro-batch's pass, and once more what comes at the end of a step.
+        overlap, passes = self.stack.overlap, (times + 1) * layers
+        left = exchange.forward - overlap * min(exchange.forward, passes * costs.forward)
+        left += exchange.backward - overlap * min(exchange.backward, passes * costs.backward)
+        return worked + left + exchange.alone + self._update(split, share, order, states)
+
+    def handled(self, split: Split, share: Share, states: States) -> Passes:
+        sharded = states.zero == 3 and states.fsdp * split.cp > 1
+        times = self.recipe.batch // (split.data * share.micro)
+        return layer.handling(self.stack, self.recipe, sharded, times)
+
+    def costs(self, split: Split, share: Share, recompute: Recompute, held: Passes) -> Costs:
+        key = (split.tp, split.cp, *share, recompute, held)
+        known = self._costs.get(key)
+        if known is None:
+            known = self._costs[key] = self._priced(split, share, recompute, held)
+        return known
+
+    def _priced(self, split: Split, share: Share, recompute: Recompute, held: Passes) -> Costs:
+        """One micro-batch of one rank. As many replicas as there are experts' ranks, so that these have a place."""
+        layout = Layout.model_construct(
+            dp=share.ep, tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, ep=share.ep,
+            micro=share.micro, recompute=recompute,
+        )  # fmt: skip
+        recipe = self.recipe.model_copy(update={"batch": share.ep * share.micro})
+        question = Question(self.model, self.on.cluster, recipe, layout, self.stack, self.tune, self.lora)
+        tokens, model, kernels = question.tokens, self.model, self.on.kernels
+        between = tokens / split.tp if share.sp else float(tokens)
+        body = self._body(split.tp, share.sp)
+        within = sum(self._seconds(question, call) for call in tensor.calls(question, body))
+        within += sum(self._seconds(question, call) for call in context.calls(question, body))
+        routed = sum(
+            self._seconds(question, call) for call in expert.calls(question, body) if call.phase in ALWAYS
+        )
+        seconds, forwards, backwards = [0.0, 0.0], [0.0], [0.0]
+        for place, count in ((0, body.dense), (1, body.sparse)):
+            if not count:
+                continue
+            part = layer.Share(
+                tokens, between, share.micro, self.recipe.seq, split.tp, share.ep, place == 1, held
+            )
+            one = self.on.layer(part)
+            again = {"none": 0.0, "selective": one.again, "full": one.forward}[recompute]
+            backward = one.input + (0.0 if self.lora else one.weight) + again
+            seconds[place] = (
+                one.forward + backward + within / body.layers + (routed / count if place else 0.0)
+            )
+            forwards.append(one.forward)
+            backwards.append(backward)
+        embedding = layer.embedding(model, kernels, tokens)
+        head = layer.head(model, self.stack, kernels, tokens, -(-model.vocab // split.tp), held)
+        first, last = (
+            end.forward + end.input + (0.0 if self.lora else end.weight) for end in (embedding, head)
+        )
+        return Costs(seconds[0], seconds[1], first, last, max(forwards), max(backwards))
+
+    def _seconds(self, question: Question, call: Call) -> float:
+        ranks, stride = span(call.group, question)
+        return call.count * self.on.links.seconds(call.op, call.bytes, ranks, stride)
+
+    def _body(self, tp: int, sp: bool) -> Held:
+        """All layers, without the ends."""
+        known = self._held.get((tp, sp))
+        if known is None:
+            whole = held_by(Layout.model_construct(tp=tp, sp=sp), self.model, self.cut_by, 0)
+            known = self._held[tp, sp] = replace(whole, first=False, last=False)
+        return known
+
+    def kinds(self, pp: int, chunks: int, schedule: str) -> tuple[Kind, ...]:
+        known = self._kinds.get((pp, chunks, schedule))
+        if known is None:
+            found: dict[tuple[int, int, bool, bool], int] = {}
+            for rank in range(pp):
+                stages = stages_here(self.model, pp, chunks, schedule, self.cut_by, rank)
+                layers = sum(len(one.layers) for one in stages)
+                sparse = 0
+                if self.model.experts is not None:
+                    sparse = sum(self.model.has_experts(number) for one in stages for number in one.layers)
+                held_alike = layers - sparse, sparse, stages[0].first, stages[-1].last
+                found[held_alike] = found.get(held_alike, 0) + 1
+            known = self._kinds[pp, chunks, schedule] = tuple(
+                Kind(*kind, count) for kind, count in found.items()
+            )
+        return known
+
+    def _exchange(self, split: Split, share: Share, order: Order, states: States) -> Exchange:
+        """Each rank's blocks as one message; embedding and head are left out."""
+        body = self._body(split.tp, share.sp)
+        kinds = self.kinds(split.pp, order.chunks, order.schedule)
+        times = self.recipe.batch // (split.data * share.micro)
+        sums = Sums(
+            self.on, self.tune.persist_below > 0, self.lora is not None, times, split.pp > 1, states.zero
+        )
+        shards = states.fsdp * split.cp
+        elements = min(
+            kind.dense * body.dense_block.elements + kind.sparse * body.sparse_block.elements
+            for kind in kinds
+        )
+        found = exchanged(sums, elements, Ranks(shards, split.tp, states.dp, split.tp * shards))
+        routed = min(kind.sparse for kind in kinds) * self._expert(split.tp, share.ep)
+        if not routed:
+            return found
+        within = gcd(share.ep, shards)
+        copies = states.dp * within // share.ep
+        apart = split.tp * shards * share.ep // within
+        more = exchanged(sums, routed, Ranks(shards // within, split.tp * within, copies, apart))
+        return Exchange(*(a + b for a, b in zip(found, more, strict=True)))
+
+    def _expert(self, tp: int, ep: int) -> int:
+        """Parameters of one layer's routed experts on a rank."""
+        experts = self.model.experts
+        if experts is None or not experts.count:
+            return 0
+        return experts.count // ep * 3 * self.model.hidden * -(-experts.ffn // tp)
+
+    def _update(self, split: Split, share: Share, order: Order, states: States) -> float:
+        """The optimizer on the device; where something waits elsewhere, its travels as well."""
+        elements, layers = self._on_first_rank(split, share, order)
+        owned = elements / (states.fsdp * split.cp)
+        each = OPTIMIZER_BYTES[self.recipe.optimizer]
+        each += CLIPPING_BYTES[self.stack.weights] if self.recipe.clip else 0.0
+        each *= 1.0 if self.stack.weights == "master" else state_width(self.recipe) / 4
+        seconds = self.on.kernels.moved(owned * each)
+        if not states.offload:
+            return seconds
+        question, width = (
+            self._offloading(split.data, share.micro, states.offload),
+            compute_width(self.recipe),
+        )
+        times = question.accumulation
+        kept = share.micro * self.recipe.seq // split.cp * self.model.hidden * width * layers * times
+        kept *= 1 if order.recompute == "full" else KEPT_A_LAYER
+        weights = (owned if states.zero == 3 else elements) * width
+        # The longer a step computes, the more hides behind it: at most so long.
+        costs = self.costs(split, share, order.recompute, self.handled(split, share, states))
+        most = max(kind.dense + kind.sparse for kind in self.kinds(split.pp, order.chunks, order.schedule))
+        computed = times * (most * (costs.forward + costs.backward) + costs.first + costs.last)
+        moved = transfer(question, self.on.links.host, computed, owned, kept, weights)
+        return moved.seconds + (0.0 if moved.updates else seconds)
+
+    def _offloading(self, data: int, micro: int, offload: tuple[Offload, ...]) -> Question:
+        """A question with as many micro-batches, which is all that transfers ask of a layout besides ``offload``."""
+        known = self._questions.get((data, micro, offload))
+        if known is None:
+            layout = Layout.model_construct(dp=data, micro=micro, offload=offload)
+            known = self._questions[data, micro, offload] = self._question(layout)
+        return known
+
+    def _question(self, layout: Layout) -> Question:
+        return Question(self.model, self.on.cluster, self.recipe, layout, self.stack, self.tune, self.lora)
+
+    def _on_first_rank(self, split: Split, share: Share, order: Order) -> tuple[float, int]:
+        """Trained parameters of the pipeline's first rank, before they are shared out, and its layers."""
+        key = split.tp, share.sp, split.pp, order.schedule, order.chunks, share.ep
+        known = self._first.get(key)
+        if known is None:
+            layout = Layout.model_construct(
+                tp=split.tp,
+                sp=share.sp,
+                pp=split.pp,
+                schedule=order.schedule,
+                chunks=order.chunks,
+                ep=share.ep,
+            )
+            here = held_by(layout, self.model, self.cut_by, 0)
+            elements = float(trained(self._question(layout), here).elements)
+            if self.lora is None:
+                elements += here.sparse * self._expert(split.tp, share.ep)
+            known = self._first[key] = elements, here.layers
+        return known

@@ -1,0 +1,227 @@
+"""The decision in plain words: what to run and why; and when not to distribute at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shoal.facts.config import Lora
+from shoal.facts.layout import Layout
+from shoal.plan.asked import Asked
+from shoal.plan.explain import GIB, binds, largest_part, percent, strategy
+from shoal.plan.judge import Plan
+from shoal.plan.remedy import Remedy
+from shoal.plan.scale import DAY, HOUR, best, cost, resized
+
+# From this share of a step on, communication is looked at: would fewer GPUs do as well?
+MUCH = 0.25
+# Far below any error bar: of two plans this close the simpler one is to be preferred.
+ALIKE = 0.02
+# Steps shorter than this leave little time to read a batch.
+HASTY = 0.1
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do, and everything that speaks against doing it on many GPUs."""
+
+    text: str
+    distribute: bool
+    reasons: list[str]  # not to distribute, or to look elsewhere first
+
+
+def choice(plans: list[Plan]) -> Plan:
+    """What to run: of those that the engine runs (of all, where it runs none) the best or, as good, a simpler one."""
+    fitting = [plan for plan in plans if plan.fits]
+    able = [plan for plan in fitting if plan.runs] or fitting
+    if not able:
+        return plans[0]
+    quickest = min(plan.step.seconds for plan in able)
+    alike = [plan for plan in able if plan.step.seconds <= quickest * (1 + ALIKE)]
+    return min(alike, key=lambda plan: (*_complexity(plan.layout), plan.step.seconds))
+
+
+def _complexity(layout: Layout) -> tuple[int, int, bool]:
+    """What can go wrong: states that wait elsewhere, axes that work together, work that is done twice."""
+    axes = sum(degree > 1 for degree in layout.degrees.values())
+    return len(layout.offload), axes, layout.recompute != "none"
+
+
+def decide(asked: Asked, plans: list[Plan], remedies: list[Remedy]) -> Decision:
+    """``plans`` best first; where none fits, ``remedies`` say what would."""
+    if not plans or not plans[0].fits:
+        return Decision(_nothing_fits(asked, plans, remedies), True, [])
+    plan = choice(plans)
+    begins = f"{plan.layout} fits" if asked.layout else f"Run {plan.layout}"
+    sentences = [f"{begins}: {_numbers(plan)}", *_ties(plan, plans), _beside_ddp(plan)]
+    if plan.layout.offload:
+        sentences.append(_offloaded(plan, remedies))
+    sentences += _beside_fastest(plan, plans[0])
+    if not plan.runs:
+        sentences.append(
+            f"Shoal's engine does not run it yet ({plan.support}); --export writes it for others."
+        )
+    if asked.layout is not None:  # it is judged alone, without a look at other numbers of GPUs
+        return Decision(" ".join(sentences), plan.world > 1, _input(plan))
+    distribute, reasons = _not_to_distribute(asked, plan)
+    return Decision(" ".join(sentences), distribute, [*reasons, *_input(plan)])
+
+
+def _numbers(plan: Plan) -> str:
+    memory = plan.memory
+    return (
+        f"{strategy(plan.layout, plan.question.lora is not None)}, "
+        f"{duration(plan.step.seconds)} a step ± {plan.error_bar:.0%}, "
+        f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {percent(plan.mfu)}, "
+        f"{memory.device_total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB; {binds(plan)}."
+    )
+
+
+def _ties(plan: Plan, plans: list[Plan]) -> list[str]:
+    slowest = plan.step.seconds * (1 + plan.error_bar)
+    count = sum(other is not plan and other.fits and other.step.seconds <= slowest for other in plans)
+    return [f"As far as anyone can tell, {count} more of those below would do as well."] if count else []
+
+
+def _beside_ddp(plan: Plan) -> str:
+    if plan.world == 1:
+        return "There is one GPU: nothing to distribute."
+    if plan.ddp_fits:
+        return f"That is {plan.vs_ddp:.2f} times the throughput of plain DDP, which fits too."
+    return f"Plain DDP does not fit; if it did, this would be {plan.vs_ddp:.2f} times as fast."
+
+
+def _offloaded(plan: Plan, remedies: list[Remedy]) -> str:
+    memory, per_node = plan.memory, min(plan.world, plan.question.cluster.devices_per_node)
+    places = {"memory": memory.host * per_node, "disks": memory.nvme * per_node}
+    waiting = " and ".join(f"{size / GIB:,.0f} GiB of {place}" for place, size in places.items() if size)
+    without = next((remedy for remedy in remedies if remedy.what.endswith("without offload")), None)
+    said = f"Offload takes {waiting} of each node."
+    return f"{said} Without it: {without}." if without else said
+
+
+def _beside_fastest(plan: Plan, best: Plan) -> list[str]:
+    """Why not the fastest."""
+    if best is plan:
+        return []
+    faster = plan.step.seconds / best.step.seconds - 1
+    reason = (
+        "has more parts" if best.runs or not plan.runs else f"is not run by the engine yet ({best.support})"
+    )
+    return [f"{best.layout} is predicted to be {faster:.1%} faster, but {reason}."]
+
+
+def _nothing_fits(asked: Asked, plans: list[Plan], remedies: list[Remedy]) -> str:
+    named = asked.layout or (f"{asked.model.name} on {asked.cluster}")
+    text = f"Nothing fits: {named} has no layout that the memory holds."
+    if plans:
+        memory = plans[0].memory
+        text = (
+            f"{plans[0].layout} does not fit: {memory.device_total / GIB:.1f} GiB "
+            f"of {memory.capacity / GIB:.1f}, of which {largest_part(memory)}."
+        )
+    if remedies:
+        return f"{text} The smallest change that makes it fit: {remedies[0]}."
+    return f"{text} No change that was tried makes it fit."
+
+
+# When not to distribute.
+
+
+def _not_to_distribute(asked: Asked, plan: Plan) -> tuple[bool, list[str]]:
+    if asked.cluster.devices == 1:
+        return False, []
+    alone = resized(asked, 1)
+    one = best(alone, runnable=True) if alone else None
+    if one is None:
+        return True, [*_slow_network(asked, plan), *_lora(asked)]
+    faster = plan.tokens_per_s / one.tokens_per_s
+    if faster <= 1:
+        reason = (
+            f"{plan.world} GPUs together are slower than one ({faster:.2f} times): the links are too slow."
+        )
+        return False, [reason]
+    reasons, distribute = [], True
+    where = f"It fits one GPU ({one.layout}, {one.memory.device_total / GIB:.1f} GiB)"
+    gain = f"{plan.world} GPUs are {faster:.1f} times as fast"
+    if asked.tokens is not None:
+        seconds = cost(one, asked.tokens).seconds
+        if seconds < HOUR:
+            reasons.append(f"The job is short: {duration(seconds)} on one GPU. Do not distribute it.")
+            distribute = False
+        elif seconds < DAY:
+            reasons.append(
+                f"{where} and takes {duration(seconds)} there, under 24 h: distribute only if you cannot wait; {gain}."
+            )
+            distribute = False
+        else:
+            reasons.append(f"{where}, but would take {duration(seconds)} there; {gain}.")
+    else:
+        reasons.append(f"{where}; {gain}. A job of less than a day there need not be distributed.")
+    if faster < plan.world / 2:
+        reasons.append(
+            f"Communication and small shares eat more than half: {plan.world} GPUs do the work of {faster:.1f}."
+        )
+    return distribute, [*reasons, *_slow_network(asked, plan)]
+
+
+def _slow_network(asked: Asked, plan: Plan) -> list[str]:
+    """Whether one node does as well as all of them."""
+    cluster = asked.cluster
+    if cluster.nodes == 1 or plan.step.exposed_comm < MUCH * plan.step.seconds:
+        return []
+    node = resized(asked, cluster.devices_per_node)
+    inside = best(node, runnable=True) if node else None
+    if inside is None:
+        return []
+    faster = plan.tokens_per_s / inside.tokens_per_s
+    if faster <= 1:
+        return [
+            f"One node alone is faster ({1 / faster:.2f} times): the network, {cluster.network.kind}, is too slow."
+        ]
+    return [f"{cluster.nodes} nodes are {faster:.1f} times as fast as one: the network takes the rest."]
+
+
+def _lora(asked: Asked) -> list[str]:
+    """Whether low-rank additions would fit one GPU, where all weights do not."""
+    if asked.lora is not None:
+        return []
+    alone = resized(replace(asked, lora=Lora()), 1)
+    plan = best(alone, runnable=True) if alone else None
+    if plan is None:
+        return []
+    return [
+        f"To adapt the model and not to pretrain it, LoRA would do: rank {Lora().rank} fits one GPU, "
+        f"{plan.memory.device_total / GIB:.1f} GiB, {plan.tokens_per_s_per_gpu:,.0f} tokens/s."
+    ]
+
+
+def _input(plan: Plan) -> list[str]:
+    """What may be slower than the GPUs: the host, or the data."""
+    hints = []
+    if plan.step.other > MUCH * plan.step.seconds:
+        share = plan.step.other / plan.step.seconds
+        hints.append(
+            f"{share:.0%} of a step waits for the host to start kernels: a larger micro-batch or compilation helps."
+        )
+    if plan.step.seconds < HASTY:
+        rate = plan.tokens_per_s
+        hints.append(
+            f"At {1 / plan.step.seconds:.0f} steps/s and {rate:,.0f} tokens/s input may bind: "
+            "tokenise ahead with shoal data prepare."
+        )
+    return hints
+
+
+def duration(seconds: float) -> str:
+    """``38 ms``, ``1.24 s``, ``3.2 h``, ``12 days``."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 2 * HOUR:
+        return f"{seconds / 60:.3g} minutes"
+    if seconds < 3 * DAY:
+        return f"{seconds / HOUR:.3g} h"
+    if seconds < 1000 * DAY:
+        return f"{seconds / DAY:.3g} days"
+    return f"{seconds / DAY / 365.25:,.3g} years"

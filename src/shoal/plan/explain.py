@@ -1,0 +1,151 @@
+"""Why a plan is as fast as it is: what its step waits for, what fills its memory, what sets it apart from others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.facts.layout import Layout
+from shoal.facts.ledger import Ledger
+from shoal.plan.judge import Plan
+from shoal.predict.question import Question
+from shoal.predict.traffic import span
+
+GIB = 2**30
+# Parts below this share of a step are not worth a word.
+WORTH_SAYING = 0.03
+# Memory this full is what the next larger micro-batch fails at.
+FULL = 0.85
+
+HELD = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "logits": "logits",
+    "buffers": "buffers",
+}
+SPENT = {
+    "compute": "computation",
+    "recompute": "recomputation",
+    "exposed_comm": "exposed communication",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+    "offload": "offload",
+    "other": "host",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that a step spends time on."""
+
+    name: str
+    seconds: float
+    share: float  # of the step
+
+
+def parts(plan: Plan) -> list[Part]:
+    """What a step's time goes to, the largest first; communication by the link it waits for."""
+    spent = plan.step
+    seconds = {
+        words: getattr(spent, name) for name, words in SPENT.items() if name not in ("exposed_comm", "other")
+    }
+    seconds["host"] = spent.other
+    named = 0.0
+    for group, waits in spent.links.items():
+        if waits > 0:
+            named += waits
+            seconds[f"{group} over {link(group, plan.question)}"] = waits
+    # What is exchanged once a step, such as gradients at the end, belongs to no micro-batch's group.
+    seconds["exchange of gradients and weights"] = max(0.0, spent.exposed_comm - named)
+    found = [Part(name, each, each / spent.seconds) for name, each in seconds.items() if each > 0]
+    return sorted(found, key=lambda part: -part.seconds)
+
+
+def link(group: str, question: Question) -> str:
+    """The slowest link that a group of ranks has to cross."""
+    cluster = question.cluster
+    ranks, stride = span(group, question)
+    fast = cluster.fast
+    if fast is not None and ranks * stride <= cluster.fast_domain:
+        return fast.kind
+    if ranks * stride <= cluster.devices_per_node:
+        return cluster.device.host_link.kind
+    return cluster.network.kind
+
+
+def binds(plan: Plan) -> str:
+    """What holds a plan back, in a few words: a part of the step or, of one that does not fit, of memory."""
+    if not plan.fits:
+        return f"memory: {largest_part(plan.memory)}"
+    first, *rest = parts(plan)
+    said = [first]
+    if rest and rest[0].share >= WORTH_SAYING:
+        said.append(rest[0])
+    return ", ".join(f"{part.name} {part.share:.0%}" for part in said)
+
+
+def largest_part(memory: Ledger) -> str:
+    name = max(HELD, key=lambda part: int(getattr(memory, part)))
+    return f"{HELD[name]} {getattr(memory, name) / GIB:.1f} GiB"
+
+
+def why(plan: Plan) -> str:
+    """What binds, in sentences."""
+    spent = [part for part in parts(plan) if part.share >= WORTH_SAYING]
+    time = ", ".join(f"{part.name} {part.share:.0%}" for part in spent)
+    return f"A step is {time}. {_memory(plan)}"
+
+
+def _memory(plan: Plan) -> str:
+    memory = plan.memory
+    sizes = f"{memory.device_total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB"
+    if not plan.fits:
+        return f"It does not fit: {sizes}; {largest_part(memory)} are the largest part."
+    if memory.device_total > FULL * memory.capacity:
+        return f"Memory binds too: {sizes} are taken, {largest_part(memory)} the most."
+    return f"Memory is not the limit: {sizes} are taken."
+
+
+def against(plan: Plan, best: Plan) -> str:
+    """By how much a plan loses to the best, and to what."""
+    if not plan.fits:
+        needed, there = plan.memory.device_total / GIB, plan.memory.capacity / GIB
+        return f"does not fit: {needed:.1f} GiB of {there:.1f}, {largest_part(plan.memory)} bind"
+    slower = plan.step.seconds / best.step.seconds - 1
+    gaps = {words: getattr(plan.step, name) - getattr(best.step, name) for name, words in SPENT.items()}
+    costs = sorted(((gap, words) for words, gap in gaps.items() if gap > 0), reverse=True)
+    most = [f"{words} +{gap / best.step.seconds:.0%}" for gap, words in costs[:2] if gap > 0.005]
+    reason = f": {', '.join(most)}" if most else ""
+    if slower <= best.error_bar:
+        return f"a tie, {slower:+.1%} is within the error bar{reason}"
+    return f"slower by {slower:.0%}{reason}"
+
+
+def percent(share: float | None) -> str:
+    """``45.3%``; nothing is known where a device's maker states no peak."""
+    return "unknown" if share is None else f"{share:.1%}"
+
+
+def strategy(layout: Layout, lora: bool = False) -> str:
+    """A layout's strategy, as people call it."""
+    data = layout.fsdp * layout.cp
+    if data > 1:
+        sharded = {1: "ZeRO-1", 2: "ZeRO-2", 3: "FSDP (ZeRO-3)"}[layout.zero]
+        names = [f"HSDP, {sharded} in groups of {data}" if layout.dp > 1 else sharded]
+    else:
+        names = ["DDP"] if layout.dp > 1 else []
+    if layout.tp > 1:
+        names.append("tensor parallelism" if not layout.sp else "tensor and sequence parallelism")
+    if layout.cp > 1:
+        names.append(f"context parallelism ({layout.cp_kind})")
+    if layout.pp > 1:
+        names.append(f"a pipeline ({layout.schedule})")
+    if layout.ep > 1:
+        names.append("expert parallelism")
+    if len(names) >= 3 and layout.tp > 1 and layout.pp > 1:
+        names[0] = f"3D: {names[0]}"
+    said = " + ".join(names) or "one GPU"
+    if layout.offload:
+        said += " with offload of " + " and ".join(part.what for part in layout.offload)
+    return f"LoRA with {said}" if lora else said

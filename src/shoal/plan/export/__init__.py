@@ -1,0 +1,27 @@
+"""A planned layout as other stacks write it: their files, their launch command, and what they cannot say."""
+
+from __future__ import annotations
+
+from shoal.facts.problem import BadInput, did_you_mean
+from shoal.plan.export import accelerate, deepspeed, megatron, nemo, sagemaker, torchtitan
+from shoal.plan.export.shared import Exported
+from shoal.predict.question import Question
+
+_WRITERS = {
+    "deepspeed": deepspeed.write,
+    "accelerate": accelerate.write,
+    "megatron": megatron.write,
+    "torchtitan": torchtitan.write,
+    "nemo": nemo.write,
+    "sagemaker": sagemaker.write,
+}
+STACKS: tuple[str, ...] = tuple(_WRITERS)
+
+__all__ = ["STACKS", "Exported", "export"]
+
+
+def export(stack: str, question: Question) -> Exported:
+    """What ``stack`` needs to run this question's model and recipe in its layout."""
+    if stack not in _WRITERS:
+        raise BadInput(f"there is no export to {stack!r}", did_you_mean(stack, STACKS))
+    return _WRITERS[stack](question)

@@ -1,0 +1,192 @@
+"""Accelerate: a YAML file for ``accelerate launch`` (1.10 and later, which have ``parallelism_config``).
+
+DDP where nothing is sharded, FSDP2 for ``zero=3``; ``zero=1|2`` and Ulysses go through its DeepSpeed plugin, whose
+own file is then written too. The script is taken to use Hugging Face's Trainer, whose arguments carry the recipe.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from shoal.plan.export import deepspeed, trainer
+from shoal.plan.export.shared import BLOCKS, Exported, machines, offloads, sharding, without_pipeline
+from shoal.predict.question import Question
+
+FILE = "accelerate.yaml"
+
+
+def write(question: Question) -> Exported:
+    question, cannot = without_pipeline(question)
+    question, more = _nearest(question)
+    cannot = [*cannot, *more, *_cannot(question), *trainer.cannot(question)]
+    settings = _settings(question)
+    files = {FILE: _yaml(settings)}
+    if settings["distributed_type"] == "DEEPSPEED":
+        files |= deepspeed.write(question).files
+        cannot = [*cannot, *deepspeed.cannot(question)]
+    given = trainer.arguments(question)
+    if question.layout.recompute == "full" and settings["distributed_type"] != "FSDP":
+        given["gradient_checkpointing"] = True
+    options = " ".join(f"--{name} {shlex.quote(_word(value))}" for name, value in given.items())
+    nodes, _ = machines(question)
+    # Every node says which one it is, and where the first one is.
+    place = (
+        '--machine_rank "$NODE_RANK" --main_process_ip "$HEAD_NODE" --main_process_port 29500 '
+        if nodes > 1
+        else ""
+    )
+    return Exported(
+        files,
+        f"accelerate launch --config_file {FILE} {place}train.py {options}",
+        list(dict.fromkeys(cannot)),
+    )
+
+
+def _nearest(question: Question) -> tuple[Question, list[str]]:
+    """The closest layout that Accelerate takes, and what was changed."""
+    layout, notes = question.layout, []
+    if layout.ep > 1:
+        notes.append(
+            f"ep={layout.ep}: there is no expert parallelism here; nearest: experts are sharded like the rest"
+        )
+        layout = layout.replace(ep=1)
+    if layout.dp > 1 and layout.fsdp == 1 and layout.tp * layout.cp > 1:
+        notes.append(f"dp={layout.dp} beside tp or cp: replicas must be sharded; nearest: fsdp={layout.dp}")
+        layout = layout.replace(dp=1, fsdp=layout.dp)
+    if layout.cp > 1 and layout.cp_kind == "ulysses" and layout.tp > 1:
+        notes.append("cp_kind=ulysses beside tp: it is DeepSpeed's, and goes without tp; nearest: ring")
+        layout = layout.replace(cp_kind="ring")
+    return replace(question, layout=layout), notes
+
+
+def _through_deepspeed(question: Question) -> bool:
+    layout = question.layout
+    if layout.cp > 1:
+        return layout.cp_kind == "ulysses"
+    return layout.tp == 1 and sharding(question) in (1, 2)
+
+
+def _settings(question: Question) -> dict[str, Any]:
+    layout, precision = question.layout, question.recipe.precision
+    nodes, _ = machines(question)
+    on_cpu = question.cluster.device.name == "cpu"
+    settings: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": _kind(question, on_cpu),
+        "mixed_precision": precision if precision in ("bf16", "fp16", "fp8") else "no",
+        "num_machines": nodes,
+        "num_processes": layout.world,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": on_cpu,
+    }
+    if settings["distributed_type"] == "DEEPSPEED":
+        settings["deepspeed_config"] = {
+            "deepspeed_config_file": deepspeed.FILE,
+            "deepspeed_multinode_launcher": "standard",
+            "zero3_init_flag": sharding(question) == 3,
+        }
+        del settings["mixed_precision"]  # Accelerate refuses to hear it twice
+    elif settings["distributed_type"] == "FSDP":
+        settings["fsdp_config"] = _fsdp(question)
+    if layout.tp * layout.cp > 1 or (layout.dp > 1 and layout.fsdp > 1):
+        settings["parallelism_config"] = _degrees(question)
+    return settings
+
+
+def _kind(question: Question, on_cpu: bool) -> str:
+    layout = question.layout
+    if _through_deepspeed(question):
+        return "DEEPSPEED"
+    if sharding(question):
+        return "FSDP"
+    if layout.world == 1:
+        return "NO"
+    return "MULTI_CPU" if on_cpu else "MULTI_GPU"
+
+
+def _fsdp(question: Question) -> dict[str, Any]:
+    layout, waiting = question.layout, offloads(question)
+    return {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": layout.zero == 3,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": BLOCKS[question.model.family],
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_offload_params": "params" in waiting or "optimizer" in waiting,
+        "fsdp_activation_checkpointing": layout.recompute == "full",
+    }
+
+
+def _degrees(question: Question) -> dict[str, Any]:
+    layout = question.layout
+    ulysses = _through_deepspeed(question) and layout.cp > 1
+    degrees: dict[str, Any] = {
+        "parallelism_config_dp_replicate_size": 1 if ulysses else layout.dp,
+        "parallelism_config_dp_shard_size": layout.data_ranks if ulysses else layout.fsdp,
+        "parallelism_config_tp_size": layout.tp,
+        "parallelism_config_cp_size": 1 if ulysses else layout.cp,
+    }
+    if ulysses:
+        degrees |= {
+            "parallelism_config_sp_size": layout.cp,
+            "parallelism_config_sp_backend": "deepspeed",
+            "parallelism_config_sp_seq_length": question.recipe.seq,
+            "parallelism_config_sp_attn_implementation": "sdpa",
+        }
+    elif layout.cp > 1:
+        # As a ring passes keys and values on; the other choice gathers them all at once.
+        degrees["parallelism_config_cp_comm_strategy"] = "alltoall"
+    return degrees
+
+
+def _cannot(question: Question) -> Iterator[str]:
+    layout, waiting = question.layout, offloads(question)
+    if not _through_deepspeed(question):
+        if sharding(question) in (1, 2):
+            yield (
+                f"zero={layout.zero} beside tp or cp: FSDP2 shards parameters too; nearest: "
+                "reshard_after_forward false, which gathers them once a micro-batch"
+            )
+        for part in waiting.values():
+            if part.what == "activations":
+                yield f"offload={part}: nearest: recompute=full without it"
+            elif part.fraction < 1 or part.nvme or len({"params", "optimizer"} & waiting.keys()) < 2:
+                yield f"offload={part}: nearest: fsdp_offload_params, parameters and optimizer, all in host memory"
+        if question.recipe.reduce == "fp32" and sharding(question) and question.recipe.precision == "bf16":
+            yield "reduce=fp32: mixed_precision also sets the sums; nearest: a MixedPrecisionPolicy in the script"
+        if question.recipe.precision == "fp64":
+            yield "precision=fp64: nearest: fp32"
+        if layout.recompute == "selective":
+            yield "recompute=selective: nearest: full, or none"
+        if question.lora is not None:
+            yield f"lora of rank {question.lora.rank}: nearest: peft.get_peft_model in the script"
+    if layout.tp > 1:
+        yield f"tp={layout.tp}: the script loads the model with it; nearest: from_pretrained(…, tp_plan='auto')"
+    if layout.tp > 1 and layout.sp:
+        yield "sp=1: the model's own tp_plan decides; nearest: that"
+    if layout.unit > 1 and sharding(question) == 3:
+        yield f"unit={layout.unit}: one block is one group; nearest: unit=1"
+    if sharding(question) == 3 and (question.tune.prefetch != 1 or question.tune.persist_below):
+        yield "prefetch and persist_below: FSDP2's own defaults hold; nearest: set_modules_to_forward_prefetch"
+
+
+def _word(value: object) -> str:
+    return "true" if value is True else str(value)
+
+
+def _yaml(settings: dict[str, Any]) -> str:
+    """Two levels of plain keys; a JSON value is a YAML value."""
+    lines = []
+    for name, value in sorted(settings.items()):
+        if isinstance(value, dict):
+            lines.append(f"{name}:")
+            lines += [f"  {inner}: {json.dumps(setting)}" for inner, setting in value.items()]
+        else:
+            lines.append(f"{name}: {json.dumps(value)}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,246 @@
+"""DeepSpeed: one JSON file. Its fields are those of 0.19, which has AutoTP and AutoEP and no longer has MiCS."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from shoal.plan.export.shared import Exported, bucket_elements, machines, offloads, sharding, unit_elements
+from shoal.predict.question import Question
+
+FILE = "ds_config.json"
+_NVME_PATH = "/local_nvme"
+# DeepSpeed's own AdamW decays every parameter in one group.
+_DECAY = (
+    "weight decay on matrices only: DeepSpeed's optimizer decays norms and biases too; "
+    "nearest: pass parameter groups to deepspeed.initialize"
+)
+
+
+def write(question: Question) -> Exported:
+    nodes, per_node = machines(question)
+    hosts = f"--hostfile hostfile --num_nodes {nodes} " if nodes > 1 else ""
+    command = f"deepspeed {hosts}--num_gpus {per_node} train.py --deepspeed --deepspeed_config {FILE}"
+    text = json.dumps(settings(question), indent=2) + "\n"
+    return Exported({FILE: text}, command, list(cannot(question)))
+
+
+def settings(question: Question) -> dict[str, Any]:
+    """The whole file, as a dictionary."""
+    recipe, layout = question.recipe, question.layout
+    given: dict[str, Any] = {
+        "train_batch_size": recipe.batch,
+        "train_micro_batch_size_per_gpu": question.micro,
+        "gradient_accumulation_steps": question.accumulation,
+        "gradient_clipping": recipe.clip,
+        **_precision(question),
+        "optimizer": _optimizer(question),
+        **_scheduler(question),
+        "zero_optimization": _zero(question),
+        **_recompute(question),
+    }
+    if recipe.optimizer == "sgd" and stage(question):
+        given["zero_allow_untested_optimizer"] = True
+    if layout.tp > 1:
+        given["tensor_parallel"] = {"autotp_size": layout.tp}
+    if layout.cp > 1:
+        given["sequence_parallel_size"] = layout.cp
+    if layout.ep > 1:
+        given["expert_parallel"] = {"enabled": True, "autoep_size": layout.ep}
+    return given
+
+
+def stage(question: Question) -> int:
+    """The ZeRO stage; a pipeline engine takes none above 1."""
+    return min(sharding(question), 1) if question.layout.pp > 1 else sharding(question)
+
+
+def _precision(question: Question) -> dict[str, Any]:
+    recipe = question.recipe
+    given: dict[str, Any] = {}
+    if recipe.precision in ("bf16", "fp8"):
+        given["bf16"] = {"enabled": True}
+        if recipe.states == "bf16" and stage(question):
+            given["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    if recipe.precision == "fp16":
+        # As Shoal scales the loss: halved at every overflow, doubled after 2000 quiet steps.
+        given["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 2000,
+            "hysteresis": 1,
+        }
+    return given | {"communication_data_type": recipe.reduce}
+
+
+def _optimizer(question: Question) -> dict[str, Any]:
+    recipe = question.recipe
+    common = {"lr": recipe.peak_lr, "weight_decay": recipe.weight_decay}
+    if recipe.optimizer == "sgd":
+        return {"type": "SGD", "params": {**common, "momentum": recipe.momentum}}
+    return {
+        "type": "AdamW",
+        "params": {**common, "betas": [recipe.beta1, recipe.beta2], "eps": recipe.eps},
+    }
+
+
+def _scheduler(question: Question) -> dict[str, Any]:
+    recipe = question.recipe
+    warmup = recipe.warmup_steps
+    held = recipe.schedule in ("constant", "wsd")
+    if held and not warmup:
+        return {}  # the optimizer's own rate
+    # No warm-up at all cannot be said, but one that starts at the peak can.
+    steps = {"warmup_num_steps": warmup or 1, "warmup_type": "linear"}
+    rates = {"warmup_min_lr": 0.0 if warmup else recipe.peak_lr, "warmup_max_lr": recipe.peak_lr}
+    if held:
+        return {"scheduler": {"type": "WarmupLR", "params": {**rates, **steps}}}
+    steps["total_num_steps"] = recipe.steps
+    if recipe.schedule == "linear":
+        return {"scheduler": {"type": "WarmupDecayLR", "params": {**rates, **steps}}}
+    ratios = {"warmup_min_ratio": 0.0 if warmup else 1.0, "cos_min_ratio": recipe.lr_min}
+    return {"scheduler": {"type": "WarmupCosineLR", "params": {**ratios, **steps}}}
+
+
+def _zero(question: Question) -> dict[str, Any]:
+    layout, tune = question.layout, question.tune
+    elements = bucket_elements(question)
+    zero: dict[str, Any] = {
+        "stage": stage(question),
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": elements,
+        "allgather_bucket_size": elements,
+    }
+    if zero["stage"] == 3:
+        unit = unit_elements(question)
+        zero["stage3_prefetch_bucket_size"] = tune.prefetch * unit
+        # Its default would hold back the prefetching of blocks as large as this.
+        zero["stage3_max_live_parameters"] = max(10**9, (1 + tune.prefetch) * unit)
+        zero["stage3_param_persistence_threshold"] = tune.persist_below
+        if layout.dp > 1:
+            zero["zero_hpz_partition_size"] = layout.fsdp * layout.cp
+    return zero | _offload(question)
+
+
+def _offload(question: Question) -> dict[str, Any]:
+    waiting, given = offloads(question), {}
+    if "optimizer" in waiting and stage(question):
+        part = waiting["optimizer"]
+        given["offload_optimizer"] = _place(part.nvme and stage(question) == 3)
+        if part.fraction < 1 and stage(question) == 3:
+            given["offload_optimizer"]["ratio"] = part.fraction
+    if "params" in waiting and stage(question) == 3:
+        given["offload_param"] = _place(waiting["params"].nvme)
+    return given
+
+
+def _place(nvme: bool) -> dict[str, Any]:
+    place: dict[str, Any] = {"device": "nvme" if nvme else "cpu", "pin_memory": True}
+    return place | ({"nvme_path": _NVME_PATH} if nvme else {})
+
+
+def _recompute(question: Question) -> dict[str, Any]:
+    if question.layout.recompute != "full":
+        return {}
+    return {
+        "activation_checkpointing": {
+            "partition_activations": question.layout.tp > 1,
+            "cpu_checkpointing": "activations" in offloads(question),
+        }
+    }
+
+
+def cannot(question: Question) -> Iterator[str]:
+    """What this file has no word for."""
+    yield from _cannot_place(question)
+    yield from _cannot_keep(question)
+    yield from _cannot_compute(question)
+
+
+def _cannot_place(question: Question) -> Iterator[str]:
+    layout, zero = question.layout, stage(question)
+    if layout.dp > 1 and zero == 3:
+        yield (
+            f"dp={layout.dp} replicas of a sharded copy: DeepSpeed 0.19 shards over all {layout.data_ranks} data "
+            f"ranks; nearest: zero_hpz_partition_size, which keeps a second copy of the weights in each replica"
+        )
+    elif layout.dp > 1 and zero:
+        ranks = layout.data_ranks
+        yield f"dp={layout.dp} replicas of a sharded copy: nearest: the stage shards over all {ranks} data ranks"
+    if layout.pp > 1:
+        yield (
+            f"pp={layout.pp}: a pipeline is code, not configuration; nearest: the model as "
+            f"deepspeed.pipe.PipelineModule(num_stages={layout.pp}), whose engine takes ZeRO 0 and 1"
+        )
+        if layout.schedule != "1f1b":
+            yield f"schedule={layout.schedule}: its pipeline has one schedule; nearest: 1f1b"
+        if sharding(question) > 1:
+            yield f"zero={layout.zero} under a pipeline: nearest: stage 1"
+    if layout.tp > 1 and layout.sp:
+        yield "sp=1: AutoTP keeps whole activations between blocks on every tensor rank; nearest: sp=0"
+    if layout.cp > 1 and layout.cp_kind == "ring":
+        yield "cp_kind=ring: DeepSpeed exchanges heads; nearest: ulysses"
+    if layout.cp > 1:
+        yield (
+            f"cp={layout.cp}: sequence_parallel_size alone changes no model; nearest: "
+            "UlyssesSPAttentionHF.register_with_transformers in train.py"
+        )
+    if layout.unit > 1 and zero == 3:
+        yield f"unit={layout.unit}: parameters are gathered as modules need them; nearest: the prefetch bucket"
+    if question.tune.persist_below and zero == 3:
+        yield "persist_below counts a group's elements; nearest: the threshold, which counts each parameter's"
+
+
+def _cannot_keep(question: Question) -> Iterator[str]:
+    """Recomputing and offloading."""
+    waiting, zero, recompute = offloads(question), stage(question), question.layout.recompute
+    if recompute == "selective":
+        yield "recompute=selective: nearest: none, or full through the model's gradient_checkpointing_enable()"
+    if recompute == "full":
+        yield "recompute=full: it is the model that recomputes; nearest: also gradient_checkpointing_enable()"
+    if (part := waiting.get("optimizer")) is not None:
+        if not zero:
+            yield "offload=optimizer without sharding: DeepSpeed offloads from stage 1 on; nearest: zero=1"
+        elif zero < 3 and (part.fraction < 1 or part.nvme):
+            yield f"offload={part} below stage 3: nearest: all of it, in host memory"
+    if (part := waiting.get("params")) is not None:
+        if zero < 3:
+            yield "offload=params below stage 3: nearest: zero=3"
+        elif part.fraction < 1:
+            yield f"offload={part}: all parameters or none; nearest: all"
+    if (part := waiting.get("activations")) is not None:
+        if recompute != "full":
+            yield "offload=activations without recompute=full: nearest: cpu_checkpointing, which comes with it"
+        elif part.fraction < 1 or part.nvme:
+            yield f"offload={part}: nearest: all checkpointed activations, in host memory"
+
+
+def _cannot_compute(question: Question) -> Iterator[str]:
+    """The recipe."""
+    recipe = question.recipe
+    yield (
+        f"{question.model.name}, seq={recipe.seq}, steps={recipe.steps}, seed={recipe.seed}: this file holds none of "
+        "them; nearest: arguments of train.py"
+    )
+    if recipe.weight_decay:
+        yield _DECAY
+    if recipe.schedule == "wsd":
+        yield "schedule=wsd: nearest: WarmupLR, the same without the decay at the end"
+    if recipe.schedule == "linear" and recipe.lr_min:
+        yield f"lr_min={recipe.lr_min}: WarmupDecayLR ends at 0; nearest: that"
+    if recipe.precision == "fp64":
+        yield "precision=fp64: nearest: fp32"
+    if recipe.precision == "fp8":
+        yield "precision=fp8: it belongs to the model's layers (Transformer Engine); nearest: bf16"
+    if recipe.states == "int8" or (
+        recipe.states == "bf16" and not (stage(question) and recipe.precision == "bf16")
+    ):
+        yield f"states={recipe.states}: nearest: fp32 master weights and moments"
+    if recipe.dropout:
+        yield f"dropout={recipe.dropout}: it belongs to the model's config.json; nearest: set it there"
+    if question.lora is not None:
+        yield f"lora of rank {question.lora.rank}: nearest: peft.get_peft_model before deepspeed.initialize"

@@ -1,0 +1,99 @@
+"""What exports have in common: their result, machines and ranks, and sizes in elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+
+from shoal.facts.layout import Offload, divisors
+from shoal.facts.legality import nearest_multiple
+from shoal.facts.model import Family
+from shoal.facts.parameters import parameters
+from shoal.predict.question import Question
+
+# The class of one transformer block in ``transformers``: what its FSDP wraps.
+BLOCKS: dict[Family, str] = {
+    "llama": "LlamaDecoderLayer",
+    "mistral": "MistralDecoderLayer",
+    "qwen2": "Qwen2DecoderLayer",
+    "qwen3": "Qwen3DecoderLayer",
+    "gpt2": "GPT2Block",
+    "gpt_neox": "GPTNeoXLayer",
+    "mixtral": "MixtralDecoderLayer",
+    "qwen3_moe": "Qwen3MoeDecoderLayer",
+    "deepseek_v3": "DeepseekV3DecoderLayer",
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What another stack needs for the same run."""
+
+    files: dict[str, str]  # name and text
+    command: str  # starts it; where there are several nodes, on each of them
+    cannot: list[
+        str
+    ]  # what the stack cannot say of the layout or the recipe, each with the nearest it can do
+
+
+def machines(question: Question) -> tuple[int, int]:
+    """Nodes, and ranks on each of them."""
+    world, cluster = question.layout.world, question.cluster
+    if cluster.nodes == 1 or world <= cluster.devices_per_node:
+        return 1, world
+    per_node = gcd(world, cluster.devices_per_node)
+    return world // per_node, per_node
+
+
+def torchrun(question: Question) -> str:
+    """The launcher that most stacks share, as far as the program's own name."""
+    nodes, per_node = machines(question)
+    if nodes == 1:
+        return f"torchrun --standalone --nproc-per-node {per_node}"
+    meeting = '--rdzv-backend c10d --rdzv-endpoint "$HEAD_NODE:29500"'
+    return f"torchrun --nnodes {nodes} --nproc-per-node {per_node} {meeting}"
+
+
+def sharding(question: Question) -> int:
+    """What data ranks shard: 0 nothing, else ``zero``."""
+    return question.layout.zero if question.layout.fsdp * question.layout.cp > 1 else 0
+
+
+def bucket_elements(question: Question) -> int:
+    """Gradients that are summed at once, in elements of the precision they are summed in."""
+    size = 2 if question.recipe.reduce == "bf16" else 4
+    return max(1, int(question.tune.bucket_mb * 2**20) // size)
+
+
+def unit_elements(question: Question) -> int:
+    """Parameters that one sharded group of blocks gathers on a rank; of a mixture, blocks with experts."""
+    model, layout = question.model, question.layout
+    experts = model.experts and model.experts.model_copy(update={"dense_layers": ()})
+    block = model.model_copy(update={"layers": 1, "experts": experts})
+    inside = [parameter for parameter in parameters(block) if parameter.layer is not None]
+    # Routed experts are spread over expert ranks, everything else over tensor ranks.
+    split = (part.size // (layout.ep if part.kind == "expert" else layout.tp) for part in inside)
+    return layout.unit * sum(split)
+
+
+def offloads(question: Question) -> dict[str, Offload]:
+    """What waits off the device, by kind of state."""
+    return {part.what: part for part in question.layout.offload}
+
+
+def without_pipeline(question: Question) -> tuple[Question, list[str]]:
+    """For stacks that have no pipeline: its ranks become data ranks that share the sharded copy."""
+    layout, recipe = question.layout, question.recipe
+    if layout.pp == 1:
+        return question, []
+    fsdp = layout.fsdp * layout.pp
+    share = layout.dp * fsdp
+    batch = nearest_multiple(recipe.batch, share)
+    micro = max(size for size in divisors(batch // share) if size <= question.micro)
+    notes = [f"pp={layout.pp}: there is no pipeline here; nearest: those ranks shard too, fsdp={fsdp}"]
+    if batch != recipe.batch:
+        notes.append(f"batch={recipe.batch} does not divide over those {share} data ranks; nearest: {batch}")
+    nearest = layout.replace(pp=1, fsdp=fsdp, micro=micro)
+    # The length of the run was counted with the other batch; steps alone now say it.
+    changed = recipe.model_copy(update={"batch": batch, "tokens": None})
+    return replace(question, layout=nearest, recipe=changed), notes

@@ -1,0 +1,65 @@
+"""A recipe as Hugging Face's ``TrainingArguments``: what a script that uses its Trainer takes on the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from shoal.predict.question import Question
+
+
+def arguments(question: Question) -> dict[str, object]:
+    """The recipe and the batch of one rank, under the Trainer's names."""
+    recipe = question.recipe
+    given: dict[str, object] = {
+        "per_device_train_batch_size": question.micro,
+        "gradient_accumulation_steps": question.accumulation,
+        "max_steps": recipe.steps,
+        "optim": "adamw_torch_fused" if recipe.optimizer == "adamw" else "sgd",
+        "learning_rate": recipe.peak_lr,
+        "weight_decay": recipe.weight_decay,
+        "max_grad_norm": recipe.clip,
+        "warmup_steps": recipe.warmup_steps,
+        "seed": recipe.seed,
+        **_schedule(question),
+    }
+    if recipe.optimizer == "adamw":
+        given |= {"adam_beta1": recipe.beta1, "adam_beta2": recipe.beta2, "adam_epsilon": recipe.eps}
+    if recipe.precision in ("bf16", "fp16"):
+        given[recipe.precision] = True
+    return given
+
+
+def _schedule(question: Question) -> dict[str, object]:
+    recipe = question.recipe
+    if recipe.schedule == "constant":
+        return {"lr_scheduler_type": "constant_with_warmup"}
+    if recipe.schedule == "linear":
+        return {"lr_scheduler_type": "linear"}
+    options: dict[str, object] = {}
+    if recipe.schedule == "wsd":
+        name = "warmup_stable_decay"
+        options = {
+            "num_decay_steps": recipe.decay_steps,
+            "decay_type": "linear",
+            "min_lr_ratio": recipe.lr_min,
+        }
+    elif recipe.lr_min:
+        name, options = "cosine_with_min_lr", {"min_lr_rate": recipe.lr_min}
+    else:
+        name = "cosine"
+    given: dict[str, object] = {"lr_scheduler_type": name}
+    return given | ({"lr_scheduler_kwargs": json.dumps(options)} if options else {})
+
+
+def cannot(question: Question) -> Iterator[str]:
+    """What the Trainer's arguments have no word for."""
+    recipe = question.recipe
+    if recipe.schedule == "linear" and recipe.lr_min:
+        yield f"lr_min={recipe.lr_min}: the Trainer's linear schedule ends at 0; nearest: that"
+    if recipe.optimizer == "sgd" and recipe.momentum:
+        yield f"momentum={recipe.momentum}: the Trainer's sgd has none; nearest: pass it an optimizer of your own"
+    if recipe.states != "fp32":
+        yield f"states={recipe.states}: the script decides it; nearest: load the model with dtype bfloat16"
+    if recipe.dropout:
+        yield f"dropout={recipe.dropout}: it belongs to the model's config.json; nearest: set it there"

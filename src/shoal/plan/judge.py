@@ -1,0 +1,195 @@
+"""Judging one layout: does it fit, how fast is it, and how much faster than plain replicas."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from shoal.facts import support
+from shoal.facts.config import Config, ModelSection
+from shoal.facts.layout import Layout, divisors
+from shoal.facts.ledger import Ledger
+from shoal.facts.traffic import Traffic
+from shoal.plan import evidence
+from shoal.predict.flops import flops_per_token, matrix_parameters
+from shoal.predict.memory import ledger
+from shoal.predict.question import Question
+from shoal.predict.step import Bench, Step, bench, step
+from shoal.predict.traffic import traffic
+
+RUNS = "runs"
+
+
+@dataclass
+class Replicas:
+    """Plain data parallelism on all of a cluster's devices: what every plan is compared with."""
+
+    micro: int  # the fastest micro-batch that fits; the smallest where none does
+    fits: bool
+    tokens_per_s: float
+
+
+@dataclass
+class Plan:
+    """A layout with its prediction."""
+
+    question: Question
+    memory: Ledger
+    step: Step
+    replicas: Replicas
+    why: str = ""
+    tie: bool = False  # whether it is as fast as the best plan, as far as anyone can tell
+
+    @property
+    def layout(self) -> Layout:
+        return self.question.layout
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        return self.layout.degrees
+
+    @property
+    def world(self) -> int:
+        return self.layout.world
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.question.recipe.tokens_per_step / self.step.seconds
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.tokens_per_s / self.world
+
+    @cached_property
+    def model_tflops_per_gpu(self) -> float:
+        """By the convention of ``predict/flops.py``; gradients of frozen weights are not counted."""
+        model = self.question.model
+        each = flops_per_token(model, self.question.recipe.seq)
+        if self.question.lora is not None:
+            each -= 2 * matrix_parameters(model)
+        return each * self.tokens_per_s_per_gpu / 1e12
+
+    @property
+    def mfu(self) -> float | None:
+        """Of the device's dense peak; None where its maker does not state one."""
+        peak = self.question.cluster.device.peak(self.question.recipe.precision)
+        return self.model_tflops_per_gpu * 1e12 / peak if peak else None
+
+    @property
+    def vs_ddp(self) -> float:
+        """Throughput over that of plain replicas on as many devices, whether those fit or not."""
+        return self.tokens_per_s / self.replicas.tokens_per_s
+
+    @property
+    def ddp_fits(self) -> bool:
+        return self.replicas.fits
+
+    @cached_property
+    def traffic(self) -> list[Traffic]:
+        return traffic(self.question)
+
+    @cached_property
+    def error_bar(self) -> float:
+        return evidence.error_bar(self.question)
+
+    @cached_property
+    def unmeasured(self) -> list[str]:
+        return evidence.unmeasured(self.question)
+
+    @cached_property
+    def support(self) -> str:
+        """Whether the engine runs it; if not, what it does not run yet."""
+        return supported(self.question)
+
+    @property
+    def runs(self) -> bool:
+        return self.support == RUNS
+
+    @property
+    def command(self) -> str:
+        """What to type next: a config to train with or, for what the engine does not run yet, an export."""
+        asked = f'{ask(self.question)} --layout "{self.layout}"'
+        if self.runs:
+            return f"shoal plan {asked} --save plan.toml && shoal train plan.toml"
+        return f"shoal plan {asked} --export megatron"
+
+
+def judge(question: Question, on: Bench | None = None, against: Replicas | None = None) -> Plan:
+    """The prediction for one layout. ``on`` and ``against`` are shared by the layouts of a search."""
+    on = on or bench(question)
+    return Plan(question, ledger(question), step(question, on), against or replicas(question, on))
+
+
+def replicas(question: Question, on: Bench) -> Replicas:
+    """Plain replicas on as many devices as the question's layout has ranks."""
+    world, recipe = question.layout.world, question.recipe
+    # A batch that cannot be shared out so far is rounded up: what is compared is throughput.
+    batch = -(-recipe.batch // world) * world
+    rounded = replace(question, recipe=recipe.model_copy(update={"batch": batch}))
+    best: Replicas | None = None
+    for micro in divisors(batch // world):
+        one = replace(rounded, layout=Layout(dp=world, micro=micro))
+        fits = ledger(one).fits
+        if best is not None and not fits:
+            break  # a larger micro-batch needs more
+        rate = batch * recipe.seq / step(one, on).seconds
+        if best is None or rate > best.tokens_per_s:
+            best = Replicas(micro, fits, rate)
+        if not fits:
+            break
+    assert best is not None
+    return best
+
+
+def supported(question: Question) -> str:
+    """``runs``, or what of it the engine only plans yet."""
+    asked = Config(recipe=question.recipe, model=ModelSection(lora=question.lora))
+    lacking = support.missing(asked, question.model, question.layout)
+    if not lacking:
+        return RUNS
+    return "planned only: " + ", ".join(problem.what.rpartition(": ")[0] for problem in lacking)
+
+
+def ask(question: Question) -> str:
+    """The question without its layout, as arguments of ``shoal plan``."""
+    recipe = question.recipe
+    words = f"{question.model.name} --on {question.cluster} --seq {recipe.seq} --batch {recipe.batch}"
+    for flag, usual in (
+        ("precision", "bf16"),
+        ("states", "fp32"),
+        ("optimizer", "adamw"),
+        ("reduce", "fp32"),
+    ):
+        if (asked := getattr(recipe, flag)) != usual:
+            words += f" --{flag} {asked}"
+    return words + (f" --lora {question.lora.rank}" if question.lora is not None else "")
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    spent = plan.step
+    parts = ("seconds", "compute", "recompute", "exposed_comm", "bubble", "optimizer", "offload", "other")
+    return {
+        "layout": str(plan.layout),
+        "degrees": plan.degrees,
+        "world": plan.world,
+        "fits": plan.fits,
+        "memory": plan.memory.as_json(),
+        "step": {name: getattr(spent, name) for name in parts},
+        "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
+        "model_tflops_per_gpu": plan.model_tflops_per_gpu,
+        "mfu": plan.mfu,
+        "vs_ddp": plan.vs_ddp,
+        "ddp_fits": plan.ddp_fits,
+        "traffic": [asdict(one) for one in plan.traffic],
+        "error_bar": plan.error_bar,
+        "unmeasured": plan.unmeasured,
+        "tie": plan.tie,
+        "support": plan.support,
+        "command": plan.command,
+        "why": plan.why,
+    }

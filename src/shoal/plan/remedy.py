@@ -1,0 +1,145 @@
+"""What would make it fit: for a layout the smallest changes to it, for a model more GPUs, offload or LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.facts.config import Lora
+from shoal.facts.layout import Layout, divisors
+from shoal.facts.legality import Case, broken
+from shoal.plan.asked import Asked
+from shoal.plan.explain import GIB
+from shoal.plan.judge import Plan, judge
+from shoal.plan.scale import best, resized
+
+# Changes of policies that are named.
+NAMED = 4
+# More devices than this times those asked for are no small change.
+MOST_TIMES = 4096
+# Counts tried between one that is too small and twice that, evenly spread over whole nodes.
+BETWEEN = 8
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One change, and what it gives."""
+
+    what: str
+    plan: Plan
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "layout": str(self.plan.layout),
+            "world": self.plan.world,
+            "device_total": self.plan.memory.device_total,
+            "capacity": self.plan.memory.capacity,
+            "step_seconds": self.plan.step.seconds,
+            "tokens_per_s_per_gpu": self.plan.tokens_per_s_per_gpu,
+        }
+
+    def __str__(self) -> str:
+        memory = self.plan.memory
+        return (
+            f"{self.what}: {memory.device_total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB, "
+            f"{self.plan.step.seconds:.3g} s a step ({self.plan.layout})"
+        )
+
+
+def for_layout(asked: Asked, layout: Layout) -> list[Remedy]:
+    """Changes to a layout after any of which it fits, the smallest and then the fastest first; then LoRA, more GPUs."""
+    tried: list[tuple[int, Remedy]] = []
+    for what, changes in _changes(layout, asked):
+        changed = layout.replace(**changes)
+        if changed != layout and _legal(asked, changed):
+            plan = judge(asked.question(changed))
+            if plan.fits:
+                tried.append((len(changes), Remedy(what, plan)))
+    tried.sort(key=lambda pair: (pair[0], pair[1].plan.step.seconds))
+    found = [remedy for _, remedy in tried[:NAMED]]
+    if asked.lora is None:
+        lora = judge(replace(asked.question(layout), lora=Lora()))
+        if lora.fits:
+            found.append(Remedy(f"LoRA of rank {Lora().rank}", lora))
+    elsewhere = best(replace(asked, layout=None))
+    if elsewhere:
+        found.append(Remedy("another layout of these GPUs", elsewhere))
+    return [*found, *_grown(asked, layout)]
+
+
+def for_model(asked: Asked, runnable: bool = False) -> list[Remedy]:
+    """Where nothing fits: LoRA on what is there, or the smallest number of GPUs on which something does.
+
+    ``runnable``: something that the engine runs, hence without offload.
+    """
+    found = []
+    if asked.lora is None:
+        plan = best(replace(asked, lora=Lora(), layout=None))
+        if plan:
+            found.append(Remedy(f"LoRA of rank {Lora().rank} on these GPUs", plan))
+    more = more_devices(asked, runnable)
+    if more:
+        resting = " without offload" if runnable else ""
+        found.append(Remedy(f"{more.world} GPUs{resting}", more))
+    return found
+
+
+def more_devices(asked: Asked, runnable: bool = False) -> Plan | None:
+    """The best plan on the fewest devices on which one fits: in whole nodes, and to within an eighth where many."""
+    devices, node = asked.cluster.devices, asked.cluster.devices_per_node
+    few, many = devices, max(2 * devices, asked.cluster.device.devices_per_node or 1)
+    while many <= MOST_TIMES * devices:
+        if plan := _on(asked, many, runnable):
+            step = max(node, (many - few) // BETWEEN // node * node)
+            fewer = (_on(asked, count, runnable) for count in range(few + step, many, step))
+            return next(filter(None, fewer), plan)
+        few, many = many, 2 * many
+    return None
+
+
+def _on(asked: Asked, devices: int, runnable: bool) -> Plan | None:
+    question = resized(asked, devices)
+    return best(question, runnable) if question else None
+
+
+def _changes(layout: Layout, asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What can be changed without changing how the work is divided, in words."""
+    question = asked.question(layout)
+    for size in divisors(question.micro):
+        if size < question.micro:
+            yield f"micro={size}", {"micro": size}
+    for recompute in ("selective", "full"):
+        yield f"recompute={recompute}", {"recompute": recompute}
+        yield f"recompute={recompute},micro=1", {"recompute": recompute, "micro": 1}
+    if layout.dp > 1:
+        yield "sharding over all data ranks", {"dp": 1, "fsdp": layout.data_ranks, "zero": 3}
+    for zero in range(layout.zero + 1, 4):
+        yield f"zero={zero}", {"zero": zero}
+    for parts in ("optimizer", "optimizer+params", "activations"):
+        offload = Layout.parse(f"offload={parts}").offload
+        yield f"offload={parts}", {"offload": offload}
+        yield (
+            f"offload={parts},recompute=full,micro=1",
+            {"offload": offload, "recompute": "full", "micro": 1},
+        )
+
+
+def _legal(asked: Asked, layout: Layout) -> bool:
+    recipe = asked.recipe
+    return not any(broken(Case(layout, asked.model, recipe.seq, recipe.batch, asked.cluster, False)))
+
+
+def _grown(asked: Asked, layout: Layout) -> Iterator[Remedy]:
+    """The same layout with twice, four, … times as many ranks that shard, the first that fits."""
+    times = 2
+    while times <= MOST_TIMES:
+        question = resized(asked, asked.cluster.devices * times)
+        grown = layout.replace(fsdp=layout.fsdp * times)
+        if question and _legal(question, grown):
+            plan = judge(question.question(grown))
+            if plan.fits:
+                yield Remedy(f"{grown.world} GPUs", plan)
+                return
+        times *= 2

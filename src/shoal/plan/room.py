@@ -1,0 +1,289 @@
+"""How much memory a rank needs at least, when only some of a layout is decided.
+
+The first rank of a pipeline is looked at, and the last one where weight gradients are put off, which it does the most:
+in the backward pass of the last block, and at the update. Of a ledger's parts those are counted that are cheap to say:
+states, kept activations, gathered or cast weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+from operator import mul
+from typing import NamedTuple
+
+from shoal.facts.cluster import Cluster
+from shoal.facts.config import Lora
+from shoal.facts.holdings import holdings
+from shoal.facts.layout import V_SHAPED, Layout, Offload, Zero
+from shoal.facts.model import Model
+from shoal.facts.recipe import Recipe
+from shoal.facts.schedule import SPLIT_BACKWARD
+from shoal.facts.stack import Stack
+from shoal.plan.space import Order, Share, Split, States
+from shoal.predict import weights
+from shoal.predict.activations import Block
+from shoal.predict.device import on_top
+from shoal.predict.held import stages_here
+from shoal.predict.instants import BATCH_BYTES
+from shoal.predict.question import Question
+from shoal.predict.setting import setting_of
+
+
+class Blocks(NamedTuple):
+    """A rank's blocks, or one chunk of them."""
+
+    dense: int
+    sparse: int
+
+
+class Kept(NamedTuple):
+    """Bytes of activations at the fullest moment before there are gradients, and with them."""
+
+    before: float
+    later: float
+
+
+class Sizes(NamedTuple):
+    """Parameters on a rank."""
+
+    whole: float
+    share: float  # of which it keeps so many where they are sharded
+    trained: float
+    trained_share: float
+
+
+@dataclass
+class Room:
+    """Of one model on one kind of device."""
+
+    model: Model
+    cluster: Cluster
+    recipe: Recipe
+    stack: Stack
+    lora: Lora | None
+
+    def __post_init__(self) -> None:
+        recipe = self.recipe
+        self.hold = holdings(recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, self.stack)
+        self.capacity = self.cluster.device.memory_bytes
+        self.cut_by = None if self.stack.even_stages else recipe.seq
+        self._most: dict[Split, float] = {}
+        self._parts: dict[tuple[object, ...], weights.Part] = {}
+        self._blocks: dict[tuple[object, ...], Block] = {}
+        self._held: dict[tuple[object, ...], Kept] = {}
+        self._sized: dict[tuple[object, ...], Sizes] = {}
+        self._cut: dict[tuple[object, ...], tuple[Blocks, ...]] = {}
+
+    def fits(self, split: Split, peak: float) -> bool:
+        """Whether so many bytes may fit, with as few communicators as this split can have."""
+        most = self._most.get(split)
+        if most is None:
+            layout = Layout.model_construct(fsdp=split.data, tp=split.tp, cp=split.cp, pp=split.pp)
+            question = Question(self.model, self.cluster, self.recipe, layout, self.stack)
+            # What comes on top grows in proportion; a few bytes are for rounding.
+            none, much = (on_top(question, size).total for size in (0, 2**40))
+            most = self._most[split] = (self.capacity - none) / (much - none) * 2**40 + 16
+        return peak <= most
+
+    def of_split(self, split: Split, ep: int, offload: tuple[Offload, ...]) -> float:
+        """States, shared out as far as they can be, of a pipeline's average rank."""
+        dense, sparse = self._layers()
+        sizes = self._sizes(split, ep, split.data, Blocks(dense, sparse))
+        weight, optimizer, gradient = self._resting(sizes, sharded=True, scattered=True, offload=offload)
+        return (weight + optimizer + gradient) / split.pp
+
+    def of_order(self, split: Split, share: Share, order: Order, offload: tuple[Offload, ...]) -> float:
+        """States over as many ranks as there are need the least, whichever of them are shared out."""
+        zeros: tuple[Zero, ...] = (3, 2, 1) if split.data * split.cp > 1 else (3,)
+        return min(
+            self.of_states(split, share, order, States(1, split.data, zero, offload)) for zero in zeros
+        )
+
+    def of_states(self, split: Split, share: Share, order: Order, states: States) -> float:
+        first = self._of_rank(split, share, order, states, 0)
+        if order.schedule not in SPLIT_BACKWARD or split.pp == 1:
+            return first
+        return max(first, self._of_rank(split, share, order, states, split.pp - 1))
+
+    def _of_rank(self, split: Split, share: Share, order: Order, states: States, rank: int) -> float:
+        shards = states.fsdp * split.cp
+        sizes = self._on_rank(split, share, order, states.fsdp, rank)
+        unsharded = states.zero < 3 and self.stack.unsharded == "buckets"
+        sharded = shards > 1 and not unsharded
+        scattered = shards > 1 and (sharded or states.zero == 2)
+        weight, optimizer, gradient = self._resting(sizes, sharded, scattered, states.offload)
+        times = self.recipe.batch // (split.data * share.micro)
+        kept = self._kept(split, share, order, states.offload, not sharded, rank)
+        full = max(
+            held + self._during(split, sizes, sharded, states, begun)
+            for held, begun in zip(kept, (False, True), strict=True)
+        )
+        # The last backward pass of all finds everyone's gradients, whatever little else is left.
+        latest = self._during(split, sizes, sharded, states, begun=times > 1)
+        return weight + optimizer + max(gradient, full, latest)
+
+    def _during(self, split: Split, sizes: Sizes, sharded: bool, states: States, begun: bool) -> float:
+        """Gradients and gathered weights in the backward pass."""
+        hold = self.hold
+        if sharded and split.pp > 1:
+            return hold.compute * sizes.whole + (hold.reduce * sizes.trained if begun else 0.0)
+        if sharded:
+            return hold.gradient * sizes.trained_share if begun else 0.0
+        if states.fsdp * split.cp > 1:
+            chunks = states.zero == 2 and split.pp == 1
+            return hold.gradient * (sizes.trained_share if chunks else sizes.trained)
+        return hold.gradient * sizes.trained if states.dp > 1 or begun else 0.0
+
+    def _resting(
+        self, sizes: Sizes, sharded: bool, scattered: bool, offload: tuple[Offload, ...]
+    ) -> tuple[float, float, float]:
+        """Bytes of weights, of the optimizer's states, and of gradients at the update."""
+        hold, away = self.hold, {part.what for part in offload}
+        each = hold.weight if self.lora is None else hold.frozen
+        weight = 0.0 if "params" in away else each * (sizes.share if sharded else sizes.whole)
+        optimizer = 0.0 if "optimizer" in away else (hold.moments + hold.master) * sizes.trained_share
+        gradient = hold.gradient * (sizes.trained_share if scattered else sizes.trained)
+        return weight, optimizer, gradient
+
+    def _on_rank(self, split: Split, share: Share, order: Order, fsdp: int, rank: int) -> Sizes:
+        key = split.tp, split.cp, split.pp, share.ep, order.schedule, order.chunks, fsdp, rank
+        known = self._sized.get(key)
+        if known is None:
+            chunks = self._chunks_of(split.pp, order, rank)
+            blocks = Blocks(sum(chunk.dense for chunk in chunks), sum(chunk.sparse for chunk in chunks))
+            last = rank == split.pp - 1 or order.schedule in V_SHAPED
+            head = last and not (self.model.tied and split.pp == 1)
+            known = self._sized[key] = self._sizes(split, share.ep, fsdp, blocks, rank == 0, head)
+        return known
+
+    def _sizes(
+        self, split: Split, ep: int, fsdp: int, blocks: Blocks, embedding: bool = False, head: bool = False
+    ) -> Sizes:
+        ranks = fsdp * split.cp
+        key = weights.Split(split.tp, ep, ranks, ranks // gcd(ranks, ep))
+        whole = share = 0.0
+        for experts, count in ((False, blocks.dense), (True, blocks.sparse)):
+            if count:
+                part = self._part(experts, key)
+                whole += count * (part.dense + part.expert)
+                share += count * (part.share + part.expert_share)
+        ends = weights.ends(self.model, key)
+        for part, there in ((ends.embedding, embedding), (ends.head, head)):
+            if there:
+                whole, share = whole + part.dense, share + part.share
+        # Adapters are next to nothing.
+        return Sizes(whole, share, whole, share) if self.lora is None else Sizes(whole, share, 0.0, 0.0)
+
+    def _part(self, experts: bool, split: weights.Split) -> weights.Part:
+        known = self._parts.get((experts, split))
+        if known is None:
+            known = self._parts[experts, split] = weights.block(self.model, experts, split, None)
+        return known
+
+    def _kept(
+        self, split: Split, share: Share, order: Order, offload: tuple[Offload, ...], cast: bool, rank: int
+    ) -> Kept:
+        """Activations in the backward pass of the last block, with the weights that autograd keeps in a cast."""
+        stay = not any(one.what == "activations" for one in offload)
+        cast = cast and self.hold.cast and self.lora is None and order.recompute == "none"
+        key = split, share, order, stay, cast, rank
+        known = self._held.get(key)
+        if known is None:
+            known = self._held[key] = self._counted(split, share, order, stay, cast, rank)
+        return known
+
+    def _counted(self, split: Split, share: Share, order: Order, stay: bool, cast: bool, rank: int) -> Kept:
+        chunks = self._chunks_of(split.pp, order, rank)
+        times = self.recipe.batch // (split.data * share.micro)
+        part = weights.Split(split.tp, share.ep, 1, 1)
+        each, put_off, largest, working = [], [], 0.0, float("inf")
+        for blocks in chunks:
+            held = 0.0
+            for experts, count in ((False, blocks.dense), (True, blocks.sparse)):
+                if not count:
+                    continue
+                one = self._block(split, share, order, experts)
+                held += count * one.resting * stay
+                working = min(working, one.working)
+                if cast:
+                    size = self.hold.compute * self._part(experts, part).whole
+                    held, largest = held + count * size, max(largest, size)
+            each.append(held)
+            put_off.append(
+                sum(
+                    count * self._block(split, share, order, experts).deferred
+                    for experts, count in ((False, blocks.dense), (True, blocks.sparse))
+                    if count
+                )
+            )
+        tokens = share.micro * self.recipe.seq // split.cp
+        if split.pp > 1:
+            # What a stage sends on stays with it; the last stage sends nothing.
+            stream = (tokens / split.tp if share.sp else tokens) * self.model.hidden * self.hold.compute
+            each = [held + stream for held in each]
+            if order.schedule in V_SHAPED or rank:
+                each[-1] -= stream
+        fixed = BATCH_BYTES * tokens * times + max(0.0, working)
+        most = [fixed, 0.0]
+        for held_of, put_off_of, begun in _fullest(order, split.pp, times, rank):
+            flying = sum(map(mul, each, held_of)) + sum(map(mul, put_off, put_off_of)) - largest
+            most[begun] = max(most[begun], fixed + max(0.0, flying))
+        return Kept(*most)
+
+    def _block(self, split: Split, share: Share, order: Order, experts: bool) -> Block:
+        key = (split.tp, split.cp, *share, order.recompute, experts)
+        known = self._blocks.get(key)
+        if known is None:
+            layout = Layout.model_construct(
+                tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, ep=share.ep,
+                micro=share.micro, recompute=order.recompute,
+            )  # fmt: skip
+            question = Question(self.model, self.cluster, self.recipe, layout, self.stack, lora=self.lora)
+            alike = [one for kind, one in setting_of(question).common.blocks.items() if kind[0] == experts]
+            known = self._blocks[key] = min(alike, key=lambda one: one.resting)
+        return known
+
+    def _chunks_of(self, pp: int, order: Order, rank: int) -> tuple[Blocks, ...]:
+        key = pp, order.chunks, order.schedule, rank
+        known = self._cut.get(key)
+        if known is None:
+            stages = stages_here(self.model, pp, order.chunks, order.schedule, self.cut_by, rank)
+            sparse = [sum(self.model.has_experts(number) for number in stage.layers) for stage in stages]
+            known = self._cut[key] = tuple(
+                Blocks(len(stage.layers) - routed, routed)
+                for stage, routed in zip(stages, sparse, strict=True)
+            )
+        return known
+
+    def _layers(self) -> tuple[int, int]:
+        sparse = sum(self.model.has_experts(number) for number in range(self.model.layers))
+        return self.model.layers - sparse, sparse
+
+
+def _fullest(
+    order: Order, pp: int, times: int, rank: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], bool]]:
+    """Moments of the first or the last rank: of each chunk, micro-batches that are kept, and of which only weight
+    gradients are left to compute; and whether an earlier backward pass has left gradients.
+
+    A schedule holds at least as much at one of its moments (``predict/inflight.py`` plays them one by one).
+    """
+    chunks = order.chunks
+    none, reached = (0,) * chunks, min(times, pp)
+    if pp == 1:
+        yield (1,), none, times > 1
+    elif order.schedule == "gpipe":
+        yield (times,), none, False
+    elif rank == 0 and order.schedule in V_SHAPED:
+        yield (min(times, 2 * pp - 1), 1), none, times >= 2 * pp
+    elif rank == 0:
+        first = min(times, 2 * pp - 1) if order.schedule == "interleaved" else reached
+        yield (first, *(reached,) * (chunks - 1)), none, times >= 2 * pp
+    elif order.schedule == "zb":
+        yield (*(reached,) * (chunks - 1), 1), (*none[1:], reached - 1), times > 1
+    else:
+        yield (reached, reached), none, times > pp
+        if order.schedule == "zbv" and times >= 2 * pp:
+            yield (1, 0), (rank, rank), True

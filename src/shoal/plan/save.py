@@ -1,0 +1,79 @@
+"""A plan as a config that ``shoal train`` runs: never one that the engine does not run yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tomli_w
+
+from shoal.facts import presets, support
+from shoal.facts.config import Config
+from shoal.facts.layout import Layout
+from shoal.facts.problem import BadInput, Problem
+from shoal.plan.asked import Asked
+from shoal.plan.decide import choice, duration
+from shoal.plan.explain import GIB
+from shoal.plan.judge import Plan, judge
+from shoal.plan.scale import best
+
+
+def saved(asked: Asked, plans: list[Plan]) -> tuple[str, Plan]:
+    """The text of the config and its plan: the choice among these, else the best that the engine runs."""
+    plan = _runnable(asked, plans)
+    return _text(tables(asked, plan.layout), plan), plan
+
+
+def refuse(asked: Asked) -> None:
+    """Raise ``BadInput`` where the engine does not run what is asked for, whatever layout is found."""
+    tables(asked, asked.layout or Layout())
+
+
+def tables(asked: Asked, layout: Layout) -> dict[str, Any]:
+    """What differs from the defaults of a config, checked against what the engine runs."""
+    named = "preset" if asked.model_name.lower() in presets.PRESETS else "path"
+    model: dict[str, Any] = {named: asked.model_name}
+    if asked.lora is not None:
+        model["lora"] = asked.lora.model_dump()
+    recipe = {
+        "seq": asked.recipe.seq,
+        "batch": asked.recipe.batch,
+        **asked.recipe.model_dump(exclude_defaults=True),
+    }
+    if asked.tokens is not None:
+        del recipe["steps"]  # tokens say it
+    found = {
+        "layout": str(layout),
+        "model": model,
+        "recipe": recipe,
+        "cluster": {"on": str(asked.cluster)},
+    }
+    problems = support.missing(Config.model_validate(found), asked.model, layout)
+    if problems:
+        raise BadInput(problems)
+    return found
+
+
+def _runnable(asked: Asked, plans: list[Plan]) -> Plan:
+    if asked.layout is not None:
+        plan: Plan | None = judge(asked.question(asked.layout))
+    else:
+        chosen = choice(plans) if plans else None
+        plan = chosen if chosen and chosen.fits and chosen.runs else best(asked, runnable=True)
+    if plan is None or not plan.fits:
+        what = f"--save: nothing that the engine runs fits {asked.cluster}"
+        raise BadInput(Problem(what, "more GPUs; shoal plan without --save says how many"))
+    return plan
+
+
+def _text(found: dict[str, Any], plan: Plan) -> str:
+    memory = plan.memory
+    head = [
+        "# Written by shoal plan. Everything that is not here has its default; shoal config show lists all of it.",
+        f"# Predicted: {duration(plan.step.seconds)} a step ± {plan.error_bar:.0%}, "
+        f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s a device, "
+        f"{memory.peak_allocated / GIB:.3g} GiB allocated of {memory.capacity / GIB:.3g}.",
+        "# The plan chose the layout alone: learning rate, length of the run and data are yours to set.",
+        "",
+        "",
+    ]
+    return "\n".join(head) + tomli_w.dumps(found)

@@ -1,0 +1,155 @@
+"""What a run takes, and how that changes: days, GPU-hours and cost; curves over GPU counts and sequence lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.facts import clusters
+from shoal.facts.cluster import Cluster, assemble
+from shoal.facts.problem import BadInput
+from shoal.plan.asked import Asked
+from shoal.plan.judge import Plan
+from shoal.plan.search import Found, search
+
+HOUR = 3600.0
+DAY = 24 * HOUR
+# Points of a curve: below what was asked for; from there up.
+HALVINGS = 4
+DOUBLINGS = 2
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A whole run."""
+
+    tokens: int
+    steps: int
+    seconds: float
+    gpu_hours: float
+    cost: float | None  # at the price that was given
+
+    @property
+    def days(self) -> float:
+        return self.seconds / DAY
+
+    def as_json(self) -> dict[str, Any]:
+        return {**vars(self), "days": self.days}
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best plan at one place of a curve; None where nothing fits."""
+
+    devices: int
+    seq: int
+    batch: int
+    plan: Plan | None
+    speedup: float | None = None  # tokens/s over those of the first point that fits
+    efficiency: float | None = None  # tokens/s a GPU over those of the first point that fits
+    cost: Cost | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "devices": self.devices,
+            "seq": self.seq,
+            "batch": self.batch,
+            "layout": str(plan.layout) if plan else None,
+            "step_seconds": plan.step.seconds if plan else None,
+            "tokens_per_s": plan.tokens_per_s if plan else None,
+            "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu if plan else None,
+            "mfu": plan.mfu if plan else None,
+            "speedup": self.speedup,
+            "efficiency": self.efficiency,
+            "cost": self.cost.as_json() if self.cost else None,
+        }
+
+
+def cost(plan: Plan, tokens: int, price: float | None = None) -> Cost:
+    """A run of so many tokens, in whole steps."""
+    steps = -(-tokens // plan.question.recipe.tokens_per_step)
+    seconds = steps * plan.step.seconds
+    hours = seconds * plan.world / HOUR
+    return Cost(tokens, steps, seconds, hours, hours * price if price is not None else None)
+
+
+def best(asked: Asked, runnable: bool = False) -> Plan | None:
+    """The fastest plan that fits, one that the engine runs where there is one; None where nothing fits.
+
+    ``runnable``: nothing but what the engine runs, hence no offload.
+    """
+    plans = searched(asked, 1, runnable).plans
+    return plans[0] if plans and plans[0].fits else None
+
+
+def searched(asked: Asked, top: int, runnable: bool = False) -> Found:
+    """A search. Broken off empty-handed it is carried to its end: that nothing fits is said only when it is certain."""
+    given = (asked.model, asked.cluster, asked.recipe)
+    found = search(*given, top=top, lora=asked.lora, runnable=runnable)
+    if not found.plans and not found.complete:
+        found = search(*given, top=top, lora=asked.lora, runnable=runnable, effort=None)
+    return found
+
+
+def resized(asked: Asked, devices: int) -> Asked | None:
+    """The same question with another number of devices; None where nodes would not be filled."""
+    cluster = with_devices(asked.cluster, devices)
+    return replace(asked, cluster=cluster, layout=None) if cluster else None
+
+
+def with_devices(cluster: Cluster, devices: int) -> Cluster | None:
+    """More or fewer of the same: a part of one node, or whole nodes."""
+    name = f"{devices}x{cluster.device.name}"
+    if str(cluster) == f"{cluster.devices}x{cluster.device.name}":
+        try:
+            return clusters.find(name)
+        except BadInput:
+            return None
+    per_node = min(devices, cluster.devices_per_node)
+    if devices % per_node:
+        return None
+    domain = min(cluster.fast_domain, devices)
+    links = (cluster.fast, cluster.network, cluster.host_memory)
+    return assemble(name, cluster.device, devices // per_node, per_node, domain, *links)
+
+
+def over_devices(asked: Asked) -> list[Point]:
+    """Strong scaling: the same recipe on fewer and on more devices."""
+    devices = asked.cluster.devices
+    counts = [devices // 2**times for times in range(HALVINGS, 0, -1) if devices % 2**times == 0]
+    counts += [devices * 2**times for times in range(DOUBLINGS)]
+    questions = [question for count in counts if (question := resized(asked, count))]
+    return _curve(questions)
+
+
+def over_sequences(asked: Asked) -> list[Point]:
+    """Longer and shorter sequences at the same number of tokens a step, where the batch can be halved for it."""
+    seq, batch = asked.recipe.seq, asked.recipe.batch
+    pairs = [(seq // 2**times, batch * 2**times) for times in (2, 1) if seq % 2**times == 0]
+    pairs += [(seq * 2**times, batch // 2**times) for times in range(4) if batch % 2**times == 0]
+    model = asked.model
+    fitting = [
+        pair for pair in pairs if model.positions == "rotary" or pair[0] <= max(seq, model.max_positions)
+    ]
+    recipes = [asked.recipe.model_copy(update={"seq": each, "batch": count}) for each, count in fitting]
+    return _curve(replace(asked, recipe=recipe, layout=None) for recipe in recipes)
+
+
+def _curve(questions: Iterable[Asked]) -> list[Point]:
+    points: list[Point] = []
+    first: Plan | None = None
+    for asked in questions:
+        plan = best(asked)
+        first = first or plan
+        speedup = efficiency = None
+        if plan and first:
+            efficiency = plan.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu
+            speedup = efficiency * plan.world / first.world
+        total = cost(plan, asked.tokens, asked.price) if plan and asked.tokens else None
+        recipe = asked.recipe
+        points.append(
+            Point(asked.cluster.devices, recipe.seq, recipe.batch, plan, speedup, efficiency, total)
+        )
+    return points

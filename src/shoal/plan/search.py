@@ -1,0 +1,146 @@
+"""Which layout is the fastest that fits, of everything that is legal: the hunts, and what they bring home.
+
+A strategy (degrees, and what data ranks share) is answered with its fastest layout, so that a list of plans is not one
+plan with ten small differences. What the engine runs is searched first and by itself, then everything.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from shoal.facts.cluster import Cluster
+from shoal.facts.config import Lora, TuneSection
+from shoal.facts.layout import Layout
+from shoal.facts.model import Model
+from shoal.facts.recipe import Recipe
+from shoal.facts.stack import SHOAL, Stack
+from shoal.plan import explain
+from shoal.plan.hunt import Hunt, Priced, Strategy, runs, strategy_of
+from shoal.plan.judge import Plan, replicas
+from shoal.plan.space import Space
+from shoal.predict.memory import ledger
+from shoal.predict.question import Question
+
+TOP = 10
+REJECTED = 20
+# Steps that a hunt takes at most; one over everything, which nobody's run depends on, a third of it. Layouts of large
+# clusters come by the million within a few percent of one another; a hunt that is broken off says what it may have
+# missed.
+EFFORT = 3000
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that lost, and why."""
+
+    layout: Layout
+    reason: str
+
+
+@dataclass
+class Found:
+    """The answer of a search."""
+
+    plans: list[Plan]  # best first; those that are as fast as the best, as far as anyone can tell, are marked
+    rejected: list[Rejected]  # nearest first
+    searched: int  # layouts of the space; all of them are decided where the search is complete
+    evaluated: int  # of these, how many were priced one by one
+    seconds: float
+    complete: bool  # whether the search came to its end; if not, ``at_best`` is what it may have missed
+    at_best: float | None = None  # seconds of a step that no layout left out can be faster than
+
+    @property
+    def proven(self) -> bool:
+        """Whether no layout is faster than the first plan."""
+        return self.complete or bool(self.plans and self.plans[0].step.seconds <= (self.at_best or 0.0))
+
+    @property
+    def ties(self) -> list[Plan]:
+        return [plan for plan in self.plans if plan.tie]
+
+    @property
+    def runnable(self) -> Plan | None:
+        """The best that the engine runs."""
+        return next((plan for plan in self.plans if plan.runs), None)
+
+
+def search(
+    model: Model,
+    cluster: Cluster,
+    recipe: Recipe,
+    *,
+    top: int = TOP,
+    lora: Lora | None = None,
+    stack: Stack = SHOAL,
+    tune: TuneSection | None = None,
+    runnable: bool = False,
+    devices: int | None = None,
+    effort: int | None = EFFORT,
+) -> Found:
+    """The fastest layout of each of the ``top`` best strategies, and among them one that the engine runs.
+
+    ``runnable``: only what the engine runs. ``devices``: how many of the cluster's to use, all unless said.
+    ``effort``: how many steps of the search to take at most; None: as many as it takes.
+    """
+    started = time.perf_counter()
+    asked = Question(model, cluster, recipe, Layout(), stack, tune or TuneSection(), lora)
+    count_of_devices = devices or cluster.devices
+    narrow = Hunt(asked, Space(model, recipe, count_of_devices, runnable=True), top, effort)
+    hunts = [narrow]
+    if narrow.space.runs or runnable:
+        narrow.run()
+    if not runnable:
+        left = effort and effort // 3 if narrow.space.runs else effort
+        apart = cluster.device.name != "cpu"
+        wide = Hunt(asked, Space(model, recipe, count_of_devices, apart=apart), top, left)
+        wide.accepted_before = [one.step.seconds for one in narrow.accepted]
+        wide.run()
+        hunts.append(wide)
+    plans = _ranked(hunts, top)
+    at_best = min((hunt.at_best for hunt in hunts if hunt.at_best is not None), default=None)
+    return Found(
+        plans,
+        _rejected(hunts, plans),
+        hunts[-1].space.size(),
+        sum(hunt.evaluated for hunt in hunts),
+        time.perf_counter() - started,
+        complete=at_best is None,
+        at_best=at_best,
+    )
+
+
+def _ranked(hunts: list[Hunt], top: int) -> list[Plan]:
+    """The best of all hunts; if none of several runs, the best that does takes the last place."""
+    best: dict[Layout, Priced] = {one.question.layout: one for hunt in hunts for one in hunt.accepted}
+    ranked = sorted(best.values(), key=lambda one: one.step.seconds)
+    chosen = ranked[:top]
+    first_that_runs = next((one for one in ranked if runs(one.candidate)), None)
+    if top > 1 and first_that_runs is not None and first_that_runs not in chosen:
+        chosen[-1] = first_that_runs
+    if not chosen:
+        return []
+    hunt = hunts[0]
+    against = replicas(replace(hunt.asked, layout=Layout(dp=hunt.space.devices)), hunt.on)
+    plans = [Plan(one.question, one.memory or ledger(one.question), one.step, against) for one in chosen]
+    for plan in plans:
+        plan.tie = plan.step.seconds <= plans[0].step.seconds * (1 + plans[0].error_bar)
+    return plans
+
+
+def _rejected(hunts: list[Hunt], plans: list[Plan]) -> list[Rejected]:
+    """Layouts that were priced and lost, the fastest first; one of each strategy that fits, and one that does not."""
+    if not plans:
+        return []
+    taken = {plan.layout for plan in plans}
+    nearest: dict[tuple[Strategy, bool], Priced] = {}
+    losers = [one for hunt in hunts for one in (*hunt.lost, *hunt.accepted)]
+    for one in sorted(losers, key=lambda one: one.step.seconds):
+        if one.question.layout not in taken:
+            fits = one.memory is None or one.memory.fits
+            nearest.setdefault((strategy_of(*one.candidate[:2], one.candidate.states), fits), one)
+    found = []
+    for one in list(nearest.values())[:REJECTED]:
+        plan = Plan(one.question, one.memory or ledger(one.question), one.step, plans[0].replicas)
+        found.append(Rejected(plan.layout, explain.against(plan, plans[0])))
+    return found

@@ -1,0 +1,245 @@
+"""The space of layouts: every legal value of every key, on a stated grid where a key has no natural end.
+
+A layout is decided in four steps, and so is a search over it: how the network is split (``Split``), what one rank then
+works on at a time (``Share``), in which order and what it computes again (``Order``), and who keeps which states
+(``States``). A ``Candidate`` is all four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from shoal.facts import support
+from shoal.facts.config import Config
+from shoal.facts.layout import (
+    CONTEXT_KINDS,
+    ONE_CHUNK,
+    RECOMPUTES,
+    SCHEDULES,
+    V_SHAPED,
+    ContextKind,
+    Layout,
+    Offload,
+    Recompute,
+    Schedule,
+    Zero,
+    divisors,
+)
+from shoal.facts.legality import Case, broken
+from shoal.facts.model import Model
+from shoal.facts.recipe import Recipe
+
+# Where a key has no natural end, these values are searched.
+CHUNKS = (1, 2, 3, 4, 6, 8)
+UNITS = (1, 2, 4, 8)
+OFFLOADED: tuple[tuple[str, ...], ...] = (
+    ("optimizer",),
+    ("optimizer", "params"),
+    ("activations",),
+    ("optimizer", "params", "activations"),
+    ("optimizer@nvme",),
+    ("optimizer@nvme", "params@nvme"),
+)
+NOTHING: tuple[Offload, ...] = ()
+
+
+def _offload(part: str) -> Offload:
+    what, _, nvme = part.partition("@")
+    return Offload.model_validate({"what": what, "nvme": bool(nvme)})
+
+
+OFFLOADS = tuple(tuple(_offload(part) for part in parts) for parts in OFFLOADED)
+
+
+class Split(NamedTuple):
+    tp: int
+    cp: int
+    pp: int
+    data: int  # dp·fsdp
+
+
+class Share(NamedTuple):
+    sp: bool
+    cp_kind: ContextKind
+    ep: int
+    micro: int
+
+
+class Order(NamedTuple):
+    schedule: Schedule
+    chunks: int
+    recompute: Recompute
+
+
+class States(NamedTuple):
+    dp: int
+    fsdp: int
+    zero: Zero
+    offload: tuple[Offload, ...] = NOTHING
+
+
+class Candidate(NamedTuple):
+    split: Split
+    share: Share
+    order: Order
+    states: States
+    unit: int
+
+    def layout(self) -> Layout:
+        """Every value is legal and in canonical form already, so it is not checked again."""
+        return Layout.model_construct(
+            dp=self.states.dp,
+            fsdp=self.states.fsdp,
+            zero=self.states.zero,
+            unit=self.unit,
+            tp=self.split.tp,
+            sp=self.share.sp,
+            cp=self.split.cp,
+            cp_kind=self.share.cp_kind,
+            pp=self.split.pp,
+            schedule=self.order.schedule,
+            chunks=self.order.chunks,
+            ep=self.share.ep,
+            micro=self.share.micro,
+            recompute=self.order.recompute,
+            offload=self.states.offload,
+        )
+
+
+@dataclass
+class Space:
+    """The legal layouts of a model and a recipe on so many devices; ``runnable``: only what the engine runs."""
+
+    model: Model
+    recipe: Recipe
+    devices: int
+    runnable: bool = False
+    apart: bool = True  # whether devices have a host beside them, where states can wait
+
+    def splits(self) -> Iterator[Split]:
+        if not self._legal(Layout()):
+            return  # a sequence that is longer than learned positions
+        for tp in divisors(self.devices):
+            if not self._legal(Layout(tp=tp, sp=False)):
+                continue
+            for cp in divisors(self.devices // tp):
+                if (self.runnable and cp > 1) or not self._ways(tp, cp):
+                    continue
+                for pp in divisors(self.devices // (tp * cp)):
+                    data = self.devices // (tp * cp * pp)
+                    if self.recipe.batch % data == 0 and pp <= self.model.layers:
+                        yield Split(tp, cp, pp, data)
+
+    def shares(self, split: Split) -> Iterator[Share]:
+        micros = divisors(self.recipe.batch // split.data)
+        for sp, kind in self._ways(split.tp, split.cp):
+            for ep in self._expert_degrees(split):
+                for micro in micros:
+                    yield Share(sp, kind, ep, micro)
+
+    def orders(self, split: Split) -> list[Order]:
+        return [
+            Order(schedule, chunks, recompute)
+            for schedule, chunks in self._pipelines[split.pp]
+            for recompute in RECOMPUTES
+        ]
+
+    def sharings(self, split: Split, offload: tuple[Offload, ...] = NOTHING) -> Iterator[list[States]]:
+        """By what is shared out; each from the most ranks to the fewest, and so from the least memory to the most."""
+        degrees = divisors(split.data)[::-1]
+        shared = [fsdp for fsdp in degrees if fsdp * split.cp > 1]
+        zeros: tuple[Zero, ...] = (3, 2, 1) if shared else ()
+        for zero in zeros:
+            yield [States(split.data // fsdp, fsdp, zero, offload) for fsdp in shared]
+        if split.cp == 1:
+            yield [States(split.data, 1, 3, offload)]
+
+    def states(self, split: Split, offload: tuple[Offload, ...] = NOTHING) -> Iterator[States]:
+        for alike in self.sharings(split, offload):
+            yield from alike
+
+    def units(self, split: Split, states: States) -> tuple[int, ...]:
+        """Blocks in a sharded group; it means nothing where parameters are whole."""
+        if states.zero < 3 or states.fsdp * split.cp == 1:
+            return (1,)
+        most = -(-self.model.layers // split.pp)
+        return tuple(unit for unit in UNITS if unit <= most)
+
+    @property
+    def offloads(self) -> tuple[tuple[Offload, ...], ...]:
+        return OFFLOADS if self.apart and not self.runnable else ()
+
+    def everything(self) -> Iterator[Candidate]:
+        """All of it, one by one."""
+        for split in self.splits():
+            for share in self.shares(split):
+                for order in self.orders(split):
+                    for offload in (NOTHING, *self.offloads):
+                        for states in self.states(split, offload):
+                            for unit in self.units(split, states):
+                                yield Candidate(split, share, order, states, unit)
+
+    def size(self) -> int:
+        """How many that are, without going through them."""
+        total = 0
+        for split in self.splits():
+            shares = len(self._ways(split.tp, split.cp)) * len(self._expert_degrees(split))
+            shares *= len(divisors(self.recipe.batch // split.data))
+            kept = sum(len(self.units(split, states)) for states in self.states(split))
+            total += shares * len(self.orders(split)) * kept * (1 + len(self.offloads))
+        return total
+
+    def _ways(self, tp: int, cp: int) -> list[tuple[bool, ContextKind]]:
+        """Legal values of ``sp`` and ``cp_kind``."""
+        found = self._known_ways.get((tp, cp))
+        if found is None:
+            found = self._known_ways[tp, cp] = [
+                (sp, kind)
+                for sp in ((True, False) if tp > 1 else (True,))
+                for kind in (CONTEXT_KINDS if cp > 1 else CONTEXT_KINDS[:1])
+                if self._legal(Layout(tp=tp, sp=sp, cp=cp, cp_kind=kind))
+            ]
+        return found
+
+    @cached_property
+    def _known_ways(self) -> dict[tuple[int, int], list[tuple[bool, ContextKind]]]:
+        return {}
+
+    @cached_property
+    def _pipelines(self) -> dict[int, list[tuple[Schedule, int]]]:
+        """Schedules with their chunks, by depth."""
+        found: dict[int, list[tuple[Schedule, int]]] = {1: [("1f1b", 1)]}
+        for pp in divisors(self.devices)[1:]:
+            found[pp] = [
+                (schedule, chunks)
+                for schedule in SCHEDULES
+                for chunks in _chunks(schedule)
+                if pp * chunks <= self.model.layers
+            ]
+        return found
+
+    def _expert_degrees(self, split: Split) -> list[int]:
+        experts = self.model.experts
+        if experts is None or self.runnable:
+            return [1]
+        return [ep for ep in divisors(experts.count) if split.data * split.cp % ep == 0]
+
+    def _legal(self, layout: Layout) -> bool:
+        case = Case(layout, self.model, self.recipe.seq, self.recipe.batch, None, strict=False)
+        return next(broken(case), None) is None
+
+    @property
+    def runs(self) -> bool:
+        """Whether the engine runs this model at all."""
+        return not support.missing(Config(), self.model, Layout())
+
+
+def _chunks(schedule: Schedule) -> tuple[int, ...]:
+    if schedule in ONE_CHUNK:
+        return (1,)
+    if schedule in V_SHAPED:
+        return (2,)
+    return CHUNKS[1:] if schedule == "interleaved" else CHUNKS

@@ -1,0 +1,232 @@
+"""What one block keeps of a micro-batch for its backward pass, and what that pass needs on top.
+
+Counted tensor by tensor, as autograd keeps them: c bytes a value of the computation, w bytes (at least 4) where norms
+and rotations are computed. A split projection has 1/tp of the features and all of the tensor group's tokens; the
+residual stream has, with sequence parallelism, 1/tp of the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from shoal.facts.groups import even_share
+from shoal.facts.layout import ContextKind, Recompute
+from shoal.facts.model import Model
+from shoal.facts.stack import Stack
+
+
+class Block(NamedTuple):
+    """Bytes of one block and one micro-batch on one rank."""
+
+    resting: float  # kept between the passes
+    working: (
+        float  # at the fullest moment of its backward pass, beyond what rests; repeated forward pass included
+    )
+    opening: float  # at that pass's first product, when the first weight gradient is made, beyond what rests
+    inner: float  # the MLP's product, which a weight gradient that is put off still needs
+    deferred: float  # kept between the two halves of a backward pass that is split
+    exchange: float  # tokens on their way to other ranks' experts, or keys and values to other ranks' queries
+    held_input: bool  # whether ``resting`` holds the block's input itself
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything besides the model that decides what a block keeps."""
+
+    tokens: int  # that a rank attends for; with tensor parallelism its group's
+    seq: int  # of a whole sequence
+    tp: int
+    sp: bool
+    compute: int  # c
+    stack: Stack
+    recompute: Recompute
+    cpu: bool
+    dropout: bool
+    context: ContextKind | None  # how ranks that share a sequence exchange it; None: none do
+    trained: tuple[str, ...] | None  # projections with an adapter; None: all weights are trained
+
+    @property
+    def stream(self) -> float:
+        """Tokens of the residual stream that are here."""
+        return self.tokens / self.tp if self.sp else self.tokens
+
+    @property
+    def wide(self) -> int:
+        return max(self.compute, 4)
+
+
+class Parts(NamedTuple):
+    """What autograd keeps of a block, place by place, in bytes."""
+
+    norm: float  # one of the two norms on the residual stream
+    entered: float  # its result, which projections read
+    attention: float
+    mlp: float
+    dropout: float
+    has_input: bool  # whether a norm keeps the residual stream itself, and not a wider copy
+
+    @property
+    def all(self) -> float:
+        return 2 * (self.norm + self.entered) + self.attention + self.mlp + self.dropout
+
+
+@lru_cache(maxsize=65536)
+def block(model: Model, experts: bool, window: bool, work: Work) -> Block:
+    """One block, with experts in it or without, with a window that is shorter than the sequence or without."""
+    parts = _parts(model, experts, window, work)
+    c, tokens = work.compute, work.tokens
+    stream = c * model.hidden * work.stream
+    inner, values, exchange = _mlp(model, experts, work)
+    query, key, value = _widths(model, work.tp)
+    if work.context == "ring":
+        exchange += (
+            2 * c * tokens * (key + value)
+        )  # a neighbour's keys and values in use, the next one's on the way
+    elif work.context == "ulysses":
+        exchange += c * tokens * (query + key + value)  # laid out to be sent
+    products = c * tokens * (query + 2 * key) + inner * c * (2 if model.gated else 1)
+    peak = _backward_peak(model, parts, stream, c * inner, values, work)
+    if work.recompute == "none":
+        # In a narrow computation the norms keep a wider copy, and the input itself goes.
+        resting, shared = parts.all, parts.all
+    elif work.recompute == "full":
+        resting, shared = stream, stream if parts.has_input else 0.0
+    else:
+        kept, again = _selected(model, parts, c * inner, work)
+        resting, shared = stream + kept, (stream if parts.has_input else 0.0) + again
+    held_input = work.recompute != "none" or parts.has_input
+    residual = 4 * c * model.hidden * tokens
+    deferred = residual + c * tokens * query + products + c * inner
+    # The gradient that enters is first gathered from the tensor ranks.
+    opening = parts.all + stream + (c * model.hidden * tokens if work.sp else 0.0) + c * inner
+    return Block(
+        resting, max(peak, opening) - shared, opening - shared, c * inner, deferred, exchange, held_input
+    )
+
+
+def _parts(model: Model, experts: bool, window: bool, work: Work) -> Parts:
+    c, tokens, stack = work.compute, work.tokens, work.stack
+    frozen = work.trained is not None
+    has_input = model.norm == "layer" or stack.norms == "fused" or c >= 4
+    norm = norm_keeps(model, work) * work.stream
+    entered = c * model.hidden * (work.stream if stack.regathers else tokens)
+    if model.parallel_residual and has_input:
+        norm -= c * model.hidden * work.stream / 2  # both norms keep the same input
+    if frozen and not {"gate_proj", "up_proj"} & set(work.trained or ()):
+        entered /= 2  # nobody needs the MLP's input
+    inner, values, _ = _mlp(model, experts, work)
+    if frozen and "down_proj" not in (work.trained or ()):
+        values -= c * inner
+    dropout = 2 * model.hidden * work.stream if work.dropout or stack.dropout else 0.0
+    return Parts(norm, entered, _attention(model, window, work), values, dropout, has_input)
+
+
+def norm_keeps(model: Model, work: Work) -> float:
+    """A token's bytes that a norm on the residual stream keeps, but for its result."""
+    if model.norm == "layer":
+        return work.compute * model.hidden + 8
+    return _norm(model.hidden, work)
+
+
+def _norm(width: int, work: Work) -> float:
+    """A token's bytes that an RMS norm keeps, but for its result.
+
+    In steps: the input in at least fp32 (a copy, unless it is that wide already), 1 / root mean square, and the scaled
+    input in the computation's precision, which only the weight's gradient needs. In one kernel: input and scale.
+    """
+    if work.stack.norms == "fused":
+        return work.compute * width + 4
+    scaled = work.compute * width if work.trained is None else 0
+    return work.wide * (width + 1) + scaled
+
+
+def _widths(model: Model, tp: int) -> tuple[int, int, int]:
+    """Features of queries, of keys and of values on a rank of a tensor group."""
+    if model.latent is not None:
+        heads = even_share(model.heads, tp)
+        query = heads * (model.latent.nope_dim + model.latent.rope_dim)
+        return query, query, heads * model.latent.value_dim
+    key = even_share(model.kv_heads, tp) * model.head_dim
+    return even_share(model.heads, tp) * model.head_dim, key, key
+
+
+def _attention(model: Model, window: bool, work: Work) -> float:
+    c, stack = work.compute, work.stack
+    query, key, value = _widths(model, work.tp)
+    heads = even_share(model.heads, work.tp)
+    if model.latent is None:
+        kept: float = c * (query + key + value + query) + 4 * heads  # queries, keys, values, result, ln Σ exp
+        if stack.joined and model.positions == "rotary":
+            kept += c * (query + key)  # what was rotated are copies
+    else:
+        latent = model.latent
+        # The values are a part of the projection that made them, and hold all of it.
+        kept = c * (2 * query + heads * (latent.nope_dim + latent.value_dim) + value) + 4 * heads
+        kept += _norm(latent.kv_rank, work) + c * latent.kv_rank
+        if latent.q_rank is not None:
+            kept += _norm(latent.q_rank, work) + c * latent.q_rank
+    if model.qk_norm:
+        kept += _norm(query + key, work) + work.wide * (heads + even_share(model.kv_heads, work.tp) - 1)
+    if (work.cpu or stack.kernel == "fused") and model.positions == "rotary":
+        # CPU's kernel, and cuDNN's on an H200, put heads first in their result: turned back, it is a copy.
+        kept += c * (query if model.latent is None else value)
+    if stack.attention == "unfused":
+        kept += (2 * c + 1) * heads * work.seq  # scores, dropped scores and which were dropped
+    elif window:
+        kept += (1 + c) * work.seq  # who sees whom, as truth values and as what is added to the scores
+    return kept * work.tokens
+
+
+def _mlp(model: Model, experts: bool, work: Work) -> tuple[float, float, float]:
+    """Values of one inner tensor; bytes kept of the whole MLP; bytes on their way to other ranks' experts."""
+    c, fused = work.compute, work.stack.activation == "fused"
+    # Gate, its activation, up, their product; without a gate: up and its activation. Fused: that is made anew.
+    tensors = (3 if fused else 4) if model.gated else (1 if model.activation == "relu" else 2)
+    if not experts or model.experts is None:
+        inner = work.tokens * even_share(model.ffn, work.tp)
+        return inner, tensors * c * inner, 0.0
+    found = model.experts
+    routed = work.tokens * found.active
+    inner = routed * even_share(found.ffn, work.tp) + work.tokens * even_share(found.shared_ffn, work.tp)
+    # Tokens as their experts read them, and what experts make of them, which the router's gradient needs.
+    travelling = c * model.hidden * routed
+    scores = 2 * work.wide * found.count * work.tokens
+    return inner, tensors * c * inner + 2 * travelling + scores, 2.0 * travelling
+
+
+def _selected(model: Model, parts: Parts, inner: float, work: Work) -> tuple[float, float]:
+    """Bytes that selective recomputation keeps besides the input, and which of them ``parts`` counts as well."""
+    c, tokens = work.compute, work.tokens
+    query, key, value = _widths(model, work.tp)
+    gates = inner * (2 if model.gated else 1)
+    if work.stack.selective == "scores":
+        scores = (2 * c + 1) * even_share(model.heads, work.tp) * work.seq * tokens
+        kept = parts.all - (scores if work.stack.attention == "unfused" else 0.0)
+        return kept, kept
+    if work.stack.selective == "half":
+        # Of q, k, v, o, gate, up, down every second: q, v, gate, down; and attention's result.
+        used = c * tokens * (query + value + query) + inner
+        return used + c * tokens * model.hidden, used
+    products = c * tokens * (query + key + value + model.hidden) + gates
+    # Every product is let go as it is used again; the last one, which nobody uses, stays.
+    return products + c * tokens * model.hidden, products
+
+
+def _backward_peak(model: Model, parts: Parts, stream: float, inner: float, mlp: float, work: Work) -> float:
+    """What is there, at the fullest moment of the backward pass, of the block's own tensors and their gradients."""
+    c, tokens = work.compute, work.tokens
+    in_steps = work.stack.norms == "eager" and model.norm == "rms"
+    wide = 4 * work.wide + c if in_steps else 2 * c
+    query, key, value = _widths(model, work.tp)
+    after_mlp = parts.all - mlp - parts.entered
+    moments = (
+        # The activation: the gradients of its two factors and of their product, which itself is gone.
+        parts.all + stream + (2 if model.gated else 1) * inner,
+        # The second norm, step by step, after the MLP's tensors have gone.
+        after_mlp + stream + wide * model.hidden * work.stream,
+        # Attention: gradients of its result, queries, keys and values.
+        after_mlp - parts.norm + stream + c * tokens * (query + query + key + value),
+    )
+    return max(moments)

@@ -1,0 +1,265 @@
+"""What one rank of a pipeline holds of the parameters, tensor by tensor and in totals that are counted once.
+
+Routed experts are not among them: they live on other ranks than the rest, and ``expert`` prices them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from shoal.facts.boxes import SummedOver, summed_over, tensor_part
+from shoal.facts.groups import buckets_by_kind, even_share, flat_kind
+from shoal.facts.layout import Layout
+from shoal.facts.model import Model
+from shoal.facts.parameters import llama_parameters
+from shoal.facts.stages import Stage, cut, rank_of_stage, stages_of_rank
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+# A few layers are cut into buckets, and as many again: the difference is what further ones add.
+SAMPLE = 8
+
+
+class Tensor(NamedTuple):
+    """One rank's part of a parameter."""
+
+    name: str  # canonical; of a head that is a copy of a tied embedding, the embedding's
+    label: str  # its name among those of its rank
+    shape: tuple[int, ...]
+    copies: int  # tensor ranks that hold this very part
+    summed: SummedOver
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Component:
+    """A piece of the network that comes as a whole: the embedding, a block, the norm, the head."""
+
+    tensors: tuple[Tensor, ...]
+    elements: int
+    tensor_summed: int  # of these, how many have gradients that are summed over the tensor group
+    copies_summed: int  # and over those of its ranks that hold the same key/value head
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What one rank of the pipeline holds, all its chunks together."""
+
+    stages: tuple[Stage, ...]
+    dense: int  # layers with an ordinary MLP
+    sparse: int  # layers with experts
+    first: bool
+    last: bool
+    links: int  # cuts between a stage here and its neighbour on another rank
+    end: bool  # whether a tied embedding has its other copy on another rank
+    root: bool  # whether embedding and head are one matrix, which then stays gathered with the norm
+    embedding: Component
+    dense_block: Component
+    sparse_block: Component
+    norm: Component
+    head: Component
+    elements: int
+    tensor_summed: int
+    copies_summed: int
+
+    @property
+    def layers(self) -> int:
+        return self.dense + self.sparse
+
+
+def held(layout: Layout, model: Model, seq: int | None, stage: int, index: int = 0) -> Held:
+    """What pipeline rank ``stage`` holds, on rank ``index`` of its tensor group; the first has the largest parts."""
+    return _held(model, layout.tp, layout.sp, layout.pp, layout.chunks, layout.schedule, seq, stage, index)
+
+
+@cache
+def _held(
+    model: Model,
+    tp: int,
+    sp: bool,
+    pp: int,
+    chunks: int,
+    schedule: str,
+    seq: int | None,
+    stage: int,
+    index: int,
+) -> Held:
+    stages = stages_here(model, pp, chunks, schedule, seq, stage)
+    first, last = stages[0].first, stages[-1].last
+    sparse = sum(model.has_experts(layer) for one in stages for layer in one.layers)
+    dense = sum(len(one.layers) for one in stages) - sparse
+    nothing = _component(())
+    body = _body(model, tp, sp, index)
+    embedding = body.embedding if first else nothing
+    norm = body.norm if last else nothing
+    head = nothing
+    if last and not model.tied:
+        head = body.head
+    elif last and pp > 1:
+        head = body.copied_head
+    totals = [
+        getattr(embedding, what)
+        + dense * getattr(body.dense, what)
+        + sparse * getattr(body.sparse, what)
+        + getattr(norm, what)
+        + getattr(head, what)
+        for what in ("elements", "tensor_summed", "copies_summed")
+    ]
+    neighbours = [
+        number for one in stages for number in (one.index - 1, one.index + 1) if 0 <= number < pp * chunks
+    ]
+    return Held(
+        stages=stages,
+        dense=dense,
+        sparse=sparse,
+        first=first,
+        last=last,
+        links=sum(rank_of_stage(pp, chunks, schedule, number) != stage for number in neighbours),
+        end=model.tied and first != last,
+        root=model.tied and pp == 1,
+        embedding=embedding,
+        dense_block=body.dense,
+        sparse_block=body.sparse,
+        norm=norm,
+        head=head,
+        elements=totals[0],
+        tensor_summed=totals[1],
+        copies_summed=totals[2],
+    )
+
+
+def stages_here(
+    model: Model, pp: int, chunks: int, schedule: str, seq: int | None, stage: int
+) -> tuple[Stage, ...]:
+    """The stages on one rank of the pipeline, in the order of the network."""
+    stages = _cut(model, pp * chunks, seq)
+    return tuple(stages[number] for number in stages_of_rank(pp, chunks, schedule, stage))
+
+
+@cache
+def _cut(model: Model, count: int, seq: int | None) -> list[Stage]:
+    return cut(model, count, seq)
+
+
+class _Body(NamedTuple):
+    embedding: Component
+    dense: Component
+    sparse: Component
+    norm: Component
+    head: Component
+    copied_head: Component
+
+
+@cache
+def _body(model: Model, tp: int, sp: bool, index: int) -> _Body:
+    """The parts of a network on one rank of a tensor group. Blocks are alike, but for having experts or not."""
+
+    def tensors(layer: bool, with_experts: bool = False) -> list[Tensor]:
+        experts = model.experts
+        if experts is not None:
+            experts = experts.model_copy(update={"dense_layers": () if with_experts else (0,)})
+        one = model.model_copy(update={"layers": 1, "experts": experts})
+        found = []
+        for parameter in llama_parameters(one):
+            if (parameter.layer is not None) == layer:
+                name = parameter.name
+                part = tensor_part(name, parameter.shape, model, tp, index)
+                summed = summed_over(name, model, tp, sp)
+                found.append(Tensor(name, name, part.box.shape, part.copies, summed))
+        return found
+
+    ends = tensors(layer=False)
+    table = next(tensor for tensor in ends if tensor.name == EMBEDDING)
+    return _Body(
+        embedding=_component(tensor for tensor in ends if ".embed_" in tensor.name),
+        dense=_component(tensors(layer=True)),
+        sparse=_component(tensors(layer=True, with_experts=True)),
+        norm=_component(tensor for tensor in ends if tensor.name.startswith("model.norm.")),
+        head=_component(tensor for tensor in ends if tensor.name == HEAD),
+        copied_head=_component([table._replace(label=HEAD)]),
+    )
+
+
+def _component(tensors: Iterable[Tensor]) -> Component:
+    listed = tuple(tensors)
+    return Component(
+        listed,
+        sum(tensor.size for tensor in listed),
+        sum(tensor.size for tensor in listed if tensor.summed == "tensor"),
+        sum(tensor.size for tensor in listed if tensor.summed == "copies"),
+    )
+
+
+def named_tensors(here: Held, model: Model, stage: Stage) -> list[Tensor]:
+    """Every tensor of one of the stages, in forward order and by its own name."""
+    found = list(here.embedding.tensors) if stage.first else []
+    for layer in stage.layers:
+        block = here.sparse_block if model.has_experts(layer) else here.dense_block
+        for tensor in block.tensors:
+            name = tensor.name.replace("layers.0.", f"layers.{layer}.", 1)
+            found.append(tensor._replace(name=name, label=name))
+    return [*found, *here.norm.tensors, *here.head.tensors] if stage.last else found
+
+
+# Sizes on the way.
+
+
+@cache
+def padded(component: Component, ranks: int) -> int:
+    """Elements of its gathered tensors, where each of so many ranks holds equally many rows of every one."""
+    return sum(padded_size(tensor, ranks) for tensor in component.tensors)
+
+
+def padded_size(tensor: Tensor, ranks: int) -> int:
+    rows, *rest = tensor.shape
+    return ranks * even_share(rows, ranks) * math.prod(rest)
+
+
+def bucket_count(here: Held, width: int, bucket_bytes: int, by_kind: bool) -> int:
+    """About how many buckets a rank's gradients fill, from the cut of a few layers."""
+    ends = _buckets_in(here.embedding, width, bucket_bytes, by_kind)
+    ends += _buckets_in(here.head, width, bucket_bytes, by_kind)
+    layers = here.dense * _buckets_a_layer(here.dense_block, width, bucket_bytes, by_kind)
+    layers += here.sparse * _buckets_a_layer(here.sparse_block, width, bucket_bytes, by_kind)
+    return ends + max(len(here.stages), round(layers))
+
+
+def bucket_names(tensors: Iterable[Tensor], width: int, bucket_bytes: int, by_kind: bool) -> list[list[str]]:
+    """The labels in each bucket. ``by_kind``: of flat ones, whose parts other ranks have to find again."""
+    return buckets_by_kind(
+        (
+            (
+                tensor.label,
+                tensor.size * width,
+                flat_kind(tensor.label, tensor.name, tensor.copies) if by_kind else None,
+            )
+            for tensor in tensors
+        ),
+        bucket_bytes,
+    )
+
+
+@cache
+def _buckets_in(component: Component, width: int, bucket_bytes: int, by_kind: bool) -> int:
+    return len(bucket_names(component.tensors, width, bucket_bytes, by_kind))
+
+
+@cache
+def _buckets_a_layer(block: Component, width: int, bucket_bytes: int, by_kind: bool) -> float:
+    def count(layers: int) -> int:
+        tensors = [
+            tensor._replace(label=f"{layer} {tensor.label}")
+            for layer in range(layers)
+            for tensor in block.tensors
+        ]
+        return len(bucket_names(tensors, width, bucket_bytes, by_kind))
+
+    return (count(2 * SAMPLE) - count(SAMPLE)) / SAMPLE

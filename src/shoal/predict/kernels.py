@@ -1,0 +1,74 @@
+"""How long kernels take on one device: matrix products by their shape, attention, and what only moves bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shoal.facts.calibration import DeviceRates
+
+# Tiles that libraries cut a product's result into, and what a tile of that size reaches of the largest one's rate:
+# smaller ones read their inputs more often.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.6))
+# Of a product with few tiles, the inner length can be split; every part then has at least this much of it.
+SHORTEST_SPLIT = 512
+SPLITS = (1, 2, 4, 8)
+
+
+@dataclass
+class Kernels:
+    """The kernels of one device at one precision. Shapes repeat from layout to layout, so their times are kept."""
+
+    rates: DeviceRates
+    peak: float  # FLOP/s of dense products
+    bandwidth: float  # bytes/s of the device's memory
+    width: int  # bytes of an element
+    _times: dict[tuple[int, int, int], float] = field(default_factory=dict)
+
+    def product(self, rows: int, inner: int, columns: int) -> float:
+        """Seconds of [rows, inner] × [inner, columns]."""
+        key = rows, inner, columns
+        known = self._times.get(key)
+        if known is None:
+            known = self._times[key] = self._product(rows, inner, columns)
+        return known
+
+    def _product(self, rows: int, inner: int, columns: int) -> float:
+        """The best way to cut it: tiles are computed in waves, one a multiprocessor, and the last wave takes as long
+        as a full one. Never faster than its operands can be read and its result written."""
+        units, rates = self.rates.multiprocessors, self.rates
+        rate = self.peak * rates.matmul / units
+        best = float("inf")
+        for tile_rows, tile_columns, reached in TILES:
+            tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
+            for parts in SPLITS:
+                if parts > 1 and (inner < parts * SHORTEST_SPLIT or tiles * parts > 2 * units):
+                    break
+                waves = -(-tiles * parts // units)
+                seconds = (
+                    waves * 2 * tile_rows * tile_columns * (inner / parts + rates.ramp) / (rate * reached)
+                )
+                if parts > 1:  # partial results are written and added up in fp32
+                    seconds += self.moved(8 * parts * rows * columns)
+                best = min(best, seconds)
+        least = self.moved(self.width * (rows * inner + inner * columns + rows * columns))
+        return max(best, least) + rates.launch
+
+    def attention(self, kernel: str, flops: float, head_dim: int) -> tuple[float, float]:
+        """Seconds forward and backward of fused attention whose forward pass has so many FLOPs, counted causally.
+
+        Backward has five products to forward's two: it makes the scores again.
+        """
+        reached = self.rates.attention(kernel)
+        narrow = self.rates.narrow if head_dim <= 64 else (1 + self.rates.narrow) / 2 if head_dim < 128 else 1
+        return (
+            flops / (self.peak * reached.forward * narrow) + self.rates.launch,
+            2.5 * flops / (self.peak * reached.backward * narrow) + self.rates.launch,
+        )
+
+    def batched(self, flops: float) -> float:
+        """Seconds of batched products, as attention that is not fused has them."""
+        return flops / (self.peak * self.rates.batched)
+
+    def moved(self, size: float) -> float:
+        """Seconds that reading and writing so many bytes in all takes."""
+        return size / (self.bandwidth * self.rates.memory)

@@ -1,0 +1,32 @@
+"""What a pipeline communicates (``pp``): hidden states down, their gradients up, and a tied embedding's gradients.
+
+A link is a cut between a stage of this rank and its neighbour on another rank. For every link and micro-batch:
+
+    send and receive  tokens of a micro-batch (1/tp of them with ``sp``) · hidden · compute width: one each way
+
+Once a step, where a tied embedding has a copy at each end: all-reduce over the two ends, its elements · state width.
+In a V both ends are on one rank, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from shoal.predict.call import Call, compute_width, state_width
+from shoal.predict.held import Held
+from shoal.predict.question import Question
+
+
+def calls(question: Question, here: Held) -> tuple[Call, ...]:
+    layout = question.layout
+    if not here.links:
+        return ()
+    tokens = question.tokens // layout.tp if layout.sp else question.tokens
+    size = tokens * question.model.hidden * compute_width(question.recipe)
+    count = question.accumulation * here.links
+    return tuple(Call(op, "pp", size, count, "message") for op in ("send", "receive"))
+
+
+def ends(question: Question, elements: int | None) -> list[Call]:
+    """The sum of both copies' gradients; None where this rank has neither, or both."""
+    if elements is None:
+        return []
+    return [Call("all_reduce", "pp ends", elements * state_width(question.recipe), 1, "gradients")]

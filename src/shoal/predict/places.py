@@ -1,0 +1,158 @@
+"""What stands on each rank of a pipeline: which blocks, which ends, and how many parameters they have."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import groupby
+from math import gcd
+from typing import NamedTuple
+
+from shoal.facts.model import Model
+from shoal.facts.schedule import SPLIT_BACKWARD
+from shoal.facts.stages import Stage, cut, rank_of_stage, stages_of_rank
+from shoal.predict.question import Question
+from shoal.predict.weights import Ends, Part, Split, adapters, block, ends
+
+
+class Run(NamedTuple):
+    """Neighbouring blocks of one kind."""
+
+    experts: bool
+    window: bool  # shorter than the sequence
+    layers: int
+    part: Part  # of one of them
+
+
+class Chunk(NamedTuple):
+    """One stage on a rank."""
+
+    first: bool
+    last: bool
+    runs: tuple[Run, ...]  # in the order of the network
+    layers: int
+    blocks: Part  # all of them
+    ends: Part  # embedding, final norm, head, as far as they are here
+
+
+class Place(NamedTuple):
+    """One rank of the pipeline."""
+
+    chunks: tuple[Chunk, ...]
+    total: Part
+    ends: Ends
+
+
+def split_of(question: Question) -> Split:
+    """Experts live on ``ep`` of the data ranks; as far as these shard parameters, the rest of them shard experts."""
+    layout = question.layout
+    ranks = layout.fsdp * layout.cp
+    return Split(layout.tp, layout.ep, ranks, ranks // gcd(ranks, layout.ep))
+
+
+class Pipeline(NamedTuple):
+    """Every rank, and which of them can be the fullest."""
+
+    ranks: tuple[Place, ...]
+    fullest: tuple[int, ...]
+
+
+def places(question: Question) -> Pipeline:
+    layout = question.layout
+    return pipeline_of(
+        question.model,
+        split_of(question),
+        adapters(question.lora),
+        (layout.schedule, layout.pp, layout.chunks),
+        question.recipe.seq,
+        question.stack.even_stages,
+    )
+
+
+@lru_cache(maxsize=4096)
+def pipeline_of(
+    model: Model,
+    split: Split,
+    lora: tuple[int, tuple[str, ...]] | None,
+    pipeline: tuple[str, int, int],
+    seq: int,
+    even: bool,
+) -> Pipeline:
+    schedule, pp, chunks = pipeline
+    stages = _stages(model, pp * chunks, seq, even)
+    at_the_ends = ends(model, split)
+    found = []
+    for rank in range(pp):
+        here = [
+            _chunk(model, split, lora, stages[number], at_the_ends, seq, tied_here=pp == 1)
+            for number in stages_of_rank(pp, chunks, schedule, rank)
+        ]
+        total = _added([part for chunk in here for part in (chunk.blocks, chunk.ends)])
+        found.append(Place(tuple(here), total, at_the_ends))
+    return Pipeline(
+        tuple(found), _fullest(found, rank_of_stage(pp, chunks, schedule, pp * chunks - 1), schedule)
+    )
+
+
+def _fullest(every: list[Place], last: int, schedule: str) -> tuple[int, ...]:
+    """The two ends, and of ranks with equal blocks the first, which holds the most micro-batches.
+
+    Where the backward pass is split also the last of them, which has put off the most of it.
+    """
+    first: dict[tuple[tuple[Run, ...], ...], int] = {}
+    final: dict[tuple[tuple[Run, ...], ...], int] = {}
+    for rank, place in enumerate(every):
+        kind = tuple(chunk.runs for chunk in place.chunks)
+        first.setdefault(kind, rank)
+        final[kind] = rank
+    late = final.values() if schedule in SPLIT_BACKWARD else ()
+    return tuple(sorted({0, last, *first.values(), *late}))
+
+
+@lru_cache(maxsize=256)
+def _stages(model: Model, count: int, seq: int, even: bool) -> tuple[Stage, ...]:
+    if not even:
+        return tuple(cut(model, count, seq))
+    size, more = divmod(model.layers, count)
+    starts = [number * size + min(number, more) for number in range(count + 1)]
+    return tuple(
+        Stage(number, range(starts[number], starts[number + 1]), number == 0, number == count - 1)
+        for number in range(count)
+    )
+
+
+def _chunk(
+    model: Model,
+    split: Split,
+    lora: tuple[int, tuple[str, ...]] | None,
+    stage: Stage,
+    at_the_ends: Ends,
+    seq: int,
+    tied_here: bool,
+) -> Chunk:
+    def kind(layer: int) -> tuple[bool, bool]:
+        return model.has_experts(layer), (model.layer_window(layer) or seq) < seq
+
+    runs = [
+        Run(*one, len(list(layers)), block(model, one[0], split, lora))
+        for one, layers in groupby(stage.layers, key=kind)
+    ]
+    parts = [at_the_ends.embedding] if stage.first else []
+    if stage.last:
+        # In a pipeline a tied head is a copy of the embedding.
+        parts += [at_the_ends.norm] + ([] if model.tied and tied_here else [at_the_ends.head])
+    return Chunk(
+        stage.first,
+        stage.last,
+        tuple(runs),
+        len(stage.layers),
+        _added([_times(run.part, run.layers) for run in runs]),
+        _added(parts),
+    )
+
+
+def _added(parts: list[Part]) -> Part:
+    return Part(*(sum(column) for column in zip(*parts, strict=True))) if parts else Part()
+
+
+def _times(part: Part, count: int) -> Part:
+    return Part(*(count * value for value in part))

@@ -1,0 +1,48 @@
+"""What a prediction is asked about: everything that decides what a step costs, in one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from shoal.facts.cluster import Cluster
+from shoal.facts.config import Lora, TuneSection
+from shoal.facts.layout import Layout
+from shoal.facts.model import Model
+from shoal.facts.recipe import Recipe
+from shoal.facts.stack import SHOAL, Stack
+
+USUAL = TuneSection()
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model trained by a recipe, in a layout, on a cluster, with a software stack."""
+
+    model: Model
+    cluster: Cluster
+    recipe: Recipe
+    layout: Layout
+    stack: Stack = SHOAL
+    tune: TuneSection = USUAL
+    lora: Lora | None = None
+
+    @cached_property
+    def micro(self) -> int:
+        """Sequences in one micro-batch of one data rank."""
+        return self.layout.micro_batch(self.recipe.batch)
+
+    @cached_property
+    def accumulation(self) -> int:
+        """Micro-batches that one data rank works through in a step."""
+        return self.layout.accumulation(self.recipe.batch)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch that one rank attends for: its part of the sequences under context parallelism."""
+        return self.micro * self.recipe.seq // self.layout.cp
+
+    @property
+    def cut_by(self) -> int | None:
+        """The sequence length that weighs attention where stages are cut; None where a stack cuts by number."""
+        return None if self.stack.even_stages else self.recipe.seq

@@ -1,0 +1,199 @@
+"""What sharding over the ranks of a replica communicates (``fsdp``, ``zero=1|2|3``); context ranks shard with them.
+
+N ranks share a copy, M = ``dp`` copies exist. A is a data rank's micro-batches; in a pipeline everything below happens
+once a step, as if A were 1. Elements include padding.
+
+    zero=1|2  reduce-scatter  a bucket, once a step (zero=2: every micro-batch)    elements · reduce width
+              all-gather      a bucket, after the update                           elements · state width
+    zero=3    all-gather      a unit, every micro-batch: forward, and backward     elements · compute width
+                              again, unless it stays or is only looked up
+              reduce-scatter  a unit, every micro-batch                            elements · reduce width
+    M > 1     all-reduce      a bucket or unit over the copies, once a step        elements / N · reduce width
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from shoal.facts.groups import Unit, even_share, units
+from shoal.facts.stages import Stage
+from shoal.predict.call import Call, compute_width, reduce_width, state_width
+from shoal.predict.held import Held, Tensor, bucket_names, padded, padded_size
+from shoal.predict.lora import trained
+from shoal.predict.question import Question
+from shoal.predict.replicate import bucket_bytes, even_buckets
+
+
+class Over(NamedTuple):
+    """The ranks that share a copy, and those that hold the same part of other copies."""
+
+    group: str
+    ranks: int
+    copies_group: str
+    copies: int
+
+
+class Travelling(NamedTuple):
+    """Equal buckets or units."""
+
+    elements: int  # of one of them, padding included
+    trained: int  # of these, how many have gradients
+    times: int  # how many there are
+    gathers: int  # a micro-batch's, of a unit
+
+
+def over(question: Question) -> Over:
+    layout = question.layout
+    return Over("fsdp" if layout.cp == 1 else "fsdp·cp", layout.fsdp * layout.cp, "dp", layout.dp)
+
+
+def calls(question: Question, here: Held) -> tuple[Call, ...]:
+    """Close and cheap: all bytes, in about as many buckets as there are; units of the same size."""
+    ranks = over(question)
+    if ranks.ranks == 1:
+        return ()
+    if question.layout.zero == 3:
+        return tuple(unit_calls(question, _even_units(question, here, ranks.ranks), ranks))
+    elements, count = even_buckets(question, here, by_kind=True)
+    each = even_share(elements, ranks.ranks * count) * ranks.ranks
+    return tuple(bucket_calls(question, [Travelling(each, each, count, 0)], ranks))
+
+
+def bucket_calls(question: Question, travelling: Iterable[Travelling], ranks: Over) -> list[Call]:
+    """zero=1|2."""
+    layout, recipe = question.layout, question.recipe
+    passes = question.accumulation if layout.zero == 2 and layout.pp == 1 else 1
+    found = []
+    for elements, _, count, _ in travelling:
+        reduced = elements * reduce_width(recipe)
+        found.append(Call("reduce_scatter", ranks.group, reduced, count * passes, "gradients"))
+        if ranks.copies > 1:
+            found.append(Call("all_reduce", ranks.copies_group, reduced // ranks.ranks, count, "gradients"))
+        found.append(Call("all_gather", ranks.group, elements * state_width(recipe), count, "update"))
+    return found
+
+
+def unit_calls(question: Question, travelling: Iterable[Travelling], ranks: Over) -> list[Call]:
+    """zero=3."""
+    recipe = question.recipe
+    passes = question.accumulation if question.layout.pp == 1 else 1
+    found = []
+    for elements, gradients, count, gathers in travelling:
+        gathered, reduced = elements * compute_width(recipe), gradients * reduce_width(recipe)
+        found.append(Call("all_gather", ranks.group, gathered, count * passes, "gather forward"))
+        if gathers == 2 and question.layout.pp == 1:
+            found.append(Call("all_gather", ranks.group, gathered, count * passes, "gather backward"))
+        if gradients:
+            found.append(Call("reduce_scatter", ranks.group, reduced, count * passes, "gradients"))
+        if gradients and ranks.copies > 1:
+            found.append(Call("all_reduce", ranks.copies_group, reduced // ranks.ranks, count, "gradients"))
+    return found
+
+
+def _even_units(question: Question, here: Held, ranks: int) -> list[Travelling]:
+    """Units, as ``facts.groups`` makes them, if all blocks were alike."""
+    size, lora = question.layout.unit, question.lora
+    count = sum(even_share(len(stage.layers), size) for stage in here.stages)
+    embedding, norm, head = (padded(one, ranks) for one in (here.embedding, here.norm, here.head))
+    blocks = here.dense * padded(here.dense_block, ranks) + here.sparse * padded(here.sparse_block, ranks)
+    # Of an element's gradient how much there is: with lora nothing at the ends, and of blocks what was added to them.
+    of_ends = 1.0 if lora is None else 0.0
+    of_blocks = 1.0 if lora is None else trained(question, here).elements / blocks
+
+    def unit(elements: float, count: int, gradients: float, kind: Unit) -> Travelling:
+        gathers = kind.gathers(round(elements), question.tune.persist_below)
+        return Travelling(round(elements), round(elements * gradients), count, gathers)
+
+    found = []
+    if here.root:
+        found.append(unit(embedding + norm, 1, of_ends, Unit((), whole=True)))
+    elif here.first:
+        found.append(unit(embedding, 1, of_ends, Unit((), looked_up=True)))
+    # The last unit of the network has what the others leave, and the norm.
+    left = here.layers - (count - 1) * size if len(here.stages) == 1 else here.layers / count
+    last = 1 if here.last else 0
+    if count > last:
+        each = blocks * (1 - last * left / here.layers) / (count - last)
+        found.append(unit(each, count - last, of_blocks, Unit(())))
+    if here.last:
+        rest = blocks * left / here.layers + (0 if here.root else norm)
+        found.append(unit(rest, 1, of_blocks, Unit((), whole=True)))
+    if here.head.tensors:
+        found.append(unit(head, 1, of_ends, Unit((), whole=True)))
+    return found
+
+
+# Tensor by tensor.
+
+
+def exact(question: Question, here: Held, stages: Sequence[Sequence[Tensor]]) -> list[Call]:
+    """Bucket by bucket or unit by unit, of each of a rank's stages."""
+    ranks = over(question)
+    if ranks.ranks == 1:
+        return []
+    if question.layout.zero == 3:
+        made = [
+            travelling
+            for stage, tensors in zip(here.stages, stages, strict=True)
+            for travelling in _units(question, here, stage, tensors, ranks.ranks)
+        ]
+        return unit_calls(question, made, ranks)
+    filled = [_flat_size(bucket) for tensors in stages for bucket in _buckets(question, tensors)]
+    sizes = [ranks.ranks * even_share(size, ranks.ranks) for size in filled]
+    return bucket_calls(question, [Travelling(size, size, 1, 0) for size in sizes], ranks)
+
+
+def owned(question: Question, stages: Sequence[Sequence[Tensor]], index: int) -> list[tuple[Tensor, int]]:
+    """The tensors of which rank ``index`` of those that share a copy updates some elements, and how many."""
+    ranks = over(question).ranks
+    found = []
+    for tensors in stages:
+        if ranks == 1:
+            found += [(tensor, tensor.size) for tensor in tensors]
+        elif question.layout.zero == 3:
+            for tensor in tensors:
+                rows, *rest = tensor.shape
+                share = even_share(rows, ranks)
+                found.append((tensor, min(share, max(0, rows - index * share)) * math.prod(rest)))
+        else:
+            for bucket in _buckets(question, tensors):
+                chunk = even_share(_flat_size(bucket), ranks)
+                start = -index * chunk  # of a tensor, counted from the beginning of our chunk
+                for tensor in bucket:
+                    end = start + tensor.size
+                    found.append((tensor, max(0, min(end, chunk) - max(start, 0))))
+                    start = end
+    # Where nothing is sharded every tensor is the optimizer's, even an empty one.
+    return [(tensor, size) for tensor, size in found if size or ranks == 1]
+
+
+def _buckets(question: Question, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    of = {tensor.label: tensor for tensor in tensors}
+    width = state_width(question.recipe)
+    names = bucket_names(tensors, width, bucket_bytes(question), by_kind=True)
+    return [[of[label] for label in labels] for labels in names]
+
+
+def _flat_size(bucket: Iterable[Tensor]) -> int:
+    return sum(tensor.size for tensor in bucket)
+
+
+def _units(
+    question: Question, here: Held, stage: Stage, tensors: Sequence[Tensor], ranks: int
+) -> list[Travelling]:
+    """The units of a stage; one whose path is empty is the root, and has what no other has."""
+    made = units(stage.layers, question.layout.unit, stage.first, stage.last, here.root)
+    home = {path: number for number, unit in enumerate(made) for path in unit.modules}
+    members: list[list[Tensor]] = [[] for _ in made]
+    for tensor in tensors:
+        block, module = ".".join(tensor.label.split(".")[:3]), tensor.label.rpartition(".")[0]
+        path = next((path for path in (block, module) if path in home), "")
+        members[home[path]].append(tensor)
+    found = []
+    for unit, inside in zip(made, members, strict=True):
+        elements = sum(padded_size(tensor, ranks) for tensor in inside)
+        gathers = unit.gathers(sum(tensor.size for tensor in inside), question.tune.persist_below)
+        found.append(Travelling(elements, elements, 1, gathers))
+    return found

@@ -1,0 +1,334 @@
+"""How long a step takes: computation, communication that does not hide, idle pipelines, the optimizer, offload.
+
+Times are those of the rank whose stage takes longest; with the pipeline's idle time they add up to the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from math import log, sqrt
+
+from shoal.facts import calibration
+from shoal.facts.calibration import Calibration
+from shoal.facts.cluster import Cluster
+from shoal.facts.model import Model
+from shoal.facts.recipe import Recipe
+from shoal.facts.stack import Stack
+from shoal.predict import layer as layers
+from shoal.predict.bubble import idle
+from shoal.predict.call import Call, compute_width, state_width
+from shoal.predict.expert import expert_elements
+from shoal.predict.held import Held, held, stages_here
+from shoal.predict.kernels import Kernels
+from shoal.predict.layer import Seconds, Share
+from shoal.predict.links import Links
+from shoal.predict.lora import trained
+from shoal.predict.question import Question
+from shoal.predict.traffic import calls, span
+from shoal.predict.transfer import transfer
+
+# A layer's backward pass starts about twice as many kernels as its forward pass.
+HOST_BACKWARD = 2.11
+# Kernels of a layer are of all sizes: where host and device take about as long, some wait for one and some for the
+# other. The power mean with this exponent lies as far above the larger of the two as was seen.
+BLEND = 4.8
+# Hosts do not all take equally long. A collective waits for the slowest of its ranks; this is the spread of one.
+HOST_SPREAD = 0.077
+
+# The head with its loss, and the embedding, in layers' forward passes.
+HOST_HEAD = 2.37
+HOST_EMBEDDING = 0.5
+# Once a step it starts the optimizer's kernels and waits for the norm: as long as so many layers' forward passes.
+HOST_ONCE = 0.5
+
+# Bytes an optimizer moves for each parameter it updates: AdamW reads gradient, weight and two moments and writes all
+# but the gradient (beside a master copy the gradient is half as wide, and the weight is written twice). Clipping
+# reads the gradient, then reads and writes it.
+OPTIMIZER_BYTES = {"adamw": 28.0, "sgd": 20.0}
+CLIPPING_BYTES = {"cast": 12.0, "master": 6.0}
+
+# Of a layer's input, how many times as much its activations take where nothing is recomputed.
+KEPT_A_LAYER = 17
+
+ALWAYS = ("forward", "backward", "recompute")
+
+
+@dataclass(slots=True)
+class Step:
+    """Seconds of one step, and where they go; all but ``seconds`` add up to it."""
+
+    seconds: float
+    compute: float  # forward and backward, on the device
+    recompute: float
+    exposed_comm: float
+    bubble: float
+    optimizer: float
+    offload: float
+    other: float  # waiting for the host
+    links: dict[str, float] = field(default_factory=dict)  # exposed communication by group
+
+
+@dataclass(eq=False)
+class Bench:
+    """One model on one cluster with one stack: what all of a search's layouts share, priced once."""
+
+    model: Model
+    cluster: Cluster
+    recipe: Recipe
+    stack: Stack
+    rates: Calibration
+    _layers: dict[tuple[object, ...], Seconds] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        device, width = self.cluster.device, compute_width(self.recipe)
+        peak = device.peak(self.recipe.precision) or 1e12
+        bandwidth = device.memory_bandwidth or 50e9
+        self.kernels = Kernels(self.rates.device, peak, bandwidth, width)
+        self.links = Links(self.cluster, self.rates)
+
+    def layer(self, share: Share) -> Seconds:
+        known = self._layers.get(share_key := (*vars(share).values(),))
+        if known is None:
+            known = self._layers[share_key] = layers.layer(self.model, self.stack, self.kernels, share)
+        return known
+
+
+def bench(question: Question) -> Bench:
+    return _bench(question.model, question.cluster, question.recipe, question.stack)
+
+
+@cache
+def _bench(model: Model, cluster: Cluster, recipe: Recipe, stack: Stack) -> Bench:
+    return Bench(model, cluster, recipe, stack, calibration.find(cluster))
+
+
+@dataclass(slots=True)
+class Rank:
+    """One micro-batch on one rank of the pipeline, and what happens once a step."""
+
+    compute: float
+    recompute: float
+    exposed: float
+    other: float
+    once: float  # exposed communication once a step
+    links: dict[str, float]
+
+    @property
+    def micro_batch(self) -> float:
+        return self.compute + self.recompute + self.exposed + self.other
+
+
+def step(question: Question, on: Bench | None = None) -> Step:
+    """The time ledger."""
+    on = on or bench(question)
+    layout, model = question.layout, question.model
+    kinds = stage_kinds(model, layout.pp, layout.chunks, layout.schedule, question.cut_by)
+    ranks = [(_rank(question, on, stage), count) for stage, count in kinds]
+    slowest, _ = max(ranks, key=lambda pair: pair[0].micro_batch)
+    times = question.accumulation
+    waits = idle(layout.schedule, layout.pp, layout.chunks, times)
+    bubble = messages = 0.0
+    if layout.pp > 1:
+        # What the other ranks take, on the way to the slowest and back.
+        others = sum(count * rank.micro_batch for rank, count in ranks) - slowest.micro_batch
+        bubble = waits.work * others / (layout.pp - 1)
+        messages = waits.messages * _message(question, on)
+    optimizer = _optimizer(question, on)
+    moved = transfer(question, on.links.host, times * slowest.compute, *_offloadable(question))
+    links = {group: seconds * times for group, seconds in slowest.links.items()}
+    links["pp"] = links.get("pp", 0.0) + messages
+    ledger = Step(
+        seconds=0.0,
+        compute=times * slowest.compute,
+        recompute=times * slowest.recompute,
+        exposed_comm=times * slowest.exposed + slowest.once + messages,
+        bubble=bubble,
+        optimizer=0.0 if moved.updates else optimizer,
+        offload=moved.seconds,
+        other=times * slowest.other + HOST_ONCE * on.stack.host,
+        links=links,
+    )
+    ledger.seconds = (
+        ledger.compute
+        + ledger.recompute
+        + ledger.exposed_comm
+        + ledger.bubble
+        + ledger.optimizer
+        + ledger.offload
+        + ledger.other
+    )
+    return ledger
+
+
+@cache
+def stage_kinds(
+    model: Model, pp: int, chunks: int, schedule: str, seq: int | None
+) -> tuple[tuple[int, int], ...]:
+    """Ranks of a pipeline that differ in what they compute, each with how many are like it."""
+    seen: dict[tuple[object, ...], list[int]] = {}
+    for stage in range(pp):
+        stages = stages_here(model, pp, chunks, schedule, seq, stage)
+        sparse = sum(model.has_experts(number) for one in stages for number in one.layers)
+        total = sum(len(one.layers) for one in stages)
+        seen.setdefault((total, sparse, stages[0].first, stages[-1].last), []).append(stage)
+    return tuple((alike[0], len(alike)) for alike in seen.values())
+
+
+def _rank(question: Question, on: Bench, stage: int) -> Rank:
+    """What one micro-batch takes on one rank, and what it does once a step."""
+    layout, model, stack = question.layout, question.model, on.stack
+    here = held(layout, model, question.cut_by, stage)
+    body, ends = _computed(question, on, here)
+    forward, backward, again = body.forward, body.backward, 0.0
+    if layout.recompute != "none":
+        again = body.forward if layout.recompute == "full" else body.again
+    spent, once = _communicated(question, on, stage)
+
+    # The host starts every layer's kernels; it is hidden where the device is the slower of the two.
+    host = stack.host * here.layers
+    if layout.tp > 1:
+        host *= 1 + HOST_SPREAD * sqrt(2 * log(layout.tp))
+    within = {phase: sum(spent[phase].values()) for phase in ALWAYS}
+    passes = [
+        (forward + within["forward"], host),
+        (backward + within["backward"], HOST_BACKWARD * host),
+    ]
+    if again:
+        passes.append((again + within["recompute"], host if layout.recompute == "full" else 0.5 * host))
+    started = HOST_HEAD * here.last + HOST_EMBEDDING * here.first
+    passes.append((ends.forward + ends.backward, started * stack.host))
+    waiting = sum((device**BLEND + other**BLEND) ** (1 / BLEND) - device for device, other in passes)
+
+    exposed = sum(within.values())
+    links: dict[str, float] = {}
+    for phase in ALWAYS:
+        for group, seconds in spent[phase].items():
+            links[group] = links.get(group, 0.0) + seconds
+    # What data ranks exchange travels beside the computation, and slows it.
+    for beside, computed in (("beside forward", forward), ("beside backward", backward + again)):
+        total = sum(spent[beside].values())
+        if total:
+            left = total - stack.overlap * min(total, computed)
+            exposed += left
+            for group, seconds in spent[beside].items():
+                links[group] = links.get(group, 0.0) + seconds * left / total
+    single = 0.0
+    for beside, computed in (("forward", forward), ("backward", backward + again), ("nothing", 0.0)):
+        single += sum(once[beside].values()) - stack.overlap * min(sum(once[beside].values()), computed)
+    return Rank(
+        compute=forward + backward + ends.forward + ends.backward,
+        recompute=again,
+        exposed=exposed,
+        other=waiting,
+        once=single,
+        links=links,
+    )
+
+
+def _computed(question: Question, on: Bench, here: Held) -> tuple[Seconds, Seconds]:
+    """Device time of one micro-batch: of this rank's layers; of embedding and head."""
+    layout, model = question.layout, question.model
+    tokens = question.tokens
+    sharded = layout.zero == 3 and layout.fsdp * layout.cp > 1
+    handled = layers.handling(on.stack, question.recipe, sharded, question.accumulation)
+    between = tokens / layout.tp if layout.sp else float(tokens)
+    sums = [0.0, 0.0, 0.0, 0.0]
+    for count, experts in ((here.dense, False), (here.sparse, True)):
+        if count:
+            share = Share(
+                tokens, between, question.micro, question.recipe.seq, layout.tp, layout.ep, experts, handled
+            )
+            for place, seconds in enumerate(on.layer(share)):
+                sums[place] += count * seconds
+    ends = [0.0, 0.0, 0.0, 0.0]
+    if here.first:
+        ends = [a + b for a, b in zip(ends, layers.embedding(model, on.kernels, tokens), strict=True)]
+    if here.last:
+        rows = -(-model.vocab // layout.tp)
+        ends = [
+            a + b
+            for a, b in zip(
+                ends, layers.head(model, on.stack, on.kernels, tokens, rows, handled), strict=True
+            )
+        ]
+    if question.lora is not None:
+        sums[2] = ends[2] = (
+            0.0  # frozen weights have no gradients; those of the additions are too small to see
+        )
+    return Seconds(*sums), Seconds(*ends)
+
+
+Spent = dict[str, dict[str, float]]
+
+
+def _communicated(question: Question, on: Bench, stage: int) -> tuple[Spent, Spent]:
+    """Seconds by what they happen beside, then by group: of one micro-batch, and once a step."""
+    spent: Spent = {key: {} for key in (*ALWAYS, "beside forward", "beside backward")}
+    once: Spent = {key: {} for key in ("forward", "backward", "nothing")}
+    times = question.accumulation
+    each_time = question.layout.pp == 1
+    for call in calls(question, stage):
+        if call.phase in ("message", "control"):
+            continue
+        ranks, stride = span(call.group, question)
+        seconds = call.count * on.links.seconds(call.op, call.bytes, ranks, stride)
+        place, divided = _place(call, each_time, question.layout.zero)
+        table = spent[place] if divided else once[place]
+        table[call.group] = table.get(call.group, 0.0) + (seconds / times if divided else seconds)
+    return spent, once
+
+
+def _place(call: Call, each_time: bool, zero: int) -> tuple[str, bool]:
+    """Beside what a call happens, and whether for every micro-batch."""
+    if call.phase in ALWAYS:
+        return call.phase, True
+    if call.phase == "gather forward":
+        return ("beside forward", True) if each_time else ("forward", False)
+    if call.phase == "gather backward":
+        return ("beside backward", True) if each_time else ("backward", False)
+    if call.phase == "gradients":
+        if call.group in ("tp", "tp copies", "pp ends"):
+            return "nothing", False
+        scattered_each_time = each_time and zero > 1 and call.op == "reduce_scatter"
+        return ("beside backward", True) if scattered_each_time else ("backward", False)
+    return "nothing", False
+
+
+def _message(question: Question, on: Bench) -> float:
+    """One message between neighbours in the pipeline."""
+    layout = question.layout
+    size = question.tokens * question.model.hidden * compute_width(question.recipe)
+    ranks, stride = span("pp", question)
+    if layout.sp and layout.tp > 1:
+        return on.links.seconds("send", size // layout.tp, ranks, stride)
+    if on.stack.parts_messages and layout.tp > 1:
+        part = on.links.seconds("send", size // layout.tp, ranks, stride)
+        return part + on.links.seconds("all_gather", size, layout.tp, 1)
+    return on.links.seconds("send", size, ranks, stride)
+
+
+def _optimizer(question: Question, on: Bench) -> float:
+    """The update of what the fullest rank owns."""
+    layout, recipe = question.layout, question.recipe
+    here = held(layout, question.model, question.cut_by, 0)
+    shared = layout.fsdp * layout.cp
+    wide = 1.0 if on.stack.weights == "master" else state_width(recipe) / 4
+    each = OPTIMIZER_BYTES[recipe.optimizer] + (CLIPPING_BYTES[on.stack.weights] if recipe.clip else 0.0)
+    return on.kernels.moved(_trained(question, here) / shared * each * wide)
+
+
+def _offloadable(question: Question) -> tuple[float, float, float]:
+    """What a rank updates, in parameters; keeps of a step's activations, and of parameters at rest, in bytes."""
+    layout, recipe = question.layout, question.recipe
+    here = held(layout, question.model, question.cut_by, 0)
+    elements = _trained(question, here)
+    owned = elements / (layout.fsdp * layout.cp)
+    inputs = question.tokens * question.model.hidden * compute_width(recipe) * here.layers
+    kept = inputs * question.accumulation * (1 if layout.recompute == "full" else KEPT_A_LAYER)
+    return owned, kept, (owned if layout.zero == 3 else elements) * compute_width(recipe)
+
+
+def _trained(question: Question, here: Held) -> float:
+    experts = expert_elements(question) * here.sparse if question.lora is None else 0
+    return trained(question, here).elements + experts

@@ -1,0 +1,209 @@
+"""``shoal plan`` as a person and as a script meet it: the table and its JSON, files written or refused, no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.facts.configfile import load
+from shoal.plan.resolve import resolve
+
+Capture = pytest.CaptureFixture[str]
+SMALL = ("llama3.2-1b", "--on", "2xH100", "--seq", "1024", "--batch", "4")
+
+
+def plan(capsys: Capture, *arguments: str) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments])
+    return ended.value.code, *capsys.readouterr()
+
+
+def document(capsys: Capture, *arguments: str) -> dict[str, Any]:
+    code, out, _ = plan(capsys, *arguments, "--json")
+    assert code == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_the_document_has_every_field_that_is_promised(capsys: Capture) -> None:
+    found = document(capsys, *SMALL, "--top", "3", "--tokens", "1B", "--price", "2")
+    assert {"model", "cluster", "recipe", "plans", "rejected", "searched", "seconds"} <= found.keys()
+    best = found["plans"][0]
+    promised = """layout degrees world fits memory step tokens_per_s_per_gpu model_tflops_per_gpu mfu vs_ddp traffic
+        error_bar support command why"""
+    assert set(promised.split()) <= best.keys()
+    spent = dict(best["step"])
+    assert spent.pop("seconds") == pytest.approx(sum(spent.values()))
+    held = ("params", "grads", "optimizer", "activations", "logits", "buffers")
+    assert sum(best["memory"][name] for name in held) == best["memory"]["peak_allocated"]
+    times = [one["step"]["seconds"] for one in found["plans"]]
+    assert times == sorted(times) and all(one["fits"] for one in found["plans"])
+    assert best["cost"]["cost"] == pytest.approx(2 * best["cost"]["gpu_hours"])
+    assert best["why"] and len(found["rejected"]) <= 20
+    assert found["recipe"]["precision"] == "bf16" and found["recipe"]["optimizer"] == "adamw"
+
+
+def test_every_number_of_the_table_is_in_the_document(capsys: Capture) -> None:
+    found = document(capsys, *SMALL, "--top", "3")
+    _, shown, _ = plan(capsys, *SMALL, "--top", "3")
+    assert found["decision"]["text"] in shown
+    assert all(reason in shown for reason in found["decision"]["reasons"])
+    assert f"{found['searched']:,} layouts searched" in shown
+    for one in found["plans"]:
+        (row,) = [line for line in shown.splitlines() if line.endswith(f"  {one['layout']}")]
+        sizes = [
+            f"{one['memory'][name] / 2**30:.1f}" for name in ("peak_allocated", "device_total", "capacity")
+        ]
+        numbers = [
+            f"{one['step']['seconds']:.4g} ± {one['error_bar']:.0%}",
+            f"{one['tokens_per_s_per_gpu']:,.0f}",
+            f"{one['mfu']:.1%}",
+            f"{one['vs_ddp']:.2f}",
+        ]
+        assert f"{sizes[0]} … {sizes[1]} of {sizes[2]}" in row
+        assert all(number in row for number in numbers) and one["binds"] in row
+
+
+def test_one_layout_is_judged_alone_also_where_it_does_not_fit(capsys: Capture) -> None:
+    found = document(capsys, "llama3-8b", *SMALL[1:], "--layout", "dp=2")
+    (only,) = found["plans"]
+    assert only["layout"] == "dp=2" and not only["fits"] and found["searched"] == 1
+    assert found["remedies"] and "does not fit" in found["decision"]["text"]
+    assert all(remedy["device_total"] <= remedy["capacity"] for remedy in found["remedies"])
+
+
+def test_an_illegal_layout_is_refused_with_all_reasons_and_the_nearest(capsys: Capture) -> None:
+    code, out, err = plan(capsys, *SMALL, "--layout", "dp=3,tp=5")
+    assert code == 2 and out == ""
+    assert err.count("error: ") >= 3 and "nearest legal layouts: " in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["lama3-8b", *SMALL[1:]], ["'lama3-8b' is neither a preset"]),
+        ([*SMALL, "--layout", "tpp=2"], ["unknown key 'tpp'"]),
+        ([*SMALL, "--tokens", "many"], ["--tokens: 'many'"]),
+        ([*SMALL, "--price", "2"], ["--price needs the length"]),
+        ([*SMALL, "--top", "0"], ["--top 0"]),
+        ([*SMALL, "--export", "deepsped", "--save", "x.toml"], ["--export deepsped"]),
+        ([*SMALL, "--precision", "bf61"], ['recipe.precision = "bf61"', 'recipe.precision = "bf16"']),
+        ([*SMALL, "--lora", "0", "--tokens", "0", "--states", "fp4"], ["--lora 0", "--tokens 0", "states"]),
+        (["tiny", "--on", "2xH1000", *SMALL[3:]], ["--on: '2xH1000': there is no device"]),
+        ([*SMALL, "--html", "no/such/page.html"], ["there is no directory no/such"]),
+        (["gpt2", *SMALL[1:3], "--seq", "4096", "--batch", "4"], ["learned positions"]),
+        (["mixtral-8x7b", "--on", "64xH100", *SMALL[3:5], "--batch", "64", "--save", "x.toml"], ["experts"]),
+        ([*SMALL, "--lora", "16", "--save", "x.toml"], ["model.lora"]),
+        ([*SMALL, "--layout", "cp=2", "--save", "x.toml"], ["cp=2"]),
+        (["--on", "2xH100"], ["MODEL"]),
+    ],
+)
+def test_bad_input_writes_nothing(
+    arguments: list[str], said: list[str], capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = plan(capsys, *arguments, "--json")
+    assert code == 2 and out == ""
+    assert all(words in err for words in said), err
+    assert "  fix: " in err and list(tmp_path.iterdir()) == []
+
+
+def test_what_is_saved_can_be_trained(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    code, out, _ = plan(capsys, *SMALL, "--tokens", "1B", "--save", str(path))
+    assert code == 0 and f"wrote {path}; then: shoal train" in out
+    job = resolve(load(path).config)
+    assert job.model.name == "llama3.2-1b" and str(job.cluster) == "2xH100" and job.layout.world == 2
+    assert (job.config.recipe.batch, job.config.recipe.seq, job.config.recipe.precision) == (4, 1024, "bf16")
+    assert job.config.recipe.steps == -(-(10**9) // 4096)
+    before = path.read_text()
+    code, out, err = plan(capsys, *SMALL, "--save", str(path))
+    assert code == 2 and "exists" in err and path.read_text() == before
+    code, _, _ = plan(capsys, *SMALL, "--save", str(path), "--force", "--layout", "fsdp=2,recompute=full")
+    assert code == 0 and 'layout = "fsdp=2,recompute=full"' in path.read_text()
+
+
+def test_an_export_is_written_with_its_command(capsys: Capture, tmp_path: Path) -> None:
+    found = document(
+        capsys, *SMALL, "--layout", "fsdp=2,zero=2", "--export", "deepspeed", "--to", str(tmp_path)
+    )
+    assert found["export"]["command"].startswith("deepspeed ")
+    assert [Path(path).exists() for path in found["written"]] == [True] * len(list(tmp_path.iterdir()))
+    (config,) = tmp_path.glob("*.json")
+    assert json.loads(config.read_text())["zero_optimization"]["stage"] == 2
+
+
+class Links(HTMLParser):
+    """What a page would fetch, and whether its tags close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_one_file_that_fetches_nothing(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    found = document(capsys, *SMALL, "--curve", "--tokens", "1B", "--html", str(path))
+    text = path.read_text()
+    parser = Links()
+    parser.feed(text)
+    assert parser.open == [] and parser.fetched == [] and "http" not in text and "<script" not in text
+    assert len(text) < 60_000
+    assert all(one["layout"] in text for one in found["plans"])
+    assert [point["devices"] for point in found["curve"]["devices"]] == [1, 2, 4]
+
+
+def test_no_torch_and_no_numpy(tmp_path: Path) -> None:
+    page, config = str(tmp_path / "plan.html"), str(tmp_path / "run.toml")
+    words = ["plan", *SMALL, "--json", "--html", page, "--save", config, "--explain"]
+    program = f"""
+import sys
+from shoal.cli.main import main
+try:
+    main({words!r})
+finally:
+    heavy = {{"torch", "numpy", "transformers"}} & sys.modules.keys()
+    assert not heavy, heavy
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["plans"]
+
+
+def test_the_library_has_the_same_face() -> None:
+    program = """
+import sys
+import shoal
+assert not {"torch", "pydantic", "shoal.facts"} & sys.modules.keys()
+found = shoal.plan("llama3.2-1b", "2xH100", seq=1024, batch=4, top=2)
+assert found.best.fits and found.as_json()["plans"][0]["layout"] == str(found.best.layout)
+one = shoal.predict("llama3.2-1b", "2xH100", found.best.layout, seq=1024, batch=4)
+assert one.step.seconds == found.best.step.seconds and one.memory == found.best.memory
+assert shoal.Layout.parse("dp=2").world == 2 and shoal.Model and shoal.Cluster
+import shoal.plan.search
+assert callable(shoal.plan) and callable(shoal.predict)
+assert "torch" not in sys.modules
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_help_has_an_example(capsys: Capture) -> None:
+    code, out, _ = plan(capsys, "--help")
+    assert code == 0 and "Example: shoal plan llama3-8b --on 64xH100" in " ".join(out.split())

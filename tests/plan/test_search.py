@@ -1,0 +1,171 @@
+"""The search: bounds that hold, the same answer as brute force, and what comes with it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from shoal.facts import clusters, presets
+from shoal.facts.cluster import Cluster
+from shoal.facts.config import TuneSection
+from shoal.facts.layout import Layout
+from shoal.facts.legality import Case, broken
+from shoal.facts.model import Model
+from shoal.facts.recipe import Recipe
+from shoal.facts.stack import SHOAL
+from shoal.plan.bounds import Bounds
+from shoal.plan.room import Room
+from shoal.plan.search import search
+from shoal.plan.space import NOTHING, OFFLOADS, Candidate, Space
+from shoal.predict.memory import ledger
+from shoal.predict.question import Question
+from shoal.predict.step import bench, step
+
+TINY = presets.find("tiny").model_copy(update={"layers": 4})
+NARROW = TINY.model_copy(update={"name": "narrow", "layers": 2, "heads": 2, "kv_heads": 1})
+MIXED = presets.find("mixtral-8x7b").model_copy(
+    update={
+        "name": "mixed",
+        "layers": 2,
+        "hidden": 128,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "ffn": 256,
+    }
+)
+MIXED = MIXED.model_copy(
+    update={"experts": MIXED.experts.model_copy(update={"count": 2, "active": 1, "ffn": 256})}
+    if MIXED.experts
+    else {}
+)
+
+
+def small(name: str, memory: float) -> Cluster:
+    """A cluster whose devices have so many MiB."""
+    cluster = clusters.find(name)
+    device = cluster.device.model_copy(update={"memory_bytes": round(memory * 2**20)})
+    return cluster.model_copy(update={"device": device})
+
+
+def recipe(seq: int, batch: int) -> Recipe:
+    return Recipe(seq=seq, batch=batch, precision="bf16", reduce="bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "on", "seq", "batch"),
+    [
+        ("llama3-8b", "64xH100", 8192, 256),
+        ("gpt3-175b", "32xA100-80GB", 2048, 128),
+        ("mixtral-8x7b", "16xH100", 4096, 64),
+        ("deepseek-v3", "64xH100", 4096, 128),
+    ],
+)
+def test_bounds_are_never_above_what_they_bound(name: str, on: str, seq: int, batch: int) -> None:
+    model, cluster, asked = presets.find(name), clusters.find(on), recipe(seq, batch)
+    chance = random.Random(0)
+    for stack in (SHOAL, replace(SHOAL, host=3e-4, overlap=0.7)):
+        space = Space(model, asked, cluster.devices)
+        at = bench(Question(model, cluster, asked, Layout(), stack))
+        bounds, room = (
+            Bounds(at, TuneSection(), None, cluster.devices),
+            Room(model, cluster, asked, stack, None),
+        )
+        splits = list(space.splits())
+        for _ in range(40):
+            split = chance.choice(splits)
+            share, order = chance.choice(list(space.shares(split))), chance.choice(space.orders(split))
+            states = chance.choice(list(space.states(split, chance.choice((NOTHING, *OFFLOADS)))))
+            unit = chance.choice(space.units(split, states))
+            layout = Candidate(split, share, order, states, unit).layout()
+            question = Question(model, cluster, asked, layout, stack)
+            seconds = step(question, at).seconds * (1 + 1e-9)
+            assert bounds.of_split(split) <= seconds, layout
+            assert bounds.of_share(split, share) <= seconds, layout
+            worked = bounds.of_order(split, share, order, bounds.handled(split, share, states), played=True)
+            assert bounds.of_order(split, share, order) <= worked * (1 + 1e-9), layout
+            assert bounds.of_states(split, share, order, states, worked) <= seconds, layout
+            if order.chunks * split.pp <= 16:  # deeper ones take long to play through
+                peak = ledger(question).peak_allocated * (1 + 1e-9)
+                assert room.of_split(split, share.ep, states.offload) <= peak, layout
+                assert room.of_order(split, share, order, states.offload) <= peak, layout
+                assert room.of_states(split, share, order, states) <= peak, layout
+
+
+def test_every_layout_of_the_space_is_legal_canonical_and_there_once() -> None:
+    asked = recipe(16, 4)
+    space = Space(MIXED, asked, 4)
+    layouts = [candidate.layout() for candidate in space.everything()]
+    assert len(layouts) == len({str(layout) for layout in layouts}) == space.size()
+    for layout in random.Random(0).sample(layouts, 200):
+        assert Layout.parse(str(layout)) == layout
+        assert not list(broken(Case(layout, MIXED, asked.seq, asked.batch, clusters.find("4xH100"), False)))
+
+
+def brute_force(model: Model, cluster: Cluster, asked: Recipe, runnable: bool) -> float | None:
+    """The least time of all layouts that fit, looking at every one of them."""
+    at = bench(Question(model, cluster, asked, Layout()))
+    best = None
+    for candidate in Space(model, asked, cluster.devices, runnable).everything():
+        question = Question(model, cluster, asked, candidate.layout())
+        seconds = step(question, at).seconds
+        if (best is None or seconds < best) and ledger(question).fits:
+            best = seconds
+    return best
+
+
+# Memory from plenty to almost nothing; the context and communicators alone take 1 to 3 GiB.
+@pytest.mark.parametrize(
+    ("model", "on", "mebibytes", "seq", "batch", "runnable"),
+    [
+        (NARROW, "2xH100", 8000, 64, 4, False),
+        (NARROW, "2xH100", 1190, 64, 2, False),
+        (NARROW, "3xA100-80GB", 4000, 32, 3, False),
+        (TINY, "2xH100", 1195, 64, 2, True),
+        (NARROW, "4xH100", 1770, 32, 2, False),
+        (TINY, "4xH100", 8000, 64, 4, True),
+        (TINY, "4x1xH100", 1200, 64, 4, True),
+        (MIXED, "2xH100", 1200, 32, 2, False),
+        (NARROW, "6xH100", 8000, 32, 6, True),
+        (TINY, "8xH100", 1800, 64, 8, True),
+        (TINY, "16xH100", 4000, 32, 4, True),
+    ],
+)
+def test_the_same_answer_as_brute_force(
+    model: Model, on: str, mebibytes: float, seq: int, batch: int, runnable: bool
+) -> None:
+    cluster, asked = small(on, mebibytes), recipe(seq, batch)
+    found = search(model, cluster, asked, runnable=runnable, effort=None)
+    best = brute_force(model, cluster, asked, runnable)
+    assert (found.plans[0].step.seconds if found.plans else None) == best
+    assert found.complete and found.proven
+    assert found.searched == Space(model, asked, cluster.devices, runnable).size()
+    assert all(plan.fits for plan in found.plans)
+
+
+def test_plans_are_ranked_marked_and_set_against_their_rivals() -> None:
+    found = search(presets.find("llama3-8b"), clusters.find("8xH100"), recipe(4096, 64))
+    times = [plan.step.seconds for plan in found.plans]
+    assert times == sorted(times) and len(times) == 10
+    assert found.plans[0].tie and found.plans[0] in found.ties
+    assert all(
+        plan.tie == (plan.step.seconds <= times[0] * (1 + found.plans[0].error_bar)) for plan in found.plans
+    )
+    assert found.runnable is not None and found.runnable.layout.cp == 1
+    assert len({plan.layout for plan in found.plans}) == 10
+    assert 0 < len(found.rejected) <= 20
+    assert not {one.layout for one in found.rejected} & {plan.layout for plan in found.plans}
+    assert any(one.reason.startswith("does not fit") for one in found.rejected)
+    assert found.evaluated < found.searched / 100
+
+
+def test_a_search_that_is_broken_off_says_so() -> None:
+    found = search(presets.find("llama3-8b"), clusters.find("8xH100"), recipe(4096, 64), effort=5)
+    assert not found.complete and not found.proven and found.at_best is not None
+
+
+def test_what_fits_nowhere_has_no_plan() -> None:
+    found = search(presets.find("gpt3-175b"), clusters.find("2xA100-40GB"), recipe(2048, 8), runnable=True)
+    assert found.plans == [] and found.runnable is None

@@ -1,0 +1,147 @@
+"""The memory ledger: against the engine's own code on fake tensors, and what must hold of it everywhere."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.predict.counted import GPT2, ask, counted, stage_of
+
+from shoal.facts.clusters import find
+from shoal.facts.config import Lora
+from shoal.facts.layout import RECOMPUTES, SCHEDULES, Layout
+from shoal.facts.legality import violations
+from shoal.facts.presets import PRESETS
+from shoal.facts.recipe import Recipe
+from shoal.facts.schedule import in_flight as most_in_flight
+from shoal.facts.schedule import instructions
+from shoal.predict.inflight import moments
+from shoal.predict.least import least_bytes
+from shoal.predict.memory import ledger, ledgers
+from shoal.predict.question import Question
+
+Case = tuple[str, dict[str, Any], dict[str, Any], int]
+
+# Layout, changes to the model, recipe, rank.
+CASES: list[Case] = [
+    ("micro=4", {}, {}, 0),
+    ("micro=4", GPT2, {"precision": "bf16"}, 0),
+    ("micro=1", {"qk_norm": True}, {"precision": "bf16", "batch": 2}, 0),
+    ("micro=4,recompute=full", {}, {"precision": "bf16"}, 0),
+    ("micro=4,recompute=selective", {}, {}, 0),
+    ("micro=4", {"vocab": 90000, "layers": 1}, {"precision": "bf16"}, 0),
+    ("micro=4", {"tied": True}, {"precision": "bf16", "states": "bf16"}, 0),
+    ("dp=4,micro=1", {}, {"precision": "bf16"}, 0),
+    ("fsdp=4,micro=1,recompute=full", {"layers": 3}, {"precision": "bf16"}, 1),
+    ("fsdp=2,unit=2,micro=2", {"layers": 3}, {}, 0),
+    ("dp=2,fsdp=2,zero=1", {"tied": True}, {}, 0),
+    ("fsdp=2,zero=2,micro=2,recompute=full", {}, {"precision": "bf16"}, 0),
+    ("tp=4", {}, {"precision": "bf16"}, 0),
+    ("tp=4,sp=0,recompute=selective", {}, {}, 0),
+    ("fsdp=2,tp=2,recompute=full", {"layers": 3}, {}, 3),
+    ("pp=2,micro=1", {}, {"precision": "bf16"}, 0),
+    ("pp=2,micro=1,schedule=gpipe", {}, {}, 1),
+    ("pp=2,micro=1,schedule=zb", {}, {}, 1),
+    ("pp=2,micro=1,schedule=interleaved,recompute=full", {"layers": 4}, {"precision": "bf16"}, 0),
+    ("pp=2,micro=1,schedule=zbv", {"layers": 4}, {}, 0),
+    ("fsdp=2,pp=2,micro=1", {}, {"precision": "bf16"}, 2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[2]}")
+def test_the_peak_is_what_the_engine_holds(case: Case) -> None:
+    layout, changes, recipe, rank = case
+    question = ask(layout, changes, **recipe)
+    seen = counted(question, rank)
+    said = ledgers(question)[stage_of(question, rank)]
+    assert seen["params"] == pytest.approx(said.params, rel=0.002)
+    assert sum(seen.values()) == pytest.approx(said.peak_allocated - said.optimizer, rel=0.02)
+
+
+def test_the_categories_add_up_and_the_worst_rank_is_the_worst() -> None:
+    for layout in LAYOUTS:
+        question = Question(PRESETS["mixtral-8x7b"], find("512xH100"), RECIPE, Layout.parse(layout))
+        every, worst = ledgers(question), ledger(question)
+        for one in every:
+            named = (one.params, one.grads, one.optimizer, one.activations, one.logits, one.buffers)
+            assert sum(named) == one.peak_allocated and min(named) >= 0, layout
+            assert one.peak_allocated < one.reserved < one.device_total
+        assert worst.peak_allocated == max(one.peak_allocated for one in every), layout
+
+
+RECIPE = Recipe(seq=4096, batch=512, steps=1, precision="bf16")
+LAYOUTS = [
+    "fsdp=512,ep=8",
+    "dp=64,fsdp=8,zero=1,micro=1",
+    "fsdp=16,tp=8,cp=4",
+    "fsdp=16,tp=8,cp=4,cp_kind=ulysses,sp=0,zero=2",
+    "fsdp=32,pp=8,tp=2,ep=4,micro=1,recompute=selective",
+    *(f"fsdp=16,zero=1,pp=16,tp=2,micro=4,schedule={schedule}" for schedule in SCHEDULES),
+    "fsdp=512,offload=optimizer:0.5+params@nvme+activations",
+]
+
+
+def test_a_policy_that_saves_memory_does() -> None:
+    def peak(layout: str, **recipe: Any) -> int:
+        return ledger(
+            Question(
+                PRESETS["llama3-8b"], find("8xH100"), RECIPE.model_copy(update=recipe), Layout.parse(layout)
+            )
+        ).peak_allocated
+
+    base = "fsdp=8,micro=2"
+    assert peak(base) > peak(f"{base},recompute=selective") > peak(f"{base},recompute=full")
+    assert peak(f"{base},zero=1") > peak(f"{base},zero=2") > peak(base)
+    assert peak(base) > peak(f"{base},offload=activations:0.5") > peak(f"{base},offload=activations")
+    assert peak(base, states="int8") < peak(base, states="bf16") < peak(base)
+    assert peak(f"{base},offload=optimizer") < peak(f"{base},offload=optimizer:0.5") < peak(base)
+    assert peak(f"{base},unit=4") > peak(base)
+    assert peak("fsdp=2,tp=4,sp=0,micro=2") > peak("fsdp=2,tp=4,micro=2")
+
+
+def test_offloaded_bytes_wait_elsewhere() -> None:
+    on_device = Question(PRESETS["llama3-70b"], find("8xH100"), RECIPE, Layout.parse("fsdp=8,micro=1"))
+    away = replace(on_device, layout=Layout.parse("fsdp=8,micro=1,offload=optimizer@nvme+params"))
+    here, there = ledger(on_device), ledger(away)
+    assert not here.fits and there.params == there.optimizer == 0
+    assert there.nvme == here.optimizer and there.host == pytest.approx(2 * here.params, rel=0.01)
+
+
+def test_lora_trains_little_of_a_frozen_model() -> None:
+    question = Question(PRESETS["llama2-7b"], find("1xH100"), RECIPE, Layout.parse("micro=1,recompute=full"))
+    whole, adapted = ledger(question), ledger(replace(question, lora=Lora()))
+    assert not whole.fits and adapted.fits
+    assert adapted.params == pytest.approx(2 * 6.74e9, rel=0.02)
+    assert adapted.optimizer < 0.01 * whole.optimizer and adapted.grads < 0.01 * whole.grads
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_in_flight_is_what_the_schedule_holds(schedule: str) -> None:
+    chunks = 2 if schedule in ("interleaved", "zbv", "dualpipev") else 1
+    for pp, micro_batches in ((2, 1), (4, 3), (4, 40), (8, 64)):
+        expected = most_in_flight(instructions(schedule, pp, chunks, micro_batches))
+        for rank in range(pp):
+            found = moments(schedule, pp, chunks, micro_batches, rank)
+            most = max(sum(one.held) + sum(one.deferred) for one in found)
+            assert most == expected[rank], (pp, micro_batches, rank)
+
+
+def test_the_bound_is_one() -> None:
+    draw = random.Random(0)
+    models = [PRESETS[name] for name in ("llama3-8b", "mixtral-8x7b", "deepseek-v3", "gpt3-175b")]
+    recipe = RECIPE.model_copy(update={"seq": 2048})
+    checked = 0
+    while checked < 150:
+        model = draw.choice(models)
+        fields: dict[str, Any] = {axis: 2 ** draw.randrange(4) for axis in ("dp", "fsdp", "tp", "cp", "pp")}
+        fields |= {"ep": 2 ** draw.randrange(3) if model.experts else 1, "zero": draw.choice((1, 2, 3))}
+        fields |= {"micro": draw.choice((1, 2)), "sp": draw.random() < 0.5, "unit": draw.choice((1, 2))}
+        fields |= {"recompute": draw.choice(RECOMPUTES), "schedule": draw.choice(SCHEDULES)}
+        layout = Layout(**fields)
+        if violations(layout, model, recipe):
+            continue
+        question = Question(model, find(f"1x{layout.world}xH100"), recipe, layout)
+        assert 0 < least_bytes(question) <= ledger(question).peak_allocated, str(layout)
+        checked += 1
