@@ -18,7 +18,7 @@ from shoal.plan.published import read
 from shoal.predict.flops import flops_per_token
 from shoal.predict.question import Question
 
-PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "published_runs.csv"
+PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.csv"
 
 
 def judged(layout: str, model: str = "llama3-8b", on: str = "8xH100", lora: Lora | None = None) -> Plan:

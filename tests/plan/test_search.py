@@ -89,7 +89,9 @@ def test_bounds_are_never_above_what_they_bound(name: str, on: str, seq: int, ba
             assert bounds.of_states(split, share, order, states, worked) <= seconds, layout
             if order.chunks * split.pp <= 16:  # deeper ones take long to play through
                 peak = ledger(question).peak_allocated * (1 + 1e-9)
-                assert room.of_split(split, share.ep, states.offload) <= peak, layout
+                resting, at_update = room.of_split(split, share.ep, states.offload)
+                assert at_update <= peak, layout
+                assert room.of_share(split, share, resting) <= peak, layout
                 assert room.of_order(split, share, order, states.offload) <= peak, layout
                 assert room.of_states(split, share, order, states) <= peak, layout
 

@@ -9,11 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.facts.model import Experts, Model
-from shoal.facts.parameters import active_parameter_count
+from shoal.facts.parameters import active_parameter_count, parameter_count
 from shoal.facts.presets import PRESETS
 from shoal.models.decoder import build
 from shoal.models.initial import initialise
-from shoal.predict.flops import attention_flops, flops_per_token, matrix_parameters
+from shoal.predict.flops import attention_flops, flops_per_token, in_conventions, matrix_parameters
 
 GPT: dict[str, Any] = {
     "norm": "layer",
@@ -113,3 +113,14 @@ def test_real_mixtures_count_their_active_weights(preset: str) -> None:
 def test_latent_attention_multiplies_narrow_values() -> None:
     model = PRESETS["deepseek-v3"]
     assert attention_flops(model, 0, 4096) == 2 * 4097 / 2 * 128 * (128 + 64 + 128)
+
+
+def test_rates_in_other_conventions() -> None:
+    model, seq = PRESETS["llama3-8b"], 8192
+    rates = in_conventions(model, seq, 400.0)
+    assert rates["causal attention once"] == pytest.approx(400.0)
+    # Attention in full is about twice attention counted once; 6N knows no attention and counts the embedding.
+    attention = 3 * sum(attention_flops(model, layer, seq) for layer in range(model.layers))
+    total = flops_per_token(model, seq)
+    assert rates["full attention"] == pytest.approx(400 * (total + attention) / total, rel=1e-3)
+    assert rates["6N"] == pytest.approx(400 * 6 * parameter_count(model) / total)

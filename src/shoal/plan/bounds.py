@@ -13,11 +13,11 @@ from math import gcd
 from typing import NamedTuple
 
 from shoal.facts.config import Lora, TuneSection
-from shoal.facts.layout import ONE_CHUNK, Layout, Offload, Recompute
+from shoal.facts.layout import Layout, Offload, Recompute
 from shoal.plan.exchange import Exchange, Ranks, Sums, exchanged
-from shoal.plan.space import Order, Share, Split, States
+from shoal.plan.space import Order, Share, Split, States, layout_of
 from shoal.predict import context, expert, layer, tensor
-from shoal.predict.bubble import Idle, idle
+from shoal.predict.bubble import Idle, follows, idle
 from shoal.predict.call import Call, compute_width, state_width
 from shoal.predict.flops import matrix_parameters
 from shoal.predict.held import Held, stages_here
@@ -92,9 +92,9 @@ class Bounds:
             flops /= 2  # a rank's tokens do not spread evenly over its experts, and rows are rounded down
         return flops / (self.on.kernels.peak * self.on.rates.device.matmul)
 
-    def of_share(self, split: Split, share: Share) -> float:
+    def of_share(self, split: Split, share: Share, recompute: Recompute = "none") -> float:
         """All computation and exchange within layers, evenly over the pipeline."""
-        costs = self.costs(split, share, "none", layer.NONE)
+        costs = self.costs(split, share, recompute, layer.NONE)
         (whole,) = self.kinds(1, 1, "1f1b")
         total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.first + costs.last
         times = self.recipe.batch // (split.data * share.micro)
@@ -126,7 +126,7 @@ class Bounds:
         if split.pp == 1:
             return times * slowest
         waits = Idle((split.pp - 1) / (3 * order.chunks), 0.0)  # the least that any schedule can have
-        if played or order.schedule in ONE_CHUNK or times >= 2 * split.pp:
+        if played or follows(order.schedule, split.pp, order.chunks, times):
             waits = idle(order.schedule, split.pp, order.chunks, times)
         wait = waits.work / (split.pp - 1)
         # Where a rank's own work counts for less than its wait for others, the bound holds with all work on one rank.
@@ -171,7 +171,7 @@ class Bounds:
 
     def _priced(self, split: Split, share: Share, recompute: Recompute, held: Passes) -> Costs:
         """One micro-batch of one rank. As many replicas as there are experts' ranks, so that these have a place."""
-        layout = Layout.model_construct(
+        layout = layout_of(
             dp=share.ep, tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, ep=share.ep,
             micro=share.micro, recompute=recompute,
         )  # fmt: skip
@@ -215,7 +215,7 @@ class Bounds:
         """All layers, without the ends."""
         known = self._held.get((tp, sp))
         if known is None:
-            whole = held_by(Layout.model_construct(tp=tp, sp=sp), self.model, self.cut_by, 0)
+            whole = held_by(layout_of(tp=tp, sp=sp), self.model, self.cut_by, 0)
             known = self._held[tp, sp] = replace(whole, first=False, last=False)
         return known
 
@@ -295,7 +295,7 @@ class Bounds:
         """A question with as many micro-batches, which is all that transfers ask of a layout besides ``offload``."""
         known = self._questions.get((data, micro, offload))
         if known is None:
-            layout = Layout.model_construct(dp=data, micro=micro, offload=offload)
+            layout = layout_of(dp=data, micro=micro, offload=offload)
             known = self._questions[data, micro, offload] = self._question(layout)
         return known
 
@@ -307,7 +307,7 @@ class Bounds:
         key = split.tp, share.sp, split.pp, order.schedule, order.chunks, share.ep
         known = self._first.get(key)
         if known is None:
-            layout = Layout.model_construct(
+            layout = layout_of(
                 tp=split.tp,
                 sp=share.sp,
                 pp=split.pp,

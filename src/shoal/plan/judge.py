@@ -12,7 +12,7 @@ from shoal.facts.layout import Layout, divisors
 from shoal.facts.ledger import Ledger
 from shoal.facts.traffic import Traffic
 from shoal.plan import evidence
-from shoal.predict.flops import flops_per_token, matrix_parameters
+from shoal.predict.flops import flops_per_token, in_conventions, matrix_parameters
 from shoal.predict.memory import ledger
 from shoal.predict.question import Question
 from shoal.predict.step import Bench, Step, bench, step
@@ -73,6 +73,11 @@ class Plan:
         if self.question.lora is not None:
             each -= 2 * matrix_parameters(model)
         return each * self.tokens_per_s_per_gpu / 1e12
+
+    @property
+    def tflops_by_convention(self) -> dict[str, float]:
+        model, seq = self.question.model, self.question.recipe.seq
+        return in_conventions(model, seq, self.model_tflops_per_gpu)
 
     @property
     def mfu(self) -> float | None:
@@ -182,6 +187,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "step": {name: getattr(spent, name) for name in parts},
         "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
         "model_tflops_per_gpu": plan.model_tflops_per_gpu,
+        "tflops_by_convention": plan.tflops_by_convention,
         "mfu": plan.mfu,
         "vs_ddp": plan.vs_ddp,
         "ddp_fits": plan.ddp_fits,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 from operator import mul
 from typing import NamedTuple
@@ -16,12 +17,12 @@ from typing import NamedTuple
 from shoal.facts.cluster import Cluster
 from shoal.facts.config import Lora
 from shoal.facts.holdings import holdings
-from shoal.facts.layout import V_SHAPED, Layout, Offload, Zero
+from shoal.facts.layout import RECOMPUTES, V_SHAPED, Offload, Recompute, Zero
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.facts.schedule import SPLIT_BACKWARD
 from shoal.facts.stack import Stack
-from shoal.plan.space import Order, Share, Split, States
+from shoal.plan.space import Order, Share, Split, States, layout_of
 from shoal.predict import weights
 from shoal.predict.activations import Block
 from shoal.predict.device import on_top
@@ -72,6 +73,7 @@ class Room:
         self._most: dict[Split, float] = {}
         self._parts: dict[tuple[object, ...], weights.Part] = {}
         self._blocks: dict[tuple[object, ...], Block] = {}
+        self._least: dict[tuple[object, ...], float] = {}
         self._held: dict[tuple[object, ...], Kept] = {}
         self._sized: dict[tuple[object, ...], Sizes] = {}
         self._cut: dict[tuple[object, ...], tuple[Blocks, ...]] = {}
@@ -80,49 +82,69 @@ class Room:
         """Whether so many bytes may fit, with as few communicators as this split can have."""
         most = self._most.get(split)
         if most is None:
-            layout = Layout.model_construct(fsdp=split.data, tp=split.tp, cp=split.cp, pp=split.pp)
+            layout = layout_of(fsdp=split.data, tp=split.tp, cp=split.cp, pp=split.pp)
             question = Question(self.model, self.cluster, self.recipe, layout, self.stack)
             # What comes on top grows in proportion; a few bytes are for rounding.
             none, much = (on_top(question, size).total for size in (0, 2**40))
             most = self._most[split] = (self.capacity - none) / (much - none) * 2**40 + 16
         return peak <= most
 
-    def of_split(self, split: Split, ep: int, offload: tuple[Offload, ...]) -> float:
-        """States, shared out as far as they can be, of a pipeline's average rank."""
-        dense, sparse = self._layers()
+    def of_split(self, split: Split, ep: int, offload: tuple[Offload, ...]) -> tuple[float, float]:
+        """Of a pipeline's average rank, with states shared out as far as they can be: what rests, and at the update."""
+        dense, sparse = self._layers
         sizes = self._sizes(split, ep, split.data, Blocks(dense, sparse))
         weight, optimizer, gradient = self._resting(sizes, sharded=True, scattered=True, offload=offload)
-        return (weight + optimizer + gradient) / split.pp
+        return (weight + optimizer) / split.pp, (weight + optimizer + gradient) / split.pp
+
+    def of_share(self, split: Split, share: Share, resting: float) -> float:
+        """The backward pass of one block comes on top of what rests.
+
+        Its activations are there then, also where others wait elsewhere. It grows with the micro-batch: where one is
+        too large, so are all that are larger.
+        """
+        key = split.tp, split.cp, share.sp, share.cp_kind
+        least = self._least.get(key)
+        if least is None:
+            least = float("inf")
+            for recompute in RECOMPUTES:
+                kinds = [
+                    self._block(split, share, recompute, experts)
+                    for experts, count in zip((False, True), self._layers, strict=True)
+                    if count
+                ]
+                least = min(least, min(one.resting for one in kinds) + min(one.working for one in kinds))
+            self._least[key] = least
+        return resting + max(0.0, share.micro * least)
 
     def of_order(self, split: Split, share: Share, order: Order, offload: tuple[Offload, ...]) -> float:
         """States over as many ranks as there are need the least, whichever of them are shared out."""
         zeros: tuple[Zero, ...] = (3, 2, 1) if split.data * split.cp > 1 else (3,)
-        return min(
-            self.of_states(split, share, order, States(1, split.data, zero, offload)) for zero in zeros
-        )
+        every = [States(1, split.data, zero, offload) for zero in zeros]
+        return max(self._of_rank(split, share, order, every, rank) for rank in _looked_at(split, order))
 
     def of_states(self, split: Split, share: Share, order: Order, states: States) -> float:
-        first = self._of_rank(split, share, order, states, 0)
-        if order.schedule not in SPLIT_BACKWARD or split.pp == 1:
-            return first
-        return max(first, self._of_rank(split, share, order, states, split.pp - 1))
+        return max(self._of_rank(split, share, order, [states], rank) for rank in _looked_at(split, order))
 
-    def _of_rank(self, split: Split, share: Share, order: Order, states: States, rank: int) -> float:
-        shards = states.fsdp * split.cp
-        sizes = self._on_rank(split, share, order, states.fsdp, rank)
-        unsharded = states.zero < 3 and self.stack.unsharded == "buckets"
-        sharded = shards > 1 and not unsharded
-        scattered = shards > 1 and (sharded or states.zero == 2)
-        weight, optimizer, gradient = self._resting(sizes, sharded, scattered, states.offload)
-        times = self.recipe.batch // (split.data * share.micro)
-        kept = self._kept(split, share, order, states.offload, not sharded, rank)
-        full = max(
-            held + self._during(split, sizes, sharded, states, begun)
-            for held, begun in zip(kept, (False, True), strict=True)
-        )
+    def _of_rank(self, split: Split, share: Share, order: Order, ways: list[States], rank: int) -> float:
+        """With the most frugal of several ways, each part by itself; they differ in ``zero`` alone."""
+        shards, offload = ways[0].fsdp * split.cp, ways[0].offload
+        sizes = self._on_rank(split, share, order, ways[0].fsdp, rank)
+        any_sharded = any_scattered = False
+        before = later = float("inf")
+        for states in ways:
+            sharded = shards > 1 and (states.zero == 3 or self.stack.unsharded != "buckets")
+            any_sharded = any_sharded or sharded
+            any_scattered = any_scattered or sharded or (shards > 1 and states.zero == 2)
+            before = min(before, self._during(split, sizes, sharded, states, False))
+            later = min(later, self._during(split, sizes, sharded, states, True))
+        weight, optimizer, gradient = self._resting(sizes, any_sharded, any_scattered, offload)
+        kept = self._kept(split, share, order, offload, not any_sharded, rank)
         # The last backward pass of all finds everyone's gradients, whatever little else is left.
-        latest = self._during(split, sizes, sharded, states, begun=times > 1)
-        return weight + optimizer + max(gradient, full, latest)
+        once = self.recipe.batch == split.data * share.micro
+        full = max(gradient, kept.before + before, before if once else later)
+        if kept.later:
+            full = max(full, kept.later + later)
+        return weight + optimizer + full
 
     def _during(self, split: Split, sizes: Sizes, sharded: bool, states: States, begun: bool) -> float:
         """Gradients and gathered weights in the backward pass."""
@@ -153,7 +175,7 @@ class Room:
         if known is None:
             chunks = self._chunks_of(split.pp, order, rank)
             blocks = Blocks(sum(chunk.dense for chunk in chunks), sum(chunk.sparse for chunk in chunks))
-            last = rank == split.pp - 1 or order.schedule in V_SHAPED
+            last = rank == (0 if order.schedule in V_SHAPED else split.pp - 1)
             head = last and not (self.model.tied and split.pp == 1)
             known = self._sized[key] = self._sizes(split, share.ep, fsdp, blocks, rank == 0, head)
         return known
@@ -200,24 +222,19 @@ class Room:
         part = weights.Split(split.tp, share.ep, 1, 1)
         each, put_off, largest, working = [], [], 0.0, float("inf")
         for blocks in chunks:
-            held = 0.0
+            held = late = 0.0
             for experts, count in ((False, blocks.dense), (True, blocks.sparse)):
                 if not count:
                     continue
-                one = self._block(split, share, order, experts)
-                held += count * one.resting * stay
-                working = min(working, one.working)
+                one = self._block(split, share, order.recompute, experts)
+                held += count * share.micro * one.resting * stay
+                late += count * share.micro * one.deferred
+                working = min(working, share.micro * one.working)
                 if cast:
                     size = self.hold.compute * self._part(experts, part).whole
                     held, largest = held + count * size, max(largest, size)
             each.append(held)
-            put_off.append(
-                sum(
-                    count * self._block(split, share, order, experts).deferred
-                    for experts, count in ((False, blocks.dense), (True, blocks.sparse))
-                    if count
-                )
-            )
+            put_off.append(late)
         tokens = share.micro * self.recipe.seq // split.cp
         if split.pp > 1:
             # What a stage sends on stays with it; the last stage sends nothing.
@@ -232,14 +249,19 @@ class Room:
             most[begun] = max(most[begun], fixed + max(0.0, flying))
         return Kept(*most)
 
-    def _block(self, split: Split, share: Share, order: Order, experts: bool) -> Block:
-        key = (split.tp, split.cp, *share, order.recompute, experts)
+    def _block(self, split: Split, share: Share, recompute: Recompute, experts: bool) -> Block:
+        """With one sequence; everything of it grows in proportion to the micro-batch."""
+        key = split.tp, split.cp, share.sp, share.cp_kind, recompute, experts
         known = self._blocks.get(key)
         if known is None:
-            layout = Layout.model_construct(
-                tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, ep=share.ep,
-                micro=share.micro, recompute=order.recompute,
-            )  # fmt: skip
+            layout = layout_of(
+                tp=split.tp,
+                sp=share.sp,
+                cp=split.cp,
+                cp_kind=share.cp_kind,
+                micro=1,
+                recompute=recompute,
+            )
             question = Question(self.model, self.cluster, self.recipe, layout, self.stack, lora=self.lora)
             alike = [one for kind, one in setting_of(question).common.blocks.items() if kind[0] == experts]
             known = self._blocks[key] = min(alike, key=lambda one: one.resting)
@@ -257,9 +279,16 @@ class Room:
             )
         return known
 
+    @cached_property
     def _layers(self) -> tuple[int, int]:
+        """Without experts and with them."""
         sparse = sum(self.model.has_experts(number) for number in range(self.model.layers))
         return self.model.layers - sparse, sparse
+
+
+def _looked_at(split: Split, order: Order) -> tuple[int, ...]:
+    """The first rank, and the last one where weight gradients are put off."""
+    return (0, split.pp - 1) if split.pp > 1 and order.schedule in SPLIT_BACKWARD else (0,)
 
 
 def _fullest(

@@ -16,18 +16,22 @@ from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.facts.stack import SHOAL, Stack
 from shoal.plan import explain
-from shoal.plan.hunt import Hunt, Priced, Strategy, runs, strategy_of
+from shoal.plan.bounds import Bounds
+from shoal.plan.hunt import Hunt, Priced, Strategy, runs
 from shoal.plan.judge import Plan, replicas
+from shoal.plan.room import Room
 from shoal.plan.space import Space
 from shoal.predict.memory import ledger
 from shoal.predict.question import Question
+from shoal.predict.step import bench
 
 TOP = 10
 REJECTED = 20
-# Steps that a hunt takes at most; one over everything, which nobody's run depends on, a third of it. Layouts of large
-# clusters come by the million within a few percent of one another; a hunt that is broken off says what it may have
-# missed.
-EFFORT = 3000
+# Work that a hunt does at most (``plan/hunt.py``). Layouts of large clusters come by the million within a few percent
+# of one another; a hunt that is broken off says what it may have missed.
+EFFORT = 12500
+# One that has found nothing that fits goes on for up to so many times as long.
+PATIENCE = 16
 
 
 @dataclass(frozen=True)
@@ -81,28 +85,30 @@ def search(
     """The fastest layout of each of the ``top`` best strategies, and among them one that the engine runs.
 
     ``runnable``: only what the engine runs. ``devices``: how many of the cluster's to use, all unless said.
-    ``effort``: how many steps of the search to take at most; None: as many as it takes.
+    ``effort``: how much work to do at most, in bounds; None: as much as it takes.
     """
     started = time.perf_counter()
     asked = Question(model, cluster, recipe, Layout(), stack, tune or TuneSection(), lora)
     count_of_devices = devices or cluster.devices
-    narrow = Hunt(asked, Space(model, recipe, count_of_devices, runnable=True), top, effort)
-    hunts = [narrow]
-    if narrow.space.runs or runnable:
-        narrow.run()
+    tools = (
+        Bounds(bench(asked), asked.tune, lora, count_of_devices),
+        Room(model, cluster, recipe, stack, lora),
+    )
+    space = Space(model, recipe, count_of_devices, runnable=True)
+    hunts: list[Hunt] = []
+    if space.runs or runnable:
+        hunts += _hunted(Hunt(asked, *tools, space, top), effort)
     if not runnable:
-        left = effort and effort // 3 if narrow.space.runs else effort
-        apart = cluster.device.name != "cpu"
-        wide = Hunt(asked, Space(model, recipe, count_of_devices, apart=apart), top, left)
-        wide.accepted_before = [one.step.seconds for one in narrow.accepted]
-        wide.run()
-        hunts.append(wide)
+        before = hunts[0].plans() if hunts else {}
+        space = replace(space, runnable=False, apart=cluster.device.name != "cpu")
+        whole = Hunt(asked, *tools, space, top, before=before, settled=frozenset(before))
+        hunts += _hunted(whole, effort, frugal_first=True)
     plans = _ranked(hunts, top)
     at_best = min((hunt.at_best for hunt in hunts if hunt.at_best is not None), default=None)
     return Found(
         plans,
         _rejected(hunts, plans),
-        hunts[-1].space.size(),
+        space.size(),
         sum(hunt.evaluated for hunt in hunts),
         time.perf_counter() - started,
         complete=at_best is None,
@@ -110,10 +116,36 @@ def search(
     )
 
 
+def _hunted(whole: Hunt, effort: int | None, frugal_first: bool = False) -> list[Hunt]:
+    """A hunt through a space. If it is broken off empty-handed, another goes through what needs little memory.
+
+    ``frugal_first``: in that order. Of everything there is, most that is fast on a large cluster does not fit.
+    """
+    if effort is None:
+        whole.run(None)
+        return [whole]
+    frugal = Hunt(
+        whole.asked, whole.bounds, whole.room, replace(whole.space, frugal=True), whole.top,
+        before={**whole.before}, settled=whole.settled,
+    )  # fmt: skip
+    if frugal_first:
+        frugal.run(2 * effort)
+        whole.before = frugal.plans()
+    whole.run(effort // 4 if frugal_first else effort)
+    for hunt in (frugal, whole):
+        if whole.at_best is not None and not whole.plans() and not frugal.plans():
+            hunt.run(PATIENCE * effort, until_one_fits=True)
+            hunt.run(effort)
+    frugal.at_best = None  # what it leaves out is among what the whole leaves out
+    return [whole, frugal]
+
+
 def _ranked(hunts: list[Hunt], top: int) -> list[Plan]:
     """The best of all hunts; if none of several runs, the best that does takes the last place."""
-    best: dict[Layout, Priced] = {one.question.layout: one for hunt in hunts for one in hunt.accepted}
-    ranked = sorted(best.values(), key=lambda one: one.step.seconds)
+    best: dict[Strategy, Priced] = {}
+    for one in sorted((one for hunt in hunts for one in hunt.accepted), key=lambda one: one.step.seconds):
+        best.setdefault(one.strategy, one)
+    ranked = list(best.values())
     chosen = ranked[:top]
     first_that_runs = next((one for one in ranked if runs(one.candidate)), None)
     if top > 1 and first_that_runs is not None and first_that_runs not in chosen:
@@ -121,7 +153,7 @@ def _ranked(hunts: list[Hunt], top: int) -> list[Plan]:
     if not chosen:
         return []
     hunt = hunts[0]
-    against = replicas(replace(hunt.asked, layout=Layout(dp=hunt.space.devices)), hunt.on)
+    against = replicas(replace(hunt.asked, layout=Layout(dp=hunt.space.devices)), hunt.bounds.on)
     plans = [Plan(one.question, one.memory or ledger(one.question), one.step, against) for one in chosen]
     for plan in plans:
         plan.tie = plan.step.seconds <= plans[0].step.seconds * (1 + plans[0].error_bar)
@@ -138,7 +170,7 @@ def _rejected(hunts: list[Hunt], plans: list[Plan]) -> list[Rejected]:
     for one in sorted(losers, key=lambda one: one.step.seconds):
         if one.question.layout not in taken:
             fits = one.memory is None or one.memory.fits
-            nearest.setdefault((strategy_of(*one.candidate[:2], one.candidate.states), fits), one)
+            nearest.setdefault((one.strategy, fits), one)
     found = []
     for one in list(nearest.values())[:REJECTED]:
         plan = Plan(one.question, one.memory or ledger(one.question), one.step, plans[0].replicas)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.facts import support
 from shoal.facts.config import Config
@@ -52,6 +52,17 @@ def _offload(part: str) -> Offload:
 
 
 OFFLOADS = tuple(tuple(_offload(part) for part in parts) for parts in OFFLOADED)
+EVERYTHING = OFFLOADS[3]
+# The same on NVMe: as much memory on the device, slower, and for what a host has no room for.
+ON_NVME = {OFFLOADS[0]: OFFLOADS[4], OFFLOADS[1]: OFFLOADS[5]}
+
+
+PLAIN = Layout()
+
+
+def layout_of(**keys: Any) -> Layout:
+    """Every value is legal and in canonical form already, so it is not checked again, which would take long."""
+    return PLAIN.model_copy(update=keys)
 
 
 class Split(NamedTuple):
@@ -89,8 +100,7 @@ class Candidate(NamedTuple):
     unit: int
 
     def layout(self) -> Layout:
-        """Every value is legal and in canonical form already, so it is not checked again."""
-        return Layout.model_construct(
+        return layout_of(
             dp=self.states.dp,
             fsdp=self.states.fsdp,
             zero=self.states.zero,
@@ -118,6 +128,9 @@ class Space:
     devices: int
     runnable: bool = False
     apart: bool = True  # whether devices have a host beside them, where states can wait
+    frugal: bool = (
+        False  # only what needs little memory: small micro-batches, nothing kept, states over all ranks
+    )
 
     def splits(self) -> Iterator[Split]:
         if not self._legal(Layout()):
@@ -134,28 +147,42 @@ class Space:
                         yield Split(tp, cp, pp, data)
 
     def shares(self, split: Split) -> Iterator[Share]:
-        micros = divisors(self.recipe.batch // split.data)
+        for alike in self.shares_by_size(split):
+            yield from alike
+
+    def shares_by_size(self, split: Split) -> Iterator[list[Share]]:
+        """Those that differ only in the micro-batch together, from the smallest to the largest."""
+        micros = self._micros(split)
         for sp, kind in self._ways(split.tp, split.cp):
             for ep in self._expert_degrees(split):
-                for micro in micros:
-                    yield Share(sp, kind, ep, micro)
+                yield [Share(sp, kind, ep, micro) for micro in micros]
 
-    def orders(self, split: Split) -> list[Order]:
-        return [
-            Order(schedule, chunks, recompute)
-            for schedule, chunks in self._pipelines[split.pp]
-            for recompute in RECOMPUTES
-        ]
+    def _micros(self, split: Split) -> tuple[int, ...]:
+        return tuple(divisors(self.recipe.batch // split.data)[: 1 if self.frugal else None])
 
-    def sharings(self, split: Split, offload: tuple[Offload, ...] = NOTHING) -> Iterator[list[States]]:
+    def orders(self, split: Split, recompute: Recompute | None = None) -> list[Order]:
+        found = self._known_orders.get((split.pp, recompute))
+        if found is None:
+            found = self._known_orders[split.pp, recompute] = [
+                Order(schedule, chunks, again)
+                for schedule, chunks in self._pipelines[split.pp]
+                for again in ((recompute,) if recompute else RECOMPUTES)
+            ]
+        return found
+
+    def sharings(self, split: Split, offload: tuple[Offload, ...] = NOTHING) -> list[list[States]]:
         """By what is shared out; each from the most ranks to the fewest, and so from the least memory to the most."""
-        degrees = divisors(split.data)[::-1]
-        shared = [fsdp for fsdp in degrees if fsdp * split.cp > 1]
-        zeros: tuple[Zero, ...] = (3, 2, 1) if shared else ()
-        for zero in zeros:
-            yield [States(split.data // fsdp, fsdp, zero, offload) for fsdp in shared]
-        if split.cp == 1:
-            yield [States(split.data, 1, 3, offload)]
+        key = split.data, split.cp > 1, offload
+        found = self._known_sharings.get(key)
+        if found is None:
+            degrees = divisors(split.data)[::-1][: 1 if self.frugal else None]
+            shared = [fsdp for fsdp in degrees if fsdp * split.cp > 1]
+            zeros: tuple[Zero, ...] = (3, 2, 1) if shared else ()
+            found = [[States(split.data // fsdp, fsdp, zero, offload) for fsdp in shared] for zero in zeros]
+            if split.cp == 1:
+                found.append([States(split.data, 1, 3, offload)])
+            self._known_sharings[key] = found
+        return found
 
     def states(self, split: Split, offload: tuple[Offload, ...] = NOTHING) -> Iterator[States]:
         for alike in self.sharings(split, offload):
@@ -187,7 +214,7 @@ class Space:
         total = 0
         for split in self.splits():
             shares = len(self._ways(split.tp, split.cp)) * len(self._expert_degrees(split))
-            shares *= len(divisors(self.recipe.batch // split.data))
+            shares *= len(self._micros(split))
             kept = sum(len(self.units(split, states)) for states in self.states(split))
             total += shares * len(self.orders(split)) * kept * (1 + len(self.offloads))
         return total
@@ -203,6 +230,14 @@ class Space:
                 if self._legal(Layout(tp=tp, sp=sp, cp=cp, cp_kind=kind))
             ]
         return found
+
+    @cached_property
+    def _known_orders(self) -> dict[tuple[int, Recompute | None], list[Order]]:
+        return {}
+
+    @cached_property
+    def _known_sharings(self) -> dict[tuple[int, bool, tuple[Offload, ...]], list[list[States]]]:
+        return {}
 
     @cached_property
     def _known_ways(self) -> dict[tuple[int, int], list[tuple[bool, ContextKind]]]:

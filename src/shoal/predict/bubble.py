@@ -51,11 +51,11 @@ def follows(schedule: str, pp: int, chunks: int, micro_batches: int) -> bool:
 def full(schedule: str, pp: int, chunks: int, micro_batches: int) -> Idle:
     """gpipe and 1f1b at any number of micro-batches, the others once they are full."""
     others = pp - 1
-    if schedule == "gpipe" or (schedule == "1f1b" and micro_batches < pp):
+    if schedule == "gpipe":
         return Idle(others, 2.0 * others)
     if schedule == "1f1b":
         # In the steady state a rank waits for its neighbour's answer every time.
-        return Idle(others, 2.0 * others * micro_batches / pp + 2.0 * (pp - 2))
+        return Idle(others, max(2.0 * others, 2.0 * others * micro_batches / pp + 2.0 * (pp - 2)))
     work = others / (3 * chunks) if schedule in SPLIT_BACKWARD else others / chunks
     messages = {
         "interleaved": 2 * chunks * pp - 2,

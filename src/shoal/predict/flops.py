@@ -3,15 +3,17 @@
 Counted are the multiplications and additions of the matrix products that the mathematics needs, forward and
 backward: two a weight and token forward, four backward. Causal attention is counted once (half of the square, and
 only as far as a window reaches). Not counted: the input embedding, which is a lookup; norms and activations;
-whatever a layout computes again.
+whatever a layout computes again. Other conventions are in ``CONVENTIONS``: a rate in one of them is a rate here times
+the ratio of the two counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from shoal.facts.model import Model
-from shoal.facts.parameters import parameters
+from shoal.facts.parameters import active_parameter_count, parameters
 
 
 def flops_per_token(model: Model, seq: int) -> float:
@@ -41,8 +43,36 @@ def attention_flops(model: Model, layer: int, seq: int) -> float:
     reach = min(model.layer_window(layer) or seq, seq)
     # The first ``reach`` tokens see 1, 2, … reach positions; all later ones see ``reach``.
     seen = (reach * (reach + 1) / 2 + (seq - reach) * reach) / seq
+    return 2 * seen * model.heads * _attention_width(model)
+
+
+def _attention_width(model: Model) -> int:
+    """Of a head's queries with its keys, and of its values."""
     if model.latent is not None:
-        width = model.latent.nope_dim + model.latent.rope_dim + model.latent.value_dim
-    else:
-        width = 2 * model.head_dim
-    return 2 * seen * model.heads * width
+        return model.latent.nope_dim + model.latent.rope_dim + model.latent.value_dim
+    return 2 * model.head_dim
+
+
+# How others count the FLOPs of a token, forward and backward. Attention counted in full does not know that half of
+# the square is masked (PaLM's MFU, Megatron-LM, torchtitan, nanoGPT). 6N is the rule of thumb: six for every trained
+# parameter, embedding included, and attention left out.
+CONVENTIONS: dict[str, Callable[[Model, int], float]] = {
+    "causal attention once": lambda model, seq: flops_per_token(model, seq),
+    "full attention": lambda model, seq: (
+        6 * matrix_parameters(model)
+        + 3 * sum(_whole_square(model, layer, seq) for layer in range(model.layers))
+    ),
+    "6N": lambda model, seq: 6.0 * active_parameter_count(model),
+}
+
+
+def in_conventions(model: Model, seq: int, rate: float) -> dict[str, float]:
+    """A rate counted here, as others would count it."""
+    own = flops_per_token(model, seq)
+    return {name: rate * count(model, seq) / own for name, count in CONVENTIONS.items()}
+
+
+def _whole_square(model: Model, layer: int, seq: int) -> float:
+    """Forward FLOPs a token of a layer's attention without regard to masks; a window still limits it."""
+    reach = min(model.layer_window(layer) or seq, seq)
+    return 2 * reach * model.heads * _attention_width(model)
