@@ -13,8 +13,9 @@ from record import record
 
 CASES = (
     ("llama3-405b", "16384xH100", 8192, 2048),
-    ("llama3-8b", "64xH100", 8192, 1024),
+    ("llama3-8b", "64xH100", 8192, 512),
     ("llama3-70b", "128xH100", 8192, 1024),
+    ("deepseek-v3", "2048xH100", 4096, 8192),
 )
 TIMES = 3
 

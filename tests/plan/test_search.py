@@ -168,6 +168,12 @@ def test_a_search_that_is_broken_off_says_so() -> None:
     assert not found.complete and not found.proven and found.at_best is not None
 
 
+def test_a_search_that_is_broken_off_has_a_plan_if_anything_fits() -> None:
+    asked = presets.find("llama3-70b"), clusters.find("8xH100"), recipe(4096, 64)
+    found = search(*asked, effort=300)
+    assert found.plans and found.plans[0].fits and not found.complete
+
+
 def test_what_fits_nowhere_has_no_plan() -> None:
     found = search(presets.find("gpt3-175b"), clusters.find("2xA100-40GB"), recipe(2048, 8), runnable=True)
     assert found.plans == [] and found.runnable is None

@@ -100,9 +100,13 @@ def _below(found: Answer) -> None:
     asked = found.asked
     if asked.layout is None:
         print(
-            f"{found.searched:,} layouts searched in {found.seconds:.2f} s, {found.evaluated:,} of them priced"
+            f"searched a space of {found.searched:,} layouts in {found.seconds:.2f} s: {found.evaluated:,} priced, "
+            "the others bounded away"
+            + (
+                ""
+                if found.at_best is None
+                else f", or left: none of those can take under {found.at_best:.4g} s"
+            )
         )
-        if found.at_best is not None:
-            print(f"broken off early: of the rest none can take less than {found.at_best:.4g} s a step")
     if chosen is not None and chosen.fits:
         print(f"next: {chosen.command}")

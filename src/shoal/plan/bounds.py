@@ -25,11 +25,11 @@ from shoal.predict.held import held as held_by
 from shoal.predict.layer import Passes
 from shoal.predict.lora import trained
 from shoal.predict.question import Question
+from shoal.predict.setting import setting_of
 from shoal.predict.step import (
     ALWAYS,
     CLIPPING_BYTES,
     HOST_BACKWARD,
-    KEPT_A_LAYER,
     OPTIMIZER_BYTES,
     Bench,
 )
@@ -75,6 +75,7 @@ class Bounds:
         self._held: dict[tuple[int, bool], Held] = {}
         self._first: dict[tuple[object, ...], tuple[float, int]] = {}
         self._questions: dict[tuple[object, ...], Question] = {}
+        self._resting: dict[tuple[object, ...], float] = {}
 
     def of_split(self, split: Split) -> float:
         """Products at the rate of the best one, and what tensor ranks exchange as one message a layer."""
@@ -276,20 +277,28 @@ class Bounds:
         seconds = self.on.kernels.moved(owned * each)
         if not states.offload:
             return seconds
-        question, width = (
-            self._offloading(split.data, share.micro, states.offload),
-            compute_width(self.recipe),
-        )
+        question = self._offloading(split.data, share.micro, states.offload)
         times = question.accumulation
-        kept = share.micro * self.recipe.seq // split.cp * self.model.hidden * width * layers * times
-        kept *= 1 if order.recompute == "full" else KEPT_A_LAYER
-        weights = (owned if states.zero == 3 else elements) * width
+        kept = times * layers * share.micro * self._kept(split, share, order.recompute)
+        weights = (owned if states.zero == 3 else elements) * compute_width(self.recipe)
         # The longer a step computes, the more hides behind it: at most so long.
         costs = self.costs(split, share, order.recompute, self.handled(split, share, states))
         most = max(kind.dense + kind.sparse for kind in self.kinds(split.pp, order.chunks, order.schedule))
         computed = times * (most * (costs.forward + costs.backward) + costs.first + costs.last)
         moved = transfer(question, self.on.links.host, computed, owned, kept, weights)
         return moved.seconds + (0.0 if moved.updates else seconds)
+
+    def _kept(self, split: Split, share: Share, recompute: Recompute) -> float:
+        """Bytes that one layer keeps of one sequence, of the kind that keeps the least."""
+        key = split.tp, split.cp, share.sp, share.cp_kind, recompute
+        known = self._resting.get(key)
+        if known is None:
+            layout = layout_of(
+                tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, micro=1, recompute=recompute
+            )
+            blocks = setting_of(self._question(layout)).common.blocks.values()
+            known = self._resting[key] = min(block.resting for block in blocks)
+        return known
 
     def _offloading(self, data: int, micro: int, offload: tuple[Offload, ...]) -> Question:
         """A question with as many micro-batches, which is all that transfers ask of a layout besides ``offload``."""

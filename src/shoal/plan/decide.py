@@ -77,9 +77,18 @@ def _numbers(plan: Plan) -> str:
 
 
 def _ties(plan: Plan, plans: list[Plan]) -> list[str]:
-    slowest = plan.step.seconds * (1 + plan.error_bar)
-    count = sum(other is not plan and other.fits and other.step.seconds <= slowest for other in plans)
-    return [f"As far as anyone can tell, {count} more of those below would do as well."] if count else []
+    """Others that are as fast within the error bar, and those that are faster beyond it, which the engine lacks."""
+    others = [other for other in plans if other is not plan and other.fits]
+    apart = [other.step.seconds / plan.step.seconds - 1 for other in others]
+    said = []
+    if count := sum(abs(one) <= plan.error_bar for one in apart):
+        said.append(f"As far as anyone can tell, {count} more of those below would do as well.")
+    if count := sum(one < -plan.error_bar for one in apart):
+        faster = "one is" if count == 1 else f"{count} are"
+        said.append(
+            f"Of those that the engine does not run yet, {faster} faster, by up to {-min(apart):.0%}."
+        )
+    return said
 
 
 def _beside_ddp(plan: Plan) -> str:

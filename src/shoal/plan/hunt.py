@@ -33,14 +33,13 @@ from shoal.predict.memory import ledger
 from shoal.predict.question import Question
 from shoal.predict.step import Step, step
 
-# Work is counted in bounds of about 20 microseconds, and not in seconds: the same question has the same answer on
+# Work is counted in bounds of about 30 microseconds, and not in seconds: the same question has the same answer on
 # every machine. So many go into pricing a new share, a whole layout, and its memory.
 PRICED_SHARE = 4
 PRICED = 15
 COUNTED = 30
 # What is offloaded to a host's memory; NVMe is asked where that has no room.
 NEAR = tuple(offload for offload in OFFLOADS if offload not in ON_NVME.values())
-
 
 # Degrees of tp, cp, pp, ep; what data ranks share; whether anything is offloaded.
 Strategy = tuple[int, int, int, int, int, bool]
@@ -82,10 +81,8 @@ class Hunt:
     space: Space
     top: int
     evaluated: int = 0
-    before: dict[Strategy, float] = field(
-        default_factory=dict
-    )  # strategies that have a plan already, and its time
-    settled: frozenset[Strategy] = frozenset()  # those that cannot get a better one
+    before: dict[Strategy, float] = field(default_factory=dict)  # strategies with a plan already: its time
+    settled: set[Strategy] = field(default_factory=set)  # those that cannot get a better one
     at_best: float | None = None  # where it was broken off: what is left takes at least so long
     accepted: list[Priced] = field(default_factory=list)
     lost: list[Priced] = field(default_factory=list)
@@ -94,7 +91,6 @@ class Hunt:
         self._heap: list[tuple[float, int, Node | Priced]] = []
         self._number = count()
         self._worked = 0
-        self._settled: set[Strategy] = {*self.settled}
         self._offloaded: set[tuple[Split, Share, Order]] = set()
         self._further: set[tuple[object, ...]] = set()
         self._tried: set[tuple[object, ...]] = set()
@@ -175,14 +171,14 @@ class Hunt:
         split, share, recompute, order, _, offload = node
         assert share is not None and order is not None
         self._worked += 2
-        fits = self.room.fits(split, self.room.of_order(split, share, order, offload))
+        fits = self._may_hold(split, share, order, offload)
         for alike in self.space.sharings(split, offload) if fits else ():
-            if strategy_of(split, share, alike[0]) in self._settled:
+            if strategy_of(split, share, alike[0]) in self.settled:
                 continue
             worked = None
             for states in alike:
                 self._worked += 1
-                if not self.room.fits(split, self.room.of_states(split, share, order, states)):
+                if not self.room.holds(split, share, order, [states]):
                     fits = False
                     break  # over fewer ranks they need more
                 if worked is None:
@@ -193,6 +189,9 @@ class Hunt:
         if not fits and not offload:
             self._offload(split, share, order)
 
+    def _may_hold(self, split: Split, share: Share, order: Order, offload: tuple[Offload, ...]) -> bool:
+        return self.room.holds(split, share, order, self.room.frugal(split, offload))
+
     def _offload(self, split: Split, share: Share, order: Order) -> None:
         """The same with something offloaded, which is not asked before something did not fit.
 
@@ -202,11 +201,11 @@ class Hunt:
             return
         self._offloaded.add((split, share, order))
         self._worked += 1
-        if not self.room.fits(split, self.room.of_order(split, share, order, EVERYTHING)):
+        if not self._may_hold(split, share, order, EVERYTHING):
             return
         worked = self.bounds.of_order(split, share, order)
         for offload in NEAR:
-            if self.room.fits(split, self.room.of_order(split, share, order, offload)):
+            if self._may_hold(split, share, order, offload):
                 bound = self.bounds.of_offload(split, share, order, offload, worked)
                 self._push(bound, Node(split, share, order.recompute, order, None, offload))
 
@@ -214,7 +213,7 @@ class Hunt:
         split, share, _, order, states, offload = node
         assert share is not None and order is not None and states is not None
         alike = alike_of(split, share, order, states)
-        if strategy_of(split, share, states) in self._settled or states.fsdp <= self._failed.get(alike, 0):
+        if strategy_of(split, share, states) in self.settled or states.fsdp <= self._failed.get(alike, 0):
             return
         if alike not in self._tried:
             self._tried.add(alike)
@@ -236,13 +235,13 @@ class Hunt:
         """Nothing that is left is faster: if it fits, it is its strategy's best."""
         split, share, order, states, _ = priced.candidate
         strategy = priced.strategy
-        if strategy in self._settled:
+        if strategy in self.settled:
             self.lost.append(priced)
         elif states.fsdp > self._failed.get(alike_of(split, share, order, states), 0) and self._fits(priced):
             self.accepted.append(priced)
             self.before.pop(strategy, None)
-            self._settled.add(strategy)
-            self._settled.add((*strategy[:-1], True))
+            self.settled.add(strategy)
+            self.settled.add((*strategy[:-1], True))
 
     def _fits(self, priced: Priced) -> bool:
         """If not, neither do states over fewer ranks, or larger units."""

@@ -43,7 +43,7 @@ def page(found: Answer) -> str:
             "Nearest losers", _list(f"{layout}: {reason}" for layout, reason in found.rejected), folded=True
         ),
         _titled("In no published run, hence a wider error bar", _list(found.unmeasured)),
-        f"<p>{found.searched:,} layouts searched in {found.seconds:.2f} s. Times and sizes are predictions.</p>",
+        f"<p>{found.searched:,} layouts, searched in {found.seconds:.2f} s. Times and sizes are predictions.</p>",
     ]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width">'

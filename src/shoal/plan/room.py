@@ -89,6 +89,13 @@ class Room:
             most = self._most[split] = (self.capacity - none) / (much - none) * 2**40 + 16
         return peak <= most
 
+    def holds(self, split: Split, share: Share, order: Order, ways: list[States]) -> bool:
+        """Whether ``of_states`` of one of these may fit; they differ in ``zero`` alone."""
+        return all(
+            self.fits(split, self._of_rank(split, share, order, ways, rank))
+            for rank in _looked_at(split, order)
+        )
+
     def of_split(self, split: Split, ep: int, offload: tuple[Offload, ...]) -> tuple[float, float]:
         """Of a pipeline's average rank, with states shared out as far as they can be: what rests, and at the update."""
         dense, sparse = self._layers
@@ -116,11 +123,14 @@ class Room:
             self._least[key] = least
         return resting + max(0.0, share.micro * least)
 
-    def of_order(self, split: Split, share: Share, order: Order, offload: tuple[Offload, ...]) -> float:
+    def frugal(self, split: Split, offload: tuple[Offload, ...]) -> list[States]:
         """States over as many ranks as there are need the least, whichever of them are shared out."""
         zeros: tuple[Zero, ...] = (3, 2, 1) if split.data * split.cp > 1 else (3,)
-        every = [States(1, split.data, zero, offload) for zero in zeros]
-        return max(self._of_rank(split, share, order, every, rank) for rank in _looked_at(split, order))
+        return [States(1, split.data, zero, offload) for zero in zeros]
+
+    def of_order(self, split: Split, share: Share, order: Order, offload: tuple[Offload, ...]) -> float:
+        ways = self.frugal(split, offload)
+        return max(self._of_rank(split, share, order, ways, rank) for rank in _looked_at(split, order))
 
     def of_states(self, split: Split, share: Share, order: Order, states: States) -> float:
         return max(self._of_rank(split, share, order, [states], rank) for rank in _looked_at(split, order))

@@ -29,9 +29,11 @@ TOP = 10
 REJECTED = 20
 # Work that a hunt does at most (``plan/hunt.py``). Layouts of large clusters come by the million within a few percent
 # of one another; a hunt that is broken off says what it may have missed.
-EFFORT = 12500
+EFFORT = 9500
 # One that has found nothing that fits goes on for up to so many times as long.
 PATIENCE = 16
+# A space of so many layouts is gone through to its end, or nearly.
+SMALL = 100_000
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,12 @@ def search(
     space = Space(model, recipe, count_of_devices, runnable=True)
     hunts: list[Hunt] = []
     if space.runs or runnable:
-        hunts += _hunted(Hunt(asked, *tools, space, top), effort)
+        hunts += _hunted(Hunt(asked, *tools, space, top), effort, patience=PATIENCE if runnable else 1)
     if not runnable:
-        before = hunts[0].plans() if hunts else {}
+        before, settled = (hunts[0].plans(), {*hunts[0].settled}) if hunts else ({}, set())
         space = replace(space, runnable=False, apart=cluster.device.name != "cpu")
-        whole = Hunt(asked, *tools, space, top, before=before, settled=frozenset(before))
-        hunts += _hunted(whole, effort, frugal_first=True)
+        whole = Hunt(asked, *tools, space, top, before=before, settled=settled)
+        hunts += _hunted(whole, effort and 3 * effort, frugal_first=space.size() > SMALL)
     plans = _ranked(hunts, top)
     at_best = min((hunt.at_best for hunt in hunts if hunt.at_best is not None), default=None)
     return Found(
@@ -116,26 +118,30 @@ def search(
     )
 
 
-def _hunted(whole: Hunt, effort: int | None, frugal_first: bool = False) -> list[Hunt]:
+def _hunted(
+    whole: Hunt, effort: int | None, patience: int = PATIENCE, frugal_first: bool = False
+) -> list[Hunt]:
     """A hunt through a space. If it is broken off empty-handed, another goes through what needs little memory.
 
-    ``frugal_first``: in that order. Of everything there is, most that is fast on a large cluster does not fit.
+    ``frugal_first``: that one at once. Of all that could be fast on a large cluster most does not fit, and no hunt
+    comes to an end of it; what is left out is then bounded, and no more.
     """
     if effort is None:
         whole.run(None)
         return [whole]
     frugal = Hunt(
         whole.asked, whole.bounds, whole.room, replace(whole.space, frugal=True), whole.top,
-        before={**whole.before}, settled=whole.settled,
+        before={**whole.before}, settled={*whole.settled},
     )  # fmt: skip
     if frugal_first:
-        frugal.run(2 * effort)
+        frugal.run(effort)
         whole.before = frugal.plans()
-    whole.run(effort // 4 if frugal_first else effort)
-    for hunt in (frugal, whole):
+    whole.run(0 if frugal_first else effort)
+    turns = [(frugal, patience), (whole, patience)]
+    for hunt, times in turns if frugal_first else [(whole, 1), *turns]:
         if whole.at_best is not None and not whole.plans() and not frugal.plans():
-            hunt.run(PATIENCE * effort, until_one_fits=True)
-            hunt.run(effort)
+            hunt.run(times * effort, until_one_fits=True)
+            hunt.run(effort // 4)
     frugal.at_best = None  # what it leaves out is among what the whole leaves out
     return [whole, frugal]
 

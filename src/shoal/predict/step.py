@@ -25,6 +25,7 @@ from shoal.predict.layer import Seconds, Share
 from shoal.predict.links import Links
 from shoal.predict.lora import trained
 from shoal.predict.question import Question
+from shoal.predict.setting import setting_of
 from shoal.predict.traffic import calls, span
 from shoal.predict.transfer import transfer
 
@@ -47,9 +48,6 @@ HOST_ONCE = 0.5
 # reads the gradient, then reads and writes it.
 OPTIMIZER_BYTES = {"adamw": 28.0, "sgd": 20.0}
 CLIPPING_BYTES = {"cast": 12.0, "master": 6.0}
-
-# Of a layer's input, how many times as much its activations take where nothing is recomputed.
-KEPT_A_LAYER = 17
 
 ALWAYS = ("forward", "backward", "recompute")
 
@@ -183,7 +181,7 @@ def _rank(question: Question, on: Bench, stage: int) -> Rank:
     forward, backward, again = body.forward, body.backward, 0.0
     if layout.recompute != "none":
         again = body.forward if layout.recompute == "full" else body.again
-    spent, once = _communicated(question, on, stage)
+    spent, once, alone = _communicated(question, on, stage)
 
     # The host starts every layer's kernels; it is hidden where the device is the slower of the two.
     host = stack.host * here.layers
@@ -205,11 +203,12 @@ def _rank(question: Question, on: Bench, stage: int) -> Rank:
     for phase in ALWAYS:
         for group, seconds in spent[phase].items():
             links[group] = links.get(group, 0.0) + seconds
-    # What data ranks exchange travels beside the computation, and slows it.
+    # What data ranks exchange travels beside the computation, and slows it. The first unit that is gathered, and the
+    # last whose gradients are summed, have nothing to hide behind.
     for beside, computed in (("beside forward", forward), ("beside backward", backward + again)):
         total = sum(spent[beside].values())
         if total:
-            left = total - stack.overlap * min(total, computed)
+            left = total - stack.overlap * min(total - alone[beside], computed)
             exposed += left
             for group, seconds in spent[beside].items():
                 links[group] = links.get(group, 0.0) + seconds * left / total
@@ -262,21 +261,28 @@ def _computed(question: Question, on: Bench, here: Held) -> tuple[Seconds, Secon
 Spent = dict[str, dict[str, float]]
 
 
-def _communicated(question: Question, on: Bench, stage: int) -> tuple[Spent, Spent]:
-    """Seconds by what they happen beside, then by group: of one micro-batch, and once a step."""
+def _communicated(question: Question, on: Bench, stage: int) -> tuple[Spent, Spent, dict[str, float]]:
+    """Seconds by what they happen beside, then by group: of one micro-batch, and once a step.
+
+    Last, of what happens beside a pass for every micro-batch, the longest single call.
+    """
     spent: Spent = {key: {} for key in (*ALWAYS, "beside forward", "beside backward")}
     once: Spent = {key: {} for key in ("forward", "backward", "nothing")}
+    alone = {"beside forward": 0.0, "beside backward": 0.0}
     times = question.accumulation
     each_time = question.layout.pp == 1
     for call in calls(question, stage):
         if call.phase in ("message", "control"):
             continue
         ranks, stride = span(call.group, question)
-        seconds = call.count * on.links.seconds(call.op, call.bytes, ranks, stride)
+        each = on.links.seconds(call.op, call.bytes, ranks, stride)
+        seconds = call.count * each
         place, divided = _place(call, each_time, question.layout.zero)
         table = spent[place] if divided else once[place]
         table[call.group] = table.get(call.group, 0.0) + (seconds / times if divided else seconds)
-    return spent, once
+        if place in alone:
+            alone[place] = max(alone[place], each)
+    return spent, once, alone
 
 
 def _place(call: Call, each_time: bool, zero: int) -> tuple[str, bool]:
@@ -321,12 +327,23 @@ def _optimizer(question: Question, on: Bench) -> float:
 def _offloadable(question: Question) -> tuple[float, float, float]:
     """What a rank updates, in parameters; keeps of a step's activations, and of parameters at rest, in bytes."""
     layout, recipe = question.layout, question.recipe
+    if not layout.offload:
+        return 0.0, 0.0, 0.0
     here = held(layout, question.model, question.cut_by, 0)
     elements = _trained(question, here)
     owned = elements / (layout.fsdp * layout.cp)
-    inputs = question.tokens * question.model.hidden * compute_width(recipe) * here.layers
-    kept = inputs * question.accumulation * (1 if layout.recompute == "full" else KEPT_A_LAYER)
-    return owned, kept, (owned if layout.zero == 3 else elements) * compute_width(recipe)
+    kept = sum(
+        count
+        * max(
+            block.resting
+            for (sparse, _), block in setting_of(question).common.blocks.items()
+            if sparse == kind
+        )
+        for count, kind in ((here.dense, False), (here.sparse, True))
+        if count
+    )
+    resting = (owned if layout.zero == 3 else elements) * compute_width(recipe)
+    return owned, kept * question.accumulation, resting
 
 
 def _trained(question: Question, here: Held) -> float:
