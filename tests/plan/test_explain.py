@@ -96,7 +96,7 @@ def test_a_layout_that_does_not_fit_comes_with_changes_that_do() -> None:
 def test_a_model_that_fits_nowhere_is_told_how_many_gpus_would_do(tmp_path: Path) -> None:
     file = tmp_path / "small.toml"
     file.write_text(
-        "nodes = 1\ndevices_per_node = 2\n[device]\nname = 'small'\nmemory_bytes = 3_000_000_000\n"
+        "nodes = 1\ndevices_per_node = 2\n[device]\nname = 'small'\nmemory_bytes = 2_000_000_000\n"
         "peaks = {bf16 = 1e14}\nmemory_bandwidth = 1e12\n"
     )
     question = asked("llama3.2-1b", str(file), seq=1024, batch=8)

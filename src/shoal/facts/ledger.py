@@ -29,7 +29,11 @@ class Ledger:
 
     @property
     def fits(self) -> bool:
-        return self.device_total <= self.capacity and self.host <= self.host_capacity
+        return self.device_fits and self.host <= self.host_capacity
+
+    @property
+    def device_fits(self) -> bool:
+        return self.device_total <= self.capacity
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
 from shoal.plan.asked import Asked
-from shoal.plan.explain import GIB, binds, largest_part, percent, strategy
+from shoal.plan.explain import GIB, binds, lacks, percent, strategy
 from shoal.plan.judge import Plan
 from shoal.plan.remedy import Remedy
 from shoal.plan.scale import DAY, HOUR, best, cost, resized
@@ -124,10 +124,7 @@ def _nothing_fits(asked: Asked, plans: list[Plan], remedies: list[Remedy]) -> st
     text = f"Nothing fits: {named} has no layout that the memory holds."
     if plans:
         memory = plans[0].memory
-        text = (
-            f"{plans[0].layout} does not fit: {memory.device_total / GIB:.1f} GiB "
-            f"of {memory.capacity / GIB:.1f}, of which {largest_part(memory)}."
-        )
+        text = f"{plans[0].layout} does not fit: {lacks(memory)}."
     if remedies:
         return f"{text} The smallest change that makes it fit: {remedies[0]}."
     return f"{text} No change that was tried makes it fit."

@@ -77,12 +77,23 @@ def link(group: str, question: Question) -> str:
 def binds(plan: Plan) -> str:
     """What holds a plan back, in a few words: a part of the step or, of one that does not fit, of memory."""
     if not plan.fits:
-        return f"memory: {largest_part(plan.memory)}"
+        return _host(plan.memory) if plan.memory.device_fits else f"memory: {largest_part(plan.memory)}"
     first, *rest = parts(plan)
     said = [first]
     if rest and rest[0].share >= WORTH_SAYING:
         said.append(rest[0])
     return ", ".join(f"{part.name} {part.share:.0%}" for part in said)
+
+
+def lacks(memory: Ledger) -> str:
+    """What of a plan that does not fit is too large, and where: on the device, or in its machine's memory."""
+    if not memory.device_fits:
+        return f"{memory.device_total / GIB:.1f} GiB of {memory.capacity / GIB:.1f}, of which {largest_part(memory)}"
+    return _host(memory)
+
+
+def _host(memory: Ledger) -> str:
+    return f"host memory: {memory.host / GIB:.0f} of {memory.host_capacity / GIB:.0f} GiB a device"
 
 
 def largest_part(memory: Ledger) -> str:
@@ -101,7 +112,7 @@ def _memory(plan: Plan) -> str:
     memory = plan.memory
     sizes = f"{memory.device_total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB"
     if not plan.fits:
-        return f"It does not fit: {sizes}; {largest_part(memory)} are the largest part."
+        return f"It does not fit: {lacks(memory)}."
     if memory.device_total > FULL * memory.capacity:
         return f"Memory binds too: {sizes} are taken, {largest_part(memory)} the most."
     return f"Memory is not the limit: {sizes} are taken."
@@ -110,8 +121,7 @@ def _memory(plan: Plan) -> str:
 def against(plan: Plan, best: Plan) -> str:
     """By how much a plan loses to the best, and to what."""
     if not plan.fits:
-        needed, there = plan.memory.device_total / GIB, plan.memory.capacity / GIB
-        return f"does not fit: {needed:.1f} GiB of {there:.1f}, {largest_part(plan.memory)} bind"
+        return f"does not fit: {lacks(plan.memory)}"
     slower = plan.step.seconds / best.step.seconds - 1
     gaps = {words: getattr(plan.step, name) - getattr(best.step, name) for name, words in SPENT.items()}
     costs = sorted(((gap, words) for words, gap in gaps.items() if gap > 0), reverse=True)

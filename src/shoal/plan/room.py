@@ -161,11 +161,13 @@ class Room:
         hold = self.hold
         if sharded and split.pp > 1:
             return hold.compute * sizes.whole + (hold.reduce * sizes.trained if begun else 0.0)
+        followed = any(part.what == "optimizer" for part in states.offload)  # gradients follow the states
         if sharded:
-            return hold.gradient * sizes.trained_share if begun else 0.0
+            return hold.gradient * sizes.trained_share if begun and not followed else 0.0
         if states.fsdp * split.cp > 1:
-            chunks = states.zero == 2 and split.pp == 1
-            return hold.gradient * (sizes.trained_share if chunks else sizes.trained)
+            if states.zero == 2 and split.pp == 1:
+                return 0.0 if followed else hold.gradient * sizes.trained_share
+            return hold.gradient * sizes.trained
         return hold.gradient * sizes.trained if states.dp > 1 or begun else 0.0
 
     def _resting(
@@ -177,7 +179,7 @@ class Room:
         weight = 0.0 if "params" in away else each * (sizes.share if sharded else sizes.whole)
         optimizer = 0.0 if "optimizer" in away else (hold.moments + hold.master) * sizes.trained_share
         gradient = hold.gradient * (sizes.trained_share if scattered else sizes.trained)
-        return weight, optimizer, gradient
+        return weight, optimizer, 0.0 if scattered and "optimizer" in away else gradient
 
     def _on_rank(self, split: Split, share: Share, order: Order, fsdp: int, rank: int) -> Sizes:
         key = split.tp, split.cp, split.pp, share.ep, order.schedule, order.chunks, fsdp, rank

@@ -21,9 +21,8 @@ class Block(NamedTuple):
     """Bytes of one block and one micro-batch on one rank."""
 
     resting: float  # kept between the passes
-    working: (
-        float  # at the fullest moment of its backward pass, beyond what rests; repeated forward pass included
-    )
+    # At the fullest moment of its backward pass, beyond what rests; a repeated forward pass included.
+    working: float
     opening: float  # at that pass's first product, when the first weight gradient is made, beyond what rests
     inner: float  # the MLP's product, which a weight gradient that is put off still needs
     deferred: float  # kept between the two halves of a backward pass that is split
@@ -81,9 +80,8 @@ def block(model: Model, experts: bool, window: bool, work: Work) -> Block:
     inner, values, exchange = _mlp(model, experts, work)
     query, key, value = _widths(model, work.tp)
     if work.context == "ring":
-        exchange += (
-            2 * c * tokens * (key + value)
-        )  # a neighbour's keys and values in use, the next one's on the way
+        # A neighbour's keys and values in use, the next one's on the way.
+        exchange += 2 * c * tokens * (key + value)
     elif work.context == "ulysses":
         exchange += c * tokens * (query + key + value)  # laid out to be sent
     products = c * tokens * (query + 2 * key) + inner * c * (2 if model.gated else 1)

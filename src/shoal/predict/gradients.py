@@ -37,7 +37,15 @@ class Gradients(NamedTuple):
         """At the update."""
         layout = self.question.layout
         shards = layout.zero >= 2 and layout.fsdp * layout.cp > 1
-        return self.hold.gradient * (self.share if shards else self.whole)
+        return self.hold.gradient * (self.share if shards else self.whole) * self.stay
+
+    @property
+    def stay(self) -> float:
+        """Where the host updates, shards of gradients follow the optimizer's states there as they are summed."""
+        if self.way not in ("units", "chunks"):
+            return 1.0
+        gone = (part.fraction for part in self.question.layout.offload if part.what == "optimizer")
+        return 1.0 - next(gone, 0.0)
 
     def in_other_streams(self, grads: float) -> float:
         """What FSDP allocates in streams of its own, beyond ``grads`` that are there at the fullest moment.
@@ -57,10 +65,11 @@ class Gradients(NamedTuple):
             shards = self.share if layout.zero == 2 and layout.fsdp * layout.cp > 1 else 0
             return self.hold.gradient * (self.whole + shards)
         if self.way == "chunks":
-            return self.hold.gradient * self.share
+            return self.hold.gradient * self.share * self.stay
         width = self.hold.reduce if self.way == "piped units" else self.hold.gradient
         shares = self.way == "units"
         total = self.share if shares else self.whole
+        width *= self.stay
         if moment.begun:
             return width * total
         arrived = 0.0

@@ -16,9 +16,8 @@ from shoal.predict.states import held, sharded
 class Common(NamedTuple):
     """Bytes of one micro-batch."""
 
-    blocks: dict[
-        tuple[bool, bool], Block
-    ]  # by whether there are experts, and whether a window is shorter than seq
+    # By whether there are experts, and whether a window is shorter than the sequence.
+    blocks: dict[tuple[bool, bool], Block]
     loss: Loss
     norm: float  # what the norm after the last block keeps, and its result
     tables: float  # of rotary positions
