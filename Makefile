@@ -38,6 +38,7 @@ test-system: setup
 # Starts anew each time; an earlier demo's run is moved aside.
 demo: setup
 	$(BIN)/shoal doctor
+	$(BIN)/shoal plan tiny --on local --seq 128 --batch 16 --precision fp32
 	$(BIN)/shoal parity examples/tiny.toml --layouts "dp=2;fsdp=2;tp=2;pp=2" --precision fp64 --set recipe.seq=32 --set cluster.share=true
 	$(BIN)/shoal train examples/tiny.toml --fresh
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from shoal import __version__
 from shoal.facts.parameters import parameter_count
+from shoal.plan.judge import as_json, judge
 from shoal.plan.resolve import Job
 from shoal.predict.flops import flops_per_token
-from shoal.predict.states import rank_states
+from shoal.predict.question import Question
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "blake3")
 
@@ -43,18 +44,15 @@ def describe_run(job: Job, dataset: Path) -> dict[str, Any]:
 
 
 def describe_plan(job: Job) -> dict[str, Any]:
-    """plan.json: the layout and what is known of its cost before a step is run."""
-    recipe = job.config.recipe
+    """plan.json: the layout with its prediction, as ``shoal plan --layout`` judges it."""
+    config, recipe = job.config, job.config.recipe
+    asked = Question(job.model, job.cluster, recipe, job.layout, tune=config.tune, lora=config.model.lora)
     return {
-        "layout": str(job.layout),
-        "degrees": job.layout.degrees,
-        "world": job.layout.world,
-        "micro_batch": job.layout.micro_batch(recipe.batch),
-        "accumulation": job.layout.accumulation(recipe.batch),
-        "chosen_by": "auto: a replica on every device" if job.config.layout == "auto" else "the user",
+        **as_json(judge(asked)),
+        "micro_batch": asked.micro,
+        "accumulation": asked.accumulation,
+        "chosen_by": "auto" if config.layout == "auto" else "the user",
         "parameters": parameter_count(job.model),
-        # Bytes a rank; activations and buffers are not predicted yet.
-        "memory": rank_states(job.model, recipe, job.layout),
         "model_flops_per_step": flops_per_token(job.model, recipe.seq) * recipe.tokens_per_step,
     }
 
