@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +10,12 @@ from tests.predict.counted import GPT2, ask, counted, stage_of
 
 from shoal.facts.clusters import find
 from shoal.facts.config import Lora
-from shoal.facts.layout import RECOMPUTES, SCHEDULES, Layout
-from shoal.facts.legality import violations
+from shoal.facts.layout import SCHEDULES, Layout
 from shoal.facts.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.facts.schedule import in_flight as most_in_flight
 from shoal.facts.schedule import instructions
 from shoal.predict.inflight import moments
-from shoal.predict.least import least_bytes
 from shoal.predict.memory import ledger, ledgers
 from shoal.predict.question import Question
 
@@ -126,22 +123,3 @@ def test_in_flight_is_what_the_schedule_holds(schedule: str) -> None:
             found = moments(schedule, pp, chunks, micro_batches, rank)
             most = max(sum(one.held) + sum(one.deferred) for one in found)
             assert most == expected[rank], (pp, micro_batches, rank)
-
-
-def test_the_bound_is_one() -> None:
-    draw = random.Random(0)
-    models = [PRESETS[name] for name in ("llama3-8b", "mixtral-8x7b", "deepseek-v3", "gpt3-175b")]
-    recipe = RECIPE.model_copy(update={"seq": 2048})
-    checked = 0
-    while checked < 150:
-        model = draw.choice(models)
-        fields: dict[str, Any] = {axis: 2 ** draw.randrange(4) for axis in ("dp", "fsdp", "tp", "cp", "pp")}
-        fields |= {"ep": 2 ** draw.randrange(3) if model.experts else 1, "zero": draw.choice((1, 2, 3))}
-        fields |= {"micro": draw.choice((1, 2)), "sp": draw.random() < 0.5, "unit": draw.choice((1, 2))}
-        fields |= {"recompute": draw.choice(RECOMPUTES), "schedule": draw.choice(SCHEDULES)}
-        layout = Layout(**fields)
-        if violations(layout, model, recipe):
-            continue
-        question = Question(model, find(f"1x{layout.world}xH100"), recipe, layout)
-        assert 0 < least_bytes(question) <= ledger(question).peak_allocated, str(layout)
-        checked += 1

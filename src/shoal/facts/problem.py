@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,16 @@ class BadInput(Exception):
             problems = Problem(problems, fix)
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def seek(where: str, look: Callable[[], Found], problems: list[Problem]) -> Found | None:
+    """What ``look`` finds; else None, and why, under the key that asked for it."""
+    try:
+        return look()
+    except BadInput as error:
+        begin = f"{where}: " if where else ""
+        problems.extend(Problem(f"{begin}{problem.what}", problem.fix) for problem in error.problems)
+        return None
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -16,11 +15,9 @@ from shoal.facts.configcheck import explain
 from shoal.facts.layout import Layout
 from shoal.facts.legality import violations
 from shoal.facts.model import Model
-from shoal.facts.problem import BadInput, Problem
+from shoal.facts.problem import BadInput, Problem, seek
 from shoal.facts.recipe import Recipe, read_count
 from shoal.predict.question import Question
-
-Found = TypeVar("Found")
 
 # The default learning rate suits the tiny model; wide networks diverge at it. It changes no cost, but is written into
 # configs and exports.
@@ -65,10 +62,8 @@ def ask(
     ``recipe`` takes further fields of a recipe; bf16 unless said otherwise. ``lora`` is the rank of low-rank additions.
     """
     problems: list[Problem] = []
-    found_model = (
-        model if isinstance(model, Model) else _found("model", lambda: presets.find(model), problems)
-    )
-    cluster = on if isinstance(on, Cluster) else _found("--on", lambda: clusters.find(on, visible), problems)
+    found_model = model if isinstance(model, Model) else seek("model", lambda: presets.find(model), problems)
+    cluster = on if isinstance(on, Cluster) else seek("--on", lambda: clusters.find(on, visible), problems)
     total = _tokens(tokens, problems)
     values = {"precision": "bf16", **recipe, "seq": seq, "batch": batch}
     if found_model is not None and found_model.hidden >= WIDE:
@@ -82,7 +77,7 @@ def ask(
         problems.append(Problem(f"--lora {lora}: must be 1 or more", "--lora 16"))
     chosen: Layout | None = None
     if isinstance(layout, str):
-        chosen = _found("", lambda: Layout.parse(layout), problems)
+        chosen = seek("", lambda: Layout.parse(layout), problems)
     elif layout is not None:
         chosen = layout
     if found_model and cluster and found_recipe:
@@ -92,16 +87,6 @@ def ask(
     name = model if isinstance(model, str) else model.name
     adapters = Lora(rank=lora, alpha=2.0 * lora) if lora else None
     return Asked(found_model, name, cluster, found_recipe, chosen, adapters, total, price)
-
-
-def _found(where: str, look: Callable[[], Found], problems: list[Problem]) -> Found | None:
-    """What ``look`` finds; else None, and why."""
-    try:
-        return look()
-    except BadInput as error:
-        begin = f"{where}: " if where else ""
-        problems.extend(Problem(f"{begin}{problem.what}", problem.fix) for problem in error.problems)
-        return None
 
 
 def _recipe(values: dict[str, Any], problems: list[Problem]) -> Recipe | None:

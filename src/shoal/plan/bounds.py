@@ -18,21 +18,15 @@ from shoal.plan.exchange import Exchange, Ranks, Sums, exchanged
 from shoal.plan.space import Order, Share, Split, States, layout_of
 from shoal.predict import context, expert, layer, tensor
 from shoal.predict.bubble import Idle, follows, idle
-from shoal.predict.call import Call, compute_width, state_width
+from shoal.predict.call import Call, compute_width
 from shoal.predict.flops import matrix_parameters
-from shoal.predict.held import Held, stages_here
+from shoal.predict.held import Held
 from shoal.predict.held import held as held_by
 from shoal.predict.layer import Passes
 from shoal.predict.lora import trained
 from shoal.predict.question import Question
 from shoal.predict.setting import setting_of
-from shoal.predict.step import (
-    ALWAYS,
-    CLIPPING_BYTES,
-    HOST_BACKWARD,
-    OPTIMIZER_BYTES,
-    Bench,
-)
+from shoal.predict.step import ALWAYS, HOST_BACKWARD, Bench, Kind, stage_kinds, update_bytes
 from shoal.predict.traffic import span
 from shoal.predict.transfer import transfer
 
@@ -46,16 +40,6 @@ class Costs(NamedTuple):
     last: float  # the head and the loss
     forward: float  # the slower kind of layer, without exchange
     backward: float
-
-
-class Kind(NamedTuple):
-    """Ranks of a pipeline that hold alike."""
-
-    dense: int
-    sparse: int
-    first: bool
-    last: bool
-    ranks: int  # how many they are
 
 
 @dataclass
@@ -114,7 +98,7 @@ class Bounds:
             1 + HOST_BACKWARD + {"none": 0.0, "selective": 0.5, "full": 1.0}[order.recompute]
         )
         total = slowest = 0.0
-        for dense, sparse, first, last, ranks in self.kinds(split.pp, order.chunks, order.schedule):
+        for dense, sparse, first, last, ranks, _ in self.kinds(split.pp, order.chunks, order.schedule):
             seconds = dense * costs.dense + sparse * costs.sparse
             if first:
                 seconds += costs.first
@@ -223,17 +207,9 @@ class Bounds:
     def kinds(self, pp: int, chunks: int, schedule: str) -> tuple[Kind, ...]:
         known = self._kinds.get((pp, chunks, schedule))
         if known is None:
-            found: dict[tuple[int, int, bool, bool], int] = {}
-            for rank in range(pp):
-                stages = stages_here(self.model, pp, chunks, schedule, self.cut_by, rank)
-                layers = sum(len(one.layers) for one in stages)
-                sparse = 0
-                if self.model.experts is not None:
-                    sparse = sum(self.model.has_experts(number) for one in stages for number in one.layers)
-                held_alike = layers - sparse, sparse, stages[0].first, stages[-1].last
-                found[held_alike] = found.get(held_alike, 0) + 1
-            known = self._kinds[pp, chunks, schedule] = tuple(
-                Kind(*kind, count) for kind, count in found.items()
+            # By numbers and not by the model, whose hash takes a while.
+            known = self._kinds[pp, chunks, schedule] = stage_kinds(
+                self.model, pp, chunks, schedule, self.cut_by
             )
         return known
 
@@ -251,7 +227,7 @@ class Bounds:
             for kind in kinds
         )
         found = exchanged(sums, elements, Ranks(shards, split.tp, states.dp, split.tp * shards))
-        routed = min(kind.sparse for kind in kinds) * self._expert(split.tp, share.ep)
+        routed = min(kind.sparse for kind in kinds) * expert.expert_elements(self.model, split.tp, share.ep)
         if not routed:
             return found
         within = gcd(share.ep, shards)
@@ -260,21 +236,11 @@ class Bounds:
         more = exchanged(sums, routed, Ranks(shards // within, split.tp * within, copies, apart))
         return Exchange(*(a + b for a, b in zip(found, more, strict=True)))
 
-    def _expert(self, tp: int, ep: int) -> int:
-        """Parameters of one layer's routed experts on a rank."""
-        experts = self.model.experts
-        if experts is None or not experts.count:
-            return 0
-        return experts.count // ep * 3 * self.model.hidden * -(-experts.ffn // tp)
-
     def _update(self, split: Split, share: Share, order: Order, states: States) -> float:
         """The optimizer on the device; where something waits elsewhere, its travels as well."""
         elements, layers = self._on_first_rank(split, share, order)
         owned = elements / (states.fsdp * split.cp)
-        each = OPTIMIZER_BYTES[self.recipe.optimizer]
-        each += CLIPPING_BYTES[self.stack.weights] if self.recipe.clip else 0.0
-        each *= 1.0 if self.stack.weights == "master" else state_width(self.recipe) / 4
-        seconds = self.on.kernels.moved(owned * each)
+        seconds = self.on.kernels.moved(owned * update_bytes(self.recipe, self.stack))
         if not states.offload:
             return seconds
         question = self._offloading(split.data, share.micro, states.offload)
@@ -327,6 +293,6 @@ class Bounds:
             here = held_by(layout, self.model, self.cut_by, 0)
             elements = float(trained(self._question(layout), here).elements)
             if self.lora is None:
-                elements += here.sparse * self._expert(split.tp, share.ep)
+                elements += here.sparse * expert.expert_elements(self.model, split.tp, share.ep)
             known = self._first[key] = elements, here.layers
         return known

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from shoal.facts import clusters, nearest, presets, support
 from shoal.facts.cluster import Cluster
 from shoal.facts.config import Config
 from shoal.facts.layout import Layout, divisors
 from shoal.facts.model import Model
-from shoal.facts.problem import BadInput, Problem
+from shoal.facts.problem import BadInput, Problem, seek
 from shoal.plan.judge import replicas
 from shoal.plan.search import search
 from shoal.predict.question import Question
 from shoal.predict.step import bench
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -37,8 +33,8 @@ def resolve(config: Config, visible: str | None = None) -> Job:
     """
     problems: list[Problem] = []
     key = "model.preset" if config.model.path is None else "model.path"
-    model = _found(key, lambda: look_up(config), problems)
-    cluster = _found("cluster.on", lambda: clusters.find(config.cluster.on, visible), problems)
+    model = seek(key, lambda: look_up(config), problems)
+    cluster = seek("cluster.on", lambda: clusters.find(config.cluster.on, visible), problems)
     if config.layout != "auto":
         layout = Layout.parse(config.layout)
     else:
@@ -54,15 +50,6 @@ def resolve(config: Config, visible: str | None = None) -> Job:
     if problems or model is None or cluster is None:
         raise BadInput(problems)
     return Job(config, model, cluster, layout)
-
-
-def _found(key: str, look: Callable[[], Found], problems: list[Problem]) -> Found | None:
-    """What ``look`` finds; else None, and why, under the key that asked for it."""
-    try:
-        return look()
-    except BadInput as error:
-        problems.extend(Problem(f"{key}: {problem.what}", problem.fix) for problem in error.problems)
-        return None
 
 
 def choose(config: Config, cluster: Cluster, model: Model | None = None) -> Layout:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from math import gcd
 
 from shoal.facts.groups import Unit, even_share
+from shoal.facts.model import Model
 from shoal.predict.call import Call, Phase, compute_width, reduce_width, state_width
 from shoal.predict.held import Held
 from shoal.predict.question import Question
@@ -42,15 +43,13 @@ def _tokens(question: Question, here: Held) -> list[Call]:
     return found + [Call("all_to_all", "ep", size, 2 * times, phase) for phase in (*passes, "backward")]
 
 
-def expert_elements(question: Question) -> int:
+def expert_elements(model: Model, tp: int, ep: int) -> int:
     """Parameters of the routed experts of one layer on one rank, before any sharding."""
-    model, experts = question.model, question.model.experts
+    experts = model.experts
     if experts is None:
         return 0
     # Gate, up and down.
-    return (
-        experts.count // question.layout.ep * 3 * model.hidden * even_share(experts.ffn, question.layout.tp)
-    )
+    return experts.count // ep * 3 * model.hidden * even_share(experts.ffn, tp)
 
 
 def over(question: Question) -> Over:
@@ -65,7 +64,7 @@ def over(question: Question) -> Over:
 
 def _states(question: Question, here: Held) -> list[Call]:
     layout, recipe, ranks = question.layout, question.recipe, over(question)
-    elements = expert_elements(question)
+    elements = expert_elements(question.model, question.layout.tp, question.layout.ep)
     if question.lora is not None and not (ranks.ranks > 1 and layout.zero == 3):
         return []  # frozen
     if ranks.ranks == 1:
@@ -87,5 +86,9 @@ def _states(question: Question, here: Held) -> list[Call]:
 
 def _bucket_count(question: Question, here: Held) -> int:
     """Three tensors a layer, each of all its experts; a bucket takes as many as fit, and at least one."""
-    size = expert_elements(question) // 3 * state_width(question.recipe)
+    size = (
+        expert_elements(question.model, question.layout.tp, question.layout.ep)
+        // 3
+        * state_width(question.recipe)
+    )
     return even_share(3 * here.sparse, max(1, bucket_bytes(question) // size))

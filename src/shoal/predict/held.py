@@ -140,12 +140,12 @@ def stages_here(
     model: Model, pp: int, chunks: int, schedule: str, seq: int | None, stage: int
 ) -> tuple[Stage, ...]:
     """The stages on one rank of the pipeline, in the order of the network."""
-    stages = _cut(model, pp * chunks, seq)
+    stages = cut_once(model, pp * chunks, seq)
     return tuple(stages[number] for number in stages_of_rank(pp, chunks, schedule, stage))
 
 
 @cache
-def _cut(model: Model, count: int, seq: int | None) -> list[Stage]:
+def cut_once(model: Model, count: int, seq: int | None) -> list[Stage]:
     return cut(model, count, seq)
 
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from shoal.facts.model import Model
 from shoal.facts.schedule import SPLIT_BACKWARD
-from shoal.facts.stages import Stage, cut, rank_of_stage, stages_of_rank
+from shoal.facts.stages import Stage, rank_of_stage, stages_of_rank
+from shoal.predict.held import cut_once
 from shoal.predict.question import Question
 from shoal.predict.weights import Ends, Part, Split, adapters, block, ends
 
@@ -78,7 +79,7 @@ def pipeline_of(
     even: bool,
 ) -> Pipeline:
     schedule, pp, chunks = pipeline
-    stages = _stages(model, pp * chunks, seq, even)
+    stages = cut_once(model, pp * chunks, None if even else seq)
     at_the_ends = ends(model, split)
     found = []
     for rank in range(pp):
@@ -106,18 +107,6 @@ def _fullest(every: list[Place], last: int, schedule: str) -> tuple[int, ...]:
         final[kind] = rank
     late = final.values() if schedule in SPLIT_BACKWARD else ()
     return tuple(sorted({0, last, *first.values(), *late}))
-
-
-@lru_cache(maxsize=256)
-def _stages(model: Model, count: int, seq: int, even: bool) -> tuple[Stage, ...]:
-    if not even:
-        return tuple(cut(model, count, seq))
-    size, more = divmod(model.layers, count)
-    starts = [number * size + min(number, more) for number in range(count + 1)]
-    return tuple(
-        Stage(number, range(starts[number], starts[number + 1]), number == 0, number == count - 1)
-        for number in range(count)
-    )
 
 
 def _chunk(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 from math import log, sqrt
+from typing import NamedTuple
 
 from shoal.facts import calibration
 from shoal.facts.calibration import Calibration
@@ -54,9 +55,8 @@ ALWAYS = ("forward", "backward", "recompute")
 
 @dataclass(slots=True)
 class Step:
-    """Seconds of one step, and where they go; all but ``seconds`` add up to it."""
+    """Where the seconds of one step go."""
 
-    seconds: float
     compute: float  # forward and backward, on the device
     recompute: float
     exposed_comm: float
@@ -65,6 +65,18 @@ class Step:
     offload: float
     other: float  # waiting for the host
     links: dict[str, float] = field(default_factory=dict)  # exposed communication by group
+
+    @property
+    def seconds(self) -> float:
+        return (
+            self.compute
+            + self.recompute
+            + self.exposed_comm
+            + self.bubble
+            + self.optimizer
+            + self.offload
+            + self.other
+        )
 
 
 @dataclass(eq=False)
@@ -122,7 +134,7 @@ def step(question: Question, on: Bench | None = None) -> Step:
     on = on or bench(question)
     layout, model = question.layout, question.model
     kinds = stage_kinds(model, layout.pp, layout.chunks, layout.schedule, question.cut_by)
-    ranks = [(_rank(question, on, stage), count) for stage, count in kinds]
+    ranks = [(_rank(question, on, kind.stage), kind.ranks) for kind in kinds]
     slowest, _ = max(ranks, key=lambda pair: pair[0].micro_batch)
     times = question.accumulation
     waits = idle(layout.schedule, layout.pp, layout.chunks, times)
@@ -136,8 +148,7 @@ def step(question: Question, on: Bench | None = None) -> Step:
     moved = transfer(question, on.links.host, times * slowest.compute, *_offloadable(question))
     links = {group: seconds * times for group, seconds in slowest.links.items()}
     links["pp"] = links.get("pp", 0.0) + messages
-    ledger = Step(
-        seconds=0.0,
+    return Step(
         compute=times * slowest.compute,
         recompute=times * slowest.recompute,
         exposed_comm=times * slowest.exposed + slowest.once + messages,
@@ -147,30 +158,29 @@ def step(question: Question, on: Bench | None = None) -> Step:
         other=times * slowest.other + HOST_ONCE * on.stack.host,
         links=links,
     )
-    ledger.seconds = (
-        ledger.compute
-        + ledger.recompute
-        + ledger.exposed_comm
-        + ledger.bubble
-        + ledger.optimizer
-        + ledger.offload
-        + ledger.other
-    )
-    return ledger
+
+
+class Kind(NamedTuple):
+    """Ranks of a pipeline that compute alike."""
+
+    dense: int  # layers without experts
+    sparse: int  # and with them
+    first: bool
+    last: bool
+    ranks: int  # how many they are
+    stage: int  # one of them
 
 
 @cache
-def stage_kinds(
-    model: Model, pp: int, chunks: int, schedule: str, seq: int | None
-) -> tuple[tuple[int, int], ...]:
-    """Ranks of a pipeline that differ in what they compute, each with how many are like it."""
-    seen: dict[tuple[object, ...], list[int]] = {}
+def stage_kinds(model: Model, pp: int, chunks: int, schedule: str, seq: int | None) -> tuple[Kind, ...]:
+    """Ranks of a pipeline that differ in what they compute."""
+    seen: dict[tuple[int, int, bool, bool], list[int]] = {}
     for stage in range(pp):
         stages = stages_here(model, pp, chunks, schedule, seq, stage)
         sparse = sum(model.has_experts(number) for one in stages for number in one.layers)
         total = sum(len(one.layers) for one in stages)
-        seen.setdefault((total, sparse, stages[0].first, stages[-1].last), []).append(stage)
-    return tuple((alike[0], len(alike)) for alike in seen.values())
+        seen.setdefault((total - sparse, sparse, stages[0].first, stages[-1].last), []).append(stage)
+    return tuple(Kind(*what, len(alike), alike[0]) for what, alike in seen.items())
 
 
 def _rank(question: Question, on: Bench, stage: int) -> Rank:
@@ -214,7 +224,8 @@ def _rank(question: Question, on: Bench, stage: int) -> Rank:
                 links[group] = links.get(group, 0.0) + seconds * left / total
     single = 0.0
     for beside, computed in (("forward", forward), ("backward", backward + again), ("nothing", 0.0)):
-        single += sum(once[beside].values()) - stack.overlap * min(sum(once[beside].values()), computed)
+        total = sum(once[beside].values())
+        single += total - stack.overlap * min(total, computed)
     return Rank(
         compute=forward + backward + ends.forward + ends.backward,
         recompute=again,
@@ -252,9 +263,8 @@ def _computed(question: Question, on: Bench, here: Held) -> tuple[Seconds, Secon
             )
         ]
     if question.lora is not None:
-        sums[2] = ends[2] = (
-            0.0  # frozen weights have no gradients; those of the additions are too small to see
-        )
+        # Frozen weights have no gradients; those of the additions are too small to see.
+        sums[2] = ends[2] = 0.0
     return Seconds(*sums), Seconds(*ends)
 
 
@@ -319,9 +329,13 @@ def _optimizer(question: Question, on: Bench) -> float:
     layout, recipe = question.layout, question.recipe
     here = held(layout, question.model, question.cut_by, 0)
     shared = layout.fsdp * layout.cp
-    wide = 1.0 if on.stack.weights == "master" else state_width(recipe) / 4
-    each = OPTIMIZER_BYTES[recipe.optimizer] + (CLIPPING_BYTES[on.stack.weights] if recipe.clip else 0.0)
-    return on.kernels.moved(_trained(question, here) / shared * each * wide)
+    return on.kernels.moved(_trained(question, here) / shared * update_bytes(recipe, on.stack))
+
+
+def update_bytes(recipe: Recipe, stack: Stack) -> float:
+    """Bytes that clipping and the optimizer move for a parameter."""
+    each = OPTIMIZER_BYTES[recipe.optimizer] + (CLIPPING_BYTES[stack.weights] if recipe.clip else 0.0)
+    return each * (1.0 if stack.weights == "master" else state_width(recipe) / 4)
 
 
 def _offloadable(question: Question) -> tuple[float, float, float]:
@@ -347,5 +361,9 @@ def _offloadable(question: Question) -> tuple[float, float, float]:
 
 
 def _trained(question: Question, here: Held) -> float:
-    experts = expert_elements(question) * here.sparse if question.lora is None else 0
+    experts = (
+        expert_elements(question.model, question.layout.tp, question.layout.ep) * here.sparse
+        if question.lora is None
+        else 0
+    )
     return trained(question, here).elements + experts
