@@ -16,16 +16,12 @@ from shoal.facts.layout import Layout
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.facts.traffic import Traffic
-from shoal.models.decoder import build
 from shoal.models.initial import fill
 from shoal.observe.collectives import CollectiveCounter
-from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
 from shoal.predict.question import Question
-from shoal.train import optimizer as optimizers
 from shoal.train.data.loader import Batch
-from shoal.train.precision import compute_dtype, parameter_dtype, reduce_dtype
-from shoal.train.step import Step
+from shoal.train.program import assemble
 
 SEQ, ROWS = 8, 8
 # Five layers, so that stages differ; 61 rows of vocabulary, so that tensor ranks do.
@@ -105,14 +101,8 @@ def _counted(rank: int, case: Case) -> list[Traffic]:
     question = case.question
     model, recipe, layout = question.model, question.recipe, question.layout
     mesh = Mesh(layout, rank, torch.device("cpu"))
-    network = build(
-        model, recipe.dropout, compute_dtype(recipe), dtype=parameter_dtype(recipe), length=recipe.seq
-    )
     with patch.object(logits, "LOGITS_AT_ONCE", case.logits_at_once):
-        values = partial(fill, model=model, seed=0)
-        placed = apply(network, mesh, question.tune, values, recipe.seq, reduce_dtype(recipe))
-        scale = optimizers.LossScale.for_precision(recipe.precision)
-        step = Step(placed, optimizers.build(placed.gradients.pieces, recipe), recipe, mesh, scale)
+        step = assemble(model, recipe, question.tune, mesh, partial(fill, model=model, seed=0))
         share = ROWS // layout.data_ranks
         start = mesh.data_index * share
         batches = [
@@ -120,7 +110,7 @@ def _counted(rank: int, case: Case) -> list[Traffic]:
         ]
         step(1, batches, ROWS * SEQ)
         with CollectiveCounter(mesh.names) as counter:
-            mesh.sum_integers([ROWS * SEQ, 0])  # as the loop does
+            step.agree(ROWS * SEQ)  # as the loop does
             step(2, batches, ROWS * SEQ)
     return sorted(counter.traffic())
 

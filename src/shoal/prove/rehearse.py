@@ -71,7 +71,7 @@ def rehearse(rank: int, world: int, store: dist.Store, script: Script) -> Rehear
     tensors = _Reference(script)
     for step in range(1, script.steps + 1):
         batches = [program.loader.rows(step, places).to(mesh.device) for places in program.positions()]
-        (targets,) = mesh.sum_integers([program.own_targets(batches)])
+        targets, _ = program.step.agree(program.own_targets(batches))
         loss, norm = program.step.compute_gradients(step, batches, targets)
         tensors.look(job, collector, step, "gradient", gradient, seen)
         program.step.update(step, loss, norm)

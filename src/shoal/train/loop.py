@@ -72,9 +72,7 @@ class Training:
         with closing(steps):
             self.meter.start()
             for step, micro_batches in steps:
-                # One small sum tells every rank how many targets the step has and whether anybody asks to stop.
-                count = self.program.own_targets(micro_batches)
-                targets, asking = self.mesh.sum_integers([count, int(wants_stop())])
+                targets, asking = self.step.agree(self.program.own_targets(micro_batches), wants_stop())
                 if asking:
                     stopped = True
                     break

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shoal.facts.config import TuneSection
+from shoal.facts.model import Model
+from shoal.facts.recipe import Recipe
 from shoal.models import initial
 from shoal.models.decoder import build
 from shoal.models.huggingface import WeightFiles, fill_slices
@@ -31,16 +34,9 @@ class Program:
         self.loader = Loader(samples, recipe.seed, recipe.batch, heldout)
         self.micro = job.layout.micro_batch(recipe.batch)
 
-        network = build(
-            job.model, recipe.dropout, compute_dtype(recipe), dtype=parameter_dtype(recipe), length=recipe.seq
-        )
-        self.placed = apply(
-            network, mesh, config.tune, fill, recipe.seq, reduce_dtype(recipe), config.run.strict
-        )
-        self.pieces = self.placed.gradients.pieces
-        self.optimizer = optimizers.build(self.pieces, recipe)
-        self.scale = optimizers.LossScale.for_precision(recipe.precision)
-        self.step = Step(self.placed, self.optimizer, recipe, mesh, self.scale)
+        self.step = assemble(job.model, recipe, config.tune, mesh, fill, config.run.strict)
+        self.placed, self.pieces = self.step.placed, self.step.pieces
+        self.optimizer, self.scale = self.step.optimizer, self.step.scale
 
     def positions(self) -> list[range]:
         """This rank's places in the global batch, one range a micro-batch."""
@@ -51,6 +47,18 @@ class Program:
     def own_targets(self, batches: list[Batch]) -> int:
         """What this rank adds to the step's number of targets: rows that several ranks work on count once."""
         return sum(batch.count for batch in batches) if self.mesh.first_of_replica else 0
+
+
+def assemble(
+    model: Model, recipe: Recipe, tune: TuneSection, mesh: Mesh, fill: Fill, strict: bool = False
+) -> Step:
+    """The network, placed, with its optimizer: all of a rank's computation, whatever data it is given."""
+    compute, rest = compute_dtype(recipe), parameter_dtype(recipe)
+    network = build(model, recipe.dropout, compute, dtype=rest, length=recipe.seq)
+    placed = apply(network, mesh, tune, fill, recipe.seq, reduce_dtype(recipe), strict)
+    optimizer = optimizers.build(placed.gradients.pieces, recipe)
+    scale = optimizers.LossScale.for_precision(recipe.precision)
+    return Step(placed, optimizer, recipe, mesh, scale)
 
 
 def first_weights(job: Job) -> Fill:

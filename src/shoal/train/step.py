@@ -52,6 +52,11 @@ class Step:
         loss, norm = self.compute_gradients(step, batches, targets)
         return self.update(step, loss, norm)
 
+    def agree(self, targets: int, stop: bool = False) -> tuple[int, bool]:
+        """One small sum tells every rank how many targets the step has, and whether anybody asks to stop."""
+        total, asking = self.mesh.sum_integers([targets, int(stop)])
+        return total, asking > 0
+
     def compute_gradients(self, step: int, batches: list[Batch], targets: int) -> tuple[float, float]:
         """Leave the global batch's gradients with the pieces; return its mean loss and their norm."""
         placed = self.placed
