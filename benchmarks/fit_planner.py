@@ -22,7 +22,7 @@ from record import record
 from shoal.facts import calibration, stack
 from shoal.facts.calibration import Attention, Calibration, DeviceRates
 from shoal.plan.published import FITTED, Run, fitted, read
-from shoal.predict import step as steps
+from shoal.predict import host as hosts
 from shoal.predict.step import Bench, step
 
 Constants = dict[str, float]
@@ -90,8 +90,8 @@ def predictor(constants: Constants) -> Callable[[Run], float]:
     """How long a run takes, as predicted with these constants."""
     benches: dict[tuple[int, ...], Bench] = {}
     for name in ("spread", "backward", "head", "once"):
-        setattr(steps, f"HOST_{name.upper()}", constants[f"host.{name}"])
-    steps.BLEND = constants["host.blend"]
+        setattr(hosts, f"HOST_{name.upper()}", constants[f"host.{name}"])
+    hosts.BLEND = constants["host.blend"]
     links = {
         kind: getattr(calibration, kind.upper()).model_copy(
             update={

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from shoal.facts import calibration, calibrationfile
 from shoal.facts.configfile import load
 from shoal.facts.huggingface import write_config
 from shoal.facts.presets import PRESETS
@@ -44,6 +45,16 @@ WORDS = [
 def warm_server() -> None:
     """Workers are forked from one process that has imported torch; see tests/ranks.py."""
     ranks.warm()
+
+
+@pytest.fixture(autouse=True)
+def no_calibration(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Predictions rest on built-in rates, whatever was measured on the machine that runs the tests."""
+    monkeypatch.setenv(calibrationfile.VARIABLE, str(tmp_path_factory.getbasetemp() / "no-calibration"))
+    yield
+    calibration.forget()
 
 
 @pytest.fixture(scope="session")

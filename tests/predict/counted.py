@@ -41,7 +41,7 @@ SHAPE: dict[str, Any] = {
     "heads": 8,
     "kv_heads": 4,
     "head_dim": 32,
-    "ffn": 768,
+    "ffn": 640,
     "vocab": 1000,
     "max_positions": 4096,
 }

@@ -21,7 +21,7 @@ from shoal.observe.collectives import CollectiveCounter
 from shoal.parallel.mesh import Mesh
 from shoal.predict.question import Question
 from shoal.train.data.loader import Batch
-from shoal.train.program import assemble
+from shoal.train.program import assemble, blueprint
 
 SEQ, ROWS = 8, 8
 # Five layers, so that stages differ; 61 rows of vocabulary, so that tensor ranks do.
@@ -102,7 +102,9 @@ def _counted(rank: int, case: Case) -> list[Traffic]:
     model, recipe, layout = question.model, question.recipe, question.layout
     mesh = Mesh(layout, rank, torch.device("cpu"))
     with patch.object(logits, "LOGITS_AT_ONCE", case.logits_at_once):
-        step = assemble(model, recipe, question.tune, mesh, partial(fill, model=model, seed=0))
+        step = assemble(
+            blueprint(model, recipe), recipe, question.tune, mesh, partial(fill, model=model, seed=0)
+        )
         share = ROWS // layout.data_ranks
         start = mesh.data_index * share
         batches = [

@@ -28,7 +28,9 @@ app = App(
 for command, place, does in (
     ("plan", "shoal.cli.plan:plan", "What fits, what is fastest, and why not the others."),
     ("train", "shoal.cli.train:train", "Train here; continue where the run left off."),
+    ("dryrun", "shoal.cli.dryrun:dryrun", "One rank of any world without hardware, against the prediction."),
     ("parity", "shoal.cli.parity:parity", "Prove that layouts change nothing: each against one process."),
+    ("profile", "shoal.cli.profile:profile", "Where a step's time and memory go, beside the prediction."),
     ("schedule", "shoal.cli.schedule:schedule", "A pipeline schedule as a timeline, checked."),
     ("init", "shoal.cli.init:init", "Write a commented config."),
     ("config", "shoal.cli.config:app", "Show every value of a config and where it came from."),

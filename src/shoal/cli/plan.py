@@ -35,6 +35,7 @@ def plan(
     states: str = "fp32",
     reduce: str = "fp32",
     lora: int | None = None,
+    calibration: bool = True,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """What fits, what is fastest, and why not the others: every layout of a model on a cluster, priced and ranked.
@@ -87,6 +88,8 @@ def plan(
         Precision of gradients as they are summed: fp32 or bf16.
     lora
         Train low-rank additions of this rank, not the weights.
+    calibration
+        Use what shoal profile --calibrate measured of this device kind here, where it did.
     json
         Print one JSON document on standard output.
     """
@@ -97,11 +100,13 @@ def plan(
     gc.disable()  # a search makes a million small things and no circles: looking for these is a tenth of its time
 
     from shoal.cli.plan_table import show
+    from shoal.cli.rates import measured_rates, use_calibration
     from shoal.cli.show import print_json
     from shoal.facts.problem import BadInput
     from shoal.plan.answer import answer
     from shoal.plan.asked import ask
 
+    use_calibration(calibration)
     if top < 1:
         raise BadInput(f"--top {top}: must be 1 or more", "--top 10")
     asked = ask(
@@ -138,6 +143,8 @@ def plan(
         print_json(document)
         return 0
     show(found, explain)
+    if rates := measured_rates(asked.cluster):
+        print(rates)
     if exported is not None:
         print(f"\n{export}: {exported.command}")
         for thing in exported.cannot:

@@ -20,6 +20,7 @@ def train(
     layout: str | None = None,
     run: Path | None = None,
     fresh: Annotated[bool, Parameter(negative=())] = False,
+    calibration: bool = True,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Train; continue by itself when the run directory has a checkpoint.
@@ -27,6 +28,9 @@ def train(
     Example: shoal train examples/tiny.toml --set recipe.steps=200 --layout dp=2
 
     Ctrl-C (or SIGTERM, USR1) finishes the step, commits and exits with 75; the same command continues.
+
+    A rank that keeps the others waiting for fault.stall seconds (0: never mind) is named with the collective and its
+    line; one that runs out of memory, with the nearest change that fits. How to read that: docs/faults.md.
 
     Parameters
     ----------
@@ -40,15 +44,19 @@ def train(
         The run directory itself; by default [run] dir and name.
     fresh
         Start anew; an old run in the same place is moved aside.
+    calibration
+        Predict with what shoal profile --calibrate measured here, where it did.
     json
         Print one JSON document on standard output, everything else on standard error.
     """
+    from shoal.cli.rates import measured_rates, use_calibration
     from shoal.cli.show import print_json
     from shoal.facts.configfile import load
     from shoal.launch import local
     from shoal.plan.resolve import resolve
     from shoal.train.rundir import RunDirectory
 
+    use_calibration(calibration)
     loaded = load(config, set, layout).config
     directory = RunDirectory(run or Path(loaded.run.dir).expanduser() / loaded.run.slug)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -56,6 +64,8 @@ def train(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     where = f"{job.cluster.device.name}, layout {job.layout}, run {directory.path}"
     console.print(f"{job.model.name} on {where}", markup=False)
+    if rates := measured_rates(job.cluster):
+        console.print(rates, markup=False)
     if job.cluster.device.name == "cpu" and loaded.recipe.precision in ("bf16", "fp16"):
         console.print(
             f"note: {loaded.recipe.precision} is very slow on CPUs without units for it; fp32 is not"

@@ -1,8 +1,10 @@
 """Calibration: what devices and links really reach of what their makers promise.
 
-Every number belongs to a device kind or a kind of link and has a physical meaning. Those here come with Shoal; a
-calibration measured on a machine has the same schema and takes their place. What differs between software stacks is
-in ``facts/stack.py``.
+Every number belongs to a device kind or a kind of link and has a physical meaning. Those here come with Shoal; what
+``shoal profile --calibrate`` measured of a device kind (``facts/measurements.py``) takes their place, where it was
+put in with ``install``. Nothing is put in by itself: a command does so at its start (``facts/calibrationfile.py``), so
+that a library's or a test's predictions do not depend on what happens to lie in somebody's home directory. What
+differs between software stacks is in ``facts/stack.py``.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from typing import Annotated
 from pydantic import Field, FiniteFloat
 
 from shoal.facts.cluster import Cluster
-from shoal.facts.devices import Device, Hardware
+from shoal.facts.devices import Device, Hardware, Positive
+from shoal.facts.measurements import Measurements, Seconds
 
 Share = Annotated[FiniteFloat, Field(gt=0, le=1)]
-Seconds = Annotated[FiniteFloat, Field(ge=0)]
 
 
 class Attention(Hardware):
@@ -52,7 +54,12 @@ class LinkRates(Hardware):
     start: Seconds  # before a collective moves its first byte
     # Of the further links that several ranks of a group have out of their domain, how much a collective gets from each.
     rails: Annotated[FiniteFloat, Field(ge=0, le=1)] = 1.0
+    bandwidth: Positive | None = None  # bytes/s that were measured, whatever the link's datasheet says
     source: str
+
+    def reached(self, promised: float) -> float:
+        """Bytes/s of large messages on a link of which so many are promised."""
+        return self.bandwidth or promised * self.share
 
 
 class Calibration(Hardware):
@@ -63,6 +70,18 @@ class Calibration(Hardware):
     network: LinkRates
     host: LinkRates  # between a device and the memory of its machine
     known: bool  # whether the device kind was measured; otherwise its rates are those of a relative
+    measured: Measurements | None = None  # kernel by kernel, on a machine at hand
+    path: str = ""  # of the file that it came from
+
+    def __hash__(self) -> int:  # quick, for caches; equality stays field by field
+        return hash((self.device.source, self.fast.source, self.path))
+
+    @property
+    def words(self) -> str:
+        """Where the rates come from, in one line."""
+        if self.measured is None:
+            return f"built in ({self.device.source if self.known else 'those of a relative: never measured'})"
+        return f"measured here on {self.measured.date[:10]} ({self.path})"
 
 
 _FITTED = "fitted on a fifth of the published runs (benchmarks/fit_planner.py)"
@@ -126,10 +145,27 @@ NETWORK = LinkRates(share=0.95, hop=4e-5, start=3e-5, rails=0.13, source=_FITTED
 HOST = LinkRates(share=0.87, hop=0.0, start=2e-5, source="H200: pinned copies at 55 of 63 GB/s")
 
 
+_installed: dict[str, Calibration] = {}
+
+
+def install(device: str, measured: Calibration) -> None:
+    """From now on predictions for this device kind use these rates."""
+    _installed[device] = measured
+
+
+def forget() -> None:
+    """Back to what comes with Shoal."""
+    _installed.clear()
+
+
 def find(cluster: Cluster) -> Calibration:
-    """What is known of a cluster's device kind; else the rates of its nearest relative."""
-    known = DEVICES.get(cluster.device.name)
-    rates = known or _relative(cluster.device)
+    """What is known of a cluster's device kind: measured here, built in, or the rates of its nearest relative."""
+    return _installed.get(cluster.device.name) or built_in(cluster.device)
+
+
+def built_in(device: Device) -> Calibration:
+    known = DEVICES.get(device.name)
+    rates = known or _relative(device)
     return Calibration(device=rates, fast=FAST, network=NETWORK, host=HOST, known=known is not None)
 
 

@@ -127,6 +127,12 @@ class FaultSection(Section):
     timeout: float = Field(
         60.0, gt=0, description="seconds a collective may take before its rank is given up"
     )
+    stall: float = Field(
+        30.0,
+        ge=0,
+        description="seconds a rank may keep its peers waiting within a step before the run says who and where; "
+        "at least 1, at most half of timeout; 0: never",
+    )
     max_restarts: int = Field(3, ge=0, description="times that workers are restarted after a fault")
     nonfinite: Literal["skip", "retry", "stop"] = Field(
         "skip", description="when a gradient is not finite: skip the update, retry the step once, or stop"

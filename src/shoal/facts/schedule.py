@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import cache
 
 from shoal.facts.schedules.check import check
-from shoal.facts.schedules.instruction import Action, Instruction, Program, ScheduleError
-from shoal.facts.schedules.messages import instructions
+from shoal.facts.schedules.instruction import RECEIVES, SENDS, Action, Instruction, Program, ScheduleError
+from shoal.facts.schedules.messages import instructions, rank_program
 from shoal.facts.schedules.orders import compute_order, rank_order
 from shoal.facts.schedules.simulate import Event, Timeline, bubble, in_flight, simulate, unit_durations
 
@@ -18,6 +18,8 @@ from shoal.facts.schedules.simulate import Event, Timeline, bubble, in_flight, s
 SPLIT_BACKWARD = ("zb", "zbv", "dualpipev")
 
 __all__ = [
+    "RECEIVES",
+    "SENDS",
     "SPLIT_BACKWARD",
     "Action",
     "Event",
@@ -32,6 +34,7 @@ __all__ = [
     "instructions",
     "programs",
     "rank_order",
+    "rank_program",
     "simulate",
     "text",
     "unit_durations",

@@ -18,13 +18,14 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from shoal.launch.failure import FATAL, Failure, first_failure
+from shoal.launch.failure import FATAL, STALLED, Failure, first_failure
 from shoal.launch.progress import Progress
-from shoal.launch.rendezvous import STOP, LoopbackRendezvous
+from shoal.launch.rendezvous import ROUND, STOP, LoopbackRendezvous
 from shoal.launch.report import FAILED, FINISHED, STOPPED, Report
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.launch.worker import Assignment, work
 from shoal.plan.resolve import Job
+from shoal.train.guard.watchdog import Limits, Watchdog
 from shoal.train.rundir import RunDirectory
 
 # How long we wait for the agent's thread once its workers were told to end.
@@ -40,14 +41,18 @@ class Attempt:
             logging.getLogger(chatty).setLevel(logging.CRITICAL + 1)
         self.job, self.run = job, run
         self.console = console
-        self.rendezvous = LoopbackRendezvous(run.path.name, job.config.fault.timeout)
+        fault = job.config.fault
+        self.rendezvous = LoopbackRendezvous(run.path.name, fault.timeout)
+        self.watchdog: Watchdog | None = None
+        if fault.stall:
+            self.watchdog = Watchdog(run, job.layout.world, Limits.of(fault.stall, fault.timeout))
         spec = WorkerSpec(
             role="shoal",
             local_world_size=job.layout.world,
             rdzv_handler=self.rendezvous,
             entrypoint=work,
             args=(Assignment(job, run.path.resolve(), dataset.resolve()),),
-            max_restarts=job.config.fault.max_restarts,
+            max_restarts=fault.max_restarts,
             monitor_interval=0.1,
         )
         self.agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
@@ -66,6 +71,7 @@ class Attempt:
                 while thread.is_alive() and not self.insisted:
                     thread.join(0.1)
                     progress.poll()
+                    self._watch(progress)
                     if self.asked and not self.told:
                         self.told = True
                         self.rendezvous.store.set(STOP, "1")
@@ -81,6 +87,31 @@ class Attempt:
             self.result = self.agent.run()
         except BaseException as error:  # the main thread reports it
             self.error = error
+
+    def _watch(self, progress: Progress) -> None:
+        """A stalled attempt is ended, and what was seen of it is kept. The agent decides whether another one begins."""
+        if self.watchdog is None:
+            return
+        processes = self._processes()
+        verdict = self.watchdog.poll(processes)
+        if verdict is None:
+            return
+        failure = Failure(verdict.rank, verdict.message, True, time.time(), "stalled")
+        self.rendezvous.attempt().set(STALLED, json.dumps(asdict(failure)))
+        action = f"stacks of all ranks are in {self.run.stacks}"
+        with contextlib.suppress(OSError):
+            self.run.note_fault(kind="stall", action=action, message=str(failure), **verdict.row)
+        # What ends the last attempt is the run's last word, and said then.
+        if int(self.rendezvous.store.get(ROUND)) <= self.job.config.fault.max_restarts:
+            progress.say(str(failure))
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def _processes(self) -> list[int]:
+        """The workers' processes in the order of their ranks; fewer while they are being started."""
+        workers = sorted(self.agent.get_worker_group().workers, key=lambda worker: worker.global_rank)
+        return [worker.id for worker in workers if isinstance(worker.id, int)]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The first signal asks; a later Ctrl-C insists. Schedulers repeat theirs, and mean no more by it."""

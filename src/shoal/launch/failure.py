@@ -13,9 +13,11 @@ from shoal.facts.problem import BadInput
 from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.files import describe_full, disk_is_full
 from shoal.train.guard.agreement import Disagreement
+from shoal.train.guard.memory import OutOfMemory
 from shoal.train.guard.nonfinite import NonFinite
 
 FATAL = "fatal"
+STALLED = "stalled"
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,10 @@ class Failure:
     message: str
     echo: bool
     time: float
+    what: str = "failed"
 
     def __str__(self) -> str:
-        return f"rank {self.rank} failed: {self.message}"
+        return f"rank {self.rank} {self.what}: {self.message}"
 
 
 def describe(rank: int, error: BaseException) -> Failure:
@@ -37,7 +40,7 @@ def describe(rank: int, error: BaseException) -> Failure:
         message = describe_full(error)
     elif isinstance(error, Damaged):
         message = f"{error}\n  fix: remove that checkpoint to continue from the one before it"
-    elif isinstance(error, (BadInput, NonFinite, Disagreement)):
+    elif isinstance(error, (BadInput, NonFinite, Disagreement, OutOfMemory)):
         message = str(error)
     else:
         message = f"{type(error).__name__}: {error}"
@@ -63,12 +66,15 @@ def tell(store: Store, attempt: Store, failure: Failure) -> None:
 
 
 def first_failure(store: Store, attempt: Store, world: int, exit_codes: dict[int, int]) -> Failure:
-    """Whose failure it was: one that is no echo; else a rank that told nothing, for it was killed or crashed.
+    """Whose failure it was: one that is no echo; else what the launcher saw of a stall; else a rank that told nothing,
+    for it was killed or crashed.
 
     ``exit_codes`` are those that the agent saw. It names the lowest dead rank, which need not be the first to die.
     """
     if store.check([FATAL]):
         return Failure(**json.loads(store.get(FATAL)))
+    if attempt.check([STALLED]):
+        return Failure(**json.loads(attempt.get(STALLED)))
     keys = {rank: f"failure-{rank}" for rank in range(world)}
     told = [Failure(**json.loads(attempt.get(key))) for key in keys.values() if attempt.check([key])]
     killed = [rank for rank, code in exit_codes.items() if code < 0]

@@ -39,7 +39,7 @@ def train(job: Job, run: RunDirectory, fresh: bool, console: Console, visible: s
     ``visible`` is what CUDA_VISIBLE_DEVICES says.
     """
     check_devices(job, visible)
-    _check_memory(job)
+    check_memory(job)
     run.check_place()
     with ExitStack() as held:
         if run.path.exists():
@@ -48,7 +48,7 @@ def train(job: Job, run: RunDirectory, fresh: bool, console: Console, visible: s
         fingerprint = dataset.fingerprint
         if not fresh:
             run.check_continues(job, fingerprint)
-        _check_weights(job, run if not fresh else None)
+        check_weights(job, run if not fresh else None)
         if fresh and run.begun:
             console.print(f"moved the old run to {run.move_aside()}", markup=False)
         if not run.path.exists():
@@ -97,7 +97,7 @@ def check_devices(job: Job, visible: str | None) -> None:
         )
 
 
-def _check_memory(job: Job) -> None:
+def check_memory(job: Job) -> None:
     """Refuse a model whose weights, gradients and optimizer states alone exceed what there is."""
     on_cpu = job.cluster.device.name == "cpu"
     states = rank_states(job.model, job.config.recipe, job.layout)
@@ -135,7 +135,7 @@ def tokenised(job: Job, console: Console) -> Dataset:
     return dataset
 
 
-def _check_weights(job: Job, run: RunDirectory | None) -> None:
+def check_weights(job: Job, run: RunDirectory | None) -> None:
     """Refuse first weights of another model; a run that has a checkpoint needs none."""
     if job.config.model.init_from is not None and not (run and run.step()):
         from shoal.models.huggingface import WeightFiles

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal import __version__
+from shoal.facts import calibration
 from shoal.facts.parameters import parameter_count
 from shoal.plan.judge import as_json, judge
 from shoal.plan.resolve import Job
@@ -47,8 +48,11 @@ def describe_plan(job: Job) -> dict[str, Any]:
     """plan.json: the layout with its prediction, as ``shoal plan --layout`` judges it."""
     config, recipe = job.config, job.config.recipe
     asked = Question(job.model, job.cluster, recipe, job.layout, tune=config.tune, lora=config.model.lora)
+    rates = calibration.find(job.cluster)
     return {
         **as_json(judge(asked)),
+        "rates": rates.words,
+        "calibrated": rates.measured.date if rates.measured else None,
         "micro_batch": asked.micro,
         "accumulation": asked.accumulation,
         "chosen_by": "auto" if config.layout == "auto" else "the user",

@@ -61,6 +61,10 @@ class Progress:
             if row.get("heldout_loss") is not None:
                 self.heldout = row
                 self.say(f"step {row['step']:>6}  held-out loss {row['heldout_loss']:.4f} nats a token")
+            if "compared" in row:
+                self.say(f"step {row['step']:>6}  {_compared(row['compared'])}")
+                if drift := row["compared"].get("drift"):
+                    self.say(f"step {row['step']:>6}  {drift}")
         for row in self._samples.read():
             self.say(f"step {row['step']:>6}  sample: {row['prompt'][-24:]!r} → {row['text'][:72]!r}")
         if self.last is None:
@@ -131,6 +135,22 @@ def _fault(row: dict[str, Any]) -> str:
     if row["kind"] == "restart":
         return f"workers restarted (attempt {row['attempt'] + 1}) from step {row['resumed_step']}"
     return f"step {row['step']:>6}  {row['kind']}: {row['action']}"
+
+
+def _compared(found: dict[str, Any]) -> str:
+    """What was predicted beside what came of it; of what was not compared, why not."""
+    parts = []
+    if "step_s" in found:
+        times = f"{found['predicted_step_s']:.3g} s a step, measured {found['step_s']:.3g}"
+        parts.append(f"predicted {times} ({found['step_s_error']:+.1%}; rates: {found['rates']})")
+    if "memory_peak" in found:
+        predicted, measured = found["predicted_memory_peak"] / 2**30, found["memory_peak"] / 2**30
+        parts.append(
+            f"predicted {predicted:.2f} GiB, measured {measured:.2f} ({found['memory_peak_error']:+.1%})"
+        )
+    names = {"step_s": "time", "memory_peak": "memory"}
+    parts += [f"{names[name]} not compared: {reason}" for name, reason in found.get("missing", {}).items()]
+    return "; ".join(parts)
 
 
 def _rate(value: float) -> str:

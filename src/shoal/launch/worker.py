@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,13 @@ from shoal.launch import rendezvous
 from shoal.launch.failure import FATAL, describe, tell
 from shoal.launch.join import join
 from shoal.launch.signals import STOP_SIGNALS
+from shoal.observe import nccl
+from shoal.observe.entered import recording
+from shoal.observe.flight import Flight
 from shoal.plan.resolve import Job
 from shoal.train.guard.agreement import agree
+from shoal.train.guard.memory import OutOfMemory, amount
+from shoal.train.guard.stacks import stacks_on_signal
 from shoal.train.loop import Outcome, train
 from shoal.train.rundir import RunDirectory
 
@@ -56,12 +61,21 @@ def work(assignment: Assignment) -> Outcome | None:
         restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         if rank == 0 and restarts:
             run.note_fault(kind="restart", attempt=restarts, resumed_step=run.step())
-        with _only_writer(run, rank):
+        with (
+            _only_writer(run, rank),
+            Flight(run.flight(rank)) as flight,
+            stacks_on_signal(run.stack_dump(rank)),
+        ):
+            watched = bool(assignment.job.config.fault.stall)
+            if watched:
+                # Read when the first group is made; on gloo it has no effect.
+                os.environ.update({**nccl.settings(run.flights), **os.environ})
             _agree(assignment, rank, attempt)
             mesh = join(assignment.job, rank, int(os.environ["LOCAL_RANK"]), attempt)
             # One rank asks for all of them: what it hears travels with the step's first sum.
             asked = partial(store.check, [rendezvous.STOP]) if rank == 0 else bool
-            outcome = train(assignment.job, run, assignment.dataset, mesh, asked)
+            with recording(flight, mesh.names) if watched else contextlib.nullcontext():
+                outcome = train(assignment.job, run, assignment.dataset, mesh, asked, flight.enter)
             mesh.close()
             return outcome
     except Exception as error:
@@ -69,9 +83,23 @@ def work(assignment: Assignment) -> Outcome | None:
         with contextlib.suppress(Exception):
             tell(store, attempt, describe(rank, error))
         with contextlib.suppress(OSError):
+            if isinstance(error, OutOfMemory):
+                _note_out_of_memory(run, rank, error)
             traceback.print_exc()
             sys.stderr.flush()
         os._exit(1)  # past the interpreter's own report: the log has it, the terminal needs one line
+
+
+def _note_out_of_memory(run: RunDirectory, rank: int, error: OutOfMemory) -> None:
+    run.note_fault(
+        kind="oom",
+        step=error.step,
+        rank=rank,
+        action=f"rank {rank} found no room for {amount(error.measured.asked)}",
+        message=str(error),
+        measured=asdict(error.measured),
+        predicted=error.predicted.as_json(),
+    )
 
 
 def _agree(assignment: Assignment, rank: int, attempt: Store) -> None:

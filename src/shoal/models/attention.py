@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.facts.kernels import repeats_keys
 from shoal.facts.model import Model
 from shoal.models.linear import Linear
 from shoal.models.norm import RMSNorm
@@ -46,6 +47,9 @@ def attend(
     """
     windowed = window is not None and window < key.shape[2]
     causal_by_index = documents is None and not windowed
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1 and repeats_keys(query.element_size()):
+        key, value = (heads.repeat_interleave(shared, dim=1) for heads in (key, value))
     return F.scaled_dot_product_attention(
         query,
         key,

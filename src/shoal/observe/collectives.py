@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.facts.traffic import Traffic, show_ranks
+from shoal.observe.lines import line_of_ours
 from shoal.observe.subclasses import plain_tensors, takes_itself_apart
 
 # A group's readable name from torch's name for it and its ranks; None where there is none.
@@ -69,6 +70,8 @@ class Call:
     group: str
     bytes: int
     dtype: str
+    peer: int | None  # whom a message goes to or comes from, as its rank in the group
+    where: str  # the innermost line of ours
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -110,17 +113,20 @@ class CollectiveCounter(TorchDispatchMode):
         if func.namespace in NAMESPACES:
             group = _group(func, args, kwargs)
             if group is not None:
-                for operation, buffers in _operations(func, args, kwargs, result):
-                    self._count(operation, self._readable(group), buffers)
+                for operation, buffers, peer in _operations(func, args, kwargs, result):
+                    self._count(operation, self._readable(group), buffers, peer)
         return result
 
-    def _count(self, operation: str, group: str, buffers: Sequence[list[torch.Tensor]]) -> None:
+    def _count(
+        self, operation: str, group: str, buffers: Sequence[list[torch.Tensor]], peer: int | None
+    ) -> None:
         largest = max((_bytes(buffer) for buffer in buffers), default=0)
         count, total = self._sums.get((operation, group), (0, 0))
         self._sums[operation, group] = (count + 1, total + largest)
         if self._log:
             dtype = next((str(tensor.dtype) for buffer in buffers for tensor in buffer), "")
-            self.calls.append(Call(operation, group, largest, dtype.removeprefix("torch.")))
+            call = Call(operation, group, largest, dtype.removeprefix("torch."), peer, line_of_ours())
+            self.calls.append(call)
 
     def _readable(self, group: dist.ProcessGroup) -> str:
         name = group.group_name
@@ -148,19 +154,23 @@ def _group(func: Any, args: tuple, kwargs: dict[str, Any]) -> dist.ProcessGroup 
 
 def _operations(
     func: Any, args: tuple, kwargs: dict[str, Any], result: Any
-) -> Iterator[tuple[str, list[list[torch.Tensor]]]]:
-    """What a call does, each with its buffers: one list for each argument that holds tensors, and for the result."""
+) -> Iterator[tuple[str, list[list[torch.Tensor]], int | None]]:
+    """What a call does, each with its buffers: one list for each argument that holds tensors, and for the result.
+
+    A message also has a peer.
+    """
     name = func._schema.name.split("::")[1].strip("_")
     if name == "batch_p2p_ops":
         kinds, tensors = args[0], args[3]
-        for kind, tensor in zip(kinds, tensors, strict=True):
-            yield OPERATIONS[kind], [[tensor]]
+        for kind, peer, tensor in zip(kinds, args[1], tensors, strict=True):
+            yield OPERATIONS[kind], [[tensor]], peer
         return
     # An operation that torch adds one day still shows, under torch's name.
     operation = OPERATIONS.get(name, name)
     # A barrier's tensor only says which device waits.
     values = () if operation == "barrier" else (*args, *kwargs.values(), result)
-    yield operation, [list(plain_tensors(value)) for value in values]
+    peer = args[2] if operation in ("send", "receive") and isinstance(args[2], int) else None
+    yield operation, [list(plain_tensors(value)) for value in values], peer
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -18,11 +18,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.observe.origin import SENT, Origin, Origins
 from shoal.observe.subclasses import is_fake, plain_tensors, takes_itself_apart
 
 
@@ -33,12 +34,22 @@ def live_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storage.nbytes() for storage in {id(storage): storage for storage in storages}.values())
 
 
+class Place(NamedTuple):
+    """What is held, of which module, and the line of ours that made it."""
+
+    category: str
+    module: str
+    where: str
+
+
 @dataclass(eq=False, slots=True)
 class _Followed:
     """One storage, the category it has, its bytes now and the moment it came to that size."""
 
     watch: weakref.ref[torch.UntypedStorage]
     category: str
+    module: str = ""
+    where: str = ""
     bytes: int = 0
     since: int = 0
 
@@ -47,14 +58,23 @@ class MemoryTracker(TorchDispatchMode):
     """Follows every storage that an operator creates while it is active, and those of tensors that it is shown.
 
     ``round_to`` rounds every storage up (512: what CUDA's allocator hands out). ``device`` counts one kind of device
-    only, for example "cuda". ``fake`` also counts FakeTensors, as if they were on the device that they pretend to be
-    on; tensors on the meta device never count. Enter it inside the FakeTensorMode or outside, that is the same.
+    only, for example "cuda". ``origins`` says of every new storage what it is. ``fake`` also counts FakeTensors, as if
+    they were on the device that they pretend to be on; tensors on the meta device never count. Enter it inside the
+    FakeTensorMode or outside, that is the same.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, *, round_to: int = 1, fake: bool = False, device: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        round_to: int = 1,
+        fake: bool = False,
+        device: str | None = None,
+        origins: Origins | None = None,
+    ) -> None:
         super().__init__()
+        self._origins = origins
         self._round_to = round_to
         self._fake = fake
         self._device = device
@@ -66,17 +86,22 @@ class MemoryTracker(TorchDispatchMode):
         self._patches: list[ExitStack] = []
         self._total = 0
         self._moment = 0
+        self._newest: Origin | None = None
         self.reset_peak()
 
     # What a caller says.
 
-    def mark(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """Give these tensors' storages a category, for all of their life; follow those not yet known."""
+    def mark(self, tensors: Iterable[torch.Tensor], category: str, module: str | None = None) -> None:
+        """Give these tensors' storages a category, for all of their life; follow those not yet known.
+
+        ``module`` is whose they are, where that is not who made them.
+        """
         for tensor in tensors:
             for plain in plain_tensors(tensor):
                 followed = self._follow(plain)
                 if followed is not None:
                     followed.category = category
+                    followed.module = followed.module if module is None else module
 
     @contextmanager
     def labelled(self, category: str) -> Iterator[None]:
@@ -92,6 +117,7 @@ class MemoryTracker(TorchDispatchMode):
         self._bury()
         self._peak = self._total
         self._peak_moment = self._moment
+        self._peak_origin: Origin | None = None
         # Storages that were there at the peak and have since been freed or resized, with the bytes they had.
         self._past: list[tuple[_Followed, int]] = []
 
@@ -110,8 +136,20 @@ class MemoryTracker(TorchDispatchMode):
     def peak_by_category(self) -> dict[str, int]:
         """What the peak was made of. A mark counts backwards too: a gradient marked after the peak was one then."""
         self._bury()
-        there = ((item, item.bytes) for item in self._followed.values() if item.since <= self._peak_moment)
-        return _by_category([*there, *self._past])
+        return _by_category(self._at_peak())
+
+    def peak_by_place(self) -> Counter[Place]:
+        """And by the module that it is of and the line that made it, where there are origins."""
+        self._bury()
+        total: Counter[Place] = Counter()
+        for followed, size in self._at_peak():
+            total[Place(followed.category, followed.module, followed.where)] += size
+        return total
+
+    @property
+    def peak_origin(self) -> Origin | None:
+        """Of the storage whose coming made the peak: it tells the moment."""
+        return self._peak_origin
 
     # How it knows.
 
@@ -129,7 +167,9 @@ class MemoryTracker(TorchDispatchMode):
                 if tensor.layout == torch.strided:
                     self._resized(tensor.untyped_storage())
         for tensor in plain_tensors(result):
-            self._follow(tensor)
+            self._follow(tensor, func, args)
+        if self._origins is not None and func._schema.name in SENT:
+            self.mark(plain_tensors(args), "messages")
         return result
 
     def __enter__(self) -> MemoryTracker:
@@ -144,7 +184,9 @@ class MemoryTracker(TorchDispatchMode):
         super().__exit__(*error)
         self._patches.pop().close()
 
-    def _follow(self, tensor: torch.Tensor) -> _Followed | None:
+    def _follow(
+        self, tensor: torch.Tensor, operator: Any = None, arguments: tuple[Any, ...] = ()
+    ) -> _Followed | None:
         if not self._counts(tensor):
             return None
         self._bury()
@@ -156,9 +198,22 @@ class MemoryTracker(TorchDispatchMode):
         if followed is None:
             dead = self._dead
             followed = _Followed(weakref.ref(storage, lambda _: dead.append(key)), self._category)
+            if self._origins is not None and operator is not None:
+                self._newest = self._origins.of(operator, arguments, tensor, self._known)
+                followed.category, followed.module = self._newest.category, self._newest.module
+                followed.where = self._newest.where
             self._followed[key] = followed
         self._take_size(followed, storage.nbytes())
         return followed
+
+    def _known(self, tensor: torch.Tensor) -> str | None:
+        followed = self._followed.get(id(tensor.untyped_storage()))
+        return None if followed is None else followed.category
+
+    def _at_peak(self) -> Iterator[tuple[_Followed, int]]:
+        there = [item for item in self._followed.values() if item.since <= self._peak_moment]
+        yield from ((item, item.bytes) for item in there)
+        yield from self._past
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         if tensor.layout != torch.strided or (is_fake(tensor) and not self._fake):
@@ -177,6 +232,7 @@ class MemoryTracker(TorchDispatchMode):
         followed.bytes, followed.since = size, self._moment
         if self._total > self._peak:
             self._peak, self._peak_moment = self._total, self._moment
+            self._peak_origin = self._newest
             self._past.clear()
 
     def _bury(self) -> None:

@@ -19,7 +19,7 @@ from shoal.parallel.pieces import Alone, Gradients, held_parameters
 from shoal.parallel.pipeline import my_stages
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
-from shoal.parallel.segment import Segment, carve
+from shoal.parallel.segment import Segment, carve, take_room
 from shoal.parallel.shard import FullyShard, shard
 from shoal.parallel.shared import Shared
 from shoal.parallel.zero import ShardedStates
@@ -75,7 +75,7 @@ def apply(
         for segment in segments:
             shard(segment, mesh, tune, compute, reduce_dtype)
     for segment in segments:
-        segment.to_empty(device=mesh.device)
+        take_room(segment, mesh.device)
     held = held_parameters(segments, model, mesh)
     bucket_bytes = round(tune.bucket_mb * 2**20)
     gradients: Gradients

@@ -77,7 +77,8 @@ class _Product(torch.autograd.Function):
         back = gradient @ weight
         heap = ctx.deferred.open
         if heap is not None:
-            heap.append(Task(ctx.module, x, gradient, ctx.with_bias))
+            # Detached: with it the graph that made it would stay, and with that the stage's input.
+            heap.append(Task(ctx.module, x.detach(), gradient, ctx.with_bias))
             return back, None, None, None, None
         return back, *_gradients(x, gradient, ctx.with_bias), None, None
 

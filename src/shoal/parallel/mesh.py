@@ -30,7 +30,9 @@ class Mesh:
         device: torch.device,
         store: dist.Store | None = None,
         timeout: timedelta | None = None,
+        transport: str | None = None,
     ) -> None:
+        """``transport`` is what carries tensors, "nccl" or "gloo", where the ranks' group does not tell."""
         self.layout = layout
         self.rank = rank
         self.world = layout.world
@@ -42,13 +44,16 @@ class Mesh:
         self.data_index = self.place["dp"] * layout.fsdp + self.place["fsdp"]
         # Of the ranks that work on the same rows, the one that speaks for all of them.
         self.first_of_replica = all(self.place[axis] == 0 for axis in ("pp", "cp", "tp"))
+        self.transport = transport
         self.control: dist.ProcessGroup | None = None
         self._axes: DeviceMesh | None = None
         if self.world > 1:
-            if dist.get_backend() == "gloo":
-                self.control = dist.group.WORLD
-            else:
-                self.control = dist.new_group(backend="gloo", timeout=timeout)
+            backend = dist.get_backend()
+            self.transport = transport or backend
+            self.control = dist.group.WORLD
+            if self.transport == "nccl":
+                # In a dry run, whose ranks only seem to talk, this group is of the same kind as all others.
+                self.control = dist.new_group(backend="gloo" if backend == "nccl" else None, timeout=timeout)
             names = [axis for axis in AXES if getattr(layout, axis) > 1]
             sizes = [getattr(layout, axis) for axis in names]
             self._axes = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=tuple(names))

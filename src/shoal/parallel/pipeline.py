@@ -48,7 +48,7 @@ class Channels:
     def __init__(self, mesh: Mesh) -> None:
         line = list(range(mesh.layout.pp))
         self.place = mesh.place["pp"]
-        self.device = mesh.device
+        self.device, self.transport = mesh.device, mesh.transport
         self.groups = {"down": mesh.pieces_of("pp", [line]), "up": mesh.pieces_of("pp", [line])}
         self._flying: dict[Instruction, tuple[Tensor, dist.Work]] = {}
         if self.device.type == "cuda":
@@ -62,9 +62,8 @@ class Channels:
         """
         token = torch.zeros(1, device=self.device)
         neighbours = [(rank, rank + 1) for rank in range(ranks - 1)]
-        around = (
-            [(0, ranks - 1)] if ranks > 2 else []
-        )  # from the last rank's stage to the first rank's next one
+        # From the last rank's stage to the first rank's next one.
+        around = [(0, ranks - 1)] if ranks > 2 else []
         for low, high in neighbours + around:
             for sender, receiver in ((low, high), (high, low)):
                 if self.place == sender:
@@ -76,7 +75,7 @@ class Channels:
     def send(self, tensor: Tensor, message: Instruction) -> None:
         """Start sending; the tensor is kept until it has arrived."""
         assert message.peer is not None
-        if self.device.type == "cuda":  # gloo's messages cannot be asked
+        if self.transport != "gloo":  # whose messages cannot be asked
             self._flying = {
                 key: (kept, work) for key, (kept, work) in self._flying.items() if not work.is_completed()
             }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoal.facts.stages import Stage
 from shoal.models.decoder import Network
@@ -65,6 +66,20 @@ class Segment(nn.Module):
         loss: Tensor
         loss, _ = self.network.lm_head(hidden, batch.targets)
         return loss
+
+
+def take_room(segment: Segment, device: torch.device) -> None:
+    """Storage for the parameters of a segment on the meta device; their values are still to come.
+
+    Not torch's ``to_empty`` where it can be helped: it puts the new tensor in the old one's place, which tensors
+    without data, as a dry run's are, do not allow. FSDP needs it, for it refers to its parameters.
+    """
+    if any(isinstance(parameter, DTensor) for parameter in segment.parameters()):
+        segment.to_empty(device=device)
+        return
+    for module in segment.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device)))
 
 
 def carve(network: Network, stages: list[Stage], own_head: bool) -> list[Segment]:

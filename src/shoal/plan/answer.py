@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.facts import calibration
 from shoal.facts.parameters import active_parameter_count, parameter_count
 from shoal.plan import scale
 from shoal.plan.asked import Asked
@@ -114,6 +115,7 @@ def _json(found: Answer) -> dict[str, Any]:
         "rejected": [{"layout": layout, "reason": reason} for layout, reason in found.rejected],
         "remedies": [remedy.as_json() for remedy in found.remedies],
         "unmeasured": found.unmeasured,
+        "rates": calibration.find(cluster).words,
         "searched": found.searched,
         "evaluated": found.evaluated,
         "at_best": found.at_best,

@@ -16,7 +16,7 @@ from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout, Offload, Recompute
 from shoal.plan.exchange import Exchange, Ranks, Sums, exchanged
 from shoal.plan.space import Order, Share, Split, States, layout_of
-from shoal.predict import context, expert, layer, tensor
+from shoal.predict import context, expert, host, layer, tensor
 from shoal.predict.bubble import Idle, follows, idle
 from shoal.predict.call import Call, compute_width
 from shoal.predict.flops import matrix_parameters
@@ -26,7 +26,7 @@ from shoal.predict.layer import Passes
 from shoal.predict.lora import trained
 from shoal.predict.question import Question
 from shoal.predict.setting import setting_of
-from shoal.predict.step import ALWAYS, HOST_BACKWARD, Bench, Kind, stage_kinds, update_bytes
+from shoal.predict.step import ALWAYS, Bench, Kind, stage_kinds, update_seconds
 from shoal.predict.traffic import span
 from shoal.predict.transfer import transfer
 
@@ -75,7 +75,7 @@ class Bounds:
         flops = float(each) * matrix_parameters(self.model) * self.recipe.batch * self.recipe.seq
         if self.model.experts is not None:
             flops /= 2  # a rank's tokens do not spread evenly over its experts, and rows are rounded down
-        return flops / (self.on.kernels.peak * self.on.rates.device.matmul)
+        return flops / self.on.kernels.fastest
 
     def of_share(self, split: Split, share: Share, recompute: Recompute = "none") -> float:
         """All computation and exchange within layers, evenly over the pipeline."""
@@ -94,9 +94,7 @@ class Bounds:
         that never fills, whose waiting has no formula and takes a while to find.
         """
         costs = self.costs(split, share, order.recompute, held)
-        hosts = self.stack.host * (
-            1 + HOST_BACKWARD + {"none": 0.0, "selective": 0.5, "full": 1.0}[order.recompute]
-        )
+        hosts = sum(host.of_layer(self.on, order.recompute))
         total = slowest = 0.0
         for dense, sparse, first, last, ranks, _ in self.kinds(split.pp, order.chunks, order.schedule):
             seconds = dense * costs.dense + sparse * costs.sparse
@@ -145,7 +143,7 @@ class Bounds:
     def handled(self, split: Split, share: Share, states: States) -> Passes:
         sharded = states.zero == 3 and states.fsdp * split.cp > 1
         times = self.recipe.batch // (split.data * share.micro)
-        return layer.handling(self.stack, self.recipe, sharded, times)
+        return self.on.handling(sharded, times)
 
     def costs(self, split: Split, share: Share, recompute: Recompute, held: Passes) -> Costs:
         key = (split.tp, split.cp, *share, recompute, held)
@@ -162,7 +160,7 @@ class Bounds:
         )  # fmt: skip
         recipe = self.recipe.model_copy(update={"batch": share.ep * share.micro})
         question = Question(self.model, self.on.cluster, recipe, layout, self.stack, self.tune, self.lora)
-        tokens, model, kernels = question.tokens, self.model, self.on.kernels
+        tokens, model = question.tokens, self.model
         between = tokens / split.tp if share.sp else float(tokens)
         body = self._body(split.tp, share.sp)
         within = sum(self._seconds(question, call) for call in tensor.calls(question, body))
@@ -178,15 +176,16 @@ class Bounds:
                 tokens, between, share.micro, self.recipe.seq, split.tp, share.ep, place == 1, held
             )
             one = self.on.layer(part)
-            again = {"none": 0.0, "selective": one.again, "full": one.forward}[recompute]
+            again = {"none": 0.0, "selective": one.again, "full": one.full}[recompute]
             backward = one.input + (0.0 if self.lora else one.weight) + again
             seconds[place] = (
                 one.forward + backward + within / body.layers + (routed / count if place else 0.0)
             )
             forwards.append(one.forward)
             backwards.append(backward)
-        embedding = layer.embedding(model, kernels, tokens)
-        head = layer.head(model, self.stack, kernels, tokens, -(-model.vocab // split.tp), held)
+        rows = -(-model.vocab // split.tp)
+        embedding = self.on.embedding(tokens, rows, held)
+        head = self.on.head(tokens, rows, held)
         first, last = (
             end.forward + end.input + (0.0 if self.lora else end.weight) for end in (embedding, head)
         )
@@ -240,7 +239,7 @@ class Bounds:
         """The optimizer on the device; where something waits elsewhere, its travels as well."""
         elements, layers = self._on_first_rank(split, share, order)
         owned = elements / (states.fsdp * split.cp)
-        seconds = self.on.kernels.moved(owned * update_bytes(self.recipe, self.stack))
+        seconds = update_seconds(self.on, owned)
         if not states.offload:
             return seconds
         question = self._offloading(split.data, share.micro, states.offload)

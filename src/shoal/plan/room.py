@@ -119,7 +119,7 @@ class Room:
                     for experts, count in zip((False, True), self._layers, strict=True)
                     if count
                 ]
-                least = min(least, min(one.resting for one in kinds) + min(one.working for one in kinds))
+                least = min(least, min(one.resting for one in kinds) + min(one.fullest for one in kinds))
             self._least[key] = least
         return resting + max(0.0, share.micro * least)
 
@@ -241,7 +241,7 @@ class Room:
                 one = self._block(split, share, order.recompute, experts)
                 held += count * share.micro * one.resting * stay
                 late += count * share.micro * one.deferred
-                working = min(working, share.micro * one.working)
+                working = min(working, share.micro * one.fullest)
                 if cast:
                     size = self.hold.compute * self._part(experts, part).whole
                     held, largest = held + count * size, max(largest, size)

@@ -12,22 +12,34 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.facts.groups import even_share
+from shoal.facts.kernels import repeats_keys
 from shoal.facts.layout import ContextKind, Recompute
 from shoal.facts.model import Model
 from shoal.facts.stack import Stack
+
+
+class Working(NamedTuple):
+    """A moment of a block's backward pass."""
+
+    bytes: float  # beyond what rests; a repeated forward pass included
+    made: int  # how many of the MLP's weights have their gradients by then
 
 
 class Block(NamedTuple):
     """Bytes of one block and one micro-batch on one rank."""
 
     resting: float  # kept between the passes
-    # At the fullest moment of its backward pass, beyond what rests; a repeated forward pass included.
-    working: float
+    working: tuple[Working, ...]  # the fullest moments of its backward pass
     opening: float  # at that pass's first product, when the first weight gradient is made, beyond what rests
     inner: float  # the MLP's product, which a weight gradient that is put off still needs
     deferred: float  # kept between the two halves of a backward pass that is split
     exchange: float  # tokens on their way to other ranks' experts, or keys and values to other ranks' queries
     held_input: bool  # whether ``resting`` holds the block's input itself
+
+    @property
+    def fullest(self) -> float:
+        """The most of its backward pass, beyond what rests."""
+        return max(self.opening, *(moment.bytes for moment in self.working))
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,7 @@ class Work:
     """Everything besides the model that decides what a block keeps."""
 
     tokens: int  # that a rank attends for; with tensor parallelism its group's
+    rows: int  # sequences that they are of
     seq: int  # of a whole sequence
     tp: int
     sp: bool
@@ -85,7 +98,6 @@ def block(model: Model, experts: bool, window: bool, work: Work) -> Block:
     elif work.context == "ulysses":
         exchange += c * tokens * (query + key + value)  # laid out to be sent
     products = c * tokens * (query + 2 * key) + inner * c * (2 if model.gated else 1)
-    peak = _backward_peak(model, parts, stream, c * inner, values, work)
     if work.recompute == "none":
         # In a narrow computation the norms keep a wider copy, and the input itself goes.
         resting, shared = parts.all, parts.all
@@ -98,9 +110,20 @@ def block(model: Model, experts: bool, window: bool, work: Work) -> Block:
     residual = 4 * c * model.hidden * tokens
     deferred = residual + c * tokens * query + products + c * inner
     # The gradient that enters is first gathered from the tensor ranks.
-    opening = parts.all + stream + (c * model.hidden * tokens if work.sp else 0.0) + c * inner
+    gathered = c * model.hidden * tokens if work.sp else 0.0
+    opening = parts.all + stream + gathered + c * inner
+    working = _working(model, parts, stream, c * inner, values, work)
+    if gathered and work.rows > 1:
+        # Ranks send their parts of all sequences one after the other: they are put in order.
+        working = (Working(parts.all + stream + 2 * gathered, 0), *working)
     return Block(
-        resting, max(peak, opening) - shared, opening - shared, c * inner, deferred, exchange, held_input
+        resting,
+        tuple(Working(size - shared, made) for size, made in working),
+        opening - shared,
+        c * inner,
+        deferred,
+        exchange,
+        held_input,
     )
 
 
@@ -126,6 +149,13 @@ def norm_keeps(model: Model, work: Work) -> float:
     if model.norm == "layer":
         return work.compute * model.hidden + 8
     return _norm(model.hidden, work)
+
+
+def norm_backward(model: Model, work: Work) -> float:
+    """The fullest moment of a norm's backward pass. Step by step: its input, and five tensors of that width."""
+    if model.norm == "rms" and work.stack.norms == "eager":
+        return (6 * work.wide * model.hidden + work.wide) * work.stream
+    return (norm_keeps(model, work) + 2 * work.compute * model.hidden) * work.stream
 
 
 def _norm(width: int, work: Work) -> float:
@@ -155,6 +185,8 @@ def _attention(model: Model, window: bool, work: Work) -> float:
     query, key, value = _widths(model, work.tp)
     heads = even_share(model.heads, work.tp)
     if model.latent is None:
+        if repeats_keys(c):
+            key = value = query
         kept: float = c * (query + key + value + query) + 4 * heads  # queries, keys, values, result, ln Σ exp
         if stack.joined and model.positions == "rotary":
             kept += c * (query + key)  # what was rotated are copies
@@ -167,8 +199,8 @@ def _attention(model: Model, window: bool, work: Work) -> float:
             kept += _norm(latent.q_rank, work) + c * latent.q_rank
     if model.qk_norm:
         kept += _norm(query + key, work) + work.wide * (heads + even_share(model.kv_heads, work.tp) - 1)
-    if (work.cpu or stack.kernel == "fused") and model.positions == "rotary":
-        # CPU's kernel, and cuDNN's on an H200, put heads first in their result: turned back, it is a copy.
+    if (work.cpu or stack.kernel == "fused") and model.positions == "rotary" and heads > 1:
+        # CPU's kernel, and cuDNN's on an H200, put heads first in their result: turned back, several are a copy.
         kept += c * (query if model.latent is None else value)
     if stack.attention == "unfused":
         kept += (2 * c + 1) * heads * work.seq  # scores, dropped scores and which were dropped
@@ -212,19 +244,22 @@ def _selected(model: Model, parts: Parts, inner: float, work: Work) -> tuple[flo
     return products + c * tokens * model.hidden, products
 
 
-def _backward_peak(model: Model, parts: Parts, stream: float, inner: float, mlp: float, work: Work) -> float:
-    """What is there, at the fullest moment of the backward pass, of the block's own tensors and their gradients."""
+def _working(
+    model: Model, parts: Parts, stream: float, inner: float, mlp: float, work: Work
+) -> tuple[Working, ...]:
+    """What is there of the block's own tensors and their gradients, in the order of time."""
     c, tokens = work.compute, work.tokens
-    in_steps = work.stack.norms == "eager" and model.norm == "rms"
-    wide = 4 * work.wide + c if in_steps else 2 * c
     query, key, value = _widths(model, work.tp)
-    after_mlp = parts.all - mlp - parts.entered
-    moments = (
-        # The activation: the gradients of its two factors and of their product, which itself is gone.
-        parts.all + stream + (2 if model.gated else 1) * inner,
-        # The second norm, step by step, after the MLP's tensors have gone.
-        after_mlp + stream + wide * model.hidden * work.stream,
+    ways_in = 2 if model.gated else 1
+    after_mlp = parts.all - mlp - parts.entered - parts.norm
+    later = (
+        # Its way in: what each of the projections makes of its gradient, still apart.
+        parts.all - mlp + stream + inner + ways_in * c * model.hidden * tokens,
+        # The second norm, after the MLP's tensors have gone. In one precision the two gradients of the stream are one.
+        after_mlp + norm_backward(model, work) + (stream if work.wide > c else 0.0),
         # Attention: gradients of its result, queries, keys and values.
-        after_mlp - parts.norm + stream + c * tokens * (query + query + key + value),
+        after_mlp + stream + c * tokens * (query + query + key + value),
     )
-    return max(moments)
+    # The activation: the gradients of its two factors and of their product, which itself is gone.
+    activation = parts.all + stream + ways_in * inner
+    return Working(activation, 1), Working(max(later), 1 + ways_in)

@@ -58,8 +58,11 @@ class Gradients(NamedTuple):
         unit = self._unit(self.place.chunks[0].runs[-1])
         return max(0.0, self.complete - grads) + (self.hold.reduce + ahead) * unit
 
-    def there(self, moment: Moment, chunk: Chunk, blocks: int | None, run: Run | None = None) -> float:
-        """Gradients held in the loss (``blocks`` is None), or after the backward pass of so many blocks of a chunk."""
+    def there(self, moment: Moment, chunk: Chunk, blocks: int | None, made: int = 0) -> float:
+        """Gradients held in the loss (``blocks`` is None), or after the backward pass of so many blocks of a chunk.
+
+        ``made``: those of the next block's weights that have been computed.
+        """
         if self.way == "whole":
             layout = self.question.layout
             shards = self.share if layout.zero == 2 and layout.fsdp * layout.cp > 1 else 0
@@ -68,33 +71,72 @@ class Gradients(NamedTuple):
             return self.hold.gradient * self.share * self.stay
         width = self.hold.reduce if self.way == "piped units" else self.hold.gradient
         shares = self.way == "units"
-        total = self.share if shares else self.whole
-        width *= self.stay
-        if moment.begun:
-            return width * total
-        arrived = 0.0
-        if blocks is not None:
-            arrived = self._of(chunk.blocks, shares) * blocks / chunk.layers
+        # An earlier backward pass has left the gradients of a chunk.
+        arrived = sum(
+            self._of(other.blocks, shares) + self._of(other.ends, shares)
+            for other, begun in zip(self.place.chunks, moment.begun, strict=True)
+            if begun
+        )
+        if not moment.begun[moment.chunk] and blocks is not None:
+            arrived += self._of(chunk.blocks, shares) * blocks // chunk.layers
             if chunk.last and not self.adapters:
                 arrived += self._of(self.place.ends.norm, shares) + self._of(self.place.ends.head, shares)
-            if run is not None and self.way == "alone" and not self.adapters and not moment.split:
-                arrived += self.first_made(run)
-        return width * (total - self._of(chunk.blocks, shares) - self._of(chunk.ends, shares) + arrived)
+            if self.way in ("alone", "piped units") and not self.adapters and not moment.split:
+                arrived += made
+        return width * self.stay * arrived
 
-    def in_the_loss(self, chunk: Chunk) -> float:
+    def in_the_loss(self, moment: Moment, chunk: Chunk) -> float:
         """Gathered weights: the last blocks' and the head's; prefetching asks for more at the first backward hook."""
         if self.way == "piped units" or (self.way == "units" and not self.frees):
             return self.hold.compute * self.place.total.whole
         if self.way != "units":
-            return 0.0
+            return self._still_flying(moment)
         ahead = max(1, self.question.tune.prefetch)
         last = chunk.runs[-1]
         gathered = self._unit_at(last, 0, chunk) + self._unit(last) * (ahead - 1)
         return self.hold.compute * (self._root() + gathered)
 
-    def in_a_block(self, chunk: Chunk, run: Run, blocks: int) -> float:
-        """Besides: the gradients of the unit after this one, on their way; with zero=2 a bucket that fills, too."""
-        hold, question = self.hold, self.question
+    def in_the_norm(self, moment: Moment, chunk: Chunk) -> float:
+        """After the head, before the last block: the head's gradient is there, whole, until its unit is done."""
+        last = chunk.runs[-1]
+        if self.way != "units" or self.adapters:
+            return self.in_a_block(moment, chunk, last, 0, 0)
+        return self._gathered(last, 0, chunk) + self.hold.compute * self.place.ends.head.dense
+
+    def in_the_embedding(self, moment: Moment) -> float:
+        """The last gradient of all: as it is computed, and what becomes of it."""
+        hold, ends = self.hold, self.place.ends
+        table = 0 if self.adapters else ends.embedding.dense
+        if self.way == "units":
+            # Its unit's copy on the way, and this rank's share of the sum.
+            return (hold.compute + hold.reduce) * table + hold.reduce * ends.embedding.share
+        if self.way == "piped units":
+            return hold.compute * (self.place.total.whole + table)
+        product = hold.gradient * table
+        if self.way == "chunks":
+            return product + hold.reduce * table + self._buckets()
+        if self.way == "whole" and hold.reduce != hold.gradient:
+            return product + hold.reduce * (self.whole - table)
+        return product
+
+    def _still_flying(self, moment: Moment) -> float:
+        """With zero=2 the last bucket of a backward pass, the embedding's, lands when the next one is sent."""
+        if self.way != "chunks" or self.adapters or not moment.begun[moment.chunk]:
+            return 0.0
+        return self.hold.reduce * self.place.ends.embedding.dense
+
+    def _buckets(self) -> float:
+        """With zero=2, one that fills and one that is sent. A token embedding has a bucket of its own."""
+        limit = self.question.tune.bucket_mb * 2**20 / self.hold.gradient
+        others = self.whole if self.adapters else self.whole - self.place.ends.embedding.dense
+        return self.hold.reduce * min(2 * max(limit, self.down, self.expert_down), others)
+
+    def in_a_block(self, moment: Moment, chunk: Chunk, run: Run, blocks: int, made: int) -> float:
+        """Besides: the gradients of the unit after this one, on their way; with zero=2 a bucket that fills, too.
+
+        ``made``: how many of the MLP's gradients are there already.
+        """
+        hold = self.hold
         if self.way == "alone":
             return 0.0
         if self.way == "whole":
@@ -103,10 +145,9 @@ class Gradients(NamedTuple):
             # In another precision a bucket travels as a copy, and all copies wait for the end of the step.
             return hold.reduce * self._of(chunk.blocks, False) * blocks / chunk.layers
         if self.way == "chunks":
-            limit = max(question.tune.bucket_mb * 2**20 / hold.gradient, self.first_made(run))
-            # A token embedding has a bucket of its own.
-            others = self.whole if self.adapters else self.whole - self.place.ends.embedding.dense
-            return hold.reduce * min(2 * limit, others)
+            # As long as the first bucket fills, the last one of the pass before may still be on its way.
+            filling = self.question.tune.bucket_mb * 2**20 >= hold.gradient * self._of(chunk.blocks, False)
+            return self._buckets() + (self._still_flying(moment) if filling else 0.0)
         if self.way == "piped units":
             return hold.compute * self.place.total.whole
         gathered = self._gathered(run, blocks, chunk)
@@ -114,7 +155,7 @@ class Gradients(NamedTuple):
             return gathered
         ends = self.place.ends
         before = self._unit_at(run, blocks - 1, chunk) if blocks else ends.head.dense + ends.norm.dense
-        return gathered + hold.compute * self.first_made(run) + hold.reduce * before
+        return gathered + hold.compute * self.made(run, made) + hold.reduce * before
 
     def after_a_unit(self, chunk: Chunk, run: Run, blocks: int) -> float:
         """Its gradients, whole, and their copy on the way; the next unit is gathered, and what is asked for ahead."""
@@ -126,14 +167,15 @@ class Gradients(NamedTuple):
         """The first weight gradient of a block: as the product gives it; then, its input gone, as it is added up."""
         if self.adapters or moment.split:
             return 0.0
-        hold, made = self.hold, self.first_made(run)
-        again = hold.gradient * made if moment.begun or self.way != "alone" else 0.0
+        hold, made = self.hold, self.made(run, 1)
+        again = hold.gradient * made if moment.begun[moment.chunk] or self.way != "alone" else 0.0
         if not hold.cast:
             return again
         return max(hold.compute * made, hold.compute * made + again - inner)
 
-    def first_made(self, run: Run) -> int:
-        return self.expert_down if run.experts else self.down
+    def made(self, run: Run, count: int) -> int:
+        """Of a block's weights whose gradients come first: the MLP's, from its way out."""
+        return count * (self.expert_down if run.experts else self.down)
 
     def _gathered(self, run: Run, blocks: int, chunk: Chunk) -> float:
         """This unit, and those asked for ahead, as far as there are any; the head's, until the last blocks are done."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
 
-from shoal.facts.schedule import SPLIT_BACKWARD, Action, rank_order
+from shoal.facts.layout import V_SHAPED
+from shoal.facts.schedule import RECEIVES, SENDS, SPLIT_BACKWARD, Action, rank_program
 from shoal.facts.stages import stages_of_rank
 
 
@@ -17,33 +18,50 @@ class Moment(NamedTuple):
     chunk: int  # whose backward pass it is, of the rank's chunks
     held: tuple[int, ...]  # micro-batches of every chunk whose activations are kept, this one included
     deferred: tuple[int, ...]  # and of which only weight gradients are still to be computed
-    begun: bool  # whether an earlier backward pass of the chunk has left gradients
+    begun: tuple[bool, ...]  # of every chunk, whether an earlier backward pass has left gradients
     split: bool  # whether this one leaves its weight gradients for later
-    done: int  # backward passes of this rank before it
+    waiting: int  # messages that are being received, or have been, for computations after it
+    sent: int  # gradients that were sent before
+    just_sent: bool  # whether one of them was the last message
 
 
 @lru_cache(maxsize=8192)
 def moments(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
     """Those that no other one exceeds in everything."""
     if pp == 1:
-        held = 1
-    elif schedule == "gpipe":
-        held = micro_batches
-    elif schedule == "1f1b":
-        held = min(micro_batches, pp - rank)
-    else:
-        # Beyond it a pipeline is as full as it gets; whole rounds, as some schedules want them.
-        enough = micro_batches if micro_batches < 3 * pp else 2 * pp + micro_batches % pp
-        played = _played(schedule, pp, chunks, enough, rank)
-        missing = (micro_batches - enough) * chunks
-        return tuple(one._replace(done=one.done + missing) if one.begun else one for one in played)
-    # Later on others have taken the place of those that are through, as long as there are any.
-    later = held if pp == 1 and micro_batches > 1 else min(held, micro_batches - 1)
-    last = Moment(0, (later,), (0,), True, False, micro_batches - later)
-    if later == held:
-        return (last,)
-    first = Moment(0, (held,), (0,), False, False, 0)
-    return (first, last) if later else (first,)
+        return (Moment(0, (1,), (0,), (micro_batches > 1,), False, 0, 0, False),)
+    if schedule in ("gpipe", "1f1b"):
+        return tuple(_plain(micro_batches, pp - rank if schedule == "1f1b" else micro_batches, rank, pp))
+    # Beyond it a pipeline is as full as it gets; whole rounds, as some schedules want them.
+    enough = micro_batches if micro_batches < 3 * pp else 2 * pp + micro_batches % pp
+    played = _played(schedule, pp, chunks, enough, rank)
+    senders = sum(1 for stage in stages_of_rank(pp, chunks, schedule, rank) if stage) - bottom(
+        schedule, pp, rank
+    )
+    missing = (micro_batches - enough) * senders
+    return tuple(one._replace(sent=one.sent + missing) if any(one.begun) else one for one in played)
+
+
+def bottom(schedule: str, pp: int, rank: int) -> bool:
+    """Whether both sides of a V's lower end are on this rank: one stage passes to the next without a message."""
+    return schedule in V_SHAPED and rank == pp - 1
+
+
+def _plain(micro_batches: int, room: int, rank: int, pp: int) -> Iterator[Moment]:
+    """Forward passes as long as there is room, then one backward and one forward pass in turn, then the rest."""
+    held, inner, sends = min(micro_batches, room), rank < pp - 1, rank > 0
+    left = micro_batches - held  # forward passes still to come when the first backward pass begins
+    # What comes next is a forward pass, which all but the first rank receive for, or a backward pass.
+    following = sends if left else inner and held > 1
+    yield Moment(0, (held,), (0,), (False,), False, int(following), 0, False)
+    # The last message was the forward pass's, where that has one.
+    if left > 1:
+        yield Moment(0, (held,), (0,), (True,), False, int(sends), sends * (left - 1), sends and not inner)
+    if left:
+        following = inner and held > 1
+        yield Moment(0, (held,), (0,), (True,), False, int(following), sends * left, sends and not inner)
+    elif held > 1:
+        yield Moment(0, (held - 1,), (0,), (True,), False, int(inner and held > 2), int(sends), sends)
 
 
 @lru_cache(maxsize=1024)
@@ -52,37 +70,50 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
     stages = stages_of_rank(pp, chunks, schedule, rank)
     place = {stage: chunk for chunk, stage in enumerate(stages)}
     held, deferred, done = [0] * len(stages), [0] * len(stages), [0] * len(stages)
-    # And how many backward passes came before, when it was so for the last time.
+    waiting = sent = 0
+    just_sent = False
+    # And how many gradients had been sent, when it was so for the last time.
     seen: dict[Moment, int] = {}
-    for instruction in rank_order(schedule, pp, chunks, micro_batches, rank):
-        chunk = place[instruction.stage]
-        if instruction.action is Action.FORWARD:
+    for instruction in rank_program(schedule, pp, chunks, micro_batches, rank):
+        action, chunk = instruction.action, place[instruction.stage]
+        if action in RECEIVES:
+            waiting += 1
+        elif action in SENDS:
+            just_sent = action is Action.SEND_BACKWARD
+            sent += just_sent
+        elif action is Action.FORWARD:
             held[chunk] += 1
-        elif instruction.action is Action.WEIGHT:
+            waiting -= instruction.stage > 0 and instruction.stage - 1 not in place
+        elif action is Action.WEIGHT:
             deferred[chunk] -= 1
         else:
-            half = split and instruction.action is Action.INPUT
-            begun = done[chunk] > 0
-            seen[Moment(chunk, tuple(held), tuple(deferred), begun, half, 0)] = sum(done)
+            waiting -= instruction.stage < pp * chunks - 1 and instruction.stage + 1 not in place
+            half = split and action is Action.INPUT
+            begun = tuple(count > 0 for count in done)
+            seen[Moment(chunk, tuple(held), tuple(deferred), begun, half, waiting, 0, just_sent)] = sent
             done[chunk] += 1
             held[chunk] -= 1
             deferred[chunk] += half
-    return tuple(one._replace(done=seen[one]) for one in _outermost(seen))
+    return tuple(one._replace(sent=seen[one]) for one in _outermost(seen))
 
 
 def _outermost(seen: Iterable[Moment]) -> list[Moment]:
     def exceeds(one: Moment, other: Moment) -> bool:
         return (
             one.chunk == other.chunk
-            and one.begun >= other.begun
             and one.split >= other.split
+            and one.waiting >= other.waiting
+            and one.just_sent >= other.just_sent
             and all(map(ge, one.held, other.held))
             and all(map(ge, one.deferred, other.deferred))
+            and all(map(ge, one.begun, other.begun))
         )
 
     # The fullest first: they are what excludes the others.
     kept: list[Moment] = []
-    for moment in sorted(seen, key=lambda one: -sum(one.held) - sum(one.deferred) - one.begun - one.split):
+    for moment in sorted(
+        seen, key=lambda one: -sum(one.held) - sum(one.deferred) - sum(one.begun) - one.split
+    ):
         if not any(exceeds(other, moment) for other in kept):
             kept.append(moment)
     return kept

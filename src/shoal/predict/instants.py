@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shoal.facts.layout import V_SHAPED
 from shoal.predict.activations import Block
 from shoal.predict.gradients import Gradients
-from shoal.predict.inflight import Moment, moments
+from shoal.predict.inflight import Moment, bottom, moments
 from shoal.predict.offload import Waiting
 from shoal.predict.places import Chunk, Place, Run
 from shoal.predict.setting import Setting
@@ -53,6 +52,7 @@ class Scene(NamedTuple):
     gradients: Gradients
     kept: list[Kept]
     away: Waiting
+    bottom: bool  # whether both ends of the V are here: one stage passes to the next without a message
 
 
 def instants(
@@ -60,8 +60,9 @@ def instants(
 ) -> Iterator[Instant]:
     """All candidates of one rank of the pipeline."""
     question, layout = setting.question, setting.question.layout
-    scene = Scene(setting, place, rank, gradients, [_kept(setting, chunk) for chunk in place.chunks], away)
-    fullest: dict[tuple[int, bool, bool], tuple[Instant, Moment]] = {}
+    kept = [_kept(setting, chunk) for chunk in place.chunks]
+    scene = Scene(setting, place, rank, gradients, kept, away, bottom(layout.schedule, layout.pp, rank))
+    fullest: dict[tuple[int, tuple[bool, ...], bool], tuple[Instant, Moment]] = {}
     for moment in moments(layout.schedule, layout.pp, layout.chunks, question.accumulation, rank):
         # What comes on top depends on these three alone.
         kind = moment.chunk, moment.begun, moment.split
@@ -71,8 +72,11 @@ def instants(
     for base, moment in fullest.values():
         chunk = place.chunks[moment.chunk]
         if chunk.last:
-            yield _in_the_loss(scene, moment, chunk, base)
+            yield from _in_the_head(scene, moment, chunk, base)
+            yield _in_the_norm(scene, moment, chunk, base)
         yield from _in_the_blocks(scene, moment, chunk, base)
+        if chunk.first:
+            yield _in_the_embedding(scene, moment, chunk, base)
     batch = BATCH_BYTES * question.tokens * question.accumulation
     yield Instant("update", gradients.complete, batch, 0.0, 0.0)
 
@@ -87,8 +91,10 @@ def _kept(setting: Setting, chunk: Chunk) -> Kept:
     messages = 0.0
     if setting.question.layout.pp > 1:
         first = chunk.runs[0]
-        received = not chunk.first and not common.blocks[first.experts, first.window].held_input
+        received = not chunk.first
         messages = common.stream * (received + (not chunk.last))
+        if received and common.blocks[first.experts, first.window].held_input:
+            blocks -= common.stream
     casts = 0.0
     if setting.keeps_casts:
         casts = compute * (chunk.blocks.whole + (setting.question.model.hidden if chunk.last else 0))
@@ -124,25 +130,45 @@ def _base(scene: Scene, moment: Moment) -> Instant:
 
 
 def _messages(scene: Scene, moment: Moment) -> float:
-    """A gradient that is received ahead, and those that were sent: gloo, which cannot be asked, keeps all of them."""
+    """What is received for later computations; the gradient that came for this one; those that were sent.
+
+    gloo, which cannot be asked whether a message has gone, keeps all of them to the end of the step; NCCL's go with the
+    next message.
+    """
     chunks = scene.place.chunks
-    ahead = moment.begun and not chunks[moment.chunk].last
-    senders = sum(1 for chunk in chunks if not chunk.first)
-    layout = scene.setting.question.layout
-    if layout.schedule in V_SHAPED and scene.rank == layout.pp - 1:
-        senders -= 1  # at the bottom of a V the stage before is here
-    sent = moment.done if scene.setting.work.cpu else min(1, moment.done)
-    return (ahead + sent * senders // len(chunks)) * scene.setting.common.stream
+    sent = moment.sent if scene.setting.work.cpu else moment.just_sent
+    came = not chunks[moment.chunk].last and not (scene.bottom and moment.chunk == 0)
+    return (moment.waiting + came + sent) * scene.setting.common.stream
 
 
-def _in_the_loss(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) -> Instant:
-    found = scene.setting.common.loss
+def _in_the_head(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) -> Iterator[Instant]:
+    """The loss, with logits and what is made of them; then the head's backward pass, with its weight's gradient."""
+    common, kept, gradients = scene.setting.common, scene.kept[moment.chunk], scene.gradients
+    found, layout = common.loss, scene.setting.question.layout
+    # The tokens of this rank, beside those that were gathered of them.
+    own = common.stream if layout.tp > 1 and layout.sp else 0.0
+    grads, logits = gradients.there(moment, chunk, None), base.logits - found.resting
+    activations = base.activations + found.hidden
+    buffers = base.buffers + found.weight + gradients.in_the_loss(moment, chunk)
+    yield Instant("loss", grads, activations + own, logits + found.peak, buffers, base.host, base.nvme)
+    if gradients.adapters:
+        return
+    made = buffers + found.product
+    yield Instant("head", grads, activations, logits + found.given, made, base.host, base.nvme)
+    # The logits' gradients have gone, and with them the weight as it was multiplied.
+    made += found.added - kept.head_cast
+    yield Instant("head", grads, activations, logits, made, base.host, base.nvme)
+
+
+def _in_the_norm(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) -> Instant:
+    """The backward pass of the norm before the head, when the logits are gone."""
+    kept, common = scene.kept[moment.chunk], scene.setting.common
     return Instant(
-        "loss",
-        scene.gradients.there(moment, chunk, None),
-        base.activations + found.hidden,
-        base.logits - found.resting + found.peak,
-        base.buffers + found.weight + scene.gradients.in_the_loss(chunk),
+        "last norm",
+        scene.gradients.there(moment, chunk, 0),
+        base.activations - common.norm + common.norm_backward,
+        base.logits - kept.logits,
+        base.buffers - kept.head_cast + scene.gradients.in_the_norm(moment, chunk),
         base.host,
         base.nvme,
     )
@@ -174,32 +200,70 @@ def _in_the_blocks(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) ->
         after += run.layers
 
 
+def _in_the_embedding(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) -> Instant:
+    """The end of the first chunk's backward pass: nothing of its micro-batch is left but the gradient that enters."""
+    kept, common, setting = scene.kept[moment.chunk], scene.setting.common, scene.setting
+    freed = sum(
+        run.layers * _let_go(scene, moment, common.blocks[run.experts, run.window]) for run in chunk.runs
+    )
+    wide = common.stream * setting.hold.wide / setting.hold.compute
+    return Instant(
+        "embedding",
+        scene.gradients.there(moment, chunk, chunk.layers),
+        base.activations - freed - kept.others + wide,
+        base.logits - kept.logits,
+        base.buffers - kept.casts - kept.head_cast + scene.gradients.in_the_embedding(moment),
+        base.host,
+        base.nvme,
+    )
+
+
 def _let_go(scene: Scene, moment: Moment, one: Block) -> float:
     """What a block's backward pass frees on the device. If it is split, some is still needed."""
     on_device = 1 - scene.away.share_of_activations
     return one.resting * on_device - (one.deferred if moment.split else 0.0)
 
 
+def _entering(scene: Scene, moment: Moment, chunk: Chunk, blocks: int) -> float:
+    """The gradient that a chunk was given stays there all the while; the block that it enters counts it as its own."""
+    if chunk.last:
+        return 0.0
+    stream = scene.setting.common.stream
+    if scene.bottom and moment.chunk == 0:
+        return stream if blocks else 0.0
+    return 0.0 if blocks else -stream
+
+
 def _in_a_block(
     scene: Scene, moment: Moment, chunk: Chunk, run: Run, blocks: int, base: Instant
 ) -> Iterator[Instant]:
-    """Moments of one block's backward pass: its fullest activations; its first product; under zero=3, its end."""
+    """Moments of one block's backward pass: its first product; its fullest activations; under zero=3, its end."""
     setting, gradients = scene.setting, scene.gradients
     one, compute = setting.common.blocks[run.experts, run.window], setting.hold.compute
     name = "first block" if blocks == chunk.layers - 1 else "last block" if blocks == 0 else "block"
-    grads = gradients.there(moment, chunk, blocks, run)
-    buffers = base.buffers + gradients.in_a_block(chunk, run, blocks) + one.exchange
+    buffers = base.buffers + one.exchange
     if setting.casts_again:
         buffers += run.part.whole * compute
-    # By then the projection out of the MLP is done, unless its weight's gradient is put off.
-    used = gradients.first_made(run) * compute if setting.casts_again or setting.keeps_casts else 0
     still = one.inner if moment.split else 0.0
-    activations = base.activations + one.working + still
-    yield Instant(name, grads, activations, base.logits, buffers - used, base.host, base.nvme)
+    base = base._replace(activations=base.activations + _entering(scene, moment, chunk, blocks))
+    # In the order of time: of two that are as full, the first one is the peak.
     if gradients.way != "units":
-        made = buffers + gradients.adding(moment, run, one.inner)
+        grads = gradients.there(moment, chunk, blocks, gradients.made(run, 1))
+        made = (
+            buffers
+            + gradients.in_a_block(moment, chunk, run, blocks, 1)
+            + gradients.adding(moment, run, one.inner)
+        )
         yield Instant(name, grads, base.activations + one.opening, base.logits, made, base.host, base.nvme)
-    else:
+    for size, count in one.working:
+        # By then some projections are done, unless their weights' gradients are put off.
+        done = gradients.made(run, count)
+        used = done * compute if setting.casts_again or setting.keeps_casts else 0
+        grads = gradients.there(moment, chunk, blocks, done)
+        there = buffers - used + gradients.in_a_block(moment, chunk, run, blocks, count)
+        activations = base.activations + size + still
+        yield Instant(name, grads, activations, base.logits, there, base.host, base.nvme)
+    if gradients.way == "units":
         left = base.activations - _let_go(scene, moment, one) + setting.common.stream
         late = base.buffers + gradients.after_a_unit(chunk, run, blocks)
         grads = gradients.there(moment, chunk, blocks)

@@ -24,6 +24,11 @@ class Kernels:
     width: int  # bytes of an element
     _times: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
+    @property
+    def fastest(self) -> float:
+        """FLOP/s that no product exceeds."""
+        return self.peak * self.rates.matmul
+
     def product(self, rows: int, inner: int, columns: int) -> float:
         """Seconds of [rows, inner] × [inner, columns]."""
         key = rows, inner, columns

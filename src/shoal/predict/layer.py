@@ -1,6 +1,7 @@
 """What one rank computes in a layer, and how long it takes: matrix products, attention, and what only moves bytes.
 
-Elementwise work is counted in passes: a pass reads or writes every element of a tensor once, at the compute width.
+Elementwise work is counted in passes: a pass reads or writes every element of a tensor once, at the compute width. On
+a device that was measured, Shoal's own engine is counted operator by operator instead (``predict/counted.py``).
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Seconds(NamedTuple):
     input: float  # gradients of the activations
     weight: float  # gradients of the weights
     again: float  # what selective recomputation repeats
+    full: float  # and full recomputation
 
     @property
     def backward(self) -> float:
@@ -142,11 +144,14 @@ def layer(model: Model, stack: Stack, kernels: Kernels, share: Share) -> Seconds
     moved = _moved(model, stack, share)
     scale = kernels.width * stack.fusion
     pointwise = kernels.moved(moved.forward * scale)
+    again = {"products": pointwise + attend, "half": pointwise + forward / 2, "scores": attend}
+    whole = forward + attend + pointwise + kernels.moved(parameters * share.held.forward)
     return Seconds(
-        forward + attend + pointwise + kernels.moved(parameters * share.held.forward),
+        whole,
         inputs + attend_back + kernels.moved(moved.backward * scale),
         weights + kernels.moved(parameters * share.held.backward),
-        {"products": pointwise + attend, "half": pointwise + forward / 2, "scores": attend}[stack.selective],
+        again[stack.selective],
+        whole,
     )
 
 
@@ -166,13 +171,8 @@ def _moved(model: Model, stack: Stack, share: Share) -> Passes:
     norm = LAYER_NORM if model.norm == "layer" else NORM["rms", stack.norms]
     rotary = ROTARY[stack.activation] if model.positions == "rotary" else NONE
     inner = GATED[stack.activation] if model.gated else PLAIN
-    tokens, heads = share.tokens, model.heads // share.tp
-    query, key = heads * model.head_dim, max(1, model.kv_heads // share.tp) * model.head_dim
-    experts = model.experts if share.experts else None
-    width = model.ffn / share.tp
-    if experts is not None:
-        # Tokens are also copied to their experts and back, once for each that they use.
-        width = (experts.active * (experts.ffn + 2 * model.hidden) + experts.shared_ffn) / share.tp
+    tokens, width = share.tokens, inner_width(model, share)
+    query, key = head_widths(model, share.tp)
     found = []
     for way in (0, 1):
         stream = 2 * norm[way] + 2 * RESIDUAL[way] + (2 * DROPOUT[way] if stack.dropout else 0)
@@ -184,6 +184,20 @@ def _moved(model: Model, stack: Stack, share: Share) -> Passes:
     return Passes(*found)
 
 
+def head_widths(model: Model, tp: int) -> tuple[int, int]:
+    """A rank's width of queries, and of keys."""
+    return model.heads // tp * model.head_dim, max(1, model.kv_heads // tp) * model.head_dim
+
+
+def inner_width(model: Model, share: Share) -> float:
+    """A rank's inner width of the MLP."""
+    experts = model.experts if share.experts else None
+    if experts is None:
+        return model.ffn / share.tp
+    # Tokens are also copied to their experts and back, once for each that they use.
+    return (experts.active * (experts.ffn + 2 * model.hidden) + experts.shared_ffn) / share.tp
+
+
 def head(model: Model, stack: Stack, kernels: Kernels, tokens: int, rows: int, held: Passes) -> Seconds:
     """The head's product with ``rows`` of the vocabulary on this rank, and the loss."""
     product = kernels.product(tokens, model.hidden, rows)
@@ -191,10 +205,12 @@ def head(model: Model, stack: Stack, kernels: Kernels, tokens: int, rows: int, h
     again = 0.0
     if stack.loss == "chunked" and tokens > tokens_at_once(rows):
         again = product + move / 3  # every chunk is computed a second time
+    forward = product + move / 2 + kernels.moved(rows * model.hidden * held.forward)
     return Seconds(
-        product + move / 2 + kernels.moved(rows * model.hidden * held.forward),
+        forward,
         kernels.product(tokens, rows, model.hidden) + move / 2 + again,
         kernels.product(model.hidden, tokens, rows) + kernels.moved(rows * model.hidden * held.backward),
+        0.0,
         0.0,
     )
 
@@ -202,4 +218,4 @@ def head(model: Model, stack: Stack, kernels: Kernels, tokens: int, rows: int, h
 def embedding(model: Model, kernels: Kernels, tokens: int) -> Seconds:
     """A lookup, and the sum of its gradients."""
     move = kernels.moved(tokens * model.hidden * kernels.width * 4)
-    return Seconds(move, 0.0, move, 0.0)
+    return Seconds(move, 0.0, move, 0.0, 0.0)

@@ -29,9 +29,9 @@ class Links:
         cluster, rates = self.cluster, self.calibration
         inside: Link = cluster.fast or cluster.device.host_link
         self.domain = cluster.fast_domain if cluster.fast else cluster.devices_per_node
-        self.fast = inside.bandwidth * rates.fast.share
-        self.network = cluster.network.bandwidth * rates.network.share
-        self.host = cluster.device.host_link.bandwidth * rates.host.share
+        self.fast = rates.fast.reached(inside.bandwidth)
+        self.network = rates.network.reached(cluster.network.bandwidth)
+        self.host = rates.host.reached(cluster.device.host_link.bandwidth)
 
     def seconds(self, op: str, size: int, ranks: int, stride: int) -> float:
         """One call of ``op`` with a buffer of ``size`` bytes, in a group of ``ranks`` that are ``stride`` apart."""

@@ -19,6 +19,11 @@ class Loss(NamedTuple):
     cast: float  # kept beside them: the head's weight in the compute precision
     weight: float  # at the fullest moment: that weight, where it is not kept, and its gradient on the way
     hidden: float  # gradients of the hidden states that have been computed ahead, with the loss
+    # As the head's backward pass computes its products: the gradients of the logits and of the hidden states; that of
+    # the weight; and that again as it is added up, where that is wider.
+    given: float = 0.0
+    product: float = 0.0
+    added: float = 0.0
 
 
 def loss(model: Model, tokens: int, tp: int, hold: Holdings, gathered: bool, stack: Stack) -> Loss:
@@ -29,7 +34,7 @@ def loss(model: Model, tokens: int, tp: int, hold: Holdings, gathered: bool, sta
     copy = matrix * hold.compute if hold.cast and not gathered else 0.0
     if stack.loss == "fused":
         # Logits and their gradients, as the products take and give them; the weight's gradient adds up beside.
-        width = 2 * hold.compute
+        width = 2.0 * hold.compute
         ahead = tokens * model.hidden * hold.compute
         return Loss(width * rows * min(tokens, at_once), 0.0, 0.0, copy + matrix * hold.compute, ahead)
     also = hold.compute if stack.keeps_logits else 0
@@ -37,14 +42,20 @@ def loss(model: Model, tokens: int, tp: int, hold: Holdings, gathered: bool, sta
         return Loss(2 * hold.compute * rows * tokens, hold.compute * rows * tokens, copy, 0.0, 0.0)
     if stack.loss == "full":
         # Split over ranks, torch's own gradient of the loss has one more tensor of the size of the logits.
-        width = (4 if tp > 1 else 3) * hold.wide + also
+        width = (4.0 if tp > 1 else 3.0) * hold.wide + also
         return Loss(width * rows * tokens, (hold.wide + also) * rows * tokens, copy, 0.0, 0.0)
     here = min(tokens, at_once)
     # Backward: logarithms of the probabilities, their gradients, the logits' gradients. Split over ranks it is in the
     # forward pass: logits, their distance from the largest, its exponential.
+    width = 3.0 * hold.wide * rows
+    if tp > 1:
+        # Of each token: its target's row and whether that is here; the largest logit, the sum, the target's.
+        width += 9 + 3 * hold.wide
+    given = hold.compute * (rows + model.hidden) * here
+    product, added = hold.compute * matrix, hold.gradient * matrix if hold.cast and not gathered else 0.0
     if tokens <= at_once:
-        return Loss(3 * hold.wide * rows * here, hold.wide * rows * tokens, copy, 0.0, 0.0)
+        return Loss(width * here, hold.wide * rows * tokens, copy, 0.0, 0.0, given, product, added)
     # The gradients of the pieces before: of the weight, adding up, and of the hidden states.
     weight = matrix * (hold.compute if gathered else hold.gradient)
     ahead = hold.compute * model.hidden * (tokens - here)
-    return Loss(3 * hold.wide * rows * here, 0.0, 0.0, copy + weight, ahead)
+    return Loss(width * here, 0.0, 0.0, copy + weight, ahead, given, product, added)

@@ -97,12 +97,13 @@ def pipeline_of(
 def _fullest(every: list[Place], last: int, schedule: str) -> tuple[int, ...]:
     """The two ends, and of ranks with equal blocks the first, which holds the most micro-batches.
 
-    Where the backward pass is split also the last of them, which has put off the most of it.
+    The first rank of all is a kind of its own: it receives no activations. Where the backward pass is split also the
+    last of each kind, which has put off the most of it.
     """
-    first: dict[tuple[tuple[Run, ...], ...], int] = {}
-    final: dict[tuple[tuple[Run, ...], ...], int] = {}
+    first: dict[tuple[bool, tuple[tuple[Run, ...], ...]], int] = {}
+    final: dict[tuple[bool, tuple[tuple[Run, ...], ...]], int] = {}
     for rank, place in enumerate(every):
-        kind = tuple(chunk.runs for chunk in place.chunks)
+        kind = rank == 0, tuple(chunk.runs for chunk in place.chunks)
         first.setdefault(kind, rank)
         final[kind] = rank
     late = final.values() if schedule in SPLIT_BACKWARD else ()

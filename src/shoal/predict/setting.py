@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shoal.facts.holdings import Holdings
 from shoal.facts.model import Model
-from shoal.predict.activations import Block, Work, block, norm_keeps
+from shoal.predict.activations import Block, Work, block, norm_backward, norm_keeps
 from shoal.predict.logits import Loss, loss
 from shoal.predict.question import Question
 from shoal.predict.states import held, sharded
@@ -20,6 +20,7 @@ class Common(NamedTuple):
     blocks: dict[tuple[bool, bool], Block]
     loss: Loss
     norm: float  # what the norm after the last block keeps, and its result
+    norm_backward: float  # and the fullest moment of its backward pass
     tables: float  # of rotary positions
     stream: float  # one residual stream
 
@@ -38,6 +39,7 @@ def setting_of(question: Question) -> Setting:
     layout, recipe, hold = question.layout, question.recipe, held(question)
     work = Work(
         question.tokens,
+        question.micro,
         recipe.seq,
         layout.tp,
         layout.sp and layout.tp > 1,
@@ -65,6 +67,7 @@ def _common(model: Model, work: Work, hold: Holdings, in_shards: bool) -> Common
         {(sparse, window): block(model, sparse, window, work) for sparse in experts for window in windowed},
         loss(model, work.tokens, work.tp, hold, in_shards, work.stack),
         norm_keeps(model, work) * work.stream + hold.compute * model.hidden * work.tokens,
+        norm_backward(model, work),
         hold.wide * rotary * work.tokens if model.positions == "rotary" else 0.0,
         hold.compute * model.hidden * work.stream,
     )

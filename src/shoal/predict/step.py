@@ -7,42 +7,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from math import log, sqrt
 from typing import NamedTuple
 
-from shoal.facts import calibration
-from shoal.facts.calibration import Calibration
-from shoal.facts.cluster import Cluster
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.facts.stack import Stack
-from shoal.predict import layer as layers
+from shoal.predict import host as hosts
+
+# Who prices a step also makes its bench.
+from shoal.predict.bench import Bench as Bench
+from shoal.predict.bench import bench as bench
 from shoal.predict.bubble import idle
 from shoal.predict.call import Call, compute_width, state_width
 from shoal.predict.expert import expert_elements
 from shoal.predict.held import Held, held, stages_here
-from shoal.predict.kernels import Kernels
 from shoal.predict.layer import Seconds, Share
-from shoal.predict.links import Links
 from shoal.predict.lora import trained
+from shoal.predict.measured import MeasuredKernels
 from shoal.predict.question import Question
 from shoal.predict.setting import setting_of
 from shoal.predict.traffic import calls, span
 from shoal.predict.transfer import transfer
-
-# A layer's backward pass starts about twice as many kernels as its forward pass.
-HOST_BACKWARD = 2.11
-# Kernels of a layer are of all sizes: where host and device take about as long, some wait for one and some for the
-# other. The power mean with this exponent lies as far above the larger of the two as was seen.
-BLEND = 4.8
-# Hosts do not all take equally long. A collective waits for the slowest of its ranks; this is the spread of one.
-HOST_SPREAD = 0.077
-
-# The head with its loss, and the embedding, in layers' forward passes.
-HOST_HEAD = 2.37
-HOST_EMBEDDING = 0.5
-# Once a step it starts the optimizer's kernels and waits for the norm: as long as so many layers' forward passes.
-HOST_ONCE = 0.5
 
 # Bytes an optimizer moves for each parameter it updates: AdamW reads gradient, weight and two moments and writes all
 # but the gradient (beside a master copy the gradient is half as wide, and the weight is written twice). Clipping
@@ -77,40 +62,6 @@ class Step:
             + self.offload
             + self.other
         )
-
-
-@dataclass(eq=False)
-class Bench:
-    """One model on one cluster with one stack: what all of a search's layouts share, priced once."""
-
-    model: Model
-    cluster: Cluster
-    recipe: Recipe
-    stack: Stack
-    rates: Calibration
-    _layers: dict[tuple[object, ...], Seconds] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        device, width = self.cluster.device, compute_width(self.recipe)
-        peak = device.peak(self.recipe.precision) or 1e12
-        bandwidth = device.memory_bandwidth or 50e9
-        self.kernels = Kernels(self.rates.device, peak, bandwidth, width)
-        self.links = Links(self.cluster, self.rates)
-
-    def layer(self, share: Share) -> Seconds:
-        known = self._layers.get(share_key := (*vars(share).values(),))
-        if known is None:
-            known = self._layers[share_key] = layers.layer(self.model, self.stack, self.kernels, share)
-        return known
-
-
-def bench(question: Question) -> Bench:
-    return _bench(question.model, question.cluster, question.recipe, question.stack)
-
-
-@cache
-def _bench(model: Model, cluster: Cluster, recipe: Recipe, stack: Stack) -> Bench:
-    return Bench(model, cluster, recipe, stack, calibration.find(cluster))
 
 
 @dataclass(slots=True)
@@ -155,7 +106,7 @@ def step(question: Question, on: Bench | None = None) -> Step:
         bubble=bubble,
         optimizer=0.0 if moved.updates else optimizer,
         offload=moved.seconds,
-        other=times * slowest.other + HOST_ONCE * on.stack.host,
+        other=times * slowest.other + hosts.once(question, on, optimizer),
         links=links,
     )
 
@@ -190,23 +141,21 @@ def _rank(question: Question, on: Bench, stage: int) -> Rank:
     body, ends = _computed(question, on, here)
     forward, backward, again = body.forward, body.backward, 0.0
     if layout.recompute != "none":
-        again = body.forward if layout.recompute == "full" else body.again
+        again = body.full if layout.recompute == "full" else body.again
     spent, once, alone = _communicated(question, on, stage)
 
     # The host starts every layer's kernels; it is hidden where the device is the slower of the two.
-    host = stack.host * here.layers
-    if layout.tp > 1:
-        host *= 1 + HOST_SPREAD * sqrt(2 * log(layout.tp))
+    host = hosts.of_layer(on, layout.recompute)
+    times = here.layers * hosts.spread(layout.tp)
     within = {phase: sum(spent[phase].values()) for phase in ALWAYS}
-    passes = [
-        (forward + within["forward"], host),
-        (backward + within["backward"], HOST_BACKWARD * host),
-    ]
-    if again:
-        passes.append((again + within["recompute"], host if layout.recompute == "full" else 0.5 * host))
-    started = HOST_HEAD * here.last + HOST_EMBEDDING * here.first
-    passes.append((ends.forward + ends.backward, started * stack.host))
-    waiting = sum((device**BLEND + other**BLEND) ** (1 / BLEND) - device for device, other in passes)
+    waiting = hosts.waiting(
+        on,
+        (forward + within["forward"], times * host.forward),
+        (ends.forward + ends.backward, hosts.of_ends(question, on, here.first, here.last)),
+        (backward + within["backward"], times * host.backward),
+        (again + within["recompute"], times * host.again) if again else None,
+        question.accumulation if layout.pp == 1 else 1,
+    )
 
     exposed = sum(within.values())
     links: dict[str, float] = {}
@@ -241,9 +190,9 @@ def _computed(question: Question, on: Bench, here: Held) -> tuple[Seconds, Secon
     layout, model = question.layout, question.model
     tokens = question.tokens
     sharded = layout.zero == 3 and layout.fsdp * layout.cp > 1
-    handled = layers.handling(on.stack, question.recipe, sharded, question.accumulation)
+    handled = on.handling(sharded, question.accumulation)
     between = tokens / layout.tp if layout.sp else float(tokens)
-    sums = [0.0, 0.0, 0.0, 0.0]
+    sums = [0.0] * 5
     for count, experts in ((here.dense, False), (here.sparse, True)):
         if count:
             share = Share(
@@ -251,17 +200,14 @@ def _computed(question: Question, on: Bench, here: Held) -> tuple[Seconds, Secon
             )
             for place, seconds in enumerate(on.layer(share)):
                 sums[place] += count * seconds
-    ends = [0.0, 0.0, 0.0, 0.0]
+    rows = -(-model.vocab // layout.tp)
+    ends = [0.0] * 5
     if here.first:
-        ends = [a + b for a, b in zip(ends, layers.embedding(model, on.kernels, tokens), strict=True)]
+        found = on.embedding(tokens, rows, handled, tied_here=model.tied and here.last)
+        ends = [a + b for a, b in zip(ends, found, strict=True)]
     if here.last:
-        rows = -(-model.vocab // layout.tp)
-        ends = [
-            a + b
-            for a, b in zip(
-                ends, layers.head(model, on.stack, on.kernels, tokens, rows, handled), strict=True
-            )
-        ]
+        found = on.head(tokens, rows, handled)
+        ends = [a + b for a, b in zip(ends, found, strict=True)]
     if question.lora is not None:
         # Frozen weights have no gradients; those of the additions are too small to see.
         sums[2] = ends[2] = 0.0
@@ -326,10 +272,17 @@ def _message(question: Question, on: Bench) -> float:
 
 def _optimizer(question: Question, on: Bench) -> float:
     """The update of what the fullest rank owns."""
-    layout, recipe = question.layout, question.recipe
+    layout = question.layout
     here = held(layout, question.model, question.cut_by, 0)
     shared = layout.fsdp * layout.cp
-    return on.kernels.moved(_trained(question, here) / shared * update_bytes(recipe, on.stack))
+    return update_seconds(on, _trained(question, here) / shared)
+
+
+def update_seconds(on: Bench, elements: float) -> float:
+    """Clipping and updating so many parameters."""
+    if isinstance(on.kernels, MeasuredKernels):
+        return on.kernels.updated(elements, on.recipe.optimizer, bool(on.recipe.clip))
+    return on.kernels.moved(elements * update_bytes(on.recipe, on.stack))
 
 
 def update_bytes(recipe: Recipe, stack: Stack) -> float:

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from shoal.observe.flight import COMMIT, EVALUATE, FIRST_STEP, INPUT, STEP, Announce, unheard
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
 from shoal.train.checkpoint.directory import latest, tidy
 from shoal.train.data.dataset import Dataset
 from shoal.train.data.loader import Batch
 from shoal.train.evaluate import heldout_loss, write_samples
+from shoal.train.guard.memory import explaining
 from shoal.train.guard.nonfinite import NonFiniteGuard
+from shoal.train.metrics.compare import Comparison
 from shoal.train.metrics.measure import Meter, finite
 from shoal.train.metrics.observed import OBSERVED_STEP, observed
 from shoal.train.metrics.rows import StepFile
@@ -33,17 +36,31 @@ class Outcome:
     step: int  # the last one done
 
 
-def train(job: Job, run: RunDirectory, dataset: Path, mesh: Mesh, wants_stop: Callable[[], bool]) -> Outcome:
+def train(
+    job: Job,
+    run: RunDirectory,
+    dataset: Path,
+    mesh: Mesh,
+    wants_stop: Callable[[], bool],
+    announce: Announce = unheard,
+) -> Outcome:
     """Train from the run's last commit, or from the start, to the last step of the recipe."""
-    return Training(job, run, dataset, mesh).run_to_end(wants_stop)
+    with explaining(job, mesh) as witness:
+        training = Training(job, run, dataset, mesh, announce)
+        witness.training = training
+        return training.run_to_end(wants_stop)
 
 
 class Training:
     """One rank's part of a run: built from the job, then stepped to the end."""
 
-    def __init__(self, job: Job, run: RunDirectory, dataset: Path, mesh: Mesh) -> None:
+    def __init__(
+        self, job: Job, run: RunDirectory, dataset: Path, mesh: Mesh, announce: Announce = unheard
+    ) -> None:
+        """``announce`` is told what comes next, for some of it may take long."""
         config, recipe = job.config, job.config.recipe
         self.job, self.run, self.mesh = job, run, mesh
+        self.announce = announce
         self.first_rank = mesh.rank == 0
 
         data = Dataset.open(dataset)
@@ -65,6 +82,7 @@ class Training:
             tidy(run.checkpoints, config.checkpoint.keep)
             self.metrics = StepFile(run.metrics, self.done)
             self.samples = StepFile(run.samples, self.done)
+            self.comparison = Comparison(job, run.read_plan(), mesh.device.type == "cuda")
 
     def run_to_end(self, wants_stop: Callable[[], bool]) -> Outcome:
         stopped = False
@@ -72,12 +90,14 @@ class Training:
         with closing(steps):
             self.meter.start()
             for step, micro_batches in steps:
+                self.announce(STEP if self.steps_here else FIRST_STEP, step)
                 targets, asking = self.step.agree(self.program.own_targets(micro_batches), wants_stop())
                 if asking:
                     stopped = True
                     break
                 self.meter.have_input()
                 self._one_step(step, micro_batches, targets)
+                self.announce(INPUT, step + 1)
                 self.meter.start()
         if stopped and self.done:
             self._commit()
@@ -90,7 +110,7 @@ class Training:
         last = step == config.recipe.steps
         batches = [batch.to(self.mesh.device) for batch in micro_batches]
         attempt = partial(self.step, step, batches, targets)
-        with self._observation(step):
+        with self._observation(step, batches):
             result = self.guard.judge(step, attempt(), attempt)
         self.meter.stop()
         self.done = step
@@ -101,21 +121,24 @@ class Training:
         if last or _due(step, config.evaluate.every):
             row["heldout_loss"] = finite(self._evaluate())
         if self.first_rank:
+            if (measured := self.comparison.add(row)) is not None:
+                self.run.note_measured(measured)
             self.metrics.append(row)
         if _due(step, config.checkpoint.every) or (last and config.checkpoint.every):
             self._commit()
 
-    def _observation(self, step: int) -> AbstractContextManager[None]:
+    def _observation(self, step: int, batches: list[Batch]) -> AbstractContextManager[None]:
         """The second step of this process is watched, where that is asked for."""
         self.steps_here += 1
         if not self.job.config.run.observe or self.steps_here != OBSERVED_STEP:
             return nullcontext()
-        return observed(self.program, self.mesh, self.run.observed(self.mesh.rank), step)
+        return observed(self.step, batches, self.run.observed(self.mesh.rank), step)
 
     def _evaluate(self) -> float | None:
         evaluate, recipe, placed = self.job.config.evaluate, self.job.config.recipe, self.program.placed
         if self.loader.heldout is None:
             return None
+        self.announce(EVALUATE, self.done)
         at_once = self.job.layout.accumulation(recipe.batch)
         most = evaluate.batches * recipe.batch
         loss = heldout_loss(placed, self.loader, self.mesh, most, self.program.micro, at_once)
@@ -144,6 +167,7 @@ class Training:
         """Make the state after the last step durable. The first rank writes what all of them hold."""
         if self.committed == self.done:
             return
+        self.announce(COMMIT, self.done)
         if self.first_rank:
             self.metrics.sync()
         samples = self.done * self.job.config.recipe.batch

@@ -8,7 +8,7 @@ from shoal.facts.config import TuneSection
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.models import initial
-from shoal.models.decoder import build
+from shoal.models.decoder import Network, build
 from shoal.models.huggingface import WeightFiles, fill_slices
 from shoal.models.initial import Slice
 from shoal.parallel.apply import Fill, apply
@@ -34,7 +34,8 @@ class Program:
         self.loader = Loader(samples, recipe.seed, recipe.batch, heldout)
         self.micro = job.layout.micro_batch(recipe.batch)
 
-        self.step = assemble(job.model, recipe, config.tune, mesh, fill, config.run.strict)
+        network = blueprint(job.model, recipe)
+        self.step = assemble(network, recipe, config.tune, mesh, fill, config.run.strict)
         self.placed, self.pieces = self.step.placed, self.step.pieces
         self.optimizer, self.scale = self.step.optimizer, self.step.scale
 
@@ -49,12 +50,16 @@ class Program:
         return sum(batch.count for batch in batches) if self.mesh.first_of_replica else 0
 
 
+def blueprint(model: Model, recipe: Recipe) -> Network:
+    """The whole network on the meta device, where it takes no memory."""
+    compute, rest = compute_dtype(recipe), parameter_dtype(recipe)
+    return build(model, recipe.dropout, compute, dtype=rest, length=recipe.seq)
+
+
 def assemble(
-    model: Model, recipe: Recipe, tune: TuneSection, mesh: Mesh, fill: Fill, strict: bool = False
+    network: Network, recipe: Recipe, tune: TuneSection, mesh: Mesh, fill: Fill, strict: bool = False
 ) -> Step:
     """The network, placed, with its optimizer: all of a rank's computation, whatever data it is given."""
-    compute, rest = compute_dtype(recipe), parameter_dtype(recipe)
-    network = build(model, recipe.dropout, compute, dtype=rest, length=recipe.seq)
     placed = apply(network, mesh, tune, fill, recipe.seq, reduce_dtype(recipe), strict)
     optimizer = optimizers.build(placed.gradients.pieces, recipe)
     scale = optimizers.LossScale.for_precision(recipe.precision)

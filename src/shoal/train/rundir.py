@@ -60,14 +60,30 @@ class RunDirectory:
         self.faults = path / "faults.jsonl"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self.stacks = path / "stacks"
+        self.flights = path / ".flight"
+        self.profile = path / "profile.json"
+        self.profiles = path / "profile"
 
     def observed(self, rank: int) -> Path:
         """Where a rank writes what was observed of it."""
         (self.path / "observed").mkdir(mode=0o700, exist_ok=True)
         return self.path / "observed" / f"rank-{rank:05d}.json"
 
+    def trace(self, rank: int) -> Path:
+        """A rank's profiled step, which Perfetto opens."""
+        return self.profiles / f"rank-{rank:05d}.trace.json.gz"
+
     def log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:05d}.log"
+
+    def flight(self, rank: int) -> Path:
+        """Where a rank records what it does, for whoever asks when it no longer answers."""
+        return self.flights / f"rank-{rank:05d}"
+
+    def stack_dump(self, rank: int) -> Path:
+        """Where a rank writes its stacks when it is told to."""
+        return self.flights / f"rank-{rank:05d}.stacks"
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -193,6 +209,19 @@ class RunDirectory:
                 if file.read(1) != b"\n":  # a row that a full disk tore must not swallow this one
                     file.write(b"\n")
             file.write(json.dumps({"time": time.time(), **row}).encode() + b"\n")
+
+    def read_plan(self) -> dict[str, Any]:
+        """The plan that the run started with; empty where there is none."""
+        try:
+            content: dict[str, Any] = json.loads(self.plan.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return content
+
+    def note_measured(self, measured: dict[str, Any]) -> None:
+        """Put into the manifest what came of the plan."""
+        content = json.loads(self.manifest.read_text(encoding="utf-8"))
+        replace_text(self.manifest, json.dumps({**content, "measured": measured}, indent=2) + "\n")
 
     def _resolved(self, job: Job) -> Config:
         """The config with the layout that was chosen and, where a name can say it, the directory that this is."""

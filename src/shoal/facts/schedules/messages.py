@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from shoal.facts.schedules.instruction import (
     Instruction,
     Program,
@@ -14,8 +12,8 @@ from shoal.facts.schedules.instruction import (
     tensor_made,
     tensor_needed,
 )
-from shoal.facts.schedules.orders import compute_order
-from shoal.facts.stages import rank_of_stage
+from shoal.facts.schedules.orders import compute_order, rank_order
+from shoal.facts.stages import rank_of_stage, stages_of_rank
 
 
 def instructions(schedule: str, pp: int, chunks: int, micro_batches: int) -> list[Program]:
@@ -29,27 +27,45 @@ def instructions(schedule: str, pp: int, chunks: int, micro_batches: int) -> lis
     two ranks are two channels: whoever carries this out must not let one wait behind the other.
     """
     computed = compute_order(schedule, pp, chunks, micro_batches)
-    holder = [rank_of_stage(pp, chunks, schedule, stage) for stage in range(pp * chunks)]
-    sent = [_sends(program, holder, rank) for rank, program in enumerate(computed)]
-    channels: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
-    for rank, program in enumerate(computed):
-        for instruction in program:
-            if instruction in sent[rank]:
-                tensor, peer = sent[rank][instruction]
-                channels[rank, peer].append(tensor)
-    programs = []
-    for rank, program in enumerate(computed):
-        arriving = {sender: tensors for (sender, receiver), tensors in channels.items() if receiver == rank}
-        posts = _posts(program, arriving, len(holder))
-        whole: Program = []
-        for position, instruction in enumerate(program):
-            whole += posts[position]
-            whole.append(instruction)
-            if instruction in sent[rank]:
-                tensor, peer = sent[rank][instruction]
-                whole.append(send(tensor, peer))
-        programs.append(whole)
-    return programs
+    holder = _holders(schedule, pp, chunks)
+    leaving = [_sends(program, holder, rank) for rank, program in enumerate(computed)]
+    return [_joined(computed[rank], leaving, rank, len(holder)) for rank in range(pp)]
+
+
+def rank_program(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) -> Program:
+    """That of one rank: only those that send to it are looked at besides."""
+    holder = _holders(schedule, pp, chunks)
+    own = rank_order(schedule, pp, chunks, micro_batches, rank)
+    stages = stages_of_rank(pp, chunks, schedule, rank)
+    beside = {holder[near] for stage in stages for near in (stage - 1, stage + 1) if 0 <= near < len(holder)}
+    leaving: list[dict[Instruction, tuple[Tensor, int]]] = [{} for _ in range(pp)]
+    for other in beside - {rank}:
+        leaving[other] = _sends(rank_order(schedule, pp, chunks, micro_batches, other), holder, other)
+    leaving[rank] = _sends(own, holder, rank)
+    return _joined(own, leaving, rank, len(holder))
+
+
+def _holders(schedule: str, pp: int, chunks: int) -> list[int]:
+    return [rank_of_stage(pp, chunks, schedule, stage) for stage in range(pp * chunks)]
+
+
+def _joined(
+    computed: Program, leaving: list[dict[Instruction, tuple[Tensor, int]]], rank: int, stages: int
+) -> Program:
+    """A rank's computations with the messages around them; ``leaving``: what every rank sends, in order."""
+    arriving: dict[int, list[Tensor]] = {}
+    for sender, messages in enumerate(leaving):
+        tensors = [tensor for tensor, receiver in messages.values() if receiver == rank]
+        if tensors:
+            arriving[sender] = tensors
+    posts = _posts(computed, arriving, stages)
+    whole: Program = []
+    for position, instruction in enumerate(computed):
+        whole += posts[position]
+        whole.append(instruction)
+        if instruction in leaving[rank]:
+            whole.append(send(*leaving[rank][instruction]))
+    return whole
 
 
 def _sends(program: Program, holder: list[int], rank: int) -> dict[Instruction, tuple[Tensor, int]]:

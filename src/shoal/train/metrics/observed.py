@@ -1,46 +1,113 @@
-"""One step of a run under observation: what this rank sent and received, and what it held at its fullest."""
+"""One step under observation: what this rank sent and received, and what it held at its fullest."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
 from shoal.observe.collectives import CollectiveCounter
-from shoal.observe.memory import MemoryTracker
-from shoal.parallel.mesh import Mesh
-from shoal.train.program import Program
+from shoal.observe.memory import MemoryTracker, Place
+from shoal.observe.origin import Origins, module_of
+from shoal.train.data.loader import Batch
+from shoal.train.step import Step
 
 # The second step of a process: in the first one optimizer states are made and connections set up.
 OBSERVED_STEP = 2
+# What CUDA's allocator rounds every tensor up to.
+ALIGNMENT = 512
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is counted and tracked."""
+
+    counter: CollectiveCounter
+    tracker: MemoryTracker
 
 
 @contextmanager
-def observed(program: Program, mesh: Mesh, path: Path, step: int) -> Iterator[None]:
-    """Count and track what happens inside, and write it down. It slows the step, and changes nothing else."""
-    tracker = MemoryTracker(round_to=512 if mesh.device.type == "cuda" else 1)
-    with CollectiveCounter(mesh.names) as counter, tracker:
-        _mark(tracker, program)
+def watched(step: Step, batches: Sequence[Batch], *, aligned: bool, fake: bool = False) -> Iterator[Watch]:
+    """Count and track what happens inside. It slows the step, and changes nothing else.
+
+    ``aligned``: sizes as CUDA's allocator has them. ``fake``: the step has tensors without data, and these count.
+    """
+    placed = step.placed
+    networks = [segment.network for segment in placed.segments]
+    origins = Origins(networks, placed.gradients.computed_with())
+    tracker = MemoryTracker(round_to=ALIGNMENT if aligned else 1, fake=fake, origins=origins)
+    with origins, CollectiveCounter(step.mesh.names, log=True) as counter, tracker:
+        _mark(tracker, step, batches)
         tracker.reset_peak()
+        hooks = _marks_as_they_add_up(tracker, step)
+        yield Watch(counter, tracker)
+        for hook in hooks:
+            hook.remove()
+        _mark(tracker, step, batches)  # gradients are there only now
+
+
+def _marks_as_they_add_up(tracker: MemoryTracker, step: Step) -> list[RemovableHandle]:
+    """FSDP adds whole gradients up over the micro-batches of a pipeline, and none of them is there at the end."""
+    layout = step.mesh.layout
+    if layout.pp == 1 or layout.fsdp == 1 or layout.zero != 3:
+        return []
+
+    def arrived(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            tracker.mark([parameter.grad], "grads")
+
+    return [
+        parameter.register_post_accumulate_grad_hook(arrived)
+        for parameter in step.placed.gradients.computed_with()
+    ]
+
+
+@contextmanager
+def observed(step: Step, batches: Sequence[Batch], path: Path, number: int) -> Iterator[None]:
+    """Watch what happens inside, and write it down."""
+    mesh = step.mesh
+    with watched(step, batches, aligned=mesh.device.type == "cuda") as watch:
         yield
-        _mark(tracker, program)  # gradients are there only now
     seen = {
-        "step": step,
+        "step": number,
         "rank": mesh.rank,
-        "layout": str(program.job.layout),
-        "traffic": [asdict(row) for row in counter.traffic()],
-        "peak": tracker.peak,
-        "peak_by_category": tracker.peak_by_category(),
+        "layout": str(mesh.layout),
+        "traffic": [asdict(row) for row in watch.counter.traffic()],
+        "peak": watch.tracker.peak,
+        "peak_by_category": watch.tracker.peak_by_category(),
+        "peak_by_module": by_module(watch.tracker.peak_by_place()),
+        "peak_at": str(watch.tracker.peak_origin),
     }
     path.write_text(json.dumps(seen, indent=2) + "\n", encoding="utf-8")
 
 
-def _mark(tracker: MemoryTracker, program: Program) -> None:
-    """What is neither a parameter, a gradient nor an optimizer state is "other": activations, logits, buffers."""
-    tracker.mark((part.local for _, part in program.placed.slices), "params")
-    tracker.mark((piece.tensor for piece in program.pieces), "params")
-    tracker.mark((piece.tensor.grad for piece in program.pieces if piece.tensor.grad is not None), "grads")
-    for states in program.optimizer.state.values():
-        tracker.mark((value for value in states.values() if hasattr(value, "untyped_storage")), "optimizer")
+def by_module(places: Mapping[Place, int]) -> dict[str, int]:
+    """Bytes of every module, the largest first; what is nobody's has no name."""
+    total: Counter[str] = Counter()
+    for place, size in places.items():
+        total[place.module] += size
+    return dict(total.most_common())
+
+
+def _mark(tracker: MemoryTracker, step: Step, batches: Sequence[Batch]) -> None:
+    """What the tracker cannot tell by where it was made."""
+    pieces = step.pieces
+    for batch in batches:
+        tensors = (batch.tokens, batch.targets, batch.positions, batch.documents)
+        tracker.mark((tensor for tensor in tensors if tensor is not None), "activations")
+    for name, part in step.placed.slices:
+        tracker.mark([part.local], "params", module_of(name))
+    for piece in pieces:
+        tracker.mark([piece.tensor], "params", module_of(piece.name))
+        if piece.tensor.grad is not None:
+            tracker.mark([piece.tensor.grad], "grads", module_of(piece.name))
+        states = step.optimizer.state.get(piece.tensor, {}).values()
+        tracker.mark(
+            (value for value in states if isinstance(value, Tensor)), "optimizer", module_of(piece.name)
+        )

@@ -1,0 +1,206 @@
+"""Steps measured on a GPU, for predictions to be held against: one rank, and ranks that share the GPU.
+
+``python benchmarks/predicted.py alone|shared``: a row a case in ``results/predicted.jsonl``, with the peak of allocated
+bytes of every rank and the step's seconds. Ranks that share a GPU have the memory of ranks that do not, but not their
+speed. Nothing that predicts reads these rows; ``benchmarks/accuracy.py`` sets them beside the prediction.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from record import record
+
+from shoal.facts.clusters import find
+from shoal.facts.config import Config
+from shoal.facts.layout import Layout
+from shoal.facts.presets import PRESETS
+from shoal.launch import local
+from shoal.launch.join import join
+from shoal.launch.ranks import RankFailed, run_ranks
+from shoal.plan.resolve import Job
+from shoal.predict.question import Question
+from shoal.train.data.loader import Batch
+from shoal.train.program import assemble, blueprint, first_weights
+
+# Long enough that clocks are those of a long run.
+WARM_SECONDS = 2.0
+TIMED_SECONDS = 3.0
+FEWEST_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of a model, and how it is trained."""
+
+    model: str
+    layout: str
+    seq: int
+    batch: int
+    recipe: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)  # to the model
+
+    def job(self) -> Job:
+        values = {
+            "precision": "bf16",
+            "lr": 1e-4,
+            **self.recipe,
+            "seq": self.seq,
+            "batch": self.batch,
+            "steps": 100,
+        }
+        config = Config.model_validate(
+            {"recipe": values, "layout": self.layout, "cluster": {"share": True}, "fault": {"timeout": 120}}
+        )
+        model = PRESETS[self.model].model_copy(update=self.changes)
+        return Job(config, model, find("local"), Layout.parse(self.layout))
+
+    def question(self, cluster: str) -> Question:
+        """The same, for a prediction."""
+        job = self.job()
+        return Question(job.model, find(cluster), job.config.recipe, job.layout)
+
+
+SMALL, LARGE = "llama3.2-1b", "llama3-8b"
+HALF = {"states": "bf16"}
+ALONE = (
+    *(Case(SMALL, f"micro={micro}", 4096, micro) for micro in (1, 2, 4, 8)),
+    Case(SMALL, "micro=16", 512, 16),
+    Case(SMALL, "micro=4", 1024, 4),
+    Case(SMALL, "micro=8", 2048, 8),
+    Case(SMALL, "micro=16", 2048, 16),
+    Case(SMALL, "micro=2", 8192, 2),
+    Case(SMALL, "micro=1", 16384, 1),
+    Case(SMALL, "micro=8,recompute=full", 4096, 8),
+    Case(SMALL, "micro=4,recompute=full", 2048, 4),
+    Case(SMALL, "micro=2,recompute=full", 8192, 2),
+    Case(SMALL, "micro=8,recompute=selective", 4096, 8),
+    Case(SMALL, "micro=4,recompute=selective", 2048, 4),
+    Case(SMALL, "micro=2", 2048, 2, {"precision": "fp32"}),
+    Case(SMALL, "micro=1", 4096, 1, {"precision": "fp32"}),
+    Case(SMALL, "micro=4,recompute=full", 1024, 4, {"precision": "fp32"}),
+    Case(SMALL, "micro=4", 4096, 4, HALF),
+    Case(SMALL, "micro=8,recompute=selective", 2048, 8, HALF),
+    Case(SMALL, "micro=4", 4096, 4, changes={"tied": False}),
+    Case(SMALL, "micro=8,recompute=full", 2048, 8, changes={"tied": False}),
+    Case(SMALL, "micro=2", 4096, 8),
+    Case(SMALL, "micro=1", 2048, 4),
+    Case(LARGE, "micro=1", 4096, 1, HALF),
+    Case(LARGE, "micro=2", 2048, 2, HALF),
+    Case(LARGE, "micro=4", 1024, 4, HALF),
+    Case(LARGE, "micro=1", 8192, 1, HALF),
+    Case(LARGE, "micro=1", 2048, 4, HALF),
+    Case(LARGE, "micro=2,recompute=full", 4096, 2, HALF),
+    Case(LARGE, "micro=8,recompute=full", 2048, 8, HALF),
+    Case(LARGE, "micro=1,recompute=full", 8192, 2, HALF),
+    Case(LARGE, "micro=2,recompute=selective", 2048, 2, HALF),
+    Case(LARGE, "micro=1,recompute=selective", 4096, 1, HALF),
+    Case(LARGE, "micro=1", 4096, 1, HALF, {"tied": True}),
+    Case(LARGE, "micro=1,recompute=full", 2048, 1, {"optimizer": "sgd"}),
+)
+SHARED = (
+    Case(SMALL, "fsdp=2,micro=2", 2048, 4),
+    Case(SMALL, "fsdp=4,micro=1,recompute=full", 2048, 4),
+    Case(SMALL, "fsdp=2,zero=1,micro=2", 2048, 4),
+    Case(SMALL, "fsdp=2,zero=2,micro=1", 2048, 4),
+    Case(SMALL, "dp=2,fsdp=2,micro=1", 2048, 4),
+    Case(SMALL, "tp=2,micro=2", 2048, 2),
+    Case(SMALL, "tp=4,micro=2,recompute=selective", 2048, 2),
+    Case(SMALL, "tp=2,sp=0,micro=2", 2048, 2),
+    Case(SMALL, "pp=2,micro=1", 2048, 4),
+    Case(SMALL, "pp=2,schedule=zbv,micro=1", 2048, 4),
+    Case(SMALL, "pp=4,schedule=interleaved,micro=1", 2048, 4),
+    Case(SMALL, "fsdp=2,tp=2,micro=2", 2048, 4),
+    Case(SMALL, "fsdp=2,pp=2,micro=1", 2048, 8),
+    Case(SMALL, "tp=2,pp=2,micro=1,recompute=full", 2048, 4),
+    Case(LARGE, "tp=2,micro=1,recompute=full", 2048, 1, HALF),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank."""
+
+    peak: int
+    reserved: int
+    step_s: float
+    steps: int
+
+
+def measure(rank: int, world: int, store: dist.Store, case: Case) -> Measured:
+    """One rank's steps, as training takes them, on random tokens."""
+    job = case.job()
+    mesh = join(job, rank, rank, store)
+    recipe = job.config.recipe
+    network = blueprint(job.model, recipe)
+    step = assemble(network, recipe, job.config.tune, mesh, first_weights(job))
+    question = Question(job.model, job.cluster, recipe, job.layout)
+    batches = [_batch(question, mesh.device) for _ in range(question.accumulation)]
+    mine = sum(batch.count for batch in batches) if mesh.first_of_replica else 0
+    numbers = iter(range(1, 10**6))
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        targets, _ = step.agree(mine)
+        step(next(numbers), batches, targets)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    seconds(), seconds()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        seconds()
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    taken = [] if world > 1 else list(_timed(seconds))
+    mesh.close()
+    return Measured(peak, reserved, statistics.median(taken) if taken else 0.0, len(taken))
+
+
+def _timed(seconds: Any) -> Iterator[float]:
+    end = time.perf_counter() + WARM_SECONDS
+    while time.perf_counter() < end:
+        seconds()
+    end, count = time.perf_counter() + TIMED_SECONDS, 0
+    while time.perf_counter() < end or count < FEWEST_STEPS:
+        yield seconds()
+        count += 1
+
+
+def _batch(question: Question, device: torch.device) -> Batch:
+    rows, length = question.micro, question.recipe.seq
+    tokens = torch.randint(question.model.vocab, (rows, length + 1), device=device)
+    positions = torch.arange(length, device=device).repeat(rows, 1)
+    return Batch(
+        tokens[:, :-1].contiguous(),
+        tokens[:, 1:].contiguous(),
+        positions,
+        None,
+        torch.arange(rows),
+        rows * length,
+    )
+
+
+def main() -> None:
+    kinds = {"alone": ALONE, "shared": SHARED}
+    if len(sys.argv) < 2 or sys.argv[1] not in kinds:
+        sys.exit(__doc__)
+    local.warm_workers((*local.PRELOAD, "shoal.launch.join"))
+    for case in kinds[sys.argv[1]]:
+        world = Layout.parse(case.layout).world
+        try:
+            ranks = run_ranks(world, measure, (case,), 200.0)
+        except RankFailed as failure:
+            print(f"{case}: {failure}\n{failure.text[-1500:]}", flush=True)
+            continue
+        record("predicted", kind=sys.argv[1], **asdict(case), ranks=[asdict(one) for one in ranks])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Which kernel computes attention on a device: memory depends on it, so who predicts and who runs dry must agree."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shoal.facts.devices import Device, Precision
+
+AttentionKernel = Literal["fused", "unfused"]
+
+
+def attention_kernel(device: Device, precision: Precision) -> AttentionKernel:
+    """As torch's SDPA chooses: fused kernels (cuDNN's, flash, memory-efficient; a CPU's own) keep no scores.
+
+    CUDA has none for fp64.
+    """
+    return "unfused" if device.name != "cpu" and precision == "fp64" else "fused"
+
+
+def repeats_keys(bytes_a_value: int) -> bool:
+    """Whether heads that share keys and values are given copies of them: no fused kernel of CUDA's shares in fp32.
+
+    On every device alike, so that a run without a GPU shows what one with it holds.
+    """
+    return bytes_a_value >= 4

@@ -1,0 +1,86 @@
+"""What kind of work an operator or a kernel does, by its name."""
+
+from __future__ import annotations
+
+import re
+
+MATRIX, ATTENTION, EMBEDDING, LOSS = "matrix products", "attention", "embedding", "loss"
+MEMORY_BOUND = "elementwise"
+COPIES = "copies to and from the host"
+KINDS = (MATRIX, ATTENTION, MEMORY_BOUND, EMBEDDING, LOSS, COPIES)
+
+# Of operators that call each other the outermost name that says something decides: attention may use a matrix product.
+_OPERATORS = (
+    (ATTENTION, re.compile(r"scaled_dot_product|flash_attention|efficient_attention")),
+    (LOSS, re.compile(r"cross_entropy|nll_loss|log_softmax|^CrossEntropy")),
+    (EMBEDDING, re.compile(r"^aten::embedding")),
+    (MATRIX, re.compile(r"^aten::(\w*mm|mkldnn_linear\w*)$")),
+)
+# Kernels tell less than the operators that start them, so they are asked where there is none: in compiled code.
+_KERNELS = (
+    (LOSS, re.compile(r"nll_loss|LogSoftMax|log_softmax|Cross_?Entropy", re.IGNORECASE)),
+    # What the compiler fuses is named after all that went into it; only its templates are products and attention.
+    (MEMORY_BOUND, re.compile(r"^triton_(poi|red|per)_")),
+    (ATTENTION, re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)),
+    (MATRIX, re.compile(r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|^triton_tem_\w*mm", re.IGNORECASE)),
+    (EMBEDDING, re.compile(r"embedding", re.IGNORECASE)),
+)
+_LOSS_NODE = re.compile(r"NllLoss|LogSoftmax|CrossEntropy")
+# Operators that only hold others, or that talk to other ranks.
+_TALKING = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_NOT_COMPUTING = ("autograd", "profiler", "torch", *_TALKING)
+# Longer names first: a reduce-scatter is no reduce.
+_OPERATIONS = {
+    "reducescatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "alltoall": "all-to-all",
+    "sendrecv": "all-to-all",  # as NCCL does it; messages of a pipeline are told apart before
+    "broadcast": "broadcast",
+}
+
+
+def of_operator(name: str) -> str | None:
+    """The kind that a name tells of; None where it tells nothing."""
+    return next((kind for kind, pattern in _OPERATORS if pattern.search(name)), None)
+
+
+def of_kernel(name: str) -> str | None:
+    return next((kind for kind, pattern in _KERNELS if pattern.search(name)), None)
+
+
+def computes(name: str) -> bool:
+    """Whether it is one of torch's own operators, such as ``aten::mul``, and not a frame around some."""
+    space, colons, _ = name.partition("::")
+    return bool(colons) and space not in _NOT_COMPUTING
+
+
+def is_node_of_loss(name: str) -> bool:
+    """Whether the loss's own gradient is computed here, and with it what the loss did not keep."""
+    return _LOSS_NODE.search(name) is not None
+
+
+def talks(name: str) -> bool:
+    """An operator that starts a collective; with gloo it also copies what is sent."""
+    return name.partition("::")[0] in _TALKING and "::" in name
+
+
+def is_collective(name: str) -> bool:
+    """A kernel of NCCL, or what gloo's threads are at."""
+    return name.startswith("gloo:") or (name.startswith("nccl") and not name.startswith("nccl:"))
+
+
+def outlives_its_call(name: str) -> bool:
+    """Ranges that torch opens where a collective is called and closes when it is done, on whatever thread."""
+    return name.startswith(("nccl:", "gloo:"))
+
+
+def is_message(name: str) -> bool:
+    """From one rank to another."""
+    return name.startswith(("gloo:send", "gloo:recv", "c10d::send", "c10d::recv")) or "SendRecv" in name
+
+
+def operation(name: str) -> str:
+    """Which collective it is, whoever carries it out."""
+    letters = "".join(letter for letter in name.lower() if letter.isalpha())
+    return next((said for key, said in _OPERATIONS.items() if key in letters), "other")

@@ -1,0 +1,82 @@
+"""What NCCL was given and has not finished, from torch's own flight recorder.
+
+On a GPU a rank that enters a collective only asks for it; whether the device has carried it out, torch knows. One of
+its threads, which needs no Python lock, writes that down once something is written to a named pipe. On gloo there is
+neither the pipe nor the knowledge.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REMEMBERED = "2000"
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective that a device was asked for."""
+
+    group: str  # torch's name of it
+    op: str
+    number: int  # by torch's count
+    started: bool  # only known where torch times collectives
+
+
+def settings(directory: Path) -> dict[str, str]:
+    """Environment variables under which torch (2.11 to 2.13) listens for us and writes to this directory."""
+    dump = str(directory / "nccl-")
+    return {
+        "TORCH_FR_BUFFER_SIZE": REMEMBERED,
+        "TORCH_FR_DUMP_TEMP_FILE": dump,
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": REMEMBERED,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump,
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": dump,
+    }
+
+
+def dump_of(directory: Path, rank: int) -> Path:
+    return directory / f"nccl-{rank}"
+
+
+def ask(directory: Path, rank: int) -> bool:
+    """Have a rank's record written to its file; False where nobody listens."""
+    dump_of(directory, rank).unlink(missing_ok=True)
+    try:
+        pipe = os.open(directory / f"nccl-{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        os.write(pipe, b"1")
+    except OSError:
+        return False
+    finally:
+        os.close(pipe)
+    return True
+
+
+def pending(dump: Path) -> list[Pending]:
+    """What was not finished when a file was written, the oldest first; nothing where it cannot be read."""
+    try:
+        content = _Plain(io.BytesIO(dump.read_bytes())).load()
+        entries = [entry for entry in content["entries"] if not entry["retired"]]
+        return [_pending(entry) for entry in entries if entry["state"] != "completed"]
+    except (OSError, EOFError, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+
+
+def _pending(entry: dict[str, Any]) -> Pending:
+    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    op = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+    return Pending(entry["process_group"][0], op, number, entry["state"] == "started")
+
+
+class _Plain(pickle.Unpickler):
+    """Torch writes a pickle. This one makes nothing of it but dictionaries, lists and plain values."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a record of collectives")

@@ -1,0 +1,270 @@
+"""A profiled step as torch.profiler writes it down: which stretches of time were spent on what kind of work.
+
+Both kinds of devices come out alike. On a GPU work is its kernels, each of the kind of the operator that started it.
+On a CPU work is what the thread that steps does inside of torch's operators, so a wait of that thread is idle time.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.observe import kinds
+from shoal.observe.intervals import Interval
+
+# Ranges that the code names itself, with torch.profiler.record_function.
+STEP, INPUT = "shoal step", "shoal input"
+# Around every instruction of the schedule: "shoal F0.3" is the forward of stage 0 and micro-batch 3.
+PREFIX = "shoal "
+
+_ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
+_ON_HOST = frozenset({"cpu_op", "user_annotation"})
+_NODE_OF_AUTOGRAD = "autograd::engine::evaluate_function"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One event of a trace, in seconds."""
+
+    name: str
+    category: str
+    start: float
+    end: float
+    thread: object = 0
+    correlation: int = 0  # what a kernel and the call that launched it have in common
+    recorded: bool = False  # an operator that autograd has taken note of, for a backward pass to come
+    group: str = ""  # what torch calls the ranks that a collective of NCCL is among
+
+
+@dataclass(frozen=True)
+class Work:
+    """A stretch in which the device computes."""
+
+    start: float
+    end: float
+    kind: str
+    issued: float  # when the host got to it
+    repeated: bool = False  # computed for the second time, inside a backward pass
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A stretch in which ranks exchange something."""
+
+    start: float
+    end: float
+    operation: str
+    group: str  # the layout's axis; empty where the trace does not tell
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A rank's step, sorted out."""
+
+    step: Interval
+    waiting_for_input: list[Interval]
+    work: list[Work]
+    talks: list[Talk]
+    instructions: dict[str, Interval]  # as the host went through them
+    kernels: bool  # whether work is that of a GPU
+
+
+def read(path: Path) -> list[Span]:
+    """The spans of a compressed Chrome trace, as ``export_chrome_trace`` writes it."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return spans(json.load(file))
+
+
+def spans(trace: dict[str, Any]) -> list[Span]:
+    base = float(trace.get("baseTimeNanoseconds", 0)) / 1e9
+    return [_span(event, base) for event in trace["traceEvents"] if event.get("ph") == "X" and "cat" in event]
+
+
+def _span(event: dict[str, Any], base: float) -> Span:
+    start = base + float(event["ts"]) / 1e6
+    details = event.get("args", {})
+    return Span(
+        name=str(event["name"]),
+        category=str(event["cat"]),
+        start=start,
+        end=start + float(event.get("dur", 0)) / 1e6,
+        thread=event.get("tid"),
+        correlation=int(details.get("correlation", 0)),
+        # Nodes of a backward pass carry the thread of their forward pass; operators of a forward pass a zero.
+        recorded="Sequence number" in details and details.get("Fwd thread id") == 0,
+        group=str(details.get("Process Group Name", "")),
+    )
+
+
+def sort_out(every: Iterable[Span], names: Mapping[str, str] | None = None) -> Recording:
+    """What happened from the begin of the one range ``STEP`` to its end.
+
+    ``names``: what torch calls the groups of ranks, and what the layout does.
+    """
+    every = list(every)
+    (step,) = [span for span in every if span.name == STEP and span.category == "user_annotation"]
+    inside = [span for span in every if span.end > step.start and span.start < step.end]
+    named = [span for span in inside if span.category == "user_annotation"]
+    on_device = [span for span in inside if span.category in _ON_DEVICE]
+    hosts = _frames([span for span in inside if span.category in _ON_HOST])
+    if on_device:
+        launches = {span.correlation: span for span in inside if span.category in _LAUNCHES}
+        work = [
+            _kernel_work(span, launches.get(span.correlation), hosts)
+            for span in on_device
+            if not kinds.is_collective(span.name)
+        ]
+    else:
+        work = _host_work(hosts[step.thread])
+    instructions = {
+        span.name.removeprefix(PREFIX): (span.start, span.end)
+        for span in named
+        if span.name.startswith(PREFIX) and span.name not in (STEP, INPUT)
+    }
+    # A message between stages is on its way from when it is awaited, so it says nothing about who waits. An
+    # all-to-all looks like one, but without a pipeline nobody receives any.
+    piped = any(name.startswith("R") for name in instructions)
+    talking = [span for span in (*named, *on_device) if kinds.is_collective(span.name)]
+    calls = [] if on_device else [span for span in inside if kinds.talks(span.name)]
+    if piped:
+        talking, calls = (
+            [span for span in spans if not kinds.is_message(span.name)] for spans in (talking, calls)
+        )
+    talks = [
+        Talk(span.start, span.end, operation, _group(span, names or {}, bool(on_device)))
+        for span, operation in _called(talking, calls)
+    ]
+    return Recording(
+        step=(step.start, step.end),
+        waiting_for_input=[(span.start, span.end) for span in named if span.name == INPUT],
+        work=work,
+        talks=talks,
+        instructions=instructions,
+        kernels=bool(on_device),
+    )
+
+
+def _called(talking: list[Span], calls: list[Span]) -> list[tuple[Span, str]]:
+    """Every collective with what was called for.
+
+    gloo scatters sums by adding up whole tensors, and its range is named after that; but it takes calls in their
+    order. It also copies what it sends, on the thread that calls it and before its range begins.
+    """
+    talking, calls = (sorted(spans, key=lambda span: span.start) for spans in (talking, calls))
+    named = calls if len(calls) == len(talking) else talking
+    ranges = [(span, kinds.operation(call.name)) for span, call in zip(talking, named, strict=True)]
+    return ranges + [(call, kinds.operation(call.name)) for call in calls]
+
+
+def _group(span: Span, names: Mapping[str, str], on_gpu: bool) -> str:
+    if span.group in names:
+        return names[span.group]
+    if on_gpu:
+        # gloo carries only what hosts agree on.
+        return "world" if span.name.startswith("gloo:") else ""
+    axes = set(names.values()) - {"world"}
+    return axes.pop() if len(axes) == 1 else ""
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """A stretch of a host thread, and what the operators on its stack say about it."""
+
+    start: float
+    end: float
+    kind: str | None  # None: outside of torch's operators
+    in_backward: bool = False
+    in_loss: bool = False  # in the node of the backward pass that begins with the loss
+    again: bool = False  # inside a piece of the forward pass that the backward pass repeats
+
+    @property
+    def repeated(self) -> bool:
+        """A loss that is computed in pieces always repeats them: that is its way, and no policy of the layout."""
+        return self.again and not self.in_loss
+
+
+def _frames(on_host: list[Span]) -> dict[object, list[_Frame]]:
+    """Every thread's time cut where an operator begins or ends; what the innermost one does itself is a frame."""
+    threads: dict[object, list[Span]] = defaultdict(list)
+    for span in on_host:
+        # These would lie across operators that come later.
+        if not kinds.outlives_its_call(span.name):
+            threads[span.thread].append(span)
+    return defaultdict(list, {thread: _cut(events) for thread, events in threads.items()})
+
+
+def _cut(events: list[Span]) -> list[_Frame]:
+    frames: list[_Frame] = []
+    stack: list[_Frame] = []
+    reached = 0.0
+
+    def advance(until: float) -> None:
+        """Give the time up to ``until`` to whatever is on top, and drop what has ended."""
+        nonlocal reached
+        while stack:
+            top = stack[-1]
+            end = min(until, top.end)
+            if end > reached:
+                frames.append(replace(top, start=reached, end=end))
+                reached = end
+            if top.end > until:
+                break
+            stack.pop()
+        reached = max(reached, until)
+
+    for span in sorted(events, key=lambda span: (span.start, -span.end)):
+        advance(span.start)
+        stack.append(_inside(stack[-1] if stack else None, span))
+    advance(float("inf"))
+    return frames
+
+
+def _inside(outer: _Frame | None, span: Span) -> _Frame:
+    outer = outer or _Frame(span.start, span.end, None)
+    in_backward = outer.in_backward or span.name.startswith(_NODE_OF_AUTOGRAD)
+    in_loss = outer.in_loss or (in_backward and kinds.is_node_of_loss(span.name))
+    # A backward pass records nothing, unless it repeats a piece of the forward pass.
+    again = outer.again or (in_backward and span.recorded)
+    # Within the node that asked for it, such a piece is of a kind of its own.
+    around = outer.kind if again == outer.again else None
+    if span.category == "user_annotation" or kinds.talks(span.name):
+        # A range that Python opens is none of the device's work, and who talks waits for others.
+        kind = None
+    else:
+        kind = around if around != kinds.MEMORY_BOUND else None
+        kind = kind or kinds.of_operator(span.name)
+        if kind is None and (around or kinds.computes(span.name)):
+            kind = kinds.MEMORY_BOUND
+    return _Frame(span.start, span.end, kind, in_backward, in_loss, again)
+
+
+def _host_work(frames: list[_Frame]) -> list[Work]:
+    return [
+        Work(frame.start, frame.end, frame.kind, frame.start, frame.repeated)
+        for frame in frames
+        if frame.kind is not None
+    ]
+
+
+def _kernel_work(kernel: Span, launch: Span | None, hosts: dict[object, list[_Frame]]) -> Work:
+    frame = _at(hosts[launch.thread], launch.start) if launch else None
+    issued = launch.start if launch else kernel.start
+    if kernel.category == "gpu_memcpy" and ("HtoD" in kernel.name or "DtoH" in kernel.name):
+        kind = kinds.COPIES
+    elif frame is not None and frame.kind not in (None, kinds.MEMORY_BOUND):
+        kind = frame.kind or kinds.MEMORY_BOUND
+    else:
+        kind = kinds.of_kernel(kernel.name) or kinds.MEMORY_BOUND
+    return Work(kernel.start, kernel.end, kind, issued, frame is not None and frame.repeated)
+
+
+def _at(frames: list[_Frame], moment: float) -> _Frame | None:
+    place = bisect_right(frames, moment, key=lambda frame: frame.start) - 1
+    return frames[place] if place >= 0 and moment <= frames[place].end else None

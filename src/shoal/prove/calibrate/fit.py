@@ -1,0 +1,77 @@
+"""The general model's rates, fitted to what was measured: for software other than ours, and for shapes far away."""
+
+from __future__ import annotations
+
+import statistics
+from math import exp, log
+
+from shoal.facts import calibration
+from shoal.facts.calibration import Attention, DeviceRates
+from shoal.facts.devices import Device, Precision
+from shoal.facts.measurements import Attended, Measurements, Product
+from shoal.predict.kernels import Kernels
+
+# Inner lengths that a tile's start and end may cost.
+RAMPS = (0.0, 8.0, 16.0, 23.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0)
+LONG = 2048
+
+
+def fitted(device: Device, seen: Measurements, precision: Precision, multiprocessors: int) -> DeviceRates:
+    """As the built-in rates of this device kind or its relative, with what was measured in their place."""
+    base = calibration.built_in(device).device
+    curves = [curve for found in seen.parts.values() for curve in found.values()]
+    start = base.model_copy(
+        update={
+            "multiprocessors": multiprocessors,
+            "launch": min(curve.seconds[0] for curve in curves),
+            "memory": min(1.0, max(curve.rate for curve in curves) / seen.bandwidth),
+            "source": f"measured on {seen.date[:10]}",
+        }
+    )
+    peak, attention = seen.peaks[precision], seen.attention.get(precision, ())
+    width = 2 if precision in ("bf16", "fp16") else 4
+    matmul, ramp = _products(start, peak, seen.bandwidth, width, seen.products[precision])
+    shares = _attention(base, attention, peak)
+    update = {"matmul": matmul, "ramp": ramp, "flash": shares, "fused": shares, **_narrow(attention)}
+    return start.model_copy(update=update)
+
+
+def _products(
+    rates: DeviceRates, peak: float, bandwidth: float, width: int, products: tuple[Product, ...]
+) -> tuple[float, float]:
+    """The ramp that explains best what is not explained by one share of the peak for all."""
+    best = (float("inf"), rates.matmul, rates.ramp)
+    for ramp in RAMPS:
+        tried = Kernels(rates.model_copy(update={"matmul": 1.0, "ramp": ramp}), peak, bandwidth, width)
+        off = [log(one.seconds / tried.product(*one.shape)) for one in products]
+        middle = statistics.median(off)
+        spread = sum(abs(each - middle) for each in off)
+        share = min(1.0, exp(-middle))
+        best = min(best, (spread, share, ramp))
+    return best[1], best[2]
+
+
+def _attention(base: DeviceRates, attention: tuple[Attended, ...], peak: float) -> Attention:
+    """Of long sequences with the widest heads."""
+    widest = max((one.head_dim for one in attention), default=0)
+    seen = [one for one in attention if one.head_dim == widest and one.seq >= LONG] or list(attention)
+    if not seen:
+        return base.fused
+    forward = statistics.median(one.flops / one.forward for one in seen) / peak
+    backward = statistics.median(2.5 * one.flops / one.backward for one in seen) / peak
+    return Attention(forward=min(1.0, forward), backward=min(1.0, backward))
+
+
+def _narrow(attention: tuple[Attended, ...]) -> dict[str, float]:
+    """Head size 64 against 128, where both were measured."""
+    rates = {
+        head_dim: [
+            one.flops / (one.forward + one.backward)
+            for one in attention
+            if one.head_dim == head_dim and one.seq >= LONG
+        ]
+        for head_dim in (64, 128)
+    }
+    if not all(rates.values()):
+        return {}
+    return {"narrow": min(1.0, statistics.median(rates[64]) / statistics.median(rates[128]))}

@@ -1,0 +1,143 @@
+"""All kernels of one device under sustained load: products, attention, what only moves bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from shoal.facts.devices import Precision
+from shoal.facts.measurements import Attended, Curve, Product
+from shoal.prove.calibrate import attention, parts, products
+from shoal.prove.calibrate.circumstances import Driver, driver
+from shoal.prove.calibrate.sampling import Filler, Pool, Rounds, Sample
+from shoal.prove.calibrate.sizes import Load, Sizes
+
+NAMES: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Seconds: of load before anything counts and of rounds that count, for each load; of one large product alone."""
+
+    warm_up: tuple[float, ...]
+    rounds: tuple[float, ...]
+    alone: float
+
+
+# A power limit is reached within a few seconds.
+EFFORT = {"cuda": Effort((5.0, 2.0), (30.0, 14.0), 4.0), "cpu": Effort((2.0,), (25.0,), 1.0)}
+
+# Seconds of load while the driver is asked for its clock.
+LOADED = 1.0
+
+# The large product, among the samples.
+LARGE = "large"
+
+
+@dataclass
+class Seen:
+    """What was measured."""
+
+    precision: Precision  # that a device is mostly used at
+    products: dict[Precision, tuple[Product, ...]] = field(default_factory=dict)
+    attention: dict[Precision, tuple[Attended, ...]] = field(default_factory=dict)
+    parts: dict[Precision, dict[str, Curve]] = field(default_factory=dict)
+    # FLOP/s of one large product alone and among all else; the share that products and attention have of the latter.
+    sustained: float = 0.0
+    mixed: float = 0.0
+    busy: float = 1.0
+    driver: Driver = field(default_factory=Driver)  # as it was under load
+    missing: list[str] = field(default_factory=list)
+
+
+def measure(device: torch.device, sizes: Sizes, effort: Effort, tell: Callable[[str], None]) -> Seen:
+    """Load by load; what does not work is left out and listed."""
+    seen = Seen(NAMES[sizes.loads[0].precision])
+    for load, warm_up, seconds in zip(sizes.loads, effort.warm_up, effort.rounds, strict=True):
+        name = NAMES[load.precision]
+        tell(f"{name}: products, attention and moved bytes, in turns under load")
+        try:
+            _measure_load(device, load, sizes, (warm_up, seconds, effort.alone), seen, tell)
+        except Exception as error:  # whatever it is, the other loads are worth keeping
+            seen.missing.append(f"{name}: {(str(error).splitlines() or [repr(error)])[0][:200]}")
+            tell(f"{name} could not be measured: {seen.missing[-1]}")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return seen
+
+
+def _measure_load(
+    device: torch.device,
+    load: Load,
+    sizes: Sizes,
+    effort: tuple[float, float, float],
+    seen: Seen,
+    tell: Callable[[str], None],
+) -> None:
+    name = NAMES[load.precision]
+    warm_up, seconds, alone = effort
+    pool = Pool(device, load.precision, _largest(load, sizes))
+    # In a wide precision a product of that size takes many times as long.
+    side = sizes.side if load is sizes.loads[0] else sizes.side // 2
+    rounds = Rounds(device, _samples(pool, load, sizes, side), _fillers(pool, side, sizes.filler))
+    samples = rounds.run(warm_up, seconds)
+    for failed in rounds.failed:
+        tell(f"left out: {failed}")
+    seen.missing += rounds.failed
+    if not samples:
+        return
+    tell(f"{name}: {len(samples)} kernels, {len(samples[0].seen)} rounds")
+    if made := products.found(samples, name):
+        seen.products[name] = made
+    if attended := attention.found(samples, name):
+        seen.attention[name] = attended
+    if moved := parts.found(samples, name):
+        seen.parts[name] = moved
+    if load is sizes.loads[0]:
+        flops = 2.0 * side**3
+        seen.busy = rounds.busy(_computes)
+        large = [sample.seconds for sample in samples if sample.key[0] == LARGE]
+        seen.mixed = flops / large[0] if large else 0.0
+        seen.sustained = flops / rounds.alone(alone)
+        rounds.load(LOADED)
+        seen.driver = driver(device)
+
+
+def _largest(load: Load, sizes: Sizes) -> int:
+    """Elements that hold any one sample's operands."""
+    return max(
+        products.largest(load.widths),
+        2 * max(sizes.filler, sizes.side**2),
+        2 * sizes.inner * max(load.tokens),
+        *(tokens * vocabulary for tokens, vocabulary in load.losses),
+        *(3 * sizes.heads * head_dim * seq * sequences for head_dim, seq, sequences in load.attention),
+    )
+
+
+def _computes(sample: Sample) -> bool:
+    return sample.key[0] != parts.KIND
+
+
+def _samples(pool: Pool, load: Load, sizes: Sizes, side: int) -> list[Sample]:
+    """Everything that takes turns."""
+    name = NAMES[load.precision]
+    return [
+        *products.samples(pool, name, load.widths),
+        *attention.samples(pool, name, sizes.heads, load.attention),
+        *parts.samples(pool, load, sizes, name),
+        Sample((LARGE, name), partial(_large, pool, side)),
+    ]
+
+
+def _large(pool: Pool, side: int) -> Callable[[], object]:
+    return partial(torch.mm, pool.take(side, side), pool.take(side, side))
+
+
+def _fillers(pool: Pool, side: int, elements: int) -> list[Filler]:
+    """What fills gaps: a step is made of products and of what moves bytes, and so is its load."""
+    total = torch.empty(elements, dtype=pool.dtype, device=pool.device)
+    bytes_moved = partial(torch.add, pool.take(elements), pool.take(elements), out=total)
+    return [Filler(_large(pool, side), product=True), Filler(bytes_moved, product=False)]

@@ -1,0 +1,168 @@
+"""The whole calibration of a machine, top to bottom: measure, fit, compare with the last one, keep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+
+from shoal.facts import calibrationfile
+from shoal.facts.calibration import LinkRates
+from shoal.facts.calibrationfile import FORMAT, Stored
+from shoal.facts.cluster import Cluster
+from shoal.facts.devices import Device, Precision
+from shoal.facts.local import look
+from shoal.facts.measurements import Copies, HostWork, Measurements
+from shoal.facts.problem import BadInput
+from shoal.prove.calibrate import copies, fit, host, kernels, links
+from shoal.prove.calibrate.circumstances import versions
+from shoal.prove.calibrate.drift import compared
+from shoal.prove.calibrate.kernels import EFFORT, Effort, Seen
+from shoal.prove.calibrate.report import Measured
+from shoal.prove.calibrate.sizes import Sizes, sizes
+
+Part = TypeVar("Part")
+
+
+def calibrate(
+    console: Console,
+    visible: str | None,
+    folder: Path | None = None,
+    effort: Effort | None = None,
+    chosen: Sizes | None = None,
+) -> Measured:
+    """Measure this machine, keep it in ``folder`` (by default in Shoal's cache), and use it from now on.
+
+    ``visible`` is what CUDA_VISIBLE_DEVICES says. ``effort`` and ``chosen``: how long, and what.
+    """
+    folder = calibrationfile.default_folder() if folder is None else folder
+    cluster = look(visible)
+    on = _device(cluster)
+    before = _before(folder, cluster.device.name)
+    start = time.perf_counter()
+
+    def tell(what: str) -> None:
+        console.print(f"{time.perf_counter() - start:4.0f} s  {what}", markup=False)
+
+    chosen = chosen or sizes(on, cluster.device.memory_bytes)
+    stored = _measured(cluster, on, chosen, effort or EFFORT[on.type], folder, tell)
+    path = calibrationfile.write(folder, stored)
+    for warning in calibrationfile.use(folder):
+        console.print(warning, markup=False)
+    if before is None:
+        return Measured(path, stored, [], None)
+    return Measured(path, stored, compared(before, stored), before.measured.date)
+
+
+def _device(cluster: Cluster) -> torch.device:
+    """The first of them stands for all."""
+    if cluster.device.name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise BadInput(
+            f"this machine has {cluster.device.name}, and this torch ({torch.__version__}) cannot use it",
+            "a torch built for it; shoal doctor says more",
+        )
+    first = torch.device("cuda", 0)
+    torch.cuda.set_device(first)
+    return first
+
+
+def _before(folder: Path, device: str) -> Stored | None:
+    """The calibration that is about to be replaced, where there is one that can be read."""
+    try:
+        return calibrationfile.read(calibrationfile.file_of(folder, device))
+    except ValueError:
+        return None
+
+
+def _measured(
+    cluster: Cluster,
+    on: torch.device,
+    chosen: Sizes,
+    effort: Effort,
+    folder: Path,
+    tell: Callable[[str], None],
+) -> Stored:
+    """Part by part. One that fails costs itself alone: what is predicted from it falls back to built-in rates."""
+    start = time.perf_counter()
+    seen = kernels.measure(on, chosen, effort, tell)
+    if not seen.products.get(seen.precision) or not seen.parts.get(seen.precision):
+        raise BadInput(
+            f"no kernels could be measured on {cluster.device.name}: {'; '.join(seen.missing[:3])}",
+            "shoal doctor says whether torch can use this device",
+        )
+
+    def attempt(what: str, part: Callable[[], Part]) -> Part | None:
+        tell(what)
+        try:
+            return part()
+        except Exception as error:  # whatever it is, the other parts are worth keeping
+            reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+            seen.missing.append(f"{what}: {reason}")
+            tell(f"left out: {seen.missing[-1]}")
+            return None
+
+    work = attempt("host: starting operators, layers, steps", lambda: host.host_work(on))
+    both = attempt("copies to the device and back", lambda: copies.to_and_from(on, chosen.copied))
+    files = attempt("disk", lambda: copies.disk(folder))
+    fast = attempt("links between ranks", lambda: links.links(cluster.devices, on.type == "cpu"))
+    tell("done")
+    to_device, to_host = both or (None, None)
+    write, read = files or (None, None)
+    copied = Copies(to_device=to_device, to_host=to_host, disk_write=write, disk_read=read)
+    return _stored(cluster.device, on, seen, work, copied, fast, time.perf_counter() - start)
+
+
+def _stored(
+    device: Device,
+    on: torch.device,
+    seen: Seen,
+    work: HostWork | None,
+    copied: Copies,
+    fast: LinkRates | None,
+    seconds: float,
+) -> Stored:
+    # A datasheet that promises less than was measured, or nothing, is no measure of it.
+    peaks: dict[Precision, float] = {
+        kind: max(device.peak(kind) or 0.0, *(one.flops / one.seconds for one in found))
+        for kind, found in seen.products.items()
+    }
+    curves = [curve for found in seen.parts.values() for curve in found.values()]
+    bandwidth = max(device.memory_bandwidth or 0.0, *(curve.rate for curve in curves))
+    fastest = max(one.flops / one.seconds for one in seen.products[seen.precision])
+    measured = Measurements(
+        device=device.name,
+        date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        seconds=seconds,
+        versions=versions(on, seen.driver.version),
+        power_limit=seen.driver.power_limit,
+        clock=seen.driver.clock,
+        peaks=peaks,
+        bandwidth=bandwidth,
+        sustained=seen.sustained or fastest,
+        mixed=seen.mixed or fastest,
+        busy=seen.busy,
+        products=seen.products,
+        attention=seen.attention,
+        parts=seen.parts,
+        host=work,
+        copies=copied,
+        missing=tuple(seen.missing),
+    )
+    units = torch.cuda.get_device_properties(on).multi_processor_count if on.type == "cuda" else 1
+    slower = [rate for rate in (copied.to_device, copied.to_host) if rate is not None]
+    source = f"measured on {measured.date[:10]}"
+    return Stored(
+        format=FORMAT,
+        measured=measured,
+        device=fit.fitted(device, measured, seen.precision, units),
+        fast=fast,
+        host=LinkRates(share=1.0, hop=0.0, start=0.0, bandwidth=min(slower), source=source)
+        if slower
+        else None,
+    )

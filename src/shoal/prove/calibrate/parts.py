@@ -1,0 +1,228 @@
+"""What only moves bytes, as the network runs it: each part with the bytes that its operators move.
+
+Parts are named and counted as in ``predict/eager.py``; what is timed is the network's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.facts.measurements import Curve
+from shoal.models.norm import LayerNorm, RMSNorm
+from shoal.models.rotary import rotate
+from shoal.predict import eager
+from shoal.predict.eager import Operator, Widths, Work, moved
+from shoal.prove.calibrate.sampling import Pool, Sample
+from shoal.prove.calibrate.sizes import Load, Sizes
+
+# A call, and what its gradients are for.
+Made = tuple[Callable[[], Tensor], tuple[Tensor, ...]]
+Operators = tuple[Operator, ...]
+
+KIND = "part"
+
+
+class Ways(NamedTuple):
+    """One part at one size, not made yet: the bytes each way, and who makes a call and what its gradients are for."""
+
+    forward: Work
+    backward: Work | None
+    make: Callable[[], Made]
+
+
+def samples(pool: Pool, load: Load, sizes: Sizes, precision: str) -> Iterator[Sample]:
+    widths = Widths(load.precision.itemsize, load.states.itemsize)
+    for made in (*_blocks(pool, load, sizes, widths), *_ends(pool, load, sizes, widths)):
+        ahead, back = made.forward, made.backward
+        yield Sample((KIND, precision, ahead.part, ahead.bytes), partial(_forward, made))
+        if back is not None:
+            yield Sample((KIND, precision, back.part, back.bytes), partial(_backward, made, pool))
+    for elements in load.weights:
+        size = elements * (widths.states + widths.compute if widths.casts else 3 * widths.states)
+        yield Sample(
+            (KIND, precision, "weights", float(size)), partial(_weights, pool.device, load, elements)
+        )
+    yield from _updates(load, precision, pool.device)
+
+
+def _forward(made: Ways) -> Callable[[], object]:
+    return made.make()[0]
+
+
+def _backward(made: Ways, pool: Pool) -> Callable[[], object]:
+    call, inputs = made.make()
+    output = call()
+    grad = torch.ones_like(output) if output.dim() == 0 else pool.take(*output.shape)
+    return partial(torch.autograd.grad, output, inputs, grad.to(output.dtype), retain_graph=True)
+
+
+def _blocks(pool: Pool, load: Load, sizes: Sizes, widths: Widths) -> Iterator[Ways]:
+    hidden, inner = sizes.hidden, sizes.inner
+    norms: list[tuple[str, type[RMSNorm | LayerNorm], Operators, Operators]] = [
+        ("norm", RMSNorm, eager.RMS_FORWARD, eager.RMS_BACKWARD),
+        ("layer norm", LayerNorm, eager.LAYER_FORWARD, eager.LAYER_BACKWARD),
+    ]
+    for tokens in load.tokens:
+        stream = tokens * hidden
+        for name, norm, ahead, back in norms:
+            yield Ways(
+                moved(name, ahead, stream, widths),
+                moved(f"{name} backward", back, stream, widths),
+                partial(_norm, pool, load, norm, tokens, hidden),
+            )
+        for head_dim in sizes.head_dims:
+            yield Ways(
+                *eager.rotary(stream, stream, widths, head_dim),
+                partial(_rotary, pool, tokens, hidden, head_dim),
+            )
+        yield Ways(
+            moved("gate", eager.GATE_FORWARD, tokens * inner, widths),
+            moved("gate backward", eager.GATE_BACKWARD, tokens * inner, widths),
+            partial(_gate, pool, tokens, inner),
+        )
+        for name, operator, make in (
+            ("add", eager.ADD, partial(_add, pool, tokens, hidden)),
+            ("copy", eager.COPY, partial(_copy, pool, tokens, hidden, sizes.head_dims[0])),
+            ("sum", eager.SUM, partial(_sum, pool, tokens, hidden)),
+        ):
+            yield Ways(moved(name, [operator], stream, widths), None, make)
+
+
+def _leaf(pool: Pool, *size: int) -> Tensor:
+    return pool.take(*size).detach().requires_grad_()
+
+
+def _norm(pool: Pool, load: Load, norm: type[RMSNorm | LayerNorm], tokens: int, hidden: int) -> Made:
+    weighed = norm(hidden, 1e-5).to(pool.device, load.states)
+    for weight in weighed.parameters():
+        nn.init.ones_(weight)
+    x = _leaf(pool, 1, tokens, hidden)
+    return partial(weighed, x), (x, *weighed.parameters())
+
+
+def _rotary(pool: Pool, tokens: int, hidden: int, head_dim: int) -> Made:
+    x = _leaf(pool, 1, tokens, hidden)
+    cosine, sine = torch.rand(2, 1, 1, tokens, head_dim // 2, device=pool.device)
+    return partial(_rotated, x, cosine, sine, head_dim), (x,)
+
+
+def _rotated(projected: Tensor, cosine: Tensor, sine: Tensor, head_dim: int) -> Tensor:
+    by_token = projected.view(*projected.shape[:-1], -1, head_dim)
+    return rotate(by_token.transpose(1, 2), (cosine, sine))
+
+
+def _gate(pool: Pool, tokens: int, inner: int) -> Made:
+    gate, up = _leaf(pool, 1, tokens, inner), _leaf(pool, 1, tokens, inner)
+    return partial(_gated, gate, up), (gate, up)
+
+
+def _add(pool: Pool, tokens: int, hidden: int) -> Made:
+    return partial(torch.add, pool.take(tokens, hidden), pool.take(tokens, hidden)), ()
+
+
+def _copy(pool: Pool, tokens: int, hidden: int, head_dim: int) -> Made:
+    by_head = pool.take(1, hidden // head_dim, tokens, head_dim).transpose(1, 2)
+    return partial(by_head.clone, memory_format=torch.contiguous_format), ()
+
+
+def _sum(pool: Pool, tokens: int, hidden: int) -> Made:
+    return partial(torch.sum, pool.take(tokens, hidden), 0), ()
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _ends(pool: Pool, load: Load, sizes: Sizes, widths: Widths) -> Iterator[Ways]:
+    for tokens, vocabulary in load.losses:
+        yield Ways(
+            moved("loss", eager.LOSS_FORWARD, tokens * vocabulary, widths),
+            moved("loss backward", eager.LOSS_BACKWARD, tokens * vocabulary, widths),
+            partial(_scores, pool, tokens, vocabulary),
+        )
+    for tokens, vocabulary in load.lookups:
+        elements = tokens * sizes.hidden
+        yield Ways(
+            Work("lookup", 2 * elements * widths.states, 1),
+            Work("lookup backward", (elements + vocabulary * sizes.hidden) * widths.states, 1),
+            partial(_lookup, pool, load, tokens, vocabulary, sizes.hidden),
+        )
+
+
+def _scores(pool: Pool, tokens: int, vocabulary: int) -> Made:
+    scores = _leaf(pool, tokens, vocabulary)
+    wanted = torch.randint(vocabulary, (tokens,), device=pool.device)
+    return partial(_loss, scores, wanted), (scores,)
+
+
+def _loss(scores: Tensor, wanted: Tensor) -> Tensor:
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return F.cross_entropy(wide, wanted, reduction="sum")
+
+
+def _lookup(pool: Pool, load: Load, tokens: int, vocabulary: int, hidden: int) -> Made:
+    matrix = torch.randn(vocabulary, hidden, device=pool.device, dtype=load.states).requires_grad_()
+    index = torch.randint(vocabulary, (1, tokens), device=pool.device)
+    return partial(F.embedding, index, matrix), (matrix,)
+
+
+def _weights(device: torch.device, load: Load, elements: int) -> Callable[[], object]:
+    """A matrix cast to the precision it is used in; where that is its own, a gradient added to it."""
+    matrix = torch.randn(elements, device=device, dtype=load.states)
+    if load.states != load.precision:
+        return partial(matrix.to, load.precision)
+    return partial(matrix.add_, torch.zeros_like(matrix))
+
+
+def _updates(load: Load, precision: str, device: torch.device) -> Iterator[Sample]:
+    """Fused AdamW, and clipping, over parameters of a few sizes: at rest in either precision."""
+    for states in dict.fromkeys((load.states, load.precision)):
+        for elements in load.updates:
+            size, bits = elements * states.itemsize, 8 * states.itemsize
+            trained = partial(_parameters, elements, states, device)
+            yield Sample((KIND, precision, f"adamw {bits} bit", 7.0 * size), partial(_adamw, trained))
+            yield Sample((KIND, precision, f"clip {bits} bit", 3.0 * size), partial(_clipping, trained))
+
+
+def _parameters(elements: int, states: torch.dtype, device: torch.device) -> list[nn.Parameter]:
+    found = [nn.Parameter(torch.randn(elements // 4, device=device, dtype=states)) for _ in range(4)]
+    for parameter in found:
+        parameter.grad = torch.randn_like(parameter)
+    return found
+
+
+def _adamw(trained: Callable[[], list[nn.Parameter]]) -> Callable[[], object]:
+    return partial(_update, torch.optim.AdamW(trained(), lr=1e-6, fused=True))
+
+
+def _clipping(trained: Callable[[], list[nn.Parameter]]) -> Callable[[], object]:
+    return partial(_clip, trained())
+
+
+def _update(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def _clip(parameters: list[nn.Parameter]) -> None:
+    """The norm is not read back, so that nothing waits for it."""
+    norm = torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+    torch.nn.utils.clip_grads_with_norm_(parameters, 1e9, norm)
+
+
+def found(measured: Sequence[Sample], precision: str) -> dict[str, Curve]:
+    points: dict[str, dict[float, float]] = {}
+    for sample in measured:
+        if sample.key[:2] == (KIND, precision):
+            _, _, part, size = sample.key
+            assert isinstance(size, (int, float))
+            points.setdefault(str(part), {})[float(size)] = sample.seconds
+    return {
+        part: Curve(sizes=tuple(sorted(by_size)), seconds=tuple(by_size[size] for size in sorted(by_size)))
+        for part, by_size in sorted(points.items())
+    }

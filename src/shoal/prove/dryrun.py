@@ -1,0 +1,154 @@
+"""A dry run: the real parallel code of one rank of a world of any size, without hardware, against the prediction.
+
+The network is built, placed and stepped by the code that trains. What it holds at its fullest and every collective that
+it issues are counted, and set line by line against what ``predict`` announced.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import repeat
+
+import torch
+
+from shoal.facts.layout import Layout
+from shoal.facts.ledger import Ledger
+from shoal.facts.ranks import coordinates, stride
+from shoal.facts.traffic import Traffic
+from shoal.models.initial import Slice
+from shoal.observe.collectives import Call
+from shoal.observe.memory import Place
+from shoal.observe.origin import Origin
+from shoal.predict.device import on_top
+from shoal.predict.memory import ledger, ledgers
+from shoal.predict.question import Question
+from shoal.predict.traffic import traffic
+from shoal.prove.fake import fake_rank, without_data
+from shoal.prove.findings import CATEGORIES, Finding, in_memory, in_messages, in_traffic
+from shoal.prove.kernels import pinned
+from shoal.train.data.loader import Batch
+from shoal.train.metrics.observed import watched
+from shoal.train.program import assemble, blueprint
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank's step, as it was counted, beside its prediction."""
+
+    question: Question
+    rank: int
+    memory: Ledger
+    predicted: Ledger
+    traffic: list[Traffic]
+    predicted_traffic: list[Traffic]
+    calls: list[Call]
+    places: dict[Place, int]  # bytes at the peak
+    seconds: float
+
+    @property
+    def stage(self) -> int:
+        return coordinates(self.rank, self.question.layout)["pp"]
+
+    @property
+    def matches(self) -> bool:
+        """Whether all traffic is as predicted, to the call and to the byte."""
+        return self.traffic == self.predicted_traffic
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Everything that is not as predicted."""
+        return [
+            *in_traffic(self.traffic, self.predicted_traffic, self.calls),
+            *self._in_messages(),
+            *in_memory(self.memory, self.predicted, self.places),
+        ]
+
+    def _in_messages(self) -> Iterator[Finding]:
+        sends = [row for row in self.predicted_traffic if row.op == "send"]
+        count = sum(row.count for row in sends)
+        if count:
+            size = sum(row.bytes for row in sends) // count
+            yield from in_messages(self.question, self.stage, self.calls, size)
+
+
+def first_rank(layout: Layout, stage: int) -> int:
+    """The first of a stage's ranks: where things do not divide evenly, it has the larger part."""
+    return stage * stride("pp", layout)
+
+
+def fullest_rank(question: Question) -> int:
+    """The first rank of the stage that needs the most, as predicted."""
+    return first_rank(question.layout, ledger(question).worst_stage)
+
+
+def dryrun(question: Question, rank: int) -> Seen:
+    """The second step of one rank: after the first, optimizer states and FSDP's buffers are there."""
+    began = time.perf_counter()
+    on_cpu = question.cluster.device.name == "cpu"
+    with fake_rank(question.layout, rank, "gloo" if on_cpu else "nccl") as mesh:
+        network = blueprint(question.model, question.recipe)
+        with without_data(), pinned(question) as kernels:
+            step = assemble(network, question.recipe, question.tune, mesh, _no_values)
+            batches = [_batch(question) for _ in range(question.accumulation)]
+            step(1, batches[:1], 1)
+            gc.collect()
+            # Without what an allocator rounds up, which is next to nothing in a model that needs a GPU.
+            with watched(step, batches, aligned=False, fake=True) as watch:
+                targets, _ = step.agree(1)
+                step(2, batches, targets)
+            kernels.check()
+    stage = coordinates(rank, question.layout)["pp"]
+    tracker = watch.tracker
+    return Seen(
+        question,
+        rank,
+        _ledger(question, stage, tracker.peak_by_category(), tracker.peak_origin),
+        ledgers(question)[stage],
+        watch.counter.traffic(),
+        sorted(traffic(question, rank)),
+        watch.counter.calls,
+        dict(tracker.peak_by_place()),
+        time.perf_counter() - began,
+    )
+
+
+def dryrun_stages(question: Question, processes: int, told: Callable[[Seen], None]) -> list[Seen]:
+    """One rank of every stage, so many at a time, each in a process of its own."""
+    ranks = [first_rank(question.layout, stage) for stage in range(question.layout.pp)]
+    # Not forked: torch's threads would not be there in the child.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        found = []
+        for seen in pool.map(dryrun, repeat(question), ranks):
+            told(seen)
+            found.append(seen)
+    return found
+
+
+def _no_values(slices: list[tuple[str, Slice]]) -> None:
+    """There is nowhere to put them."""
+
+
+def _batch(question: Question) -> Batch:
+    rows, length = question.micro, question.recipe.seq
+    tokens, targets, positions = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(3))
+    return Batch(tokens, targets, positions, None, torch.arange(rows), rows * length)
+
+
+def _ledger(question: Question, stage: int, held: dict[str, int], at: Origin | None) -> Ledger:
+    peak = sum(held.values())
+    band = on_top(question, peak)
+    held["buffers"] = held.get("buffers", 0) + held.pop("messages", 0)
+    return Ledger(
+        **{name: held.get(name, 0) for name in CATEGORIES},
+        peak_allocated=peak,
+        reserved=band.reserved,
+        device_total=band.total,
+        capacity=question.cluster.device.memory_bytes,
+        worst_stage=stage,
+        instant=str(at or "between steps"),
+    )

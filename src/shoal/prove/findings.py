@@ -1,0 +1,134 @@
+"""Where a dry run differs from its prediction, in words: the operation, the category, the module, the line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from shoal.facts.ledger import Ledger
+from shoal.facts.schedule import RECEIVES, SENDS, Instruction, rank_program
+from shoal.facts.traffic import Traffic
+from shoal.observe.collectives import Call
+from shoal.observe.memory import Place
+from shoal.predict.question import Question
+
+CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "buffers")
+# How far a category, and the peak, may be off; and how little of the peak is not worth a word.
+TOLERANCE = 0.01
+NEGLIGIBLE = 0.001
+MESSAGES = ("send", "receive")
+# Lines and modules that a finding names.
+NAMED = 3
+
+
+class Finding(NamedTuple):
+    """One difference."""
+
+    kind: str  # "traffic", "messages" or "memory"
+    text: str
+
+
+def in_traffic(seen: list[Traffic], predicted: list[Traffic], calls: Sequence[Call]) -> Iterator[Finding]:
+    """Operation by operation, byte by byte."""
+    here = {(row.op, row.group): row for row in seen}
+    said = {(row.op, row.group): row for row in predicted}
+    for op, group in sorted(here.keys() | said.keys()):
+        found, wanted = here.get((op, group)), said.get((op, group))
+        if found == wanted:
+            continue
+        lines = Counter(call.where for call in calls if (call.op, call.group) == (op, group))
+        issued = f"; issued by {_listed(lines)}" if lines else ""
+        yield Finding("traffic", f"{op} in {group}: {_row(found)}, predicted {_row(wanted)}{issued}")
+
+
+def in_messages(question: Question, place: int, calls: Sequence[Call], size: int) -> Iterator[Finding]:
+    """Whether a pipeline's rank sends and receives in the order of its schedule, and each time as many bytes."""
+    layout = question.layout
+    program = rank_program(layout.schedule, layout.pp, layout.chunks, question.accumulation, place)
+    wanted = [instruction for instruction in program if instruction.action in SENDS | RECEIVES]
+    issued = [call for call in calls if call.op in MESSAGES and call.peer is not None]
+    for number, (call, instruction) in enumerate(zip(issued, wanted, strict=False), start=1):
+        if (call.op, call.peer, call.bytes) != (_op(instruction), instruction.peer, size):
+            yield Finding(
+                "messages",
+                f"message {number} of the step is a {call.op} of {call.bytes:,} bytes with pipeline rank {call.peer}; "
+                f"the schedule has {instruction}, a {_op(instruction)} of {size:,} bytes with rank {instruction.peer} "
+                f"({call.where})",
+            )
+            return
+    if len(issued) != len(wanted):
+        yield Finding("messages", f"{len(issued)} messages, the schedule has {len(wanted)}")
+
+
+def between_stages(calls: Sequence[Sequence[Call]]) -> Iterator[Finding]:
+    """Whether every pair of a pipeline's ranks agrees on what passes between them, in order."""
+    for sender, issued in enumerate(calls):
+        for receiver, expected in enumerate(calls):
+            sent = [call for call in issued if call.op == "send" and call.peer == receiver]
+            received = [call for call in expected if call.op == "receive" and call.peer == sender]
+            yield from _pair(sender, receiver, sent, received)
+
+
+def _pair(sender: int, receiver: int, sent: Sequence[Call], received: Sequence[Call]) -> Iterator[Finding]:
+    pair = f"pipeline rank {sender} to {receiver}"
+    for number, (one, other) in enumerate(zip(sent, received, strict=False), start=1):
+        if (one.bytes, one.dtype) != (other.bytes, other.dtype):
+            yield Finding(
+                "messages",
+                f"{pair}: message {number} leaves with {one.bytes:,} bytes of {one.dtype} ({one.where}) "
+                f"and is expected with {other.bytes:,} of {other.dtype} ({other.where})",
+            )
+            return
+    if len(sent) != len(received):
+        yield Finding("messages", f"{pair}: {len(sent)} messages are sent and {len(received)} received")
+
+
+def in_memory(seen: Ledger, predicted: Ledger, places: Mapping[Place, int]) -> Iterator[Finding]:
+    """Every category, and the peak."""
+    for category in CATEGORIES:
+        found, wanted = getattr(seen, category), getattr(predicted, category)
+        if abs(found - wanted) <= max(TOLERANCE * wanted, NEGLIGIBLE * predicted.peak_allocated):
+            continue
+        kinds = (category, "messages") if category == "buffers" else (category,)
+        held: Counter[str] = Counter()
+        for place, size in places.items():
+            if place.category in kinds:
+                held[_named(place)] += size
+        most = ", ".join(f"{name} {_size(size)}" for name, size in held.most_common(NAMED))
+        made = f"; the most is {most}" if most else ""
+        yield Finding("memory", f"{category}: {_off(found, wanted)}{made}")
+    if abs(seen.peak_allocated - predicted.peak_allocated) > TOLERANCE * predicted.peak_allocated:
+        moment = f"{seen.instant}; predicted: {predicted.instant}"
+        yield Finding("memory", f"peak: {_off(seen.peak_allocated, predicted.peak_allocated)} ({moment})")
+
+
+def _op(instruction: Instruction) -> str:
+    return "send" if instruction.action in SENDS else "receive"
+
+
+def _row(row: Traffic | None) -> str:
+    return "none" if row is None else f"{row.count:,} calls with {row.bytes:,} bytes"
+
+
+def _listed(lines: Counter[str]) -> str:
+    # The rarest first: what does not belong is not what is done for every layer.
+    rarest = sorted(lines.items(), key=lambda item: item[1])
+    return ", ".join(f"{line or 'torch'} ({count:,} times)" for line, count in rarest[:NAMED])
+
+
+def _named(place: Place) -> str:
+    where = f" ({place.where})" if place.where else ""
+    return f"{place.module or 'no module'}{where}"
+
+
+def _off(found: int, wanted: int) -> str:
+    percent = f" ({100 * (found - wanted) / wanted:+.1f} %)" if wanted else ""
+    return f"{_size(found)}, predicted {_size(wanted)}{percent}"
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count:,.0f} bytes"

@@ -1,0 +1,320 @@
+"""Profile: a few steps of a config on the hardware at hand, beside what was predicted of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from shoal.facts import calibration
+from shoal.facts.problem import BadInput
+from shoal.facts.ranks import AXES
+from shoal.launch import local
+from shoal.observe.kinds import COPIES
+from shoal.plan.judge import Plan, as_json, judge
+from shoal.plan.resolve import Job
+from shoal.predict.question import Question
+from shoal.prove.bubble import Pipeline, compare
+from shoal.prove.drift import of_run
+from shoal.prove.verdict import Evidence, verdict
+from shoal.train.files import replace_text
+from shoal.train.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from shoal.prove.profiled import Seen
+
+# What the memory ledger tells apart.
+CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "buffers")
+# Of a part that is so little of the whole, an error in percent says nothing.
+NEXT_TO_NOTHING = 1e-3
+
+
+class Failed(RuntimeError):
+    """A rank failed; the message is its own error."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What every rank measured, and the plan that it is held against."""
+
+    job: Job
+    plan: Plan
+    seen: list[Seen]
+    run: RunDirectory
+
+    @property
+    def seconds(self) -> float:
+        """Of a step without instruments, by the slowest rank's clock: no rank can begin the next one without it."""
+        return max(median(rank.seconds) for rank in self.seen)
+
+    @property
+    def input_wait(self) -> float:
+        return max(median(rank.waits) for rank in self.seen)
+
+    @property
+    def spread(self) -> float:
+        """How much the timed steps differ, as a share of their median."""
+        times = self.seen[0].seconds
+        return (max(times) - min(times)) / median(times)
+
+    @cached_property
+    def busiest(self) -> Seen:
+        """The rank that computes longest, which is also the one that is predicted."""
+        return max(self.seen, key=lambda rank: rank.spent.compute + rank.spent.recompute)
+
+    @cached_property
+    def fullest(self) -> Seen:
+        return max(self.seen, key=peak)
+
+    @cached_property
+    def pipeline(self) -> Pipeline | None:
+        return compare(self.job.layout, self.plan.question.accumulation, self.seen)
+
+    @cached_property
+    def step(self) -> dict[str, float]:
+        """The busiest rank's step in the words of ``Plan.step``.
+
+        What is left over of a step without instruments is ``other``: host gaps, input wait, copies nobody asked for.
+        """
+        spent = self.busiest.spent
+        copies = spent.kinds.get(COPIES, 0.0)
+        parts = {
+            "compute": spent.compute - copies,
+            "recompute": spent.recompute,
+            "exposed_comm": spent.exposed_comm,
+            "bubble": spent.bubble,
+            "optimizer": spent.optimizer,
+            "offload": copies if self.job.layout.offload else 0.0,
+        }
+        parts = {name: value * self._scale for name, value in parts.items()}
+        return {
+            "seconds": self.seconds,
+            **parts,
+            "other": max(0.0, self.seconds - sum(parts.values())),
+        }
+
+    @property
+    def _scale(self) -> float:
+        """From the profiled step to one without instruments. On a CPU the profiler slows all of it alike.
+
+        A GPU computes beside it as ever: only the host's gaps are longer, unless there were none.
+        """
+        spent = self.busiest.spent
+        on_gpu = self.busiest.allocated is not None
+        busy = spent.seconds - spent.input_wait - spent.host_gaps
+        return min(1.0, self.seconds / busy) if on_gpu and busy else self.seconds / spent.seconds
+
+    @cached_property
+    def kinds(self) -> dict[str, float]:
+        """What the step's computation is made of."""
+        kinds = self.busiest.spent.kinds
+        return {kind: seconds * self._scale for kind, seconds in kinds.items() if kind != COPIES}
+
+    @cached_property
+    def communication(self) -> dict[str, Any]:
+        """In which ranks talk, and by collective what of it no computation hides."""
+        spent = self.busiest.spent
+        return {
+            "total": spent.communication * self._scale,
+            "exposed": {name: seconds * self._scale for name, seconds in spent.exposed.items()},
+        }
+
+    @property
+    def copies(self) -> float:
+        """To and from the host, that no offloading asks for."""
+        unasked = not self.job.layout.offload
+        return self.busiest.spent.kinds.get(COPIES, 0.0) * self._scale if unasked else 0.0
+
+    @property
+    def host_gaps(self) -> float:
+        """What is left of a step: its device waits for Python."""
+        return max(0.0, self.step["other"] - self.input_wait - self.copies)
+
+    @property
+    def host_gaps_error(self) -> float | None:
+        """Of all that is ``other``, they are what is predicted."""
+        gaps = self.host_gaps
+        return self.plan.step.other / gaps - 1 if gaps > self.seconds * NEXT_TO_NOTHING else None
+
+    @cached_property
+    def memory(self) -> dict[str, Any]:
+        """The fullest rank's bytes in the words of ``Ledger``. Categories are the tracker's, and add up to its peak."""
+        rank = self.fullest
+        own = {name: rank.categories.get(name, 0) for name in CATEGORIES}
+        # The tracker also knows what a buffer is for, such as messages between stages.
+        own["buffers"] += rank.peak - sum(own.values())
+        return {
+            **own,
+            "peak_allocated": peak(rank),
+            "peak_live": rank.peak,
+            "reserved": rank.reserved,
+            "capacity": self.job.cluster.device.memory_bytes,
+            "worst_stage": rank.place["pp"],
+            "instant": rank.moment,
+        }
+
+    @cached_property
+    def errors(self) -> dict[str, dict[str, float]]:
+        """Predicted over measured, less one: of every part that is more than next to nothing."""
+        memory = ("peak_allocated", *CATEGORIES, *(("reserved",) if self.memory["reserved"] else ()))
+        pairs = {
+            "step": {name: (getattr(self.plan.step, name), ours) for name, ours in self.step.items()},
+            "memory": {name: (getattr(self.plan.memory, name), self.memory[name]) for name in memory},
+        }
+        whole = {"step": self.seconds, "memory": peak(self.fullest)}
+        return {
+            what: {
+                name: predicted / measured - 1
+                for name, (predicted, measured) in parts.items()
+                if measured > whole[what] * NEXT_TO_NOTHING
+            }
+            for what, parts in pairs.items()
+        }
+
+    @cached_property
+    def rates(self) -> calibration.Calibration:
+        """What the predicted times rest on."""
+        return calibration.find(self.job.cluster)
+
+    @property
+    def groups(self) -> list[str]:
+        """Those that talk, the one first that the step waits for longest.
+
+        By the trace, where it tells groups apart; gloo's tells only when there is one of them.
+        """
+        waits: dict[str, float] = {}
+        for name, seconds in self.communication["exposed"].items():
+            group = name.partition(" ")[2]
+            waits[group] = waits.get(group, 0.0) + seconds
+        seen = {group: seconds for group, seconds in waits.items() if group in AXES}
+        found = seen or self.plan.step.links
+        links = sorted(found.items(), key=lambda link: -link[1])
+        return [group for group, seconds in links if seconds and not group.startswith("pp")]
+
+    @cached_property
+    def evidence(self) -> Evidence:
+        step = self.step
+        stages: dict[int, dict[int, float]] = {}
+        for rank in self.seen:
+            stages.setdefault(rank.place["pp"], {})[rank.rank] = rank.spent.compute + rank.spent.recompute
+        return Evidence(
+            question=self.plan.question,
+            seconds=self.seconds,
+            predicted_seconds=self.plan.step.seconds,
+            peak=peak(self.fullest),
+            predicted_peak=self.plan.memory.peak_allocated,
+            input_wait=self.input_wait / self.seconds,
+            exposed_comm=step["exposed_comm"] / self.seconds,
+            optimizer=step["optimizer"] / self.seconds,
+            recompute=step["recompute"] / self.seconds,
+            host_gaps=self.host_gaps / self.seconds,
+            copies=(step["offload"] + self.copies) / self.seconds,
+            links=tuple(self.groups),
+            pipeline=self.pipeline,
+            stages=tuple(stages[number] for number in sorted(stages)),
+            spread=self.spread,
+            rates=self.rates.words,
+            rates_measured=self.rates.measured is not None,
+            shared=self.job.config.cluster.share and self.job.layout.world > self.job.cluster.devices,
+        )
+
+    @cached_property
+    def verdict(self) -> list[str]:
+        return [*of_run(self.plan.question, self.kinds, self.seconds), *verdict(self.evidence)]
+
+    def document(self) -> dict[str, Any]:
+        """What profile.json holds and ``--json`` prints."""
+        predicted = as_json(self.plan)
+        pipeline = self.pipeline
+        return {
+            "layout": str(self.job.layout),
+            "device": self.job.cluster.device.name,
+            "measured": {
+                "step": self.step,
+                "memory": self.memory,
+                "input_wait": self.input_wait,
+                "kinds": self.kinds,
+                "communication": self.communication,
+                "host_gaps": self.host_gaps,
+                "profiled_seconds": self.busiest.spent.seconds,
+                "rank": self.busiest.rank,
+            },
+            "predicted": {name: predicted[name] for name in ("step", "memory", "error_bar")},
+            "error": self.errors,
+            "rates": self.rates.words,
+            "pipeline": None if pipeline is None else {**asdict(pipeline), "apart": pipeline.apart},
+            "ranks": [_rank(rank) for rank in self.seen],
+            "verdict": self.verdict,
+            "traces": [str(self.run.trace(rank.rank)) for rank in self.seen],
+        }
+
+
+def peak(rank: Seen) -> int:
+    """The allocator's own peak where there is one, else that of the tracker."""
+    return rank.peak if rank.allocated is None else rank.allocated
+
+
+def profile(
+    job: Job, run: RunDirectory, warm_up: int, console: Console, visible: str | None = None
+) -> Profile:
+    """Profile ``job``; traces go to ``run``, of which nothing else is touched. Bad input raises before that."""
+    if warm_up < 1:
+        raise BadInput(
+            f"--steps {warm_up}: the first step makes optimizer states, so one is needed", "--steps 3"
+        )
+    local.check_devices(job, visible)
+    local.check_memory(job)
+    run.check_place()
+    plan = judge(question_of(job))
+    with ExitStack() as held:
+        if run.path.exists():
+            held.enter_context(run.held())
+        dataset = local.tokenised(job, console)
+        local.check_weights(job, None)
+        if not run.path.exists():
+            held.enter_context(run.held())
+        local.warm_workers((*local.PRELOAD, "shoal.prove.profiled"))
+        # torch takes seconds to import, and bad input was answered without it.
+        from shoal.launch.ranks import RankFailed, run_ranks
+        from shoal.prove.profiled import Order, take_part
+
+        # Traces of an earlier profile may be those of more ranks.
+        shutil.rmtree(run.profiles, ignore_errors=True)
+        run.profiles.mkdir(mode=0o700)
+        order = Order(job, dataset.path.resolve(), warm_up, RunDirectory(run.path.resolve()))
+        try:
+            seen = run_ranks(job.layout.world, take_part, (order,), max(600.0, 4 * job.config.fault.timeout))
+        except RankFailed as failure:
+            raise Failed(str(failure)) from failure
+        measured = Profile(job, plan, seen, run)
+        replace_text(run.profile, json.dumps(measured.document(), indent=2) + "\n")
+        return measured
+
+
+def question_of(job: Job) -> Question:
+    config = job.config
+    return Question(
+        job.model, job.cluster, config.recipe, job.layout, tune=config.tune, lora=config.model.lora
+    )
+
+
+def _rank(rank: Seen) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "place": rank.place,
+        "seconds": rank.seconds,
+        "input_wait": rank.waits,
+        "spent": asdict(rank.spent),
+        "exposed_comm": rank.spent.exposed_comm,
+        "peak_live": rank.peak,
+        "categories": rank.categories,
+        "peak_allocated": rank.allocated,
+        "reserved": rank.reserved,
+        "traffic": rank.traffic,
+    }

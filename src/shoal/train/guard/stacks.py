@@ -1,0 +1,150 @@
+"""Where a rank stands: its threads' stacks, written on a signal by C code that needs no Python lock, and read back."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import linecache
+import os
+import re
+import signal
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import shoal
+
+DUMP_SIGNAL = signal.SIGUSR2
+
+THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
+FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+
+TORCH = str(Path(torch.__file__).parent)
+# Libraries' and the interpreter's own code: a stall is seldom to be mended there.
+FOREIGN = tuple({TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))})
+
+
+# What the main thread of a process does, by Linux's letter for it.
+DOING = {"R": "computing", "S": "sleeping", "D": "waiting for a disk or a device"}
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{shown(f'{self.file}:{self.line}')} in {self.function}"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where the main thread of a rank was found."""
+
+    frames: tuple[Frame, ...] = ()  # the innermost first
+    stopped: bool = False  # by a signal, or a debugger
+    locked: bool = False  # no thread of Python's runs: one of them holds the lock of all
+    state: str = ""  # one letter, as Linux has it
+    device: str = ""  # what its device has not finished
+
+    @property
+    def frame(self) -> Frame | None:
+        """The innermost frame that is not a library's; of several, that is where one looks first."""
+        own = [frame for frame in self.frames if not frame.file.startswith(FOREIGN)]
+        return next(iter([*own, *self.frames]), None)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it stands in a collective, or waits for one."""
+        if not self.frames or self.stopped:
+            return False
+        inner = self.frames[0]
+        in_torch = inner.file.startswith(str(Path(TORCH, "distributed")))
+        return in_torch or ".wait(" in linecache.getline(inner.file, inner.line)
+
+    def __str__(self) -> str:
+        where = str(self.frame) if self.frame else "no Python code that could be seen"
+        return f"{self._doing}at {where}{self.device and '; '}{self.device}"
+
+    @property
+    def _doing(self) -> str:
+        if self.stopped:
+            return "stopped by a signal or a debugger, "
+        if self.waits:
+            return ""
+        held = "holding the Python lock, " if self.locked else ""
+        return f"{held}{DOING[self.state]}, " if self.state in DOING else held
+
+
+@contextmanager
+def stacks_on_signal(path: Path) -> Iterator[None]:
+    """Inside, ``DUMP_SIGNAL`` makes this process add the stacks of all of its threads to a file."""
+    with path.open("w", encoding="utf-8") as file:
+        faulthandler.register(DUMP_SIGNAL, file, all_threads=True)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(DUMP_SIGNAL)
+
+
+def ask_for_stacks(process: int) -> None:
+    """Have a process write down its stacks.
+
+    Its main thread is asked: where a process goes on after a stop, any of its threads could answer for it, and by then
+    the main thread would be elsewhere.
+    """
+    to_thread = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)  # glibc from 2.30 on
+    if to_thread is not None:
+        to_thread(process, process, int(DUMP_SIGNAL))
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, DUMP_SIGNAL)
+
+
+def main_thread(dump: str, identity: int) -> tuple[Frame, ...]:
+    """The frames of the thread with that identity in a dump of faulthandler's; of the last thread where none has it."""
+    starts = [*THREAD.finditer(dump)]
+    ends = [start.start() for start in starts[1:]] + [len(dump)]
+    frames: tuple[Frame, ...] = ()
+    for start, end in zip(starts, ends, strict=True):
+        found = FRAME.finditer(dump, start.end(), end)
+        frames = tuple(Frame(match[1], int(match[2]), match[3]) for match in found)
+        if int(start[1], 16) == identity:
+            break
+    return frames
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process does not run because a signal, or a debugger, has stopped it."""
+    return state(process) in ("T", "t")
+
+
+def is_gone(process: int) -> bool:
+    """Whether it has ended, if perhaps nobody has asked for its exit code yet."""
+    return state(process) in ("X", "Z")
+
+
+def state(process: int) -> str:
+    """Of its main thread. One letter, as Linux has it; empty where there is no /proc to ask."""
+    if not Path("/proc/self/stat").exists():
+        return ""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "X"
+    # After the name, which is in parentheses and may hold any character.
+    return status.rpartition(")")[2].split()[0]
+
+
+def shown(place: str) -> str:
+    """``file:line`` as a person in this directory would write it."""
+    for base in (Path.cwd(), Path(shoal.__file__).parent.parent):
+        if place.startswith(f"{base}{os.sep}"):
+            return place.removeprefix(f"{base}{os.sep}")
+    return place

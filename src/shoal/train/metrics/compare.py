@@ -1,0 +1,85 @@
+"""Predicted and measured, side by side: every run holds its plan to account after its first steps."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from shoal.plan.resolve import Job
+from shoal.predict.memory import ledgers
+from shoal.predict.question import Question
+
+# Steps of a process that are compared. The first makes optimizer states and loads kernels, the second may be observed.
+FIRST, LAST = 3, 6
+# Predictions after a calibration are off by less.
+DRIFT = 0.10
+
+
+NO_PLAN = "the run has no plan.json that can be read"
+SHARED = "ranks share a device, and are predicted as if each had its own"
+ON_CPU = (
+    "a row has the process's resident set, and what is predicted are tensors: shoal profile compares those"
+)
+
+
+class Comparison:
+    """Adds what was predicted to the first rank's rows and, once, what came of it.
+
+    ``plan`` is the content of plan.json. What cannot be compared is named with the reason.
+    """
+
+    def __init__(self, job: Job, plan: dict[str, Any], on_gpu: bool) -> None:
+        self.steps = job.config.recipe.steps
+        self.rates = plan.get("rates", "")
+        # Where several ranks work together, more decides than what was calibrated.
+        self.calibrated = plan.get("calibrated") if job.layout.world == 1 else None
+        self.predicted: dict[str, float] = {}
+        self.missing: dict[str, str] = {}
+        if "step" not in plan:
+            self.missing["step_s"] = NO_PLAN
+        elif on_gpu and job.layout.world > job.cluster.devices:
+            self.missing["step_s"] = SHARED
+        else:
+            self.predicted["step_s"] = plan["step"]["seconds"]
+        if on_gpu:
+            config = job.config
+            question = Question(
+                job.model, job.cluster, config.recipe, job.layout, tune=config.tune, lora=config.model.lora
+            )
+            # The first rank is in the first stage; the plan's own number is that of the fullest.
+            self.predicted["memory_peak"] = ledgers(question)[0].peak_allocated
+        else:
+            self.missing["memory_peak"] = ON_CPU
+        self._count = 0
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        """Give a step's row its predictions. After the last compared step, what they came to; None otherwise."""
+        row.update({f"predicted_{name}": value for name, value in self.predicted.items()})
+        self._count += 1
+        if not FIRST <= self._count <= LAST:
+            return None
+        self._rows.append(row)
+        if self._count < LAST and row["step"] < self.steps:
+            return None
+        row["compared"] = self._compared()
+        return {"after_step": row["step"], **row["compared"]}
+
+    def _compared(self) -> dict[str, Any]:
+        """Errors are predicted over measured, less one."""
+        found: dict[str, Any] = {"steps": len(self._rows), "rates": self.rates, "missing": self.missing}
+        for name, predicted in self.predicted.items():
+            measured = median(row[name] for row in self._rows)
+            found |= {
+                name: measured,
+                f"predicted_{name}": predicted,
+                f"{name}_error": predicted / measured - 1,
+            }
+        if self.calibrated and "step_s" in found:
+            longer = found["step_s"] / found["predicted_step_s"] - 1
+            if longer > DRIFT:
+                found["drift"] = (
+                    f"steps take {longer:.0%} longer than the calibration of {self.calibrated[:10]} says: "
+                    "shoal profile --calibrate again, or the device is throttled or shared"
+                )
+        return found

@@ -1,0 +1,114 @@
+"""Verdicts in words: what stands out is named with a fix that fits the layout, and nothing else is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.facts import clusters, presets
+from shoal.facts.layout import Layout
+from shoal.facts.recipe import Recipe
+from shoal.predict.question import Question
+from shoal.prove.bubble import Pipeline
+from shoal.prove.verdict import Evidence, verdict
+
+
+def question(layout: str, on: str = "8xA100-80GB", batch: int = 32) -> Question:
+    recipe = Recipe(seq=1024, batch=batch, precision="bf16")
+    return Question(presets.find("tiny"), clusters.find(on), recipe, Layout.parse(layout))
+
+
+def evidence(layout: str = "dp=8,micro=2", **changes: object) -> Evidence:
+    quiet = Evidence(
+        question(layout), seconds=1.0, predicted_seconds=1.02, peak=10**9, predicted_peak=10**9 + 10**6
+    )
+    return replace(quiet, **changes)  # type: ignore[arg-type]
+
+
+def test_a_clean_bill() -> None:
+    usual = evidence(input_wait=0.01, exposed_comm=0.05, optimizer=0.03, host_gaps=0.08, spread=0.05)
+    assert verdict(usual) == ["nothing stands out"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "fix"),
+    [
+        (evidence(input_wait=0.18), "input wait 18% of the step", "loader"),
+        (evidence("tp=8", exposed_comm=0.22, links=("tp",)), "tensor parallelism exposed 22%", "smaller tp"),
+        (
+            evidence(exposed_comm=0.22, links=("dp",)),
+            "gradient sums exposed 22% of the step: this link is NVLink 3",
+            "batch",
+        ),
+        (
+            evidence("tp=2", question=question("tp=2", "2xA100-PCIe-80GB"), exposed_comm=0.22, links=("tp",)),
+            "tensor parallelism exposed 22% of the step: this link is PCIe 4.0 x16",
+            "smaller tp",
+        ),
+        (
+            evidence(question=question("dp=16,micro=2", "16xA100-80GB"), exposed_comm=0.2, links=("dp",)),
+            "this link is InfiniBand",
+            "recipe.reduce=bf16",
+        ),
+        (evidence("fsdp=8", exposed_comm=0.3, links=("fsdp·cp",)), "gathered weights", "zero=2"),
+        (evidence(host_gaps=0.25), "host gaps 25% of the step: the device waits", "micro=4"),
+        (evidence(question=question("dp=2,micro=2", "2xcpu"), host_gaps=0.25), "Python takes it", "micro=4"),
+        (evidence("dp=8,micro=4", host_gaps=0.25), "host gaps 25%", "larger recipe.batch"),
+        (evidence("tp=8", host_gaps=0.25), "host gaps 25%", "smaller tp"),
+        (evidence(optimizer=0.3), "optimizer 30%", "fsdp"),
+        (evidence("dp=8,recompute=full", recompute=0.24), "recomputation 24%", "recompute=none"),
+        (evidence(copies=0.2), "copies to and from the host 20%", "reads tensors back"),
+        (evidence(spread=0.5), "timed steps differ by 50%", "idle"),
+        (evidence(stages=({0: 1.0, 1: 1.5, 2: 1.0},)), "rank 1 computes 50% longer", "clock"),
+        (evidence(seconds=1.5, rates="built in (assumed)"), "the step is 47% slower", "--calibrate"),
+        (evidence(seconds=4.08), "takes 4.0 times as long as predicted", "--calibrate"),
+        (
+            evidence(seconds=1.5, rates="measured here", rates_measured=True),
+            "rates: measured here; this machine has changed",
+            "--calibrate",
+        ),
+        (
+            evidence(seconds=40.0, shared=True, exposed_comm=0.8, host_gaps=0.3, links=("dp",)),
+            "ranks share a device",
+            "times cannot",
+        ),
+        (evidence(predicted_peak=9 * 10**8), "peak memory is predicted 10.0% too low", "room"),
+    ],
+)
+def test_what_stands_out_comes_with_a_fix(given: Evidence, said: str, fix: str) -> None:
+    (sentence,) = verdict(given)
+    assert said in sentence
+    assert fix in sentence
+
+
+@pytest.mark.parametrize(
+    ("layout", "pipeline", "said"),
+    [
+        ("pp=2,micro=4", Pipeline(0.31, 0.3, 0.3, [1, 1]), "micro=2) or schedule=zbv"),
+        ("pp=2,micro=1", Pipeline(0.31, 0.3, 0.3, [1, 1]), "a larger recipe.batch"),
+        ("pp=2,micro=1", Pipeline(0.4, 0.2, 0.2, [1, 1]), "messages arrive late"),
+        ("pp=2,micro=1", Pipeline(0.4, 0.4, 0.2, [1, 3]), "rank 1 of the pipeline computes 1.5 times"),
+    ],
+)
+def test_a_bubble_is_the_schedules_or_the_links_or_the_cuts(
+    layout: str, pipeline: Pipeline, said: str
+) -> None:
+    (sentence,) = verdict(evidence(layout, pipeline=pipeline))
+    assert sentence.startswith(f"bubble {pipeline.measured:.0%}")
+    assert said in sentence
+
+
+def test_recomputation_that_memory_needs_is_not_blamed() -> None:
+    large = Question(
+        presets.find("llama3-8b"),
+        clusters.find("8xA100-40GB"),
+        Recipe(seq=8192, batch=64, precision="bf16"),
+        Layout.parse("fsdp=8,micro=8,recompute=full"),
+    )
+    assert verdict(evidence(question=large, recompute=0.24)) == ["nothing stands out"]
+
+
+def test_the_largest_share_comes_first() -> None:
+    first, second, third = verdict(evidence(input_wait=0.2, host_gaps=0.3, optimizer=0.25))
+    assert first.startswith("host gaps") and second.startswith("optimizer") and third.startswith("input wait")
