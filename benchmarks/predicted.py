@@ -1,7 +1,7 @@
 """Steps measured on a GPU, for predictions to be held against: one rank, and ranks that share the GPU.
 
-``python benchmarks/predicted.py alone|shared``: a row a case in ``results/predicted.jsonl``, with the peak of allocated
-bytes of every rank and the step's seconds. Ranks that share a GPU have the memory of ranks that do not, but not their
+``python benchmarks/predicted.py alone|shared [FIRST]``: a row a case in ``results/predicted.jsonl``, with the peak of
+allocated bytes of every rank and the step's seconds; FIRST is the number of the case to begin with. Ranks that share a GPU have the memory of ranks that do not, but not their
 speed. Nothing that predicts reads these rows; ``benchmarks/accuracy.py`` sets them beside the prediction.
 """
 
@@ -192,7 +192,7 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in kinds:
         sys.exit(__doc__)
     local.warm_workers((*local.PRELOAD, "shoal.launch.join"))
-    for case in kinds[sys.argv[1]]:
+    for case in kinds[sys.argv[1]][int(sys.argv[2]) if len(sys.argv) > 2 else 0 :]:
         world = Layout.parse(case.layout).world
         try:
             ranks = run_ranks(world, measure, (case,), 200.0)

@@ -23,3 +23,11 @@ def repeats_keys(bytes_a_value: int) -> bool:
     On every device alike, so that a run without a GPU shows what one with it holds.
     """
     return bytes_a_value >= 4
+
+
+def answers_by_token(cpu: bool, bytes_a_value: int) -> bool:
+    """Whether attention's result lies token by token, as the next projection reads it; else it is copied once more.
+
+    CUDA's kernel for fp32 does (the memory-efficient one). Those for 16 bits, cuDNN's, answer head by head, as CPU's.
+    """
+    return not cpu and bytes_a_value >= 4

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 
+WATCHING = ("observe/", "prove/")
+
 
 def line_of_ours() -> str:
-    """The innermost one outside of this room, as file:number; empty where there is none."""
+    """The innermost one that trains, as file:number; empty where there is none. What only watches does not count."""
     frame = sys._getframe(1)
     while frame is not None:
         _, ours, path = frame.f_code.co_filename.rpartition("/shoal/")
-        if ours and not path.startswith("observe/"):
+        if ours and not path.startswith(WATCHING):
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

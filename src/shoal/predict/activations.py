@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.facts.groups import even_share
-from shoal.facts.kernels import repeats_keys
+from shoal.facts.kernels import answers_by_token, repeats_keys
 from shoal.facts.layout import ContextKind, Recompute
 from shoal.facts.model import Model
 from shoal.facts.stack import Stack
@@ -31,7 +31,8 @@ class Block(NamedTuple):
     resting: float  # kept between the passes
     working: tuple[Working, ...]  # the fullest moments of its backward pass
     opening: float  # at that pass's first product, when the first weight gradient is made, beyond what rests
-    inner: float  # the MLP's product, which a weight gradient that is put off still needs
+    inner: float  # the MLP's product
+    put_off: float  # of its weights' gradients, what those that are put off still need
     deferred: float  # kept between the two halves of a backward pass that is split
     exchange: float  # tokens on their way to other ranks' experts, or keys and values to other ranks' queries
     held_input: bool  # whether ``resting`` holds the block's input itself
@@ -121,6 +122,7 @@ def block(model: Model, experts: bool, window: bool, work: Work) -> Block:
         tuple(Working(size - shared, made) for size, made in working),
         opening - shared,
         c * inner,
+        c * inner + gathered,
         deferred,
         exchange,
         held_input,
@@ -199,8 +201,9 @@ def _attention(model: Model, window: bool, work: Work) -> float:
             kept += _norm(latent.q_rank, work) + c * latent.q_rank
     if model.qk_norm:
         kept += _norm(query + key, work) + work.wide * (heads + even_share(model.kv_heads, work.tp) - 1)
-    if (work.cpu or stack.kernel == "fused") and model.positions == "rotary" and heads > 1:
-        # CPU's kernel, and cuDNN's on an H200, put heads first in their result: turned back, several are a copy.
+    by_head = stack.kernel == "fused" and not answers_by_token(work.cpu, c)
+    if (work.cpu or by_head) and model.positions == "rotary" and heads > 1:
+        # Turned back, several heads are a copy.
         kept += c * (query if model.latent is None else value)
     if stack.attention == "unfused":
         kept += (2 * c + 1) * heads * work.seq  # scores, dropped scores and which were dropped

@@ -103,21 +103,27 @@ class Gradients(NamedTuple):
             return self.in_a_block(moment, chunk, last, 0, 0)
         return self._gathered(last, 0, chunk) + self.hold.compute * self.place.ends.head.dense
 
-    def in_the_embedding(self, moment: Moment) -> float:
-        """The last gradient of all: as it is computed, and what becomes of it."""
+    def in_the_embedding(self, moment: Moment) -> tuple[float, float]:
+        """The last gradient of all, as it is computed: what stays of it, and what is on its way."""
         hold, ends = self.hold, self.place.ends
         table = 0 if self.adapters else ends.embedding.dense
+        product = hold.gradient * table
         if self.way == "units":
             # Its unit's copy on the way, and this rank's share of the sum.
-            return (hold.compute + hold.reduce) * table + hold.reduce * ends.embedding.share
+            return 0.0, (hold.compute + hold.reduce) * table + hold.reduce * ends.embedding.share
         if self.way == "piped units":
-            return hold.compute * (self.place.total.whole + table)
-        product = hold.gradient * table
+            return 0.0, hold.compute * (self.place.total.whole + table)
         if self.way == "chunks":
-            return product + hold.reduce * table + self._buckets()
+            return 0.0, product + hold.reduce * table + self._buckets()
         if self.way == "whole" and hold.reduce != hold.gradient:
-            return product + hold.reduce * (self.whole - table)
-        return product
+            return 0.0, product + hold.reduce * (self.whole - table)
+        if self.first(moment) and not self.question.model.tied:
+            return product, 0.0
+        return 0.0, product
+
+    def first(self, moment: Moment) -> bool:
+        """Whether what is computed stays as the gradient itself: nothing is there yet that it would be added to."""
+        return self.way == "alone" and not moment.begun[moment.chunk]
 
     def _still_flying(self, moment: Moment) -> float:
         """With zero=2 the last bucket of a backward pass, the embedding's, lands when the next one is sent."""

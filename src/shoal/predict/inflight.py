@@ -23,6 +23,7 @@ class Moment(NamedTuple):
     waiting: int  # messages that are being received, or have been, for computations after it
     sent: int  # gradients that were sent before
     just_sent: bool  # whether one of them was the last message
+    passed: int = 0  # gradients that one stage has left for another one here
 
 
 @lru_cache(maxsize=8192)
@@ -33,7 +34,7 @@ def moments(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
     if schedule in ("gpipe", "1f1b"):
         return tuple(_plain(micro_batches, pp - rank if schedule == "1f1b" else micro_batches, rank, pp))
     # Beyond it a pipeline is as full as it gets; whole rounds, as some schedules want them.
-    enough = micro_batches if micro_batches < 3 * pp else 2 * pp + micro_batches % pp
+    enough = micro_batches if micro_batches < 4 * pp else 3 * pp + micro_batches % pp
     played = _played(schedule, pp, chunks, enough, rank)
     senders = sum(1 for stage in stages_of_rank(pp, chunks, schedule, rank) if stage) - bottom(
         schedule, pp, rank
@@ -70,7 +71,7 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
     stages = stages_of_rank(pp, chunks, schedule, rank)
     place = {stage: chunk for chunk, stage in enumerate(stages)}
     held, deferred, done = [0] * len(stages), [0] * len(stages), [0] * len(stages)
-    waiting = sent = 0
+    waiting = sent = passed = 0
     just_sent = False
     # And how many gradients had been sent, when it was so for the last time.
     seen: dict[Moment, int] = {}
@@ -88,13 +89,21 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
             deferred[chunk] -= 1
         else:
             waiting -= instruction.stage < pp * chunks - 1 and instruction.stage + 1 not in place
+            passed -= instruction.stage + 1 in place
             half = split and action is Action.INPUT
             begun = tuple(count > 0 for count in done)
-            seen[Moment(chunk, tuple(held), tuple(deferred), begun, half, waiting, 0, just_sent)] = sent
+            moment = Moment(
+                chunk, tuple(held), tuple(deferred), begun, half, waiting, 0, just_sent, passed
+            )
+            seen.pop(moment, None)  # so that they are in the order of their last time
+            seen[moment] = sent
+            passed += instruction.stage - 1 in place
             done[chunk] += 1
             held[chunk] -= 1
             deferred[chunk] += half
-    return tuple(one._replace(sent=seen[one]) for one in _outermost(seen))
+    outermost = _outermost(seen)
+    # In the order of time: of two that are as full, the first one is the peak.
+    return tuple(one._replace(sent=sent) for one, sent in seen.items() if one in outermost)
 
 
 def _outermost(seen: Iterable[Moment]) -> list[Moment]:
@@ -104,6 +113,7 @@ def _outermost(seen: Iterable[Moment]) -> list[Moment]:
             and one.split >= other.split
             and one.waiting >= other.waiting
             and one.just_sent >= other.just_sent
+            and one.passed >= other.passed
             and all(map(ge, one.held, other.held))
             and all(map(ge, one.deferred, other.deferred))
             and all(map(ge, one.begun, other.begun))

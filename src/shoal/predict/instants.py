@@ -60,8 +60,12 @@ def instants(
 ) -> Iterator[Instant]:
     """All candidates of one rank of the pipeline."""
     question, layout = setting.question, setting.question.layout
-    kept = [_kept(setting, chunk) for chunk in place.chunks]
-    scene = Scene(setting, place, rank, gradients, kept, away, bottom(layout.schedule, layout.pp, rank))
+    below = bottom(layout.schedule, layout.pp, rank)
+    kept = [
+        _kept(setting, chunk, below and number == 0, below and number == 1)
+        for number, chunk in enumerate(place.chunks)
+    ]
+    scene = Scene(setting, place, rank, gradients, kept, away, below)
     fullest: dict[tuple[int, tuple[bool, ...], bool], tuple[Instant, Moment]] = {}
     for moment in moments(layout.schedule, layout.pp, layout.chunks, question.accumulation, rank):
         # What comes on top depends on these three alone.
@@ -81,26 +85,30 @@ def instants(
     yield Instant("update", gradients.complete, batch, 0.0, 0.0)
 
 
-def _kept(setting: Setting, chunk: Chunk) -> Kept:
+def _kept(setting: Setting, chunk: Chunk, upper: bool, lower: bool) -> Kept:
+    """``upper`` and ``lower``: the chunks around the bottom of a V, between which nothing is sent."""
     common, compute = setting.common, setting.hold.compute
     blocks = deferred = 0.0
     for run in chunk.runs:
         one = common.blocks[run.experts, run.window]
         blocks += run.layers * one.resting
         deferred += run.layers * one.deferred
+    others = common.tables + (common.norm if chunk.last else 0.0)
     messages = 0.0
     if setting.question.layout.pp > 1:
         first = chunk.runs[0]
-        received = not chunk.first
-        messages = common.stream * (received + (not chunk.last))
-        if received and common.blocks[first.experts, first.window].held_input:
-            blocks -= common.stream
+        if not chunk.first and common.blocks[first.experts, first.window].held_input:
+            blocks -= common.stream  # it counts as what it came as
+        messages = common.stream * ((not chunk.first) + (not chunk.last))
+        if upper:
+            others, messages = others + common.stream, messages - common.stream
+        if lower:
+            messages -= common.stream  # what it was given is the other chunk's
     casts = 0.0
     if setting.keeps_casts:
         casts = compute * (chunk.blocks.whole + (setting.question.model.hidden if chunk.last else 0))
     if not chunk.last:
-        return Kept(blocks, common.tables, 0.0, casts, 0.0, messages, deferred)
-    others = common.tables + common.norm
+        return Kept(blocks, others, 0.0, casts, 0.0, messages, deferred)
     return Kept(blocks, others, common.loss.resting, casts, common.loss.cast, messages, deferred)
 
 
@@ -116,6 +124,15 @@ def _base(scene: Scene, moment: Moment) -> Instant:
         buffers += micro_batches * (kept.casts + kept.head_cast + kept.messages)
     if question.layout.pp > 1:
         buffers += _messages(scene, moment)
+        activations += moment.passed * scene.setting.common.stream
+        # The gradient that a chunk was given is among what it still needs where weights' gradients are put off.
+        given = sum(
+            deferred
+            for number, (chunk, deferred) in enumerate(zip(scene.place.chunks, moment.deferred, strict=True))
+            if not chunk.last and not (scene.bottom and number == 0)
+        )
+        activations -= given * scene.setting.common.stream
+        buffers += given * scene.setting.common.stream
     if scene.away.share_of_params and scene.gradients.way in ("alone", "whole", "chunks"):
         # Weights that rest elsewhere come in block by block, one ahead.
         block = max(run.part.whole for run in scene.place.chunks[moment.chunk].runs)
@@ -150,13 +167,20 @@ def _in_the_head(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) -> I
     grads, logits = gradients.there(moment, chunk, None), base.logits - found.resting
     activations = base.activations + found.hidden
     buffers = base.buffers + found.weight + gradients.in_the_loss(moment, chunk)
+    # What a first backward pass makes stays as the gradient itself.
+    stays = found.adding if gradients.first(moment) else 0.0
+    grads, buffers = grads + stays, buffers - stays
     yield Instant("loss", grads, activations + own, logits + found.peak, buffers, base.host, base.nvme)
     if gradients.adapters:
         return
     made = buffers + found.product
+    if gradients.first(moment) and not found.adding and not found.added:
+        grads, made = grads + found.product, buffers
     yield Instant("head", grads, activations, logits + found.given, made, base.host, base.nvme)
     # The logits' gradients have gone, and with them the weight as it was multiplied.
     made += found.added - kept.head_cast
+    if gradients.first(moment) and not found.adding:
+        grads, made = grads + found.added, made - found.added
     yield Instant("head", grads, activations, logits, made, base.host, base.nvme)
 
 
@@ -207,12 +231,13 @@ def _in_the_embedding(scene: Scene, moment: Moment, chunk: Chunk, base: Instant)
         run.layers * _let_go(scene, moment, common.blocks[run.experts, run.window]) for run in chunk.runs
     )
     wide = common.stream * setting.hold.wide / setting.hold.compute
+    grads, made = scene.gradients.in_the_embedding(moment)
     return Instant(
         "embedding",
-        scene.gradients.there(moment, chunk, chunk.layers),
+        scene.gradients.there(moment, chunk, chunk.layers) + grads,
         base.activations - freed - kept.others + wide,
         base.logits - kept.logits,
-        base.buffers - kept.casts - kept.head_cast + scene.gradients.in_the_embedding(moment),
+        base.buffers - kept.casts - kept.head_cast + made,
         base.host,
         base.nvme,
     )
@@ -244,7 +269,7 @@ def _in_a_block(
     buffers = base.buffers + one.exchange
     if setting.casts_again:
         buffers += run.part.whole * compute
-    still = one.inner if moment.split else 0.0
+    still = one.put_off if moment.split else 0.0
     base = base._replace(activations=base.activations + _entering(scene, moment, chunk, blocks))
     # In the order of time: of two that are as full, the first one is the peak.
     if gradients.way != "units":

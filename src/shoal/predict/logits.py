@@ -24,6 +24,7 @@ class Loss(NamedTuple):
     given: float = 0.0
     product: float = 0.0
     added: float = 0.0
+    adding: float = 0.0  # of ``weight``, what the gradients of several pieces add up to
 
 
 def loss(model: Model, tokens: int, tp: int, hold: Holdings, gathered: bool, stack: Stack) -> Loss:
@@ -58,4 +59,6 @@ def loss(model: Model, tokens: int, tp: int, hold: Holdings, gathered: bool, sta
     # The gradients of the pieces before: of the weight, adding up, and of the hidden states.
     weight = matrix * (hold.compute if gathered else hold.gradient)
     ahead = hold.compute * model.hidden * (tokens - here)
-    return Loss(width * here, 0.0, 0.0, copy + weight, ahead, given, product, added)
+    # Autograd adds the first two gradients up in a third tensor where they are views, as products give them.
+    added = weight * (1 if hold.cast and not gathered else 2) - copy - product
+    return Loss(width * here, 0.0, 0.0, copy + weight, ahead, given, product, added, weight)

@@ -28,7 +28,7 @@ from shoal.predict.device import on_top
 from shoal.predict.memory import ledger, ledgers
 from shoal.predict.question import Question
 from shoal.predict.traffic import traffic
-from shoal.prove.fake import fake_rank, without_data
+from shoal.prove.fake import SumsInPlace, fake_rank, without_data
 from shoal.prove.findings import CATEGORIES, Finding, in_memory, in_messages, in_traffic
 from shoal.prove.kernels import pinned
 from shoal.train.data.loader import Batch
@@ -98,7 +98,7 @@ def dryrun(question: Question, rank: int) -> Seen:
             step(1, batches[:1], 1)
             gc.collect()
             # Without what an allocator rounds up, which is next to nothing in a model that needs a GPU.
-            with watched(step, batches, aligned=False, fake=True) as watch:
+            with watched(step, batches, aligned=False, fake=True) as watch, SumsInPlace():
                 targets, _ = step.agree(1)
                 step(2, batches, targets)
             kernels.check()

@@ -6,6 +6,7 @@ tensors have shapes, types and storages of the right size, and no values.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.facts.layout import Layout
+from shoal.observe.origin import current_node
 from shoal.observe.subclasses import takes_itself_apart
 from shoal.parallel.mesh import Mesh
 
@@ -43,6 +45,35 @@ def without_data() -> Iterator[None]:
     """Tensors that are made inside have no values."""
     with FakeTensorMode(allow_non_fake_inputs=True), _Readings():
         yield
+
+
+class SumsInPlace(TorchDispatchMode):
+    """Autograd adds a gradient to one that it alone holds in place, but not while a mode is looking: here it does.
+
+    To be entered last, for others on top of it would hold the tensors as well. It is for tensors without data alone: a
+    formula of autograd's own may add too, and need afterwards what it added to.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if takes_itself_apart(types):
+            return NotImplemented
+        if func is torch.ops.aten.add.Tensor and not kwargs and _is_autograds_alone(args[0]):
+            return torch.ops.aten.add_.Tensor(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_autograds_alone(tensor: Any) -> bool:
+    """As autograd judges it: no view, and nobody else holds it. Reaching us, it is held three times more on its way."""
+    if current_node() is None or tensor._is_view():
+        return False
+    # Not what Python code of a backward pass adds up: autograd's own sums come straight from where it was started.
+    caller = sys._getframe(2)
+    while caller.f_back is not None and caller.f_code.co_name in ("_fn", "inner"):  # around every mode
+        caller = caller.f_back
+    alone = tensor._use_count() == 4 and sys.getrefcount(tensor) == 4
+    return alone and caller.f_code.co_name == "_engine_run_backward"
 
 
 class _Readings(TorchDispatchMode):

@@ -10,7 +10,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.facts.kernels import AttentionKernel, attention_kernel
+from shoal.facts.holdings import COMPUTE_BYTES
+from shoal.facts.kernels import AttentionKernel, answers_by_token, attention_kernel
 from shoal.observe.subclasses import takes_itself_apart
 from shoal.predict.question import Question
 
@@ -33,9 +34,10 @@ class WrongKernel(RuntimeError):
 class Kernels(TorchDispatchMode):
     """Notes which kernels of attention a step goes through."""
 
-    def __init__(self, wanted: AttentionKernel, device: str) -> None:
+    def __init__(self, wanted: AttentionKernel, device: str, by_token: bool) -> None:
         super().__init__()
         self.wanted, self.device = wanted, device
+        self.by_token = by_token  # how the device's kernel lays its result out
         self.used: dict[str, AttentionKernel] = {}
 
     def __torch_dispatch__(
@@ -44,9 +46,13 @@ class Kernels(TorchDispatchMode):
         if takes_itself_apart(types):
             return NotImplemented
         name = func._schema.name
+        result = func(*args, **(kwargs or {}))
         if name in OPERATORS:
             self.used[name] = OPERATORS[name]
-        return func(*args, **(kwargs or {}))
+            if self.by_token and OPERATORS[name] == "fused":
+                output, *others = result
+                return (output.transpose(1, 2).contiguous().transpose(1, 2), *others)
+        return result
 
     def check(self) -> None:
         """Raise unless all attention went the way it would on the device."""
@@ -65,7 +71,8 @@ def pinned(question: Question) -> Iterator[Kernels]:
     device = question.cluster.device
     wanted = attention_kernel(device, question.recipe.precision)
     unfused = sdpa_kernel(SDPBackend.MATH) if wanted == "unfused" else nullcontext()
-    with unfused, Kernels(wanted, device.name) as kernels:
+    by_token = answers_by_token(device.name == "cpu", COMPUTE_BYTES[question.recipe.precision])
+    with unfused, Kernels(wanted, device.name, by_token) as kernels:
         yield kernels
 
 
