@@ -1,19 +1,23 @@
 """Write docs/accuracy.md: how wrong the planner is, by source, by model, by what no constant has seen.
 
     python benchmarks/accuracy.py           # prints the page; --write puts it into docs/
+    python benchmarks/accuracy.py --dryrun  # prints dry runs' peaks beside those measured by ranks that shared a GPU
 
-Needs no torch. Times and memory of Shoal's own engine are those of ``results/step.jsonl``, measured on an H200;
-cross-validation is what ``fit_planner.py --cross-validate`` recorded.
+Needs no GPU. Times and memory of Shoal's own engine are those of ``results/step.jsonl`` and of
+``results/predicted.jsonl`` (``predicted_tables.py``), measured on an H200; cross-validation is what
+``fit_planner.py --cross-validate`` recorded.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import predicted_tables
+from predicted_tables import prose
 
 from shoal.facts import calibration, clusters, stack
 from shoal.facts.layout import Layout
@@ -22,6 +26,7 @@ from shoal.facts.recipe import Recipe
 from shoal.plan import evidence
 from shoal.plan.accuracy import Row, judged
 from shoal.plan.published import FITTED, fitted, read
+from shoal.predict.device import WORKSPACE
 from shoal.predict.memory import ledger
 from shoal.predict.question import Question
 from shoal.predict.step import step
@@ -58,6 +63,10 @@ def page() -> str:
             "## Shoal's own engine on one H200",
             "",
             *_own(),
+            "",
+            "## Steps of the 1B and the 8B shape on one H200",
+            "",
+            *predicted_tables.section(),
             "",
             "## What supports each axis",
             "",
@@ -134,13 +143,6 @@ def _scatter(rows: list[Row], chosen: set[str], layouts: dict[str, Question]) ->
     yield from prose(
         "- torchtitan's compiled qwen3-32b ran faster than its eager runs and the 8B ones suggest; its eager runs with",
         "`tp=8` slower.",
-    )
-
-
-def prose(*parts: str) -> list[str]:
-    text = " ".join(parts)
-    return textwrap.wrap(
-        text, 118, subsequent_indent="  " if text.startswith("- ") else "", break_on_hyphens=False
     )
 
 
@@ -227,7 +229,8 @@ def _own() -> Iterator[str]:
     yield from prose(
         f"Step time: mean {sum(times) / len(times):.1%}, worst {max(times):.1%}; of its three properties `fusion` was",
         "set on these rows, so this is a fit. Peak allocated:",
-        f"mean {sum(peaks) / len(peaks):.2%}, worst {max(peaks):.1%}, from shapes alone.",
+        f"mean {sum(peaks) / len(peaks):.2%}, worst {max(peaks):.1%}, from shapes and {WORKSPACE // 2**20} MiB of",
+        "cuBLAS's workspaces.",
     )
 
 
@@ -273,7 +276,12 @@ def _constants() -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
-    if parser.parse_args().write:
+    parser.add_argument("--dryrun", action="store_true")
+    asked = parser.parse_args()
+    if asked.dryrun:
+        for line in predicted_tables.dryruns(predicted_tables.rows("shared")):
+            print(line, flush=True)
+    elif asked.write:
         PAGE.write_text(page(), encoding="utf-8")
     else:
         print(page())

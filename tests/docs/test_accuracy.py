@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from shoal.facts import calibration
+from shoal.facts.clusters import find
 from shoal.plan.accuracy import Row, judged
 from shoal.plan.published import fitted, read
 
@@ -16,12 +20,23 @@ TABLE = ROOT / "benchmarks" / "data" / "published_runs.csv"
 
 
 @pytest.fixture(scope="module")
-def writer() -> ModuleType:
+def writer() -> Iterator[ModuleType]:
     where = importlib.util.spec_from_file_location("accuracy_page", ROOT / "benchmarks" / "accuracy.py")
     assert where is not None and where.loader is not None
     module = importlib.util.module_from_spec(where)
-    where.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        # Benchmarks are scripts: they import each other from where they lie.
+        patch.syspath_prepend(ROOT / "benchmarks")
+        where.loader.exec_module(module)
+        yield module
+
+
+@pytest.fixture(scope="module")
+def measured(writer: ModuleType) -> dict[str, list[Any]]:
+    """What was measured on an H200 beside what is predicted with that machine's calibration."""
+    tables = writer.predicted_tables
+    with tables.calibrated():
+        return {kind: tables.rows(kind) for kind in ("alone", "shared")}
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +87,37 @@ def test_peak_memory_of_our_own_engine_on_an_h200(writer: ModuleType) -> None:
     for row, question in writer.own_rows():
         predicted = ledger(question).peak_allocated / 2**30
         assert predicted == pytest.approx(row["memory_peak_gib"], rel=0.025), row["layout"]
+
+
+def test_enough_was_measured(measured: dict[str, list[Any]]) -> None:
+    alone, shared = measured["alone"], measured["shared"]
+    assert len(alone) >= 30 and {row.case.model for row in alone} == {"llama3.2-1b", "llama3-8b"}
+    assert len(shared) >= 10 and {len(row.peaks) for row in shared} == {2, 4}
+
+
+@pytest.mark.parametrize("kind", ["alone", "shared"])
+def test_peaks_on_an_h200(writer: ModuleType, measured: dict[str, list[Any]], kind: str) -> None:
+    found = writer.predicted_tables.summary(peak for row in measured[kind] for peak in row.peaks)
+    assert found.mean <= 0.005 and found.worst <= 0.015, found
+
+
+def test_steps_of_one_rank_on_an_h200(writer: ModuleType, measured: dict[str, list[Any]]) -> None:
+    found = writer.predicted_tables.summary(row.step for row in measured["alone"])
+    assert found.mean <= 0.05 and found.worst <= 0.10, found
+
+
+def test_the_calibration_is_used_for_those_rows_alone(writer: ModuleType) -> None:
+    cluster = find("1xH200")
+    with writer.predicted_tables.calibrated() as stored:
+        assert calibration.find(cluster).measured == stored
+    assert calibration.find(cluster).measured is None
+
+
+def test_a_calibration_that_cannot_be_read_ends_it(
+    writer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built-in rates in its place would give a page of other numbers."""
+    (tmp_path / "H200.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setattr(writer.predicted_tables, "CALIBRATIONS", tmp_path)
+    with pytest.raises(ValueError, match=r"H200\.json is not used"), writer.predicted_tables.calibrated():
+        pass

@@ -14,7 +14,6 @@ from shoal.facts.layout import Layout
 from shoal.facts.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.facts.stack import Stack
-from shoal.predict.device import WORKSPACE
 from shoal.predict.memory import ledger
 from shoal.predict.question import Question
 
@@ -73,7 +72,7 @@ def predicted_gib(row: Row) -> float:
     )
     layout = Layout.parse(f"micro={sequences},recompute={recompute}")
     question = Question(MODELS[size], find("1xH200"), recipe, layout, stack)
-    return (ledger(question).peak_allocated + WORKSPACE) / 2**30
+    return ledger(question).peak_allocated / 2**30
 
 
 def test_measured_peaks() -> None:

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 # Of the modules that hold the most at the peak.
 MODULES_SHOWN = 8
+# What is said beside a model, and the key of a config that says the same.
+OF_A_MODEL = {
+    "--on": "cluster.on",
+    "--seq": "recipe.seq",
+    "--batch": "recipe.batch",
+    "--precision": "recipe.precision",
+}
 
 
 def dryrun(
@@ -73,7 +80,8 @@ def dryrun(
 
     began = time.perf_counter()
     if what.endswith(".toml"):
-        question = _of_config(Path(what), layout, set or [], {"--on": on, "--seq": seq, "--batch": batch})
+        others = {"--on": on, "--seq": seq, "--batch": batch, "--precision": precision}
+        question = _of_config(Path(what), layout, set or [], others)
     else:
         question = _of_model(what, on, seq, batch, layout, precision, set)
     world = question.layout.world
@@ -92,14 +100,18 @@ def dryrun(
     from shoal.prove.dryrun import dryrun as run_dry
     from shoal.prove.dryrun import dryrun_stages, fullest_rank
     from shoal.prove.findings import between_stages
+    from shoal.prove.kernels import WrongKernel
 
-    if stages:
-        processes = min(question.layout.pp, len(os.sched_getaffinity(0)))
-        every = dryrun_stages(question, processes, lambda seen: console.print(_line(seen), markup=False))
-        between = list(between_stages([seen.calls for seen in every]))
-    else:
-        every = [run_dry(question, fullest_rank(question) if rank is None else rank)]
-        between = []
+    try:
+        if stages:
+            processes = min(question.layout.pp, len(os.sched_getaffinity(0)))
+            every = dryrun_stages(question, processes, lambda seen: console.print(_line(seen), markup=False))
+        else:
+            every = [run_dry(question, fullest_rank(question) if rank is None else rank)]
+    except WrongKernel as error:
+        console.print(f"error: {error}", markup=False)
+        return FAILED
+    between = list(between_stages([seen.calls for seen in every])) if stages else []
     findings = [*(finding for seen in every for finding in seen.findings), *between]
     if json:
         print_json(_document(every, between, stages, time.perf_counter() - began))
@@ -117,9 +129,10 @@ def _of_config(path: Path, layout: str | None, changes: list[str], others: dict[
     from shoal.plan.resolve import resolve
     from shoal.predict.question import Question
 
-    given = [name for name, value in others.items() if value is not None]
+    given = {name: value for name, value in others.items() if value is not None}
     if given:
-        raise BadInput(f"{', '.join(given)} with a config", "change the config, or --set recipe.batch=64")
+        instead = " ".join(f"--set {OF_A_MODEL[name]}={value}" for name, value in given.items())
+        raise BadInput(f"{', '.join(given)} with a config", f"change the config, or {instead}")
     config = load(path, changes, layout).config
     if config.run.strict:
         raise BadInput(

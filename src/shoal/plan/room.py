@@ -323,7 +323,8 @@ def _fullest(
         first = min(times, 2 * pp - 1) if order.schedule == "interleaved" else reached
         yield (first, *(reached,) * (chunks - 1)), none, times >= 2 * pp
     elif order.schedule == "zb":
-        yield (*(reached,) * (chunks - 1), 1), (*none[1:], reached - 1), times > 1
+        # Weights' gradients are put off until as many are waiting.
+        yield (*(reached,) * (chunks - 1), 1), (*none[1:], reached - 1), times > pp
     else:
         yield (reached, reached), none, times > pp
         if order.schedule == "zbv" and times >= 2 * pp:

@@ -114,8 +114,9 @@ def block(model: Model, experts: bool, window: bool, work: Work) -> Block:
     gathered = c * model.hidden * tokens if work.sp else 0.0
     opening = parts.all + stream + gathered + c * inner
     working = _working(model, parts, stream, c * inner, values, work)
-    if gathered and work.rows > 1:
-        # Ranks send their parts of all sequences one after the other: they are put in order.
+    if gathered and work.rows > 1 and work.recompute == "none":
+        # Ranks send their parts of all sequences one after the other: they are put in order. Where the forward pass is
+        # repeated, that comes later.
         working = (Working(parts.all + stream + 2 * gathered, 0), *working)
     return Block(
         resting,

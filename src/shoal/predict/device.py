@@ -25,11 +25,16 @@ class Band(NamedTuple):
     total: int
 
 
+def workspace(question: Question) -> int:
+    """What libraries take from torch's allocator, and no tensor shows."""
+    return 0 if question.cluster.device.name == "cpu" else WORKSPACE
+
+
 def on_top(question: Question, allocated: int) -> Band:
     """A CPU's allocator gives back what is freed, and gloo holds next to nothing."""
     if question.cluster.device.name == "cpu":
         return Band(allocated, allocated)
-    reserved = round((allocated + WORKSPACE) * FRAGMENTED)
+    reserved = round(allocated * FRAGMENTED)
     return Band(reserved, reserved + CONTEXT + communicators(question) * COMMUNICATOR)
 
 

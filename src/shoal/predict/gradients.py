@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from shoal.facts.groups import even_share
 from shoal.facts.holdings import Holdings
-from shoal.predict.inflight import Moment
+from shoal.predict.inflight import Begun, Moment
 from shoal.predict.places import Chunk, Place, Run
 from shoal.predict.question import Question
 from shoal.predict.setting import Setting
@@ -31,6 +31,13 @@ class Gradients(NamedTuple):
     share: int  # those that this rank updates
     down: int  # the projection out of a block's MLP, whose gradient comes first
     expert_down: int
+
+    @property
+    def standing(self) -> float:
+        """With zero=2 in a pipeline: whole gradients add up to the end of the step beside this rank's share."""
+        layout = self.question.layout
+        waits = self.way == "whole" and layout.zero == 2 and layout.fsdp * layout.cp > 1
+        return self.hold.gradient * self.whole if waits else 0.0
 
     @property
     def complete(self) -> float:
@@ -63,26 +70,31 @@ class Gradients(NamedTuple):
 
         ``made``: those of the next block's weights that have been computed.
         """
-        if self.way == "whole":
-            layout = self.question.layout
-            shards = self.share if layout.zero == 2 and layout.fsdp * layout.cp > 1 else 0
-            return self.hold.gradient * (self.whole + shards)
-        if self.way == "chunks":
+        if self.way == "whole" and not self.standing:
+            return self.hold.gradient * self.whole
+        if self.way in ("whole", "chunks"):
             return self.hold.gradient * self.share * self.stay
         width = self.hold.reduce if self.way == "piped units" else self.hold.gradient
         shares = self.way == "units"
-        # An earlier backward pass has left the gradients of a chunk.
-        arrived = sum(
-            self._of(other.blocks, shares) + self._of(other.ends, shares)
+        # An earlier backward pass has left the gradients of a chunk; where it was split, at first of its ends alone.
+        arrived: float = sum(
+            (self._of(other.blocks, shares) if begun is Begun.ALL else 0) + self._of(other.ends, shares)
             for other, begun in zip(self.place.chunks, moment.begun, strict=True)
             if begun
         )
-        if not moment.begun[moment.chunk] and blocks is not None:
-            arrived += self._of(chunk.blocks, shares) * blocks // chunk.layers
-            if chunk.last and not self.adapters:
-                arrived += self._of(self.place.ends.norm, shares) + self._of(self.place.ends.head, shares)
-            if self.way in ("alone", "piped units") and not self.adapters and not moment.split:
+        here = moment.begun[moment.chunk]
+        if here is not Begun.ALL and not moment.split and blocks is not None:
+            whole = blocks - (self._done_of_unit(chunk, blocks) if shares else 0)
+            arrived += self._of(chunk.blocks, shares) * whole // chunk.layers
+            if self.way == "alone" and not self.adapters:
                 arrived += made
+            elif self.way == "piped units" and not self.adapters:
+                arrived += made * self.hold.compute / self.hold.reduce  # not yet as it will be added up
+        if not here and blocks is not None and chunk.last and not self.adapters:
+            # A matrix that the embedding shares is one unit with it, which is done at the very end.
+            tied = shares and self.question.model.tied
+            arrived += self._of(self.place.ends.norm, shares)
+            arrived += 0 if tied else self._of(self.place.ends.head, shares)
         return width * self.stay * arrived
 
     def in_the_loss(self, moment: Moment, chunk: Chunk) -> float:
@@ -96,12 +108,34 @@ class Gradients(NamedTuple):
         gathered = self._unit_at(last, 0, chunk) + self._unit(last) * (ahead - 1)
         return self.hold.compute * (self._root() + gathered)
 
+    def gathering(self, chunk: Chunk) -> float:
+        """As a forward pass comes to a head of its own: the unit before it and the head, both also in one piece."""
+        if self.way != "units" or not self.frees or self.question.model.tied:
+            return 0.0
+        return 2 * self.hold.compute * (self._unit(chunk.runs[-1]) + self.place.ends.head.dense)
+
+    def behind(self, chunk: Chunk) -> float:
+        """In a forward pass FSDP keeps what it gathered last in one piece as well, until it gathers again."""
+        if self.way != "units" or not self.frees:
+            return 0.0
+        last = self._unit(chunk.runs[-1]) if self.question.model.tied else self.place.ends.head.dense
+        return self.hold.compute * last
+
+    def in_the_head(self) -> float:
+        """With zero=2 the bucket that the head's gradient is put into."""
+        if self.way != "chunks":
+            return 0.0
+        limit = max(self.question.tune.bucket_mb * 2**20 / self.hold.gradient, self.place.ends.head.dense)
+        bucket = self.hold.reduce * min(limit, self.whole - self.place.ends.embedding.dense)
+        # Where the product is cast it has gone by then.
+        return max(0.0, bucket - self.hold.compute * self.place.ends.head.dense) if self.hold.cast else bucket
+
     def in_the_norm(self, moment: Moment, chunk: Chunk) -> float:
-        """After the head, before the last block: the head's gradient is there, whole, until its unit is done."""
+        """After the head, before the last block: the head's gradient is on its way."""
         last = chunk.runs[-1]
         if self.way != "units" or self.adapters:
             return self.in_a_block(moment, chunk, last, 0, 0)
-        return self._gathered(last, 0, chunk) + self.hold.compute * self.place.ends.head.dense
+        return self._gathered(last, 0, chunk) + self.hold.reduce * self.place.ends.head.dense
 
     def in_the_embedding(self, moment: Moment) -> tuple[float, float]:
         """The last gradient of all, as it is computed: what stays of it, and what is on its way."""
@@ -159,9 +193,16 @@ class Gradients(NamedTuple):
         gathered = self._gathered(run, blocks, chunk)
         if self.adapters:
             return gathered
-        ends = self.place.ends
-        before = self._unit_at(run, blocks - 1, chunk) if blocks else ends.head.dense + ends.norm.dense
-        return gathered + hold.compute * self.made(run, made) + hold.reduce * before
+        # Of this unit's gradients those of its later blocks; the unit before is on its way.
+        done = self._done_of_unit(chunk, blocks)
+        first, ends = blocks == done, self.place.ends
+        before = ends.head.dense + ends.norm.dense if first else self._unit_at(run, blocks - done - 1, chunk)
+        return gathered + hold.compute * (done * run.part.whole + self.made(run, made)) + hold.reduce * before
+
+    def _done_of_unit(self, chunk: Chunk, blocks: int) -> int:
+        """After the backward pass of so many blocks: how many of them are in the same unit as the next one."""
+        unit, place = self.question.layout.unit, max(0, chunk.layers - 1 - blocks)
+        return min(chunk.layers - 1, place // unit * unit + unit - 1) - place
 
     def after_a_unit(self, chunk: Chunk, run: Run, blocks: int) -> float:
         """Its gradients, whole, and their copy on the way; the next unit is gathered, and what is asked for ahead."""
@@ -174,7 +215,11 @@ class Gradients(NamedTuple):
         if self.adapters or moment.split:
             return 0.0
         hold, made = self.hold, self.made(run, 1)
-        again = hold.gradient * made if moment.begun[moment.chunk] or self.way != "alone" else 0.0
+        again = (
+            hold.gradient * made
+            if moment.begun[moment.chunk] is Begun.ALL or self.way not in ("alone", "piped units")
+            else 0.0
+        )
         if not hold.cast:
             return again
         return max(hold.compute * made, hold.compute * made + again - inner)
@@ -184,12 +229,12 @@ class Gradients(NamedTuple):
         return count * (self.expert_down if run.experts else self.down)
 
     def _gathered(self, run: Run, blocks: int, chunk: Chunk) -> float:
-        """This unit, and those asked for ahead, as far as there are any; the head's, until the last blocks are done."""
+        """This unit, and those asked for ahead, as far as there are any; and a matrix that embedding and head share."""
         if not self.frees:
             return self.hold.compute * self.place.total.whole
         left = max(0, chunk.layers - blocks - 1) // self.question.layout.unit
         ahead = min(left, self.question.tune.prefetch) * self._unit(run)
-        root = self._root() if blocks == 0 or self.question.model.tied else 0
+        root = self._root() if self.question.model.tied else 0
         return self.hold.compute * (root + self._unit_at(run, blocks, chunk) + ahead)
 
     def _root(self) -> int:

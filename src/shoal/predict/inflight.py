@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from enum import IntEnum
 from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
@@ -12,13 +13,21 @@ from shoal.facts.schedule import RECEIVES, SENDS, SPLIT_BACKWARD, Action, rank_p
 from shoal.facts.stages import stages_of_rank
 
 
+class Begun(IntEnum):
+    """What earlier backward passes have left of a chunk's gradients."""
+
+    NOTHING = 0
+    ENDS = 1  # those of embedding and head alone: their blocks' were put off
+    ALL = 2
+
+
 class Moment(NamedTuple):
     """The start of a backward pass, or of its first half."""
 
     chunk: int  # whose backward pass it is, of the rank's chunks
     held: tuple[int, ...]  # micro-batches of every chunk whose activations are kept, this one included
     deferred: tuple[int, ...]  # and of which only weight gradients are still to be computed
-    begun: tuple[bool, ...]  # of every chunk, whether an earlier backward pass has left gradients
+    begun: tuple[Begun, ...]  # of every chunk
     split: bool  # whether this one leaves its weight gradients for later
     waiting: int  # messages that are being received, or have been, for computations after it
     sent: int  # gradients that were sent before
@@ -30,7 +39,9 @@ class Moment(NamedTuple):
 def moments(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
     """Those that no other one exceeds in everything."""
     if pp == 1:
-        return (Moment(0, (1,), (0,), (micro_batches > 1,), False, 0, 0, False),)
+        return (
+            Moment(0, (1,), (0,), (Begun.ALL if micro_batches > 1 else Begun.NOTHING,), False, 0, 0, False),
+        )
     if schedule in ("gpipe", "1f1b"):
         return tuple(_plain(micro_batches, pp - rank if schedule == "1f1b" else micro_batches, rank, pp))
     # Beyond it a pipeline is as full as it gets; whole rounds, as some schedules want them.
@@ -54,15 +65,17 @@ def _plain(micro_batches: int, room: int, rank: int, pp: int) -> Iterator[Moment
     left = micro_batches - held  # forward passes still to come when the first backward pass begins
     # What comes next is a forward pass, which all but the first rank receive for, or a backward pass.
     following = sends if left else inner and held > 1
-    yield Moment(0, (held,), (0,), (False,), False, int(following), 0, False)
+    yield Moment(0, (held,), (0,), (Begun.NOTHING,), False, int(following), 0, False)
     # The last message was the forward pass's, where that has one.
     if left > 1:
-        yield Moment(0, (held,), (0,), (True,), False, int(sends), sends * (left - 1), sends and not inner)
+        yield Moment(
+            0, (held,), (0,), (Begun.ALL,), False, int(sends), sends * (left - 1), sends and not inner
+        )
     if left:
         following = inner and held > 1
-        yield Moment(0, (held,), (0,), (True,), False, int(following), sends * left, sends and not inner)
+        yield Moment(0, (held,), (0,), (Begun.ALL,), False, int(following), sends * left, sends and not inner)
     elif held > 1:
-        yield Moment(0, (held - 1,), (0,), (True,), False, int(inner and held > 2), int(sends), sends)
+        yield Moment(0, (held - 1,), (0,), (Begun.ALL,), False, int(inner and held > 2), int(sends), sends)
 
 
 @lru_cache(maxsize=1024)
@@ -70,7 +83,8 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
     split = schedule in SPLIT_BACKWARD
     stages = stages_of_rank(pp, chunks, schedule, rank)
     place = {stage: chunk for chunk, stage in enumerate(stages)}
-    held, deferred, done = [0] * len(stages), [0] * len(stages), [0] * len(stages)
+    held, deferred = [0] * len(stages), [0] * len(stages)
+    left = [Begun.NOTHING] * len(stages)
     waiting = sent = passed = 0
     just_sent = False
     # And how many gradients had been sent, when it was so for the last time.
@@ -87,18 +101,18 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
             waiting -= instruction.stage > 0 and instruction.stage - 1 not in place
         elif action is Action.WEIGHT:
             deferred[chunk] -= 1
+            left[chunk] = Begun.ALL
         else:
             waiting -= instruction.stage < pp * chunks - 1 and instruction.stage + 1 not in place
             passed -= instruction.stage + 1 in place
             half = split and action is Action.INPUT
-            begun = tuple(count > 0 for count in done)
             moment = Moment(
-                chunk, tuple(held), tuple(deferred), begun, half, waiting, 0, just_sent, passed
+                chunk, tuple(held), tuple(deferred), tuple(left), half, waiting, 0, just_sent, passed
             )
             seen.pop(moment, None)  # so that they are in the order of their last time
             seen[moment] = sent
             passed += instruction.stage - 1 in place
-            done[chunk] += 1
+            left[chunk] = max(left[chunk], Begun.ENDS if half else Begun.ALL)
             held[chunk] -= 1
             deferred[chunk] += half
     outermost = _outermost(seen)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shoal.predict.activations import Block
 from shoal.predict.gradients import Gradients
-from shoal.predict.inflight import Moment, bottom, moments
+from shoal.predict.inflight import Begun, Moment, bottom, moments
 from shoal.predict.offload import Waiting
 from shoal.predict.places import Chunk, Place, Run
 from shoal.predict.setting import Setting
@@ -66,7 +66,7 @@ def instants(
         for number, chunk in enumerate(place.chunks)
     ]
     scene = Scene(setting, place, rank, gradients, kept, away, below)
-    fullest: dict[tuple[int, tuple[bool, ...], bool], tuple[Instant, Moment]] = {}
+    fullest: dict[tuple[int, tuple[Begun, ...], bool], tuple[Instant, Moment]] = {}
     for moment in moments(layout.schedule, layout.pp, layout.chunks, question.accumulation, rank):
         # What comes on top depends on these three alone.
         kind = moment.chunk, moment.begun, moment.split
@@ -75,6 +75,8 @@ def instants(
             fullest[kind] = base, moment
     for base, moment in fullest.values():
         chunk = place.chunks[moment.chunk]
+        if layout.tp > 1 and not chunk.last:
+            yield _leaving(scene, moment, chunk, base)
         if chunk.last:
             yield from _in_the_head(scene, moment, chunk, base)
             yield _in_the_norm(scene, moment, chunk, base)
@@ -93,9 +95,10 @@ def _kept(setting: Setting, chunk: Chunk, upper: bool, lower: bool) -> Kept:
         one = common.blocks[run.experts, run.window]
         blocks += run.layers * one.resting
         deferred += run.layers * one.deferred
+    layout = setting.question.layout
     others = common.tables + (common.norm if chunk.last else 0.0)
     messages = 0.0
-    if setting.question.layout.pp > 1:
+    if layout.pp > 1:
         first = chunk.runs[0]
         if not chunk.first and common.blocks[first.experts, first.window].held_input:
             blocks -= common.stream  # it counts as what it came as
@@ -122,14 +125,22 @@ def _base(scene: Scene, moment: Moment) -> Instant:
         activations += micro_batches * kept.others + deferred * kept.deferred
         logits += micro_batches * kept.logits
         buffers += micro_batches * (kept.casts + kept.head_cast + kept.messages)
+    buffers += scene.gradients.standing
     if question.layout.pp > 1:
         buffers += _messages(scene, moment)
         activations += moment.passed * scene.setting.common.stream
-        # The gradient that a chunk was given is among what it still needs where weights' gradients are put off.
-        given = sum(
-            deferred
-            for number, (chunk, deferred) in enumerate(zip(scene.place.chunks, moment.deferred, strict=True))
-            if not chunk.last and not (scene.bottom and number == 0)
+        # The gradient that a chunk was given is among what it still needs where weights' gradients are put off; unless
+        # that was gathered from the tensor ranks.
+        given = (
+            0
+            if scene.setting.work.sp
+            else sum(
+                deferred
+                for number, (chunk, deferred) in enumerate(
+                    zip(scene.place.chunks, moment.deferred, strict=True)
+                )
+                if not chunk.last and not (scene.bottom and number == 0)
+            )
         )
         activations -= given * scene.setting.common.stream
         buffers += given * scene.setting.common.stream
@@ -152,36 +163,74 @@ def _messages(scene: Scene, moment: Moment) -> float:
     gloo, which cannot be asked whether a message has gone, keeps all of them to the end of the step; NCCL's go with the
     next message.
     """
-    chunks = scene.place.chunks
     sent = moment.sent if scene.setting.work.cpu else moment.just_sent
-    came = not chunks[moment.chunk].last and not (scene.bottom and moment.chunk == 0)
-    return (moment.waiting + came + sent) * scene.setting.common.stream
+    return (moment.waiting + _came(scene, moment) + sent) * scene.setting.common.stream
 
 
 def _in_the_head(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) -> Iterator[Instant]:
     """The loss, with logits and what is made of them; then the head's backward pass, with its weight's gradient."""
     common, kept, gradients = scene.setting.common, scene.kept[moment.chunk], scene.gradients
     found, layout = common.loss, scene.setting.question.layout
-    # The tokens of this rank, beside those that were gathered of them.
-    own = common.stream if layout.tp > 1 and layout.sp else 0.0
     grads, logits = gradients.there(moment, chunk, None), base.logits - found.resting
-    activations = base.activations + found.hidden
-    buffers = base.buffers + found.weight + gradients.in_the_loss(moment, chunk)
+    gathered = base.buffers + gradients.in_the_loss(moment, chunk)
+    if found.forward:
+        # The tokens of this rank, beside those that were gathered of them.
+        own = common.stream if layout.sp else 0.0
+        there = gathered + found.weight - found.adding + gradients.behind(chunk)
+        yield Instant(
+            "loss", grads, base.activations + own, logits + found.forward, there, base.host, base.nvme
+        )
+    if gathering := gradients.gathering(chunk):
+        there = base.buffers - kept.head_cast + gathering
+        yield Instant("head", grads, base.activations, logits, there, base.host, base.nvme)
+    activations, buffers = base.activations + found.hidden, gathered + found.weight
     # What a first backward pass makes stays as the gradient itself.
-    stays = found.adding if gradients.first(moment) else 0.0
+    first = gradients.first(moment)
+    stays = found.adding if first else 0.0
     grads, buffers = grads + stays, buffers - stays
-    yield Instant("loss", grads, activations + own, logits + found.peak, buffers, base.host, base.nvme)
+    yield Instant("loss", grads, activations, logits + found.peak, buffers, base.host, base.nvme)
     if gradients.adapters:
         return
+    alone = first and not found.adding
     made = buffers + found.product
-    if gradients.first(moment) and not found.adding and not found.added:
+    if alone and not found.added:
         grads, made = grads + found.product, buffers
     yield Instant("head", grads, activations, logits + found.given, made, base.host, base.nvme)
-    # The logits' gradients have gone, and with them the weight as it was multiplied.
-    made += found.added - kept.head_cast
-    if gradients.first(moment) and not found.adding:
+    # The logits' gradients have gone, and with them the weight as it was multiplied and what it was multiplied with.
+    made += found.added - kept.head_cast + gradients.in_the_head()
+    if alone:
         grads, made = grads + found.added, made - found.added
-    yield Instant("head", grads, activations, logits, made, base.host, base.nvme)
+    entering = 0.0 if found.adding else found.entering
+    left = activations - entering
+    yield Instant("head", grads, left, logits + entering, made, base.host, base.nvme)
+    if scene.setting.work.sp and scene.setting.work.rows > 1:
+        # Ranks are sent their parts of all sequences one after the other: they are put in order.
+        made -= 0.0 if first else found.product
+        left += found.entering + common.stream
+        yield Instant("head", grads, left, logits + entering, made, base.host, base.nvme)
+
+
+def _leaving(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) -> Instant:
+    """The end of the forward pass before: what the last projection leaves on a tensor rank, and a copy to be summed."""
+    setting = scene.setting
+    layout, common = setting.question.layout, setting.common
+    whole = common.stream * (layout.tp if layout.sp else 1)
+    copied = setting.work.rows > 1 or not layout.sp
+    came = common.stream if _came(scene, moment) else 0.0
+    return Instant(
+        "forward",
+        scene.gradients.there(moment, chunk, None),
+        base.activations + whole * (1 + copied),
+        base.logits,
+        base.buffers - came + scene.gradients.in_the_loss(moment, chunk),
+        base.host,
+        base.nvme,
+    )
+
+
+def _came(scene: Scene, moment: Moment) -> bool:
+    """Whether the gradient that a backward pass begins with was received."""
+    return not scene.place.chunks[moment.chunk].last and not (scene.bottom and moment.chunk == 0)
 
 
 def _in_the_norm(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) -> Instant:
@@ -200,7 +249,8 @@ def _in_the_norm(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) -> I
 
 def _in_the_blocks(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) -> Iterator[Instant]:
     """The last blocks of every run of equal ones, and the first blocks of all."""
-    kept, common, compute = scene.kept[moment.chunk], scene.setting.common, scene.setting.hold.compute
+    setting, kept = scene.setting, scene.kept[moment.chunk]
+    common, compute = setting.common, setting.hold.compute
     in_units = scene.gradients.way == "units"
     base = base._replace(
         activations=base.activations - (common.norm if chunk.last else 0.0),
@@ -212,8 +262,10 @@ def _in_the_blocks(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) ->
         one, last = common.blocks[run.experts, run.window], run.layers - 1
         freed = _let_go(scene, moment, one)
         cast = run.part.whole * compute if kept.casts else 0
-        # Beside the blocks next to the ends more is gathered and sent than beside those at the ends.
-        for done in {0, min(1, last), max(0, last - 1)} if in_units else {0, last}:
+        # Beside the blocks next to the ends more is gathered and sent than beside those at the ends; where several
+        # blocks are a unit, its first block is its end.
+        ends = (chunk.layers - 1 - after) % setting.question.layout.unit
+        for done in {0, min(1, last), max(0, last - 1), min(ends, last)} if in_units else {0, last}:
             before = base._replace(
                 activations=base.activations - done * freed, buffers=base.buffers - done * cast
             )
@@ -230,7 +282,8 @@ def _in_the_embedding(scene: Scene, moment: Moment, chunk: Chunk, base: Instant)
     freed = sum(
         run.layers * _let_go(scene, moment, common.blocks[run.experts, run.window]) for run in chunk.runs
     )
-    wide = common.stream * setting.hold.wide / setting.hold.compute
+    layout = setting.question.layout
+    wide = common.stream * setting.hold.wide / setting.hold.compute * (layout.tp if layout.sp else 1)
     grads, made = scene.gradients.in_the_embedding(moment)
     return Instant(
         "embedding",
@@ -254,9 +307,23 @@ def _entering(scene: Scene, moment: Moment, chunk: Chunk, blocks: int) -> float:
     if chunk.last:
         return 0.0
     stream = scene.setting.common.stream
+    # Where weights' gradients are put off, the first block goes on counting it as well.
+    twice = stream if moment.split and blocks and not scene.setting.work.sp else 0.0
     if scene.bottom and moment.chunk == 0:
-        return stream if blocks else 0.0
-    return 0.0 if blocks else -stream
+        return (stream if blocks else 0.0) - twice
+    return (0.0 if blocks else -stream) - twice
+
+
+def _is_sent_on(scene: Scene, moment: Moment, chunk: Chunk, blocks: int) -> bool:
+    """Gradients of the residual stream are added up in place, so what a chunk will send is there from early on.
+
+    From the first sum on, if the gradient was received; not where something else holds it as well.
+    """
+    sends = (
+        scene.setting.question.layout.pp > 1 and not chunk.first and not (scene.bottom and moment.chunk == 1)
+    )
+    held = moment.split and not scene.setting.work.sp
+    return sends and not held and (chunk.last or blocks > 0)
 
 
 def _in_a_block(
@@ -270,7 +337,14 @@ def _in_a_block(
     if setting.casts_again:
         buffers += run.part.whole * compute
     still = one.put_off if moment.split else 0.0
+    if moment.split and setting.work.recompute == "selective":
+        # The last product, which nobody uses again, is not kept where its weight's gradient is put off.
+        still -= compute * setting.question.model.hidden * setting.work.tokens
     base = base._replace(activations=base.activations + _entering(scene, moment, chunk, blocks))
+    if _is_sent_on(scene, moment, chunk, blocks):
+        stream = setting.common.stream
+        base = base._replace(activations=base.activations - stream, buffers=base.buffers + stream)
+        buffers += stream
     # In the order of time: of two that are as full, the first one is the peak.
     if gradients.way != "units":
         grads = gradients.there(moment, chunk, blocks, gradients.made(run, 1))
@@ -288,7 +362,7 @@ def _in_a_block(
         there = buffers - used + gradients.in_a_block(moment, chunk, run, blocks, count)
         activations = base.activations + size + still
         yield Instant(name, grads, activations, base.logits, there, base.host, base.nvme)
-    if gradients.way == "units":
+    if gradients.way == "units" and (chunk.layers - 1 - blocks) % setting.question.layout.unit == 0:
         left = base.activations - _let_go(scene, moment, one) + setting.common.stream
         late = base.buffers + gradients.after_a_unit(chunk, run, blocks)
         grads = gradients.there(moment, chunk, blocks)

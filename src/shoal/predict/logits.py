@@ -14,7 +14,7 @@ from shoal.facts.stack import Stack
 class Loss(NamedTuple):
     """Bytes on the rank that computes the loss, for one micro-batch."""
 
-    peak: float  # logits and what is made of them at the fullest moment
+    peak: float  # logits and what is made of them at the fullest moment of the backward pass
     resting: float  # kept between the passes
     cast: float  # kept beside them: the head's weight in the compute precision
     weight: float  # at the fullest moment: that weight, where it is not kept, and its gradient on the way
@@ -25,6 +25,8 @@ class Loss(NamedTuple):
     product: float = 0.0
     added: float = 0.0
     adding: float = 0.0  # of ``weight``, what the gradients of several pieces add up to
+    forward: float = 0.0  # as ``peak``, of the forward pass where that is fuller
+    entering: float = 0.0  # of ``given``, the hidden states'
 
 
 def loss(model: Model, tokens: int, tp: int, hold: Holdings, gathered: bool, stack: Stack) -> Loss:
@@ -46,19 +48,37 @@ def loss(model: Model, tokens: int, tp: int, hold: Holdings, gathered: bool, sta
         width = (4.0 if tp > 1 else 3.0) * hold.wide + also
         return Loss(width * rows * tokens, (hold.wide + also) * rows * tokens, copy, 0.0, 0.0)
     here = min(tokens, at_once)
-    # Backward: logarithms of the probabilities, their gradients, the logits' gradients. Split over ranks it is in the
-    # forward pass: logits, their distance from the largest, its exponential.
+    # Logarithms of the probabilities, their gradients, the logits' gradients. Split over ranks: the logits, made into
+    # their gradients in place, and their exponentials; but in the forward pass logits, their distance from the largest
+    # and its exponential.
     width = 3.0 * hold.wide * rows
+    forward = 0.0
     if tp > 1:
         # Of each token: its target's row and whether that is here; the largest logit, the sum, the target's.
-        width += 9 + 3 * hold.wide
-    given = hold.compute * (rows + model.hidden) * here
+        forward = (width + 9 + 3 * hold.wide) * here
+        width = 2.0 * hold.wide * rows
+    entering = hold.compute * model.hidden * here
+    given = hold.compute * rows * here + entering
     product, added = hold.compute * matrix, hold.gradient * matrix if hold.cast and not gathered else 0.0
     if tokens <= at_once:
-        return Loss(width * here, hold.wide * rows * tokens, copy, 0.0, 0.0, given, product, added)
+        return Loss(
+            width * here,
+            hold.wide * rows * tokens,
+            copy,
+            0.0,
+            0.0,
+            given,
+            product,
+            added,
+            0.0,
+            forward,
+            entering,
+        )
     # The gradients of the pieces before: of the weight, adding up, and of the hidden states.
     weight = matrix * (hold.compute if gathered else hold.gradient)
     ahead = hold.compute * model.hidden * (tokens - here)
     # Autograd adds the first two gradients up in a third tensor where they are views, as products give them.
     added = weight * (1 if hold.cast and not gathered else 2) - copy - product
-    return Loss(width * here, 0.0, 0.0, copy + weight, ahead, given, product, added, weight)
+    return Loss(
+        width * here, 0.0, 0.0, copy + weight, ahead, given, product, added, weight, forward, entering
+    )

@@ -8,7 +8,7 @@ there together, and the ledger is the largest of these sums, not a sum of maxima
 from __future__ import annotations
 
 from shoal.facts.ledger import Ledger
-from shoal.predict.device import host_share, on_top
+from shoal.predict.device import host_share, on_top, workspace
 from shoal.predict.gradients import gradients_of
 from shoal.predict.instants import Instant, instants
 from shoal.predict.offload import waiting
@@ -39,7 +39,7 @@ def _of_rank(setting: Setting, place: Place, rank: int) -> Ledger:
     fullest = max(instants(setting, place, rank, gradients, away), key=Instant.total)
     params, optimizer = round(states.params - away.params), round(states.optimizer - away.optimizer)
     grads, activations = round(fullest.grads), round(fullest.activations)
-    logits, buffers = round(fullest.logits), round(fullest.buffers)
+    logits, buffers = round(fullest.logits), round(fullest.buffers) + workspace(question)
     peak = params + grads + optimizer + activations + logits + buffers
     band = on_top(question, peak + round(gradients.in_other_streams(fullest.grads)))
     return Ledger(

@@ -11,6 +11,7 @@ from shoal.facts.model import Model
 from shoal.facts.schedule import SPLIT_BACKWARD
 from shoal.facts.stages import Stage, rank_of_stage, stages_of_rank
 from shoal.predict.held import cut_once
+from shoal.predict.inflight import bottom
 from shoal.predict.question import Question
 from shoal.predict.weights import Ends, Part, Split, adapters, block, ends
 
@@ -97,13 +98,15 @@ def pipeline_of(
 def _fullest(every: list[Place], last: int, schedule: str) -> tuple[int, ...]:
     """The two ends, and of ranks with equal blocks the first, which holds the most micro-batches.
 
-    The first rank of all is a kind of its own: it receives no activations. Where the backward pass is split also the
-    last of each kind, which has put off the most of it.
+    The first rank is a kind of its own: it receives no activations. So is the bottom of a V, where the two stages of a
+    rank send each other nothing. Where the backward pass is split also the last of each kind, which has put off the
+    most of it.
     """
-    first: dict[tuple[bool, tuple[tuple[Run, ...], ...]], int] = {}
-    final: dict[tuple[bool, tuple[tuple[Run, ...], ...]], int] = {}
+    first: dict[tuple[str, tuple[tuple[Run, ...], ...]], int] = {}
+    final: dict[tuple[str, tuple[tuple[Run, ...], ...]], int] = {}
     for rank, place in enumerate(every):
-        kind = rank == 0, tuple(chunk.runs for chunk in place.chunks)
+        end = "first" if rank == 0 else "bottom" if bottom(schedule, len(every), rank) else ""
+        kind = end, tuple(chunk.runs for chunk in place.chunks)
         first.setdefault(kind, rank)
         final[kind] = rank
     late = final.values() if schedule in SPLIT_BACKWARD else ()

@@ -24,7 +24,7 @@ from shoal.models.initial import Slice
 from shoal.observe.collectives import Call
 from shoal.observe.memory import Place
 from shoal.observe.origin import Origin
-from shoal.predict.device import on_top
+from shoal.predict.device import on_top, workspace
 from shoal.predict.memory import ledger, ledgers
 from shoal.predict.question import Question
 from shoal.predict.traffic import traffic
@@ -140,9 +140,9 @@ def _batch(question: Question) -> Batch:
 
 
 def _ledger(question: Question, stage: int, held: dict[str, int], at: Origin | None) -> Ledger:
+    held["buffers"] = held.get("buffers", 0) + held.pop("messages", 0) + workspace(question)
     peak = sum(held.values())
     band = on_top(question, peak)
-    held["buffers"] = held.get("buffers", 0) + held.pop("messages", 0)
     return Ledger(
         **{name: held.get(name, 0) for name in CATEGORIES},
         peak_allocated=peak,

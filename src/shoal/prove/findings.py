@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from shoal.facts.ledger import Ledger
@@ -16,7 +16,7 @@ from shoal.predict.question import Question
 CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "buffers")
 # How far a category, and the peak, may be off; and how little of the peak is not worth a word.
 TOLERANCE = 0.01
-NEGLIGIBLE = 0.001
+NEGLIGIBLE = 0.002
 MESSAGES = ("send", "receive")
 # Lines and modules that a finding names.
 NAMED = 3
@@ -91,12 +91,11 @@ def in_memory(seen: Ledger, predicted: Ledger, places: Mapping[Place, int]) -> I
         if abs(found - wanted) <= max(TOLERANCE * wanted, NEGLIGIBLE * predicted.peak_allocated):
             continue
         kinds = (category, "messages") if category == "buffers" else (category,)
-        held: Counter[str] = Counter()
-        for place, size in places.items():
-            if place.category in kinds:
-                held[_named(place)] += size
-        most = ", ".join(f"{name} {_size(size)}" for name, size in held.most_common(NAMED))
-        made = f"; the most is {most}" if most else ""
+        held = [(place, size) for place, size in places.items() if place.category in kinds]
+        most = _most((place.module or "no module", size) for place, size in held)
+        # What is kept too long may be little in each module: all that one line has made tells it better.
+        lines = _most((place.where, size) for place, size in held if place.where)
+        made = (f"; the most is in {most}" if most else "") + (f"; made by {lines}" if lines else "")
         yield Finding("memory", f"{category}: {_off(found, wanted)}{made}")
     if abs(seen.peak_allocated - predicted.peak_allocated) > TOLERANCE * predicted.peak_allocated:
         moment = f"{seen.instant}; predicted: {predicted.instant}"
@@ -117,9 +116,11 @@ def _listed(lines: Counter[str]) -> str:
     return ", ".join(f"{line or 'torch'} ({count:,} times)" for line, count in rarest[:NAMED])
 
 
-def _named(place: Place) -> str:
-    where = f" ({place.where})" if place.where else ""
-    return f"{place.module or 'no module'}{where}"
+def _most(sizes: Iterable[tuple[str, int]]) -> str:
+    total: Counter[str] = Counter()
+    for name, size in sizes:
+        total[name] += size
+    return ", ".join(f"{name} ({_size(size)})" for name, size in total.most_common(NAMED))
 
 
 def _off(found: int, wanted: int) -> str:

@@ -1,0 +1,225 @@
+"""The proof of the dry run: strategies that are broken on purpose are found, and named in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from tests.predict.counted import ask
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shoal.facts.clusters import find
+from shoal.facts.schedule import RECEIVES, SENDS, Instruction
+from shoal.models import attention
+from shoal.parallel import sequence, shard
+from shoal.parallel.execute import Executor
+from shoal.parallel.pipeline import Channels
+from shoal.parallel.zero import ShardedStates
+from shoal.predict.question import Question
+from shoal.prove.dryrun import Seen, dryrun
+from shoal.prove.findings import Finding, between_stages
+from shoal.prove.kernels import WrongKernel
+
+SMALL = {"layers": 4, "hidden": 64, "ffn": 160, "head_dim": 8, "vocab": 200}
+
+
+def question_of(layout: str) -> Question:
+    return ask(layout, SMALL, seq=64, batch=8)
+
+
+@cache
+def clean(layout: str, rank: int) -> Seen:
+    """A dry run of the strategies as they are; to be asked for before anything is broken."""
+    seen = dryrun(question_of(layout), rank)
+    assert seen.findings == []
+    return seen
+
+
+def the_one(findings: list[Finding], kind: str, begins: str = "") -> str:
+    (text,) = (one.text for one in findings if one.kind == kind and one.text.startswith(begins))
+    return text
+
+
+# An extra all-gather.
+
+
+def test_parameters_that_are_gathered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = clean("fsdp=2,zero=1", 0)
+    after_update = ShardedStates.after_update
+
+    def twice(states: ShardedStates) -> None:
+        after_update(states)
+        after_update(states)
+
+    monkeypatch.setattr(ShardedStates, "after_update", twice)
+    seen = dryrun(once.question, 0)
+    assert not seen.matches
+    text = the_one(seen.findings, "traffic")
+    # Once a bucket, and there are two.
+    assert text.startswith("all_gather in fsdp: 4 calls with ") and "predicted 2 calls with " in text
+    assert "parallel/zero.py:" in text and "(4 times)" in text
+
+
+def test_one_gather_too_many_in_the_midst_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    clean("tp=2", 1)
+    leave = sequence.Stream.leave
+
+    def gathered(stream: sequence.Stream, partial: Tensor) -> Tensor:
+        summed = leave(stream, partial)
+        sequence.all_gather(summed.detach(), stream.group, stream.ranks)
+        return summed
+
+    monkeypatch.setattr(sequence.Stream, "leave", gathered)
+    seen = dryrun(question_of("tp=2"), 1)
+    text = the_one(seen.findings, "traffic")
+    # Two in each of four blocks, and one after the embedding.
+    said = {(row.op, row.group): row.count for row in seen.predicted_traffic}["all_gather", "tp"]
+    assert text.startswith(f"all_gather in tp: {said + 9} calls with ")
+    assert "parallel/sequence.py:" in text
+
+
+# A forgotten reshard.
+
+
+def test_parameters_that_stay_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = clean("fsdp=2", 0)
+    fully_shard = shard.fully_shard
+
+    def kept(modules: Any, **options: Any) -> Any:
+        return fully_shard(modules, **{**options, "reshard_after_forward": False})
+
+    monkeypatch.setattr(shard, "fully_shard", kept)
+    seen = dryrun(freed.question, 0)
+    gathers = the_one(seen.findings, "traffic")
+    assert gathers.startswith("all_gather in fsdp: ") and seen.traffic < seen.predicted_traffic
+    held = the_one(seen.findings, "memory", "buffers")
+    assert seen.memory.buffers > 2 * freed.memory.buffers
+    # By the blocks that are still there, and by the line that runs them.
+    assert "layers.3 " in held and "layers.2 " in held and "models/decoder.py:" in held
+
+
+# Buffers kept alive.
+
+
+def test_gathered_tokens_that_are_never_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    clean("tp=2,recompute=full", 0)
+    all_gather, kept = sequence.all_gather, []
+
+    def keeping(*arguments: Any) -> Tensor:
+        kept.append(all_gather(*arguments))
+        return kept[-1]
+
+    monkeypatch.setattr(sequence, "all_gather", keeping)
+    seen = dryrun(question_of("tp=2,recompute=full"), 0)
+    assert seen.matches
+    text = the_one(seen.findings, "memory", "activations")
+    assert "self_attn" in text and "parallel/sequence.py:" in text
+    assert the_one(seen.findings, "memory", "peak")
+
+
+def test_messages_that_are_kept_after_their_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clean("pp=2,micro=1", 0)
+    monkeypatch.setattr(Channels, "has_arrived", lambda channels, message: None)
+    seen = dryrun(question_of("pp=2,micro=1"), 0)
+    assert seen.matches
+    text = the_one(seen.findings, "memory", "buffers")
+    # The output of the stage's last block is what it sends.
+    assert "layers.1" in text
+
+
+# Swapped sends.
+
+
+def test_a_message_to_the_wrong_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    clean("pp=4,micro=2", 1)
+    send = Channels.send
+
+    def astray(channels: Channels, tensor: Tensor, message: Instruction) -> None:
+        assert message.peer is not None
+        send(channels, tensor, replace(message, peer=2 - message.peer))
+
+    monkeypatch.setattr(Channels, "send", astray)
+    seen = dryrun(question_of("pp=4,micro=2"), 1)
+    text = the_one(seen.findings, "messages")
+    assert text.startswith("message 3 of the step is a send of ") and "with pipeline rank 0;" in text
+    assert "the schedule has SF1.0>2, a send of " in text and "parallel/pipeline.py:" in text
+
+
+def test_messages_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    clean("pp=4,micro=2", 1)
+    program_of = Executor._program
+
+    def swapped(executor: Executor, micro_batches: int) -> list[Instruction]:
+        """The first receive comes before the send that it stood behind."""
+        program = list(program_of(executor, micro_batches))
+        for number, (one, other) in enumerate(pairwise(program)):
+            if one.action in SENDS and other.action in RECEIVES:
+                program[number], program[number + 1] = other, one
+                return program
+        return program  # of the one micro-batch that warms up
+
+    monkeypatch.setattr(Executor, "_program", swapped)
+    seen = dryrun(question_of("pp=4,micro=2"), 1)
+    assert seen.matches  # the numbers are the same
+    text = the_one(seen.findings, "messages")
+    assert "is a receive of " in text and "the schedule has SF1.0>2, a send of " in text
+
+
+def test_a_send_that_is_not_what_its_receiver_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = clean("pp=2,micro=1", 0), clean("pp=2,micro=1", 1)
+    assert list(between_stages([first.calls, second.calls])) == []
+    send = Channels.send
+
+    def halved(channels: Channels, tensor: Tensor, message: Instruction) -> None:
+        send(channels, tensor[:, ::2], message)
+
+    monkeypatch.setattr(Channels, "send", halved)
+    broken = dryrun(first.question, 0)
+    text = the_one(list(between_stages([broken.calls, second.calls])), "messages")
+    size = 64 * 64 * 4
+    assert text.startswith(f"pipeline rank 0 to 1: message 1 leaves with {size // 2:,} bytes of float32 (")
+    assert f"is expected with {size:,} of float32 (parallel/pipeline.py:" in text
+    # The stage's own messages tell as well, before its neighbour has been run.
+    assert "message 1 of the step" in the_one(broken.findings, "messages")
+
+
+def test_a_stage_that_forgets_a_message() -> None:
+    first, second = clean("pp=2,micro=1", 0), clean("pp=2,micro=1", 1)
+    forgotten = [call for call in first.calls if call.op == "send"][-1]
+    calls = [call for call in first.calls if call is not forgotten]
+    text = the_one(list(between_stages([calls, second.calls])), "messages")
+    assert text == "pipeline rank 0 to 1: 7 messages are sent and 8 received"
+
+
+# Wrong shapes and wrong kernels end the dry run.
+
+
+def test_a_shape_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    clean("tp=2,pp=2", 2)
+    shape_of = Executor._hidden_shape
+
+    def all_tokens(executor: Executor, batch: Any) -> tuple[int, int, int]:
+        rows, length, width = shape_of(executor, batch)
+        return rows, length * executor.layout.tp, width
+
+    monkeypatch.setattr(Executor, "_hidden_shape", all_tokens)
+    with pytest.raises(RuntimeError, match="Mismatching"):
+        dryrun(question_of("tp=2,pp=2"), 2)
+
+
+@pytest.mark.parametrize("cluster", ["1xcpu", "1xH100"])
+def test_attention_that_no_longer_is_fused(cluster: str) -> None:
+    question = replace(question_of("dp=1"), cluster=find(cluster))
+    assert dryrun(question, 0).findings == []
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(WrongKernel, match=r"_safe_softmax.* fused attention"):
+        dryrun(question, 0)
+
+
+def test_attention_that_no_kernel_is_known_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", lambda query, *rest, **options: query)
+    with pytest.raises(WrongKernel, match="no kernel of attention that is known"):
+        dryrun(question_of("dp=1"), 0)
