@@ -1,6 +1,6 @@
 """Steps measured on a GPU, for predictions to be held against: one rank, and ranks that share the GPU.
 
-``python benchmarks/predicted.py alone|shared [FIRST]``: a row a case in ``results/predicted.jsonl``, with the peak of
+``python benchmarks/predicted.py alone|shared|blind [FIRST]``: a row a case in ``results/predicted.jsonl``, with the peak of
 allocated bytes of every rank and the step's seconds; FIRST is the number of the case to begin with. Ranks that share a
 GPU have the memory of ranks that do not, but not their speed. Nothing that predicts reads these rows;
 ``benchmarks/accuracy.py`` sets them beside the prediction.
@@ -124,6 +124,26 @@ SHARED = (
     Case(LARGE, "tp=2,micro=1,recompute=full", 2048, 1, HALF),
 )
 
+# Measured for the first time when nothing that predicts was changed any more.
+BLIND = (
+    Case(LARGE, "micro=1", 4096, 1, HALF, {"tied": True}),
+    Case(LARGE, "micro=1,recompute=full", 2048, 1, {"optimizer": "sgd"}),
+    Case(SMALL, "micro=3", 3072, 3),
+    Case(SMALL, "micro=6,recompute=selective", 1536, 12, changes={"tied": False}),
+    Case(SMALL, "micro=5,recompute=full", 2560, 5, {"precision": "fp32"}, {"layers": 12}),
+    Case(LARGE, "micro=3", 1536, 3, HALF, {"layers": 24}),
+    Case(LARGE, "micro=4,recompute=selective", 2048, 4, changes={"layers": 16}),
+    Case(SMALL, "dp=2,micro=1", 2048, 4),
+    Case(SMALL, "fsdp=4,unit=2,micro=1", 2048, 4, changes={"tied": False}),
+    Case(SMALL, "fsdp=2,zero=1,tp=2,micro=1", 2048, 4),
+    Case(SMALL, "fsdp=2,tp=2,micro=3,recompute=full", 2048, 6),
+    Case(SMALL, "pp=2,schedule=dualpipev,micro=1", 2048, 4),
+    Case(SMALL, "pp=2,schedule=zb,micro=2,recompute=selective", 1024, 8),
+    Case(SMALL, "pp=4,micro=1", 2048, 8, changes={"tied": False}),
+    Case(SMALL, "tp=4,sp=0,micro=3", 1024, 3),
+    Case(SMALL, "tp=2,pp=2,micro=2", 1024, 8),
+)
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -189,7 +209,7 @@ def _batch(question: Question, device: torch.device) -> Batch:
 
 
 def main() -> None:
-    kinds = {"alone": ALONE, "shared": SHARED}
+    kinds = {"alone": ALONE, "shared": SHARED, "blind": BLIND}
     if len(sys.argv) < 2 or sys.argv[1] not in kinds:
         sys.exit(__doc__)
     local.warm_workers((*local.PRELOAD, "shoal.launch.join"))
@@ -200,7 +220,9 @@ def main() -> None:
         except RankFailed as failure:
             print(f"{case}: {failure}\n{failure.text[-1500:]}", flush=True)
             continue
-        record("predicted", kind=sys.argv[1], **asdict(case), ranks=[asdict(one) for one in ranks])
+        kind = "alone" if world == 1 else "shared"
+        measured = [asdict(one) for one in ranks]
+        record("predicted", kind=kind, blind=sys.argv[1] == "blind", **asdict(case), ranks=measured)
 
 
 if __name__ == "__main__":
