@@ -1,8 +1,8 @@
 """Steps measured on a GPU, for predictions to be held against: one rank, and ranks that share the GPU.
 
-``python benchmarks/predicted.py alone|shared|blind [FIRST]``: a row a case in ``results/predicted.jsonl``, with the peak of
-allocated bytes of every rank and the step's seconds; FIRST is the number of the case to begin with. Ranks that share a
-GPU have the memory of ranks that do not, but not their speed. Nothing that predicts reads these rows;
+``python benchmarks/predicted.py alone|shared|blind [FIRST]``: a row a case in ``results/predicted.jsonl``, with the
+peak of allocated bytes of every rank and the step's seconds; FIRST is the number of the case to begin with. Ranks that
+share a GPU have the memory of ranks that do not, but not their speed. Nothing that predicts reads these rows;
 ``benchmarks/accuracy.py`` sets them beside the prediction.
 """
 
@@ -103,8 +103,6 @@ ALONE = (
     Case(LARGE, "micro=1,recompute=full", 8192, 2, HALF),
     Case(LARGE, "micro=2,recompute=selective", 2048, 2, HALF),
     Case(LARGE, "micro=1,recompute=selective", 4096, 1, HALF),
-    Case(LARGE, "micro=1", 4096, 1, HALF, {"tied": True}),
-    Case(LARGE, "micro=1,recompute=full", 2048, 1, {"optimizer": "sgd"}),
 )
 SHARED = (
     Case(SMALL, "fsdp=2,micro=2", 2048, 4),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from predicted import ALONE, SHARED, Case
+from predicted import BLIND as BLIND_CASES
 
 from shoal.facts import calibrationfile
 from shoal.facts.measurements import Measurements
@@ -70,6 +71,7 @@ class Row:
     question: Question
     peaks: list[Pair]  # bytes allocated, of every rank
     step: Pair | None  # seconds; None where ranks shared the GPU
+    blind: bool  # measured when nothing that predicts was changed any more
 
     @property
     def worst_rank(self) -> int:
@@ -118,7 +120,7 @@ def _row(found: dict[str, Any]) -> Row:
     stages = [coordinates(rank, question.layout)["pp"] for rank in range(len(ranks))]
     peaks = [Pair(rank["peak"], said[stage]) for rank, stage in zip(ranks, stages, strict=True)]
     timed = Pair(ranks[0]["step_s"], step(question).seconds) if len(ranks) == 1 else None
-    return Row(case, question, peaks, timed)
+    return Row(case, question, peaks, timed, found.get("blind", False))
 
 
 @contextmanager
@@ -178,8 +180,9 @@ def _circumstances(calibration: Measurements) -> Iterator[str]:
         f"No constant was fitted to these rows. Peaks come from shapes and {WORKSPACE // 2**20} MiB of cuBLAS's",
         "workspaces, a size that was seen before; times from kernels that were timed one by one, among whose",
         f"{products} products are those of these two models' layers. But what the code holds was counted anew after",
-        f"these rows were seen, so for peaks they are no blind test. `{BLIND}`, from before the first row, is one: its",
-        "mean and worst errors stand in the last column.",
+        f"most of these rows were seen, so for peaks they are no blind test. `{BLIND}`, from before the first row, is",
+        "one: its mean and worst errors stand in the last column. The rows marked * are another one: they were",
+        "measured for the first time when nothing that predicts was changed any more.",
     )
 
 
@@ -194,10 +197,17 @@ def _alone(found: Sequence[Row]) -> Iterator[str]:
         recipe, model = question.recipe, question.model
         assert timed is not None
         yield (
-            f"| {model.name} | {recipe.seq} | {question.micro} | {recipe.batch} | {question.layout.recompute} "
+            f"| {_model(row)} | {recipe.seq} | {question.micro} | {recipe.batch} | {question.layout.recompute} "
             f"| {recipe.precision} | {recipe.states} | {'yes' if model.tied else 'no'} | {_memory(peak)} "
             f"| {timed.measured * 1e3:.1f} | {timed.predicted * 1e3:.1f} | {timed.error:+.1%} |"
         )
+
+
+def _model(row: Row) -> str:
+    """Its name, what was changed of it that no column says, and whether it is a blind row."""
+    layers = f", {row.question.model.layers} layers" if "layers" in row.case.changes else ""
+    untied = ", untied" if row.step is None and row.case.changes.get("tied") is False else ""
+    return f"{row.case.model}{layers}{untied}{' *' if row.blind else ''}"
 
 
 def _memory(peak: Pair) -> str:
@@ -205,10 +215,14 @@ def _memory(peak: Pair) -> str:
 
 
 def _alone_summary(found: Sequence[Row]) -> Iterator[str]:
-    peaks = [row.peaks[0] for row in found]
-    times = [row.step for row in found if row.step is not None]
+    seen, blind = [[row for row in found if row.blind is kind] for kind in (False, True)]
     yield from _summaries(
-        (("peak allocated", peaks, PEAK, BLIND_PEAK), ("step", times, STEP, BLIND_STEP)),
+        (
+            ("peak allocated", [row.peaks[0] for row in seen], PEAK, BLIND_PEAK),
+            ("peak allocated *", [row.peaks[0] for row in blind], PEAK, None),
+            ("step", [row.step for row in seen if row.step], STEP, BLIND_STEP),
+            ("step *", [row.step for row in blind if row.step], STEP, None),
+        ),
     )
     yield ""
     yield from prose(
@@ -216,14 +230,17 @@ def _alone_summary(found: Sequence[Row]) -> Iterator[str]:
     )
 
 
-def _summaries(lines: Iterable[tuple[str, Sequence[Pair], Errors, Errors]]) -> Iterator[str]:
+def _summaries(lines: Iterable[tuple[str, Sequence[Pair], Errors, Errors | None]]) -> Iterator[str]:
     yield f"| | number | mean error | wanted | worst | wanted | bias | blind (`{BLIND}`) |"
     yield "|" + "---|" * 8
     for name, pairs, wanted, blind in lines:
+        if not pairs:
+            continue
         found = summary(pairs)
+        then = f"{blind.mean:.2%}, {blind.worst:.2%}" if blind else "the row itself"
         yield (
             f"| {name} | {found.number} | {found.mean:.2%} | {wanted.mean:.1%} | {found.worst:.2%} "
-            f"| {wanted.worst:.1%} | {found.bias:+.2%} | {blind.mean:.2%}, {blind.worst:.2%} |"
+            f"| {wanted.worst:.1%} | {found.bias:+.2%} | {then} |"
         )
 
 
@@ -237,24 +254,31 @@ def _shared(found: Sequence[Row]) -> Iterator[str]:
     for row in found:
         recipe, rank = row.question.recipe, row.worst_rank
         yield (
-            f"| {row.case.model} | {recipe.seq} | {recipe.batch} | {row.case.layout} | {recipe.states} "
+            f"| {_model(row)} | {recipe.seq} | {recipe.batch} | {row.case.layout} | {recipe.states} "
             f"| {len(row.peaks)} | {rank} | {_memory(row.peaks[rank])} |"
         )
 
 
 def _shared_summary(found: Sequence[Row]) -> Iterator[str]:
-    ranks = [peak for row in found for peak in row.peaks]
-    yield from _summaries((("peak allocated, all ranks", ranks, PEAK, BLIND_SHARED),))
+    seen, blind = [
+        [peak for row in found if row.blind is kind for peak in row.peaks] for kind in (False, True)
+    ]
+    yield from _summaries(
+        (
+            ("peak allocated, all ranks", seen, PEAK, BLIND_SHARED),
+            ("peak allocated, all ranks *", blind, PEAK, None),
+        )
+    )
     yield ""
     yield from prose(
-        f"Blind, this goal was missed: layouts with `tp` were up to {BLIND_SHARED.worst:.1%} off. What a rank of those",
-        "really holds was found by their dry runs, and then counted.",
+        f"At `{BLIND}` this goal was missed: layouts with `tp` were up to {BLIND_SHARED.worst:.1%} off. What a rank of",
+        "those really holds was found by their dry runs, and then counted; the rows marked * came after that.",
     )
 
 
 def _not_measured() -> Iterator[str]:
     have = {_name(row) for row in measured()}
-    missing = [case for case in (*ALONE, *SHARED) if _name(asdict(case)) not in have]
+    missing = [case for case in (*ALONE, *SHARED, *BLIND_CASES) if _name(asdict(case)) not in have]
     yield from prose("- Compiled networks: the engine does not compile yet, so every row is eager.")
     yield from prose(
         "- Several GPUs: ranks of one layout shared one, so neither the time of a layout with more than one rank nor",

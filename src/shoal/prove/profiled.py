@@ -123,7 +123,9 @@ def _traced(program: Program, steps: Iterator[tuple[int, list[Batch]]], path: Pa
     activities = [ProfilerActivity.CPU]
     if program.mesh.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1)) as profiler:
+    # Events of more than one cycle: there is only one, but without it torch warns that it would forget others.
+    cycle = schedule(wait=0, warmup=1, active=1)
+    with profile(activities=activities, schedule=cycle, acc_events=True) as profiler:
         _timed(program, steps)
         profiler.step()
         with record_function(trace.STEP):
