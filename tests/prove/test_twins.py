@@ -59,7 +59,7 @@ def little_to_collect() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.parametrize(("number", "layout"), enumerate(FULL), ids=FULL)
+@pytest.mark.parametrize(("number", "layout"), list(enumerate(FULL)), ids=FULL)
 def test_a_layout_of_the_full_proof_costs_what_is_predicted(number: int, layout: str) -> None:
     parsed = Layout.parse(layout)
     changes = {**SMALL, "layers": max(3, parsed.unit, parsed.pp * parsed.chunks)}

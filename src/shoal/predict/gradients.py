@@ -88,8 +88,8 @@ class Gradients(NamedTuple):
             arrived += self._of(chunk.blocks, shares) * whole // chunk.layers
             if self.way == "alone" and not self.adapters:
                 arrived += made
-            elif self.way == "piped units" and not self.adapters:
-                arrived += made * self.hold.compute / self.hold.reduce  # not yet as it will be added up
+        if self.way == "piped units" and not self.adapters and blocks is not None:
+            arrived += self._fresh(moment, chunk, blocks, made)
         if not here and blocks is not None and chunk.last and not self.adapters:
             # A matrix that the embedding shares is one unit with it, which is done at the very end.
             tied = shares and self.question.model.tied
@@ -112,7 +112,23 @@ class Gradients(NamedTuple):
         """As a forward pass comes to a head of its own: the unit before it and the head, both also in one piece."""
         if self.way != "units" or not self.frees or self.question.model.tied:
             return 0.0
-        return 2 * self.hold.compute * (self._unit(chunk.runs[-1]) + self.place.ends.head.dense)
+        unit = self._unit_at(chunk.runs[-1], 0, chunk)
+        return 2 * self.hold.compute * (unit + self.place.ends.head.dense)
+
+    def _fresh(self, moment: Moment, chunk: Chunk, blocks: int, made: int) -> float:
+        """In a pipeline's units: gradients as the products gave them, until FSDP adds a whole unit's to the others.
+
+        In one precision they are added at once; where they are put off, FSDP hears of them at the end of the step.
+        """
+        narrower = self.hold.compute / self.hold.reduce
+        if narrower == 1:
+            return 0.0 if moment.split or moment.begun[moment.chunk] is Begun.ALL else made
+        if moment.split:
+            chunks = zip(self.place.chunks, moment.begun, strict=True)
+            return narrower * sum(self._of(one.blocks, False) for one, begun in chunks if begun is Begun.ALL)
+        in_unit = self._of(chunk.blocks, False) * self._done_of_unit(chunk, blocks) / chunk.layers
+        counted = 0.0 if moment.begun[moment.chunk] is Begun.ALL else in_unit
+        return narrower * (made + in_unit) - counted
 
     def behind(self, chunk: Chunk) -> float:
         """In a forward pass FSDP keeps what it gathered last in one piece as well, until it gathers again."""
@@ -214,6 +230,8 @@ class Gradients(NamedTuple):
         """The first weight gradient of a block: as the product gives it; then, its input gone, as it is added up."""
         if self.adapters or moment.split:
             return 0.0
+        if self.way == "piped units" and (self.hold.cast or moment.begun[moment.chunk] is not Begun.ALL):
+            return 0.0  # it stays as it is for a while, and counts as a gradient
         hold, made = self.hold, self.made(run, 1)
         again = (
             hold.gradient * made

@@ -220,7 +220,7 @@ def _leaving(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) -> Insta
     return Instant(
         "forward",
         scene.gradients.there(moment, chunk, None),
-        base.activations + whole * (1 + copied),
+        base.activations + whole * (1 + copied) + (common.stream if layout.sp else 0.0),
         base.logits,
         base.buffers - came + scene.gradients.in_the_loss(moment, chunk),
         base.host,

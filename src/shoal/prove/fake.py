@@ -24,6 +24,7 @@ from shoal.facts.layout import Layout
 from shoal.observe.origin import current_node
 from shoal.observe.subclasses import takes_itself_apart
 from shoal.parallel.mesh import Mesh
+from shoal.prove.shapes import Shapes
 
 
 @contextmanager
@@ -43,11 +44,20 @@ def fake_rank(layout: Layout, rank: int, transport: str) -> Iterator[Mesh]:
 @contextmanager
 def without_data() -> Iterator[None]:
     """Tensors that are made inside have no values."""
-    with FakeTensorMode(allow_non_fake_inputs=True), _Readings():
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, _Readings(Shapes(mode)):
         yield
 
 
-class SumsInPlace(TorchDispatchMode):
+class Mode(TorchDispatchMode):
+    """A mode of a dry run, where nothing is compiled: without the wrappers that keep torch's compiler away."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class SumsInPlace(Mode):
     """Autograd adds a gradient to one that it alone holds in place, but not while a mode is looking: here it does.
 
     To be entered last, for others on top of it would hold the tensors as well. It is for tensors without data alone: a
@@ -79,8 +89,12 @@ def _is_autograds_alone(tensor: Any) -> bool:
     return alone and caller.f_code.co_name == "_engine_run_backward"
 
 
-class _Readings(TorchDispatchMode):
+class _Readings(Mode):
     """A number that is read off a tensor without data is 1: a finite loss and a finite norm, so the step goes on."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__()
+        self._shapes = shapes
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -91,7 +105,7 @@ class _Readings(TorchDispatchMode):
         if takes_itself_apart(types):
             return NotImplemented
         if func is not torch.ops.aten._local_scalar_dense.default:
-            return func(*args, **(kwargs or {}))
+            return self._shapes(func, args, kwargs or {})
         try:
             return func(*args)
         except DataDependentOutputException:

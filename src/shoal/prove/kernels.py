@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.facts.holdings import COMPUTE_BYTES
 from shoal.facts.kernels import AttentionKernel, answers_by_token, attention_kernel
 from shoal.observe.subclasses import takes_itself_apart
 from shoal.predict.question import Question
+from shoal.prove.fake import Mode
 
 # What tensors without data are given on this side: a CPU's kernel keeps what CUDA's fused ones keep, which is queries,
 # keys, values, the result and a logarithm for each query and head. The unfused form is the same code everywhere.
@@ -31,7 +31,7 @@ class WrongKernel(RuntimeError):
     """The step went through another kernel than the target device would use."""
 
 
-class Kernels(TorchDispatchMode):
+class Kernels(Mode):
     """Notes which kernels of attention a step goes through."""
 
     def __init__(self, wanted: AttentionKernel, device: str, by_token: bool) -> None:
