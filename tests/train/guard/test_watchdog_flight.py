@@ -119,8 +119,8 @@ def _recorded_by_torch(rank: int, world: int, path: Path) -> None:
     dist.all_reduce(torch.ones(4), group=group)
     content = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
     first, second = content["entries"][-2:]
-    assert first["retired"] and second["retired"]
-    second["retired"] = False
+    # gloo's own thread retires an entry some time after the caller has gone on: what a device would say is set here.
+    first["retired"], second["retired"] = True, False
     nccl.dump_of(path, rank).write_bytes(pickle.dumps({**content, "entries": [first, second]}, protocol=2))
     assert nccl.pending(nccl.dump_of(path, rank)) == [nccl.Pending(group.group_name, "all_reduce", 1, False)]
 
