@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 from rich.console import Console
 
 from shoal.facts import calibration, calibrationfile
@@ -17,6 +18,7 @@ from shoal.facts.presets import PRESETS
 from shoal.launch import local
 from shoal.launch.report import Report
 from shoal.plan.resolve import resolve
+from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory
 from tests import ranks
@@ -108,14 +110,18 @@ class Run:
     def hexes(self) -> list[str]:
         return [row["loss_hex"] for row in self.rows]
 
-    def pieces(self) -> dict[str, str]:
-        """The hash of every piece of the last checkpoint: equal hashes are equal bits."""
-        from shoal.train.checkpoint.directory import latest
-        from shoal.train.checkpoint.manifest import read_manifest
+    def checkpoint(self) -> Checkpoint:
+        """The last one."""
+        return Checkpoint(self.directory.disk, self.directory.disk.committed()[-1])
 
-        checkpoint = latest(self.directory.checkpoints)
-        assert checkpoint is not None
-        return {f"{piece.state} {piece.tensor}": piece.hash for piece in read_manifest(checkpoint).pieces}
+    def tensors(self) -> dict[str, str]:
+        """The hash of every tensor of the last checkpoint, however it is cut: equal hashes are equal bits."""
+        checkpoint = self.checkpoint()
+        keys = sorted({(piece.state, piece.tensor) for piece in checkpoint.manifest.pieces})
+        return {
+            f"{state} {name}": blake3(checkpoint.tensor(state, name).numpy().tobytes()).hexdigest()
+            for state, name in keys
+        }
 
 
 @pytest.fixture

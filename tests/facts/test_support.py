@@ -57,7 +57,6 @@ def test_layouts_that_are_not_run(layout: str, what: str, fix: str) -> None:
         {"recipe": {"precision": "fp8"}},
         {"recipe": {"states": "int8"}},
         {"compile": {"enabled": True}},
-        {"checkpoint": {"background": True}},
         *({"track": {tracker: True}} for tracker in ("tensorboard", "wandb", "mlflow", "trackio")),
     ],
 )

@@ -19,7 +19,6 @@ from tests.conftest import Train
 from shoal.facts.configfile import load
 from shoal.facts.problem import BadInput
 from shoal.launch.report import FAILED, FINISHED, STOPPED
-from shoal.train.checkpoint.directory import committed
 from shoal.train.rundir import RunDirectory
 
 
@@ -38,7 +37,7 @@ def test_a_run_leaves_what_the_contract_names(train: Train) -> None:
     assert run.rows[2]["heldout_loss"] and run.rows[-1]["heldout_loss"] and "heldout_loss" not in run.rows[0]
     samples = [json.loads(line) for line in directory.samples.read_text().splitlines()]
     assert [row["step"] for row in samples] == [3, 6]
-    assert [step for step, _ in committed(directory.checkpoints)] == [4, 6]
+    assert directory.disk.committed() == [4, 6]
     assert json.loads(directory.plan.read_text())["layout"] == "dp=1"
 
 
@@ -71,14 +70,14 @@ def test_a_signal_finishes_the_step_commits_and_the_same_command_continues(
         stopped = train("stopped", "dp=2", **options)
     assert stopped.report.code == STOPPED, stopped.report.message
     assert 5 <= stopped.report.step == len(stopped.rows) < 150
-    assert [step for step, _ in committed(stopped.directory.checkpoints)] == [stopped.report.step]
+    assert stopped.directory.disk.committed() == [stopped.report.step]
     if number != signal.SIGTERM:
         return
     continued = train("stopped", "dp=2", **options)
     assert continued.report.code == FINISHED
     whole = train("whole", "dp=2", **options)
     assert continued.hexes == whole.hexes
-    assert continued.pieces() == whole.pieces()
+    assert continued.tensors() == whole.tensors()
 
 
 def test_a_run_continues_in_another_layout(train: Train, tmp_path: Path) -> None:
@@ -96,19 +95,19 @@ def test_a_run_continues_in_another_layout(train: Train, tmp_path: Path) -> None
     assert moved.report.code == FINISHED, moved.report.message
     assert list(dict.fromkeys(row["layout"] for row in moved.rows)) == ["fsdp=2", "tp=2", "pp=2"]
     assert moved.losses == pytest.approx(whole.losses, rel=1e-10)
-    assert moved.pieces().keys() == whole.pieces().keys()
+    assert moved.tensors().keys() == whole.tensors().keys()
 
 
 def test_strict_runs_are_the_same_to_the_bit_in_any_layout(train: Train) -> None:
     """Losses, weights and optimizer states. Rows have unequal numbers of targets."""
     options = {"run__strict": True, "data__packing": False, "evaluate__samples": 1}
     alone = train("alone", **options)
-    assert {key.split()[0] for key in alone.pieces()} == {"weight", "exp_avg", "exp_avg_sq"}
+    assert {key.split()[0] for key in alone.tensors()} == {"weight", "exp_avg", "exp_avg_sq"}
     for layout in ("fsdp=2", "pp=2"):
         other = train(layout, layout, **options)
         assert other.report.code == FINISHED, other.report.message
         assert other.hexes == alone.hexes, layout
-        assert other.pieces() == alone.pieces(), layout
+        assert other.tensors() == alone.tensors(), layout
         assert other.rows[-1]["heldout_loss"] == alone.rows[-1]["heldout_loss"], layout
         assert other.directory.samples.read_text() == alone.directory.samples.read_text(), layout
 
@@ -123,7 +122,7 @@ def test_a_killed_worker_is_replaced_and_the_curve_is_the_same(train: Train, tmp
     assert faults[0]["resumed_step"] >= 20
     whole = train("whole", "dp=2", **options)
     assert killed.hexes == whole.hexes
-    assert killed.pieces() == whole.pieces()
+    assert killed.tensors() == whole.tensors()
 
 
 def test_a_worker_that_keeps_dying_is_named(train: Train, tmp_path: Path) -> None:

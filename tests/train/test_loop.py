@@ -11,7 +11,6 @@ import pytest
 import torch
 from tests.train.conftest import network_of
 
-from shoal.train.checkpoint.directory import committed
 from shoal.train.data.loader import Batch, _collate
 from shoal.train.loop import Outcome, Training
 from shoal.train.metrics.rows import read_rows
@@ -138,10 +137,10 @@ def collate(made: Training, numbers: range) -> Batch:
 def test_checkpoints_are_kept_and_the_last_step_is_committed(training: MakeTraining) -> None:
     kept = training("kept", recipe__steps=7, checkpoint__every=2, checkpoint__keep=2)
     run(kept)
-    assert [step for step, _ in committed(kept.run.checkpoints)] == [6, 7]
+    assert kept.run.disk.committed() == [6, 7]
     never = training("never", recipe__steps=3, checkpoint__every=0)
     run(never)
-    assert committed(never.run.checkpoints) == []
+    assert never.run.disk.committed() == []
 
 
 def test_the_loss_is_a_mean_over_targets_and_not_a_mean_of_means(training: MakeTraining) -> None:

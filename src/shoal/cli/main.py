@@ -13,7 +13,7 @@ from shoal import __version__
 from shoal.facts.problem import BadInput
 from shoal.launch.report import FAILED, STOPPED
 from shoal.launch.signals import STOP_SIGNALS, stoppable
-from shoal.train.files import describe_full, disk_is_full
+from shoal.train.files import MAKE_ROOM, disk_is_full, in_words
 
 BAD_INPUT = 2
 
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = FAILED
     except OSError as error:
-        complain(describe_full(error) if disk_is_full(error) else str(error))
+        complain(f"{in_words(error)}; {MAKE_ROOM}" if disk_is_full(error) else str(error))
         code = FAILED
     sys.exit(code if isinstance(code, int) else 0)
 

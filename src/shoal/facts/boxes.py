@@ -6,6 +6,7 @@ Decided here once: ``parallel`` obeys it, ``predict`` prices it, checkpoints and
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,3 +85,49 @@ def _cut(shape: tuple[int, ...], dimension: int, parts: int, index: int) -> Box:
     size = min(most, shape[dimension] - start)
     offset = tuple(start if axis == dimension else 0 for axis in range(len(shape)))
     return Box(shape, offset, tuple(size if axis == dimension else full for axis, full in enumerate(shape)))
+
+
+def range_boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements ``start`` to ``stop`` of an array, counted row by row, as (offset, shape) of boxes in their order.
+
+    A range that does not begin or end with a row makes a box of the rest of one row, one of whole rows, and one of the
+    beginning of another; likewise within those rows.
+    """
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    width = math.prod(shape[1:])
+    first, last = -(-start // width), stop // width  # whole rows
+    if first > last:  # within a single row
+        yield from _in_row(shape, last, start - last * width, stop - last * width)
+        return
+    if start < first * width:
+        yield from _in_row(shape, first - 1, start - (first - 1) * width, width)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if last * width < stop:
+        yield from _in_row(shape, last, 0, stop - last * width)
+
+
+def _in_row(
+    shape: tuple[int, ...], row: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offset, size in range_boxes(shape[1:], start, stop):
+        yield (row, *offset), (1, *size)
+
+
+def meet(
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    other_offset: tuple[int, ...],
+    other_shape: tuple[int, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The box that two boxes have in common, as (offset, shape); None where there is none."""
+    starts = tuple(map(max, offset, other_offset))
+    ends = (min(a + b, c + d) for a, b, c, d in zip(offset, shape, other_offset, other_shape, strict=True))
+    sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return None if any(size <= 0 for size in sizes) else (starts, sizes)

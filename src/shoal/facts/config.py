@@ -107,8 +107,16 @@ class EvaluateSection(Section):
 
 class CheckpointSection(Section):
     every: int = Field(100, ge=0, description="steps; 0: never; otherwise the last step is committed too")
-    keep: int = Field(2, ge=1, description="checkpoints kept")
-    background: bool = Field(False, description="write while training goes on")
+    keep: int = Field(2, ge=1, description="the last ones are kept")
+    keep_every: int = Field(0, ge=0, description="steps; those of every n-th step are kept for good; 0: none")
+    keep_best: int = Field(0, ge=0, description="those with the lowest held-out loss are kept as well")
+    background: bool = Field(True, description="write while training goes on")
+    memory: int = Field(
+        0,
+        ge=0,
+        description="steps between copies of the state in this machine's memory, where they outlive a lost rank; "
+        "0: none, 1: a lost rank costs one step",
+    )
 
 
 class CompileSection(Section):

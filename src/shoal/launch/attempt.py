@@ -144,7 +144,9 @@ class Attempt:
         if outcomes[0].stopped:
             step = outcomes[0].step
             where = f"after step {step}, committed" if step else "before the first step"
+            self.run.forget_memory()
             return self._report(progress, STOPPED, f"stopped {where}; run the same command to continue")
+        self.run.forget_memory()
         return self._report(progress, FINISHED, f"finished {outcomes[0].step} steps")
 
     def _last_commit(self) -> str:

@@ -11,7 +11,8 @@ from torch.distributed import DistError, Store
 
 from shoal.facts.problem import BadInput
 from shoal.train.checkpoint.manifest import Damaged
-from shoal.train.files import describe_full, disk_is_full
+from shoal.train.commits import CommitFailed
+from shoal.train.files import MAKE_ROOM, disk_is_full, in_words
 from shoal.train.guard.agreement import Disagreement
 from shoal.train.guard.memory import OutOfMemory
 from shoal.train.guard.nonfinite import NonFinite
@@ -37,10 +38,10 @@ class Failure:
 def describe(rank: int, error: BaseException) -> Failure:
     """An exception as its reader needs it: plain words where we know the cause, else type and message."""
     if isinstance(error, OSError) and disk_is_full(error):
-        message = describe_full(error)
+        message = f"{in_words(error)}; {MAKE_ROOM}"
     elif isinstance(error, Damaged):
         message = f"{error}\n  fix: remove that checkpoint to continue from the one before it"
-    elif isinstance(error, (BadInput, NonFinite, Disagreement, OutOfMemory)):
+    elif isinstance(error, (BadInput, NonFinite, Disagreement, OutOfMemory, CommitFailed)):
         message = str(error)
     else:
         message = f"{type(error).__name__}: {error}"

@@ -7,6 +7,7 @@ attempt writes under a prefix of its own.
 
 from __future__ import annotations
 
+import secrets
 import socket
 import sys
 from datetime import timedelta
@@ -19,6 +20,7 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 ROUND = "round"
 STOP = "stop"
+LAUNCHER = "launcher"
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -38,6 +40,8 @@ class LoopbackRendezvous(RendezvousHandler):
             timeout=timedelta(seconds=timeout),
             master_listen_fd=listener.detach(),
         )
+
+        self.store.set(LAUNCHER, secrets.token_hex(4))
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._round += 1
@@ -76,6 +80,11 @@ class LoopbackRendezvous(RendezvousHandler):
 
 def _attempt(shared: Store) -> Store:
     return PrefixStore(f"workers-{shared.get(ROUND).decode()}", shared)
+
+
+def attempt_name(shared: Store) -> str:
+    """What no other attempt is called, be it this launcher's or another's."""
+    return f"{shared.get(LAUNCHER).decode()}-{shared.get(ROUND).decode()}"
 
 
 def connect(port: int, timeout: float) -> Store:

@@ -75,7 +75,8 @@ def work(assignment: Assignment) -> Outcome | None:
             # One rank asks for all of them: what it hears travels with the step's first sum.
             asked = partial(store.check, [rendezvous.STOP]) if rank == 0 else bool
             with recording(flight, mesh.names) if watched else contextlib.nullcontext():
-                outcome = train(assignment.job, run, assignment.dataset, mesh, asked, flight.enter)
+                name = rendezvous.attempt_name(store)
+                outcome = train(assignment.job, run, assignment.dataset, mesh, asked, flight.enter, name)
             mesh.close()
             return outcome
     except Exception as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 # What a rank announces.
-START, FIRST_STEP, STEP, INPUT = "start", "first step", "step", "input"
+START, RESTORE, FIRST_STEP, STEP, INPUT = "start", "restore", "first step", "step", "input"
 EVALUATE, COMMIT, EXPLAIN, END = "evaluate", "commit", "explain", "end"
 
 # The file: a header, the heartbeat, a count for every channel, the last entries in a ring, and the channels'

@@ -122,6 +122,37 @@ class Mesh:
         else:
             self.store.wait([key], PATIENCE)
 
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text, on the first rank; elsewhere nothing. Ranks may come as late as they like."""
+        if self.world == 1:
+            return [text]
+        if self.store is None:
+            texts: list[str] = [""] * self.world
+            dist.gather_object(text, texts if self.rank == 0 else None, group=self.control, group_dst=0)
+            return texts if self.rank == 0 else []
+        key = self.new_name("gathered")
+        if self.rank != 0:
+            self.store.set(f"{key}/{self.rank}", text)
+            return []
+        keys = [f"{key}/{rank}" for rank in range(1, self.world)]
+        self.store.wait(keys, PATIENCE)
+        return [text, *(self.store.get(other).decode() for other in keys)]
+
+    def tell(self, text: str) -> str:
+        """The first rank's text, on every rank."""
+        if self.world == 1:
+            return text
+        if self.store is None:
+            told = [text]
+            dist.broadcast_object_list(told, group=self.control, group_src=0)
+            return told[0]
+        key = self.new_name("told")
+        if self.rank == 0:
+            self.store.set(key, text)
+            return text
+        self.store.wait([key], PATIENCE)
+        return self.store.get(key).decode()
+
     def new_name(self, kind: str) -> str:
         """A name for a key of the store: the same on every rank, for all ask for the same names in the same order."""
         self._names[kind] = self._names.get(kind, 0) + 1

@@ -12,9 +12,14 @@ def disk_is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def describe_full(error: OSError) -> str:
-    where = f" ({error.filename})" if error.filename else ""
-    return f"the disk is full{where}; the last commit is untouched: free some space and run the same command again"
+# What to do about it, where nothing else can be done.
+MAKE_ROOM = "the last commit is untouched: free some space and run the same command again"
+
+
+def in_words(error: OSError) -> str:
+    if not disk_is_full(error):
+        return f"{type(error).__name__}: {error}"
+    return f"the disk is full ({error.filename})" if error.filename else "the disk is full"
 
 
 def sync_directory(path: Path) -> None:

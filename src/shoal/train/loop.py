@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from shoal.observe.flight import COMMIT, EVALUATE, FIRST_STEP, INPUT, STEP, Announce, unheard
+from shoal.observe.flight import COMMIT, EVALUATE, FIRST_STEP, INPUT, RESTORE, STEP, Announce, unheard
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
-from shoal.train.checkpoint.directory import latest, tidy
+from shoal.train.commits import Commits
 from shoal.train.data.dataset import Dataset
 from shoal.train.data.loader import Batch
 from shoal.train.evaluate import heldout_loss, write_samples
@@ -43,10 +43,14 @@ def train(
     mesh: Mesh,
     wants_stop: Callable[[], bool],
     announce: Announce = unheard,
+    attempt: str = "0",
 ) -> Outcome:
-    """Train from the run's last commit, or from the start, to the last step of the recipe."""
+    """Train from the run's last commit, or from the start, to the last step of the recipe.
+
+    ``attempt`` names this attempt at the run, as no other was ever named.
+    """
     with explaining(job, mesh) as witness:
-        training = Training(job, run, dataset, mesh, announce)
+        training = Training(job, run, dataset, mesh, announce, attempt)
         witness.training = training
         return training.run_to_end(wants_stop)
 
@@ -55,7 +59,13 @@ class Training:
     """One rank's part of a run: built from the job, then stepped to the end."""
 
     def __init__(
-        self, job: Job, run: RunDirectory, dataset: Path, mesh: Mesh, announce: Announce = unheard
+        self,
+        job: Job,
+        run: RunDirectory,
+        dataset: Path,
+        mesh: Mesh,
+        announce: Announce = unheard,
+        attempt: str = "0",
     ) -> None:
         """``announce`` is told what comes next, for some of it may take long."""
         config, recipe = job.config, job.config.recipe
@@ -64,24 +74,26 @@ class Training:
         self.first_rank = mesh.rank == 0
 
         data = Dataset.open(dataset)
-        self.identity = identity(job, data.fingerprint)
-        checkpoint = latest(run.checkpoints)
-        self.program = Program(job, data, mesh, first_weights(job) if checkpoint is None else no_weights)
+        self.program = Program(job, data, mesh, no_weights)
         self.loader, self.step = self.program.loader, self.program.step
-        scale = self.program.scale
-        self.state = State(
-            job.model, self.program.placed, self.program.optimizer, recipe.optimizer, scale, mesh
-        )
+        placed, scale = self.program.placed, self.program.scale
         self.guard = NonFiniteGuard(config.fault.nonfinite, scale.enabled)
 
-        self.done = self.state.restore(checkpoint) if checkpoint else 0
-        self.committed = self.done
+        self.state = State(job.model, placed, self.program.optimizer, recipe.optimizer, scale, mesh)
+        self.commits = Commits(
+            self.state, run, mesh, config.checkpoint, recipe.batch, identity(job, data.fingerprint), attempt
+        )
+        self.step.before_update = self.commits.hold_update
+        self.announce(RESTORE, 0)
+        self.done = self.commits.restore()
+        if not self.done:
+            first_weights(job)(placed.slices)
         self.steps_here = 0
         self.meter = Meter(job, mesh)
         if self.first_rank:
-            tidy(run.checkpoints, config.checkpoint.keep)
             self.metrics = StepFile(run.metrics, self.done)
             self.samples = StepFile(run.samples, self.done)
+            self.commits.before_commit = self.metrics.sync
             self.comparison = Comparison(job, run.read_plan(), mesh.device.type == "cuda")
 
     def run_to_end(self, wants_stop: Callable[[], bool]) -> Outcome:
@@ -99,8 +111,8 @@ class Training:
                 self._one_step(step, micro_batches, targets)
                 self.announce(INPUT, step + 1)
                 self.meter.start()
-        if stopped and self.done:
-            self._commit()
+        self.announce(COMMIT, self.done)
+        self.commits.finish(self.done, stopped)
         if self.first_rank:
             self.metrics.sync()
         return Outcome(stopped, self.done)
@@ -124,8 +136,9 @@ class Training:
             if (measured := self.comparison.add(row)) is not None:
                 self.run.note_measured(measured)
             self.metrics.append(row)
-        if _due(step, config.checkpoint.every) or (last and config.checkpoint.every):
-            self._commit()
+        self.announce(COMMIT, step)
+        self.commits.hear()
+        self.commits.after_step(step, last, row.get("heldout_loss"))
 
     def _observation(self, step: int, batches: list[Batch]) -> AbstractContextManager[None]:
         """The second step of this process is watched, where that is asked for."""
@@ -162,20 +175,6 @@ class Training:
                     self.samples.append({"step": self.done, "prompt": prompt, "text": text})
         self.mesh.wait_for_first_rank()
         return loss
-
-    def _commit(self) -> None:
-        """Make the state after the last step durable. The first rank writes what all of them hold."""
-        if self.committed == self.done:
-            return
-        self.announce(COMMIT, self.done)
-        if self.first_rank:
-            self.metrics.sync()
-        samples = self.done * self.job.config.recipe.batch
-        self.state.commit(self.run.checkpoints, self.done, samples, self.identity)
-        if self.first_rank:
-            tidy(self.run.checkpoints, self.job.config.checkpoint.keep)
-        self.committed = self.done
-        self.mesh.wait_for_first_rank()
 
 
 def _writes_samples(mesh: Mesh) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +17,16 @@ from shoal.facts.config import Config
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.recipe import Recipe
 from shoal.plan.resolve import Job
-from shoal.train.checkpoint.directory import committed, latest
-from shoal.train.checkpoint.manifest import Damaged, read_manifest
+from shoal.train.checkpoint.keep import newest_first
+from shoal.train.checkpoint.manifest import Damaged, parse_manifest
+from shoal.train.checkpoint.memory import forget, memory_place
+from shoal.train.checkpoint.place import Directory
 from shoal.train.files import replace_text
 from shoal.train.metrics.rows import read_rows
 
 # Where the data came from. What it is, its hash says; so files may move between a stop and a resume.
 DATA_ORIGIN = ("source", "mix", "tokenizer", "end_token", "field", "heldout")
+UNKNOWN = "unknown"
 DATA_HASH = "data (hash of its tokens)"
 
 
@@ -124,7 +128,7 @@ class RunDirectory:
     @property
     def begun(self) -> bool:
         """Whether there is anything to continue, or to lose."""
-        if committed(self.checkpoints):
+        if self.step():
             return True
         # One whole row is enough to know; the file may have a million.
         if not self.metrics.exists():
@@ -147,10 +151,30 @@ class RunDirectory:
         rows = read_rows(self.metrics)
         return bool(rows) and rows[-1]["step"] >= steps
 
+    @property
+    def disk(self) -> Directory:
+        """Where checkpoints lie."""
+        return Directory(self.checkpoints)
+
+    def memory(self, node: str = "0") -> Directory:
+        """Where a node keeps the last states in its memory."""
+        return memory_place(self.id, node)
+
+    def forget_memory(self) -> None:
+        """Once all is on disk."""
+        forget(self.id)
+
+    @property
+    def id(self) -> str:
+        """Drawn when the run began: other than its path, no other run ever has it."""
+        try:
+            return str(json.loads(self.manifest.read_text(encoding="utf-8"))["id"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return UNKNOWN
+
     def step(self) -> int:
-        """The last committed step; 0 before the first commit."""
-        every = committed(self.checkpoints)
-        return every[-1][0] if every else 0
+        """The last step that is safe: on disk or in memory; 0 before the first."""
+        return max([*self.disk.committed(), *self.memory().committed()], default=0)
 
     def check_continues(self, job: Job, dataset: str) -> None:
         """Refuse a job whose model, data or recipe differs from that of the run which is here."""
@@ -178,16 +202,19 @@ class RunDirectory:
             raise BadInput(problems)
 
     def _begun_with(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Model and identity of the run that is here: the last checkpoint's; before the first, the manifest's."""
-        checkpoint = latest(self.checkpoints)
+        """Model and identity of the run that is here: the last checkpoint's; before the first, the manifest's.
+
+        A checkpoint whose manifest is damaged is passed over; who restores will set it aside.
+        """
+        for place, step in newest_first([self.disk]):
+            try:
+                found = parse_manifest(place.read_manifest(step), place.name(step))
+            except (Damaged, OSError):
+                continue
+            return found.model, found.identity
         try:
-            if checkpoint is not None:
-                manifest = read_manifest(checkpoint)
-                return manifest.model, manifest.identity
             content = json.loads(self.manifest.read_text(encoding="utf-8"))
             return content["model"], content["identity"]
-        except Damaged as error:
-            raise BadInput(str(error), f"remove {checkpoint} to continue from the one before it") from None
         except (OSError, ValueError, KeyError):
             raise BadInput(
                 f"{self.manifest} cannot be read, so nobody can tell what run this is",
@@ -196,6 +223,7 @@ class RunDirectory:
 
     def move_aside(self) -> Path:
         """Rename the directory to the first free NAME.old-N."""
+        forget(self.id)
         number = 1
         while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
             number += 1
@@ -235,11 +263,12 @@ class RunDirectory:
 
     def write_start(self, job: Job, manifest: dict[str, Any], plan: dict[str, Any]) -> None:
         """What is known before the first step."""
-        self.logs.mkdir(exist_ok=True)
-        self.checkpoints.mkdir(exist_ok=True)
+        self.logs.mkdir(exist_ok=True, mode=0o700)
+        self.checkpoints.mkdir(exist_ok=True, mode=0o700)
+        drawn = self.id if self.id != UNKNOWN else secrets.token_hex(8)
         replace_text(self.config, configfile.write(self._resolved(job)))
         replace_text(self.plan, json.dumps(plan, indent=2) + "\n")
-        replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
+        replace_text(self.manifest, json.dumps({"id": drawn, **manifest}, indent=2) + "\n")
 
 
 def _shape(model: dict[str, Any]) -> dict[str, Any]:

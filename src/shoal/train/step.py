@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,8 @@ class Step:
         self.mesh = mesh
         self.scale = scale
         self.pieces = placed.gradients.pieces
+        # Called before the weights change: whoever still reads them has this moment to say so.
+        self.before_update: Callable[[], None] = _nobody
 
     def __call__(self, step: int, batches: list[Batch], targets: int) -> StepResult:
         """Work through this rank's micro-batches of one step.
@@ -77,6 +80,7 @@ class Step:
         updated = math.isfinite(norm)
         lr = learning_rate(self.recipe, step)
         if updated:
+            self.before_update()
             clip(self.pieces, self.recipe.clip, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -104,6 +108,9 @@ class Step:
             return None
         keys = [key(self.recipe.seed, step, f"row {row}") for row in batch.rows.tolist()]
         return torch.tensor(keys, dtype=torch.int64, device=self.mesh.device)
+
+
+def _nobody() -> None: ...
 
 
 def own_losses(losses: list[Tensor], mesh: Mesh) -> list[Tensor]:

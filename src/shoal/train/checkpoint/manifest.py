@@ -1,16 +1,27 @@
-"""The manifest: what a checkpoint holds, piece by piece, every byte hashed, the manifest itself too."""
+"""The manifest: what a checkpoint holds, piece by piece, every byte hashed, the manifest itself too. Needs no torch."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import math
+from collections import Counter
+from itertools import groupby
 from typing import Any
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-FORMAT = 1
+from shoal.facts.boxes import meet
+
+FORMAT = 2
 NAME = "manifest.json"
+
+# A manifest says how much is to be read, so it is held to limits before anything is allocated: far beyond any model.
+LARGEST_MANIFEST = 1 << 30
+LARGEST_TENSOR = 1 << 44  # elements
+MOST_DIMENSIONS = 8
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 class Damaged(Exception):
@@ -32,6 +43,9 @@ class Piece(BaseModel):
     bytes: int
     hash: str
 
+    def __str__(self) -> str:
+        return f"{self.file}: {self.state} of {self.tensor}"
+
 
 class Manifest(BaseModel):
     """A checkpoint: the state after ``step``."""
@@ -43,38 +57,121 @@ class Manifest(BaseModel):
     samples: int  # used so far: with the recipe's seed, the position in the data
     model: dict[str, Any]
     identity: dict[str, Any]  # what a resume must have in common: recipe and data
+    recipe: str  # the hash of ``identity``
     scalars: dict[str, float]  # updates made, loss scale
+    heldout_loss: float | None = None
     shapes: dict[str, tuple[int, ...]]  # of every whole tensor
     pieces: tuple[Piece, ...]
 
     def to_text(self) -> str:
         content = self.model_dump(mode="json")
-        return json.dumps({**content, "hash": _hash(content)}, indent=1) + "\n"
+        return _dump({**content, "hash": blake3(_dump(content).encode()).hexdigest()}) + "\n"
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.bytes for piece in self.pieces)
+
+    def file_sizes(self) -> dict[str, int]:
+        """How long each file is: pieces fill it without a gap."""
+        sizes: Counter[str] = Counter()
+        for piece in self.pieces:
+            sizes[piece.file] += piece.bytes
+        return dict(sizes)
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
-    """Read and verify a checkpoint's manifest; the pieces are verified as they are read."""
+def identity_hash(identity: dict[str, Any]) -> str:
+    return blake3(_dump(identity, sort_keys=True).encode()).hexdigest()
+
+
+def parse_manifest(content: bytes, where: str) -> Manifest:
+    """A manifest from its bytes, every one of which counts; the pieces are verified as they are read.
+
+    ``where``: for messages.
+    """
+    if len(content) > LARGEST_MANIFEST:
+        raise Damaged(f"{where} is too long for a manifest: {len(content)} bytes")
     try:
-        content = json.loads((checkpoint / NAME).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise Damaged(f"{checkpoint} has no {NAME}") from None
-    except (OSError, ValueError) as error:
-        raise Damaged(f"{checkpoint / NAME} cannot be read: {error}") from None
-    if not isinstance(content, dict) or content.pop("hash", None) != _hash(content):
-        raise Damaged(f"{checkpoint / NAME} was changed after it was written: its hash does not match")
-    if content.get("format") != FORMAT:
-        raise Damaged(
-            f"{checkpoint} has format {content.get('format')}; this version of Shoal reads {FORMAT}"
-        )
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{where} cannot be read: {error}") from None
+    if not isinstance(parsed, dict) or parsed.get("format") != FORMAT:
+        found = parsed.get("format") if isinstance(parsed, dict) else None
+        raise Damaged(f"{where} has format {found}; this version of Shoal reads {FORMAT}")
+    parsed.pop("hash", None)
     try:
-        manifest = Manifest.model_validate(content)
+        manifest = Manifest.model_validate(parsed)
     except ValidationError as error:
-        raise Damaged(f"{checkpoint / NAME} is not a manifest: {error.errors()[0]['msg']}") from None
-    for piece in manifest.pieces:
-        if Path(piece.file).name != piece.file:
-            raise Damaged(f"{checkpoint / NAME} names a file outside the checkpoint: {piece.file}")
+        raise Damaged(f"{where} is not a manifest: {error.errors()[0]['msg']}") from None
+    # Written again it must be the same to the byte, its hash included: a changed blank is a change too.
+    if manifest.to_text().encode() != content:
+        raise Damaged(f"{where} was changed after it was written: its hash does not match")
+    _check(manifest, where)
     return manifest
 
 
-def _hash(content: dict[str, Any]) -> str:
-    return blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def _check(manifest: Manifest, where: str) -> None:
+    """Whatever a manifest says that no writer of ours would: it may have been made to do harm."""
+    for name, shape in manifest.shapes.items():
+        if len(shape) > MOST_DIMENSIONS or min(shape, default=1) < 0 or math.prod(shape) > LARGEST_TENSOR:
+            raise Damaged(f"{where}: {name} cannot have the shape {shape}")
+    for piece in manifest.pieces:
+        _check_piece(piece, manifest.shapes.get(piece.tensor), where)
+    in_order = sorted(manifest.pieces, key=lambda piece: (piece.file, piece.position))
+    for file, pieces in groupby(in_order, key=lambda piece: piece.file):
+        end = 0
+        for piece in pieces:
+            if piece.position != end:
+                raise Damaged(f"{where}: the pieces of {file} overlap or leave a gap at byte {end}")
+            end += piece.bytes
+    _check_tensors(manifest, where)
+
+
+def _check_piece(piece: Piece, shape: tuple[int, ...] | None, where: str) -> None:
+    plain = piece.file.replace("-", "").replace(".", "").isalnum() and not piece.file.startswith(".")
+    if not plain or not piece.file.isascii():
+        raise Damaged(f"{where} names a file outside the checkpoint: {piece.file!r}")
+    item = ITEM_BYTES.get(piece.dtype)
+    if item is None or piece.bytes != math.prod(piece.size) * item:
+        raise Damaged(f"{where}: {piece}: {piece.bytes} bytes of {piece.dtype} cannot be {piece.size}")
+    if (
+        shape is None
+        or not len(shape) == len(piece.offset) == len(piece.size)
+        or any(size <= 0 for size in piece.size)
+        or any(
+            start < 0 or start + size > whole
+            for start, size, whole in zip(piece.offset, piece.size, shape, strict=True)
+        )
+    ):
+        raise Damaged(f"{where}: {piece} is no box of a tensor of shape {shape}")
+
+
+def _check_tensors(manifest: Manifest, where: str) -> None:
+    """As many elements as a tensor has, and none twice: then none is missing either."""
+    by_tensor: dict[tuple[str, str], list[Piece]] = {}
+    for piece in manifest.pieces:
+        by_tensor.setdefault((piece.state, piece.tensor), []).append(piece)
+    for (state, name), pieces in by_tensor.items():
+        whole = math.prod(manifest.shapes[name])
+        if (
+            len({piece.dtype for piece in pieces}) != 1
+            or sum(math.prod(piece.size) for piece in pieces) != whole
+            or _any_meet(pieces)
+        ):
+            raise Damaged(f"{where}: the pieces of {state} {name} do not make up the tensor")
+
+
+def _any_meet(pieces: list[Piece]) -> bool:
+    """Whether two boxes of a tensor share an element. From row to row, only those that reach it are compared."""
+    if len(pieces) == 1 or not pieces[0].offset:
+        return len(pieces) > 1
+    reaching: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        reaching = [one for one in reaching if one.offset[0] + one.size[0] > piece.offset[0]]
+        if any(meet(one.offset, one.size, piece.offset, piece.size) for one in reaching):
+            return True
+        reaching.append(piece)
+    return False
+
+
+def _dump(content: Any, sort_keys: bool = False) -> str:
+    return json.dumps(content, separators=(",", ":"), sort_keys=sort_keys)

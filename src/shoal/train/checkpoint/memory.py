@@ -1,0 +1,32 @@
+"""The last steps' states in this machine's memory, where they outlive the processes that wrote them. Needs no torch.
+
+They are checkpoints like those on disk, in a file system that lives in memory: a rank that is lost costs what came
+after the last step, and not what came after the last commit to a disk.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from shoal.train.checkpoint.place import Directory
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def memory_place(run_id: str, node: str = "0") -> Directory:
+    """``run_id`` was drawn when the run began, so that no other run's memory is ever taken for its own."""
+    return Directory(_root(run_id) / f"node-{node}", durable=False)
+
+
+def forget(run_id: str) -> None:
+    """Free the memory of a run that has ended well."""
+    shutil.rmtree(_root(run_id), ignore_errors=True)
+
+
+def _root(run_id: str) -> Path:
+    # Without such a file system what is kept there lies on a disk: slower, and no worse.
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return base / f"shoal-{os.getuid()}-{run_id}"

@@ -1,0 +1,150 @@
+"""Where checkpoints lie. In a directory, be it on a disk or in memory, a rename is the commit. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from shoal.train.checkpoint.manifest import NAME, Damaged
+from shoal.train.files import replace_text, sync_directory
+
+UNFINISHED = ".unfinished-"
+DAMAGED = "damaged-"
+REASON = "reason.txt"
+
+
+class Place(Protocol):
+    """Checkpoints by their steps. Ranks write files of one in parallel; then one of them commits it, or nobody."""
+
+    def committed(self) -> list[int]:
+        """The steps of all committed checkpoints, oldest first."""
+
+    def name(self, step: int) -> str:
+        """For messages."""
+
+    def write(self, step: int, attempt: str, file: str, content: Iterable[memoryview]) -> None:
+        """Write a file of a checkpoint that is not committed yet. ``attempt``: whose it is, of several that died."""
+
+    def commit(self, step: int, attempt: str, manifest: str) -> None: ...
+
+    def abandon(self, step: int, attempt: str) -> None: ...
+
+    def clear(self) -> None:
+        """Remove what earlier attempts left unfinished."""
+
+    def remove(self, step: int) -> None: ...
+
+    def set_aside(self, step: int, reason: str) -> None:
+        """Take a damaged checkpoint out of the way, and keep it."""
+
+    def read_manifest(self, step: int) -> bytes: ...
+
+    def size(self, step: int, file: str) -> int: ...
+
+    def read(self, step: int, file: str, position: int, into: memoryview) -> None: ...
+
+
+class Directory:
+    """A directory of a file system. ``durable``: what is committed survives a loss of power."""
+
+    def __init__(self, path: Path, durable: bool = True) -> None:
+        self.path, self.durable = path, durable
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Directory) and other.path == self.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def at(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}"
+
+    def name(self, step: int) -> str:
+        return str(self.at(step))
+
+    def committed(self) -> list[int]:
+        """A rename is the commit, so a name is proof."""
+        if not self.path.is_dir():
+            return []
+        names = (re.fullmatch(r"step-([0-9]{8,})", entry.name) for entry in self.path.iterdir())
+        return sorted(int(match[1]) for match in names if match)
+
+    def write(self, step: int, attempt: str, file: str, content: Iterable[memoryview]) -> None:
+        aside = self._aside(step, attempt)
+        aside.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (aside / file).open("wb", buffering=0) as handle:
+            for part in content:
+                _write_all(handle.fileno(), part)
+            self._sync(handle.fileno())
+
+    def commit(self, step: int, attempt: str, manifest: str) -> None:
+        aside, target = self._aside(step, attempt), self.at(step)
+        self.write(step, attempt, NAME, [memoryview(manifest.encode())])
+        if self.durable:
+            sync_directory(aside)
+        if target.exists():
+            # The same step, committed by an attempt whose later ones were lost: the same state.
+            self.remove(step)
+        aside.rename(target)
+        if self.durable:
+            sync_directory(self.path)
+
+    def abandon(self, step: int, attempt: str) -> None:
+        shutil.rmtree(self._aside(step, attempt), ignore_errors=True)
+
+    def clear(self) -> None:
+        for entry in self.path.glob(UNFINISHED + "*"):
+            shutil.rmtree(entry, ignore_errors=True)
+
+    def remove(self, step: int) -> None:
+        # Renamed first: a half-removed checkpoint must not be taken for a whole one.
+        doomed = self.at(step).rename(self.path / f"{UNFINISHED}removed-{step}-{os.getpid()}")
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def set_aside(self, step: int, reason: str) -> None:
+        number = 0
+        while (target := self.path / f"{DAMAGED}{self.at(step).name}{f'.{number}' * bool(number)}").exists():
+            number += 1
+        self.at(step).rename(target)
+        replace_text(target / REASON, reason + "\n")
+
+    def read_manifest(self, step: int) -> bytes:
+        return self._look(step, NAME).read_bytes()
+
+    def size(self, step: int, file: str) -> int:
+        return self._look(step, file).stat().st_size
+
+    def read(self, step: int, file: str, position: int, into: memoryview) -> None:
+        path = self._look(step, file)
+        with path.open("rb", buffering=0) as handle:
+            handle.seek(position)
+            done = 0
+            while done < into.nbytes:
+                count = handle.readinto(into[done:])
+                if not count:
+                    raise Damaged(f"{path} ends before byte {position + into.nbytes}")
+                done += count
+
+    def _look(self, step: int, file: str) -> Path:
+        path = self.at(step) / file
+        # A link, a pipe or a device is nothing that we wrote.
+        if path.is_symlink() or not path.is_file():
+            raise Damaged(f"{path} is missing")
+        return path
+
+    def _aside(self, step: int, attempt: str) -> Path:
+        return self.path / f"{UNFINISHED}{self.at(step).name}-{attempt}"
+
+    def _sync(self, handle: int) -> None:
+        if self.durable:
+            os.fsync(handle)
+
+
+def _write_all(handle: int, content: memoryview) -> None:
+    content = content.cast("B")
+    while content.nbytes:
+        content = content[os.write(handle, content[: 1 << 28]) :]

@@ -1,0 +1,170 @@
+"""Saving: every rank stages what it holds and a thread of it writes that; the first rank's commits when all are done.
+
+Training waits for the copy alone. A save that fails, for the disk is full or a server does not answer, leaves the
+commits that were there, and is told to whoever asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch.distributed as dist
+from blake3 import blake3
+
+from shoal.parallel.mesh import PATIENCE, Mesh
+from shoal.train.checkpoint.manifest import Manifest, Piece
+from shoal.train.checkpoint.place import Place
+from shoal.train.checkpoint.stage import Stage, States
+from shoal.train.files import in_words
+
+# Written in parts of this size, so that a part is hashed while the one before it is written.
+CHUNK = 1 << 24
+# Threads that hash for a rank.
+HASHERS = 2
+# How much less urgent than training a background write is, as nice(1) counts.
+NICE = 5
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What became of one save. ``error``: why there is no commit; the last one before it is untouched."""
+
+    place: Place
+    step: int
+    seconds: float
+    error: str = ""
+
+
+class Saver:
+    """Saves one rank's share to one place. All ranks are to call the same methods in the same order."""
+
+    def __init__(
+        self,
+        name: str,
+        place: Place,
+        stage: Stage,
+        mesh: Mesh,
+        attempt: str,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``name`` tells savers of a rank apart; ``attempt`` tells its files from those of an attempt that died."""
+        self.name, self.place, self.stage, self.attempt = name, place, stage, attempt
+        self.rank, self.world = mesh.rank, mesh.world
+        self.before_commit = before_commit
+        # A connection of our own: who waits in one keeps everybody else out of it.
+        self.store: dist.Store | None = None
+        if mesh.store is not None and mesh.world > 1:
+            self.store = cast(Any, mesh.store).clone()  # which torch's type stubs do not know yet
+        self.file = f"rank-{mesh.rank:05d}.bin"
+        self.waited = 0.0  # seconds that training was held up by the last save
+        self._writer = ThreadPoolExecutor(1, "shoal-save", _be_nice)
+        self._hashers = ThreadPoolExecutor(HASHERS, "shoal-hash", _be_nice)
+        self._running: Future[Saved] | None = None
+        self._done: list[Saved] = []
+
+    def start(self, manifest: Manifest, states: States) -> None:
+        """Save these states as ``manifest``, yet without pieces, describes them."""
+        began = time.perf_counter()
+        self._wait()
+        self.stage.fill(states)
+        self._running = self._writer.submit(self._save, manifest)
+        self.waited = time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Wait until everything that was started is committed, or is known not to be."""
+        began = time.perf_counter()
+        self._wait()
+        self.waited += time.perf_counter() - began
+
+    def take_results(self) -> list[Saved]:
+        """What became of saves since the last call. Only the first rank knows whether there was a commit."""
+        if self._running is not None and self._running.done():
+            self._wait()
+        results, self._done = self._done, []
+        return results
+
+    def close(self) -> None:
+        self._wait()
+        self._writer.shutdown()
+        self._hashers.shutdown()
+
+    def _wait(self) -> None:
+        if self._running is not None:
+            running, self._running = self._running, None
+            self._done.append(running.result())
+
+    # In the background.
+
+    def _save(self, manifest: Manifest) -> Saved:
+        began = time.monotonic()
+        pieces: list[Piece] = []
+        error = ""
+        try:
+            pieces = self._write(manifest.step)
+        except OSError as trouble:
+            error = in_words(trouble)
+        if self.rank == 0:
+            error = self._conclude(manifest, pieces, error)
+        else:
+            self._report(manifest.step, pieces, error)
+        return Saved(self.place, manifest.step, time.monotonic() - began, error)
+
+    def _write(self, step: int) -> list[Piece]:
+        content, lots = self.stage.content(), self.stage.lots
+        hashes = self._hashers.map(
+            lambda lot: blake3(content[lot.position : lot.position + lot.bytes]).hexdigest(), lots
+        )
+        # Hashed by other threads meanwhile.
+        self.place.write(step, self.attempt, self.file, _chunks(content))
+        return [lot.entry(self.file, found) for lot, found in zip(lots, hashes, strict=True)]
+
+    def _report(self, step: int, pieces: list[Piece], error: str) -> None:
+        assert self.store is not None
+        told = {"error": error, "pieces": [piece.model_dump() for piece in pieces]}
+        self.store.set(self._key(step, self.rank), json.dumps(told))
+
+    def _conclude(self, manifest: Manifest, pieces: list[Piece], error: str) -> str:
+        """Hear from every rank how it went there, and commit if it went well everywhere."""
+        everyone = list(pieces)
+        for rank in range(1, self.world):
+            assert self.store is not None
+            key = self._key(manifest.step, rank)
+            self.store.wait([key], PATIENCE)
+            told = json.loads(self.store.get(key))
+            self.store.delete_key(key)
+            error = error or (f"rank {rank}: {told['error']}" if told["error"] else "")
+            everyone += [Piece.model_validate(piece) for piece in told["pieces"]]
+        try:
+            if not error:
+                self.before_commit()
+                complete = manifest.model_copy(update={"pieces": tuple(everyone)})
+                self.place.commit(manifest.step, self.attempt, complete.to_text())
+        except OSError as trouble:
+            error = in_words(trouble)
+        if error:
+            with contextlib.suppress(OSError):
+                self.place.abandon(manifest.step, self.attempt)
+        return error
+
+    def _key(self, step: int, rank: int) -> str:
+        return f"save-{self.name}-{step}-{rank}"
+
+
+def _chunks(content: memoryview) -> Iterator[memoryview]:
+    for start in range(0, content.nbytes, CHUNK):
+        yield content[start : start + CHUNK]
+
+
+def _be_nice() -> None:
+    """On Linux a thread has a niceness of its own; elsewhere it would be the whole process's."""
+    if os.uname().sysname == "Linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,0 +1,98 @@
+"""Staging: a copy of what a rank writes, in host memory, laid out as its file. Training goes on once it is made.
+
+On a GPU even the copy runs beside the next step, up to the moment when the optimizer would change what is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.parallel.pieces import Piece as Held
+from shoal.train.checkpoint.manifest import Piece
+from shoal.train.checkpoint.share import Part
+
+# A state by its name, and its value for every piece that this rank holds.
+States = Sequence[tuple[str, Callable[[Held], Tensor]]]
+
+
+@dataclass(frozen=True)
+class Lot:
+    """One box of one state, and its place in the buffer."""
+
+    state: str
+    part: Part
+    dtype: torch.dtype
+    position: int
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.part.size) * self.dtype.itemsize
+
+    def entry(self, file: str, hash: str) -> Piece:
+        return Piece(
+            tensor=self.part.tensor,
+            state=self.state,
+            dtype=str(self.dtype).removeprefix("torch."),
+            offset=self.part.offset,
+            size=self.part.size,
+            file=file,
+            position=self.position,
+            bytes=self.bytes,
+            hash=hash,
+        )
+
+
+class Stage:
+    """A buffer that is filled again and again."""
+
+    def __init__(self, parts: list[Part], device: torch.device) -> None:
+        self.parts = parts
+        self.lots: list[Lot] = []
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+
+    @torch.no_grad()
+    def fill(self, states: States) -> None:
+        """Begin to copy these states. Nobody may change them before ``hold_update`` has returned."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            values = dict(states)
+            self._make_room(states)
+            for lot in self.lots:
+                target = self.buffer[lot.position : lot.position + lot.bytes].view(lot.dtype)
+                source = lot.part.of(values[lot.state](lot.part.piece))
+                target.view(lot.part.size).copy_(source, non_blocking=True)
+            if self._stream is not None:
+                self._copied = self._stream.record_event()
+
+    def hold_update(self) -> None:
+        """To be called before the states change. The host does not wait; what it asks of the device next does."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def content(self) -> memoryview:
+        """What was copied; complete when this returns."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self.buffer.numpy().data
+
+    def _make_room(self, states: States) -> None:
+        """The same states as last time have the same places. After the first update there are more."""
+        wanted = [state for state, _ in states]
+        if list(dict.fromkeys(lot.state for lot in self.lots)) == wanted:
+            return
+        kinds = [(state, part, value(part.piece).dtype) for state, value in states for part in self.parts]
+        # Wide elements first: then all are aligned without a gap, and every byte of the file belongs to a piece.
+        kinds.sort(key=lambda kind: -kind[2].itemsize)
+        self.lots, position = [], 0
+        for state, part, dtype in kinds:
+            self.lots.append(Lot(state, part, dtype, position))
+            position += self.lots[-1].bytes
+        self.buffer = torch.empty(position, dtype=torch.uint8, pin_memory=self._stream is not None)

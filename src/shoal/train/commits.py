@@ -1,0 +1,201 @@
+"""A run's commits, as one rank takes part in them: when, where to, what is kept, and which one a run continues from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from shoal.facts.config import CheckpointSection
+from shoal.facts.local import usable_threads
+from shoal.parallel.mesh import Mesh
+from shoal.train.checkpoint.keep import Keeper, newest_first
+from shoal.train.checkpoint.manifest import Damaged
+from shoal.train.checkpoint.place import Place
+from shoal.train.checkpoint.read import Checkpoint
+from shoal.train.checkpoint.save import Saved, Saver
+from shoal.train.files import MAKE_ROOM
+from shoal.train.rundir import RunDirectory
+from shoal.train.state import State
+
+# Copies in memory: the last one, and the one before it while that is being replaced.
+KEPT_IN_MEMORY = 2
+
+
+class CommitFailed(Exception):
+    """The last state could not be committed, and there is no later one to try again with."""
+
+
+class Commits:
+    """All ranks are to call the same methods in the same order."""
+
+    def __init__(
+        self,
+        state: State,
+        run: RunDirectory,
+        mesh: Mesh,
+        config: CheckpointSection,
+        batch: int,
+        identity: dict[str, Any],
+        attempt: str,
+    ) -> None:
+        """``batch``: samples a step. ``attempt``: a name that no other attempt at this run ever had."""
+        self.state, self.run, self.mesh, self.config = state, run, mesh, config
+        self.batch, self.identity = batch, identity
+        self.disk: Place = run.disk
+        self.memory: Place = run.memory()
+        self.committed = 0  # the last step that is on disk, on the first rank
+        self.before_commit: Callable[[], None] = _nothing
+        self._last_error = ""
+        self._keepers = [
+            Keeper(self.disk, config.keep, config.keep_every, config.keep_best),
+            Keeper(self.memory, KEPT_IN_MEMORY),
+        ]
+        # One for each place, for they have their own pace: a disk may take minutes for what memory takes at once.
+        self._savers: dict[Place, Saver] = {
+            place: Saver(name, place, state.new_stage(), mesh, attempt, self._prepare)
+            for name, place, used in (("disk", self.disk, True), ("memory", self.memory, config.memory > 0))
+            if used
+        }
+
+    # Continuing.
+
+    def restore(self) -> int:
+        """Become the newest state that is sound, and return its step; 0 where there is none at all.
+
+        A damaged one is set aside with the reason, and the one before it is used. Whether it is sound is only known
+        when every rank has read what it needs, so all of them decide together.
+        """
+        damaged = ""
+        if self.mesh.rank == 0:
+            for place in (self.disk, self.memory):
+                place.clear()
+        while True:
+            choice = self._choose()
+            if choice is None:
+                if damaged:
+                    raise Damaged(f"no sound checkpoint is left. The last one: {damaged}")
+                return 0
+            place, step = choice
+            damaged = self._try(place, step)
+            if not damaged:
+                self.committed = step if place == self.disk else max(self.disk.committed(), default=0)
+                if self.mesh.rank == 0:
+                    self._tidy()
+                return step
+            if self.mesh.rank == 0:
+                self._set_aside(place, step, damaged)
+
+    def _choose(self) -> tuple[Place, int] | None:
+        """What the first rank finds is tried by all: others might look while something is being removed."""
+        found = newest_first([self.memory, self.disk]) if self.mesh.rank == 0 else []
+        text = self.mesh.tell(
+            f"{'memory' if found[0][0] == self.memory else 'disk'} {found[0][1]}" if found else ""
+        )
+        if not text:
+            return None
+        where, step = text.split()
+        return self.memory if where == "memory" else self.disk, int(step)
+
+    def _try(self, place: Place, step: int) -> str:
+        """What is wrong with a checkpoint; empty where all ranks have restored it."""
+        trouble = ""
+        try:
+            threads = max(2, usable_threads() // self.mesh.world)
+            self.state.restore(Checkpoint(place, step, threads))
+        except (Damaged, OSError) as error:
+            trouble = str(error)
+        return self.mesh.tell(next(filter(None, self.mesh.gather(trouble)), ""))
+
+    def _set_aside(self, place: Place, step: int, reason: str) -> None:
+        if place == self.memory:
+            place.remove(step)
+            action = "removed from memory"
+        else:
+            place.set_aside(step, reason)
+            action = "set aside"
+        with contextlib.suppress(OSError):
+            self.run.note_fault(
+                kind="damaged checkpoint",
+                step=step,
+                action=f"{action}, the one before is used",
+                message=reason,
+            )
+
+    # Committing.
+
+    def after_step(self, step: int, last: bool, heldout_loss: float | None) -> None:
+        """Whatever is due after a step. Training waits for a copy of the state and no longer, unless it is to."""
+        memory, disk = self.config.memory, self.config.every
+        if memory and step % memory == 0:
+            self._start(self.memory, step, heldout_loss)
+        if disk and (last or step % disk == 0):
+            self._start(self.disk, step, heldout_loss)
+            if not self.config.background:
+                self._savers[self.disk].finish()
+                self.hear()
+                self.mesh.wait_for_first_rank()
+
+    def hold_update(self) -> None:
+        """To be called before the weights change: what is still being copied has to be."""
+        for saver in self._savers.values():
+            saver.stage.hold_update()
+
+    def hear(self) -> None:
+        """Learn what became of earlier saves. One that failed is told of, and the next one tries again."""
+        for saved in [saved for saver in self._savers.values() for saved in saver.take_results()]:
+            if self.mesh.rank != 0:
+                continue
+            if saved.error:
+                self._note_failure(saved)
+            else:
+                self._tidy()
+                if saved.place == self.disk:
+                    self.committed = saved.step
+
+    def finish(self, step: int, stopped: bool, heldout_loss: float | None = None) -> None:
+        """This process has done ``step``, its last. Where commits are made, or it was asked to stop, that is on disk.
+
+        Should the disk refuse it, this is the last chance to say so.
+        """
+        self._settle()
+        if step and (stopped or self.config.every) and self.mesh.tell(str(self.committed)) != str(step):
+            self._start(self.disk, step, heldout_loss)
+            self._settle()
+            if self.mesh.rank == 0 and self.committed != step:
+                raise CommitFailed(f"{self._last_error}; {MAKE_ROOM}")
+            self.mesh.wait_for_first_rank()
+        for saver in self._savers.values():
+            saver.close()
+
+    def _settle(self) -> None:
+        for saver in self._savers.values():
+            saver.finish()
+        self.hear()
+        self.mesh.wait_for_first_rank()
+
+    def _start(self, place: Place, step: int, heldout_loss: float | None) -> None:
+        manifest = self.state.manifest(step, step * self.batch, self.identity, heldout_loss)
+        self._savers[place].start(manifest, self.state.states())
+
+    def _prepare(self) -> None:
+        """On the first rank: rows up to a commit must survive whatever the commit survives."""
+        self.before_commit()
+
+    def _note_failure(self, saved: Saved) -> None:
+        self._last_error = saved.error
+        where = "to memory" if saved.place == self.memory else f"after step {saved.step}"
+        with contextlib.suppress(OSError):
+            self.run.note_fault(
+                kind="commit failed",
+                step=saved.step,
+                action=f"no commit {where}: {saved.error}; training goes on, the last commit is step {self.committed}",
+            )
+
+    def _tidy(self) -> None:
+        for keeper in self._keepers:
+            with contextlib.suppress(OSError):
+                keeper.tidy()
+
+
+def _nothing() -> None: ...

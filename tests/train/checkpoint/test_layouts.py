@@ -1,0 +1,129 @@
+"""A checkpoint knows no layout: what any layout writes is the same, and any layout reads it back to the bit."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.train.checkpoint.test_state import small
+
+from shoal.facts.boxes import range_boxes
+from shoal.facts.config import TuneSection
+from shoal.facts.layout import Layout
+from shoal.facts.recipe import Recipe
+from shoal.models.decoder import build
+from shoal.models.initial import Slice, fill
+from shoal.parallel.apply import apply
+from shoal.parallel.mesh import Mesh
+from shoal.train import optimizer as optimizers
+from shoal.train.checkpoint.place import Directory
+from shoal.train.checkpoint.read import Checkpoint
+from shoal.train.checkpoint.save import Saver
+from shoal.train.checkpoint.share import piece_slices
+from shoal.train.optimizer import LossScale
+from shoal.train.program import no_weights
+from shoal.train.state import State
+
+KINDS = {"weight": 0, "exp_avg": 1, "exp_avg_sq": 2}
+LAYOUTS = [
+    "dp=1",
+    "dp=3",
+    "dp=2,fsdp=2",
+    "dp=2,fsdp=2,zero=1",
+    "fsdp=3,zero=2",
+    "fsdp=4",
+    "tp=4",
+    "tp=2,fsdp=2",
+    "pp=2,dp=2",
+    "pp=2,tp=2",
+]
+
+
+def _placed(layout: str, rank: int, model: str, filled: bool) -> State:
+    """A rank's state. ``filled``: every value is a hash of its name and place in the whole, whichever rank has it."""
+    shape = small(model)
+    mesh = Mesh(Layout.parse(layout), rank, torch.device("cpu"))
+    first = partial(fill, model=shape, seed=0) if filled else no_weights
+    placed = apply(build(shape), mesh, TuneSection(bucket_mb=0.01), first, seq=8)
+    optimizer = optimizers.build(placed.gradients.pieces, Recipe())
+    state = State(shape, placed, optimizer, "adamw", LossScale(), mesh)
+    if filled:
+        for piece in state.pieces:
+            held = optimizer.state[piece.tensor]
+            held["step"] = torch.tensor(5.0)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                held[kind] = torch.zeros_like(piece.tensor, requires_grad=False)
+                fill(((piece.name, part) for part in piece_slices(piece, held[kind])), shape, KINDS[kind])
+    return state
+
+
+def _save(rank: int, world: int, layout: str, model: str, path: Path) -> None:
+    state = _placed(layout, rank, model, filled=True)
+    saver = Saver("disk", Directory(path), state.new_stage(), state.mesh, "test")
+    if world > 1:
+        saver.store = torch.distributed.distributed_c10d._get_default_store()
+    saver.start(state.manifest(3, 24, {}), state.states())
+    saver.finish()
+    assert [saved.error for saved in saver.take_results()] == [""]
+
+
+def _load(rank: int, world: int, layout: str, model: str, path: Path) -> None:
+    state = _placed(layout, rank, model, filled=False)
+    assert state.restore(Checkpoint(Directory(path), 3)) == 3
+    for name, part in state.placed.slices:
+        wanted = Slice(torch.empty_like(part.local), part.global_shape, part.offset)
+        fill([(name, wanted)], state.model, 0)
+        assert torch.equal(part.local, wanted.local), (layout, name)
+    for piece, kind in itertools.product(state.pieces, ("exp_avg", "exp_avg_sq")):
+        held = state.optimizer.state[piece.tensor]
+        wanted = torch.empty_like(held[kind])
+        fill(((piece.name, part) for part in piece_slices(piece, wanted)), state.model, KINDS[kind])
+        assert torch.equal(held[kind], wanted), (layout, piece.name, kind)
+        assert held["step"] == 5
+
+
+def _contents(path: Path) -> dict[tuple[str, str], torch.Tensor]:
+    checkpoint = Checkpoint(Directory(path), 3)
+    keys = {(piece.state, piece.tensor) for piece in checkpoint.manifest.pieces}
+    return {key: checkpoint.tensor(*key) for key in keys}
+
+
+@pytest.mark.parametrize("model", ["tiny", "gpt2", "pythia-6.9b"])
+def test_any_layout_reads_what_any_other_wrote(model: str, tmp_path: Path) -> None:
+    """Every layout writes and the next one in the list reads: tied embeddings, transposed and fused tensors too."""
+    layouts = LAYOUTS if model == "tiny" else ["dp=1", "dp=2,fsdp=2,zero=1", "tp=2,fsdp=2"]
+    whole: dict[tuple[str, str], torch.Tensor] = {}
+    for writer, reader in zip(layouts, [*layouts[1:], layouts[0]], strict=True):
+        path = tmp_path / writer
+        run_ranks(Layout.parse(writer).world, _save, writer, model, path)
+        found = _contents(path)
+        whole = whole or found
+        assert found.keys() == whole.keys()
+        for key, tensor in found.items():
+            assert torch.equal(tensor, whole[key]), (writer, key)
+        run_ranks(Layout.parse(reader).world, _load, reader, model, path)
+
+
+def test_ranks_write_equal_shares(tmp_path: Path) -> None:
+    for layout in ("dp=2,fsdp=2", "dp=3", "fsdp=4"):
+        world = Layout.parse(layout).world
+        run_ranks(world, _save, layout, "tiny", tmp_path / layout)
+        sizes = [file.stat().st_size for file in (tmp_path / layout / "step-00000003").glob("*.bin")]
+        assert len(sizes) == world
+        assert max(sizes) < 1.1 * min(sizes), sizes
+
+
+def test_a_range_of_elements_is_a_few_boxes() -> None:
+    for shape in ((7,), (3, 4), (2, 3, 4), (1, 1, 5)):
+        array = torch.arange(torch.Size(shape).numel()).view(shape)
+        for start, stop in itertools.combinations(range(array.numel() + 1), 2):
+            boxes = list(range_boxes(shape, start, stop))
+            found = [
+                array[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].reshape(-1) for box in boxes
+            ]
+            assert torch.cat(found).tolist() == list(range(start, stop))
+            assert len(boxes) <= 2 * len(shape) - 1
