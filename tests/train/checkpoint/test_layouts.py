@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.ranks import run_ranks
-from tests.train.checkpoint.test_state import small
+from tests.train.checkpoint.shapes import small
 
 from shoal.facts.boxes import range_boxes
 from shoal.facts.config import TuneSection

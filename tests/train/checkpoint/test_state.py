@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.train.checkpoint.shapes import small
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shoal.facts.config import TuneSection
@@ -18,7 +19,6 @@ from shoal.facts.huggingface import write_config
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
 from shoal.facts.parameters import parameters
-from shoal.facts.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.models.decoder import build
 from shoal.models.initial import fill
@@ -32,15 +32,6 @@ from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.save import Saver
 from shoal.train.optimizer import LossScale
 from shoal.train.state import State
-
-NARROW = {"layers": 2, "hidden": 32, "heads": 4, "head_dim": 8, "ffn": 48, "vocab": 61, "max_positions": 64}
-
-
-def small(preset: str) -> Model:
-    kv_heads = 4 if preset in ("gpt2", "pythia-6.9b") else 2
-    return PRESETS[preset].model_copy(
-        update={**NARROW, "kv_heads": kv_heads, "name": preset, "window_layers": None}
-    )
 
 
 def make_state(model: Model, seed: int = 0, steps: int = 2, recipe: Recipe | None = None) -> State:
