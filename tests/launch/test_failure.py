@@ -7,7 +7,8 @@ import errno
 import pytest
 from torch.distributed import DistStoreError, HashStore, PrefixStore
 
-from shoal.launch.failure import FATAL, describe, first_failure, tell
+from shoal.facts.problem import BadInput
+from shoal.launch.failure import CONNECTION, FATAL, cause, describe, tell
 from shoal.train.checkpoint.manifest import Damaged
 
 PEER_GONE = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
@@ -23,24 +24,39 @@ def stores() -> Stores:
 def test_a_ranks_own_error_beats_earlier_echoes(stores: Stores) -> None:
     tell(*stores, describe(0, PEER_GONE))
     tell(*stores, describe(1, ValueError("the cause")))
-    failure = first_failure(*stores, 2, {0: 1})
+    failure = cause(*stores, 2, [0, 1], {0: 1, 1: 1})
     assert str(failure) == "rank 1 failed: ValueError: the cause"
+    assert not failure.final and not stores[0].check([FATAL])
+
+
+def test_what_would_come_again_is_final(stores: Stores) -> None:
+    tell(*stores, describe(1, BadInput("no such file", "look for it")))
     assert stores[0].check([FATAL])
+    assert cause(*stores, 2, [0], {0: -9}).final
 
 
 def test_the_first_of_two_own_errors_is_shown(stores: Stores) -> None:
     tell(*stores, describe(1, ValueError("first")))
     tell(*stores, describe(0, ValueError("second")))
-    assert first_failure(*stores, 2, {0: 1}).message == "ValueError: first"
+    assert cause(*stores, 2, [0, 1], {0: 1, 1: 1}).message == "ValueError: first"
 
 
 def test_a_silent_rank_was_killed(stores: Stores) -> None:
-    """The agent names the lowest dead rank, here one that only noticed."""
+    """Whoever died first; without its exit code, the one that has told nothing."""
     tell(*stores, describe(0, PEER_GONE))
     tell(*stores, describe(2, PEER_GONE))
-    assert str(first_failure(*stores, 3, {0: 1})) == "rank 1 failed: killed, or crashed without a word"
-    assert str(first_failure(*stores, 3, {1: -9})) == "rank 1 failed: killed by SIGKILL"
+    assert str(cause(*stores, 3)) == "rank 1 failed: killed, or crashed without a word"
+    assert str(cause(*stores, 3, [1, 0, 2], {1: -9, 0: -15, 2: 1})) == "rank 1 failed: killed by SIGKILL"
+    assert str(cause(*stores, 3, [0, 2, 1], {0: 1, 2: 1, 1: -11})) == "rank 1 failed: killed by SIGSEGV"
     assert not stores[0].check([FATAL])
+
+
+def test_ranks_that_all_only_lost_each_other_lost_their_connection(stores: Stores) -> None:
+    tell(*stores, describe(1, PEER_GONE))
+    tell(*stores, describe(0, PEER_GONE))
+    failure = cause(*stores, 2, [1, 0], {1: 1, 0: 1})
+    assert failure.kind == CONNECTION
+    assert str(failure).startswith("rank 1 failed: lost its connection to rank 0:")
 
 
 def test_a_timeout_is_an_echo_and_not_a_reason_to_give_up() -> None:
@@ -51,4 +67,4 @@ def test_a_timeout_is_an_echo_and_not_a_reason_to_give_up() -> None:
 def test_known_causes_are_told_in_words() -> None:
     full = describe(0, OSError(errno.ENOSPC, "No space left on device", "runs/x/metrics.jsonl"))
     assert full.message.startswith("the disk is full (runs/x/metrics.jsonl); the last commit is untouched")
-    assert "remove that checkpoint" in describe(0, Damaged("step-00000010 is damaged")).message
+    assert describe(0, Damaged("no sound checkpoint is left")).final

@@ -118,8 +118,9 @@ def test_a_killed_worker_is_replaced_and_the_curve_is_the_same(train: Train, tmp
         killed = train("killed", "dp=2", **options)
     assert killed.report.code == FINISHED, killed.report.message
     faults = [json.loads(line) for line in killed.directory.faults.read_text().splitlines()]
-    assert [row["kind"] for row in faults] == ["restart"]
-    assert faults[0]["resumed_step"] >= 20
+    assert [row["kind"] for row in faults] == ["killed", "restart"]
+    assert faults[0]["rank"] == 1 and faults[0]["message"] == "rank 1 failed: killed by SIGKILL"
+    assert faults[1]["resumed_step"] >= 20
     whole = train("whole", "dp=2", **options)
     assert killed.hexes == whole.hexes
     assert killed.tensors() == whole.tensors()
@@ -133,7 +134,7 @@ def test_a_worker_that_keeps_dying_is_named(train: Train, tmp_path: Path) -> Non
     assert "rank-00001.log" in run.report.message
 
 
-def test_one_ranks_own_error_is_shown_and_not_tried_again(train: Train, tmp_path: Path) -> None:
+def test_one_ranks_own_error_is_shown_and_tried_once_more(train: Train, tmp_path: Path) -> None:
     """A directory in the place of rank 1's log fails rank 1; rank 0 only notices that it is gone."""
     (tmp_path / "run" / "logs" / "rank-00001.log").mkdir(parents=True)
     (tmp_path / "run" / "config.toml").touch()
@@ -141,7 +142,11 @@ def test_one_ranks_own_error_is_shown_and_not_tried_again(train: Train, tmp_path
     assert run.report.code == FAILED
     assert run.report.message.startswith("rank 1 failed: IsADirectoryError")
     assert "Traceback" not in run.report.message
-    assert not run.directory.faults.exists()
+    faults = [json.loads(line) for line in run.directory.faults.read_text().splitlines()]
+    assert [(row["kind"], row["rank"], row["action"]) for row in faults] == [
+        ("error", 1, "restarting"),
+        ("error", 1, "giving up"),
+    ]
 
 
 def test_a_full_disk_keeps_the_last_commit(train: Train, tmp_path: Path) -> None:
@@ -155,7 +160,8 @@ def test_a_full_disk_keeps_the_last_commit(train: Train, tmp_path: Path) -> None
         run = train(layout="dp=2", recipe__steps=60, checkpoint__every=10)
     assert run.report.code == FAILED
     assert run.report.message.startswith("rank 0 failed: the disk is full")
-    assert run.report.step >= 20
+    # The commit of step 20 may have been on its way.
+    assert run.report.step in (10, 20)
     assert not list(run.directory.checkpoints.glob(".unfinished*"))
     continued = train(layout="dp=2", recipe__steps=60, checkpoint__every=10)
     assert continued.report.code == FINISHED

@@ -107,6 +107,12 @@ class EvaluateSection(Section):
 
 class CheckpointSection(Section):
     every: int = Field(100, ge=0, description="steps; 0: never; otherwise the last step is committed too")
+    to: str | None = Field(
+        None,
+        min_length=1,
+        description="a URL such as s3://bucket/runs: checkpoints lie below it under the name of the run's directory, "
+        "in place of the directory itself",
+    )
     keep: int = Field(2, ge=1, description="the last ones are kept")
     keep_every: int = Field(0, ge=0, description="steps; those of every n-th step are kept for good; 0: none")
     keep_best: int = Field(0, ge=0, description="those with the lowest held-out loss are kept as well")

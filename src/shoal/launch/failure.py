@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from torch.distributed import DistError, Store
@@ -20,6 +21,21 @@ from shoal.train.guard.nonfinite import NonFinite
 FATAL = "fatal"
 STALLED = "stalled"
 
+# What kind of failure an error is, and whether it would come again however often the workers are restarted.
+KINDS: tuple[tuple[type[BaseException], str, bool], ...] = (
+    (BadInput, "input", True),
+    (Disagreement, "disagreement", True),
+    (NonFinite, "nonfinite", True),
+    (CommitFailed, "commit", True),
+    (Damaged, "checkpoint", True),
+    (OutOfMemory, "oom", False),
+    (MemoryError, "oom", False),
+)
+ERROR, CONNECTION, KILLED, CRASHED = "error", "connection", "killed", "crashed"
+
+# Of these the message says it all.
+PLAIN = (BadInput, NonFinite, Disagreement, OutOfMemory, CommitFailed, Damaged)
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -30,6 +46,8 @@ class Failure:
     echo: bool
     time: float
     what: str = "failed"
+    kind: str = ERROR
+    final: bool = False  # it would come again, so nobody tries again
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.what}: {self.message}"
@@ -37,15 +55,19 @@ class Failure:
 
 def describe(rank: int, error: BaseException) -> Failure:
     """An exception as its reader needs it: plain words where we know the cause, else type and message."""
+    kind, final = next(
+        ((kind, final) for type, kind, final in KINDS if isinstance(error, type)), (ERROR, False)
+    )
     if isinstance(error, OSError) and disk_is_full(error):
-        message = f"{in_words(error)}; {MAKE_ROOM}"
-    elif isinstance(error, Damaged):
-        message = f"{error}\n  fix: remove that checkpoint to continue from the one before it"
-    elif isinstance(error, (BadInput, NonFinite, Disagreement, OutOfMemory, CommitFailed)):
+        message, kind, final = f"{in_words(error)}; {MAKE_ROOM}", "disk", True
+    elif isinstance(error, PLAIN):
         message = str(error)
     else:
         message = f"{type(error).__name__}: {error}"
-    return Failure(rank, message, is_echo(error), time.time())
+    echo = is_echo(error)
+    return Failure(
+        rank, message, echo, time.time(), kind=CONNECTION if echo else kind, final=final and not echo
+    )
 
 
 def is_echo(error: BaseException) -> bool:
@@ -59,29 +81,53 @@ def is_echo(error: BaseException) -> bool:
 
 
 def tell(store: Store, attempt: Store, failure: Failure) -> None:
-    """Report a failure. One that is no echo would happen again, so it also tells later attempts not to try."""
+    """Report a failure. One that would happen again also tells later attempts not to try."""
     told = json.dumps(asdict(failure))
     attempt.set(f"failure-{failure.rank}", told)
-    if not failure.echo and not store.check([FATAL]):
+    if failure.final and not store.check([FATAL]):
         store.set(FATAL, told)
 
 
-def first_failure(store: Store, attempt: Store, world: int, exit_codes: dict[int, int]) -> Failure:
-    """Whose failure it was: one that is no echo; else what the launcher saw of a stall; else a rank that told nothing,
-    for it was killed or crashed.
+def cause(
+    store: Store,
+    attempt: Store,
+    world: int,
+    order: Sequence[int] = (),
+    exit_codes: Mapping[int, int] | None = None,
+) -> Failure:
+    """Whose failure it was: what would come again; what the launcher saw of a stall; who died first of a signal; a
+    rank's own error; a rank that died without a word; and if all only noticed that others had gone, their connection.
 
-    ``exit_codes`` are those that the agent saw. It names the lowest dead rank, which need not be the first to die.
+    ``order``: who has ended, the first one first. ``exit_codes`` are theirs.
     """
     if store.check([FATAL]):
-        return Failure(**json.loads(store.get(FATAL)))
+        return _read(store, FATAL)
     if attempt.check([STALLED]):
-        return Failure(**json.loads(attempt.get(STALLED)))
-    keys = {rank: f"failure-{rank}" for rank in range(world)}
-    told = [Failure(**json.loads(attempt.get(key))) for key in keys.values() if attempt.check([key])]
-    killed = [rank for rank, code in exit_codes.items() if code < 0]
-    silent = killed or [rank for rank in keys if rank not in {failure.rank for failure in told}]
+        return _read(attempt, STALLED)
+    codes = exit_codes or {}
+    told = {rank: _read(attempt, key) for rank in range(world) if attempt.check([key := f"failure-{rank}"])}
+    # Who died after the first was ended by us, or by its peers' absence.
+    for rank in order[:1]:
+        if codes.get(rank, 0) < 0:
+            return _killed(rank, codes[rank])
+    own = [failure for failure in told.values() if not failure.echo]
+    if own:
+        return min(own, key=lambda failure: failure.time)
+    killed = [rank for rank in order if codes.get(rank, 0) < 0 and codes[rank] != -signal.SIGTERM]
+    if killed:
+        return _killed(killed[0], codes[killed[0]])
+    silent = [rank for rank in [*order, *range(world)] if rank not in told]
     if silent:
-        code = exit_codes.get(silent[0], 0)
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else "killed, or crashed without a word"
-        return Failure(silent[0], how, False, 0.0)
-    return min(told, key=lambda failure: failure.time)
+        return Failure(silent[0], "killed, or crashed without a word", False, time.time(), kind=CRASHED)
+    first = min(told.values(), key=lambda failure: failure.time)
+    others = ", ".join(str(rank) for rank in sorted(told) if rank != first.rank)
+    lost = f"lost its connection to rank{'s' * (len(told) > 2)} {others}" if others else "lost its connection"
+    return Failure(first.rank, f"{lost}: {first.message}", True, first.time, kind=CONNECTION)
+
+
+def _killed(rank: int, code: int) -> Failure:
+    return Failure(rank, f"killed by {signal.Signals(-code).name}", False, time.time(), kind=KILLED)
+
+
+def _read(store: Store, key: str) -> Failure:
+    return Failure(**json.loads(store.get(key)))

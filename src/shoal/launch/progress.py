@@ -18,6 +18,8 @@ from shoal.train.rundir import RunDirectory
 # Without a terminal there is no live line; a line now and then shows that things move.
 PLAIN_SECONDS = 10.0
 
+GIVING_UP = "giving up"
+
 
 class Progress:
     """Follows a run's own files, so it shows what is recorded and nothing else."""
@@ -54,7 +56,9 @@ class Progress:
     def poll(self) -> None:
         for row in self._faults.read():
             self.skipped += row["kind"] == "nonfinite"
-            self.say(_fault(row))
+            # What ends the run is its last word, and said then.
+            if row.get("action") != GIVING_UP:
+                self.say(_fault(row))
         for row in self._metrics.read():
             self.last = row
             self._recent.append(row["step_s"])
@@ -134,6 +138,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _fault(row: dict[str, Any]) -> str:
     if row["kind"] == "restart":
         return f"workers restarted (attempt {row['attempt'] + 1}) from step {row['resumed_step']}"
+    if "message" in row and "rank" in row:
+        return f"step {row['step']:>6}  {row['message']}; {row['action']}"
     return f"step {row['step']:>6}  {row['kind']}: {row['action']}"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import socket
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -26,7 +27,11 @@ LAUNCHER = "launcher"
 class LoopbackRendezvous(RendezvousHandler):
     """A rendezvous of one node. Launcher and workers share ``store`` for as long as the launcher lives."""
 
-    def __init__(self, run_id: str, timeout: float) -> None:
+    def __init__(
+        self, run_id: str, timeout: float, before_round: Callable[[int], None] | None = None
+    ) -> None:
+        """``before_round`` is called before workers are started, and started again; it may refuse by raising."""
+        self._before_round = before_round
         self._run_id = run_id
         self._round = 0
         self._closed = False
@@ -44,6 +49,8 @@ class LoopbackRendezvous(RendezvousHandler):
         self.store.set(LAUNCHER, secrets.token_hex(4))
 
     def next_rendezvous(self) -> RendezvousInfo:
+        if self._before_round is not None:
+            self._before_round(self._round)
         self._round += 1
         self.store.set(ROUND, str(self._round))
         return RendezvousInfo(

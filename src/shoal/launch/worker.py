@@ -47,6 +47,11 @@ class Assignment:
     dataset: Path
 
 
+def done_key(rank: int) -> str:
+    """Set where a rank has nothing left to do, so that the end of its process is not taken for a failure."""
+    return f"done-{rank}"
+
+
 def work(assignment: Assignment) -> Outcome | None:
     """The process of one rank, from its first line to its last. None: an earlier attempt's error is final."""
     _end_with_launcher()
@@ -58,9 +63,6 @@ def work(assignment: Assignment) -> Outcome | None:
         return None
     try:
         _print_to(run.log(rank))
-        restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        if rank == 0 and restarts:
-            run.note_fault(kind="restart", attempt=restarts, resumed_step=run.step())
         with (
             _only_writer(run, rank),
             Flight(run.flight(rank)) as flight,
@@ -76,8 +78,12 @@ def work(assignment: Assignment) -> Outcome | None:
             asked = partial(store.check, [rendezvous.STOP]) if rank == 0 else bool
             with recording(flight, mesh.names) if watched else contextlib.nullcontext():
                 name = rendezvous.attempt_name(store)
-                outcome = train(assignment.job, run, assignment.dataset, mesh, asked, flight.enter, name)
+                restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+                outcome = train(
+                    assignment.job, run, assignment.dataset, mesh, asked, flight.enter, name, restarts
+                )
             mesh.close()
+            attempt.set(done_key(rank), "")
             return outcome
     except Exception as error:
         # Told first: with a full disk there may be no log to print to, and the launcher may be gone as well.

@@ -11,7 +11,7 @@ from shoal.facts.local import usable_threads
 from shoal.parallel.mesh import Mesh
 from shoal.train.checkpoint.keep import Keeper, newest_first
 from shoal.train.checkpoint.manifest import Damaged
-from shoal.train.checkpoint.place import Place
+from shoal.train.checkpoint.place import Place, Unreachable
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.save import Saved, Saver
 from shoal.train.files import MAKE_ROOM
@@ -103,6 +103,9 @@ class Commits:
         try:
             threads = max(2, usable_threads() // self.mesh.world)
             self.state.restore(Checkpoint(place, step, threads))
+        except Unreachable:
+            # Another attempt may find it: nothing is set aside because a server did not answer.
+            raise
         except (Damaged, OSError) as error:
             trouble = str(error)
         return self.mesh.tell(next(filter(None, self.mesh.gather(trouble)), ""))
@@ -152,6 +155,7 @@ class Commits:
                 self._tidy()
                 if saved.place == self.disk:
                     self.committed = saved.step
+                    self._note_recovery(saved.step)
 
     def finish(self, step: int, stopped: bool, heldout_loss: float | None = None) -> None:
         """This process has done ``step``, its last. Where commits are made, or it was asked to stop, that is on disk.
@@ -183,7 +187,10 @@ class Commits:
         self.before_commit()
 
     def _note_failure(self, saved: Saved) -> None:
-        self._last_error = saved.error
+        """Once for as long as it is the same trouble: a disk may stay full for a thousand steps."""
+        known, self._last_error = self._last_error, saved.error
+        if known == saved.error:
+            return
         where = "to memory" if saved.place == self.memory else f"after step {saved.step}"
         with contextlib.suppress(OSError):
             self.run.note_fault(
@@ -191,6 +198,12 @@ class Commits:
                 step=saved.step,
                 action=f"no commit {where}: {saved.error}; training goes on, the last commit is step {self.committed}",
             )
+
+    def _note_recovery(self, step: int) -> None:
+        if self._last_error:
+            self._last_error = ""
+            with contextlib.suppress(OSError):
+                self.run.note_fault(kind="commit", step=step, action="commits succeed again")
 
     def _tidy(self) -> None:
         for keeper in self._keepers:

@@ -44,13 +44,16 @@ def train(
     wants_stop: Callable[[], bool],
     announce: Announce = unheard,
     attempt: str = "0",
+    restarts: int = 0,
 ) -> Outcome:
     """Train from the run's last commit, or from the start, to the last step of the recipe.
 
-    ``attempt`` names this attempt at the run, as no other was ever named.
+    ``attempt`` names this attempt at the run, as no other was ever named; ``restarts`` came before it.
     """
     with explaining(job, mesh) as witness:
         training = Training(job, run, dataset, mesh, announce, attempt)
+        if restarts and mesh.rank == 0:
+            run.note_fault(kind="restart", attempt=restarts, resumed_step=training.done)
         witness.training = training
         return training.run_to_end(wants_stop)
 

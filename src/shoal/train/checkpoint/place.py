@@ -17,6 +17,20 @@ DAMAGED = "damaged-"
 REASON = "reason.txt"
 
 
+class Unreachable(OSError):
+    """A place does not answer, or refuses. That says nothing about what lies there, so nothing there is given up."""
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step that a name is of; None where it is no checkpoint's name."""
+    match = re.fullmatch(r"step-([0-9]{8,})", name)
+    return int(match[1]) if match else None
+
+
 class Place(Protocol):
     """Checkpoints by their steps. Ranks write files of one in parallel; then one of them commits it, or nobody."""
 
@@ -26,8 +40,11 @@ class Place(Protocol):
     def name(self, step: int) -> str:
         """For messages."""
 
-    def write(self, step: int, attempt: str, file: str, content: Iterable[memoryview]) -> None:
-        """Write a file of a checkpoint that is not committed yet. ``attempt``: whose it is, of several that died."""
+    def write(self, step: int, attempt: str, file: str, content: Iterable[memoryview]) -> str:
+        """Write a file of a checkpoint that is not committed yet, and return the name that it has there.
+
+        ``attempt``: whose it is, of several that died.
+        """
 
     def commit(self, step: int, attempt: str, manifest: str) -> None: ...
 
@@ -61,7 +78,7 @@ class Directory:
         return hash(self.path)
 
     def at(self, step: int) -> Path:
-        return self.path / f"step-{step:08d}"
+        return self.path / step_name(step)
 
     def name(self, step: int) -> str:
         return str(self.at(step))
@@ -70,16 +87,17 @@ class Directory:
         """A rename is the commit, so a name is proof."""
         if not self.path.is_dir():
             return []
-        names = (re.fullmatch(r"step-([0-9]{8,})", entry.name) for entry in self.path.iterdir())
-        return sorted(int(match[1]) for match in names if match)
+        steps = (step_of(entry.name) for entry in self.path.iterdir())
+        return sorted(step for step in steps if step is not None)
 
-    def write(self, step: int, attempt: str, file: str, content: Iterable[memoryview]) -> None:
+    def write(self, step: int, attempt: str, file: str, content: Iterable[memoryview]) -> str:
         aside = self._aside(step, attempt)
         aside.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (aside / file).open("wb", buffering=0) as handle:
             for part in content:
                 _write_all(handle.fileno(), part)
             self._sync(handle.fileno())
+        return file
 
     def commit(self, step: int, attempt: str, manifest: str) -> None:
         aside, target = self._aside(step, attempt), self.at(step)

@@ -18,7 +18,7 @@ from shoal.facts.model import Model
 from shoal.facts.views import View, intersect, views
 from shoal.models.initial import Slice
 from shoal.train.checkpoint.manifest import Damaged, Manifest, Piece, parse_manifest
-from shoal.train.checkpoint.place import Directory, Place
+from shoal.train.checkpoint.place import Directory, Place, Unreachable
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16)
@@ -141,6 +141,8 @@ class Checkpoint:
         memory = content.numpy().data
         try:
             self.place.read(self.step, piece.file, piece.position, memory)
+        except Unreachable:
+            raise
         except OSError as error:
             raise Damaged(f"{self.place.name(self.step)}/{piece}: {error}") from None
         if blake3(memory).hexdigest() != piece.hash:

@@ -123,8 +123,8 @@ class Saver:
             lambda lot: blake3(content[lot.position : lot.position + lot.bytes]).hexdigest(), lots
         )
         # Hashed by other threads meanwhile.
-        self.place.write(step, self.attempt, self.file, _chunks(content))
-        return [lot.entry(self.file, found) for lot, found in zip(lots, hashes, strict=True)]
+        file = self.place.write(step, self.attempt, self.file, _chunks(content))
+        return [lot.entry(file, found) for lot, found in zip(lots, hashes, strict=True)]
 
     def _report(self, step: int, pieces: list[Piece], error: str) -> None:
         assert self.store is not None

@@ -1,0 +1,285 @@
+"""Silent corruption of the live state: a bit that flips in memory, a device that computes wrongly, a broken copy.
+
+Two checks. At rest: between two updates nothing may change weights or optimizer states, so their digests are taken
+after one update and again before the next. Across ranks: what several ranks hold alike (replicas, copies of norms and
+key/value heads in a tensor group, both ends of a tied embedding, whole parameters where only states are sharded) must
+be equal to the bit. Every rank hears of a mismatch and raises the same error before anything moves or is committed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.facts.boxes import tensor_part
+from shoal.facts.traffic import show_ranks
+from shoal.parallel.segment import EMBEDDING
+from shoal.parallel.sequence import all_gather_single
+from shoal.train.guard.digest import BLOCK, Digests, digest
+from shoal.train.step import Step
+
+WEIGHT, UPDATES = "weight", "update count"
+
+# What is compared together. Copies are alike on other ranks than the rest, so they are compared apart; and so is a
+# tied embedding, which a rank may hold twice. Weights may be whole where optimizer states are sharded.
+SETS = ("own", "copies", "shared heads", "embedding", "second embedding")
+SLOTS = {key: number for number, key in enumerate(product(SETS, (True, False)))}
+
+MOST_NAMED = 3
+
+
+class Corrupted(Exception):
+    """The live state is not what it should be. Raised on every rank with the same words.
+
+    ``step`` is the last one that was done. States after ``trusted`` and up to it may be corrupted, so a run should
+    not continue from a commit of one of these.
+    """
+
+    def __init__(
+        self, message: str, step: int, ranks: Sequence[int], names: Sequence[str], trusted: int
+    ) -> None:
+        super().__init__(message)
+        self.step, self.ranks, self.names, self.trusted = step, tuple(ranks), tuple(names), trusted
+
+    def row(self) -> dict[str, Any]:
+        """As a row of faults.jsonl."""
+        return {
+            "kind": "corruption",
+            "step": self.step,
+            "rank": self.ranks[0],
+            "ranks": list(self.ranks),
+            "parameters": list(self.names),
+            "trusted_step": self.trusted,
+            "message": str(self),
+            "action": f"commits after step {self.trusted} are not trusted",
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A tensor of the live state, and which elements of which parameter it is."""
+
+    state: str
+    name: str
+    elements: tuple[Any, ...]  # two ranks with the same ones hold the same
+    kept_as: str
+    values: Tensor
+
+    @property
+    def key(self) -> str:
+        return repr((self.state, self.name, self.elements))
+
+    @property
+    def words(self) -> str:
+        return self.state if self.state == UPDATES else f"{self.state} of {self.name}"
+
+
+class CorruptionGuard:
+    """One rank's part. All ranks are to call the same methods in the same order."""
+
+    def __init__(self, step: Step, every: int, done: int) -> None:
+        """``every``: steps between checks, 0 for none. ``done``: the step whose state we start from, which is sound."""
+        self.placed, self.optimizer, self.mesh = step.placed, step.optimizer, step.mesh
+        self.every = every
+        self.trusted = done
+        self._taken: tuple[int, list[Kept], Digests] | None = None
+
+    def due(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
+
+    def after_step(self, step: int) -> None:
+        """To be called when a step is over and before its state is committed: compare with other ranks, remember."""
+        kept = list(self._live())
+        found = digest([one.values for one in kept], self.mesh.device)
+        if self.mesh.world > 1:
+            self._compare_ranks(step, kept, found.totals.tolist())
+        self._taken = step, kept, found
+
+    def before_update(self) -> None:
+        """To be called when nothing but the update is left of a step: has anything changed since the last one?"""
+        if self._taken is None:
+            return
+        step, kept, before = self._taken
+        self._taken = None
+        now = digest([one.values for one in kept], self.mesh.device)
+        same = torch.equal(before.blocks, now.blocks)
+        (broken,) = self.mesh.sum_integers([int(not same)])
+        if broken:
+            self._report_change(step, kept, before, now)
+        # Only now: until here something that was copied for a commit could have changed before it was.
+        self.trusted = step
+
+    # At rest.
+
+    def _report_change(self, step: int, kept: list[Kept], before: Digests, now: Digests) -> None:
+        mine = [
+            (one.words, one.name, _location(one.values, changed))
+            for one, changed in zip(kept, before.changed_blocks(now), strict=True)
+            if changed
+        ]
+        found = {rank: rows for rank, rows in enumerate(self._everyones(mine)) if rows}
+        told = [
+            f"rank {rank}: {_listed([f'{words} ({where})' for words, _, where in rows])}"
+            for rank, rows in found.items()
+        ]
+        raise Corrupted(
+            f"after the update of step {step} and before the next one, memory changed by itself on {'; '.join(told)}",
+            step,
+            list(found),
+            _names(name for rows in found.values() for _, name, _ in rows),
+            self.trusted,
+        )
+
+    # Across ranks.
+
+    def _compare_ranks(self, step: int, kept: list[Kept], totals: list[int]) -> None:
+        mine = self._signatures(kept, totals)
+        everyones = torch.empty(self.mesh.world * mine.numel(), dtype=torch.int64)
+        all_gather_single(everyones, mine.flatten(), group=self.mesh.control)
+        # Who holds the same elements must hold the same bits.
+        pairs = {(elements, value) for elements, value in everyones.view(-1, 2).tolist() if elements}
+        values = Counter(elements for elements, _ in pairs)
+        differing = {elements for elements, count in values.items() if count > 1}
+        if differing:
+            self._report_difference(step, kept, totals, mine, differing)
+
+    def _signatures(self, kept: list[Kept], totals: list[int]) -> Tensor:
+        """Two numbers for each set: which elements it has, and what they are. Zeros where there is none."""
+        sets: list[list[tuple[str, int]]] = [[] for _ in SLOTS]
+        for one, total in zip(kept, totals, strict=True):
+            sets[_slot(one)].append((one.key, total))
+        pairs = [
+            (_hash([key for key, _ in one]), _hash([total for _, total in one])) if one else (0, 0) for one in sets
+        ]
+        return torch.tensor(pairs, dtype=torch.int64)
+
+    def _report_difference(
+        self, step: int, kept: list[Kept], totals: list[int], mine: Tensor, differing: set[int]
+    ) -> None:
+        slots = {number for number, elements in enumerate(mine[:, 0].tolist()) if elements in differing}
+        told = [
+            (one.key, one.words, one.name, total)
+            for one, total in zip(kept, totals, strict=True)
+            if _slot(one) in slots
+        ]
+        parties: dict[str, dict[int, list[int]]] = {}
+        names: dict[str, tuple[str, str]] = {}
+        for rank, rows in enumerate(self._everyones(told)):
+            for key, words, name, total in rows:
+                names[key] = words, name
+                parties.setdefault(key, {}).setdefault(total, []).append(rank)
+        wrong: dict[tuple[bool, tuple[int, ...], tuple[int, ...]], list[str]] = {}
+        for key, by_value in parties.items():
+            if len(by_value) > 1:
+                wrong.setdefault(odd_ones(list(by_value.values())), []).append(key)
+        sentences = [
+            _difference(sure, odd, usual, _listed([names[key][0] for key in keys]))
+            for (sure, odd, usual), keys in wrong.items()
+        ]
+        raise Corrupted(
+            f"after step {step} ranks that must hold the same do not: {'; '.join(sentences)}",
+            step,
+            sorted({rank for _, odd, _ in wrong for rank in odd}),
+            _names(names[key][1] for keys in wrong.values() for key in keys),
+            self.trusted,
+        )
+
+    def _everyones(self, mine: list[Any]) -> list[list[Any]]:
+        if self.mesh.world == 1:
+            return [mine]
+        every: list[Any] = [None] * self.mesh.world
+        dist.all_gather_object(every, mine, group=self.mesh.control)
+        return every
+
+    # What there is.
+
+    def _live(self) -> Iterator[Kept]:
+        """All weights that are held here, as the network reads them, and all that the optimizer keeps."""
+        model, tp, index = self.placed.shared.model, self.mesh.layout.tp, self.mesh.place["tp"]
+        embeddings = 0
+        for name, part in self.placed.slices:
+            copies = tensor_part(name, part.global_shape, model, tp, index).copies
+            embeddings += name == EMBEDDING
+            elements = part.offset, tuple(part.local.shape)
+            yield Kept(WEIGHT, name, elements, _kept_as(name, copies, tp, embeddings == 2), part.local)
+        counts: list[Tensor] = []
+        pieces = self.placed.gradients.pieces
+        for piece in pieces:
+            elements = piece.box.offset, piece.box.shape, piece.start, piece.stop
+            kept_as = _kept_as(piece.name, piece.held.part.copies, tp, piece.held.copied)
+            for kind, values in sorted(self.optimizer.state.get(piece.tensor, {}).items()):
+                if isinstance(values, Tensor) and values.dim() == 0:
+                    counts.append(values)
+                elif isinstance(values, Tensor):
+                    yield Kept(kind, piece.name, elements, kept_as, values)
+        if counts:
+            # One tensor of them: each alone would take as long as a small parameter.
+            all_pieces = tuple((piece.name, piece.box.offset, piece.start, piece.stop) for piece in pieces)
+            yield Kept(UPDATES, "", all_pieces, "own", torch.stack(counts))
+
+
+def odd_ones(parties: Sequence[Sequence[int]]) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
+    """Of ranks by what they hold: whether one can tell who is wrong, who it is, and who is right.
+
+    The larger party is taken to be right. Where no party is larger than all others, everybody is named.
+    """
+    largest = max(map(len, parties))
+    right = [party for party in parties if len(party) == largest]
+    if len(right) > 1:
+        return False, tuple(sorted({rank for party in parties for rank in party})), ()
+    odd = {rank for party in parties if party is not right[0] for rank in party}
+    return True, tuple(sorted(odd)), tuple(sorted(set(right[0])))
+
+
+def _kept_as(name: str, copies: int, tp: int, second: bool) -> str:
+    if name == EMBEDDING:
+        return "second embedding" if second else "embedding"
+    if copies == 1:
+        return "own"
+    return "copies" if copies == tp else "shared heads"
+
+
+def _slot(kept: Kept) -> int:
+    return SLOTS[kept.kept_as, kept.state == WEIGHT]
+
+
+def _hash(values: Sequence[str | int]) -> int:
+    """An int64 that is not 0."""
+    text = "\n".join(map(str, values)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True) or 1
+
+
+def _difference(sure: bool, odd: Sequence[int], usual: Sequence[int], what: str) -> str:
+    if sure:
+        return f"{_named(odd)} differ{'s' * (len(odd) == 1)} from {_named(usual)} in {what}"
+    return f"{_named(odd)} differ in {what}, and no majority tells who is right"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else show_ranks(ranks)
+
+
+def _location(values: Tensor, changed: Sequence[int]) -> str:
+    """Where in a tensor, to the block; how many elements of a block have changed is not known."""
+    block = BLOCK * min(values.element_size(), 4) // values.element_size()
+    first, last = changed[0] * block, min((changed[-1] + 1) * block, values.numel()) - 1
+    if len(changed) == 1:
+        return f"elements {first}-{last}" if last > first else f"element {first}"
+    return f"{len(changed)} blocks of {block} elements, from {first} to {last}"
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - MOST_NAMED} more" if len(texts) > MOST_NAMED else ""
+    return ", ".join(texts[:MOST_NAMED]) + more
+
+
+def _names(names: Iterator[str]) -> list[str]:
+    return list(dict.fromkeys(name for name in names if name))
