@@ -35,6 +35,11 @@ class RunSection(Section):
         description="count one step's collectives and live bytes: observed/rank-*.json in the run's directory",
     )
 
+    ledger: bool = Field(
+        False,
+        description="write down which samples every step used: ledger/rank-*.jsonl in the run's directory",
+    )
+
     @property
     def slug(self) -> str:
         """The name as one plain directory: letters, digits, ``_ - .``, and never a path or a hidden one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import signal
@@ -118,8 +117,7 @@ class Attempt:
         row = {"step": self._step_of(failure.rank), "rank": failure.rank, **self._seen}
         action = "restarting" if decision.again else GIVING_UP
         self._seen = {}
-        with contextlib.suppress(OSError):
-            self.run.note_fault(kind=failure.kind, action=action, message=str(failure), attempt=ended, **row)
+        self.run.note_fault(kind=failure.kind, action=action, message=str(failure), attempt=ended, **row)
         if not decision.again:
             raise GaveUp(failure, decision.why)
 

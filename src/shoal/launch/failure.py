@@ -113,15 +113,22 @@ def cause(
     own = [failure for failure in told.values() if not failure.echo]
     if own:
         return min(own, key=lambda failure: failure.time)
-    killed = [rank for rank in order if codes.get(rank, 0) < 0 and codes[rank] != -signal.SIGTERM]
+    killed = [
+        rank
+        for rank in order
+        if codes.get(rank, 0) < 0 and -codes[rank] not in (signal.SIGTERM, signal.SIGKILL)
+    ]
     if killed:
         return _killed(killed[0], codes[killed[0]])
     silent = [rank for rank in [*order, *range(world)] if rank not in told]
+    # Who was ended by SIGTERM or SIGKILL after somebody who has told something was ended by us.
+    ours = {rank for rank in order[1:] if codes.get(rank) in (-signal.SIGTERM, -signal.SIGKILL)}
+    silent = silent if order and order[0] in silent else [rank for rank in silent if rank not in ours]
     if silent:
         return Failure(silent[0], "killed, or crashed without a word", False, time.time(), kind=CRASHED)
     first = min(told.values(), key=lambda failure: failure.time)
-    others = ", ".join(str(rank) for rank in sorted(told) if rank != first.rank)
-    lost = f"lost its connection to rank{'s' * (len(told) > 2)} {others}" if others else "lost its connection"
+    others = [str(rank) for rank in range(world) if rank != first.rank]
+    lost = f"lost its connection to {'one of ranks' if others[1:] else 'rank'} {', '.join(others)}"
     return Failure(first.rank, f"{lost}: {first.message}", True, first.time, kind=CONNECTION)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import signal
 from collections.abc import Sequence
@@ -27,20 +28,30 @@ from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory, identity
 
 if TYPE_CHECKING:
-    from shoal.launch.attempt import Attempt
+    from shoal.launch.attempt import Attempt, Entrypoint
 
+WORKER = "shoal.launch.worker:work"
 # What workers find imported. torch's optimizers import its compiler on first use, which takes two seconds.
 PRELOAD = ("shoal.launch.worker", "torch._dynamo")
 
 
-def train(job: Job, run: RunDirectory, fresh: bool, console: Console, visible: str | None = None) -> Report:
+def train(
+    job: Job,
+    run: RunDirectory,
+    fresh: bool,
+    console: Console,
+    visible: str | None = None,
+    entrypoint: str = WORKER,
+) -> Report:
     """Train ``job`` in ``run`` to its end, from wherever it stands. Bad input raises before anything is spawned.
 
-    ``visible`` is what CUDA_VISIBLE_DEVICES says.
+    ``visible`` is what CUDA_VISIBLE_DEVICES says; ``entrypoint`` ("module:function") what a rank's process calls.
     """
     check_devices(job, visible)
     check_memory(job)
     run.check_place()
+    run.keep_in(job.config.checkpoint.to)
+    run.check_reachable()
     with ExitStack() as held:
         if run.path.exists():
             held.enter_context(run.held())
@@ -60,15 +71,17 @@ def train(job: Job, run: RunDirectory, fresh: bool, console: Console, visible: s
             row = rows[-1] if rows else None
             done = f"finished already: {steps} steps are done"
             return Report(FINISHED, run.path, steps, done, row, row.get("heldout_loss") if row else None)
-        warm_workers(PRELOAD)
+        warm_workers([*PRELOAD, entrypoint.partition(":")[0]])
         if run.step():
             console.print(f"continuing {run.path} after step {run.step()}", markup=False)
         started = {**describe_run(job, dataset.path), "identity": identity(job, fingerprint)}
         run.write_start(job, started, describe_plan(job))
-        return _attempt()(job, run, dataset.path, console).run_to_end()
+        with run.alive():
+            attempt, work = _attempt(entrypoint)
+            return attempt(job, run, dataset.path, console, work).run_to_end()
 
 
-def _attempt() -> type[Attempt]:
+def _attempt(entrypoint: str) -> tuple[type[Attempt], Entrypoint]:
     """torch takes seconds to import, and bad input was answered without it.
 
     A signal in that time is remembered and answered afterwards: raised inside of an import, it can get lost in
@@ -77,9 +90,12 @@ def _attempt() -> type[Attempt]:
     asked: list[int] = []
     with stoppable(lambda number, frame: asked.append(number), STOP_SIGNALS):
         from shoal.launch.attempt import Attempt
+
+        module, _, name = entrypoint.partition(":")
+        work: Entrypoint = getattr(importlib.import_module(module), name)
     if asked:
         raise KeyboardInterrupt
-    return Attempt
+    return Attempt, work
 
 
 def check_devices(job: Job, visible: str | None) -> None:

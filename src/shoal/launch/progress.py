@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from shoal.train.guard.nonfinite import SKIPPED
 from shoal.train.rundir import RunDirectory
 
 # Without a terminal there is no live line; a line now and then shows that things move.
@@ -55,7 +56,7 @@ class Progress:
 
     def poll(self) -> None:
         for row in self._faults.read():
-            self.skipped += row["kind"] == "nonfinite"
+            self.skipped += row["kind"] == "nonfinite" and row["action"] == SKIPPED
             # What ends the run is its last word, and said then.
             if row.get("action") != GIVING_UP:
                 self.say(_fault(row))

@@ -26,12 +26,12 @@ from shoal.launch.join import join
 from shoal.launch.signals import STOP_SIGNALS
 from shoal.observe import nccl
 from shoal.observe.entered import recording
-from shoal.observe.flight import Flight
+from shoal.observe.flight import START, Flight
 from shoal.plan.resolve import Job
 from shoal.train.guard.agreement import agree
 from shoal.train.guard.memory import OutOfMemory, amount
 from shoal.train.guard.stacks import stacks_on_signal
-from shoal.train.loop import Outcome, train
+from shoal.train.loop import Guest, Outcome, train
 from shoal.train.rundir import RunDirectory
 
 # How long a new attempt waits for the last one's writer to be gone.
@@ -52,12 +52,13 @@ def done_key(rank: int) -> str:
     return f"done-{rank}"
 
 
-def work(assignment: Assignment) -> Outcome | None:
+def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
     """The process of one rank, from its first line to its last. None: an earlier attempt's error is final."""
     _end_with_launcher()
     _own_session()
     rank = int(os.environ["RANK"])
     run = RunDirectory(assignment.run)
+    run.keep_in(assignment.job.config.checkpoint.to)
     store, attempt = rendezvous.join(int(os.environ["MASTER_PORT"]), assignment.job.config.fault.timeout)
     if store.check([FATAL]):
         return None
@@ -68,6 +69,8 @@ def work(assignment: Assignment) -> Outcome | None:
             Flight(run.flight(rank)) as flight,
             stacks_on_signal(run.stack_dump(rank)),
         ):
+            announce = flight.enter if guest is None else partial(_announce, flight, guest)
+            announce(START, 0)
             watched = bool(assignment.job.config.fault.stall)
             if watched:
                 # Read when the first group is made; on gloo it has no effect.
@@ -80,7 +83,7 @@ def work(assignment: Assignment) -> Outcome | None:
                 name = rendezvous.attempt_name(store)
                 restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
                 outcome = train(
-                    assignment.job, run, assignment.dataset, mesh, asked, flight.enter, name, restarts
+                    assignment.job, run, assignment.dataset, mesh, asked, announce, name, restarts, guest
                 )
             mesh.close()
             attempt.set(done_key(rank), "")
@@ -95,6 +98,11 @@ def work(assignment: Assignment) -> Outcome | None:
             traceback.print_exc()
             sys.stderr.flush()
         os._exit(1)  # past the interpreter's own report: the log has it, the terminal needs one line
+
+
+def _announce(flight: Flight, guest: Guest, phase: str, step: int) -> None:
+    flight.enter(phase, step)
+    guest.enter(phase, step)
 
 
 def _note_out_of_memory(run: RunDirectory, rank: int, error: OutOfMemory) -> None:

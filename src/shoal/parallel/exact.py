@@ -107,11 +107,10 @@ def exact_loss(losses: list[Tensor], mesh: Mesh) -> float:
 
 @torch.no_grad()
 def exact_norm(pieces: list[Piece], mesh: Mesh) -> float:
-    """The norm of all gradients, however they are cut."""
-    gradients = [
-        piece.tensor.grad.double() for piece in pieces if piece.tensor.grad is not None and piece.counted
-    ]
-    peaks = [float(gradient.abs().max()) for gradient in gradients if gradient.numel()]
+    """The norm of all gradients, however they are cut. Of equal ones one counts, but each has to be finite."""
+    held = [(piece, grad.double()) for piece in pieces if (grad := piece.tensor.grad) is not None]
+    peaks = [float(gradient.abs().max()) for _, gradient in held if gradient.numel()]
+    gradients = [gradient for piece, gradient in held if piece.counted]
     largest = mesh.largest(max(peaks, default=0.0) if all(map(math.isfinite, peaks)) else math.nan)
     if largest == 0 or not math.isfinite(largest):
         return largest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shoal.facts.config import CheckpointSection
@@ -47,13 +48,15 @@ class Commits:
         self.committed = 0  # the last step that is on disk, on the first rank
         self.before_commit: Callable[[], None] = _nothing
         self._last_error = ""
-        self._keepers = [
-            Keeper(self.disk, config.keep, config.keep_every, config.keep_best),
-            Keeper(self.memory, KEPT_IN_MEMORY),
-        ]
+        self._keepers = {
+            self.disk: Keeper(self.disk, config.keep, config.keep_every, config.keep_best),
+            self.memory: Keeper(self.memory, KEPT_IN_MEMORY),
+        }
         # One for each place, for they have their own pace: a disk may take minutes for what memory takes at once.
         self._savers: dict[Place, Saver] = {
-            place: Saver(name, place, state.new_stage(), mesh, attempt, self._prepare)
+            place: Saver(
+                name, place, state.new_stage(), mesh, attempt, self._prepare, partial(self._tidy, place)
+            )
             for name, place, used in (("disk", self.disk, True), ("memory", self.memory, config.memory > 0))
             if used
         }
@@ -81,7 +84,8 @@ class Commits:
             if not damaged:
                 self.committed = step if place == self.disk else max(self.disk.committed(), default=0)
                 if self.mesh.rank == 0:
-                    self._tidy()
+                    for place in self._keepers:
+                        self._tidy(place)
                 return step
             if self.mesh.rank == 0:
                 self._set_aside(place, step, damaged)
@@ -117,13 +121,12 @@ class Commits:
         else:
             place.set_aside(step, reason)
             action = "set aside"
-        with contextlib.suppress(OSError):
-            self.run.note_fault(
-                kind="damaged checkpoint",
-                step=step,
-                action=f"{action}, the one before is used",
-                message=reason,
-            )
+        self.run.note_fault(
+            kind="damaged checkpoint",
+            step=step,
+            action=f"{action}, the one before is used",
+            message=reason,
+        )
 
     # Committing.
 
@@ -151,11 +154,9 @@ class Commits:
                 continue
             if saved.error:
                 self._note_failure(saved)
-            else:
-                self._tidy()
-                if saved.place == self.disk:
-                    self.committed = saved.step
-                    self._note_recovery(saved.step)
+            elif saved.place == self.disk:
+                self.committed = saved.step
+                self._note_recovery(saved.step)
 
     def finish(self, step: int, stopped: bool, heldout_loss: float | None = None) -> None:
         """This process has done ``step``, its last. Where commits are made, or it was asked to stop, that is on disk.
@@ -192,23 +193,21 @@ class Commits:
         if known == saved.error:
             return
         where = "to memory" if saved.place == self.memory else f"after step {saved.step}"
-        with contextlib.suppress(OSError):
-            self.run.note_fault(
-                kind="commit failed",
-                step=saved.step,
-                action=f"no commit {where}: {saved.error}; training goes on, the last commit is step {self.committed}",
-            )
+        self.run.note_fault(
+            kind="commit failed",
+            step=saved.step,
+            action=f"no commit {where}: {saved.error}; training goes on, the last commit is step {self.committed}",
+        )
 
     def _note_recovery(self, step: int) -> None:
         if self._last_error:
             self._last_error = ""
-            with contextlib.suppress(OSError):
-                self.run.note_fault(kind="commit", step=step, action="commits succeed again")
+            self.run.note_fault(kind="commit", step=step, action="commits succeed again")
 
-    def _tidy(self) -> None:
-        for keeper in self._keepers:
-            with contextlib.suppress(OSError):
-                keeper.tidy()
+    def _tidy(self, place: Place) -> None:
+        """After a commit this is done in the background as well: an object store takes its time."""
+        with contextlib.suppress(OSError):
+            self._keepers[place].tidy()
 
 
 def _nothing() -> None: ...

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 
 def disk_is_full(error: OSError) -> bool:
@@ -20,6 +24,46 @@ def in_words(error: OSError) -> str:
     if not disk_is_full(error):
         return f"{type(error).__name__}: {error}"
     return f"the disk is full ({error.filename})" if error.filename else "the disk is full"
+
+
+class RowFile:
+    """Appends rows. On a disk that is full they wait until there is room, and no row is ever torn by one that is not.
+
+    Rows may be added by one thread while another makes sure of those before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._end = self._file.seek(0, os.SEEK_END)
+        self._waiting = b""
+        self._lock = threading.Lock()
+
+    def append(self, row: dict[str, Any]) -> None:
+        with self._lock:
+            self._waiting += json.dumps(row).encode() + b"\n"
+            with contextlib.suppress(OSError):
+                self._write()
+
+    def flush(self) -> None:
+        """Have all rows with the system, where they outlive this process; raises where there is no room."""
+        with self._lock:
+            self._write()
+
+    def sync(self) -> None:
+        """Have them on disk."""
+        self.flush()
+        os.fsync(self._file.fileno())
+
+    def _write(self) -> None:
+        if not self._waiting:
+            return
+        written = self._file.write(self._waiting)
+        if written != len(self._waiting):
+            # From where the last whole row ends they are written again.
+            os.ftruncate(self._file.fileno(), self._end)
+            raise OSError(errno.ENOSPC, "No space left on device", self._file.name)
+        self._end += written
+        self._waiting = b""
 
 
 def sync_directory(path: Path) -> None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from shoal.observe.flight import COMMIT, EVALUATE, FIRST_STEP, INPUT, RESTORE, STEP, Announce, unheard
 from shoal.parallel.mesh import Mesh
@@ -18,6 +19,7 @@ from shoal.train.evaluate import heldout_loss, write_samples
 from shoal.train.guard.memory import explaining
 from shoal.train.guard.nonfinite import NonFiniteGuard
 from shoal.train.metrics.compare import Comparison
+from shoal.train.metrics.ledger import Ledger
 from shoal.train.metrics.measure import Meter, finite
 from shoal.train.metrics.observed import OBSERVED_STEP, observed
 from shoal.train.metrics.rows import StepFile
@@ -36,6 +38,14 @@ class Outcome:
     step: int  # the last one done
 
 
+class Guest(Protocol):
+    """Somebody who looks on: told what a rank does, and shown its training before the first step."""
+
+    def enter(self, phase: str, step: int) -> None: ...
+
+    def meet(self, training: Training) -> None: ...
+
+
 def train(
     job: Job,
     run: RunDirectory,
@@ -45,16 +55,20 @@ def train(
     announce: Announce = unheard,
     attempt: str = "0",
     restarts: int = 0,
+    guest: Guest | None = None,
 ) -> Outcome:
     """Train from the run's last commit, or from the start, to the last step of the recipe.
 
     ``attempt`` names this attempt at the run, as no other was ever named; ``restarts`` came before it.
+    ``guest`` looks on.
     """
     with explaining(job, mesh) as witness:
         training = Training(job, run, dataset, mesh, announce, attempt)
         if restarts and mesh.rank == 0:
             run.note_fault(kind="restart", attempt=restarts, resumed_step=training.done)
         witness.training = training
+        if guest is not None:
+            guest.meet(training)
         return training.run_to_end(wants_stop)
 
 
@@ -75,6 +89,10 @@ class Training:
         self.job, self.run, self.mesh = job, run, mesh
         self.announce = announce
         self.first_rank = mesh.rank == 0
+        self.attempt = attempt
+        self.ledger: Ledger | None = None
+        if config.run.ledger and mesh.first_of_replica:
+            self.ledger = Ledger(run.ledger, mesh.rank, attempt)
 
         data = Dataset.open(dataset)
         self.program = Program(job, data, mesh, no_weights)
@@ -96,8 +114,8 @@ class Training:
         if self.first_rank:
             self.metrics = StepFile(run.metrics, self.done)
             self.samples = StepFile(run.samples, self.done)
-            self.commits.before_commit = self.metrics.sync
             self.comparison = Comparison(job, run.read_plan(), mesh.device.type == "cuda")
+        self.commits.before_commit = self._settle_rows
 
     def run_to_end(self, wants_stop: Callable[[], bool]) -> Outcome:
         stopped = False
@@ -130,9 +148,11 @@ class Training:
         self.meter.stop()
         self.done = step
 
-        if not result.updated and not self.guard.scaled and self.first_rank:
-            self.run.note_fault(kind="nonfinite", step=step, action="update skipped")
-        row = self.meter.row(step, result, targets)
+        if self.first_rank and (told := self.guard.told(step, result)) is not None:
+            self.run.note_fault(**told)
+        if self.ledger is not None:
+            self.ledger.add(step, micro_batches)
+        row = {**self.meter.row(step, result, targets), "attempt": self.attempt}
         if last or _due(step, config.evaluate.every):
             row["heldout_loss"] = finite(self._evaluate())
         if self.first_rank:
@@ -142,6 +162,13 @@ class Training:
         self.announce(COMMIT, step)
         self.commits.hear()
         self.commits.after_step(step, last, row.get("heldout_loss"))
+
+    def _settle_rows(self) -> None:
+        """Rows up to a commit must survive whatever the commit survives. Raises where there is no room for them."""
+        if self.ledger is not None:
+            self.ledger.flush()
+        if self.first_rank:
+            self.metrics.sync()
 
     def _observation(self, step: int, batches: list[Batch]) -> AbstractContextManager[None]:
         """The second step of this process is watched, where that is asked for."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import secrets
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +19,11 @@ from shoal.facts.config import Config
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.recipe import Recipe
 from shoal.plan.resolve import Job
+from shoal.train.checkpoint.bucket import Bucket
 from shoal.train.checkpoint.keep import newest_first
 from shoal.train.checkpoint.manifest import Damaged, parse_manifest
 from shoal.train.checkpoint.memory import forget, memory_place
-from shoal.train.checkpoint.place import Directory
+from shoal.train.checkpoint.place import Directory, Place
 from shoal.train.files import replace_text
 from shoal.train.metrics.rows import read_rows
 
@@ -64,10 +67,13 @@ class RunDirectory:
         self.faults = path / "faults.jsonl"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self._untold: list[bytes] = []
         self.stacks = path / "stacks"
         self.flights = path / ".flight"
+        self.ledger = path / "ledger"
         self.profile = path / "profile.json"
         self.profiles = path / "profile"
+        self._disk: Place | None = None
 
     def observed(self, rank: int) -> Path:
         """Where a rank writes what was observed of it."""
@@ -125,6 +131,26 @@ class RunDirectory:
         finally:
             os.close(handle)
 
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """While a launcher lives there is a file that says so. One that it found there tells of one that was lost."""
+        marker = self.path / ".alive"
+        if marker.exists():
+            with contextlib.suppress(OSError, ValueError):
+                before = json.loads(marker.read_text(encoding="utf-8"))
+                self.note_fault(
+                    kind="launcher lost",
+                    step=self.step(),
+                    action=f"continuing after step {self.step()}",
+                    message=f"the launcher before this one (process {before['process']}) ended without a word",
+                    began=before["time"],
+                )
+        replace_text(marker, json.dumps({"process": os.getpid(), "time": time.time()}) + "\n")
+        try:
+            yield
+        finally:
+            marker.unlink(missing_ok=True)
+
     @property
     def begun(self) -> bool:
         """Whether there is anything to continue, or to lose."""
@@ -151,10 +177,35 @@ class RunDirectory:
         rows = read_rows(self.metrics)
         return bool(rows) and rows[-1]["step"] >= steps
 
+    def keep_in(self, to: str | None) -> None:
+        """Where a job wants its checkpoints, ``checkpoint.to``. Whoever only looks is told by the run's own config."""
+        self._disk = self._place(to)
+
+    def check_reachable(self) -> None:
+        """Refuse a place for checkpoints that is on no disk and cannot be used."""
+        if isinstance(self.disk, Bucket):
+            self.disk.check()
+
     @property
-    def disk(self) -> Directory:
-        """Where checkpoints lie."""
-        return Directory(self.checkpoints)
+    def disk(self) -> Place:
+        """Where checkpoints lie: in the directory, or on an object store."""
+        return self._disk or self._disk_before()
+
+    def _disk_before(self) -> Place:
+        """Where the run that is here has put them."""
+        try:
+            content = tomllib.loads(self.config.read_text(encoding="utf-8"))
+            return self._place(content.get("checkpoint", {}).get("to"))
+        except (OSError, ValueError):
+            return self._place(None)
+
+    def _place(self, to: str | None) -> Place:
+        """On a store a run has the name of its directory, so that it is found there with the directory lost."""
+        return (
+            Directory(self.checkpoints)
+            if to is None
+            else Bucket(f"{to.rstrip('/')}/{self.path.resolve().name}")
+        )
 
     def memory(self, node: str = "0") -> Directory:
         """Where a node keeps the last states in its memory."""
@@ -178,6 +229,7 @@ class RunDirectory:
 
     def check_continues(self, job: Job, dataset: str) -> None:
         """Refuse a job whose model, data or recipe differs from that of the run which is here."""
+        self._check_not_elsewhere()
         if not self.begun:
             return
         model, then = self._begun_with()
@@ -201,6 +253,16 @@ class RunDirectory:
         if problems:
             raise BadInput(problems)
 
+    def _check_not_elsewhere(self) -> None:
+        """A job that looked for checkpoints where there are none would begin anew, and nobody would know."""
+        before = self._disk_before()
+        last = max(before.committed(), default=0) if before != self.disk else 0
+        if last > self.step():
+            raise BadInput(
+                f"{self.path} has the checkpoint of step {last} elsewhere: {before.name(last)}",
+                "set checkpoint.to back, or copy that to where it says now; --fresh moves the old run aside",
+            )
+
     def _begun_with(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Model and identity of the run that is here: the last checkpoint's; before the first, the manifest's.
 
@@ -222,21 +284,32 @@ class RunDirectory:
             ) from None
 
     def move_aside(self) -> Path:
-        """Rename the directory to the first free NAME.old-N."""
+        """Rename the directory, and what it has on an object store, to the first NAME.old-N that is free."""
         forget(self.id)
+        buckets = {place for place in (self.disk, self._disk_before()) if isinstance(place, Bucket)}
         number = 1
-        while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+        while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists() or not all(
+            bucket.beside(f".old-{number}").empty for bucket in buckets
+        ):
             number += 1
-        return self.path.rename(target)
+        for bucket in buckets:
+            bucket.move(bucket.beside(f".old-{number}"))
+        return self.path.rename(target) if self.path.exists() else target
 
     def note_fault(self, **row: Any) -> None:
-        """Add a row to faults.jsonl, which keeps all that ever went wrong, also what a resume undid."""
-        with self.faults.open("a+b") as file:
-            if file.tell() > 0:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # a row that a full disk tore must not swallow this one
-                    file.write(b"\n")
-            file.write(json.dumps({"time": time.time(), **row}).encode() + b"\n")
+        """Add a row to faults.jsonl, which keeps all that ever went wrong, also what a resume undid.
+
+        Where there is no room for it, it is told with the next one: that must not end a run which could go on.
+        """
+        self._untold.append(json.dumps({"time": time.time(), **row}).encode() + b"\n")
+        with contextlib.suppress(OSError):
+            with self.faults.open("a+b") as file:
+                if file.tell() > 0:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":  # a row that a full disk tore must not swallow this one
+                        file.write(b"\n")
+                file.write(b"".join(self._untold))
+            self._untold.clear()
 
     def read_plan(self) -> dict[str, Any]:
         """The plan that the run started with; empty where there is none."""
@@ -248,8 +321,9 @@ class RunDirectory:
 
     def note_measured(self, measured: dict[str, Any]) -> None:
         """Put into the manifest what came of the plan."""
-        content = json.loads(self.manifest.read_text(encoding="utf-8"))
-        replace_text(self.manifest, json.dumps({**content, "measured": measured}, indent=2) + "\n")
+        with contextlib.suppress(OSError):
+            content = json.loads(self.manifest.read_text(encoding="utf-8"))
+            replace_text(self.manifest, json.dumps({**content, "measured": measured}, indent=2) + "\n")
 
     def _resolved(self, job: Job) -> Config:
         """The config with the layout that was chosen and, where a name can say it, the directory that this is."""

@@ -14,6 +14,7 @@ from shoal.models.random import key
 from shoal.parallel.apply import Placed
 from shoal.parallel.exact import exact_loss, exact_norm
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.pieces import gradient
 from shoal.parallel.segment import MicroBatch
 from shoal.train.data.loader import Batch
 from shoal.train.optimizer import LossScale, clip, squared_norm, unscale
@@ -28,6 +29,7 @@ class StepResult:
     grad_norm: float
     lr: float
     updated: bool  # False: a gradient was not finite and the weights were left alone
+    blamed: tuple[int, ...] = ()  # the ranks that it came from, where that can be told
 
 
 class Step:
@@ -87,13 +89,29 @@ class Step:
             self.optimizer.step()
             self.placed.gradients.after_update()
         self.scale.update(overflow=not updated)
-        return StepResult(loss, norm, lr, updated)
+        return StepResult(loss, norm, lr, updated, () if updated else self._blame())
+
+    def _blame(self) -> tuple[int, ...]:
+        """Whose gradients are not finite. Once they are summed they are nobody's; strict mode keeps what was before."""
+        sums = [gradient(piece) for piece in self.pieces if piece.tensor.grad is not None]
+        before = self.placed.exact is not None and not math.isfinite(float(self.placed.exact.largest))
+        after = not all(bool(torch.isfinite(one).all()) for one in sums)
+        own = [int(self.mesh.rank == rank) for rank in range(self.mesh.world)]
+        found = self.mesh.sum_integers([*(before * one for one in own), *(after * one for one in own)])
+        for part in (found[: self.mesh.world], found[self.mesh.world :]):
+            blamed = tuple(rank for rank, guilty in enumerate(part) if guilty)
+            if 0 < len(blamed) < max(2, self.mesh.world):
+                return blamed
+        return ()
 
     def _measure(self, losses: list[Tensor]) -> tuple[float, float]:
         """The sum of all losses and the norm of all gradients, everything counted once."""
         if self.placed.exact is not None:
             return exact_loss(own_losses(losses, self.mesh), self.mesh), exact_norm(self.pieces, self.mesh)
         squares = squared_norm([piece for piece in self.pieces if piece.counted])
+        # Of equal gradients one counts, but each has to be finite: a machine may have spoiled any of them.
+        others = squared_norm([piece for piece in self.pieces if not piece.counted])
+        squares = squares if math.isfinite(others) else math.nan
         # One small message for both.
         loss, total = self.mesh.sum_floats([added(own_losses(losses, self.mesh)), squares])
         return loss, math.sqrt(total)

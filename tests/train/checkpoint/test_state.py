@@ -5,58 +5,23 @@ from __future__ import annotations
 import json
 import random
 import resource
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.train.checkpoint.shapes import small
+from tests.train.checkpoint.states import commit, make_state
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shoal.facts.config import TuneSection
 from shoal.facts.huggingface import write_config
-from shoal.facts.layout import Layout
 from shoal.facts.model import Model
 from shoal.facts.parameters import parameters
 from shoal.facts.recipe import Recipe
 from shoal.models.decoder import build
-from shoal.models.initial import fill
-from shoal.parallel.apply import apply
-from shoal.parallel.mesh import Mesh
-from shoal.train import optimizer as optimizers
 from shoal.train.checkpoint.keep import Keeper
 from shoal.train.checkpoint.manifest import Damaged, Manifest, parse_manifest
 from shoal.train.checkpoint.place import UNFINISHED, Directory
 from shoal.train.checkpoint.read import Checkpoint
-from shoal.train.checkpoint.save import Saver
-from shoal.train.optimizer import LossScale
-from shoal.train.state import State
-
-
-def make_state(model: Model, seed: int = 0, steps: int = 2, recipe: Recipe | None = None) -> State:
-    """A network after a few updates, so that optimizer states hold something."""
-    recipe = recipe or Recipe()
-    mesh = Mesh(Layout(), 0, torch.device("cpu"))
-    placed = apply(build(model), mesh, TuneSection(), partial(fill, model=model, seed=seed), seq=10)
-    pieces = placed.gradients.pieces
-    optimizer = optimizers.build(pieces, recipe)
-    for step in range(steps):
-        for number, piece in enumerate(pieces):
-            piece.tensor.grad = torch.full_like(piece.tensor, 0.1 * (number + step + 1))
-        optimizer.step()
-    return State(model, placed, optimizer, recipe.optimizer, LossScale(), mesh)
-
-
-def commit(state: State, checkpoints: Path, step: int, samples: int, identity: dict[str, Any]) -> Path:
-    place = Directory(checkpoints)
-    saver = Saver("disk", place, state.new_stage(), state.mesh, "test")
-    saver.start(state.manifest(step, samples, identity), state.states())
-    saver.finish()
-    (saved,) = saver.take_results()
-    if saved.error:
-        raise OSError(saved.error)
-    return place.at(step)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

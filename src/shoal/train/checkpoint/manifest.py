@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from itertools import groupby
 from typing import Any
@@ -20,12 +21,18 @@ NAME = "manifest.json"
 LARGEST_MANIFEST = 1 << 30
 LARGEST_TENSOR = 1 << 44  # elements
 MOST_DIMENSIONS = 8
+LONGEST_NAME = 200  # of a file
+LONGEST_MESSAGE = 2000
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 class Damaged(Exception):
     """A checkpoint that does not hold what it says. It is never loaded."""
+
+    def __init__(self, what: str) -> None:
+        """``what`` may quote anything that was found: as text it neither fills a log nor moves a terminal's cursor."""
+        super().__init__((what if what.isprintable() else ascii(what)[1:-1])[:LONGEST_MESSAGE])
 
 
 class Piece(BaseModel):
@@ -44,7 +51,10 @@ class Piece(BaseModel):
     hash: str
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.state} of {self.tensor}"
+        where = f"bytes {self.position} to {self.position + self.bytes}"
+        return (
+            f"{self.file}: {self.state} of {self.tensor}, {list(self.size)} at {list(self.offset)} ({where})"
+        )
 
 
 class Manifest(BaseModel):
@@ -100,10 +110,14 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     parsed.pop("hash", None)
     try:
         manifest = Manifest.model_validate(parsed)
+        again = manifest.to_text().encode()
     except ValidationError as error:
         raise Damaged(f"{where} is not a manifest: {error.errors()[0]['msg']}") from None
+    except (ValueError, RecursionError) as error:
+        # What is nested too deeply to be written was not written by us.
+        raise Damaged(f"{where} is not a manifest: {error}") from None
     # Written again it must be the same to the byte, its hash included: a changed blank is a change too.
-    if manifest.to_text().encode() != content:
+    if again != content:
         raise Damaged(f"{where} was changed after it was written: its hash does not match")
     _check(manifest, where)
     return manifest
@@ -111,6 +125,9 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
 
 def _check(manifest: Manifest, where: str) -> None:
     """Whatever a manifest says that no writer of ours would: it may have been made to do harm."""
+    numbers = [*manifest.scalars.values(), manifest.heldout_loss or 0.0]
+    if not all(map(math.isfinite, numbers)):
+        raise Damaged(f"{where} holds a number that is not finite")
     for name, shape in manifest.shapes.items():
         if len(shape) > MOST_DIMENSIONS or min(shape, default=1) < 0 or math.prod(shape) > LARGEST_TENSOR:
             raise Damaged(f"{where}: {name} cannot have the shape {shape}")
@@ -127,8 +144,8 @@ def _check(manifest: Manifest, where: str) -> None:
 
 
 def _check_piece(piece: Piece, shape: tuple[int, ...] | None, where: str) -> None:
-    plain = piece.file.replace("-", "").replace(".", "").isalnum() and not piece.file.startswith(".")
-    if not plain or not piece.file.isascii():
+    plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", piece.file) and piece.file != NAME
+    if not plain or len(piece.file) > LONGEST_NAME:
         raise Damaged(f"{where} names a file outside the checkpoint: {piece.file!r}")
     item = ITEM_BYTES.get(piece.dtype)
     if item is None or piece.bytes != math.prod(piece.size) * item:
@@ -158,6 +175,9 @@ def _check_tensors(manifest: Manifest, where: str) -> None:
             or _any_meet(pieces)
         ):
             raise Damaged(f"{where}: the pieces of {state} {name} do not make up the tensor")
+    missing = [name for name in manifest.shapes if ("weight", name) not in by_tensor]
+    if missing or not by_tensor:
+        raise Damaged(f"{where} lists no weight of {next(iter(missing), 'any tensor')}")
 
 
 def _any_meet(pieces: list[Piece]) -> bool:

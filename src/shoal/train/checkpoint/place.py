@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from shoal.train.checkpoint.manifest import NAME, Damaged
+from shoal.train.checkpoint.manifest import LARGEST_MANIFEST, NAME, Damaged
 from shoal.train.files import replace_text, sync_directory
 
 UNFINISHED = ".unfinished-"
@@ -27,8 +28,9 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """The step that a name is of; None where it is no checkpoint's name."""
-    match = re.fullmatch(r"step-([0-9]{8,})", name)
-    return int(match[1]) if match else None
+    match = re.fullmatch(r"step-([0-9]{8,18})", name)
+    # One with a zero too many would be looked for under another name.
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 class Place(Protocol):
@@ -94,8 +96,11 @@ class Directory:
         aside = self._aside(step, attempt)
         aside.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (aside / file).open("wb", buffering=0) as handle:
+            position = 0
             for part in content:
                 _write_all(handle.fileno(), part)
+                self._send_off(handle.fileno(), position, part.nbytes)
+                position += part.nbytes
             self._sync(handle.fileno())
         return file
 
@@ -131,31 +136,49 @@ class Directory:
         replace_text(target / REASON, reason + "\n")
 
     def read_manifest(self, step: int) -> bytes:
-        return self._look(step, NAME).read_bytes()
+        size = self.size(step, NAME)
+        if size > LARGEST_MANIFEST:
+            raise Damaged(f"{self.at(step) / NAME} is too long for a manifest: {size} bytes")
+        content = bytearray(size)
+        self.read(step, NAME, 0, memoryview(content))
+        return bytes(content)
 
     def size(self, step: int, file: str) -> int:
-        return self._look(step, file).stat().st_size
+        return self._look(step, file).st_size
 
     def read(self, step: int, file: str, position: int, into: memoryview) -> None:
-        path = self._look(step, file)
-        with path.open("rb", buffering=0) as handle:
-            handle.seek(position)
+        self._look(step, file)
+        path = self.at(step) / file
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
             done = 0
             while done < into.nbytes:
-                count = handle.readinto(into[done:])
+                count = os.preadv(handle, [into[done:]], position + done)
                 if not count:
                     raise Damaged(f"{path} ends before byte {position + into.nbytes}")
                 done += count
+        finally:
+            os.close(handle)
 
-    def _look(self, step: int, file: str) -> Path:
+    def _look(self, step: int, file: str) -> os.stat_result:
         path = self.at(step) / file
+        try:
+            found = path.lstat()
+        except OSError as error:
+            raise Damaged(f"{path} is missing ({error.strerror})") from None
         # A link, a pipe or a device is nothing that we wrote.
-        if path.is_symlink() or not path.is_file():
-            raise Damaged(f"{path} is missing")
-        return path
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(f"{path} is no file of its own")
+        return found
 
     def _aside(self, step: int, attempt: str) -> Path:
         return self.path / f"{UNFINISHED}{self.at(step).name}-{attempt}"
+
+    def _send_off(self, handle: int, position: int, size: int) -> None:
+        """Let what was just written be on its way to the disk, which would else stand idle until the end."""
+        if self.durable and hasattr(os, "posix_fadvise"):
+            # To Linux this says: write it out, wait for nothing.
+            os.posix_fadvise(handle, position, size, os.POSIX_FADV_DONTNEED)
 
     def _sync(self, handle: int) -> None:
         if self.durable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from shoal.facts.boxes import meet
 from shoal.facts.model import Model
+from shoal.facts.parameters import parameters
 from shoal.facts.views import View, intersect, views
 from shoal.models.initial import Slice
 from shoal.train.checkpoint.manifest import Damaged, Manifest, Piece, parse_manifest
-from shoal.train.checkpoint.place import Directory, Place, Unreachable
+from shoal.train.checkpoint.place import Directory, Place, Unreachable, step_name, step_of
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16)
@@ -48,7 +50,9 @@ class Checkpoint:
     def __init__(self, place: Place | Path, step: int | None = None, threads: int | None = None) -> None:
         """Of a place and a step; or of the directory of one checkpoint. ``threads`` read and hash."""
         if isinstance(place, Path):
-            step = int(place.name.rpartition("-")[2])
+            step = step_of(place.name)
+            if step is None:
+                raise Damaged(f"{place} is not named as a checkpoint is: {step_name(0)}")
             place = Directory(place.parent)
         assert step is not None
         self.place: Place = place
@@ -58,6 +62,7 @@ class Checkpoint:
         self.manifest: Manifest = parse_manifest(place.read_manifest(step), f"{name}/manifest.json")
         if self.manifest.step != step:
             raise Damaged(f"{name} is the checkpoint of step {self.manifest.step}")
+        self._buffers = threading.local()
         self._pieces: dict[tuple[str, str], list[Piece]] = {}
         for piece in self.manifest.pieces:
             self._pieces.setdefault((piece.state, piece.tensor), []).append(piece)
@@ -82,6 +87,13 @@ class Checkpoint:
 
     def fill(self, model: Model, slices: Iterable[tuple[str, str, Slice]]) -> None:
         """Fill parts of our parameters, or of what an optimizer keeps of them: (state, our name, part)."""
+        for parameter in parameters(model):
+            found = self.manifest.shapes.get(parameter.name)
+            if found != parameter.shape:
+                raise Damaged(
+                    f"{self.place.name(self.step)}: {parameter.name} has the shape {found}, "
+                    f"in this model it is {parameter.shape}"
+                )
         of_parameter: dict[str, list[View]] = {}
         for view in views(model):
             of_parameter.setdefault(view.canonical, []).append(view)
@@ -107,18 +119,37 @@ class Checkpoint:
             pieces = self._pieces.get((one.state, one.tensor))
             if not pieces:
                 raise Damaged(f"{self.place.name(self.step)} holds no {one.state} of {one.tensor}")
+            _check_within(one, self.manifest.shapes[one.tensor])
             for piece in pieces:
                 if meet(piece.offset, piece.size, one.offset, tuple(one.into.shape)):
                     readings.setdefault(piece, _Reading(piece)).wanted.append(one)
-        with ThreadPoolExecutor(self.threads, "shoal-read") as pool:
-            for _ in pool.map(self._deliver, readings.values()):
+        in_order = sorted(readings.values(), key=lambda reading: _place_of(reading.piece))
+        with self._pool() as pool:
+            for _ in pool.map(self._deliver, in_order):
                 pass
+
+    def damages(self) -> list[Damaged]:
+        """Read and check everything: all that is not as it was written."""
+
+        def damage(piece: Piece) -> Damaged | None:
+            try:
+                self._read(piece)
+            except Damaged as error:
+                return error
+            return None
+
+        with self._pool() as pool:
+            found = pool.map(damage, sorted(self.manifest.pieces, key=_place_of))
+            return [error for error in found if error is not None]
 
     def verify(self) -> None:
         """Read and check everything."""
-        with ThreadPoolExecutor(self.threads, "shoal-verify") as pool:
-            for _ in pool.map(self._read, self.manifest.pieces):
-                pass
+        for error in self.damages():
+            raise error
+
+    def _pool(self) -> ThreadPoolExecutor:
+        # One more than hash at a time: it waits for the disk meanwhile.
+        return ThreadPoolExecutor(self.threads + 1, "shoal-read")
 
     @torch.no_grad()
     def _deliver(self, reading: _Reading) -> None:
@@ -137,7 +168,8 @@ class Checkpoint:
             one.into[ours].copy_(content[theirs])
 
     def _read(self, piece: Piece) -> Tensor:
-        content = torch.empty(piece.bytes, dtype=torch.uint8)
+        """Sound, and there until this thread reads the next one."""
+        content = self._buffer(piece.bytes)
         memory = content.numpy().data
         try:
             self.place.read(self.step, piece.file, piece.position, memory)
@@ -150,3 +182,21 @@ class Checkpoint:
                 f"{self.place.name(self.step)}/{piece}: its bytes are not those that were written (BLAKE3 differs)"
             )
         return content.view(DTYPES[piece.dtype]).view(piece.size)
+
+    def _buffer(self, size: int) -> Tensor:
+        """The same memory again: to be given new memory for every piece takes longer than to read it."""
+        buffer: Tensor | None = getattr(self._buffers, "buffer", None)
+        if buffer is None or buffer.nbytes < size:
+            self._buffers.buffer = buffer = torch.empty(size, dtype=torch.uint8)
+        return buffer[:size]
+
+
+def _check_within(wanted: Wanted, shape: tuple[int, ...]) -> None:
+    """What lies outside the tensor would be left as it was, and nobody would know."""
+    ends = [start + size for start, size in zip(wanted.offset, wanted.into.shape, strict=True)]
+    if len(ends) != len(shape) or any(end > whole for end, whole in zip(ends, shape, strict=True)):
+        raise Damaged(f"{wanted.tensor} has the shape {shape}, and no part that ends at {tuple(ends)}")
+
+
+def _place_of(piece: Piece) -> tuple[str, int]:
+    return piece.file, piece.position

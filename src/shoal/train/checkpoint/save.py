@@ -25,8 +25,8 @@ from shoal.train.checkpoint.place import Place
 from shoal.train.checkpoint.stage import Stage, States
 from shoal.train.files import in_words
 
-# Written in parts of this size, so that a part is hashed while the one before it is written.
-CHUNK = 1 << 24
+# Written in parts of this size: while the disk takes one, the next is copied to where the kernel takes it from.
+CHUNK = 1 << 22
 # Threads that hash for a rank.
 HASHERS = 2
 # How much less urgent than training a background write is, as nice(1) counts.
@@ -53,12 +53,16 @@ class Saver:
         stage: Stage,
         mesh: Mesh,
         attempt: str,
-        before_commit: Callable[[], None] = lambda: None,
+        prepare: Callable[[], None] = lambda: None,
+        after_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        """``name`` tells savers of a rank apart; ``attempt`` tells its files from those of an attempt that died."""
+        """``name`` tells savers of a rank apart; ``attempt`` tells its files from those of an attempt that died.
+
+        ``prepare`` is called on every rank and ``after_commit`` on the first, in the background.
+        """
         self.name, self.place, self.stage, self.attempt = name, place, stage, attempt
         self.rank, self.world = mesh.rank, mesh.world
-        self.before_commit = before_commit
+        self.prepare, self.after_commit = prepare, after_commit
         # A connection of our own: who waits in one keeps everybody else out of it.
         self.store: dist.Store | None = None
         if mesh.store is not None and mesh.world > 1:
@@ -108,6 +112,7 @@ class Saver:
         pieces: list[Piece] = []
         error = ""
         try:
+            self.prepare()
             pieces = self._write(manifest.step)
         except OSError as trouble:
             error = in_words(trouble)
@@ -144,7 +149,6 @@ class Saver:
             everyone += [Piece.model_validate(piece) for piece in told["pieces"]]
         try:
             if not error:
-                self.before_commit()
                 complete = manifest.model_copy(update={"pieces": tuple(everyone)})
                 self.place.commit(manifest.step, self.attempt, complete.to_text())
         except OSError as trouble:
@@ -152,6 +156,8 @@ class Saver:
         if error:
             with contextlib.suppress(OSError):
                 self.place.abandon(manifest.step, self.attempt)
+        else:
+            self.after_commit()
         return error
 
     def _key(self, step: int, rank: int) -> str:

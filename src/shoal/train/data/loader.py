@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -34,6 +34,7 @@ class Batch:
     documents: torch.Tensor | None  # int64 [rows, seq] where attention stays within documents
     rows: torch.Tensor  # int64 [rows]: each row's position in the global batch
     count: int  # targets to predict; counted here, on the CPU, so that nobody waits for a device
+    samples: tuple[int, ...] = ()  # which of all samples the rows are
 
     def to(self, device: torch.device | str) -> Batch:
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,6 +47,7 @@ class Batch:
             documents=None if self.documents is None else move(self.documents),
             rows=move(self.rows),
             count=self.count,
+            samples=self.samples,
         )
 
 
@@ -74,7 +76,10 @@ class Loader:
         return indices.reshape(numbers.shape)
 
     def _rows(self, indices: np.ndarray, positions: Sequence[int]) -> Batch:
-        return _collate(self.samples, [self.samples[int(index)] for index in indices], positions)
+        chosen = tuple(int(index) for index in indices)
+        return replace(
+            _collate(self.samples, [self.samples[one] for one in chosen], positions), samples=chosen
+        )
 
     def heldout_rows(self, positions: Sequence[int]) -> Batch:
         """The held-out samples with these numbers. Past the last one, a row is empty: it has no targets.

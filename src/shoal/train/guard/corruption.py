@@ -90,7 +90,7 @@ class CorruptionGuard:
         self.placed, self.optimizer, self.mesh = step.placed, step.optimizer, step.mesh
         self.every = every
         self.trusted = done
-        self._taken: tuple[int, list[Kept], Digests] | None = None
+        self._taken: tuple[int, Digests] | None = None
 
     def due(self, step: int) -> bool:
         return self.every > 0 and step % self.every == 0
@@ -99,16 +99,16 @@ class CorruptionGuard:
         """To be called when a step is over and before its state is committed: compare with other ranks, remember."""
         kept = list(self._live())
         found = digest([one.values for one in kept], self.mesh.device)
-        if self.mesh.world > 1:
-            self._compare_ranks(step, kept, found.totals.tolist())
-        self._taken = step, kept, found
+        self._compare(step, kept, found.totals.tolist())
+        self._taken = step, found
 
     def before_update(self) -> None:
         """To be called when nothing but the update is left of a step: has anything changed since the last one?"""
         if self._taken is None:
             return
-        step, kept, before = self._taken
+        step, before = self._taken
         self._taken = None
+        kept = list(self._live())
         now = digest([one.values for one in kept], self.mesh.device)
         same = torch.equal(before.blocks, now.blocks)
         (broken,) = self.mesh.sum_integers([int(not same)])
@@ -140,10 +140,11 @@ class CorruptionGuard:
 
     # Across ranks.
 
-    def _compare_ranks(self, step: int, kept: list[Kept], totals: list[int]) -> None:
-        mine = self._signatures(kept, totals)
-        everyones = torch.empty(self.mesh.world * mine.numel(), dtype=torch.int64)
-        all_gather_single(everyones, mine.flatten(), group=self.mesh.control)
+    def _compare(self, step: int, kept: list[Kept], totals: list[int]) -> None:
+        mine = everyones = self._signatures(kept, totals)
+        if self.mesh.control is not None:
+            everyones = torch.empty(self.mesh.world * mine.numel(), dtype=torch.int64)
+            all_gather_single(everyones, mine.flatten(), group=self.mesh.control)
         # Who holds the same elements must hold the same bits.
         pairs = {(elements, value) for elements, value in everyones.view(-1, 2).tolist() if elements}
         values = Counter(elements for elements, _ in pairs)
@@ -157,7 +158,8 @@ class CorruptionGuard:
         for one, total in zip(kept, totals, strict=True):
             sets[_slot(one)].append((one.key, total))
         pairs = [
-            (_hash([key for key, _ in one]), _hash([total for _, total in one])) if one else (0, 0) for one in sets
+            (_hash([key for key, _ in one]), _hash([total for _, total in one])) if one else (0, 0)
+            for one in sets
         ]
         return torch.tensor(pairs, dtype=torch.int64)
 
@@ -208,8 +210,8 @@ class CorruptionGuard:
         for name, part in self.placed.slices:
             copies = tensor_part(name, part.global_shape, model, tp, index).copies
             embeddings += name == EMBEDDING
-            elements = part.offset, tuple(part.local.shape)
-            yield Kept(WEIGHT, name, elements, _kept_as(name, copies, tp, embeddings == 2), part.local)
+            kept_as = _kept_as(name, copies, tp, second=embeddings == 2)
+            yield Kept(WEIGHT, name, (part.offset, tuple(part.local.shape)), kept_as, part.local)
         counts: list[Tensor] = []
         pieces = self.placed.gradients.pieces
         for piece in pieces:
@@ -236,7 +238,7 @@ def odd_ones(parties: Sequence[Sequence[int]]) -> tuple[bool, tuple[int, ...], t
     if len(right) > 1:
         return False, tuple(sorted({rank for party in parties for rank in party})), ()
     odd = {rank for party in parties if party is not right[0] for rank in party}
-    return True, tuple(sorted(odd)), tuple(sorted(set(right[0])))
+    return True, tuple(sorted(odd)), tuple(sorted(set(right[0]) - odd))
 
 
 def _kept_as(name: str, copies: int, tp: int, second: bool) -> str:
@@ -258,6 +260,8 @@ def _hash(values: Sequence[str | int]) -> int:
 
 
 def _difference(sure: bool, odd: Sequence[int], usual: Sequence[int], what: str) -> str:
+    if len(odd) == 1 and not usual:
+        return f"rank {odd[0]} has copies that differ in {what}"
     if sure:
         return f"{_named(odd)} differ{'s' * (len(odd) == 1)} from {_named(usual)} in {what}"
     return f"{_named(odd)} differ in {what}, and no majority tells who is right"

@@ -1,11 +1,11 @@
 """Digests of live tensors, made on the device where they lie: one number a block, and one a tensor.
 
-Within a block every element, taken as an integer of at most 32 bits, counts times an odd number of its own, modulo
-2⁶⁴. An odd multiple of a difference below 2³² is never 0 there, so a change of one element, be it a single bit,
-changes its block's number for certain. So do two bits that flip in different elements, for no two of the odd numbers
-are alike, or opposite, in their lower 33 bits. Blocks are mixed with their place, one to one, and added: what changes
-one of them changes the sum for certain, and anything else is missed once in 2⁶⁴ times or so. It detects accidents; it
-is no defence against somebody who knows it.
+A word is an element, or a half of one that has 64 bits. Within a block every word is taken as an integer and counts
+times an odd number of its own, modulo 2⁶⁴. An odd multiple of a difference below 2³² is never 0 there, so a change of
+one word, be it a single bit, changes its block's number for certain. So do two bits that flip in different words of a
+block, for no two of the odd numbers are alike, or opposite, in their lower 33 bits. Blocks are mixed with their place,
+one to one, and added: what changes one of them changes the sum for certain, and anything else is missed once in 2⁶⁴
+times or so. It detects accidents; it is no defence against somebody who knows it.
 
 A cryptographic hash would need the bytes on the host, and takes several times as long even there.
 """
@@ -19,10 +19,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shoal.models.random import CHUNK, CHUNK_CPU, bits, key
+from shoal.models.random import bits, key
 
-# Elements; half as many where an element has 64 bits, which counts as two.
+# Words.
 BLOCK = 4096
+# Blocks taken at once, for which there are 32 MiB of products for a moment. With fewer, the threads of a CPU that is
+# shared spend most of their time in waiting for each other.
+AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,9 @@ class Digests:
         """For each tensor, the blocks in which it has changed."""
         return [
             torch.nonzero(before != after).flatten().tolist()
-            for before, after in zip(self.blocks.split(self.counts), now.blocks.split(now.counts), strict=True)
+            for before, after in zip(
+                self.blocks.split(self.counts), now.blocks.split(now.counts), strict=True
+            )
         ]
 
 
@@ -59,10 +64,9 @@ def digest(tensors: Sequence[Tensor], device: torch.device) -> Digests:
 def _block_numbers(values: Tensor) -> Tensor:
     words = _words(values)
     weights = _weights(values.device)
-    at_once = (CHUNK if values.is_cuda else CHUNK_CPU) // BLOCK
     whole = words.numel() // BLOCK * BLOCK
     numbers = [
-        (rows * weights).sum(1) for rows in words[:whole].view(-1, BLOCK).split(at_once) if rows.numel()
+        (rows * weights).sum(1) for rows in words[:whole].view(-1, BLOCK).split(AT_ONCE) if rows.numel()
     ]
     if whole < words.numel():
         rest = words[whole:]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from shoal.train.step import StepResult
 
 # fp16 lowers its scale for a few steps at the start; more in a row than this is a run that learns nothing.
 MOST_IN_A_ROW = 20
+
+SKIPPED = "update skipped"
 
 
 class NonFinite(Exception):
@@ -24,8 +27,10 @@ class NonFiniteGuard:
         self.policy = policy
         self.scaled = scaled  # fp16: an overflow is how its loss scale finds its value, no fault
         self.in_a_row = 0
+        self.found: StepResult | None = None  # the last step's first attempt, if that was not finite
 
     def judge(self, step: int, result: StepResult, again: Callable[[], StepResult]) -> StepResult:
+        self.found = None if result.updated or self.scaled else result
         if not result.updated and self.policy == "retry" and not self.scaled:
             # The same data and weights: if it is finite now, hardware was the cause and not the data.
             result = again()
@@ -38,4 +43,29 @@ class NonFiniteGuard:
                 raise NonFinite(f"step {step}: gradients were not finite for {self.in_a_row} steps in a row")
             return result
         found = "again " if self.policy == "retry" else ""
-        raise NonFinite(f"step {step}: the gradient is {found}not finite (fault.nonfinite = {self.policy!r})")
+        whose = _whose(result.blamed)
+        raise NonFinite(
+            f"step {step}: the gradient{whose} is {found}not finite (fault.nonfinite = {self.policy!r})"
+        )
+
+    def told(self, step: int, result: StepResult) -> dict[str, Any] | None:
+        """A row of faults.jsonl about the last step, where there is something to tell."""
+        if self.found is None:
+            return None
+        action = SKIPPED
+        if result.updated:
+            action = "tried again, and finite: it was the machine and not the data"
+        blamed = self.found.blamed
+        return {
+            "kind": "nonfinite",
+            "step": step,
+            "ranks": list(blamed),
+            "action": action,
+            "message": f"the gradient{_whose(blamed)} was not finite",
+        }
+
+
+def _whose(ranks: tuple[int, ...]) -> str:
+    if not ranks:
+        return ""
+    return f" of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

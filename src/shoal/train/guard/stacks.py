@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -110,9 +111,10 @@ def ask_for_stacks(process: int) -> None:
 def main_thread(dump: str, identity: int) -> tuple[Frame, ...]:
     """The frames of the thread with that identity in a dump of faulthandler's; of the last thread where none has it."""
     starts = [*THREAD.finditer(dump)]
-    ends = [start.start() for start in starts[1:]] + [len(dump)]
     frames: tuple[Frame, ...] = ()
-    for start, end in zip(starts, ends, strict=True):
+    # There may be none: who holds the Python lock, or has no room, writes nothing.
+    for start, after in zip_longest(starts, starts[1:]):
+        end = after.start() if after is not None else len(dump)
         found = FRAME.finditer(dump, start.end(), end)
         frames = tuple(Frame(match[1], int(match[2]), match[3]) for match in found)
         if int(start[1], 16) == identity:

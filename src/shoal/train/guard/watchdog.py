@@ -48,6 +48,8 @@ DUMP_SECONDS = 3.0
 SETTLE_SECONDS = 0.1
 # A rank whose heart does not beat for so long, and that was not stopped, holds Python's lock.
 HEARTBEAT_SECONDS = 2.0
+# But before its peers give up we want to have said who it was.
+OF_THE_LIMIT = 0.5
 LISTEN_SECONDS = 0.05
 # Collectives that are listed with a rank's stacks.
 LISTED = 40
@@ -118,7 +120,7 @@ class Watchdog:
     def _locked(self, snapshots: Sequence[Snapshot]) -> set[int]:
         """The ranks whose heart does not beat although nobody has stopped them."""
         silent = {rank for rank, one in enumerate(snapshots) if one.beats and not is_stopped(one.pid)}
-        deadline = time.monotonic() + HEARTBEAT_SECONDS
+        deadline = time.monotonic() + min(HEARTBEAT_SECONDS, self.limits.step * OF_THE_LIMIT)
         while silent and time.monotonic() < deadline:
             time.sleep(LISTEN_SECONDS)
             for rank in [*silent]:

@@ -1,0 +1,1 @@
+"""Faults, injected into a real run, and the proof that they changed nothing."""

@@ -1,0 +1,263 @@
+"""A campaign: a real run, faults injected into it one after the other, and what came of each. Needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.facts.layout import Layout
+from shoal.prove.chaos.kinds import BY_NAME, ENDS_LAUNCHER, RENAME, named_right
+from shoal.prove.chaos.orders import Order, Orders
+from shoal.prove.chaos.processes import descendants, parent_of
+from shoal.prove.chaos.schedule import Fault
+from shoal.train.metrics.rows import read_rows
+from shoal.train.rundir import RunDirectory
+
+LOOK_SECONDS = 0.01
+# A fault that was not struck, or from which nothing recovered, in this time has broken the campaign.
+PATIENCE = 120.0
+# How long we wait for a report: a fault may show some steps later.
+TOLD_SECONDS = 12.0
+# How long a launcher stays stopped.
+STOPPED_SECONDS = 1.5
+
+
+class Broken(Exception):
+    """The run did not survive, or could not be struck."""
+
+
+@dataclass
+class Struck:
+    """A fault and what came of it. Times are seconds since it was struck."""
+
+    number: int
+    kind: str
+    point: str
+    rank: int | None
+    world: int
+    layout: str
+    step: int = 0
+    time: float = 0.0
+    committed: int = 0  # the last committed step at that time
+    resumed: int | None = None  # the step that the run went on from, where it was restarted
+    detected_s: float | None = None
+    recovered_s: float | None = None
+    named_right: bool | None = None
+    in_recovery: bool = False
+    gone: int = 0  # committed steps whose every copy the fault itself destroyed
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a campaign runs: the config with all that it changes, and the layouts that it cycles through."""
+
+    config: Path | None
+    settings: list[str]
+    layouts: list[str]
+    run: Path
+
+
+class Campaign:
+    """Drives one run through its faults."""
+
+    def __init__(self, setting: Setting, say: Callable[[Struck], None] = lambda struck: None) -> None:
+        self.setting, self.say = setting, say
+        self.run = RunDirectory(setting.run)
+        self.orders = Orders(setting.run)
+        self.struck: list[Struck] = []
+        self.launches = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def carry_out(self, faults: Sequence[Fault]) -> None:
+        self.orders.prepare()
+        try:
+            self._launch()
+            for fault in faults:
+                self._wait_for_commit(self._committed())
+                self._inject(fault)
+            self._finish()
+        finally:
+            self._end()
+
+    # Launching.
+
+    @property
+    def layout(self) -> str:
+        return self.setting.layouts[(self.launches - 1) % len(self.setting.layouts)]
+
+    @property
+    def world(self) -> int:
+        return Layout.parse(self.layout).world
+
+    def _launch(self) -> None:
+        self.launches += 1
+        asked = {
+            "config": str(self.setting.config) if self.setting.config else None,
+            "settings": self.setting.settings,
+            "layout": self.layout,
+            "run": str(self.setting.run),
+        }
+        with self.orders.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "shoal.prove.chaos.launcher", json.dumps(asked)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise Broken(f"the launcher ended with status {self._process.returncode}: {self._last_words()}")
+        return self._process
+
+    def _last_words(self) -> str:
+        return " | ".join(self.orders.log.read_text(errors="replace").splitlines()[-4:])
+
+    def _end(self) -> None:
+        """Whatever happened, nothing of the campaign goes on."""
+        if self._process is not None and self._process.poll() is None:
+            for process in [*descendants(self._process.pid), self._process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            self._process.wait()
+
+    def _finish(self) -> None:
+        """Let the run come to its end."""
+        process = self._running()
+        if process.wait(timeout=30 * PATIENCE) != 0:
+            raise Broken(f"the run did not finish: {self._last_words()}")
+
+    # Faults.
+
+    def _inject(self, fault: Fault) -> None:
+        before = len(self._fault_rows())
+        records = [self._record(fault, in_recovery=False)]
+        if fault.kind.target in ("launcher", "node"):
+            self._strike_launcher(fault, records[0])
+        else:
+            first = self._order(fault, records[0])
+            given = [first]
+            if fault.second is not None:
+                records.append(self._record(fault.second, in_recovery=True))
+                given.append(self._order(fault.second, records[1], after=first.number))
+            for record, order in zip(records, given, strict=True):
+                self._wait_until_struck(record, order)
+        told = self._wait_until_told(records, before)
+        # Done again, or done for the first time: the step that was struck, and whatever came to light later.
+        self._wait_for_commit(max([told, *(record.step - 1 for record in records)]))
+        recovered = time.time()
+        rows = self._fault_rows()[before:]
+        for record in records:
+            self._look_again(record)
+            record.recovered_s = recovered - record.time
+            self._judge(record, rows)
+            self.struck.append(record)
+            self.say(record)
+
+    def _record(self, fault: Fault, in_recovery: bool) -> Struck:
+        rank = None if fault.kind.target in ("launcher", "node") else int(fault.rank * self.world)
+        if fault.point == RENAME:
+            rank = 0  # who commits
+        number = len(self.struck) + int(in_recovery)
+        return Struck(
+            number, fault.kind.name, fault.point, rank, self.world, self.layout, in_recovery=in_recovery
+        )
+
+    def _order(self, fault: Fault, record: Struck, after: int | None = None) -> Order:
+        assert record.rank is not None
+        order = Order(record.number, record.kind, record.rank, fault.point, fault.seed, after)
+        self.orders.give(order)
+        return order
+
+    def _wait_until_struck(self, record: Struck, order: Order) -> None:
+        for _ in self._patiently(f"{record.kind} of rank {record.rank} at {order.point} was not struck"):
+            self._running()
+            found = self.orders.strike_of(order.number)
+            if found is not None:
+                record.step, record.time = found["step"], found["time"]
+                record.committed = self._committed()
+                return
+
+    def _wait_until_told(self, records: list[Struck], before: int) -> int:
+        """Wait for the report of each fault; where it does not come, no longer than that. The last commit then."""
+        kinds = [BY_NAME[record.kind] for record in records]
+        deadline = time.monotonic() + TOLD_SECONDS
+        while time.monotonic() < deadline:
+            rows = self._fault_rows()[before:]
+            if all(not kind.told or any(row["kind"] in kind.told for row in rows) for kind in kinds):
+                break
+            time.sleep(LOOK_SECONDS)
+        return self._committed()
+
+    def _look_again(self, record: Struck) -> None:
+        found = self.orders.strike_of(record.number)
+        record.gone = found.get("gone", 0) if found else 0
+
+    def _strike_launcher(self, fault: Fault, record: Struck) -> None:
+        process = self._running()
+        name = fault.kind.name.split()[1]
+        everybody = descendants(process.pid) if fault.kind.target == "node" else []
+        record.committed, record.step = self._committed(), self._committed() + 1
+        record.time = time.time()
+        for victim in [process.pid, *everybody]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.Signals[name])
+        if fault.kind.name not in ENDS_LAUNCHER:
+            time.sleep(STOPPED_SECONDS)
+            process.send_signal(signal.SIGCONT)
+            return
+        code = process.wait(timeout=PATIENCE)
+        if name in ("SIGTERM", "SIGUSR1") and fault.kind.target == "launcher":
+            record.named_right = code == 75
+            if code != 75:
+                raise Broken(f"asked to stop, the launcher ended with {code}: {self._last_words()}")
+        for orphan in everybody:
+            for _ in self._patiently(f"process {orphan} outlived its launcher"):
+                if parent_of(orphan) is None:
+                    break
+        self._launch()
+
+    def _judge(self, record: Struck, rows: list[dict[str, Any]]) -> None:
+        kind = BY_NAME[record.kind]
+        record.rows = rows
+        right = named_right(kind, record.rank if record.rank is not None else -1, rows)
+        record.named_right = record.named_right if right is None else right
+        told = [
+            row["time"] for row in rows if row["kind"] in kind.told and abs(row["time"] - record.time) < 3600
+        ]
+        record.detected_s = max(0.0, min(told) - record.time) if told else None
+        resumed = [row["resumed_step"] for row in rows if row["kind"] == "restart"]
+        record.resumed = resumed[-1] if resumed else None
+
+    # The run.
+
+    def _committed(self) -> int:
+        return self.run.step()
+
+    def _wait_for_commit(self, beyond: int) -> None:
+        for _ in self._patiently(f"no commit after step {beyond}"):
+            if self._committed() > beyond:
+                return
+            self._running()
+
+    def _patiently(self, what: str) -> Iterator[None]:
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            yield
+            time.sleep(LOOK_SECONDS)
+        raise Broken(f"{what} within {PATIENCE:.0f} s: {self._last_words()}")
+
+    def _fault_rows(self) -> list[dict[str, Any]]:
+        return read_rows(self.run.faults)

@@ -1,0 +1,91 @@
+"""The kinds of faults: whom they strike, at which points of a step, and what the run's report has to say of them.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shoal.observe.flight import COMMIT, EVALUATE, INPUT, RESTORE, START, STEP
+
+# Points between those that a rank announces, found by hooks.
+FORWARD, BACKWARD, UPDATE, WRITE, RENAME = "forward", "backward", "update", "write", "rename"
+POINTS = (INPUT, STEP, FORWARD, BACKWARD, UPDATE, EVALUATE, COMMIT, WRITE, RENAME)
+IN_RECOVERY = (START, RESTORE)
+
+Target = Literal["rank", "launcher", "node", "checkpoint"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault. ``told``: what kinds of rows of faults.jsonl name it; none where there is nothing to tell."""
+
+    name: str
+    target: Target
+    told: tuple[str, ...]
+    points: tuple[str, ...] = POINTS
+    weight: int = 1  # how often it is chosen, relative to others
+    words: str = ""  # which the row's message has
+    least_world: int = 1
+    whose: Literal["rank", "peers", "nobody"] = "rank"  # whom the row has to name
+
+
+# Where somebody else will wait for a rank that does not come, or wait inside of it.
+WAITED_FOR = (STEP, FORWARD, BACKWARD, UPDATE)
+
+KINDS = (
+    # A rank dies.
+    Kind("SIGKILL", "rank", ("killed",), weight=5, words="SIGKILL"),
+    Kind("SIGSEGV", "rank", ("killed",), weight=3, words="SIGSEGV"),
+    Kind("SIGTERM", "rank", ("killed",), weight=2, words="SIGTERM"),
+    Kind("SIGABRT", "rank", ("killed",), weight=2, words="SIGABRT"),
+    Kind("loader crash", "rank", ("error",), (STEP,), 2, "loader"),
+    Kind("out of memory", "rank", ("oom",), (STEP,), 2),
+    # A rank does not come.
+    Kind("SIGSTOP", "rank", ("stall",), WAITED_FOR, 2, "stopped", 2),
+    Kind("hang", "rank", ("stall",), WAITED_FOR, 2, "", 2),
+    Kind("hang with the lock", "rank", ("stall",), WAITED_FOR, 1, "", 2),
+    Kind("closed connections", "rank", ("connection",), WAITED_FOR, 2, "", 2, "peers"),
+    # A rank computes what is wrong.
+    Kind("NaN in a gradient", "rank", ("nonfinite",), (STEP,), 2),
+    Kind("bit flip in a weight", "rank", ("corruption",), (STEP, FORWARD, INPUT), 2),
+    Kind("clock jump", "rank", (), POINTS, 2),
+    # Storage.
+    Kind("disk full", "rank", ("commit failed",), (STEP,), 2, "full", 1, "nobody"),
+    Kind("flipped bit", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2, "BLAKE3"),
+    Kind("truncated file", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2, "bytes"),
+    Kind("swapped files", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2),
+    Kind("missing file", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2, "missing"),
+    Kind("torn manifest", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2, "manifest"),
+    # The launcher, and all that runs on its machine.
+    Kind("launcher SIGKILL", "launcher", ("launcher lost",), whose="nobody"),
+    Kind("launcher SIGSEGV", "launcher", ("launcher lost",), whose="nobody"),
+    Kind("launcher SIGTERM", "launcher", (), whose="nobody"),
+    Kind("launcher SIGUSR1", "launcher", (), whose="nobody"),
+    Kind("launcher SIGSTOP", "launcher", (), whose="nobody"),
+    Kind("node SIGKILL", "node", ("launcher lost",), whose="nobody"),
+    Kind("node SIGTERM", "node", (), whose="nobody"),
+)
+BY_NAME = {kind.name: kind for kind in KINDS}
+
+# Those after which a launcher has to be started again, and may be started in another layout.
+ENDS_LAUNCHER = tuple(
+    kind.name for kind in KINDS if kind.target in ("launcher", "node") and kind.name != "launcher SIGSTOP"
+)
+
+
+def named_right(kind: Kind, rank: int, rows: list[dict[str, Any]]) -> bool | None:
+    """Whether some row of faults.jsonl tells of a fault, and of the right rank; None where there is nothing to tell."""
+    if not kind.told:
+        return None
+    for row in rows:
+        if row["kind"] not in kind.told or kind.words not in str(row.get("message", "")) + str(
+            row.get("action", "")
+        ):
+            continue
+        named = row.get("ranks") or [row.get("rank")]
+        if kind.whose != "rank" or kind.target == "checkpoint" or rank in named:
+            return True
+    return False

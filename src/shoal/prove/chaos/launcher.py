@@ -1,0 +1,32 @@
+"""A launcher in a process of its own, as ``shoal train`` is: ``python -m shoal.prove.chaos.launcher JSON``.
+
+It starts what ``shoal train`` starts, but for a guest in every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from shoal.facts.configfile import load
+from shoal.launch import local
+from shoal.plan.resolve import resolve
+from shoal.train.rundir import RunDirectory
+
+ENTRYPOINT = "shoal.prove.chaos.saboteur:sabotaged"
+
+
+def main(given: str) -> int:
+    asked = json.loads(given)
+    job = resolve(load(asked["config"], asked["settings"], asked["layout"]).config)
+    console = Console(file=sys.stderr, width=200)
+    report = local.train(job, RunDirectory(Path(asked["run"])), False, console, entrypoint=ENTRYPOINT)
+    print(report.message, file=sys.stderr)
+    return report.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,94 @@
+"""Orders: how the campaign tells a rank to misbehave, and learns that it has. Files, so that no fault can lose them.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# The function itself: a saboteur may put another one in its module.
+from time import time as now
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Order:
+    """Strike ``rank`` at ``point`` of a step. ``after``: only in a process that began after that order was struck."""
+
+    number: int
+    kind: str
+    rank: int
+    point: str
+    seed: int
+    after: int | None = None
+
+
+class Orders:
+    """A directory of orders, and one of those that were carried out."""
+
+    def __init__(self, run: Path) -> None:
+        # Beside the run: what is in its own directory is its own business.
+        self.path = run.with_name(f"{run.name}.chaos")
+        self.waiting, self.struck = self.path / "waiting", self.path / "struck"
+        self.log = self.path / "launcher.log"
+
+    def prepare(self) -> None:
+        for directory in (self.waiting, self.struck):
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def give(self, order: Order) -> None:
+        _write(self.waiting / f"{order.number}.json", asdict(order))
+
+    def withdraw(self, order: Order) -> None:
+        (self.waiting / f"{order.number}.json").unlink(missing_ok=True)
+
+    def for_rank(self, rank: int, began: float) -> list[Order]:
+        """What a process that began then has to do, at some point."""
+        found = []
+        for path in sorted(self.waiting.glob("*.json")):
+            try:
+                order = Order(**json.loads(path.read_text()))
+            except FileNotFoundError:
+                continue
+            if order.rank != rank:
+                continue
+            if order.after is not None:
+                before = self.strike_of(order.after)
+                if before is None or before["time"] > began:
+                    continue
+            found.append(order)
+        return found
+
+    def strike(self, order: Order, step: int, point: str) -> None:
+        """Say that it is done, and then do it: whoever strikes may be dead a moment later."""
+        found = {
+            **asdict(order),
+            "step": step,
+            "struck_at": point,
+            "time": now(),
+            "process": os.getpid(),
+        }
+        _write(self.struck / f"{order.number}.json", found)
+        self.withdraw(order)
+
+    def add(self, order: Order, **more: Any) -> None:
+        """What came of it, where the one who struck lives to tell."""
+        found = self.strike_of(order.number) or {}
+        _write(self.struck / f"{order.number}.json", {**found, **more})
+
+    def strike_of(self, number: int) -> dict[str, Any] | None:
+        try:
+            content: dict[str, Any] = json.loads((self.struck / f"{number}.json").read_text())
+        except FileNotFoundError:
+            return None
+        return content
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    aside = path.with_suffix(f".{os.getpid()}.new")
+    aside.write_text(json.dumps(content))
+    aside.rename(path)

@@ -1,0 +1,183 @@
+"""A saboteur in a rank's process: it waits for its orders' point of a step, and then does what they say.
+
+Training knows nothing of it. It is told what a rank announces, as the flight recorder is, and hooks itself into the
+points between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.launch.worker import Assignment, work
+from shoal.observe.flight import FIRST_STEP, STEP
+from shoal.prove.chaos.damage import damage
+from shoal.prove.chaos.kinds import BACKWARD, BY_NAME, FORWARD, RENAME, UPDATE, WRITE
+from shoal.prove.chaos.orders import Order, Orders
+from shoal.train.checkpoint.place import Directory
+from shoal.train.loop import Outcome, Training
+from shoal.train.rundir import RunDirectory
+
+# How long a disk stays full, and how far a clock jumps.
+FULL_SECONDS = 0.6
+JUMP_SECONDS = 86_400.0
+
+
+def sabotaged(assignment: Assignment) -> Outcome | None:
+    """What a rank's process calls in a campaign, in place of ``work``."""
+    return work(assignment, Saboteur(RunDirectory(assignment.run), int(os.environ["RANK"])))
+
+
+class Saboteur:
+    """The guest of one rank."""
+
+    def __init__(self, run: RunDirectory, rank: int) -> None:
+        self.run, self.rank = run, rank
+        self.orders = Orders(run.path)
+        self.began = time.time()
+        self.step = 0
+        self.training: Training | None = None
+        self._lock = threading.Lock()
+
+    def enter(self, phase: str, step: int) -> None:
+        self.step = step
+        self.at(STEP if phase == FIRST_STEP else phase)
+
+    def meet(self, training: Training) -> None:
+        self.training = training
+        blocks = training.program.placed.segments[-1].network.model.layers
+        next(iter(blocks.values())).register_forward_hook(lambda *_: self.at(FORWARD))
+        for parameter in training.program.placed.gradients.computed_with()[:1]:
+            parameter.register_post_accumulate_grad_hook(lambda _: self.at(BACKWARD))
+        update = training.step.before_update
+
+        def before_update() -> None:
+            update()
+            self.at(UPDATE)
+
+        training.step.before_update = before_update
+        for place in (training.commits.disk, training.commits.memory):
+            if isinstance(place, Directory):
+                self._around(place, "write", WRITE)
+                self._around(place, "commit", RENAME)
+
+    def _around(self, place: Directory, method: str, point: str) -> None:
+        original: Callable[..., Any] = getattr(place, method)
+
+        def wrapped(*arguments: Any) -> Any:
+            self.at(point)
+            return original(*arguments)
+
+        setattr(place, method, wrapped)
+
+    def at(self, point: str) -> None:
+        """Carry out the orders for this point."""
+        with self._lock:
+            due = [order for order in self.orders.for_rank(self.rank, self.began) if order.point == point]
+            for order in due:
+                self.orders.strike(order, self.step, point)
+        for order in due:
+            self._do(order)
+
+    def _do(self, order: Order) -> None:
+        kind = BY_NAME[order.kind]
+        if kind.target == "checkpoint":
+            self.orders.add(order, gone=damage(self.run, order.kind, random.Random(order.seed)))
+        elif order.kind == "SIGSEGV":
+            ctypes.string_at(0)
+        elif order.kind.startswith("SIG"):
+            os.kill(os.getpid(), signal.Signals[order.kind])
+            # A stopped process goes on when it is told to; by then it is to end.
+        elif order.kind == "hang":
+            time.sleep(3600)
+        elif order.kind == "hang with the lock":
+            ctypes.PyDLL(None).sleep(3600)
+        elif order.kind == "closed connections":
+            _close_connections()
+        elif order.kind == "clock jump":
+            _jump(random.Random(order.seed).choice((-1, 1)) * JUMP_SECONDS)
+        elif order.kind == "disk full":
+            _fill_disk()
+        elif order.kind == "out of memory":
+            _use_all_memory()
+        else:
+            assert self.training is not None
+            _wrong(self.training, order)
+
+
+def _close_connections() -> None:
+    """All connections to other ranks; those to the launcher's store are others' business."""
+    store = int(os.environ["MASTER_PORT"])
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
+            ports = {connection.getpeername()[1], connection.getsockname()[1]}
+            if connection.type == socket.SOCK_STREAM and store not in ports:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _jump(seconds: float) -> None:
+    """The system's clock is everybody's; this is what a process that reads it would see."""
+    original = time.time
+    time.time = lambda: original() + seconds
+
+
+def _fill_disk() -> None:
+    """The kernel refuses this process every byte beyond the first thousand of a file, for a while."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    timer = threading.Timer(FULL_SECONDS, resource.setrlimit, (resource.RLIMIT_FSIZE, before))
+    timer.daemon = True
+    timer.start()
+
+
+def _use_all_memory() -> None:
+    """No more address space than is in use; then what the next step would ask for is asked for."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    torch.empty(1 << 30, dtype=torch.uint8).zero_()
+
+
+def _wrong(training: Training, order: Order) -> None:
+    """Wrong numbers, or none."""
+    numbers = random.Random(order.seed)
+    pieces = [piece for piece in training.step.pieces if piece.tensor.numel()]
+    piece = numbers.choice(pieces)
+    place = numbers.randrange(piece.tensor.numel())
+    if order.kind == "bit flip in a weight":
+        bits = piece.tensor.detach().view(-1).view(torch.int32)
+        bits[place] ^= 1 << numbers.randrange(31)
+    elif order.kind == "NaN in a gradient":
+        shared = training.step.placed.shared
+        original = shared.sum
+
+        def spoiled(every: Any) -> None:
+            original(every)
+            _put(shared, "sum", original)
+            assert piece.tensor.grad is not None
+            piece.tensor.grad.view(-1)[place] = float("nan")
+
+        _put(shared, "sum", spoiled)
+    elif order.kind == "loader crash":
+
+        def broken(*_: Any) -> Any:
+            raise OSError(5, "the loader could not read its data")
+
+        # What its thread prepares next fails.
+        _put(training.loader, "_rows", broken)
+
+
+def _put(owner: object, name: str, value: object) -> None:
+    """In place of what is there."""
+    setattr(owner, name, value)

@@ -1,0 +1,72 @@
+"""Which faults a campaign injects: a function of its seed. Needs no torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.observe.flight import RESTORE, START
+from shoal.prove.chaos.kinds import BY_NAME, ENDS_LAUNCHER, IN_RECOVERY, KINDS, Kind
+
+# Kinds that a rank which is about to begin can suffer.
+AT_THE_START = ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGABRT")
+# How often a fault of a rank is followed by another while the run recovers, beside those that need it.
+SECOND = 0.08
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``rank`` is a share of the world, so that it does not depend on how many ranks there will be."""
+
+    kind: Kind
+    point: str
+    rank: float
+    seed: int
+    second: Fault | None = None  # struck while the run recovers from this one
+
+
+def schedule(seed: int, count: int, worlds: Sequence[int], kinds: Sequence[Kind] = KINDS) -> list[Fault]:
+    """``count`` faults, second ones included: every kind before any comes again, in an order of the seed's.
+
+    After each that ends the launcher the next of ``worlds`` begins; the first is the first's.
+    """
+    numbers = random.Random(seed)
+    bag: list[Kind] = []
+    seen: set[Kind] = set()
+    faults: list[Fault] = []
+    made, segment = 0, 0
+    while made < count:
+        world = worlds[segment % len(worlds)]
+        possible = [kind for kind in bag if kind.least_world <= world]
+        if not possible:
+            bag += [kind for kind in kinds for _ in range(kind.weight)]
+            continue
+        # Each kind once before chance decides.
+        fresh = [kind for kind in possible if kind not in seen]
+        kind = numbers.choice(fresh or possible)
+        bag.remove(kind)
+        seen.add(kind)
+        fault = _fault(kind, numbers, room=count - made)
+        if fault is None:
+            continue
+        faults.append(fault)
+        made += 1 + (fault.second is not None)
+        segment += kind.name in ENDS_LAUNCHER
+    return faults
+
+
+def _fault(kind: Kind, numbers: random.Random, room: int) -> Fault | None:
+    point, rank, seed = numbers.choice(kind.points), numbers.random(), numbers.getrandbits(32)
+    if kind.target == "checkpoint":
+        # What is damaged is read when the run recovers from something else: that comes first.
+        if room < 2:
+            return None
+        second = Fault(kind, RESTORE, 0.0, seed)
+        first = BY_NAME["SIGKILL"]
+        return Fault(first, numbers.choice(first.points), rank, seed, second)
+    if kind.name in AT_THE_START and room > 1 and numbers.random() < SECOND * len(AT_THE_START):
+        again = BY_NAME[numbers.choice(AT_THE_START)]
+        second = Fault(again, numbers.choice((START, *IN_RECOVERY)), numbers.random(), seed + 1)
+        return Fault(kind, point, rank, seed, second)
+    return Fault(kind, point, rank, seed)

@@ -1,0 +1,125 @@
+"""What a campaign has shown: the same losses, the same weights, every sample once; and how long each fault cost."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.prove.chaos.campaign import Struck
+from shoal.prove.chaos.kinds import BY_NAME
+from shoal.train.checkpoint.read import Checkpoint
+from shoal.train.metrics.ledger import Proof
+from shoal.train.metrics.rows import read_rows
+from shoal.train.rundir import RunDirectory
+
+# Two curves of sums in another order are the same within this, relative.
+ROUNDING = 1e-4
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``strict``: identical means to the bit; else within the rounding of fp32."""
+
+    struck: tuple[Struck, ...]
+    strict: bool
+    first_difference: str
+    weights_differ: str
+    proof: Proof
+    steps_lost: int
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        same = not self.first_difference and not self.weights_differ
+        return same and self.proof.holds and self.steps_lost == 0
+
+    def named(self) -> tuple[int, int]:
+        """Faults that were named right, of those that there was something to name of."""
+        judged = [one.named_right for one in self.struck if one.named_right is not None]
+        return sum(judged), len(judged)
+
+    def recovery(self, *targets: str) -> list[float]:
+        """Seconds from fault to next commit, of faults of these targets."""
+        return [
+            one.recovered_s
+            for one in self.struck
+            if one.recovered_s is not None and BY_NAME[one.kind].target in targets
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        right, judged = self.named()
+        return {
+            "faults": [
+                {
+                    "kind": one.kind,
+                    "rank": one.rank,
+                    "step": one.step,
+                    "point": one.point,
+                    "world": one.world,
+                    "layout": one.layout,
+                    "in_recovery": one.in_recovery,
+                    "detected_s": one.detected_s,
+                    "recovered_s": one.recovered_s,
+                    "named_right": one.named_right,
+                }
+                for one in self.struck
+            ],
+            "steps_lost": self.steps_lost,
+            "steps_destroyed": sum(one.gone for one in self.struck),
+            "most_redone": self.proof.most_redone,
+            "curve_identical": not self.first_difference,
+            "weights_identical": not self.weights_differ,
+            "strict": self.strict,
+            "samples": {"steps": self.proof.steps, "used": self.proof.samples, "once": self.proof.holds},
+            "named_right": right,
+            "named": judged,
+            "recovery_median_s": {
+                target: statistics.median(found) if (found := self.recovery(target)) else None
+                for target in ("rank", "launcher", "node")
+            },
+            "recovery_worst_s": max(self.recovery("rank", "launcher", "node", "checkpoint"), default=None),
+            "seconds": self.seconds,
+        }
+
+
+def difference(run: RunDirectory, reference: RunDirectory, strict: bool) -> str:
+    """Where two curves first differ, in words; empty where they do not."""
+    mine, theirs = read_rows(run.metrics), read_rows(reference.metrics)
+    for one, other in zip(mine, theirs, strict=False):
+        same = one["loss_hex"] == other["loss_hex"]
+        if not strict and not same:
+            loss, wanted = (float.fromhex(row["loss_hex"]) for row in (one, other))
+            same = abs(loss - wanted) <= ROUNDING * abs(wanted)
+        if one["step"] != other["step"] or not same:
+            return f"step {one['step']}: {one['loss']}; without faults step {other['step']}: {other['loss']}"
+    if len(mine) != len(theirs):
+        return f"{len(mine)} steps where there were {len(theirs)} without faults"
+    return ""
+
+
+def weights_differ(run: RunDirectory, reference: RunDirectory, strict: bool) -> str:
+    """Which tensor of the last checkpoints differs first, optimizer states included; empty where none does."""
+    mine, theirs = (Checkpoint(one.disk, one.disk.committed()[-1]) for one in (run, reference))
+    if mine.step != theirs.step:
+        return f"the last checkpoint is step {mine.step}, and {theirs.step} without faults"
+    for state in sorted(theirs.states):
+        for name in theirs.manifest.shapes:
+            one, other = mine.tensor(state, name), theirs.tensor(state, name)
+            if not torch.equal(one, other) and (strict or not torch.allclose(one, other, 1e-3, 1e-5)):
+                return f"{state} of {name}: {int((one != other).sum())} of {one.numel()} elements differ"
+    return ""
+
+
+def steps_lost(struck: Sequence[Struck]) -> int:
+    """Committed steps that a recovery did not go on from although some copy of them was left."""
+    lost = 0
+    for one in struck:
+        if one.resumed is not None and not one.in_recovery:
+            # A second fault, which strikes while the run recovers from this one, may take a step of its own.
+            gone = sum(other.gone for other in struck if other.number in (one.number, one.number + 1))
+            lost += max(0, one.committed - one.resumed - gone)
+    return lost

@@ -1,0 +1,180 @@
+"""What checkpoints a run has: on disk, in memory and set aside; and whether every byte of them is sound.
+
+Needs no torch, except to verify.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoal.facts.problem import BadInput, closest
+from shoal.train.checkpoint.manifest import NAME, Damaged, Manifest, parse_manifest
+from shoal.train.checkpoint.place import DAMAGED, REASON, Directory, Place, step_of
+from shoal.train.rundir import UNKNOWN, RunDirectory
+
+DISK, MEMORY, ASIDE = "disk", "memory", "set aside"
+# A reason is one line; a file of that name may be anything.
+LONGEST_REASON = 1000
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that is there, as its manifest describes it."""
+
+    place: Place
+    step: int
+    where: str  # DISK, MEMORY or ASIDE
+    manifest: Manifest | None  # None where it cannot be read
+    damage: str = ""  # what is known to be wrong with it, without having read its tensors
+    continued: bool = False  # the one that a run would continue from
+
+    @property
+    def name(self) -> str:
+        return self.place.name(self.step)
+
+    @property
+    def written(self) -> float | None:
+        """When, in seconds since 1970; None where the place does not tell."""
+        if not isinstance(self.place, Directory):
+            return None
+        try:
+            return (self.place.at(self.step) / NAME).lstat().st_mtime
+        except OSError:
+            return None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What reading every byte of a checkpoint has shown."""
+
+    found: Found
+    bytes: int
+    seconds: float
+    damages: tuple[str, ...]
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self.bytes / self.seconds if self.seconds else 0.0
+
+
+class _One(Directory):
+    """A directory that holds one checkpoint, whatever it is called."""
+
+    def at(self, step: int) -> Path:
+        return self.path
+
+
+def survey(path: Path) -> list[Found]:
+    """Every checkpoint of a run, oldest first, or the one that is named."""
+    step = step_of(path.name)
+    if path.is_dir() and step is not None:
+        return [_look(Directory(path.parent), step, DISK)]
+    if path.is_dir() and (step := _step_aside(path)) is not None:
+        return [_look_aside(path, step)]
+    return _continued(list(_of_run(_run(path))))
+
+
+def verify(found: Found, threads: int | None = None) -> Verdict:
+    """Read and check every byte."""
+    # Who only lists does not wait for torch.
+    from shoal.train.checkpoint.read import Checkpoint
+
+    began = time.perf_counter()
+    try:
+        checkpoint = Checkpoint(found.place, found.step, threads)
+        damages, size = checkpoint.damages(), checkpoint.manifest.bytes
+    except Damaged as error:
+        damages, size = [error], 0
+    return Verdict(found, size, time.perf_counter() - began, tuple(map(str, damages)))
+
+
+def _run(path: Path) -> RunDirectory:
+    """The run that a path is of: its directory, or that of its checkpoints."""
+    signs = (path / "config.toml", path / "checkpoints")
+    if path.is_dir() and any(sign.exists() for sign in signs):
+        return RunDirectory(path)
+    if path.is_dir() and (path.name == "checkpoints" or any(_steps_in(path))):
+        run = RunDirectory(path.parent)
+        # Checkpoints that were copied somewhere have no run around them; and it is these that are meant.
+        run.checkpoints = path
+        run.keep_in(None)
+        return run
+    near = [other.name for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
+    meant = closest(path.name, near)
+    raise BadInput(
+        f"{path} is no run and no checkpoint" if path.exists() else f"{path} does not exist",
+        f"did you mean {path.parent / meant}?"
+        if meant and not path.exists()
+        else "name a run's directory (runs/NAME), its checkpoints directory, or one step-… in that",
+    )
+
+
+def _steps_in(path: Path) -> Iterator[int]:
+    for entry in path.iterdir():
+        step = step_of(entry.name)
+        if step is None:
+            step = _step_aside(entry)
+        if step is not None:
+            yield step
+
+
+def _step_aside(path: Path) -> int | None:
+    """Of damaged-step-00000007, or the second of that name, damaged-step-00000007.1."""
+    name = path.name.removeprefix(DAMAGED)
+    return step_of(name.partition(".")[0]) if name != path.name else None
+
+
+def _of_run(run: RunDirectory) -> Iterator[Found]:
+    places: list[tuple[Place, str]] = [(run.disk, DISK)]
+    if run.id != UNKNOWN:
+        places.append((run.memory(), MEMORY))
+    for place, where in places:
+        for step in place.committed():
+            found = _look(place, step, where)
+            # A live run may have removed it meanwhile.
+            if not found.damage or step in place.committed():
+                yield found
+    if run.checkpoints.is_dir():
+        for entry in sorted(run.checkpoints.iterdir()):
+            aside = _step_aside(entry)
+            if aside is not None and entry.is_dir():
+                yield _look_aside(entry, aside)
+
+
+def _look_aside(path: Path, step: int) -> Found:
+    found = _look(_One(path), step, ASIDE)
+    try:
+        with (path / REASON).open(encoding="utf-8", errors="replace") as file:
+            reason = file.read(LONGEST_REASON).strip()
+    except OSError:
+        reason = ""
+    return replace(found, damage=reason or found.damage or "no reason was noted")
+
+
+def _look(place: Place, step: int, where: str) -> Found:
+    """By its manifest and the sizes of its files."""
+    name = place.name(step)
+    manifest = None
+    try:
+        manifest = parse_manifest(place.read_manifest(step), f"{name}/{NAME}")
+        if manifest.step != step:
+            raise Damaged(f"{name} is the checkpoint of step {manifest.step}")
+        for file, size in manifest.file_sizes().items():
+            if (there := place.size(step, file)) != size:
+                raise Damaged(f"{name}/{file} has {there} bytes, and {size} were written")
+    except Damaged as error:
+        return Found(place, step, where, manifest, str(error))
+    return Found(place, step, where, manifest)
+
+
+def _continued(found: list[Found]) -> list[Found]:
+    """All of these in order, the one marked that a run would continue from: the newest without known damage."""
+    sound = [one for one in found if not one.damage]
+    # Of the same step that in memory, as ``keep.newest_first`` has it.
+    newest = max(sound, key=lambda one: (one.step, one.where == MEMORY), default=None)
+    marked = [replace(one, continued=one is newest) for one in found]
+    return sorted(marked, key=lambda one: (one.step, one.where))

@@ -1,0 +1,154 @@
+"""Crash loops: whether a run that has failed is started again, from which commit, or not at all. Needs no torch.
+
+Faults that come from outside are over after a restart. Those that are not look alike: the same step again, or no step
+at all after the same commit was restored. What is decided is a function of the failures so far and the commits there
+are, so that a launcher which was itself restarted decides alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Failures in the same step, no new commit between them, after which it will not go differently.
+SAME_STEP = 3
+# Failures right after restoring the same commit, before one step was done, after which that commit is not used.
+SAME_COMMIT = 2
+# Times that the same rank's memory or device was found wrong, whatever was achieved in between.
+SAME_CULPRIT = 3
+
+CORRUPTION = "corruption"
+
+
+@dataclass(frozen=True)
+class Failed:
+    """How one attempt at a run ended."""
+
+    resumed: int  # the step whose commit it began from; 0 where it began at the beginning
+    reached: int  # the last step that it completed; ``resumed`` where it completed none
+    kind: str = "crash"  # of the fault
+    rank: int | None = None  # whose fault it looked like
+    message: str = ""
+    trusted: int | None = None  # commits of later steps may be wrong; None: nothing casts doubt on them
+    set_aside: tuple[int, ...] = ()  # what was decided then
+
+    def row(self) -> dict[str, Any]:
+        """As a row of faults.jsonl, which ``from_rows`` reads back. It has the step that was not completed."""
+        return {
+            "kind": self.kind,
+            "step": self.reached + 1,
+            "resumed_step": self.resumed,
+            "reached_step": self.reached,
+            "rank": self.rank,
+            "message": self.message,
+            "trusted_step": self.trusted,
+            "set_aside": list(self.set_aside),
+        }
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What comes next. A commit that is set aside is kept, under another name, and not continued from."""
+
+    again: bool
+    set_aside: tuple[int, ...] = ()
+    why: str = ""
+
+
+def from_rows(rows: Iterable[Mapping[str, Any]], since: float = 0.0) -> list[Failed]:
+    """The failures among the rows of faults.jsonl that were written at ``since`` or later.
+
+    A person who starts a run again has changed something, so older ones than the launch count for nothing.
+    """
+    return [
+        Failed(
+            row["resumed_step"],
+            row["reached_step"],
+            row["kind"],
+            row["rank"],
+            row["message"],
+            row["trusted_step"],
+            tuple(row["set_aside"]),
+        )
+        for row in rows
+        if "reached_step" in row and row.get("time", 0.0) >= since
+    ]
+
+
+def decide(failures: Sequence[Failed], commits: Sequence[int], most: int) -> Decision:
+    """After the last of these failures, with these steps committed: go on, and from where?
+
+    ``most``: restarts without any progress (``fault.max_restarts``).
+    """
+    assert failures, "nothing has failed"
+    last = failures[-1]
+    if culprit := _same_culprit(failures):
+        return Decision(False, why=culprit)
+    without_progress = _since_progress(failures, commits)
+    if len(without_progress) > most:
+        times = _times(len(without_progress))
+        return Decision(False, why=f"failed {times} without a new commit (fault.max_restarts = {most})")
+    doubtful = tuple(step for step in sorted(commits) if last.trusted is not None and step > last.trusted)
+    if doubtful:
+        # The beginning is always sound, so this may leave no commit at all.
+        why = f"nothing after step {last.trusted} is known to be sound"
+        return Decision(True, doubtful, f"{_steps(doubtful)} set aside: {why}")
+    return _same_step(without_progress) or _same_commit(without_progress, commits) or Decision(True)
+
+
+def _since_progress(failures: Sequence[Failed], commits: Sequence[int]) -> Sequence[Failed]:
+    """The failures since the run last came further: the first of them, and all without a new commit in between.
+
+    A commit that was set aside and is made once more is no progress.
+    """
+    last = failures[-1]
+    sound = [step for step in commits if last.trusted is None or step <= last.trusted]
+    found_after = [*(one.resumed for one in failures[1:]), max(sound, default=0)]
+    known = first = 0
+    for number, (one, newest) in enumerate(zip(failures, found_after, strict=True)):
+        known = max(known, one.resumed)
+        if newest > known:
+            first = number
+        known = max(known, newest, *one.set_aside)
+    return failures[first:]
+
+
+def _same_culprit(failures: Sequence[Failed]) -> str:
+    last = failures[-1]
+    times = sum(one.kind == CORRUPTION and one.rank == last.rank for one in failures)
+    if last.kind != CORRUPTION or last.rank is None or times < SAME_CULPRIT:
+        return ""
+    return f"rank {last.rank} corrupted its state {_times(times)}: its memory or device is broken"
+
+
+def _same_step(failures: Sequence[Failed]) -> Decision | None:
+    reached = failures[-1].reached
+    times = sum(one.reached == reached for one in failures)
+    if times < SAME_STEP:
+        return None
+    return Decision(False, why=f"failed {_times(times)} in step {reached + 1}, with no new commit between")
+
+
+def _same_commit(failures: Sequence[Failed], commits: Sequence[int]) -> Decision | None:
+    last = failures[-1]
+    same = [one for one in failures if one.reached == one.resumed == last.resumed]
+    if last.reached > last.resumed or last.resumed == 0 or len(same) < SAME_COMMIT:
+        return None
+    times = f"{_times(len(same))} right after restoring step {last.resumed}"
+    if any(one.resumed in one.set_aside for one in failures):
+        # It has been tried with another one: whatever is wrong, it is not the commit.
+        return Decision(False, why=f"failed {times}, as it did after a later one, which was set aside")
+    before = [step for step in commits if step < last.resumed]
+    if not before:
+        return Decision(False, why=f"failed {times}, and there is no commit before it")
+    why = f"step {last.resumed} set aside: failed {times}; the one before, step {max(before)}, is used"
+    return Decision(True, (last.resumed,), why)
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")

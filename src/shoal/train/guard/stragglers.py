@@ -1,0 +1,110 @@
+"""Stragglers: ranks that are slower than their peers, step after step, and so set the pace of all of them.
+
+All ranks' steps take equally long, since they wait for each other. What differs is how much of a step a rank does not
+wait. Now and then each rank tells its usual such time, and whoever's is far above that of its peers is named.
+
+On a GPU the host does not wait for collectives, the device does. What is compared there is the time of the hosts alone:
+input, Python, a machine that is busy with something else. A slow device is not seen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from statistics import median, median_low
+from typing import Any
+
+import torch
+
+from shoal.facts.ranks import coordinates
+from shoal.observe.waited import Waits, timed_waits
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.sequence import all_gather_single
+
+# Steps over which a rank's usual time is taken, and between which ranks compare theirs.
+WINDOW = 20
+# Comparisons in a row in which a rank has to be slow: on a machine that is shared, anybody is now and then.
+IN_A_ROW = 3
+# Of a step: shorter differences are the noise of clocks and schedulers.
+LEAST_SECONDS = 0.001
+# A rank that stays slow is named again after this.
+AGAIN_SECONDS = 3600.0
+
+
+class Stragglers:
+    """One rank's part. To be used as a context around the loop; ``begin`` and ``end`` enclose each step."""
+
+    def __init__(self, mesh: Mesh, factor: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        """``factor``: how many times as long as its peers a rank takes that is named; 0: none is."""
+        self.mesh, self.factor, self.clock = mesh, factor, clock
+        # Stages of a pipeline have different work by design.
+        self.peers = [coordinates(rank, mesh.layout)["pp"] for rank in range(mesh.world)]
+        self.waits = Waits()
+        self._busy: deque[float] = deque(maxlen=WINDOW)
+        self._started = self._waited = 0.0
+        self._slow: Counter[int] = Counter()
+        self._named: dict[int, float] = {}
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Stragglers:
+        if self.factor and self.mesh.world > 1:
+            self._patches.enter_context(timed_waits(self.waits))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patches.close()
+
+    def begin(self) -> None:
+        """To be called when the step before, its evaluation and its commit are over."""
+        self._started, self._waited = self.clock(), self.waits.seconds
+
+    def end(self) -> None:
+        """To be called when a step's work is done."""
+        self._busy.append(self.clock() - self._started - (self.waits.seconds - self._waited))
+
+    def compare(self, step: int) -> dict[str, Any] | None:
+        """To be called after each step, on every rank; on the first, a row of faults.jsonl where there is news."""
+        if not self.factor or self.mesh.world == 1 or step % WINDOW or len(self._busy) < WINDOW:
+            return None
+        busy = torch.empty(self.mesh.world, dtype=torch.float64)
+        mine = torch.tensor([median(self._busy)], dtype=torch.float64)
+        all_gather_single(busy, mine, group=self.mesh.control)
+        return self._news(step, busy.tolist()) if self.mesh.rank == 0 else None
+
+    def _news(self, step: int, busy: Sequence[float]) -> dict[str, Any] | None:
+        found = slower(busy, self.peers, self.factor)
+        self._slow = Counter({rank: self._slow[rank] + 1 for rank in found})
+        slow = {rank: usual for rank, usual in found.items() if self._slow[rank] >= IN_A_ROW}
+        now = self.clock()
+        if all(rank in self._named and now - self._named[rank] < AGAIN_SECONDS for rank in slow):
+            return None
+        self._named.update(dict.fromkeys(slow, now))
+        told = [
+            f"rank {rank} takes {1000 * busy[rank]:.1f} ms of every step, its peers {1000 * usual:.1f}"
+            for rank, usual in slow.items()
+        ]
+        return {
+            "kind": "straggler",
+            "step": step,
+            "ranks": list(slow),
+            "seconds": [busy[rank] for rank in slow],
+            "peers_seconds": list(slow.values()),
+            "action": "; ".join(told),
+        }
+
+
+def slower(busy: Sequence[float], peers: Sequence[Hashable], factor: float) -> dict[int, float]:
+    """The ranks that take ``factor`` times as long as is usual among ranks with the same of ``peers``, and that time.
+
+    The worst comes first. Of two peers the faster one is the measure of the other.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for rank, peer in enumerate(peers):
+        groups.setdefault(peer, []).append(rank)
+    usual = {peer: median_low(busy[rank] for rank in ranks) for peer, ranks in groups.items()}
+    limits = {peer: max(factor * time, time + LEAST_SECONDS) for peer, time in usual.items()}
+    found = [rank for rank, peer in enumerate(peers) if busy[rank] > limits[peer]]
+    found.sort(key=lambda rank: busy[rank] / max(usual[peers[rank]], LEAST_SECONDS), reverse=True)
+    return {rank: usual[peers[rank]] for rank in found}
