@@ -32,6 +32,7 @@ for command, place, does in (
     ("parity", "shoal.cli.parity:parity", "Prove that layouts change nothing: each against one process."),
     ("profile", "shoal.cli.profile:profile", "Where a step's time and memory go, beside the prediction."),
     ("schedule", "shoal.cli.schedule:schedule", "A pipeline schedule as a timeline, checked."),
+    ("chaos", "shoal.cli.chaos:chaos", "Faults injected into a run, and the proof that they changed nothing."),
     ("init", "shoal.cli.init:init", "Write a commented config."),
     ("config", "shoal.cli.config:app", "Show every value of a config and where it came from."),
     ("data", "shoal.cli.data:app", "Tokenise data ahead of a run."),
