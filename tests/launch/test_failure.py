@@ -22,29 +22,29 @@ def stores() -> Stores:
 
 
 def test_a_ranks_own_error_beats_earlier_echoes(stores: Stores) -> None:
-    tell(*stores, describe(0, PEER_GONE))
-    tell(*stores, describe(1, ValueError("the cause")))
+    tell(*stores, 0, describe(0, PEER_GONE))
+    tell(*stores, 1, describe(1, ValueError("the cause")))
     failure = cause(*stores, 2, [0, 1], {0: 1, 1: 1})
     assert str(failure) == "rank 1 failed: ValueError: the cause"
     assert not failure.final and not stores[0].check([FATAL])
 
 
 def test_what_would_come_again_is_final(stores: Stores) -> None:
-    tell(*stores, describe(1, BadInput("no such file", "look for it")))
+    tell(*stores, 1, describe(1, BadInput("no such file", "look for it")))
     assert stores[0].check([FATAL])
     assert cause(*stores, 2, [0], {0: -9}).final
 
 
 def test_the_first_of_two_own_errors_is_shown(stores: Stores) -> None:
-    tell(*stores, describe(1, ValueError("first")))
-    tell(*stores, describe(0, ValueError("second")))
+    tell(*stores, 1, describe(1, ValueError("first")))
+    tell(*stores, 0, describe(0, ValueError("second")))
     assert cause(*stores, 2, [0, 1], {0: 1, 1: 1}).message == "ValueError: first"
 
 
 def test_a_silent_rank_was_killed(stores: Stores) -> None:
     """Whoever died first; without its exit code, the one that has told nothing."""
-    tell(*stores, describe(0, PEER_GONE))
-    tell(*stores, describe(2, PEER_GONE))
+    tell(*stores, 0, describe(0, PEER_GONE))
+    tell(*stores, 2, describe(2, PEER_GONE))
     assert str(cause(*stores, 3)) == "rank 1 failed: killed, or crashed without a word"
     assert str(cause(*stores, 3, [1, 0, 2], {1: -9, 0: -15, 2: 1})) == "rank 1 failed: killed by SIGKILL"
     assert str(cause(*stores, 3, [0, 2, 1], {0: 1, 2: 1, 1: -11})) == "rank 1 failed: killed by SIGSEGV"
@@ -52,8 +52,8 @@ def test_a_silent_rank_was_killed(stores: Stores) -> None:
 
 
 def test_ranks_that_all_only_lost_each_other_lost_their_connection(stores: Stores) -> None:
-    tell(*stores, describe(1, PEER_GONE))
-    tell(*stores, describe(0, PEER_GONE))
+    tell(*stores, 1, describe(1, PEER_GONE))
+    tell(*stores, 0, describe(0, PEER_GONE))
     failure = cause(*stores, 2, [1, 0], {1: 1, 0: 1})
     assert failure.kind == CONNECTION
     assert str(failure).startswith("rank 1 failed: lost its connection to rank 0:")

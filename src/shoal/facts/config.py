@@ -153,6 +153,12 @@ class FaultSection(Section):
         "at least 1, at most half of timeout; 0: never",
     )
     max_restarts: int = Field(3, ge=0, description="times that workers are restarted after a fault")
+    check_every: int = Field(
+        100,
+        ge=0,
+        description="steps between looks for weights or optimizer states that changed by themselves, or that differ "
+        "between ranks which hold the same; 0: never",
+    )
     nonfinite: Literal["skip", "retry", "stop"] = Field(
         "skip", description="when a gradient is not finite: skip the update, retry the step once, or stop"
     )

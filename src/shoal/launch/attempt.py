@@ -57,7 +57,7 @@ class Attempt:
         self.console = console
         fault = job.config.fault
         self.rendezvous = LoopbackRendezvous(run.path.name, fault.timeout, self._before_round)
-        self.restarts = Restarts(fault.max_restarts)
+        self.restarts = Restarts(run, fault.max_restarts)
         self.watchdog: Watchdog | None = None
         if fault.stall:
             self.watchdog = Watchdog(run, job.layout.world, Limits.of(fault.stall, fault.timeout))
@@ -113,11 +113,15 @@ class Attempt:
         if not ended:
             return
         failure = self._cause()
-        decision = self.restarts.judge(failure, self.run.step())
-        row = {"step": self._step_of(failure.rank), "rank": failure.rank, **self._seen}
-        action = "restarting" if decision.again else GIVING_UP
+        decision, failed = self.restarts.judge(failure, self.rendezvous.attempt())
+        for place in (self.run.disk, self.run.memory()):
+            for doubtful in set(decision.set_aside) & set(place.committed()):
+                place.set_aside(doubtful, decision.why)
+        row = {**failed.row(), "step": self._step_of(failure.rank), **self._seen}
+        row["set_aside"] = list(decision.set_aside)
+        action = f"restarting{f'; {decision.why}' * bool(decision.why)}" if decision.again else GIVING_UP
         self._seen = {}
-        self.run.note_fault(kind=failure.kind, action=action, message=str(failure), attempt=ended, **row)
+        self.run.note_fault(**{**row, "action": action, "message": str(failure), "attempt": ended})
         if not decision.again:
             raise GaveUp(failure, decision.why)
 

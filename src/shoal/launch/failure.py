@@ -15,6 +15,7 @@ from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.commits import CommitFailed
 from shoal.train.files import MAKE_ROOM, disk_is_full, in_words
 from shoal.train.guard.agreement import Disagreement
+from shoal.train.guard.corruption import Corrupted
 from shoal.train.guard.memory import OutOfMemory
 from shoal.train.guard.nonfinite import NonFinite
 
@@ -28,13 +29,14 @@ KINDS: tuple[tuple[type[BaseException], str, bool], ...] = (
     (NonFinite, "nonfinite", True),
     (CommitFailed, "commit", True),
     (Damaged, "checkpoint", True),
+    (Corrupted, "corruption", False),
     (OutOfMemory, "oom", False),
     (MemoryError, "oom", False),
 )
 ERROR, CONNECTION, KILLED, CRASHED = "error", "connection", "killed", "crashed"
 
 # Of these the message says it all.
-PLAIN = (BadInput, NonFinite, Disagreement, OutOfMemory, CommitFailed, Damaged)
+PLAIN = (Corrupted, BadInput, NonFinite, Disagreement, OutOfMemory, CommitFailed, Damaged)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ def describe(rank: int, error: BaseException) -> Failure:
     else:
         message = f"{type(error).__name__}: {error}"
     echo = is_echo(error)
+    if isinstance(error, Corrupted):
+        rank = error.ranks[0]  # all ranks raise it, and this one is meant
     return Failure(
         rank, message, echo, time.time(), kind=CONNECTION if echo else kind, final=final and not echo
     )
@@ -80,10 +84,10 @@ def is_echo(error: BaseException) -> bool:
     )
 
 
-def tell(store: Store, attempt: Store, failure: Failure) -> None:
-    """Report a failure. One that would happen again also tells later attempts not to try."""
+def tell(store: Store, attempt: Store, rank: int, failure: Failure) -> None:
+    """Report a failure, as ``rank`` has seen it. One that would happen again also tells later attempts not to try."""
     told = json.dumps(asdict(failure))
-    attempt.set(f"failure-{failure.rank}", told)
+    attempt.set(f"failure-{rank}", told)
     if failure.final and not store.check([FATAL]):
         store.set(FATAL, told)
 

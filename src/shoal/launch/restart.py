@@ -1,13 +1,14 @@
-"""Whether workers are started again after a failure. The budget is for failures without any progress between them."""
+"""Whether workers are started again after a failure, and from where: what a launcher knows, put to ``guard.loops``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from torch.distributed import Store
 
-from shoal.launch.failure import CONNECTION, CRASHED, KILLED, Failure
-
-# Failures of the machine or of somebody's hand, which may well come again at the same step and mean nothing.
-FROM_OUTSIDE = (KILLED, CRASHED, CONNECTION, "stall")
+from shoal.launch.failure import Failure
+from shoal.train.guard.loops import Decision, Failed, decide
+from shoal.train.loop import RESUMED, TRUSTED
+from shoal.train.metrics.rows import last_row
+from shoal.train.rundir import RunDirectory
 
 
 class GaveUp(Exception):
@@ -18,31 +19,29 @@ class GaveUp(Exception):
         super().__init__(f"{failure}{f'; {why}' if why else ''}")
 
 
-@dataclass(frozen=True)
-class Decision:
-    again: bool
-    why: str = ""
-
-
 class Restarts:
-    """Counts failures since the run last came further."""
+    """The failures of one launch. A person who starts a run again has changed something, so it begins anew."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.reached = -1
-        self.since: list[Failure] = []
+    def __init__(self, run: RunDirectory, budget: int) -> None:
+        self.run, self.budget = run, budget
+        self.failures: list[Failed] = []
 
-    def judge(self, failure: Failure, reached: int) -> Decision:
-        """``reached``: the last step that is safe, on disk or in memory."""
-        if reached > self.reached:
-            self.reached, self.since = reached, []
-        self.since.append(failure)
+    def judge(self, failure: Failure, attempt: Store) -> tuple[Decision, Failed]:
+        """What comes after the attempt that this failure has ended."""
+        commits = sorted({*self.run.disk.committed(), *self.run.memory().committed()})
+        resumed = _told(attempt, RESUMED)
+        if resumed is None:  # it did not come so far
+            resumed = reached = max(commits, default=0)
+        else:
+            row = last_row(self.run.metrics)
+            reached = max(resumed, row["step"] if row else 0)
+        trusted = _told(attempt, TRUSTED)
+        failed = Failed(resumed, reached, failure.kind, failure.rank, failure.message, trusted)
+        self.failures.append(failed)
         if failure.final:
-            return Decision(False)
-        same = [one for one in self.since if one.kind == failure.kind and one.rank == failure.rank]
-        if failure.kind not in FROM_OUTSIDE and len(same) > 1:
-            return Decision(False, "the same again after a restart")
-        if len(self.since) > self.budget:
-            times = f"{len(self.since)} failures" if self.budget else "no restart is allowed"
-            return Decision(False, f"{times} without a new commit (fault.max_restarts = {self.budget})")
-        return Decision(True)
+            return Decision(False), failed
+        return decide(self.failures, commits, self.budget), failed
+
+
+def _told(store: Store, key: str) -> int | None:
+    return int(store.get(key)) if store.check([key]) else None

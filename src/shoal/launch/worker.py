@@ -29,9 +29,10 @@ from shoal.observe.entered import recording
 from shoal.observe.flight import START, Flight
 from shoal.plan.resolve import Job
 from shoal.train.guard.agreement import agree
+from shoal.train.guard.corruption import Corrupted
 from shoal.train.guard.memory import OutOfMemory, amount
 from shoal.train.guard.stacks import stacks_on_signal
-from shoal.train.loop import Guest, Outcome, train
+from shoal.train.loop import TRUSTED, Guest, Outcome, train
 from shoal.train.rundir import RunDirectory
 
 # How long a new attempt waits for the last one's writer to be gone.
@@ -91,7 +92,9 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
     except Exception as error:
         # Told first: with a full disk there may be no log to print to, and the launcher may be gone as well.
         with contextlib.suppress(Exception):
-            tell(store, attempt, describe(rank, error))
+            if isinstance(error, Corrupted):
+                attempt.set(TRUSTED, str(error.trusted))
+            tell(store, attempt, rank, describe(rank, error))
         with contextlib.suppress(OSError):
             if isinstance(error, OutOfMemory):
                 _note_out_of_memory(run, rank, error)

@@ -16,6 +16,7 @@ from shoal.train.commits import Commits
 from shoal.train.data.dataset import Dataset
 from shoal.train.data.loader import Batch
 from shoal.train.evaluate import heldout_loss, write_samples
+from shoal.train.guard.corruption import CorruptionGuard
 from shoal.train.guard.memory import explaining
 from shoal.train.guard.nonfinite import NonFiniteGuard
 from shoal.train.metrics.compare import Comparison
@@ -28,6 +29,9 @@ from shoal.train.rundir import RunDirectory, identity
 from shoal.train.state import State
 
 PROMPT_TOKENS = 32
+
+# Keys of an attempt's store: the step that it began from, and after which step commits are in doubt.
+RESUMED, TRUSTED = "resumed", "trusted"
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ def train(
     """
     with explaining(job, mesh) as witness:
         training = Training(job, run, dataset, mesh, announce, attempt)
+        if mesh.rank == 0 and mesh.store is not None:
+            mesh.store.set(RESUMED, str(training.done))
         if restarts and mesh.rank == 0:
             run.note_fault(kind="restart", attempt=restarts, resumed_step=training.done)
         witness.training = training
@@ -104,11 +110,12 @@ class Training:
         self.commits = Commits(
             self.state, run, mesh, config.checkpoint, recipe.batch, identity(job, data.fingerprint), attempt
         )
-        self.step.before_update = self.commits.hold_update
+        self.step.before_update = self._before_update
         self.announce(RESTORE, 0)
         self.done = self.commits.restore()
         if not self.done:
             first_weights(job)(placed.slices)
+        self.corruption = CorruptionGuard(self.step, config.fault.check_every, self.done)
         self.steps_here = 0
         self.meter = Meter(job, mesh)
         if self.first_rank:
@@ -161,7 +168,17 @@ class Training:
             self.metrics.append(row)
         self.announce(COMMIT, step)
         self.commits.hear()
+        if checked := self.corruption.due(step):
+            self.corruption.after_step(step)
         self.commits.after_step(step, last, row.get("heldout_loss"))
+        if checked and self.mesh.device.type == "cpu":
+            # On a GPU what is committed may still be on its way to the host.
+            self.corruption.confirm(step)
+
+    def _before_update(self) -> None:
+        """Whatever has to be done before the weights change."""
+        self.commits.hold_update()
+        self.corruption.before_update()
 
     def _settle_rows(self) -> None:
         """Rows up to a commit must survive whatever the commit survives. Raises where there is no room for them."""

@@ -104,8 +104,11 @@ class CorruptionGuard:
 
     def before_update(self) -> None:
         """To be called when nothing but the update is left of a step: has anything changed since the last one?"""
+        self._check()
+
+    def _check(self) -> Digests | None:
         if self._taken is None:
-            return
+            return None
         step, before = self._taken
         self._taken = None
         kept = list(self._live())
@@ -116,6 +119,16 @@ class CorruptionGuard:
             self._report_change(step, kept, before, now)
         # Only now: until here something that was copied for a commit could have changed before it was.
         self.trusted = step
+        return now
+
+    def confirm(self, step: int) -> None:
+        """To be called when the step's state was copied for a commit: unchanged until now, so the copy is sound.
+
+        What changes later does not cast doubt on that commit.
+        """
+        found = self._check()
+        assert found is not None
+        self._taken = step, found
 
     # At rest.
 

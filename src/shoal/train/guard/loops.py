@@ -14,9 +14,9 @@ from typing import Any
 # Failures in the same step, no new commit between them, after which it will not go differently.
 SAME_STEP = 3
 # Failures right after restoring the same commit, before one step was done, after which that commit is not used.
-SAME_COMMIT = 2
-# Times that the same rank's memory or device was found wrong, whatever was achieved in between.
-SAME_CULPRIT = 3
+SAME_COMMIT = 3
+# Kinds that say nothing of the program or of what it has restored: somebody's hand, a machine, a network.
+FROM_OUTSIDE = ("killed", "connection", "stall")
 
 CORRUPTION = "corruption"
 
@@ -83,7 +83,7 @@ def decide(failures: Sequence[Failed], commits: Sequence[int], most: int) -> Dec
     """
     assert failures, "nothing has failed"
     last = failures[-1]
-    if culprit := _same_culprit(failures):
+    if culprit := _same_culprit(failures, most):
         return Decision(False, why=culprit)
     without_progress = _since_progress(failures, commits)
     if len(without_progress) > most:
@@ -114,17 +114,18 @@ def _since_progress(failures: Sequence[Failed], commits: Sequence[int]) -> Seque
     return failures[first:]
 
 
-def _same_culprit(failures: Sequence[Failed]) -> str:
+def _same_culprit(failures: Sequence[Failed], most: int) -> str:
+    """A rank whose memory or device was found wrong more often than workers may be restarted, whatever came between."""
     last = failures[-1]
     times = sum(one.kind == CORRUPTION and one.rank == last.rank for one in failures)
-    if last.kind != CORRUPTION or last.rank is None or times < SAME_CULPRIT:
+    if last.kind != CORRUPTION or last.rank is None or times <= most:
         return ""
     return f"rank {last.rank} corrupted its state {_times(times)}: its memory or device is broken"
 
 
 def _same_step(failures: Sequence[Failed]) -> Decision | None:
     reached = failures[-1].reached
-    times = sum(one.reached == reached for one in failures)
+    times = sum(one.reached == reached and one.kind not in FROM_OUTSIDE for one in failures)
     if times < SAME_STEP:
         return None
     return Decision(False, why=f"failed {_times(times)} in step {reached + 1}, with no new commit between")
@@ -132,7 +133,9 @@ def _same_step(failures: Sequence[Failed]) -> Decision | None:
 
 def _same_commit(failures: Sequence[Failed], commits: Sequence[int]) -> Decision | None:
     last = failures[-1]
-    same = [one for one in failures if one.reached == one.resumed == last.resumed]
+    same = [
+        one for one in failures if one.reached == one.resumed == last.resumed and one.kind not in FROM_OUTSIDE
+    ]
     if last.reached > last.resumed or last.resumed == 0 or len(same) < SAME_COMMIT:
         return None
     times = f"{_times(len(same))} right after restoring step {last.resumed}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,26 @@ class StepFile(RowFile):
         kept = [row for row in read_rows(path) if row["step"] <= step]
         replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
         super().__init__(path)
+
+
+# A row is a thousand bytes or two.
+ROWS_END = 1 << 16
+
+
+def last_row(path: Path) -> dict[str, Any] | None:
+    """The last complete row of a file that may have millions."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - ROWS_END))
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if line.endswith(b"\n") and isinstance(row, dict):
+                return row
+    return None
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
