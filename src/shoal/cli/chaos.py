@@ -147,7 +147,7 @@ def _table(verdict: Verdict) -> None:
     console.print(f"samples: {once}", markup=False)
     gone = sum(one.gone for one in verdict.struck)
     console.print(
-        f"committed steps lost: {verdict.steps_lost} ({gone} more were destroyed on purpose); "
-        f"steps done again: {proof.redone}, at most {proof.most_redone} a fault",
+        f"committed steps lost: {verdict.steps_lost} (of {gone} every copy was destroyed on purpose); "
+        f"steps done again: {proof.redone}, at most {verdict.most_redone} that was not committed a fault",
         markup=False,
     )

@@ -79,6 +79,12 @@ def test_a_commit_that_nothing_starts_from_is_set_aside() -> None:
     )
 
 
+def test_what_comes_from_outside_speaks_against_no_commit() -> None:
+    for kind in ("killed", "stall", "connection"):
+        attempts = [(Failed(200, 200, kind), [100, 200])] * 3
+        assert all(decision == Decision(True) for decision in history(*attempts, most=3)), kind
+
+
 def test_one_completed_step_speaks_for_the_commit() -> None:
     decisions = history((Failed(200, 200), [100, 200]), (Failed(200, 201), [100, 200]))
     assert decisions[-1] == Decision(True)
@@ -152,9 +158,10 @@ def test_a_rank_that_is_found_wrong_again_and_again() -> None:
         )
         for number in range(3)
     ]
-    decisions = history(*attempts)
+    decisions = history(*attempts, most=2)
     assert [decision.again for decision in decisions] == [True, True, False]
     assert decisions[-1].why == "rank 2 corrupted its state 3 times: its memory or device is broken"
+    assert all(decision.again for decision in history(*attempts, most=3))
     others = [(replace(failed, rank=number), commits) for number, (failed, commits) in enumerate(attempts)]
     assert all(decision.again for decision in history(*others))
 

@@ -21,7 +21,8 @@ ENTRYPOINT = "shoal.prove.chaos.saboteur:sabotaged"
 
 def main(given: str) -> int:
     asked = json.loads(given)
-    job = resolve(load(asked["config"], asked["settings"], asked["layout"]).config)
+    config = Path(asked["config"]) if asked["config"] else None
+    job = resolve(load(config, asked["settings"], asked["layout"]).config)
     console = Console(file=sys.stderr, width=200)
     report = local.train(job, RunDirectory(Path(asked["run"])), False, console, entrypoint=ENTRYPOINT)
     print(report.message, file=sys.stderr)

@@ -13,6 +13,8 @@ from shoal.prove.chaos.kinds import BY_NAME, ENDS_LAUNCHER, IN_RECOVERY, KINDS, 
 AT_THE_START = ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGABRT")
 # How often a fault of a rank is followed by another while the run recovers, beside those that need it.
 SECOND = 0.08
+# Faults after which a launcher's turn has come, if it can be had.
+LONGEST = 12
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,17 @@ def schedule(seed: int, count: int, worlds: Sequence[int], kinds: Sequence[Kind]
     bag: list[Kind] = []
     seen: set[Kind] = set()
     faults: list[Fault] = []
-    made, segment = 0, 0
+    made, segment, here = 0, 0, 0
     while made < count:
         world = worlds[segment % len(worlds)]
         possible = [kind for kind in bag if kind.least_world <= world]
         if not possible:
             bag += [kind for kind in kinds for _ in range(kind.weight)]
             continue
-        # Each kind once before chance decides.
+        # Each kind once before chance decides; and no launcher lives for ever.
+        ending = [kind for kind in possible if kind.name in ENDS_LAUNCHER and here >= LONGEST]
         fresh = [kind for kind in possible if kind not in seen]
-        kind = numbers.choice(fresh or possible)
+        kind = numbers.choice(ending or fresh or possible)
         bag.remove(kind)
         seen.add(kind)
         fault = _fault(kind, numbers, room=count - made)
@@ -52,7 +55,8 @@ def schedule(seed: int, count: int, worlds: Sequence[int], kinds: Sequence[Kind]
             continue
         faults.append(fault)
         made += 1 + (fault.second is not None)
-        segment += kind.name in ENDS_LAUNCHER
+        ended = kind.name in ENDS_LAUNCHER
+        segment, here = segment + ended, 0 if ended else here + 1
     return faults
 
 

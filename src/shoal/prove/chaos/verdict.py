@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,15 @@ class Verdict:
         same = not self.first_difference and not self.weights_differ
         return same and self.proof.holds and self.steps_lost == 0
 
+    @property
+    def most_redone(self) -> int:
+        """The most steps, not yet committed, that one fault made the run do again."""
+        gone = Counter[int]()
+        for one in self.struck:
+            if one.resumed is not None:
+                gone[one.resumed] += one.gone
+        return max((count - gone[began] for began, count in self.proof.undone), default=0)
+
     def named(self) -> tuple[int, int]:
         """Faults that were named right, of those that there was something to name of."""
         judged = [one.named_right for one in self.struck if one.named_right is not None]
@@ -70,7 +80,8 @@ class Verdict:
             ],
             "steps_lost": self.steps_lost,
             "steps_destroyed": sum(one.gone for one in self.struck),
-            "most_redone": self.proof.most_redone,
+            "steps_redone": self.proof.redone,
+            "most_redone": self.most_redone,
             "curve_identical": not self.first_difference,
             "weights_identical": not self.weights_differ,
             "strict": self.strict,

@@ -14,7 +14,7 @@ from typing import Any
 # Failures in the same step, no new commit between them, after which it will not go differently.
 SAME_STEP = 3
 # Failures right after restoring the same commit, before one step was done, after which that commit is not used.
-SAME_COMMIT = 3
+SAME_COMMIT = 2
 # Kinds that say nothing of the program or of what it has restored: somebody's hand, a machine, a network.
 FROM_OUTSIDE = ("killed", "connection", "stall")
 

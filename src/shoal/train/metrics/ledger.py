@@ -38,13 +38,19 @@ class Proof:
 
     steps: int
     samples: int
-    redone: int  # steps that were done more than once, because a fault undid them
-    most_redone: int  # by one fault
+    undone: tuple[
+        tuple[int, int], ...
+    ]  # for every attempt after the first: the step it began from, steps done again
     problems: tuple[str, ...]
 
     @property
     def holds(self) -> bool:
         return not self.problems
+
+    @property
+    def redone(self) -> int:
+        """Steps that were done more than once, because a fault undid them."""
+        return sum(count for _, count in self.undone)
 
 
 def prove(directory: Path, metrics: Sequence[dict[str, Any]], seed: int, batch: int, count: int) -> Proof:
@@ -64,17 +70,16 @@ def prove(directory: Path, metrics: Sequence[dict[str, Any]], seed: int, batch: 
             problems.append(
                 f"step {row['step']}: {len(found)} samples used, {len(set(found) & set(wanted))} of them right"
             )
-    undone = _undone(directory)
-    return Proof(len(metrics), len(metrics) * batch, sum(undone), max(undone, default=0), tuple(problems))
+    return Proof(len(metrics), len(metrics) * batch, tuple(_undone(directory)), tuple(problems))
 
 
-def _undone(directory: Path) -> list[int]:
-    """Of every attempt but the last, how many of the steps that the first rank did the next one did again."""
+def _undone(directory: Path) -> list[tuple[int, int]]:
+    """Of every attempt that did a step, how many of those that the first rank did the next one did again."""
     attempts: dict[str, list[int]] = {}
     for row in _rows(directory / "rank-00000.jsonl"):
         attempts.setdefault(row["attempt"], []).append(row["step"])
     every = list(attempts.values())
-    return [sum(step >= later[0] for step in done) for done, later in pairwise(every)]
+    return [(later[0] - 1, sum(step >= later[0] for step in done)) for done, later in pairwise(every)]
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:

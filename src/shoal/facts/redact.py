@@ -1,0 +1,185 @@
+"""What looks like a secret is taken out of all that Shoal writes or prints. It reads ``[redacted]`` there.
+
+A secret is known by its name (the values of environment variables such as ``HF_TOKEN``), by its place (a password in a
+URL, a signature in its query, ``password=…``) or by its shape (``ghp_…``, a JSON web token, a private key). Hashes,
+numbers and paths have none of these, and stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+REDACTED = "[redacted]"
+
+# A shorter value could be any word or number.
+SHORTEST = 8
+# Where its name stands right beside it, less is enough.
+SHORTEST_NAMED = 6
+# From here on a value is taken for a secret even inside of other letters, or if all of its letters are of one kind.
+LONG = 16
+
+# Words of a variable's name.
+_SECRET_WORDS = {
+    *("TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "PASS", "PWD", "CREDENTIAL", "CREDENTIALS"),
+    *("AUTH", "AUTHORIZATION", "APIKEY", "JWT", "COOKIE", "SAS"),
+}  # fmt: skip
+_SECRET_PARTS = ("SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "APIKEY")
+_SECRET_KEY = re.compile(r"(?:^|_)KEYS?(?:_ID|_DATA|_JSON|_BASE64|_B64|_VALUE)?$")
+# Such a variable is about a secret, and holds none.
+_HARMLESS = re.compile(
+    r"^(?:OLD)?PWD$|_(?:FILE|FILES|PATH|DIR|SOCK|SOCKET|URL|URI|HOST|PORT|USER|USERNAME|NAME|TYPE|METHOD|MODE|ENDPOINT"
+    r"|REGION|TTL|TIMEOUT|EXPIRES|EXPIRY|EXPIRATION)$"
+)
+
+# ``user:password@``. A colon with a number behind it is a port, and a later @ part of a path.
+_IN_URL = re.compile(r"""(?<=://)[^\s/:@"'<>\[]*:(?!\d{1,5}(?:[/?#]|$))([^\s"'<>]*)@""")
+_IN_QUERY = re.compile(
+    r"""(?i)(?<=[?&;])
+    (x-(?:amz|goog)-(?:signature|credential|security-token) | sig | signature | sas | token | (?:access|auth|id)_?token
+    | auth | code | key | (?:api|access|account)_?key | awsaccesskeyid | password | passwd | pwd | secret | credential)
+    =[^\s&;\#"'<>]+""",
+    re.VERBOSE,
+)
+_HEADER = re.compile(
+    r"""(?i)\b(authorization["']?\s*[:=]\s*["']?(?:bearer|basic|token|digest)?\s*)[A-Za-z0-9._~+/=-]{8,}"""
+)
+# A name, what separates it from its value, and the value: ``HF_TOKEN=…``, ``"password": "…"``. What goes on with a
+# bracket is code that computes one.
+_VALUE = r"""(?P<value>[^\s"'`,;&<>()\[\]{}]{6,}+)(?![\[(])"""
+_BESIDE_VARIABLE = re.compile(
+    rf"""(?<![A-Za-z0-9_])(?P<name>[A-Z][A-Z0-9_]{{2,}}+)(?P<between>["']?\s*[:=]\s*["']?){_VALUE}"""
+)
+_BESIDE_WORD = re.compile(
+    rf"""(?i)(?P<name>password|passwd|passphrase|secret|(?:api|access|private|secret|account)[_-]?key
+    |(?:auth|access|refresh|bearer|api)[_-]?token)(?P<between>["']?\s*[:=]\s*["']?){_VALUE}""",
+    re.VERBOSE,
+)
+_SHAPES = re.compile(
+    r"""
+    -----BEGIN[ ](?:[A-Z]+[ ])*PRIVATE[ ]KEY-----
+        (?:[A-Za-z0-9+/=\s\\:,-]{0,20000}?-----END[ ](?:[A-Z]+[ ])*PRIVATE[ ]KEY----- | (?:[\s\\nr]*[A-Za-z0-9+/=]{40,})*)
+    | (?<![A-Za-z0-9_.-])
+    (?: hf_[A-Za-z0-9]{20,}
+      | gh[oprsu]_[A-Za-z0-9]{20,} | github_pat_[A-Za-z0-9_]{20,} | glpat-[A-Za-z0-9_-]{16,}
+      | sk-(?=[A-Za-z_-]*[0-9])(?:(?=[a-z0-9_-]*[A-Z])|(?=[a-z0-9]{20}))[A-Za-z0-9_-]{20,}
+      | (?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])
+      | xox[abeprs]-[A-Za-z0-9-]{10,} | AIza[A-Za-z0-9_-]{30,} | ya29\.[A-Za-z0-9_-]{20,}
+      | (?:npm|dckr_pat)_[A-Za-z0-9_-]{20,} | pypi-AgE[A-Za-z0-9_-]{20,}
+      | eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+
+    )""",
+    re.VERBOSE,
+)
+
+
+@lru_cache(maxsize=4096)
+def is_secret_name(name: str) -> bool:
+    """Whether a variable of that name is for a secret: ``HF_TOKEN`` is, ``TOKENIZERS_PARALLELISM`` is not."""
+    name = name.upper()
+    if _HARMLESS.search(name):
+        return False
+    if set(name.split("_")) & _SECRET_WORDS or _SECRET_KEY.search(name):
+        return True
+    return name.endswith("TOKEN") or any(part in name for part in _SECRET_PARTS)
+
+
+def holds_password(value: str) -> bool:
+    """Whether a URL brings its own credentials: a password, or a signature that is as good as one."""
+    return "://" in value and bool(_IN_URL.search(value) or _IN_QUERY.search(value))
+
+
+class Redactor:
+    """Takes secrets out of text. What they are is read from an environment once, so it can be kept for many texts."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """``environment``: by default that of this process."""
+        secrets = set(_secrets(os.environ if environment is None else environment))
+        # The longest first: one may be part of another.
+        known = sorted(secrets, key=len, reverse=True)
+        self._known = re.compile("|".join(map(_found_as, known))) if known else None
+
+    def text(self, text: str) -> str:
+        """``text`` without secrets."""
+        if self._known is not None:
+            text = self._known.sub(REDACTED, text)
+        text = _SHAPES.sub(REDACTED, text)
+        if "://" in text:
+            text = _IN_URL.sub(f"{REDACTED}@", text)
+        if "=" in text or ":" in text:
+            text = _IN_QUERY.sub(rf"\1={REDACTED}", text)
+            text = _HEADER.sub(rf"\1{REDACTED}", text)
+            text = _BESIDE_VARIABLE.sub(_beside_variable, text)
+            text = _BESIDE_WORD.sub(_beside_word, text)
+        return text
+
+    def values(self, value: Any) -> Any:
+        """The same dictionaries and lists with every text in them redacted; numbers are nobody's secret."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {self.values(key): self.values(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self.values, value)) if type(value) in (list, tuple) else value
+        return value
+
+
+def redact(text: str) -> str:
+    """``text`` without what this process knows to be a secret, or takes for one."""
+    return Redactor().text(text)
+
+
+def redact_values(value: Any) -> Any:
+    """The same of every text in dictionaries and lists."""
+    return Redactor().values(value)
+
+
+def _secrets(environment: Mapping[str, str]) -> Iterator[str]:
+    """What the environment says is secret, in every way that it may be written."""
+    for name, value in environment.items():
+        found = [value] if is_secret_name(name) and not _is_path(value) else []
+        if "://" in value:
+            found += [match[1] for match in _IN_URL.finditer(value)]
+        for secret in found:
+            # A file's content would be printed line by line.
+            lines = [line.strip() for line in secret.splitlines() if not line.startswith("-----")]
+            for text in {secret.strip(), *(line for line in lines if len(line) >= LONG)}:
+                if _is_hard_to_guess(text, SHORTEST):
+                    yield from {text, json.dumps(text)[1:-1], quote(text, safe="")}
+
+
+def _is_hard_to_guess(value: str, shortest: int) -> bool:
+    """Not a word or a number, which would be found in any output."""
+    kinds = (str.islower, str.isupper, str.isdigit, lambda letter: not letter.isalnum())
+    several = sum(any(map(kind, value)) for kind in kinds) > 1
+    return len(value) >= LONG or (len(value) >= shortest and several)
+
+
+def _is_path(value: str) -> bool:
+    """GOOGLE_APPLICATION_CREDENTIALS and its like name a file. A key may well begin with a slash, so it must be there."""
+    try:
+        return value.startswith(("/", "~")) and Path(value).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _found_as(secret: str) -> str:
+    if len(secret) >= LONG:
+        return re.escape(secret)
+    return rf"(?<![A-Za-z0-9]){re.escape(secret)}(?![A-Za-z0-9])"
+
+
+def _beside_variable(match: re.Match[str]) -> str:
+    return _beside_word(match) if is_secret_name(match["name"]) else match[0]
+
+
+def _beside_word(match: re.Match[str]) -> str:
+    value = match["value"]
+    if value == REDACTED or not _is_hard_to_guess(value, SHORTEST_NAMED):
+        return match[0]
+    return f"{match['name']}{match['between']}{REDACTED}"
