@@ -134,7 +134,7 @@ def test_a_worker_that_keeps_dying_is_named(train: Train, tmp_path: Path) -> Non
     assert "rank-00001.log" in run.report.message
 
 
-def test_one_ranks_own_error_is_shown_and_tried_once_more(train: Train, tmp_path: Path) -> None:
+def test_one_ranks_own_error_that_comes_again_is_shown(train: Train, tmp_path: Path) -> None:
     """A directory in the place of rank 1's log fails rank 1; rank 0 only notices that it is gone."""
     (tmp_path / "run" / "logs" / "rank-00001.log").mkdir(parents=True)
     (tmp_path / "run" / "config.toml").touch()
@@ -144,6 +144,7 @@ def test_one_ranks_own_error_is_shown_and_tried_once_more(train: Train, tmp_path
     assert "Traceback" not in run.report.message
     faults = [json.loads(line) for line in run.directory.faults.read_text().splitlines()]
     assert [(row["kind"], row["rank"], row["action"]) for row in faults] == [
+        ("error", 1, "restarting"),
         ("error", 1, "restarting"),
         ("error", 1, "giving up"),
     ]

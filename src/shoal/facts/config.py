@@ -162,6 +162,17 @@ class FaultSection(Section):
     nonfinite: Literal["skip", "retry", "stop"] = Field(
         "skip", description="when a gradient is not finite: skip the update, retry the step once, or stop"
     )
+    spike: float = Field(
+        10.0,
+        ge=0,
+        description="robust deviations above the usual that make a loss, or a gradient, a spike; 0: none",
+    )
+    on_spike: Literal["warn", "skip"] = Field(
+        "warn", description="note spikes of the loss; or also skip updates whose gradient is one"
+    )
+    straggler: float = Field(
+        2.0, ge=0, description="a rank that takes so many times as long as its peers is named; 0: none"
+    )
 
 
 class TrackSection(Section):

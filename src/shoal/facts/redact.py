@@ -39,7 +39,7 @@ _HARMLESS = re.compile(
 )
 
 # ``user:password@``. A colon with a number behind it is a port, and a later @ part of a path.
-_IN_URL = re.compile(r"""(?<=://)[^\s/:@"'<>\[]*:(?!\d{1,5}(?:[/?#]|$))([^\s"'<>]*)@""")
+_IN_URL = re.compile(r"""(?<=://)[^\s/:@"'<>\[]{0,256}:(?!\d{1,5}(?:[/?#]|$))([^\s"'<>]{0,512})@""")
 _IN_QUERY = re.compile(
     r"""(?i)(?<=[?&;])
     (x-(?:amz|goog)-(?:signature|credential|security-token) | sig | signature | sas | token | (?:access|auth|id)_?token
@@ -52,19 +52,20 @@ _HEADER = re.compile(
 )
 # A name, what separates it from its value, and the value: ``HF_TOKEN=…``, ``"password": "…"``. What goes on with a
 # bracket is code that computes one.
-_VALUE = r"""(?P<value>[^\s"'`,;&<>()\[\]{}]{6,}+)(?![\[(])"""
-_BESIDE_VARIABLE = re.compile(
-    rf"""(?<![A-Za-z0-9_])(?P<name>[A-Z][A-Z0-9_]{{2,}}+)(?P<between>["']?\s*[:=]\s*["']?){_VALUE}"""
+_BESIDE_NAME = re.compile(
+    r"""(?<![A-Za-z0-9_-])(?P<name>[A-Za-z][A-Za-z0-9_-]{2,}+)(?P<between>["']?\s*[:=]\s*["']?)"""
+    r"""(?P<value>[^\s"'`,;&<>()\[\]{}]{6,}+)(?![\[(])"""
 )
-_BESIDE_WORD = re.compile(
-    rf"""(?i)(?P<name>password|passwd|passphrase|secret|(?:api|access|private|secret|account)[_-]?key
-    |(?:auth|access|refresh|bearer|api)[_-]?token)(?P<between>["']?\s*[:=]\s*["']?){_VALUE}""",
-    re.VERBOSE,
+# In small letters "token" is a word of our trade.
+_SECRET_IN_TEXT = re.compile(
+    r"password|passwd|passphrase|secret|(?:api|access|private|account)[_-]?key|(?:auth|access|refresh|bearer|api)[_-]?token",
+    re.IGNORECASE,
 )
 _SHAPES = re.compile(
     r"""
     -----BEGIN[ ](?:[A-Z]+[ ])*PRIVATE[ ]KEY-----
-        (?:[A-Za-z0-9+/=\s\\:,-]{0,20000}?-----END[ ](?:[A-Z]+[ ])*PRIVATE[ ]KEY----- | (?:[\s\\nr]*[A-Za-z0-9+/=]{40,})*)
+        (?: [A-Za-z0-9+/=\s\\:,-]{0,9999}?-----END[ ](?:[A-Z]+[ ])*PRIVATE[ ]KEY-----
+          | (?:[\s\\nr]*[A-Za-z0-9+/=]{40,})* )
     | (?<![A-Za-z0-9_.-])
     (?: hf_[A-Za-z0-9]{20,}
       | gh[oprsu]_[A-Za-z0-9]{20,} | github_pat_[A-Za-z0-9_]{20,} | glpat-[A-Za-z0-9_-]{16,}
@@ -114,8 +115,7 @@ class Redactor:
         if "=" in text or ":" in text:
             text = _IN_QUERY.sub(rf"\1={REDACTED}", text)
             text = _HEADER.sub(rf"\1{REDACTED}", text)
-            text = _BESIDE_VARIABLE.sub(_beside_variable, text)
-            text = _BESIDE_WORD.sub(_beside_word, text)
+            text = _BESIDE_NAME.sub(_beside_name, text)
         return text
 
     def values(self, value: Any) -> Any:
@@ -161,7 +161,7 @@ def _is_hard_to_guess(value: str, shortest: int) -> bool:
 
 
 def _is_path(value: str) -> bool:
-    """GOOGLE_APPLICATION_CREDENTIALS and its like name a file. A key may well begin with a slash, so it must be there."""
+    """As GOOGLE_APPLICATION_CREDENTIALS names a file. A key may begin with a slash as well, so the file must be there."""
     try:
         return value.startswith(("/", "~")) and Path(value).expanduser().exists()
     except (OSError, ValueError, RuntimeError):
@@ -174,12 +174,11 @@ def _found_as(secret: str) -> str:
     return rf"(?<![A-Za-z0-9]){re.escape(secret)}(?![A-Za-z0-9])"
 
 
-def _beside_variable(match: re.Match[str]) -> str:
-    return _beside_word(match) if is_secret_name(match["name"]) else match[0]
-
-
-def _beside_word(match: re.Match[str]) -> str:
-    value = match["value"]
-    if value == REDACTED or not _is_hard_to_guess(value, SHORTEST_NAMED):
+def _beside_name(match: re.Match[str]) -> str:
+    name, value = match["name"], match["value"]
+    secret = is_secret_name(name) if name.isupper() else _SECRET_IN_TEXT.search(name)
+    # ``secret_key=self.secret_key`` is a line of code, as tracebacks quote them.
+    code = value == name or ("." in value and value.replace(".", "_").isidentifier())
+    if not secret or code or value == REDACTED or not _is_hard_to_guess(value, SHORTEST_NAMED):
         return match[0]
-    return f"{match['name']}{match['between']}{REDACTED}"
+    return f"{name}{match['between']}{REDACTED}"

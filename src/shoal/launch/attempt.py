@@ -117,8 +117,7 @@ class Attempt:
         for place in (self.run.disk, self.run.memory()):
             for doubtful in set(decision.set_aside) & set(place.committed()):
                 place.set_aside(doubtful, decision.why)
-        row = {**failed.row(), "step": self._step_of(failure.rank), **self._seen}
-        row["set_aside"] = list(decision.set_aside)
+        row = {**failed.row(), "step": self._step_of(failure.rank), **self._seen, **failure.more}
         action = f"restarting{f'; {decision.why}' * bool(decision.why)}" if decision.again else GIVING_UP
         self._seen = {}
         self.run.note_fault(**{**row, "action": action, "message": str(failure), "attempt": ended})

@@ -6,7 +6,8 @@ import json
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from torch.distributed import DistError, Store
 
@@ -50,6 +51,7 @@ class Failure:
     what: str = "failed"
     kind: str = ERROR
     final: bool = False  # it would come again, so nobody tries again
+    more: dict[str, Any] = field(default_factory=dict)  # for faults.jsonl
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.what}: {self.message}"
@@ -67,11 +69,18 @@ def describe(rank: int, error: BaseException) -> Failure:
     else:
         message = f"{type(error).__name__}: {error}"
     echo = is_echo(error)
+    more: dict[str, Any] = {}
     if isinstance(error, Corrupted):
         rank = error.ranks[0]  # all ranks raise it, and this one is meant
-    return Failure(
-        rank, message, echo, time.time(), kind=CONNECTION if echo else kind, final=final and not echo
-    )
+        more = error.row()
+    if isinstance(error, OutOfMemory):
+        more = {
+            "step": error.step,
+            "measured": asdict(error.measured),
+            "predicted": error.predicted.as_json(),
+        }
+    kind, final = (CONNECTION, False) if echo else (kind, final)
+    return Failure(rank, message, echo, time.time(), kind=kind, final=final, more=more)
 
 
 def is_echo(error: BaseException) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.distributed import Store
 
 from shoal.launch.failure import Failure
@@ -40,7 +42,10 @@ class Restarts:
         self.failures.append(failed)
         if failure.final:
             return Decision(False), failed
-        return decide(self.failures, commits, self.budget), failed
+        decision = decide(self.failures, commits, self.budget)
+        # What is decided next depends on it.
+        self.failures[-1] = replace(failed, set_aside=decision.set_aside)
+        return decision, self.failures[-1]
 
 
 def _told(store: Store, key: str) -> int | None:

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from shoal.observe.flight import START, Flight
 from shoal.plan.resolve import Job
 from shoal.train.guard.agreement import agree
 from shoal.train.guard.corruption import Corrupted
-from shoal.train.guard.memory import OutOfMemory, amount
 from shoal.train.guard.stacks import stacks_on_signal
 from shoal.train.loop import TRUSTED, Guest, Outcome, train
 from shoal.train.rundir import RunDirectory
@@ -96,8 +95,6 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
                 attempt.set(TRUSTED, str(error.trusted))
             tell(store, attempt, rank, describe(rank, error))
         with contextlib.suppress(OSError):
-            if isinstance(error, OutOfMemory):
-                _note_out_of_memory(run, rank, error)
             traceback.print_exc()
             sys.stderr.flush()
         os._exit(1)  # past the interpreter's own report: the log has it, the terminal needs one line
@@ -106,18 +103,6 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
 def _announce(flight: Flight, guest: Guest, phase: str, step: int) -> None:
     flight.enter(phase, step)
     guest.enter(phase, step)
-
-
-def _note_out_of_memory(run: RunDirectory, rank: int, error: OutOfMemory) -> None:
-    run.note_fault(
-        kind="oom",
-        step=error.step,
-        rank=rank,
-        action=f"rank {rank} found no room for {amount(error.measured.asked)}",
-        message=str(error),
-        measured=asdict(error.measured),
-        predicted=error.predicted.as_json(),
-    )
 
 
 def _agree(assignment: Assignment, rank: int, attempt: Store) -> None:

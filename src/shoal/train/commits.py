@@ -130,12 +130,17 @@ class Commits:
 
     # Committing.
 
+    def due(self, step: int, last: bool) -> bool:
+        """Whether a step is committed to disk."""
+        every = self.config.every
+        return every > 0 and (last or step % every == 0)
+
     def after_step(self, step: int, last: bool, heldout_loss: float | None) -> None:
         """Whatever is due after a step. Training waits for a copy of the state and no longer, unless it is to."""
-        memory, disk = self.config.memory, self.config.every
+        memory = self.config.memory
         if memory and step % memory == 0:
             self._start(self.memory, step, heldout_loss)
-        if disk and (last or step % disk == 0):
+        if self.due(step, last):
             self._start(self.disk, step, heldout_loss)
             if not self.config.background:
                 self._savers[self.disk].finish()

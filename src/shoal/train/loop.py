@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from shoal.observe.flight import COMMIT, EVALUATE, FIRST_STEP, INPUT, RESTORE, STEP, Announce, unheard
 from shoal.parallel.mesh import Mesh
@@ -19,11 +20,13 @@ from shoal.train.evaluate import heldout_loss, write_samples
 from shoal.train.guard.corruption import CorruptionGuard
 from shoal.train.guard.memory import explaining
 from shoal.train.guard.nonfinite import NonFiniteGuard
+from shoal.train.guard.spikes import WINDOW, SpikeGuard
+from shoal.train.guard.stragglers import Stragglers
 from shoal.train.metrics.compare import Comparison
 from shoal.train.metrics.ledger import Ledger
 from shoal.train.metrics.measure import Meter, finite
 from shoal.train.metrics.observed import OBSERVED_STEP, observed
-from shoal.train.metrics.rows import StepFile
+from shoal.train.metrics.rows import StepFile, read_rows
 from shoal.train.program import Program, first_weights, no_weights
 from shoal.train.rundir import RunDirectory, identity
 from shoal.train.state import State
@@ -116,6 +119,9 @@ class Training:
         if not self.done:
             first_weights(job)(placed.slices)
         self.corruption = CorruptionGuard(self.step, config.fault.check_every, self.done)
+        self.spikes = SpikeGuard.from_rows(self._last_rows(), config.fault.spike, config.fault.on_spike)
+        self.step.refuses = self.spikes.refuses
+        self.stragglers = Stragglers(mesh, config.fault.straggler)
         self.steps_here = 0
         self.meter = Meter(job, mesh)
         if self.first_rank:
@@ -127,7 +133,8 @@ class Training:
     def run_to_end(self, wants_stop: Callable[[], bool]) -> Outcome:
         stopped = False
         steps = self.loader.steps(self.done + 1, self.job.config.recipe.steps, self.program.positions())
-        with closing(steps):
+        with closing(steps), self.stragglers:
+            self.stragglers.begin()
             self.meter.start()
             for step, micro_batches in steps:
                 self.announce(STEP if self.steps_here else FIRST_STEP, step)
@@ -138,6 +145,7 @@ class Training:
                 self.meter.have_input()
                 self._one_step(step, micro_batches, targets)
                 self.announce(INPUT, step + 1)
+                self.stragglers.begin()
                 self.meter.start()
         self.announce(COMMIT, self.done)
         self.commits.finish(self.done, stopped)
@@ -153,8 +161,16 @@ class Training:
         with self._observation(step, batches):
             result = self.guard.judge(step, attempt(), attempt)
         self.meter.stop()
+        self.stragglers.end()
+        # What is committed to disk was looked at: a commit that nobody vouches for is of no use when it is needed.
+        vouched = self.corruption.due(step) or (config.fault.check_every and self.commits.due(step, last))
+        if vouched:
+            self.corruption.after_step(step)
         self.done = step
 
+        for news in (self.spikes.judge(step, result.loss, result.grad_norm), self.stragglers.compare(step)):
+            if self.first_rank and news is not None:
+                self.run.note_fault(**news)
         if self.first_rank and (told := self.guard.told(step, result)) is not None:
             self.run.note_fault(**told)
         if self.ledger is not None:
@@ -168,10 +184,8 @@ class Training:
             self.metrics.append(row)
         self.announce(COMMIT, step)
         self.commits.hear()
-        if checked := self.corruption.due(step):
-            self.corruption.after_step(step)
         self.commits.after_step(step, last, row.get("heldout_loss"))
-        if checked and self.mesh.device.type == "cpu":
+        if vouched and self.mesh.device.type == "cpu":
             # On a GPU what is committed may still be on its way to the host.
             self.corruption.confirm(step)
 
@@ -179,6 +193,14 @@ class Training:
         """Whatever has to be done before the weights change."""
         self.commits.hold_update()
         self.corruption.before_update()
+
+    def _last_rows(self) -> list[dict[str, Any]]:
+        """Of the first rank's metrics, on every rank: all of them are to judge alike."""
+        rows = read_rows(self.run.metrics) if self.first_rank else []
+        kept = [row for row in rows if row["step"] <= self.done][-WINDOW:]
+        few = [{name: row[name] for name in ("loss", "grad_norm")} for row in kept]
+        told: list[dict[str, Any]] = json.loads(self.mesh.tell(json.dumps(few)))
+        return told
 
     def _settle_rows(self) -> None:
         """Rows up to a commit must survive whatever the commit survives. Raises where there is no room for them."""

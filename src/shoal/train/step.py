@@ -46,6 +46,8 @@ class Step:
         self.pieces = placed.gradients.pieces
         # Called before the weights change: whoever still reads them has this moment to say so.
         self.before_update: Callable[[], None] = _nobody
+        # Asked with the norm of the gradients, and must answer alike on all ranks.
+        self.refuses: Callable[[float], bool] = _never
 
     def __call__(self, step: int, batches: list[Batch], targets: int) -> StepResult:
         """Work through this rank's micro-batches of one step.
@@ -79,7 +81,8 @@ class Step:
 
     def update(self, step: int, loss: float, norm: float) -> StepResult:
         """Clip the gradients and move the weights, unless a gradient is not finite."""
-        updated = math.isfinite(norm)
+        finite = math.isfinite(norm)
+        updated = finite and not self.refuses(norm)
         lr = learning_rate(self.recipe, step)
         if updated:
             self.before_update()
@@ -88,8 +91,8 @@ class Step:
                 group["lr"] = lr
             self.optimizer.step()
             self.placed.gradients.after_update()
-        self.scale.update(overflow=not updated)
-        return StepResult(loss, norm, lr, updated, () if updated else self._blame())
+        self.scale.update(overflow=not finite)
+        return StepResult(loss, norm, lr, updated, () if finite else self._blame())
 
     def _blame(self) -> tuple[int, ...]:
         """Whose gradients are not finite. Once they are summed they are nobody's; strict mode keeps what was before."""
@@ -129,6 +132,10 @@ class Step:
 
 
 def _nobody() -> None: ...
+
+
+def _never(norm: float) -> bool:
+    return False
 
 
 def own_losses(losses: list[Tensor], mesh: Mesh) -> list[Tensor]:

@@ -85,6 +85,11 @@ def test_what_comes_from_outside_speaks_against_no_commit() -> None:
         assert all(decision == Decision(True) for decision in history(*attempts, most=3)), kind
 
 
+def test_memory_that_the_first_step_did_not_find_the_next_attempt_will_not_find_either() -> None:
+    assert not history((Failed(200, 200, "oom"), [200]))[0].again
+    assert history((Failed(200, 230, "oom"), [200]))[0].again
+
+
 def test_one_completed_step_speaks_for_the_commit() -> None:
     decisions = history((Failed(200, 200), [100, 200]), (Failed(200, 201), [100, 200]))
     assert decisions[-1] == Decision(True)

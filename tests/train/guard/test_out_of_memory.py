@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import Train
+from tests.ranks import run_ranks
 from torch.distributed import DistBackendError
 
 from shoal.facts.configfile import load
@@ -115,9 +116,13 @@ def test_a_prediction_that_was_too_low_is_not_believed_again() -> None:
     assert found.plan.memory.peak_allocated < foreseen.peak_allocated
 
 
+def _nothing(rank: int, world: int) -> None: ...
+
+
 @contextmanager
 def little_room(extra: int) -> Iterator[None]:
     """Workers, which are forked from the server, may have this many bytes more than it has."""
+    run_ranks(1, _nothing)  # by then it has imported all that it is to import
     server = _forkserver._forkserver_pid
     pages = int(Path(f"/proc/{server}/statm").read_text().split()[0])
     before = resource.prlimit(server, resource.RLIMIT_AS)

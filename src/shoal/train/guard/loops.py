@@ -18,7 +18,7 @@ SAME_COMMIT = 2
 # Kinds that say nothing of the program or of what it has restored: somebody's hand, a machine, a network.
 FROM_OUTSIDE = ("killed", "connection", "stall")
 
-CORRUPTION = "corruption"
+CORRUPTION, OUT_OF_MEMORY = "corruption", "oom"
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,9 @@ def decide(failures: Sequence[Failed], commits: Sequence[int], most: int) -> Dec
     last = failures[-1]
     if culprit := _same_culprit(failures, most):
         return Decision(False, why=culprit)
+    if last.kind == OUT_OF_MEMORY and last.reached == last.resumed:
+        # The very first step found no room: the next attempt's would not either.
+        return Decision(False)
     without_progress = _since_progress(failures, commits)
     if len(without_progress) > most:
         times = _times(len(without_progress))

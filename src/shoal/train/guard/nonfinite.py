@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +31,11 @@ class NonFiniteGuard:
         self.found: StepResult | None = None  # the last step's first attempt, if that was not finite
 
     def judge(self, step: int, result: StepResult, again: Callable[[], StepResult]) -> StepResult:
-        self.found = None if result.updated or self.scaled else result
-        if not result.updated and self.policy == "retry" and not self.scaled:
+        self.found = None if _finite(result) or self.scaled else result
+        if not _finite(result) and self.policy == "retry" and not self.scaled:
             # The same data and weights: if it is finite now, hardware was the cause and not the data.
             result = again()
-        if result.updated:
+        if _finite(result):
             self.in_a_row = 0
             return result
         self.in_a_row += 1
@@ -63,6 +64,11 @@ class NonFiniteGuard:
             "action": action,
             "message": f"the gradient{_whose(blamed)} was not finite",
         }
+
+
+def _finite(result: StepResult) -> bool:
+    """An update may also have been refused for another reason."""
+    return math.isfinite(result.grad_norm)
 
 
 def _whose(ranks: tuple[int, ...]) -> str:
