@@ -157,6 +157,7 @@ class Bench:
             alone.append(self.train())
             self.saver.start(self._manifest(), self.state.states())
             stalls.append(self.saver.waited)
+            self.saver.waited = 0.0
             # Every step that begins while it is being written.
             while not (saved := self.saver.take_results()):
                 behind.append(self.train())

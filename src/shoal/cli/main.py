@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from types import FrameType
 
 from cyclopts import App, CycloptsError
 
 from shoal import __version__
 from shoal.facts.problem import BadInput
+from shoal.launch.redacted import redacted_output
 from shoal.launch.report import FAILED, STOPPED
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.train.files import MAKE_ROOM, disk_is_full, in_words
@@ -32,7 +34,11 @@ for command, place, does in (
     ("parity", "shoal.cli.parity:parity", "Prove that layouts change nothing: each against one process."),
     ("profile", "shoal.cli.profile:profile", "Where a step's time and memory go, beside the prediction."),
     ("schedule", "shoal.cli.schedule:schedule", "A pipeline schedule as a timeline, checked."),
-    ("chaos", "shoal.cli.chaos:chaos", "Faults injected into a run, and the proof that they changed nothing."),
+    (
+        "chaos",
+        "shoal.cli.chaos:chaos",
+        "Faults injected into a run, and the proof that they changed nothing.",
+    ),
     ("init", "shoal.cli.init:init", "Write a commented config."),
     ("config", "shoal.cli.config:app", "Show every value of a config and where it came from."),
     ("data", "shoal.cli.data:app", "Tokenise data ahead of a run."),
@@ -48,6 +54,12 @@ def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     _write_what_the_terminal_can()
     _prefer_own_help(words)
+    with redacted_output():
+        code = _run(words)
+    sys.exit(code)
+
+
+def _run(words: list[str]) -> int:
     try:
         with stoppable(_interrupt, STOP_SIGNALS):
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
@@ -70,7 +82,11 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         complain(f"{in_words(error)}; {MAKE_ROOM}" if disk_is_full(error) else str(error))
         code = FAILED
-    sys.exit(code if isinstance(code, int) else 0)
+    except Exception:
+        # Ours to mend. The interpreter would print the same, but secrets with it.
+        traceback.print_exc()
+        code = FAILED
+    return code if isinstance(code, int) else 0
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -39,6 +39,18 @@ class RunSection(Section):
         False,
         description="write down which samples every step used: ledger/rank-*.jsonl in the run's directory",
     )
+    environment: list[str] = Field(
+        [],
+        description="names of variables that ranks get of your environment, beside those that they need; MY_* is "
+        "all that begin so",
+    )
+
+    @field_validator("environment")
+    @classmethod
+    def _names_alone(cls, names: list[str]) -> list[str]:
+        if not all(re.fullmatch(r"[A-Za-z_*?][A-Za-z0-9_*?]*", name) for name in names):
+            raise ValueError("must be names of variables, without their values")
+        return names
 
     @property
     def slug(self) -> str:
@@ -186,6 +198,11 @@ class ClusterSection(Section):
     on: str = Field("local", description='"local", "64xH100", "4xcpu" or a file')
     share: bool = Field(
         False, description="several ranks may share a GPU: for proofs and memory, not for speed"
+    )
+    interface: str | None = Field(
+        None,
+        min_length=1,
+        description="the network interface at which ranks meet, such as eth0; by default loopback alone",
     )
 
 

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from shoal.facts.config import Config, describe, find_field, table_of, type_of
 from shoal.facts.problem import Problem, closest, did_you_mean
+from shoal.facts.redact import holds_password, redact
 
 # pydantic's words for what our schema can refuse, in ours.
 _MUST = {
@@ -61,6 +62,26 @@ def remove_unknown(
     return problems
 
 
+def refuse_passwords(flat: dict[str, Any], places: dict[str, str]) -> list[Problem]:
+    """A config is copied, shown and kept with its run, so it is no place for what opens a door."""
+    return [
+        Problem(
+            _at(place_of(places, key), f"{key}: a URL in it holds a password or a signature"),
+            "leave it out: credentials are taken from the environment; see docs/security.md",
+        )
+        for key, value in flat.items()
+        if any(map(holds_password, _texts(value)))
+    ]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
 def _meant(name: str, schema: type[BaseModel], prefix: str) -> str:
     """The same key in another table is the commonest slip, a misspelt one the next."""
     elsewhere = [key for key in _keys(Config) if key.rpartition(".")[2] == name]
@@ -106,7 +127,7 @@ def _problem(key: str, details: list[ErrorDetails], places: dict[str, str]) -> P
     else:
         ours = _MUST.get(detail["type"])
         must = ours.format(**detail.get("ctx", {})) if ours else detail["msg"]
-    shown = "" if isinstance(given, dict) else f" = {shorten(toml_value(given))}"
+    shown = "" if isinstance(given, dict) else f" = {shorten(redact(toml_value(given)))}"
     what = _at(place_of(places, key), f"{key}{shown}: {must}")
     if field is None:
         return Problem(what, "shoal config show lists every key with its meaning")

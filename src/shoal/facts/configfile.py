@@ -12,10 +12,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from shoal.facts.config import Config, describe, find_field, type_of
-from shoal.facts.configcheck import explain, place_of, remove_unknown, toml_value
+from shoal.facts.configcheck import explain, place_of, refuse_passwords, remove_unknown, toml_value
 from shoal.facts.keylines import key_lines
 from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput, Problem
+from shoal.facts.redact import redact_values
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def load(path: Path | None, overrides: list[str] | None = None, layout: str | No
         _name_after_file(values, places, path)
     _last_word_on_length(values, places)
     problems += remove_unknown(values, places)
+    problems += refuse_passwords(flatten(values), places)
     problems += _check_layout(values, places)
     try:
         config = Config.model_validate(values)
@@ -59,8 +61,8 @@ def load(path: Path | None, overrides: list[str] | None = None, layout: str | No
 
 
 def write(config: Config) -> str:
-    """The complete config as TOML: what a run directory keeps."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    """The complete config as TOML: what a run directory keeps, so without secrets."""
+    return tomli_w.dumps(redact_values(config.model_dump(exclude_none=True)))
 
 
 def flatten(value: BaseModel | dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -38,24 +38,24 @@ _HARMLESS = re.compile(
     r"|REGION|TTL|TIMEOUT|EXPIRES|EXPIRY|EXPIRATION)$"
 )
 
+# A backslash belongs to what follows it: in JSON and in what Python quotes, a quotation mark after one ends nothing.
+
 # ``user:password@``. A colon with a number behind it is a port, and a later @ part of a path.
-_IN_URL = re.compile(r"""(?<=://)[^\s/:@"'<>\[]{0,256}:(?!\d{1,5}(?:[/?#]|$))([^\s"'<>]{0,512})@""")
+_IN_URL = re.compile(r"""(?<=://)[^\s/:@"'<>\[]{0,256}:(?!\d{1,5}(?:[/?#]|$))((?:\\.|[^\s\\"'<>]){0,512})@""")
 _IN_QUERY = re.compile(
     r"""(?i)(?<=[?&;])
     (x-(?:amz|goog)-(?:signature|credential|security-token) | sig | signature | sas | token | (?:access|auth|id)_?token
     | auth | code | key | (?:api|access|account)_?key | awsaccesskeyid | password | passwd | pwd | secret | credential)
-    =[^\s&;\#"'<>]+""",
+    =(?:\\.|[^\s\\&;\#"'<>])+""",
     re.VERBOSE,
 )
 _HEADER = re.compile(
-    r"""(?i)\b(authorization["']?\s*[:=]\s*["']?(?:bearer|basic|token|digest)?\s*)[A-Za-z0-9._~+/=-]{8,}"""
+    r"""(?i)\b(authorization["']?\s{0,4}[:=]\s{0,4}["']?(?:(?:bearer|basic|token|digest)\s{1,4})?)[A-Za-z0-9._~+/=-]{8,}"""
 )
-# A name, what separates it from its value, and the value: ``HF_TOKEN=…``, ``"password": "…"``. What goes on with a
+# A name and what separates it from its value: ``HF_TOKEN=``, ``"password": "``. And the value: what goes on with a
 # bracket is code that computes one.
-_BESIDE_NAME = re.compile(
-    r"""(?<![A-Za-z0-9_-])(?P<name>[A-Za-z][A-Za-z0-9_-]{2,}+)(?P<between>["']?\s*[:=]\s*["']?)"""
-    r"""(?P<value>[^\s"'`,;&<>()\[\]{}]{6,}+)(?![\[(])"""
-)
+_NAME = re.compile(r"""(?<![A-Za-z0-9_-])([A-Za-z][A-Za-z0-9_-]{2,}+)["']?\s{0,4}[:=]\s{0,4}["']?""")
+_VALUE = re.compile(r"""(?:\\.|[^\s\\"'`,;&<>()\[\]{}]){6,}+(?![\[(])""")
 # In small letters "token" is a word of our trade.
 _SECRET_IN_TEXT = re.compile(
     r"password|passwd|passphrase|secret|(?:api|access|private|account)[_-]?key|(?:auth|access|refresh|bearer|api)[_-]?token",
@@ -66,7 +66,7 @@ _SHAPES = re.compile(
     -----BEGIN[ ](?:[A-Z]+[ ])*PRIVATE[ ]KEY-----
         (?: [A-Za-z0-9+/=\s\\:,-]{0,9999}?-----END[ ](?:[A-Z]+[ ])*PRIVATE[ ]KEY-----
           | (?:[\s\\nr]*[A-Za-z0-9+/=]{40,})* )
-    | (?<![A-Za-z0-9_.-])
+    | (?<![A-Za-z0-9])
     (?: hf_[A-Za-z0-9]{20,}
       | gh[oprsu]_[A-Za-z0-9]{20,} | github_pat_[A-Za-z0-9_]{20,} | glpat-[A-Za-z0-9_-]{16,}
       | sk-(?=[A-Za-z_-]*[0-9])(?:(?=[a-z0-9_-]*[A-Z])|(?=[a-z0-9]{20}))[A-Za-z0-9_-]{20,}
@@ -115,7 +115,7 @@ class Redactor:
         if "=" in text or ":" in text:
             text = _IN_QUERY.sub(rf"\1={REDACTED}", text)
             text = _HEADER.sub(rf"\1{REDACTED}", text)
-            text = _BESIDE_NAME.sub(_beside_name, text)
+            text = _without_named(text)
         return text
 
     def values(self, value: Any) -> Any:
@@ -161,7 +161,7 @@ def _is_hard_to_guess(value: str, shortest: int) -> bool:
 
 
 def _is_path(value: str) -> bool:
-    """As GOOGLE_APPLICATION_CREDENTIALS names a file. A key may begin with a slash as well, so the file must be there."""
+    """GOOGLE_APPLICATION_CREDENTIALS names a file. As a key may begin with a slash too, the file must be there."""
     try:
         return value.startswith(("/", "~")) and Path(value).expanduser().exists()
     except (OSError, ValueError, RuntimeError):
@@ -174,11 +174,18 @@ def _found_as(secret: str) -> str:
     return rf"(?<![A-Za-z0-9]){re.escape(secret)}(?![A-Za-z0-9])"
 
 
-def _beside_name(match: re.Match[str]) -> str:
-    name, value = match["name"], match["value"]
-    secret = is_secret_name(name) if name.isupper() else _SECRET_IN_TEXT.search(name)
-    # ``secret_key=self.secret_key`` is a line of code, as tracebacks quote them.
-    code = value == name or ("." in value and value.replace(".", "_").isidentifier())
-    if not secret or code or value == REDACTED or not _is_hard_to_guess(value, SHORTEST_NAMED):
-        return match[0]
-    return f"{name}{match['between']}{REDACTED}"
+def _without_named(text: str) -> str:
+    """``text`` without values that stand beside the name of a secret."""
+    parts, done = [], 0
+    for match in _NAME.finditer(text):
+        name, start = match[1], match.end()
+        secret = is_secret_name(name) if name.isupper() else _SECRET_IN_TEXT.search(name)
+        value = _VALUE.match(text, start) if secret and start >= done else None
+        if value is None or value[0] == name or not _is_hard_to_guess(value[0], SHORTEST_NAMED):
+            continue
+        # ``secret_key=self.secret_key`` is a line of code, as tracebacks quote them.
+        if "." in value[0] and value[0].replace(".", "_").isidentifier():
+            continue
+        parts += [text[done:start], REDACTED]
+        done = value.end()
+    return "".join([*parts, text[done:]])

@@ -16,9 +16,12 @@ from typing import Any
 from rich.console import Console
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 
+from shoal.facts.redact import redact
 from shoal.launch.agent import Agent
 from shoal.launch.failure import FATAL, STALLED, Failure, cause
+from shoal.launch.interfaces import address_of
 from shoal.launch.progress import GIVING_UP, Progress
+from shoal.launch.redacted import LogRedactor
 from shoal.launch.rendezvous import STOP, LoopbackRendezvous
 from shoal.launch.report import FAILED, FINISHED, STOPPED, Report
 from shoal.launch.restart import GaveUp, Restarts
@@ -56,7 +59,10 @@ class Attempt:
         self.job, self.run = job, run
         self.console = console
         fault = job.config.fault
-        self.rendezvous = LoopbackRendezvous(run.path.name, fault.timeout, self._before_round)
+        address = address_of(job.config.cluster.interface)
+        self.rendezvous = LoopbackRendezvous(run.path.name, fault.timeout, self._before_round, address)
+        self.logs = LogRedactor()
+        self.logs.redact(run.logs)  # of an earlier launcher, which may have been killed
         self.restarts = Restarts(run, fault.max_restarts)
         self.watchdog: Watchdog | None = None
         if fault.stall:
@@ -96,6 +102,7 @@ class Attempt:
                 # Whatever ended the watch, no worker may go on unwatched.
                 if thread.is_alive():
                     self._end_workers(thread)
+                self.logs.redact(self.run.logs)
                 # It has the workers' records mapped.
                 self.watchdog = None
         return self._verdict()
@@ -112,6 +119,7 @@ class Attempt:
         """Called by the agent before it starts workers: not for the first time, so some attempt has failed."""
         if not ended:
             return
+        self.logs.redact(self.run.logs)
         failure = self._cause()
         decision, failed = self.restarts.judge(failure, self.rendezvous.attempt())
         for place in (self.run.disk, self.run.memory()):
@@ -192,4 +200,6 @@ class Attempt:
     def _report(self, code: int, message: str) -> Report:
         progress = self.progress
         heldout = progress.heldout["heldout_loss"] if progress.heldout else None
-        return Report(code, self.run.path, self.run.step(), message, progress.last, heldout, progress.skipped)
+        return Report(
+            code, self.run.path, self.run.step(), redact(message), progress.last, heldout, progress.skipped
+        )

@@ -319,7 +319,7 @@ def limits(accelerated: bool) -> Iterator[Check]:
     if accelerated and locked != resource.RLIM_INFINITY:
         fix = "ulimit -l unlimited (docker run --ulimit memlock=-1): network adapters lock their buffers"
         yield Check("locked memory", "warning", f"at most {locked / 2**20:.0f} MiB", fix)
-    shared = Path("/dev/shm")
+    shared = Path("/dev/shm")  # noqa: S108 it is only measured
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
         small = size < LEAST_SHARED_MEMORY

@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed import DistError, Store
 
 from shoal.facts.problem import BadInput
+from shoal.facts.redact import redact
 from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.commits import CommitFailed
 from shoal.train.files import MAKE_ROOM, disk_is_full, in_words
@@ -80,7 +81,7 @@ def describe(rank: int, error: BaseException) -> Failure:
             "predicted": error.predicted.as_json(),
         }
     kind, final = (CONNECTION, False) if echo else (kind, final)
-    return Failure(rank, message, echo, time.time(), kind=kind, final=final, more=more)
+    return Failure(rank, redact(message), echo, time.time(), kind=kind, final=final, more=more)
 
 
 def is_echo(error: BaseException) -> bool:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.facts.local import usable_threads
-from shoal.launch import rendezvous
+from shoal.launch.interfaces import interface_of
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
 
@@ -17,8 +17,9 @@ from shoal.plan.resolve import Job
 def join(job: Job, rank: int, local_rank: int, store: dist.Store) -> Mesh:
     """Join the other ranks of a job; ``store`` is where they meet."""
     timeout = timedelta(seconds=job.config.fault.timeout)
-    # One machine: nobody outside has any business with its ranks.
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = rendezvous.LOOPBACK_INTERFACE
+    # Left to themselves they listen wherever the host's name points to.
+    interface = interface_of(job.config.cluster.interface)
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     if job.cluster.device.name == "cpu":
         device = torch.device("cpu")
         backend = "gloo"

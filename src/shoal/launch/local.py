@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from shoal.facts import local as machine
+from shoal.facts.config import Config
 from shoal.facts.problem import BadInput
 from shoal.launch.data import prepared
+from shoal.launch.environment import passed_on
+from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan, describe_run
 from shoal.launch.report import FINISHED, Report
 from shoal.launch.signals import STOP_SIGNALS, stoppable
@@ -24,6 +27,7 @@ from shoal.predict.states import rank_states
 from shoal.train.data.dataset import QUARANTINE, Dataset, check_vocabulary
 from shoal.train.data.samples import cut_samples
 from shoal.train.data.tokenizers import open_tokenizer
+from shoal.train.files import private_files
 from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory, identity
 
@@ -49,6 +53,7 @@ def train(
     """
     check_devices(job, visible)
     check_memory(job)
+    address_of(job.config.cluster.interface)
     run.check_place()
     run.keep_in(job.config.checkpoint.to)
     run.check_reachable()
@@ -71,7 +76,8 @@ def train(
             row = rows[-1] if rows else None
             done = f"finished already: {steps} steps are done"
             return Report(FINISHED, run.path, steps, done, row, row.get("heldout_loss") if row else None)
-        warm_workers([*PRELOAD, entrypoint.partition(":")[0]])
+        warm_workers([*PRELOAD, entrypoint.partition(":")[0]], job.config)
+        held.enter_context(private_files())
         if run.step():
             console.print(f"continuing {run.path} after step {run.step()}", markup=False)
         started = {**describe_run(job, dataset.path), "identity": identity(job, fingerprint)}
@@ -159,8 +165,10 @@ def check_weights(job: Job, run: RunDirectory | None) -> None:
         WeightFiles(Path(job.config.model.init_from).expanduser(), job.model)
 
 
-def warm_workers(preload: Sequence[str]) -> None:
+def warm_workers(preload: Sequence[str], config: Config | None = None) -> None:
     """Start the server that workers are forked from, with torch already imported: a restart then costs no import.
+
+    It gets of the environment what workers get; ``config`` may ask for more.
 
     Server and workers are born with the stop signals blocked. A Ctrl-C, or a signal to the whole process group,
     is for the launcher alone; a worker takes signals again once it has a session of its own.
@@ -168,8 +176,9 @@ def warm_workers(preload: Sequence[str]) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the tracker's start has unblocked some
-        forkserver.ensure_running()
+        with passed_on(config):
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the tracker's start has unblocked some
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

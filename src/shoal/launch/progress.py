@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from shoal.facts.redact import redact
 from shoal.train.guard.nonfinite import SKIPPED
 from shoal.train.rundir import RunDirectory
 
@@ -52,7 +53,7 @@ class Progress:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(redact(text), markup=False, highlight=False, soft_wrap=True)
 
     def poll(self) -> None:
         for row in self._faults.read():

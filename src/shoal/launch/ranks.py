@@ -6,6 +6,7 @@ A training run has torchrun's agent to watch and restart its workers; here the f
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import time
 import traceback
@@ -19,6 +20,8 @@ import torch.distributed as dist
 
 from shoal.launch import rendezvous
 from shoal.launch.failure import is_echo
+from shoal.launch.redacted import redact_output
+from shoal.train.files import OWNER_ONLY
 
 # How long we wait, after a first failure, for one that may have caused it.
 GRACE_SECONDS = 0.5
@@ -94,7 +97,8 @@ def _results(ranks: list[_Rank], seconds: float) -> list[Any]:
 
 def _receive(pipe: Connection) -> tuple[bool, Any, bool]:
     try:
-        answer: tuple[bool, Any, bool] = pickle.loads(pipe.recv_bytes())
+        # From a process that we forked, through a pipe that nobody else has.
+        answer: tuple[bool, Any, bool] = pickle.loads(pipe.recv_bytes())  # noqa: S301
         return answer
     except EOFError:
         return False, "the process died", True
@@ -109,6 +113,8 @@ def _work(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    os.umask(OWNER_ONLY)
+    redact_output()
     try:
         store = rendezvous.connect(port, seconds)
         answer = (True, function(rank, world, store, *arguments), False)

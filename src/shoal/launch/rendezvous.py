@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -17,8 +16,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+from shoal.launch.interfaces import LOOPBACK
+
 ROUND = "round"
 STOP = "stop"
 LAUNCHER = "launcher"
@@ -28,17 +27,25 @@ class LoopbackRendezvous(RendezvousHandler):
     """A rendezvous of one node. Launcher and workers share ``store`` for as long as the launcher lives."""
 
     def __init__(
-        self, run_id: str, timeout: float, before_round: Callable[[int], None] | None = None
+        self,
+        run_id: str,
+        timeout: float,
+        before_round: Callable[[int], None] | None = None,
+        address: str = LOOPBACK,
     ) -> None:
-        """``before_round`` is called before workers are started, and started again; it may refuse by raising."""
+        """``before_round`` is called before workers are started, and started again; it may refuse by raising.
+
+        ``address``: where the store listens, and nowhere else.
+        """
+        self.address = address
         self._before_round = before_round
         self._run_id = run_id
         self._round = 0
         self._closed = False
-        listener = socket.create_server((LOOPBACK, 0))
+        listener = socket.create_server((address, 0))
         self.port = listener.getsockname()[1]
         self.store = TCPStore(
-            LOOPBACK,
+            address,
             self.port,
             is_master=True,
             wait_for_workers=False,
@@ -54,7 +61,10 @@ class LoopbackRendezvous(RendezvousHandler):
         self._round += 1
         self.store.set(ROUND, str(self._round))
         return RendezvousInfo(
-            PrefixStore(f"agent-{self._round}", self.store), 0, 1, RendezvousStoreInfo(LOOPBACK, self.port)
+            PrefixStore(f"agent-{self._round}", self.store),
+            0,
+            1,
+            RendezvousStoreInfo(self.address, self.port),
         )
 
     def get_backend(self) -> str:
@@ -94,12 +104,12 @@ def attempt_name(shared: Store) -> str:
     return f"{shared.get(LAUNCHER).decode()}-{shared.get(ROUND).decode()}"
 
 
-def connect(port: int, timeout: float) -> Store:
+def connect(port: int, timeout: float, address: str = LOOPBACK) -> Store:
     """The launcher's store, from another process."""
-    return TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
-def join(port: int, timeout: float) -> tuple[Store, Store]:
+def join(port: int, timeout: float, address: str = LOOPBACK) -> tuple[Store, Store]:
     """A worker's way in: the launcher's store, and this attempt's own part of it."""
-    shared = connect(port, timeout)
+    shared = connect(port, timeout, address)
     return shared, _attempt(shared)

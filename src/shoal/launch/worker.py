@@ -21,13 +21,16 @@ import torch
 from torch.distributed import Store
 
 from shoal.launch import rendezvous
+from shoal.launch.environment import keep_only_passed
 from shoal.launch.failure import FATAL, describe, tell
 from shoal.launch.join import join
+from shoal.launch.redacted import redact_output
 from shoal.launch.signals import STOP_SIGNALS
 from shoal.observe import nccl
 from shoal.observe.entered import recording
 from shoal.observe.flight import START, Flight
 from shoal.plan.resolve import Job
+from shoal.train.files import OWNER_ONLY
 from shoal.train.guard.agreement import agree
 from shoal.train.guard.corruption import Corrupted
 from shoal.train.guard.stacks import stacks_on_signal
@@ -56,14 +59,19 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
     """The process of one rank, from its first line to its last. None: an earlier attempt's error is final."""
     _end_with_launcher()
     _own_session()
+    os.umask(OWNER_ONLY)
+    left_out = keep_only_passed(assignment.job.config)
     rank = int(os.environ["RANK"])
     run = RunDirectory(assignment.run)
     run.keep_in(assignment.job.config.checkpoint.to)
-    store, attempt = rendezvous.join(int(os.environ["MASTER_PORT"]), assignment.job.config.fault.timeout)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store, attempt = rendezvous.join(port, assignment.job.config.fault.timeout, address)
     if store.check([FATAL]):
         return None
     try:
         _print_to(run.log(rank))
+        if left_out:
+            print(f"not passed on to ranks (see run.environment): {' '.join(left_out)}", flush=True)
         with (
             _only_writer(run, rank),
             Flight(run.flight(rank)) as flight,
@@ -150,6 +158,7 @@ def _print_to(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    redact_output()
 
 
 @contextlib.contextmanager

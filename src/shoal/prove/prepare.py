@@ -60,5 +60,5 @@ def ready(
     if problems:
         raise BadInput(problems)
     dataset = local.tokenised(job, console)
-    local.warm_workers((*local.PRELOAD, "shoal.prove.rehearse"))
+    local.warm_workers((*local.PRELOAD, "shoal.prove.rehearse"), job.config)
     return dataset.path

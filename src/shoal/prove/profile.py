@@ -23,7 +23,7 @@ from shoal.predict.question import Question
 from shoal.prove.bubble import Pipeline, compare
 from shoal.prove.drift import of_run
 from shoal.prove.verdict import Evidence, verdict
-from shoal.train.files import replace_text
+from shoal.train.files import private_files, replace_text
 from shoal.train.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -279,7 +279,8 @@ def profile(
         local.check_weights(job, None)
         if not run.path.exists():
             held.enter_context(run.held())
-        local.warm_workers((*local.PRELOAD, "shoal.prove.profiled"))
+        local.warm_workers((*local.PRELOAD, "shoal.prove.profiled"), job.config)
+        held.enter_context(private_files())
         # torch takes seconds to import, and bad input was answered without it.
         from shoal.launch.ranks import RankFailed, run_ranks
         from shoal.prove.profiled import Order, take_part

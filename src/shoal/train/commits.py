@@ -147,6 +147,13 @@ class Commits:
                 self.hear()
                 self.mesh.wait_for_first_rank()
 
+    def take_waited(self) -> float:
+        """Seconds that training was held up by commits since the last call."""
+        waited = sum(saver.waited for saver in self._savers.values())
+        for saver in self._savers.values():
+            saver.waited = 0.0
+        return waited
+
     def hold_update(self) -> None:
         """To be called before the weights change: what is still being copied has to be."""
         for saver in self._savers.values():

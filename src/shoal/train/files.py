@@ -7,8 +7,12 @@ import errno
 import json
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+# What others of this machine may not do with a run's files: anything.
+OWNER_ONLY = 0o077
 
 
 def disk_is_full(error: OSError) -> bool:
@@ -24,6 +28,16 @@ def in_words(error: OSError) -> str:
     if not disk_is_full(error):
         return f"{type(error).__name__}: {error}"
     return f"the disk is full ({error.filename})" if error.filename else "the disk is full"
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """What this process creates inside is for its owner's eyes only, whatever the code that creates it."""
+    before = os.umask(OWNER_ONLY)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 class RowFile:

@@ -176,6 +176,7 @@ class Training:
         if self.ledger is not None:
             self.ledger.add(step, micro_batches)
         row = {**self.meter.row(step, result, targets), "attempt": self.attempt}
+        row["commit_wait_s"] = self.commits.take_waited()  # between this step and the one before
         if last or _due(step, config.evaluate.every):
             row["heldout_loss"] = finite(self._evaluate())
         if self.first_rank:

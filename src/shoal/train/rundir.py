@@ -18,6 +18,7 @@ from shoal.facts import configfile
 from shoal.facts.config import Config
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.recipe import Recipe
+from shoal.facts.redact import redact_values
 from shoal.plan.resolve import Job
 from shoal.train.checkpoint.bucket import Bucket
 from shoal.train.checkpoint.keep import newest_first
@@ -37,7 +38,7 @@ def identity(job: Job, dataset: str) -> dict[str, Any]:
     """The recipe, the data and the origin of the weights: what a resume must have in common with its beginning."""
     config = job.config
     recipe = resolved_recipe(config.recipe)
-    return {
+    found = {
         **{f"recipe.{name}": value for name, value in recipe.items()},
         **{f"data.{name}": getattr(config.data, name) for name in DATA_ORIGIN},
         "data.packing": config.data.packing,
@@ -46,6 +47,8 @@ def identity(job: Job, dataset: str) -> dict[str, Any]:
         "run.strict": config.run.strict,
         "model.init_from": config.model.init_from,
     }
+    # It goes into every checkpoint.
+    return {key: redact_values(value) for key, value in found.items()}
 
 
 def resolved_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -301,7 +304,7 @@ class RunDirectory:
 
         Where there is no room for it, it is told with the next one: that must not end a run which could go on.
         """
-        self._untold.append(json.dumps({"time": time.time(), **row}).encode() + b"\n")
+        self._untold.append(json.dumps({"time": time.time(), **redact_values(row)}).encode() + b"\n")
         with contextlib.suppress(OSError):
             with self.faults.open("a+b") as file:
                 if file.tell() > 0:
@@ -341,8 +344,8 @@ class RunDirectory:
         self.checkpoints.mkdir(exist_ok=True, mode=0o700)
         drawn = self.id if self.id != UNKNOWN else secrets.token_hex(8)
         replace_text(self.config, configfile.write(self._resolved(job)))
-        replace_text(self.plan, json.dumps(plan, indent=2) + "\n")
-        replace_text(self.manifest, json.dumps({"id": drawn, **manifest}, indent=2) + "\n")
+        replace_text(self.plan, json.dumps(redact_values(plan), indent=2) + "\n")
+        replace_text(self.manifest, json.dumps({"id": drawn, **redact_values(manifest)}, indent=2) + "\n")
 
 
 def _shape(model: dict[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class State:
 
     def new_stage(self) -> Stage:
         """A buffer for what this rank writes of it."""
-        return Stage(parts(self.model, self.pieces, self.mesh), self.mesh.device)
+        return Stage(parts(self.model, self.pieces, self.mesh), self.mesh.device, 1 + len(self.kinds))
 
     def states(self) -> States:
         """Weights, and those of the optimizer's states that there are."""

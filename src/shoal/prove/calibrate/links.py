@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shoal.facts.calibration import LinkRates
 from shoal.facts.local import usable_threads
-from shoal.launch import rendezvous
+from shoal.launch.interfaces import LOOPBACK_INTERFACE
 from shoal.launch.local import PRELOAD, warm_workers
 from shoal.launch.ranks import run_ranks
 from shoal.parallel.sequence import all_gather_single, reduce_scatter_single
@@ -47,7 +47,7 @@ def links(devices: int, on_cpu: bool) -> LinkRates | None:
 
 def measure(rank: int, world: int, store: dist.Store, backend: str) -> list[Call]:
     """One rank's part."""
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = rendezvous.LOOPBACK_INTERFACE
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", rank)

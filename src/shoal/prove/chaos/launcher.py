@@ -13,6 +13,7 @@ from rich.console import Console
 
 from shoal.facts.configfile import load
 from shoal.launch import local
+from shoal.launch.redacted import redact_output
 from shoal.plan.resolve import resolve
 from shoal.train.rundir import RunDirectory
 
@@ -30,4 +31,5 @@ def main(given: str) -> int:
 
 
 if __name__ == "__main__":
+    redact_output()
     sys.exit(main(sys.argv[1]))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
+from shoal.facts.problem import BadInput
 from shoal.train.checkpoint.place import Directory
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 names are drawn at random, and their owner is checked
 
 
 def memory_place(run_id: str, node: str = "0") -> Directory:
@@ -29,4 +31,12 @@ def forget(run_id: str) -> None:
 def _root(run_id: str) -> Path:
     # Without such a file system what is kept there lies on a disk: slower, and no worse.
     base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    return base / f"shoal-{os.getuid()}-{run_id}"
+    root = base / f"shoal-{os.getuid()}-{run_id}"
+    try:
+        found = root.lstat()
+    except OSError:
+        return root
+    # Anybody may create names there, and whoever owns the directory decides what a run is continued from.
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise BadInput(f"{root} belongs to somebody else, or is no directory", "have it removed")
+    return root

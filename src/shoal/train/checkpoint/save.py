@@ -68,7 +68,7 @@ class Saver:
         if mesh.store is not None and mesh.world > 1:
             self.store = cast(Any, mesh.store).clone()  # which torch's type stubs do not know yet
         self.file = f"rank-{mesh.rank:05d}.bin"
-        self.waited = 0.0  # seconds that training was held up by the last save
+        self.waited = 0.0  # seconds that training was held up; whoever reads them sets them back
         self._writer = ThreadPoolExecutor(1, "shoal-save", _be_nice)
         self._hashers = ThreadPoolExecutor(HASHERS, "shoal-hash", _be_nice)
         self._running: Future[Saved] | None = None
@@ -80,7 +80,7 @@ class Saver:
         self._wait()
         self.stage.fill(states)
         self._running = self._writer.submit(self._save, manifest)
-        self.waited = time.perf_counter() - began
+        self.waited += time.perf_counter() - began
 
     def finish(self) -> None:
         """Wait until everything that was started is committed, or is known not to be."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -50,12 +51,20 @@ class Lot:
 class Stage:
     """A buffer that is filled again and again."""
 
-    def __init__(self, parts: list[Part], device: torch.device) -> None:
+    def __init__(self, parts: list[Part], device: torch.device, states: int) -> None:
+        """``states``: how many there will be of every part, so that there is room before it is needed."""
         self.parts = parts
         self.lots: list[Lot] = []
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
+        self._room: Future[Tensor] | None = None
+        if self._stream is not None:
+            # Half a second a gigabyte, for the pages are locked: no step is to wait for that.
+            sizes = (math.prod(part.size) * part.piece.tensor.element_size() for part in parts)
+            pool = ThreadPoolExecutor(1, "shoal-pin")
+            self._room = pool.submit(_pinned, sum(sizes) * states)
+            pool.shutdown(wait=False)
 
     @torch.no_grad()
     def fill(self, states: States) -> None:
@@ -95,4 +104,9 @@ class Stage:
         for state, part, dtype in kinds:
             self.lots.append(Lot(state, part, dtype, position))
             position += self.lots[-1].bytes
-        self.buffer = torch.empty(position, dtype=torch.uint8, pin_memory=self._stream is not None)
+        room = self._room.result() if self._room is not None else torch.empty(position, dtype=torch.uint8)
+        self.buffer = room[:position] if room.numel() >= position else _pinned(position)
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from shoal.facts.redact import redact
 from shoal.observe import nccl
 from shoal.observe.flight import FIRST_STEP, INPUT, STEP, Channel, FlightReader, Snapshot
 from shoal.train.guard import stalled
@@ -224,7 +225,7 @@ def dump_stacks(run: RunDirectory, snapshots: Sequence[Snapshot], locked: set[in
         # Without a place for the evidence there is still a verdict.
         with contextlib.suppress(OSError):
             run.stacks.mkdir(mode=0o700, exist_ok=True)
-            (run.stacks / f"rank-{rank:05d}.txt").write_text(text, encoding="utf-8")
+            (run.stacks / f"rank-{rank:05d}.txt").write_text(redact(text), encoding="utf-8")
     return standings
 
 

@@ -1,0 +1,99 @@
+"""Output without secrets: of this process as it is written, and of others afterwards, in the files that they wrote.
+
+A rank's output goes straight to its log, with nothing in between that could lose a crash's last words. So Python's own
+streams redact each text as it is written, and what came another way (C++ code, a subprocess) is redacted in the file by
+the launcher, at the end of each attempt and, in case it was killed itself, when the next one begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from shoal.facts.redact import Redactor
+
+# Of a log that is read at once, up to the end of a line.
+BLOCK = 1 << 22
+
+
+class RedactedStream:
+    """A text stream that redacts each text on its way; all else is left to the stream behind it."""
+
+    def __init__(self, stream: TextIO, redactor: Redactor) -> None:
+        self._stream, self._redactor = stream, redactor
+
+    def write(self, text: str) -> int:
+        self._stream.write(self._redactor.text(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def redacted_output() -> Iterator[None]:
+    """Inside, what is printed has no secrets."""
+    before = sys.stdout, sys.stderr
+    redact_output()
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def redact_output() -> None:
+    """From now on what is printed has no secrets: of the environment as it is now, or by their look."""
+    redactor = Redactor()
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, RedactedStream):
+            setattr(sys, name, RedactedStream(stream, redactor))
+
+
+class LogRedactor:
+    """Takes secrets out of logs that nobody writes to. Remembers how far it was, so that a long log is read once."""
+
+    def __init__(self) -> None:
+        self._redactor = Redactor()
+        self._done: dict[Path, int] = {}
+
+    def redact(self, logs: Path) -> None:
+        """All files in this directory. One that cannot be read or written must not keep a run from going on."""
+        with contextlib.suppress(OSError):
+            for log in sorted(logs.iterdir()):
+                with contextlib.suppress(OSError):
+                    self._done[log] = self._redact_file(log, self._done.get(log, 0))
+
+    def _redact_file(self, log: Path, start: int) -> int:
+        """In place, for a process that outlived its rank may still add to it. Up to where it was redacted."""
+        with log.open("r+b") as file:
+            file.seek(start)
+            # From the first change on all that follows moves.
+            moved: list[bytes] = []
+            first = start
+            while block := file.read(BLOCK) + file.readline():
+                clean = self._clean(block)
+                if moved or clean != block:
+                    moved.append(clean)
+                else:
+                    first = file.tell()
+            if moved:
+                file.seek(first)
+                file.writelines(moved)
+                file.truncate()
+                file.flush()
+                os.fsync(file.fileno())
+            return file.seek(0, os.SEEK_END)
+
+    def _clean(self, block: bytes) -> bytes:
+        return self._redactor.text(block.decode("utf-8", "surrogateescape")).encode(
+            "utf-8", "surrogateescape"
+        )
