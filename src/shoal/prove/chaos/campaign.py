@@ -168,7 +168,7 @@ class Campaign:
 
     def _record(self, fault: Fault, in_recovery: bool) -> Struck:
         rank = None if fault.kind.target in ("launcher", "node") else int(fault.rank * self.world)
-        if fault.point == RENAME:
+        if fault.point == RENAME and rank is not None:
             rank = 0  # who commits
         number = len(self.struck) + int(in_recovery)
         return Struck(

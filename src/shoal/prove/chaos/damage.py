@@ -19,7 +19,7 @@ def damage(run: RunDirectory, kind: str, numbers: random.Random) -> int:
     memory, disk = run.memory(), Directory(run.checkpoints)
     in_memory, on_disk = memory.committed(), disk.committed()
     place, gone = memory, 0
-    if not in_memory or (in_memory[-1] == on_disk[-1] and len(on_disk) > 1 and numbers.random() < 0.3):
+    if not in_memory or (in_memory[-1:] == on_disk[-1:] and len(on_disk) > 1 and numbers.random() < 0.3):
         shutil.rmtree(memory.path, ignore_errors=True)
         place, gone = disk, 1
     elif on_disk[-1:] < in_memory[-1:]:
