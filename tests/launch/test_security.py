@@ -434,10 +434,6 @@ ALLOWED = {
     ("launch/ranks.py", "pickle.loads"): "from a process that we forked, through a pipe that nobody else has",
     ("observe/nccl.py", "pickle.Unpickler"): "a subclass that refuses every class and function",
     # Ranks trust each other: docs/security.md says what that means for their network.
-    ("parallel/mesh.py", "dist.gather_object"): "between ranks of one run",
-    ("parallel/mesh.py", "dist.broadcast_object_list"): "between ranks of one run",
-    ("parallel/collect.py", "dist.gather_object"): "between ranks of one run",
-    ("train/guard/corruption.py", "dist.all_gather_object"): "between ranks of one run",
 }
 
 

@@ -151,7 +151,6 @@ def test_models_that_are_planned_but_not_trained(preset: str, said: list[str]) -
         ({"layout": "offload=params:0.5"}, "layout: offload=params:0.5", "offload=none"),
         ({"data": {"mix": [{"source": "a"}]}}, "data.mix", "one data.source"),
         ({"recipe": {"states": "int8"}}, "recipe.states", 'recipe.states = "bf16"'),
-        ({"checkpoint": {"background": True}}, "checkpoint.background", "checkpoint.background = false"),
         ({"track": {"mlflow": True}}, "track.mlflow", "metrics.jsonl"),
     ],
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,16 @@ class Entry:
     stop: int
     dtype: torch.dtype
 
+    def as_json(self) -> list[Any]:
+        box = self.box
+        return [box.whole, box.offset, box.shape, self.start, self.stop, str(self.dtype)]
+
+    @classmethod
+    def from_json(cls, fields: list[Any]) -> Entry:
+        whole, offset, shape, start, stop, dtype = fields
+        box = Box(tuple(whole), tuple(offset), tuple(shape))
+        return cls(box, start, stop, getattr(torch, dtype.removeprefix("torch.")))
+
 
 class Collector:
     """Knows which rank holds which elements of every parameter."""
@@ -38,8 +50,10 @@ class Collector:
         self.tables: list[dict[str, Entry]] = [table] * mesh.world
         if mesh.control is not None:
             # The first rank alone puts tensors together, so it alone has to know who holds what.
-            tables = self.tables if mesh.rank == 0 else None
-            dist.gather_object(table, tables, group=mesh.control, group_dst=0)
+            told = mesh.gather(json.dumps({name: entry.as_json() for name, entry in table.items()}))
+            self.tables = [
+                {name: Entry.from_json(fields) for name, fields in json.loads(text).items()} for text in told
+            ]
         self.name = mesh.new_name("collector")
         self._asked = 0
 

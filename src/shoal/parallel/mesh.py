@@ -127,9 +127,8 @@ class Mesh:
         if self.world == 1:
             return [text]
         if self.store is None:
-            texts: list[str] = [""] * self.world
-            dist.gather_object(text, texts if self.rank == 0 else None, group=self.control, group_dst=0)
-            return texts if self.rank == 0 else []
+            every = self.everyones(text)
+            return every if self.rank == 0 else []
         key = self.new_name("gathered")
         if self.rank != 0:
             self.store.set(f"{key}/{self.rank}", text)
@@ -143,15 +142,25 @@ class Mesh:
         if self.world == 1:
             return text
         if self.store is None:
-            told = [text]
-            dist.broadcast_object_list(told, group=self.control, group_src=0)
-            return told[0]
+            return self.everyones(text)[0]
         key = self.new_name("told")
         if self.rank == 0:
             self.store.set(key, text)
             return text
         self.store.wait([key], PATIENCE)
         return self.store.get(key).decode()
+
+    def everyones(self, text: str) -> list[str]:
+        """Every rank's text, on every rank. A collective, as bytes: torch's own for objects would unpickle them."""
+        if self.control is None:
+            return [text]
+        content = text.encode()
+        sizes = self.sum_integers([len(content) * (self.rank == rank) for rank in range(self.world)])
+        mine = torch.zeros(max([*sizes, 1]), dtype=torch.uint8)
+        mine[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+        every = [torch.empty_like(mine) for _ in sizes]
+        dist.all_gather(every, mine, group=self.control)
+        return [bytes(one[:size].tolist()).decode() for one, size in zip(every, sizes, strict=True)]
 
     def new_name(self, kind: str) -> str:
         """A name for a key of the store: the same on every rank, for all ask for the same names in the same order."""
