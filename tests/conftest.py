@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +167,22 @@ def train(settings: Callable[..., list[str]], tmp_path: Path) -> Train:
         return Run(report)
 
     return run
+
+
+@contextmanager
+def after_steps(run: Path, count: int, action: Callable[[], None]) -> Iterator[None]:
+    """Do something once a run has recorded so many steps, while the body runs."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            metrics = run / "metrics.jsonl"
+            if metrics.exists() and metrics.read_bytes().count(b"\n") >= count:
+                action()
+                return
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    yield
+    thread.join()

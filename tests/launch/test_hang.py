@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Run, Train
+from tests.conftest import Run, Train, after_steps
 
 from shoal.launch.report import FAILED, FINISHED
 from shoal.observe.flight import FlightReader
@@ -24,21 +22,13 @@ from shoal.train.rundir import RunDirectory
 def stopped(run: Path, rank: int, after: int) -> Iterator[None]:
     """SIGSTOP for one rank once the run has recorded so many steps, while the body runs."""
 
-    def wait() -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            metrics = run / "metrics.jsonl"
-            if metrics.exists() and metrics.read_bytes().count(b"\n") >= after:
-                snapshot = FlightReader(RunDirectory(run).flight(rank)).look()
-                assert snapshot is not None
-                os.kill(snapshot.pid, signal.SIGSTOP)
-                return
-            time.sleep(0.005)
+    def stop() -> None:
+        snapshot = FlightReader(RunDirectory(run).flight(rank)).look()
+        assert snapshot is not None
+        os.kill(snapshot.pid, signal.SIGSTOP)
 
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    yield
-    thread.join()
+    with after_steps(run, after, stop):
+        yield
 
 
 def faults(run: Run) -> list[dict[str, Any]]:

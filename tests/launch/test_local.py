@@ -7,14 +7,10 @@ import os
 import resource
 import signal
 import stat
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.conftest import Train
+from tests.conftest import Train, after_steps
 
 from shoal.facts.configfile import load
 from shoal.facts.problem import BadInput
@@ -66,7 +62,7 @@ def test_a_signal_finishes_the_step_commits_and_the_same_command_continues(
     train: Train, tmp_path: Path, number: signal.Signals
 ) -> None:
     options = {"recipe__steps": 150, "checkpoint__every": 1000, "recipe__dropout": 0.1}
-    with _after_steps(tmp_path / "stopped", 5, lambda: os.kill(os.getpid(), number)):
+    with after_steps(tmp_path / "stopped", 5, lambda: os.kill(os.getpid(), number)):
         stopped = train("stopped", "dp=2", **options)
     assert stopped.report.code == STOPPED, stopped.report.message
     assert 5 <= stopped.report.step == len(stopped.rows) < 150
@@ -96,7 +92,7 @@ def test_a_chain_of_resumes_in_other_layouts_is_one_run(
     whole = train("whole", **options)
     done = 0
     for layout in layouts[:-1]:
-        with _after_steps(tmp_path / "moved", done + 3, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        with after_steps(tmp_path / "moved", done + 3, lambda: os.kill(os.getpid(), signal.SIGTERM)):
             stopped = train("moved", layout, **options)
         assert stopped.report.code == STOPPED, stopped.report.message
         assert done + 3 <= stopped.report.step < 80
@@ -134,7 +130,7 @@ def test_strict_runs_are_the_same_to_the_bit_in_any_layout(train: Train) -> None
 
 def test_a_killed_worker_is_replaced_and_the_curve_is_the_same(train: Train, tmp_path: Path) -> None:
     options = {"recipe__steps": 100, "checkpoint__every": 10}
-    with _after_steps(tmp_path / "killed", 25, lambda: os.kill(_workers()[1], signal.SIGKILL)):
+    with after_steps(tmp_path / "killed", 25, lambda: os.kill(_workers()[1], signal.SIGKILL)):
         killed = train("killed", "dp=2", **options)
     assert killed.report.code == FINISHED, killed.report.message
     faults = [json.loads(line) for line in killed.directory.faults.read_text().splitlines()]
@@ -147,7 +143,7 @@ def test_a_killed_worker_is_replaced_and_the_curve_is_the_same(train: Train, tmp
 
 
 def test_a_worker_that_keeps_dying_is_named(train: Train, tmp_path: Path) -> None:
-    with _after_steps(tmp_path / "run", 1, lambda: os.kill(_workers()[1], signal.SIGKILL)):
+    with after_steps(tmp_path / "run", 1, lambda: os.kill(_workers()[1], signal.SIGKILL)):
         run = train(layout="dp=2", recipe__steps=2000, fault__max_restarts=0)
     assert run.report.code == FAILED
     assert run.report.message.startswith("rank 1 failed: killed")
@@ -177,7 +173,7 @@ def test_a_full_disk_keeps_the_last_commit(train: Train, tmp_path: Path) -> None
         for worker in _workers():
             resource.prlimit(worker, resource.RLIMIT_FSIZE, (1000, 1000))
 
-    with _after_steps(tmp_path / "run", 25, fill):
+    with after_steps(tmp_path / "run", 25, fill):
         run = train(layout="dp=2", recipe__steps=60, checkpoint__every=10)
     assert run.report.code == FAILED
     assert run.report.message.startswith("rank 0 failed: the disk is full")
@@ -213,7 +209,7 @@ def test_a_run_without_checkpoints_is_not_overwritten(train: Train) -> None:
 
 def test_a_run_that_was_stopped_once_and_then_finished_is_finished(train: Train, tmp_path: Path) -> None:
     options = {"recipe__steps": 150, "checkpoint__every": 0}
-    with _after_steps(tmp_path / "run", 3, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+    with after_steps(tmp_path / "run", 3, lambda: os.kill(os.getpid(), signal.SIGTERM)):
         assert train(**options).report.code == STOPPED
     assert train(**options).report.code == FINISHED
     assert "already" in train(**options).report.message
@@ -287,25 +283,6 @@ def _workers() -> list[int]:
     server = _forkserver._forkserver_pid
     children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
     return sorted(int(child) for child in children)[-2:]
-
-
-@contextmanager
-def _after_steps(run: Path, count: int, action: Callable[[], None]) -> Iterator[None]:
-    """Do something once a run has recorded so many steps, while the body runs."""
-
-    def wait() -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            metrics = run / "metrics.jsonl"
-            if metrics.exists() and metrics.read_bytes().count(b"\n") >= count:
-                action()
-                return
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    yield
-    thread.join()
 
 
 def test_a_step_can_be_observed(train: Train) -> None:

@@ -77,6 +77,14 @@ def views(model: Model) -> list[View]:
     return [view for parameter in parameters(model) for view in _views_of(parameter, model)]
 
 
+def views_by_parameter(model: Model) -> dict[str, list[View]]:
+    """The boxes of every canonical parameter, by its name."""
+    found: dict[str, list[View]] = {}
+    for view in views(model):
+        found.setdefault(view.canonical, []).append(view)
+    return found
+
+
 def intersect(view: View, canonical_offset: tuple[int, ...], shape: tuple[int, ...]) -> Overlap | None:
     """The part of a view within a rectangular slice of its canonical parameter; None where there is none."""
     starts, sizes = [], []

@@ -7,10 +7,7 @@ import os
 import pickle
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import fsspec
 import pytest
 from blake3 import blake3
 from fsspec.implementations.memory import MemoryFileSystem
-from tests.conftest import Train
+from tests.conftest import Train, after_steps
 
 from shoal.facts.problem import BadInput
 from shoal.launch.report import FINISHED, STOPPED
@@ -464,7 +461,7 @@ def test_a_store_that_does_not_answer_costs_an_attempt_and_no_checkpoint(
 def test_a_run_on_a_store_resumes_in_another_layout_to_the_same_bits(train: Train, tmp_path: Path) -> None:
     options = {"recipe__steps": 16, "run__strict": True, "checkpoint__every": 5}
     to = {"checkpoint__to": f"file://{tmp_path}/store/runs"}
-    with _after_steps(tmp_path / "run", 5, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+    with after_steps(tmp_path / "run", 5, lambda: os.kill(os.getpid(), signal.SIGTERM)):
         stopped = train("run", "dp=2", **options, **to)
     assert stopped.report.code == STOPPED, stopped.report.message
     assert 0 < stopped.report.step < 16
@@ -490,7 +487,7 @@ def test_a_rank_that_is_lost_between_commits_leaves_whole_checkpoints(train: Tra
         assert snapshot is not None
         os.kill(snapshot.pid, signal.SIGKILL)
 
-    with _after_steps(directory.path, 6, kill):
+    with after_steps(directory.path, 6, kill):
         run = train("run", "dp=2", checkpoint__to=f"file://{tmp_path}/store", **options)
     assert run.report.code == FINISHED, run.report.message
     assert [json.loads(line)["kind"] for line in directory.faults.read_text().splitlines()].count(
@@ -523,22 +520,3 @@ def test_a_run_is_found_without_its_directory_and_moved_aside_with_it(train: Tra
     Checkpoint(old.disk, 4).verify()
     train(**options, fresh=True)
     assert RunDirectory(tmp_path / "run.old-2").step() == 4
-
-
-@contextmanager
-def _after_steps(run: Path, count: int, action: Callable[[], None]) -> Iterator[None]:
-    """Do something once a run has recorded so many steps, while the body runs."""
-
-    def wait() -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            metrics = run / "metrics.jsonl"
-            if metrics.exists() and metrics.read_bytes().count(b"\n") >= count:
-                action()
-                return
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    yield
-    thread.join()

@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.facts.layout import Layout
 from shoal.prove.chaos.kinds import BY_NAME, ENDS_LAUNCHER, RENAME, named_right
+from shoal.prove.chaos.network import cut
 from shoal.prove.chaos.orders import Order, Orders
 from shoal.prove.chaos.processes import descendants, parent_of
 from shoal.prove.chaos.schedule import Fault
@@ -27,6 +28,8 @@ LOOK_SECONDS = 0.01
 PATIENCE = 120.0
 # How long we wait for a report: a fault may show some steps later.
 TOLD_SECONDS = 12.0
+# How long a network stays cut: longer than anybody waits for a rank.
+CUT_SECONDS = 2.5
 # How long a launcher stays stopped.
 STOPPED_SECONDS = 1.5
 
@@ -65,6 +68,7 @@ class Setting:
     settings: list[str]
     layouts: list[str]
     run: Path
+    own_network: bool = False
 
 
 class Campaign:
@@ -106,6 +110,7 @@ class Campaign:
             "settings": self.setting.settings,
             "layout": self.layout,
             "run": str(self.setting.run),
+            "own_network": self.setting.own_network,
         }
         with self.orders.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -144,7 +149,9 @@ class Campaign:
     def _inject(self, fault: Fault) -> None:
         before = len(self._fault_rows())
         records = [self._record(fault, in_recovery=False)]
-        if fault.kind.target in ("launcher", "node"):
+        if fault.kind.target == "network":
+            self._cut_network(records[0])
+        elif fault.kind.target in ("launcher", "node"):
             self._strike_launcher(fault, records[0])
         else:
             first = self._order(fault, records[0])
@@ -167,7 +174,8 @@ class Campaign:
             self.say(record)
 
     def _record(self, fault: Fault, in_recovery: bool) -> Struck:
-        rank = None if fault.kind.target in ("launcher", "node") else int(fault.rank * self.world)
+        of_a_rank = fault.kind.target in ("rank", "checkpoint")
+        rank = int(fault.rank * self.world) if of_a_rank else None
         if fault.point == RENAME and rank is not None:
             rank = 0  # who commits
         number = len(self.struck) + int(in_recovery)
@@ -204,6 +212,12 @@ class Campaign:
     def _look_again(self, record: Struck) -> None:
         found = self.orders.strike_of(record.number)
         record.gone = found.get("gone", 0) if found else 0
+
+    def _cut_network(self, record: Struck) -> None:
+        process = self._running()
+        record.committed, record.step = self._committed(), self._committed() + 1
+        record.time = time.time()
+        cut(process.pid, CUT_SECONDS)
 
     def _strike_launcher(self, fault: Fault, record: Struck) -> None:
         process = self._running()

@@ -15,7 +15,7 @@ FORWARD, BACKWARD, UPDATE, WRITE, RENAME = "forward", "backward", "update", "wri
 POINTS = (INPUT, STEP, FORWARD, BACKWARD, UPDATE, EVALUATE, COMMIT, WRITE, RENAME)
 IN_RECOVERY = (START, RESTORE)
 
-Target = Literal["rank", "launcher", "node", "checkpoint"]
+Target = Literal["rank", "launcher", "node", "checkpoint", "network"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ KINDS = (
     Kind("hang", "rank", ("stall",), WAITED_FOR, 2, "", 2),
     Kind("hang with the lock", "rank", ("stall",), WAITED_FOR, 1, "", 2),
     Kind("closed connections", "rank", ("connection",), WAITED_FOR, 2, "", 2, "peers"),
+    Kind("network cut", "network", ("stall", "connection"), WAITED_FOR, 1, "", 2, "nobody"),
     # A rank computes what is wrong.
     Kind("NaN in a gradient", "rank", ("nonfinite",), (STEP,), 2),
     Kind("bit flip in a weight", "rank", ("corruption",), (STEP, FORWARD, INPUT), 2),

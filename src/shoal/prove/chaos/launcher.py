@@ -15,6 +15,7 @@ from shoal.facts.configfile import load
 from shoal.launch import local
 from shoal.launch.redacted import redact_output
 from shoal.plan.resolve import resolve
+from shoal.prove.chaos.network import own_network
 from shoal.train.rundir import RunDirectory
 
 ENTRYPOINT = "shoal.prove.chaos.saboteur:sabotaged"
@@ -22,6 +23,8 @@ ENTRYPOINT = "shoal.prove.chaos.saboteur:sabotaged"
 
 def main(given: str) -> int:
     asked = json.loads(given)
+    if asked["own_network"]:
+        own_network()
     config = Path(asked["config"]) if asked["config"] else None
     job = resolve(load(config, asked["settings"], asked["layout"]).config)
     console = Console(file=sys.stderr, width=200)

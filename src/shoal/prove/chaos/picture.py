@@ -12,7 +12,13 @@ from shoal.prove.chaos.campaign import Struck
 from shoal.prove.chaos.kinds import BY_NAME
 
 WIDTH, HEIGHT, MARGIN = 1200, 420, 50
-COLOURS = {"rank": "#d1495b", "launcher": "#2a6f97", "node": "#003d5b", "checkpoint": "#edae49"}
+COLOURS = {
+    "rank": "#d1495b",
+    "launcher": "#2a6f97",
+    "node": "#003d5b",
+    "checkpoint": "#edae49",
+    "network": "#66a182",
+}
 LEVELS = "▁▂▃▄▅▆▇█"
 
 

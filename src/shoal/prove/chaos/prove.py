@@ -15,6 +15,7 @@ from shoal.facts.config import Config
 from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput, Problem
 from shoal.plan.resolve import resolve
+from shoal.prove.chaos import network
 from shoal.prove.chaos.campaign import Broken, Campaign, Setting, Struck
 from shoal.prove.chaos.kinds import BY_NAME, KINDS, Kind
 from shoal.prove.chaos.schedule import schedule
@@ -74,7 +75,12 @@ def check(layouts: list[str], config: Config, kinds: str) -> list[Kind]:
             problems.append(Problem(f"--kinds: there is no {name!r}", ", ".join(BY_NAME)))
     if problems:
         raise BadInput(problems)
-    return [BY_NAME[name] for name in names] or list(KINDS)
+    chosen = [BY_NAME[name] for name in names] or list(KINDS)
+    if any(kind.target == "network" for kind in chosen) and not network.possible():
+        if names:
+            raise BadInput("--kinds: to cut a network takes root and Linux's namespaces", "other kinds")
+        chosen = [kind for kind in chosen if kind.target != "network"]
+    return chosen
 
 
 def prove(
@@ -96,7 +102,8 @@ def prove(
     _run_without_faults(config, settings, layouts[0], reference.path)
     plan = schedule(seed, faults, [Layout.parse(layout).world for layout in layouts], kinds)
     say(f"{faults} faults of {len({one.kind for one in plan})} kinds or more, in {'; '.join(layouts)}")
-    campaign = Campaign(Setting(config, settings, layouts, run.path), tell)
+    own_network = any(one.kind.target == "network" for one in plan)
+    campaign = Campaign(Setting(config, settings, layouts, run.path, own_network), tell)
     try:
         campaign.carry_out(plan)
     finally:

@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.facts.boxes import meet
 from shoal.facts.model import Model
 from shoal.facts.parameters import parameters
-from shoal.facts.views import View, intersect, views
+from shoal.facts.views import intersect, views_by_parameter
 from shoal.models.initial import Slice
 from shoal.train.checkpoint.manifest import Damaged, Manifest, Piece, parse_manifest
 from shoal.train.checkpoint.place import Directory, Place, Unreachable, step_name, step_of
@@ -94,9 +94,7 @@ class Checkpoint:
                     f"{self.place.name(self.step)}: {parameter.name} has the shape {found}, "
                     f"in this model it is {parameter.shape}"
                 )
-        of_parameter: dict[str, list[View]] = {}
-        for view in views(model):
-            of_parameter.setdefault(view.canonical, []).append(view)
+        of_parameter = views_by_parameter(model)
         wanted = []
         for state, name, part in slices:
             for view in of_parameter[name]:

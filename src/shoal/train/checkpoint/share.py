@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.facts.boxes import range_boxes
 from shoal.facts.model import Model
-from shoal.facts.views import View, intersect, views
+from shoal.facts.views import View, intersect, views_by_parameter
 from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pieces import Piece
@@ -44,9 +44,7 @@ class Part:
 
 def parts(model: Model, pieces: list[Piece], mesh: Mesh) -> list[Part]:
     """What this rank writes of every state."""
-    of_parameter: dict[str, list[View]] = {}
-    for view in views(model):
-        of_parameter.setdefault(view.canonical, []).append(view)
+    of_parameter = views_by_parameter(model)
     return [
         part
         for piece, start, stop in _shared_out(pieces, mesh)
