@@ -20,6 +20,7 @@ from shoal.facts.redact import redact
 from shoal.launch.agent import Agent
 from shoal.launch.failure import FATAL, STALLED, Failure, cause
 from shoal.launch.interfaces import address_of
+from shoal.launch.manifest import describe_plan
 from shoal.launch.progress import GIVING_UP, Progress
 from shoal.launch.redacted import LogRedactor
 from shoal.launch.rendezvous import STOP, LoopbackRendezvous
@@ -28,6 +29,7 @@ from shoal.launch.restart import GaveUp, Restarts
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.launch.worker import Assignment, done_key, work
 from shoal.observe.flight import FlightReader
+from shoal.plan.refit import refit
 from shoal.plan.resolve import Job
 from shoal.train.guard.watchdog import Limits, Watchdog
 from shoal.train.rundir import RunDirectory
@@ -47,8 +49,15 @@ class Attempt:
     """One call of ``shoal train``: the agent works in a thread, so that signals and the screen have the main one."""
 
     def __init__(
-        self, job: Job, run: RunDirectory, dataset: Path, console: Console, entrypoint: Entrypoint = work
+        self,
+        job: Job,
+        run: RunDirectory,
+        dataset: Path,
+        console: Console,
+        entrypoint: Entrypoint = work,
+        devices: Callable[[], int | None] = lambda: None,
     ) -> None:
+        """``devices``: how many there are now, for some may be gone after a fault; None where any number will do."""
         # What they have to say, we say ourselves, once and in a line.
         for chatty in (
             "torch.distributed.elastic",
@@ -56,8 +65,8 @@ class Attempt:
             "torchelastic-events-null",
         ):
             logging.getLogger(chatty).setLevel(logging.CRITICAL + 1)
-        self.job, self.run = job, run
-        self.console = console
+        self.job, self.run, self.dataset = job, run, dataset.resolve()
+        self.console, self.devices = console, devices
         fault = job.config.fault
         address = address_of(job.config.cluster.interface)
         self.rendezvous = LoopbackRendezvous(run.path.name, fault.timeout, self._before_round, address)
@@ -65,24 +74,30 @@ class Attempt:
         self.logs.redact(run.logs)  # of an earlier launcher, which may have been killed
         self.restarts = Restarts(run, fault.max_restarts)
         self.watchdog: Watchdog | None = None
-        if fault.stall:
-            self.watchdog = Watchdog(run, job.layout.world, Limits.of(fault.stall, fault.timeout))
-        spec = WorkerSpec(
+        self.spec = WorkerSpec(
             role="shoal",
             local_world_size=job.layout.world,
             rdzv_handler=self.rendezvous,
             entrypoint=entrypoint,
-            args=(Assignment(job, run.path.resolve(), dataset.resolve()),),
             max_restarts=AS_OFTEN_AS_WE_SAY,
             monitor_interval=LOOK_SECONDS,
         )
-        self.agent = Agent(spec, self._ended_well)
+        self._assign(job)
+        self.agent = Agent(self.spec, self._ended_well)
         self.result: RunResult | None = None
         self.error: BaseException | None = None
         self._seen: dict[str, Any] = {}  # what the watchdog saw of the present attempt's end
         self.asked = 0.0  # when a signal first asked to stop
         self.told = False  # the workers know
         self.insisted = False  # a second Ctrl-C
+
+    def _assign(self, job: Job) -> None:
+        """What the next workers are to do."""
+        self.job, fault = job, job.config.fault
+        self.spec.local_world_size = job.layout.world
+        self.spec.args = (Assignment(job, self.run.path.resolve(), self.dataset),)
+        if fault.stall:
+            self.watchdog = Watchdog(self.run, job.layout.world, Limits.of(fault.stall, fault.timeout))
 
     def run_to_end(self) -> Report:
         thread = threading.Thread(target=self._run_agent, name="shoal-agent", daemon=True)
@@ -131,6 +146,22 @@ class Attempt:
         self.run.note_fault(**{**row, "action": action, "message": str(failure), "attempt": ended})
         if not decision.again:
             raise GaveUp(failure, decision.why)
+        self._refit()
+
+    def _refit(self) -> None:
+        """Where devices are gone, go on with those that are left: another layout, the same run."""
+        there = self.devices()
+        if there is None or there >= self.job.layout.world:
+            return
+        before = self.job.layout
+        self._assign(refit(self.job, there))
+        self.run.note_plan(describe_plan(self.job))
+        self.run.note_fault(
+            kind="devices",
+            step=self.run.step(),
+            action=f"going on with {self.job.layout}",
+            message=f"{there} devices are left, and {before} wants {before.world}",
+        )
 
     def _cause(self) -> Failure:
         crew = self.agent.crew

@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,7 +85,8 @@ def train(
         run.write_start(job, started, describe_plan(job))
         with run.alive():
             attempt, work = _attempt(entrypoint)
-            return attempt(job, run, dataset.path, console, work).run_to_end()
+            count = partial(devices_here, job, visible)
+            return attempt(job, run, dataset.path, console, work, count).run_to_end()
 
 
 def _attempt(entrypoint: str) -> tuple[type[Attempt], Entrypoint]:
@@ -102,6 +104,13 @@ def _attempt(entrypoint: str) -> tuple[type[Attempt], Entrypoint]:
     if asked:
         raise KeyboardInterrupt
     return Attempt, work
+
+
+def devices_here(job: Job, visible: str | None) -> int | None:
+    """How many devices this machine has now; None where any number of ranks can run."""
+    if job.cluster.device.name == "cpu" or job.config.cluster.share:
+        return None
+    return machine.look(visible).devices
 
 
 def check_devices(job: Job, visible: str | None) -> None:

@@ -322,6 +322,11 @@ class RunDirectory:
             return {}
         return content
 
+    def note_plan(self, plan: dict[str, Any]) -> None:
+        """The plan of a layout that the run has changed to."""
+        with contextlib.suppress(OSError):
+            replace_text(self.plan, json.dumps(redact_values(plan), indent=2) + "\n")
+
     def note_measured(self, measured: dict[str, Any]) -> None:
         """Put into the manifest what came of the plan."""
         with contextlib.suppress(OSError):
