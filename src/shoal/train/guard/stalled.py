@@ -120,7 +120,8 @@ def explain_late(
             f"of group {late.channel.group} ({ranks}{size}){place}, where {others} "
             f"{_have(late.waiting)} waited {since}"
         )
-    if snapshots[late.missing[0]].phase == INPUT:
+    # Who was stopped in that phase does not wait: its line says what it does.
+    if snapshots[late.missing[0]].phase == INPUT and not standings[late.missing[0]].stopped:
         words += "\n  it still waits for its input"
     elsewhere = [one for one in every if late.missing[0] in one.waiting]
     if elsewhere and standings[late.missing[0]].waits:
