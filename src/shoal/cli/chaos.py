@@ -23,6 +23,7 @@ def chaos(
     seed: int = 0,
     layouts: str = "dp=1;dp=2;dp=2,fsdp=2",
     kinds: str = "",
+    nodes: int = 1,
     strict: bool = True,
     run: Path = Path("runs/chaos"),
     set: Annotated[list[str] | None, Parameter(negative=())] = None,
@@ -48,6 +49,9 @@ def chaos(
         Separated by ";". Whenever the launcher is struck, it is started again in the next one.
     kinds
         Only these kinds of faults, separated by ","; without it all.
+    nodes
+        Run layouts that have as many ranks on each on so many nodes, each with a launcher of its own on this machine;
+        single ones are lost and come back.
     strict
         Compare bit by bit (dp, fsdp, pp); otherwise within the rounding of fp32.
     run
@@ -69,7 +73,7 @@ def chaos(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     chosen = [layout.strip() for layout in layouts.split(";") if layout.strip()]
     values = campaign.settings(faults, strict, set or [])
-    wanted = campaign.check(chosen, load(config, values, chosen[0]).config, kinds)
+    wanted = campaign.check(chosen, load(config, values, chosen[0]).config, kinds, nodes)
     _make_room(run)
 
     def say(text: str) -> None:
@@ -77,7 +81,7 @@ def chaos(
 
     try:
         verdict = campaign.prove(
-            config, values, chosen, run, seed, faults, wanted, say, lambda one: say(_line(one))
+            config, values, chosen, run, seed, faults, wanted, nodes, say, lambda one: say(_line(one))
         )
     except Broken as error:
         console.print(f"the run did not survive: {error}", markup=False)

@@ -20,6 +20,8 @@ def train(
     layout: str | None = None,
     run: Path | None = None,
     fresh: Annotated[bool, Parameter(negative=())] = False,
+    nodes: str | None = None,
+    node: str | None = None,
     calibration: bool = True,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -28,6 +30,9 @@ def train(
     Example: shoal train examples/tiny.toml --set recipe.steps=200 --layout dp=2
 
     Ctrl-C (or SIGTERM, USR1) finishes the step, commits and exits with 75; the same command continues.
+
+    On several machines that share the run's directory, run the same command on each, with --nodes 2; or with --nodes
+    1:2 to go on with those that are left when one is lost, and to take it in when it is back. How: docs/nodes.md.
 
     A rank that keeps the others waiting for fault.stall seconds (0: never mind) is named with the collective and its
     line; one that runs out of memory, with the nearest change that fits. How to read that: docs/faults.md.
@@ -44,6 +49,10 @@ def train(
         The run directory itself; by default [run] dir and name.
     fresh
         Start anew; an old run in the same place is moved aside.
+    nodes
+        How many machines run this command together: a number, or the least and the most, as in 2:4.
+    node
+        What this machine is called among them; by default its host's name.
     calibration
         Predict with what shoal profile --calibrate measured here, where it did.
     json
@@ -53,14 +62,18 @@ def train(
     from shoal.cli.show import print_json
     from shoal.facts.configfile import load
     from shoal.launch import local
+    from shoal.launch.nodes import train as on_nodes
+    from shoal.launch.nodes.count import NodeCount, node_name
     from shoal.plan.resolve import resolve
     from shoal.train.rundir import RunDirectory
 
     use_calibration(calibration)
     loaded = load(config, set, layout).config
-    directory = RunDirectory(run or Path(loaded.run.dir).expanduser() / loaded.run.slug)
+    together = NodeCount.parse(nodes) if nodes is not None else None
+    path = run or Path(loaded.run.dir).expanduser() / loaded.run.slug
+    directory = RunDirectory(path, node_name(node)) if together else RunDirectory(path)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    job = resolve(loaded, visible)
+    job = resolve(loaded, visible, together.most if together else 1)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     where = f"{job.cluster.device.name}, layout {job.layout}, run {directory.path}"
     console.print(f"{job.model.name} on {where}", markup=False)
@@ -70,7 +83,10 @@ def train(
         console.print(
             f"note: {loaded.recipe.precision} is very slow on CPUs without units for it; fp32 is not"
         )
-    report = local.train(job, directory, fresh, console, visible)
+    if together:
+        report = on_nodes.train(job, directory, together, fresh, console, visible)
+    else:
+        report = local.train(job, directory, fresh, console, visible)
     if json:
         print_json(
             {

@@ -20,6 +20,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 # After a first death its peers have so long to say what they saw. Then they end too: one of them may be stopped, and
 # torch would wait half a minute for it.
 GRACE_SECONDS = 0.25
+# How long an agent whose workers are done waits for those of other nodes.
+BARRIER_SECONDS = 10.0
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Crew:
 
     processes: dict[int, BaseProcess] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)  # who has ended, the first one first
+    times: dict[int, float] = field(default_factory=dict)  # and when
     first_death: float | None = None
 
     def exit_codes(self) -> dict[int, int]:
@@ -41,7 +44,12 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, spec: WorkerSpec, ended_well: Callable[[int], bool]) -> None:
         """``ended_well``: whether a rank, whose process is over, had nothing left to do."""
-        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
+        super().__init__(
+            spec,
+            DefaultLogsSpecs(log_dir=os.devnull),
+            start_method="forkserver",
+            exit_barrier_timeout=BARRIER_SECONDS,
+        )
         self.ended_well = ended_well
         self.crew = Crew()
         self._started = threading.Event()
@@ -73,6 +81,7 @@ class Agent(LocalElasticAgent):
         for sentinel in wait(list(sentinels), seconds):
             assert isinstance(sentinel, int)
             crew.order.append(sentinels[sentinel])
+            crew.times[sentinels[sentinel]] = time.time()
             if crew.first_death is None and not self.ended_well(sentinels[sentinel]):
                 crew.first_death = time.monotonic()
         if crew.first_death is not None and time.monotonic() - crew.first_death > GRACE_SECONDS:

@@ -23,15 +23,17 @@ from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan
 from shoal.launch.progress import GIVING_UP, Progress
 from shoal.launch.redacted import LogRedactor
-from shoal.launch.rendezvous import STOP, LoopbackRendezvous
+from shoal.launch.rendezvous import STOP, LoopbackRendezvous, Rendezvous
 from shoal.launch.report import FAILED, FINISHED, STOPPED, Report
-from shoal.launch.restart import GaveUp, Restarts
+from shoal.launch.restart import GaveUp, Interrupted, Restarts
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.launch.worker import Assignment, done_key, work
 from shoal.observe.flight import FlightReader
 from shoal.plan.refit import refit
 from shoal.plan.resolve import Job
+from shoal.train.guard.stacks import shown
 from shoal.train.guard.watchdog import Limits, Watchdog
+from shoal.train.guard.watched import LocalRanks, Ranks
 from shoal.train.rundir import RunDirectory
 
 # Between two looks at the workers. The end of one is noticed at once.
@@ -47,6 +49,8 @@ Entrypoint = Callable[[Assignment], Any]
 
 class Attempt:
     """One call of ``shoal train``: the agent works in a thread, so that signals and the screen have the main one."""
+
+    leads = True  # whether it writes what is written once a run
 
     def __init__(
         self,
@@ -67,12 +71,10 @@ class Attempt:
             logging.getLogger(chatty).setLevel(logging.CRITICAL + 1)
         self.job, self.run, self.dataset = job, run, dataset.resolve()
         self.console, self.devices = console, devices
-        fault = job.config.fault
-        address = address_of(job.config.cluster.interface)
-        self.rendezvous = LoopbackRendezvous(run.path.name, fault.timeout, self._before_round, address)
+        self.rendezvous = self._meet()
         self.logs = LogRedactor()
         self.logs.redact(run.logs)  # of an earlier launcher, which may have been killed
-        self.restarts = Restarts(run, fault.max_restarts)
+        self.restarts = Restarts(run, job.config.fault.max_restarts)
         self.watchdog: Watchdog | None = None
         self.spec = WorkerSpec(
             role="shoal",
@@ -82,7 +84,6 @@ class Attempt:
             max_restarts=AS_OFTEN_AS_WE_SAY,
             monitor_interval=LOOK_SECONDS,
         )
-        self._assign(job)
         self.agent = Agent(self.spec, self._ended_well)
         self.result: RunResult | None = None
         self.error: BaseException | None = None
@@ -91,27 +92,39 @@ class Attempt:
         self.told = False  # the workers know
         self.insisted = False  # a second Ctrl-C
 
-    def _assign(self, job: Job) -> None:
-        """What the next workers are to do."""
+    def _meet(self) -> Rendezvous:
+        """Where this attempt's workers will."""
+        address = address_of(self.job.config.cluster.interface)
+        timeout = self.job.config.fault.timeout
+        return LoopbackRendezvous(self.run.path.name, timeout, self._before_round, address)
+
+    def _assign(self, job: Job, number: int, nodes: int = 1) -> None:
+        """What the workers of the next round are to do, and those of so many nodes in all."""
         self.job, fault = job, job.config.fault
-        self.spec.local_world_size = job.layout.world
-        self.spec.args = (Assignment(job, self.run.path.resolve(), self.dataset),)
+        self.spec.local_world_size = job.layout.world // nodes
+        path = self.run.path.resolve()
+        self.spec.args = (Assignment(job, path, self.dataset, number, self.run.node, nodes),)
         if fault.stall:
-            self.watchdog = Watchdog(self.run, job.layout.world, Limits.of(fault.stall, fault.timeout))
+            self.watchdog = Watchdog(self._ranks(), Limits.of(fault.stall, fault.timeout, nodes))
+
+    def _ranks(self) -> Ranks:
+        """Whom the watchdog watches."""
+        world = self.job.layout.world
+        return LocalRanks(self.run, range(world), lambda: self.agent.processes())
 
     def run_to_end(self) -> Report:
         thread = threading.Thread(target=self._run_agent, name="shoal-agent", daemon=True)
-        self.progress = Progress(self.console, self.run, self.job.config.recipe.steps)
+        steps = self.job.config.recipe.steps
+        self.progress = Progress(self.console, self.run, steps, quiet=not self.leads)
         with stoppable(self._on_signal, STOP_SIGNALS), self.progress:
             thread.start()
             try:
-                while thread.is_alive() and not self.insisted:
+                while thread.is_alive() and not self.insisted and not self._is_hopeless():
                     self.agent.watch(LOOK_SECONDS)
-                    self.progress.poll()
-                    self._watch()
+                    self._look_around()
                     if self.asked and not self.told:
                         self.told = True
-                        self.rendezvous.store.set(STOP, "1")
+                        self._ask_to_stop()
                         self.progress.say("stopping after this step; Ctrl-C again to stop at once")
             finally:
                 # Whatever ended the watch, no worker may go on unwatched.
@@ -122,18 +135,41 @@ class Attempt:
                 self.watchdog = None
         return self._verdict()
 
+    def _look_around(self) -> None:
+        """Often, while workers run."""
+        self.progress.poll()
+        self._watch()
+
+    def _is_hopeless(self) -> bool:
+        """Whether there is nothing to wait for any more, although the agent has not ended."""
+        return False
+
+    def _ask_to_stop(self) -> None:
+        self.rendezvous.store.set(STOP, "1")
+
     def _run_agent(self) -> None:
         try:
             self.result = self.agent.run()
+            while self._regroups():
+                self.result = self.agent.run()
         except BaseException as error:  # the main thread reports it
             self.error = error.with_traceback(None) if isinstance(error, GaveUp) else error
 
+    def _regroups(self) -> bool:
+        """Whether workers have ended well only to be started anew."""
+        return False
+
     # Faults.
 
-    def _before_round(self, ended: int) -> None:
-        """Called by the agent before it starts workers: not for the first time, so some attempt has failed."""
-        if not ended:
-            return
+    def _before_round(self, number: int) -> None:
+        """Called by the agent before it starts the workers of a round: after the first, some attempt has failed."""
+        if number > 1:
+            self._judge(number - 1)
+            self._refit()
+        self._assign(self.job, number)
+
+    def _judge(self, ended: int) -> None:
+        """Whether there is another attempt after the one that has failed, and from where."""
         self.logs.redact(self.run.logs)
         failure = self._cause()
         decision, failed = self.restarts.judge(failure, self.rendezvous.attempt())
@@ -146,7 +182,6 @@ class Attempt:
         self.run.note_fault(**{**row, "action": action, "message": str(failure), "attempt": ended})
         if not decision.again:
             raise GaveUp(failure, decision.why)
-        self._refit()
 
     def _refit(self) -> None:
         """Where devices are gone, go on with those that are left: another layout, the same run."""
@@ -154,7 +189,7 @@ class Attempt:
         if there is None or there >= self.job.layout.world:
             return
         before = self.job.layout
-        self._assign(refit(self.job, there))
+        self.job = refit(self.job, there)
         self.run.note_plan(describe_plan(self.job))
         self.run.note_fault(
             kind="devices",
@@ -164,9 +199,12 @@ class Attempt:
         )
 
     def _cause(self) -> Failure:
-        crew = self.agent.crew
-        world = self.job.layout.world
-        return cause(self.rendezvous.store, self.rendezvous.attempt(), world, crew.order, crew.exit_codes())
+        store, attempt = self.rendezvous.store, self.rendezvous.attempt()
+        return cause(store, attempt, self.job.layout.world, *self._deaths())
+
+    def _deaths(self) -> tuple[list[int], dict[int, int]]:
+        """Which ranks have ended, the first one first; and their exit codes."""
+        return self.agent.crew.order, self.agent.crew.exit_codes()
 
     def _step_of(self, rank: int) -> int:
         """Which step a rank was in when it was last seen."""
@@ -181,11 +219,12 @@ class Attempt:
         if self.watchdog is None:
             return
         crew = self.agent.crew
-        processes = [pid for _, pid in sorted(self.agent.processes().items())]
-        verdict = self.watchdog.poll(processes)
+        verdict = self.watchdog.poll()
         if verdict is None or crew.first_death is not None:
             return
-        failure = Failure(verdict.rank, verdict.message, True, time.time(), "stalled", "stall")
+        where = f"stacks and last collectives of all ranks: {shown(str(self.run.stacks))}"
+        message = f"{verdict.message}\n  {where}"
+        failure = Failure(verdict.rank, message, True, time.time(), "stalled", "stall")
         self.rendezvous.attempt().set(STALLED, json.dumps(asdict(failure)))
         self._seen = verdict.row
         self.agent.kill(crew)
@@ -209,6 +248,8 @@ class Attempt:
         if self.insisted:
             return self._report(FAILED, f"stopped at once; {self._last_commit()}")
         outcomes = [] if self.result is None else list(self.result.return_values.values())
+        if isinstance(self.error, Interrupted):
+            return self._report(STOPPED, f"stopped; {self._last_commit()}; run the same command to continue")
         if isinstance(self.error, GaveUp):
             log = self.run.log(self.error.failure.rank)
             return self._report(FAILED, f"{self.error}\n  its log: {log}")

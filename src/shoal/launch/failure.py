@@ -35,7 +35,7 @@ KINDS: tuple[tuple[type[BaseException], str, bool], ...] = (
     (OutOfMemory, "oom", False),
     (MemoryError, "oom", False),
 )
-ERROR, CONNECTION, KILLED, CRASHED = "error", "connection", "killed", "crashed"
+ERROR, CONNECTION, KILLED, CRASHED, NODE_LOST = "error", "connection", "killed", "crashed", "node lost"
 
 # Of these the message says it all.
 PLAIN = (Corrupted, BadInput, NonFinite, Disagreement, OutOfMemory, CommitFailed, Damaged)

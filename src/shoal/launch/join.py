@@ -14,8 +14,9 @@ from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
 
 
-def join(job: Job, rank: int, local_rank: int, store: dist.Store) -> Mesh:
-    """Join the other ranks of a job; ``store`` is where they meet."""
+def join(job: Job, rank: int, local_rank: int, store: dist.Store, nodes: int = 1) -> Mesh:
+    """Join the other ranks of a job; ``store`` is where they meet. Each of the ``nodes`` has as many of them."""
+    here = job.layout.world // nodes
     timeout = timedelta(seconds=job.config.fault.timeout)
     # Left to themselves they listen wherever the host's name points to.
     interface = interface_of(job.config.cluster.interface)
@@ -25,10 +26,10 @@ def join(job: Job, rank: int, local_rank: int, store: dist.Store) -> Mesh:
         backend = "gloo"
         # Ranks share the machine's cores; more threads than cores only get in each other's way. In strict mode there
         # is one, for the bits of a matrix product depend on how many work on it.
-        torch.set_num_threads(1 if job.config.run.strict else max(1, usable_threads() // job.layout.world))
+        torch.set_num_threads(1 if job.config.run.strict else max(1, usable_threads() // here))
     else:
         devices = torch.cuda.device_count()
-        if job.layout.world > devices:
+        if here > devices:
             # NCCL takes two ranks on one device of one host for a mistake. On two hosts it asks no questions.
             os.environ["NCCL_HOSTID"] = f"rank-{rank}"
         if job.layout.pp > 1:
@@ -40,4 +41,4 @@ def join(job: Job, rank: int, local_rank: int, store: dist.Store) -> Mesh:
         backend = "nccl"
     if job.layout.world > 1:
         dist.init_process_group(backend, store=store, rank=rank, world_size=job.layout.world, timeout=timeout)
-    return Mesh(job.layout, rank, device, store, timeout)
+    return Mesh(job.layout, rank, device, store, timeout, nodes=nodes)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import signal
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -33,9 +33,10 @@ from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory, identity
 
 if TYPE_CHECKING:
-    from shoal.launch.attempt import Attempt, Entrypoint
+    from shoal.launch.attempt import Entrypoint
 
 WORKER = "shoal.launch.worker:work"
+ATTEMPT = "shoal.launch.attempt:Attempt"
 # What workers find imported. torch's optimizers import its compiler on first use, which takes two seconds.
 PRELOAD = ("shoal.launch.worker", "torch._dynamo")
 
@@ -52,58 +53,84 @@ def train(
 
     ``visible`` is what CUDA_VISIBLE_DEVICES says; ``entrypoint`` ("module:function") what a rank's process calls.
     """
-    check_devices(job, visible)
-    check_memory(job)
-    address_of(job.config.cluster.interface)
-    run.check_place()
-    run.keep_in(job.config.checkpoint.to)
-    run.check_reachable()
+    check(job, run, visible)
     with ExitStack() as held:
         if run.path.exists():
             held.enter_context(run.held())
         dataset = tokenised(job, console)
-        fingerprint = dataset.fingerprint
-        if not fresh:
-            run.check_continues(job, fingerprint)
-        check_weights(job, run if not fresh else None)
-        if fresh and run.begun:
-            console.print(f"moved the old run to {run.move_aside()}", markup=False)
-        if not run.path.exists():
-            held.enter_context(run.held())
-            run.check_continues(job, fingerprint)  # somebody else may have been faster
-        steps = job.config.recipe.steps
-        if run.finished(steps, commits=job.config.checkpoint.every > 0):
-            rows = read_rows(run.metrics)
-            row = rows[-1] if rows else None
-            done = f"finished already: {steps} steps are done"
-            return Report(FINISHED, run.path, steps, done, row, row.get("heldout_loss") if row else None)
+        start = prepare(job, run, fresh, console, dataset, held)
+        if isinstance(start, Report):
+            return start
         warm_workers([*PRELOAD, entrypoint.partition(":")[0]], job.config)
-        held.enter_context(private_files())
-        if run.step():
-            console.print(f"continuing {run.path} after step {run.step()}", markup=False)
-        started = {**describe_run(job, dataset.path), "identity": identity(job, fingerprint)}
-        run.write_start(job, started, describe_plan(job))
-        with run.alive():
-            attempt, work = _attempt(entrypoint)
-            count = partial(devices_here, job, visible)
+        attempt, work = load_attempt(ATTEMPT, entrypoint)
+        count = partial(devices_here, job, visible)
+        with begun(job, run, console, dataset, start):
             return attempt(job, run, dataset.path, console, work, count).run_to_end()
 
 
-def _attempt(entrypoint: str) -> tuple[type[Attempt], Entrypoint]:
-    """torch takes seconds to import, and bad input was answered without it.
+def check(job: Job, run: RunDirectory, visible: str | None, nodes: int = 1) -> None:
+    """Refuse what cannot be trained here, or there. Nothing is created."""
+    check_devices(job, visible, nodes)
+    check_memory(job, nodes)
+    address_of(job.config.cluster.interface)
+    run.check_place()
+    run.keep_in(job.config.checkpoint.to)
+    run.check_reachable()
+
+
+def prepare(
+    job: Job, run: RunDirectory, fresh: bool, console: Console, dataset: Dataset, held: ExitStack
+) -> Report | dict[str, Any]:
+    """Make sure that this job continues the run which is there, or begin one. What is known of it, or how it ended."""
+    fingerprint = dataset.fingerprint
+    if not fresh:
+        run.check_continues(job, fingerprint)
+    check_weights(job, run if not fresh else None)
+    if fresh and run.begun:
+        console.print(f"moved the old run to {run.move_aside()}", markup=False)
+    if not run.path.exists():
+        held.enter_context(run.held())
+        run.check_continues(job, fingerprint)  # somebody else may have been faster
+    steps = job.config.recipe.steps
+    if run.finished(steps, commits=job.config.checkpoint.every > 0):
+        rows = read_rows(run.metrics)
+        row = rows[-1] if rows else None
+        done = f"finished already: {steps} steps are done"
+        return Report(FINISHED, run.path, steps, done, row, row.get("heldout_loss") if row else None)
+    return {**describe_run(job, dataset.path), "identity": identity(job, fingerprint)}
+
+
+@contextmanager
+def begun(
+    job: Job, run: RunDirectory, console: Console, dataset: Dataset, start: dict[str, Any]
+) -> Iterator[None]:
+    """Inside, a launcher leads the run; its directory says so."""
+    with private_files():
+        run.adopt_memory()
+        if run.step():
+            console.print(f"continuing {run.path} after step {run.step()}", markup=False)
+        run.write_start(job, start, describe_plan(job))
+        with run.alive():
+            yield
+
+
+def load_attempt(kind: str, entrypoint: str) -> tuple[type[Any], Entrypoint]:
+    """A class of ``Attempt``'s kind, and what a rank's process calls, both as "module:name".
+
+    torch takes seconds to import, and bad input was answered without it.
 
     A signal in that time is remembered and answered afterwards: raised inside of an import, it can get lost in
     some library's ``except``.
     """
     asked: list[int] = []
     with stoppable(lambda number, frame: asked.append(number), STOP_SIGNALS):
-        from shoal.launch.attempt import Attempt
-
-        module, _, name = entrypoint.partition(":")
-        work: Entrypoint = getattr(importlib.import_module(module), name)
+        attempt, work = (
+            getattr(importlib.import_module(module), name)
+            for module, _, name in (text.partition(":") for text in (kind, entrypoint))
+        )
     if asked:
         raise KeyboardInterrupt
-    return Attempt, work
+    return attempt, work
 
 
 def devices_here(job: Job, visible: str | None) -> int | None:
@@ -113,26 +140,28 @@ def devices_here(job: Job, visible: str | None) -> int | None:
     return machine.look(visible).devices
 
 
-def check_devices(job: Job, visible: str | None) -> None:
+def check_devices(job: Job, visible: str | None, nodes: int = 1) -> None:
     """A described cluster can be planned for anywhere; trained on only where it is."""
     if job.cluster.device.name == "cpu":
         return
     here = machine.look(visible)
     if job.config.cluster.share and here.device.name != "cpu":
         return
-    if here.device.name == "cpu" or here.devices < job.layout.world:
+    wanted = -(-job.layout.world // nodes)
+    if here.device.name == "cpu" or here.devices < wanted:
         found = "no GPU" if here.device.name == "cpu" else f"{here.devices}x{here.device.name}"
+        on_each = " on each node" if nodes > 1 else ""
         raise BadInput(
-            f"layout {job.layout} wants {job.layout.world} x {job.cluster.device.name}; this machine has {found}",
+            f"layout {job.layout} wants {wanted} x {job.cluster.device.name}{on_each}; this machine has {found}",
             "--set cluster.on=local, or --set cluster.on=4xcpu for processes on the CPU",
         )
 
 
-def check_memory(job: Job) -> None:
+def check_memory(job: Job, nodes: int = 1) -> None:
     """Refuse a model whose weights, gradients and optimizer states alone exceed what there is."""
     on_cpu = job.cluster.device.name == "cpu"
     states = rank_states(job.model, job.config.recipe, job.layout)
-    needed = sum(states.values()) * (job.layout.world if on_cpu else 1)
+    needed = sum(states.values()) * (job.layout.world // nodes if on_cpu else 1)
     if needed > job.cluster.device.memory_bytes:
         raise BadInput(
             f"weights, gradients and optimizer states of {job.model.name} take {needed / 2**30:.1f} GiB, "

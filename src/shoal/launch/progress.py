@@ -26,8 +26,9 @@ GIVING_UP = "giving up"
 class Progress:
     """Follows a run's own files, so it shows what is recorded and nothing else."""
 
-    def __init__(self, console: Console, run: RunDirectory, steps: int) -> None:
-        self.console, self.run, self.steps = console, run, steps
+    def __init__(self, console: Console, run: RunDirectory, steps: int, quiet: bool = False) -> None:
+        """``quiet``: another launcher of the same run shows it."""
+        self.console, self.run, self.steps, self.quiet = console, run, steps, quiet
         self.last: dict[str, Any] | None = None
         self.heldout: dict[str, Any] | None = None
         self.skipped = 0
@@ -38,7 +39,9 @@ class Progress:
         self._recent: deque[float] = deque(maxlen=20)
         self._printed = time.monotonic()
         self._live = (
-            Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+            Live(console=console, auto_refresh=False, transient=True)
+            if console.is_terminal and not quiet
+            else None
         )
 
     def __enter__(self) -> Progress:
@@ -56,6 +59,8 @@ class Progress:
         self.console.print(redact(text), markup=False, highlight=False, soft_wrap=True)
 
     def poll(self) -> None:
+        if self.quiet:
+            return
         for row in self._faults.read():
             self.skipped += row["kind"] == "nonfinite" and row["action"] == SKIPPED
             # What ends the run is its last word, and said then.

@@ -21,6 +21,10 @@ class GaveUp(Exception):
         super().__init__(f"{failure}{f'; {why}' if why else ''}")
 
 
+class Interrupted(Exception):
+    """Asked to stop while no workers were running."""
+
+
 class Restarts:
     """The failures of one launch. A person who starts a run again has changed something, so it begins anew."""
 

@@ -35,7 +35,7 @@ from shoal.train.guard.agreement import agree
 from shoal.train.guard.corruption import Corrupted
 from shoal.train.guard.stacks import stacks_on_signal
 from shoal.train.loop import TRUSTED, Guest, Outcome, train
-from shoal.train.rundir import RunDirectory
+from shoal.train.rundir import ALONE, RunDirectory
 
 # How long a new attempt waits for the last one's writer to be gone.
 WRITER_SECONDS = 20.0
@@ -48,6 +48,9 @@ class Assignment:
     job: Job
     run: Path
     dataset: Path
+    round: int = 1  # which attempt of its launcher's this is
+    node: str = ALONE  # what this machine is called among those that take part
+    nodes: int = 1  # that take part, with as many ranks each
 
 
 def done_key(rank: int) -> str:
@@ -62,10 +65,11 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
     os.umask(OWNER_ONLY)
     left_out = keep_only_passed(assignment.job.config)
     rank = int(os.environ["RANK"])
-    run = RunDirectory(assignment.run)
+    run = RunDirectory(assignment.run, assignment.node)
     run.keep_in(assignment.job.config.checkpoint.to)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store, attempt = rendezvous.join(port, assignment.job.config.fault.timeout, address)
+    store = rendezvous.connect(port, assignment.job.config.fault.timeout, address)
+    attempt = rendezvous.attempt_store(store, assignment.round)
     if store.check([FATAL]):
         return None
     try:
@@ -84,11 +88,11 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
                 # Read when the first group is made; on gloo it has no effect.
                 os.environ.update({**nccl.settings(run.flights), **os.environ})
             _agree(assignment, rank, attempt)
-            mesh = join(assignment.job, rank, int(os.environ["LOCAL_RANK"]), attempt)
+            mesh = join(assignment.job, rank, int(os.environ["LOCAL_RANK"]), attempt, assignment.nodes)
             # One rank asks for all of them: what it hears travels with the step's first sum.
-            asked = partial(store.check, [rendezvous.STOP]) if rank == 0 else bool
+            asked = partial(_asked, store, attempt) if rank == 0 else bool
             with recording(flight, mesh.names) if watched else contextlib.nullcontext():
-                name = rendezvous.attempt_name(store)
+                name = rendezvous.attempt_name(store, assignment.round)
                 restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
                 outcome = train(
                     assignment.job, run, assignment.dataset, mesh, asked, announce, name, restarts, guest
@@ -106,6 +110,11 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
             traceback.print_exc()
             sys.stderr.flush()
         os._exit(1)  # past the interpreter's own report: the log has it, the terminal needs one line
+
+
+def _asked(store: Store, attempt: Store) -> bool:
+    """To stop for good, or for as long as it takes to make room for another node."""
+    return store.check([rendezvous.STOP]) or attempt.check([rendezvous.REGROUP])
 
 
 def _announce(flight: Flight, guest: Guest, phase: str, step: int) -> None:

@@ -46,6 +46,9 @@ METHODS = {
     "recv": "receive",
 }
 
+# What a group is described as that works beside training, at its own pace: what is late there holds nobody up.
+BACKGROUND = "shoal-background"
+
 TORCH = str(Path(torch.__file__).parent)
 # Torch's front door: that a collective is called through it goes without saying.
 FRONT_DOOR = (dist.distributed_c10d.__file__, str(Path(dist.__file__).parent / "c10d_logger.py"))
@@ -86,7 +89,8 @@ class Recorder:
         def entered(group: dist.ProcessGroup, *arguments: Any, **named: Any) -> Any:
             key = group.group_name, direction, arguments[1] if direction else 0
             if key not in self._channels:
-                self._channels[key] = self.flight.describe(self._channel(group, *key[1:]))
+                beside = group.group_desc == BACKGROUND
+                self._channels[key] = None if beside else self.flight.describe(self._channel(group, *key[1:]))
             index = self._channels[key]
             if index is not None:
                 # A barrier's arguments only say which device waits.

@@ -14,9 +14,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 # What a rank announces.
 START, RESTORE, FIRST_STEP, STEP, INPUT = "start", "restore", "first step", "step", "input"
@@ -78,6 +79,17 @@ class Snapshot:
     beats: int
     counts: dict[Channel, int]
     entries: tuple[Entry, ...]  # the oldest first
+
+    def as_json(self) -> dict[str, Any]:
+        """For whoever watches from another machine."""
+        counts = [[asdict(channel), count] for channel, count in self.counts.items()]
+        return {**asdict(replace(self, counts={})), "counts": counts}
+
+    @staticmethod
+    def from_json(row: dict[str, Any]) -> Snapshot:
+        counts = {_channel(channel): count for channel, count in row["counts"]}
+        entries = tuple(Entry(**{**entry, "channel": _channel(entry["channel"])}) for entry in row["entries"])
+        return Snapshot(**{**row, "counts": counts, "entries": entries})
 
 
 class Flight:
@@ -202,7 +214,11 @@ class FlightReader:
 
 def _channels(lines: bytes) -> list[Channel]:
     rows = [json.loads(line) for line in lines.splitlines()]
-    return [Channel(row["id"], row["group"], tuple(row["ranks"]), row["directed"]) for row in rows]
+    return [_channel(row) for row in rows]
+
+
+def _channel(row: dict[str, Any]) -> Channel:
+    return Channel(row["id"], row["group"], tuple(row["ranks"]), row["directed"])
 
 
 def unheard(phase: str, step: int) -> None:

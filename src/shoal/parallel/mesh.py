@@ -31,11 +31,16 @@ class Mesh:
         store: dist.Store | None = None,
         timeout: timedelta | None = None,
         transport: str | None = None,
+        nodes: int = 1,
     ) -> None:
-        """``transport`` is what carries tensors, "nccl" or "gloo", where the ranks' group does not tell."""
+        """``transport`` is what carries tensors, "nccl" or "gloo", where the ranks' group does not tell.
+
+        ``nodes``: how many machines the ranks are on, as many on each, in the order of their ranks.
+        """
         self.layout = layout
         self.rank = rank
         self.world = layout.world
+        self.nodes = nodes
         self.store = store
         self.timeout = timeout
         self._names: dict[str, int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 from shoal.facts import nearest, support
 from shoal.facts.layout import divisors
@@ -10,20 +11,30 @@ from shoal.facts.problem import BadInput
 from shoal.plan.resolve import Job, choose
 
 
-def refit(job: Job, devices: int) -> Job:
-    """The job on at most so many devices of one node: as many as the batch divides over, as ``choose`` lays it out."""
-    strict, recipe = job.config.run.strict, job.config.recipe
-    for count in reversed(divisors(recipe.batch)):
-        if count > devices:
+def refit(job: Job, devices: int, nodes: int = 1) -> Job:
+    """The job on at most so many devices, as many of each node: as many as the batch divides over, as ``choose`` lays
+    it out. On some numbers of nodes that is none; then fewer nodes take part.
+    """
+    counts = [*reversed(divisors(job.config.recipe.batch))]
+    for on, count in product(range(nodes, 0, -1), counts):
+        if count > devices // nodes * on or count % on:
             continue
-        domain = min(job.cluster.fast_domain, count)
-        cluster = job.cluster.model_copy(
-            update={"nodes": 1, "devices_per_node": count, "fast_domain": domain}
-        )
-        layout = choose(job.config, cluster, job.model)
-        layout = layout.replace(micro=1) if strict else layout
-        if not nearest.problems(layout, job.model, recipe, cluster, strict, support.runs):
-            return replace(job, cluster=cluster, layout=layout)
+        found = _laid_out(job, on, count // on)
+        if found is not None:
+            return found
     raise BadInput(
         f"no layout of {job.model.name} is left on {devices} devices", "wait for the others to come back"
     )
+
+
+def _laid_out(job: Job, nodes: int, on_each: int) -> Job | None:
+    """With all of these devices; None where there is no such layout."""
+    strict, recipe = job.config.run.strict, job.config.recipe
+    domain = min(job.cluster.fast_domain, nodes * on_each)
+    update = {"nodes": nodes, "devices_per_node": on_each, "fast_domain": domain}
+    cluster = job.cluster.model_copy(update=update)
+    layout = choose(job.config, cluster, job.model)
+    layout = layout.replace(micro=1) if strict else layout
+    if layout.world % nodes or nearest.problems(layout, job.model, recipe, cluster, strict, support.runs):
+        return None
+    return replace(job, cluster=cluster, layout=layout)

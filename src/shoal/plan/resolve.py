@@ -26,15 +26,17 @@ class Job:
     layout: Layout
 
 
-def resolve(config: Config, visible: str | None = None) -> Job:
+def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
     """Look up model and cluster, choose the layout where it is ``auto``, and report every problem at once.
 
-    ``visible`` is what CUDA_VISIBLE_DEVICES says, for a cluster that is this machine.
+    ``visible`` is what CUDA_VISIBLE_DEVICES says, for a cluster that is this machine, or so many like it.
     """
     problems: list[Problem] = []
     key = "model.preset" if config.model.path is None else "model.path"
     model = seek(key, lambda: look_up(config), problems)
     cluster = seek("cluster.on", lambda: clusters.find(config.cluster.on, visible), problems)
+    if cluster is not None and nodes > 1 and cluster.name == "local":
+        cluster = cluster.model_copy(update={"nodes": nodes})
     if config.layout != "auto":
         layout = Layout.parse(config.layout)
     else:

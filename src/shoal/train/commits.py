@@ -12,6 +12,7 @@ from shoal.facts.local import usable_threads
 from shoal.parallel.mesh import Mesh
 from shoal.train.checkpoint.keep import Keeper, newest_first
 from shoal.train.checkpoint.manifest import Damaged
+from shoal.train.checkpoint.peers import Peers
 from shoal.train.checkpoint.place import Place, Unreachable
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.save import Saved, Saver
@@ -45,6 +46,9 @@ class Commits:
         self.batch, self.identity = batch, identity
         self.disk: Place = run.disk
         self.memory: Place = run.memory()
+        self.peers: Peers | None = None  # other nodes, where each has a memory of its own
+        if mesh.nodes > 1 and config.memory:
+            self.peers = Peers(mesh, run.memory(), attempt)
         self.committed = 0  # the last step that is on disk, on the first rank
         self.before_commit: Callable[[], None] = _nothing
         self._last_error = ""
@@ -55,9 +59,19 @@ class Commits:
         # One for each place, for they have their own pace: a disk may take minutes for what memory takes at once.
         self._savers: dict[Place, Saver] = {
             place: Saver(
-                name, place, state.new_stage(), mesh, attempt, self._prepare, partial(self._tidy, place)
+                name,
+                place,
+                state.new_stage(),
+                mesh,
+                attempt,
+                self._prepare,
+                partial(self._tidy, place),
+                peers,
             )
-            for name, place, used in (("disk", self.disk, True), ("memory", self.memory, config.memory > 0))
+            for name, place, used, peers in (
+                ("disk", self.disk, True, None),
+                ("memory", self.memory, config.memory > 0, self.peers),
+            )
             if used
         }
 
@@ -73,6 +87,8 @@ class Commits:
         if self.mesh.rank == 0:
             for place in (self.disk, self.memory):
                 place.clear()
+        if self.peers is not None:
+            self.peers.clear()
         while True:
             choice = self._choose()
             if choice is None:
@@ -89,17 +105,27 @@ class Commits:
                 return step
             if self.mesh.rank == 0:
                 self._set_aside(place, step, damaged)
+            if self.peers is not None and place == self.memory:
+                self.peers.remove(step)
 
     def _choose(self) -> tuple[Place, int] | None:
         """What the first rank finds is tried by all: others might look while something is being removed."""
-        found = newest_first([self.memory, self.disk]) if self.mesh.rank == 0 else []
+        together, useless = self.peers.newest() if self.peers is not None else (None, [])
+        for step, reason in useless if self.mesh.rank == 0 else []:
+            self._set_aside(self.memory, step, reason)
+        places = [self.disk] if self.mesh.nodes > 1 else [self.memory, self.disk]
+        found = newest_first(places) if self.mesh.rank == 0 else []
+        if together is not None and (not found or together.step >= found[0][1]):
+            found = [(self.memory, together.step)]
         text = self.mesh.tell(
             f"{'memory' if found[0][0] == self.memory else 'disk'} {found[0][1]}" if found else ""
         )
         if not text:
             return None
-        where, step = text.split()
-        return self.memory if where == "memory" else self.disk, int(step)
+        where, number = text.split()
+        if self.peers is not None and together is not None and where == "memory":
+            self.peers.bring(together)
+        return self.memory if where == "memory" else self.disk, int(number)
 
     def _try(self, place: Place, step: int) -> str:
         """What is wrong with a checkpoint; empty where all ranks have restored it."""
@@ -116,7 +142,8 @@ class Commits:
 
     def _set_aside(self, place: Place, step: int, reason: str) -> None:
         if place == self.memory:
-            place.remove(step)
+            if self.peers is None:
+                place.remove(step)
             action = "removed from memory"
         else:
             place.set_aside(step, reason)

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import time
 import tomllib
 from collections.abc import Iterator
@@ -21,9 +22,9 @@ from shoal.facts.recipe import Recipe
 from shoal.facts.redact import redact_values
 from shoal.plan.resolve import Job
 from shoal.train.checkpoint.bucket import Bucket
-from shoal.train.checkpoint.keep import newest_first
+from shoal.train.checkpoint.keep import newest_first, whole
 from shoal.train.checkpoint.manifest import Damaged, parse_manifest
-from shoal.train.checkpoint.memory import forget, memory_place
+from shoal.train.checkpoint.memory import forget, memory_place, other_places
 from shoal.train.checkpoint.place import Directory, Place
 from shoal.train.files import replace_text
 from shoal.train.metrics.rows import read_rows
@@ -31,6 +32,8 @@ from shoal.train.metrics.rows import read_rows
 # Where the data came from. What it is, its hash says; so files may move between a stop and a resume.
 DATA_ORIGIN = ("source", "mix", "tokenizer", "end_token", "field", "heldout")
 UNKNOWN = "unknown"
+# What the only machine of a run is called.
+ALONE = "0"
 DATA_HASH = "data (hash of its tokens)"
 
 
@@ -60,8 +63,9 @@ def resolved_recipe(recipe: Recipe) -> dict[str, Any]:
 class RunDirectory:
     """``runs/NAME``: config, plan, metrics, checkpoints, logs."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, node: str = ALONE) -> None:
+        """``node``: what this machine is called, where several share the directory."""
+        self.path, self.node = path, node
         self.config = path / "config.toml"
         self.plan = path / "plan.json"
         self.manifest = path / "manifest.json"
@@ -100,7 +104,18 @@ class RunDirectory:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Create the directory, for its owner's eyes only, and hold it: two live runs cannot share one.
+        """Create the directory, for its owner's eyes only, and hold it: two live runs cannot share one."""
+        with self.held_by_us() as ours:
+            if not ours:
+                raise BadInput(
+                    f"{self.path} is in use by a live run",
+                    "wait for it, stop it, or choose another with --run DIR",
+                )
+            yield
+
+    @contextmanager
+    def held_by_us(self) -> Iterator[bool]:
+        """As ``held``, but false where somebody else holds it.
 
         The lock goes with the process that holds it, however that ends, so no stale one is ever left.
         """
@@ -125,12 +140,7 @@ class RunDirectory:
                     f"{self.path} cannot be locked ({error.strerror}), so two runs could meet there",
                     "a file system with flock: --run DIR",
                 ) from None
-            if not ours:
-                raise BadInput(
-                    f"{self.path} is in use by a live run",
-                    "wait for it, stop it, or choose another with --run DIR",
-                )
-            yield
+            yield ours
         finally:
             os.close(handle)
 
@@ -210,9 +220,24 @@ class RunDirectory:
             else Bucket(f"{to.rstrip('/')}/{self.path.resolve().name}")
         )
 
-    def memory(self, node: str = "0") -> Directory:
-        """Where a node keeps the last states in its memory."""
-        return memory_place(self.id, node)
+    def memory(self) -> Directory:
+        """Where this machine keeps the last states in its memory."""
+        return memory_place(self.id, self.node)
+
+    def adopt_memory(self) -> None:
+        """Make this machine's own what it keeps under another name: it was alone before, or one of several nodes.
+
+        To be called by who leads: where only one machine takes part, nobody else is there; and where several do, nobody
+        is alone.
+        """
+        mine = self.memory()
+        for other in other_places(self.id, self.node):
+            if self.node != ALONE and other != memory_place(self.id, ALONE):
+                continue
+            for step in set(whole(other)) - set(mine.committed()):
+                mine.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+                other.at(step).rename(mine.at(step))
+            shutil.rmtree(other.path, ignore_errors=True)
 
     def forget_memory(self) -> None:
         """Once all is on disk."""

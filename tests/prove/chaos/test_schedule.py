@@ -18,11 +18,20 @@ def test_a_campaign_of_three_hundred_is_what_it_should_be() -> None:
     faults = schedule(0, 300, [1, 2, 4])
     single = every(faults)
     assert len(single) == 300
-    assert {one.kind for one in single} == set(KINDS) and len(KINDS) >= 20
+    alone = {kind for kind in KINDS if kind.least_nodes == 1}
+    assert {one.kind for one in single} == alone and len(alone) >= 20
     assert len({one.point for one in single}) >= 7
     assert sum(fault.second is not None for fault in faults) >= 30
     assert all(fault.second.point in IN_RECOVERY for fault in faults if fault.second is not None)
     assert sum(fault.kind.name in ENDS_LAUNCHER for fault in faults) >= 9
+
+
+def test_single_nodes_are_struck_where_there_are_several() -> None:
+    """Of these worlds the first two have no rank for each of three nodes, or not as many."""
+    several = {kind for kind in KINDS if kind.least_nodes > 1}
+    assert several
+    assert not several & {one.kind for one in every(schedule(0, 100, [1, 2, 4], nodes=3))}
+    assert several <= {one.kind for one in every(schedule(0, 100, [1, 2, 3], nodes=3))}
 
 
 def test_the_seed_decides() -> None:
@@ -48,3 +57,6 @@ def test_what_is_named_right() -> None:
     assert named_right(BY_NAME["SIGSEGV"], 1, [row]) is False
     assert named_right(BY_NAME["SIGKILL"], 1, []) is False
     assert named_right(BY_NAME["clock jump"], 1, []) is None
+    lost = {"kind": "node lost", "rank": 2, "node": "n1", "message": "rank 2 is gone: node n1 ..."}
+    assert named_right(BY_NAME["one node SIGKILL"], -1, [lost], "n1") is True
+    assert named_right(BY_NAME["one node SIGKILL"], -1, [lost], "n0") is False

@@ -23,6 +23,7 @@ from shoal.observe.flight import COMMIT, FIRST_STEP, INPUT, STEP, Flight, Flight
 from shoal.train.guard.stacks import stacks_on_signal
 from shoal.train.guard.stalled import Verdict
 from shoal.train.guard.watchdog import Limits, Watchdog
+from shoal.train.guard.watched import LocalRanks
 from shoal.train.rundir import RunDirectory
 
 LIMITS = Limits(step=1.0, patient=3.0)
@@ -41,14 +42,15 @@ def judged(world: int, function: Callable[..., None], path: Path, seconds: float
 
     thread = threading.Thread(target=work)
     thread.start()
-    watchdog = Watchdog(run, world, LIMITS)
+    processes: list[int] = []
+    watchdog = Watchdog(LocalRanks(run, range(world), lambda: dict(enumerate(processes))), LIMITS)
     readers = [FlightReader(run.flight(rank)) for rank in range(world)]
     deadline = time.monotonic() + seconds
     verdict = None
     while verdict is None and thread.is_alive() and time.monotonic() < deadline:
         seen = [reader.look() for reader in readers]
         processes = [snapshot.pid for snapshot in seen if snapshot is not None]
-        verdict = watchdog.poll(processes)
+        verdict = watchdog.poll()
         time.sleep(0.02)
     if thread.is_alive():
         for process in processes:
@@ -113,13 +115,12 @@ def test_the_missing_rank_its_collective_and_all_lines_are_named(
     verdict = judged(2, function, tmp_path / "run")
     assert verdict is not None
     assert verdict.rank == 1
-    what, standing, waiting, kept = verdict.message.splitlines()
+    what, standing, waiting = verdict.message.splitlines()
     line = _line_of(function, "all_reduce")
     assert what.startswith("in step 7, it has not joined all_reduce #4 of group dp (ranks 0,1, 8.0 kB) ")
     assert f"at {line}, where rank 0 has waited for 1 s" in what
     assert standing == f"  rank 1: {doing}at {_line_of(function, word)} in {function.__name__}"
     assert waiting == f"  rank 0: at {line} in {function.__name__}"
-    assert kept.endswith("run/stacks")
     assert verdict.row["collective"] == {
         "op": "all_reduce",
         "group": "dp",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,9 +20,9 @@ from shoal.prove.chaos.kinds import BY_NAME, ENDS_LAUNCHER, RENAME, named_right
 from shoal.prove.chaos.network import cut
 from shoal.prove.chaos.orders import Order, Orders
 from shoal.prove.chaos.processes import descendants, parent_of
-from shoal.prove.chaos.schedule import Fault
+from shoal.prove.chaos.schedule import Fault, nodes_for
 from shoal.train.metrics.rows import read_rows
-from shoal.train.rundir import RunDirectory
+from shoal.train.rundir import ALONE, RunDirectory
 
 LOOK_SECONDS = 0.01
 # A fault that was not struck, or from which nothing recovered, in this time has broken the campaign.
@@ -56,6 +57,7 @@ class Struck:
     recovered_s: float | None = None
     named_right: bool | None = None
     in_recovery: bool = False
+    node: str = ""  # which was struck
     gone: int = 0  # committed steps whose every copy the fault itself destroyed
     rows: list[dict[str, Any]] = field(default_factory=list)
 
@@ -69,6 +71,7 @@ class Setting:
     layouts: list[str]
     run: Path
     own_network: bool = False
+    nodes: int = 1  # where a layout has as many ranks for each
 
 
 class Campaign:
@@ -80,7 +83,7 @@ class Campaign:
         self.orders = Orders(setting.run)
         self.struck: list[Struck] = []
         self.launches = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._launchers: list[subprocess.Popen[bytes]] = []  # one a node
 
     def carry_out(self, faults: Sequence[Fault]) -> None:
         self.orders.prepare()
@@ -103,17 +106,28 @@ class Campaign:
     def world(self) -> int:
         return Layout.parse(self.layout).world
 
+    @property
+    def nodes(self) -> list[str]:
+        count = nodes_for(self.world, self.setting.nodes)
+        return [f"n{index}" for index in range(count)] if count > 1 else [ALONE]
+
     def _launch(self) -> None:
+        """In the next layout, on all of its nodes."""
         self.launches += 1
+        self._launchers = [self._launch_on(node) for node in self.nodes]
+
+    def _launch_on(self, node: str) -> subprocess.Popen[bytes]:
         asked = {
             "config": str(self.setting.config) if self.setting.config else None,
             "settings": self.setting.settings,
             "layout": self.layout,
             "run": str(self.setting.run),
             "own_network": self.setting.own_network,
+            "nodes": len(self.nodes),
+            "node": node,
         }
         with self.orders.log.open("ab") as log:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-m", "shoal.prove.chaos.launcher", json.dumps(asked)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -122,27 +136,28 @@ class Campaign:
             )
 
     def _running(self) -> subprocess.Popen[bytes]:
-        assert self._process is not None
-        if self._process.poll() is not None:
-            raise Broken(f"the launcher ended with status {self._process.returncode}: {self._last_words()}")
-        return self._process
+        """The first node's launcher; all of them have to be there."""
+        for process in self._launchers:
+            if process.poll() is not None:
+                raise Broken(f"a launcher ended with status {process.returncode}: {self._last_words()}")
+        return self._launchers[0]
 
     def _last_words(self) -> str:
         return " | ".join(self.orders.log.read_text(errors="replace").splitlines()[-4:])
 
-    def _end(self) -> None:
-        """Whatever happened, nothing of the campaign goes on."""
-        if self._process is not None and self._process.poll() is None:
-            for process in [*descendants(self._process.pid), self._process.pid]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            self._process.wait()
+    def _end(self, but: int = 0) -> None:
+        """Whatever happened, nothing of the campaign goes on; or of its nodes ``but`` the first ones."""
+        for process in self._launchers[but:]:
+            if process.poll() is None:
+                _kill([process.pid, *descendants(process.pid)], signal.SIGKILL)
+                process.wait()
 
     def _finish(self) -> None:
         """Let the run come to its end."""
-        process = self._running()
-        if process.wait(timeout=30 * PATIENCE) != 0:
-            raise Broken(f"the run did not finish: {self._last_words()}")
+        self._running()
+        for process in self._launchers:
+            if process.wait(timeout=30 * PATIENCE) != 0:
+                raise Broken(f"the run did not finish: {self._last_words()}")
 
     # Faults.
 
@@ -151,6 +166,8 @@ class Campaign:
         records = [self._record(fault, in_recovery=False)]
         if fault.kind.target == "network":
             self._cut_network(records[0])
+        elif fault.kind.target == "one node":
+            self._strike_one_node(fault, records[0], before)
         elif fault.kind.target in ("launcher", "node"):
             self._strike_launcher(fault, records[0])
         else:
@@ -225,28 +242,60 @@ class Campaign:
         everybody = descendants(process.pid) if fault.kind.target == "node" else []
         record.committed, record.step = self._committed(), self._committed() + 1
         record.time = time.time()
-        for victim in [process.pid, *everybody]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, signal.Signals[name])
+        _kill([process.pid, *everybody], signal.Signals[name])
         if fault.kind.name not in ENDS_LAUNCHER:
             time.sleep(STOPPED_SECONDS)
             process.send_signal(signal.SIGCONT)
             return
-        code = process.wait(timeout=PATIENCE)
-        if name in ("SIGTERM", "SIGUSR1") and fault.kind.target == "launcher":
-            record.named_right = code == 75
-            if code != 75:
-                raise Broken(f"asked to stop, the launcher ended with {code}: {self._last_words()}")
-        for orphan in everybody:
-            for _ in self._patiently(f"process {orphan} outlived its launcher"):
-                if parent_of(orphan) is None:
-                    break
+        asked = name in ("SIGTERM", "SIGUSR1") and fault.kind.target == "launcher"
+        # Asked to stop, one node's launcher stops them all. Of a campaign's others nobody is to take its place.
+        codes = [one.wait(timeout=PATIENCE) for one in (self._launchers if asked else [process])]
+        self._end(but=1)
+        if asked:
+            record.named_right = codes == [75] * len(codes)
+            if not record.named_right:
+                raise Broken(f"asked to stop, the launchers ended with {codes}: {self._last_words()}")
+        self._wait_until_gone(everybody)
         self._launch()
+
+    def _strike_one_node(self, fault: Fault, record: Struck, before: int) -> None:
+        """A node, with all of its processes and its memory, is lost for a while."""
+        self._running()
+        stopped = fault.kind.name.endswith("SIGSTOP")
+        led_by = self._leader()
+        choice = [index for index in range(len(self.nodes)) if not stopped or index != led_by]
+        index = choice[int(fault.rank * len(choice))]
+        process, node = self._launchers[index], self.nodes[index]
+        everybody = [process.pid, *descendants(process.pid)]
+        record.node = node
+        record.committed, record.step = self._committed(), self._committed() + 1
+        record.time = time.time()
+        if stopped:
+            _kill(everybody, signal.SIGSTOP)
+            self._wait_until_told([record], before)
+            _kill(everybody, signal.SIGCONT)
+            return
+        _kill(everybody, signal.SIGKILL)
+        process.wait()
+        self._wait_until_gone(everybody)
+        shutil.rmtree(RunDirectory(self.setting.run, node).memory().path, ignore_errors=True)
+        self._launchers[index] = self._launch_on(node)
+
+    def _leader(self) -> int:
+        """Which node's launcher holds the run."""
+        process = json.loads((self.setting.run / ".alive").read_text())["process"]
+        return [one.pid for one in self._launchers].index(process)
+
+    def _wait_until_gone(self, processes: list[int]) -> None:
+        for process in processes:
+            for _ in self._patiently(f"process {process} outlived its launcher"):
+                if parent_of(process) is None:
+                    break
 
     def _judge(self, record: Struck, rows: list[dict[str, Any]]) -> None:
         kind = BY_NAME[record.kind]
         record.rows = rows
-        right = named_right(kind, record.rank if record.rank is not None else -1, rows)
+        right = named_right(kind, record.rank if record.rank is not None else -1, rows, record.node)
         record.named_right = record.named_right if right is None else right
         told = [
             row["time"] for row in rows if row["kind"] in kind.told and abs(row["time"] - record.time) < 3600
@@ -258,7 +307,7 @@ class Campaign:
     # The run.
 
     def _committed(self) -> int:
-        return self.run.step()
+        return max(RunDirectory(self.setting.run, node).step() for node in self.nodes)
 
     def _wait_for_commit(self, beyond: int) -> None:
         for _ in self._patiently(f"no commit after step {beyond}"):
@@ -275,3 +324,9 @@ class Campaign:
 
     def _fault_rows(self) -> list[dict[str, Any]]:
         return read_rows(self.run.faults)
+
+
+def _kill(processes: list[int], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)

@@ -16,16 +16,22 @@ def damage(run: RunDirectory, kind: str, numbers: random.Random) -> int:
 
     Returns how many committed steps are thereby gone for good, whatever anybody does.
     """
-    memory, disk = run.memory(), Directory(run.checkpoints)
-    in_memory, on_disk = memory.committed(), disk.committed()
-    place, gone = memory, 0
+    disk, root = Directory(run.checkpoints), run.memory().path.parent
+    # Several nodes have several copies.
+    memories = [Directory(path) for path in root.iterdir()] if root.is_dir() else []
+    in_memory = sorted({step for memory in memories for step in memory.committed()})
+    on_disk = disk.committed()
+    copies, steps, gone = memories, in_memory, 0
     if not in_memory or (in_memory[-1:] == on_disk[-1:] and len(on_disk) > 1 and numbers.random() < 0.3):
-        shutil.rmtree(memory.path, ignore_errors=True)
-        place, gone = disk, 1
+        shutil.rmtree(root, ignore_errors=True)
+        copies, steps, gone = [disk], on_disk, 1
     elif on_disk[-1:] < in_memory[-1:]:
         gone = in_memory[-1] - max(on_disk, default=0)
-    target = place.at(place.committed()[-1])
-    _carry_out(kind, target, numbers.choice(sorted(target.glob("*.bin"))), numbers, disk)
+    seed = numbers.getrandbits(32)
+    for copy in copies:
+        target, choice = copy.at(steps[-1]), random.Random(seed)
+        if target.is_dir():
+            _carry_out(kind, target, choice.choice(sorted(target.glob("*.bin"))), choice, disk)
     return gone
 
 

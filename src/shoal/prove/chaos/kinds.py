@@ -15,7 +15,7 @@ FORWARD, BACKWARD, UPDATE, WRITE, RENAME = "forward", "backward", "update", "wri
 POINTS = (INPUT, STEP, FORWARD, BACKWARD, UPDATE, EVALUATE, COMMIT, WRITE, RENAME)
 IN_RECOVERY = (START, RESTORE)
 
-Target = Literal["rank", "launcher", "node", "checkpoint", "network"]
+Target = Literal["rank", "launcher", "node", "one node", "checkpoint", "network"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Kind:
     weight: int = 1  # how often it is chosen, relative to others
     words: str = ""  # which the row's message has
     least_world: int = 1
+    least_nodes: int = 1
     whose: Literal["rank", "peers", "nobody"] = "rank"  # whom the row has to name
 
 
@@ -47,14 +48,14 @@ KINDS = (
     Kind("SIGSTOP", "rank", ("stall",), WAITED_FOR, 2, "stopped", 2),
     Kind("hang", "rank", ("stall",), WAITED_FOR, 2, "", 2),
     Kind("hang with the lock", "rank", ("stall",), WAITED_FOR, 1, "", 2),
-    Kind("closed connections", "rank", ("connection",), WAITED_FOR, 2, "", 2, "peers"),
-    Kind("network cut", "network", ("stall", "connection"), WAITED_FOR, 1, "", 2, "nobody"),
+    Kind("closed connections", "rank", ("connection",), WAITED_FOR, 2, "", 2, whose="peers"),
+    Kind("network cut", "network", ("stall", "connection"), WAITED_FOR, 1, "", 2, whose="nobody"),
     # A rank computes what is wrong.
     Kind("NaN in a gradient", "rank", ("nonfinite",), (STEP,), 2),
     Kind("bit flip in a weight", "rank", ("corruption",), (STEP, FORWARD, INPUT), 2),
     Kind("clock jump", "rank", (), POINTS, 2),
     # Storage.
-    Kind("disk full", "rank", ("commit failed",), (STEP,), 2, "full", 1, "nobody"),
+    Kind("disk full", "rank", ("commit failed",), (STEP,), 2, "full", whose="nobody"),
     Kind("flipped bit", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2, "BLAKE3"),
     Kind("truncated file", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2, "bytes"),
     Kind("swapped files", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2),
@@ -68,6 +69,10 @@ KINDS = (
     Kind("launcher SIGSTOP", "launcher", (), whose="nobody"),
     Kind("node SIGKILL", "node", ("launcher lost",), whose="nobody"),
     Kind("node SIGTERM", "node", (), whose="nobody"),
+    # One of several nodes, which comes back: any of them; and one that follows, for nobody could take a lock from a
+    # captain that is stopped.
+    Kind("one node SIGKILL", "one node", ("node lost", "launcher lost"), least_nodes=2, whose="nobody"),
+    Kind("one node SIGSTOP", "one node", ("node lost",), least_nodes=2, whose="nobody"),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 
@@ -77,14 +82,16 @@ ENDS_LAUNCHER = tuple(
 )
 
 
-def named_right(kind: Kind, rank: int, rows: list[dict[str, Any]]) -> bool | None:
-    """Whether some row of faults.jsonl tells of a fault, and of the right rank; None where there is nothing to tell."""
+def named_right(kind: Kind, rank: int, rows: list[dict[str, Any]], node: str = "") -> bool | None:
+    """Whether some row of faults.jsonl tells of a fault, and of the right rank or node; None: nothing is to be told."""
     if not kind.told:
         return None
     for row in rows:
         if row["kind"] not in kind.told or kind.words not in str(row.get("message", "")) + str(
             row.get("action", "")
         ):
+            continue
+        if row.get("node", node) != node:
             continue
         named = row.get("ranks") or [row.get("rank")]
         if kind.whose != "rank" or kind.target == "checkpoint" or rank in named:

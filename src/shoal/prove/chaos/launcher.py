@@ -13,6 +13,8 @@ from rich.console import Console
 
 from shoal.facts.configfile import load
 from shoal.launch import local
+from shoal.launch.nodes import train as on_nodes
+from shoal.launch.nodes.count import NodeCount
 from shoal.launch.redacted import redact_output
 from shoal.plan.resolve import resolve
 from shoal.prove.chaos.network import own_network
@@ -26,9 +28,15 @@ def main(given: str) -> int:
     if asked["own_network"]:
         own_network()
     config = Path(asked["config"]) if asked["config"] else None
-    job = resolve(load(config, asked["settings"], asked["layout"]).config)
+    nodes = asked["nodes"]
+    job = resolve(load(config, asked["settings"], asked["layout"]).config, nodes=nodes)
     console = Console(file=sys.stderr, width=200)
-    report = local.train(job, RunDirectory(Path(asked["run"])), False, console, entrypoint=ENTRYPOINT)
+    run = RunDirectory(Path(asked["run"]), asked["node"])
+    if nodes > 1:
+        count = NodeCount(nodes, nodes)
+        report = on_nodes.train(job, run, count, False, console, entrypoint=ENTRYPOINT)
+    else:
+        report = local.train(job, run, False, console, entrypoint=ENTRYPOINT)
     print(report.message, file=sys.stderr)
     return report.code
 

@@ -13,6 +13,7 @@ from shoal.prove.chaos.kinds import BY_NAME
 
 WIDTH, HEIGHT, MARGIN = 1200, 420, 50
 COLOURS = {
+    "one node": "#8c564b",
     "rank": "#d1495b",
     "launcher": "#2a6f97",
     "node": "#003d5b",

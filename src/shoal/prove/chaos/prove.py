@@ -59,7 +59,7 @@ def settings(faults: int, strict: bool, given: list[str]) -> list[str]:
     return [*given, f"recipe.steps={steps}", f"run.strict={str(strict).lower()}", *own]
 
 
-def check(layouts: list[str], config: Config, kinds: str) -> list[Kind]:
+def check(layouts: list[str], config: Config, kinds: str, nodes: int = 1) -> list[Kind]:
     """Refuse layouts that the run cannot have, and kinds that there are not; else the kinds."""
     problems = []
     for text in layouts:
@@ -73,6 +73,12 @@ def check(layouts: list[str], config: Config, kinds: str) -> list[Kind]:
     for name in names:
         if name not in BY_NAME:
             problems.append(Problem(f"--kinds: there is no {name!r}", ", ".join(BY_NAME)))
+        elif BY_NAME[name].least_nodes > nodes:
+            problems.append(Problem(f"--kinds: {name} wants several nodes", "--nodes 2"))
+        elif nodes > 1 and BY_NAME[name].target == "network":
+            problems.append(Problem(f"--kinds: {name} is for one node alone", "leave out --nodes"))
+    if nodes < 1 or all(Layout.parse(text).world % nodes for text in layouts if not problems):
+        problems.append(Problem(f"--nodes {nodes}: no layout has as many ranks on each", "--nodes 2"))
     if problems:
         raise BadInput(problems)
     chosen = [BY_NAME[name] for name in names] or list(KINDS)
@@ -80,7 +86,8 @@ def check(layouts: list[str], config: Config, kinds: str) -> list[Kind]:
         if names:
             raise BadInput("--kinds: to cut a network takes root and Linux's namespaces", "other kinds")
         chosen = [kind for kind in chosen if kind.target != "network"]
-    return chosen
+    # Launchers in networks of their own could not meet.
+    return [kind for kind in chosen if kind.least_nodes <= nodes and (nodes == 1 or kind.target != "network")]
 
 
 def prove(
@@ -91,6 +98,7 @@ def prove(
     seed: int,
     faults: int,
     kinds: list[Kind],
+    nodes: int,
     say: Callable[[str], None],
     tell: Callable[[Struck], None],
 ) -> Verdict:
@@ -100,10 +108,10 @@ def prove(
     reference, run = RunDirectory(folder / "reference"), RunDirectory(folder / "run")
     say("the run without faults")
     _run_without_faults(config, settings, layouts[0], reference.path)
-    plan = schedule(seed, faults, [Layout.parse(layout).world for layout in layouts], kinds)
+    plan = schedule(seed, faults, [Layout.parse(layout).world for layout in layouts], kinds, nodes)
     say(f"{faults} faults of {len({one.kind for one in plan})} kinds or more, in {'; '.join(layouts)}")
     own_network = any(one.kind.target == "network" for one in plan)
-    campaign = Campaign(Setting(config, settings, layouts, run.path, own_network), tell)
+    campaign = Campaign(Setting(config, settings, layouts, run.path, own_network, nodes), tell)
     try:
         campaign.carry_out(plan)
     finally:

@@ -37,7 +37,7 @@ JUMP_SECONDS = 86_400.0
 
 def sabotaged(assignment: Assignment) -> Outcome | None:
     """What a rank's process calls in a campaign, in place of ``work``."""
-    return work(assignment, Saboteur(RunDirectory(assignment.run), int(os.environ["RANK"])))
+    return work(assignment, Saboteur(RunDirectory(assignment.run, assignment.node), int(os.environ["RANK"])))
 
 
 class Saboteur:

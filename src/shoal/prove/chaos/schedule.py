@@ -28,10 +28,13 @@ class Fault:
     second: Fault | None = None  # struck while the run recovers from this one
 
 
-def schedule(seed: int, count: int, worlds: Sequence[int], kinds: Sequence[Kind] = KINDS) -> list[Fault]:
+def schedule(
+    seed: int, count: int, worlds: Sequence[int], kinds: Sequence[Kind] = KINDS, nodes: int = 1
+) -> list[Fault]:
     """``count`` faults, second ones included: every kind before any comes again, in an order of the seed's.
 
-    After each that ends the launcher the next of ``worlds`` begins; the first is the first's.
+    After each that ends the launcher the next of ``worlds`` begins; the first is the first's. ``nodes``: how many
+    launchers there are, where a world has a rank for each.
     """
     numbers = random.Random(seed)
     bag: list[Kind] = []
@@ -40,7 +43,8 @@ def schedule(seed: int, count: int, worlds: Sequence[int], kinds: Sequence[Kind]
     made, segment, here = 0, 0, 0
     while made < count:
         world = worlds[segment % len(worlds)]
-        possible = [kind for kind in bag if kind.least_world <= world]
+        here_nodes = nodes_for(world, nodes)
+        possible = [kind for kind in bag if kind.least_world <= world and kind.least_nodes <= here_nodes]
         if not possible:
             bag += [kind for kind in kinds for _ in range(kind.weight)]
             continue
@@ -58,6 +62,11 @@ def schedule(seed: int, count: int, worlds: Sequence[int], kinds: Sequence[Kind]
         ended = kind.name in ENDS_LAUNCHER
         segment, here = segment + ended, 0 if ended else here + 1
     return faults
+
+
+def nodes_for(world: int, nodes: int) -> int:
+    """How many nodes a world is put on, of so many."""
+    return nodes if world % nodes == 0 else 1
 
 
 def _fault(kind: Kind, numbers: random.Random, room: int) -> Fault | None:

@@ -90,9 +90,11 @@ class Verdict:
             "named": judged,
             "recovery_median_s": {
                 target: statistics.median(found) if (found := self.recovery(target)) else None
-                for target in ("rank", "launcher", "node")
+                for target in ("rank", "launcher", "node", "one node")
             },
-            "recovery_worst_s": max(self.recovery("rank", "launcher", "node", "checkpoint"), default=None),
+            "recovery_worst_s": max(
+                self.recovery("rank", "launcher", "node", "one node", "checkpoint"), default=None
+            ),
             "seconds": self.seconds,
         }
 

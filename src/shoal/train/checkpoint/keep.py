@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from shoal.train.checkpoint.manifest import Damaged, parse_manifest
@@ -15,6 +16,17 @@ def newest_first(places: Sequence[Place]) -> list[tuple[Place, int]]:
         for step in place.committed():
             found.setdefault(step, place)
     return [(found[step], step) for step in sorted(found, reverse=True)]
+
+
+def whole(place: Place) -> list[int]:
+    """The steps of all checkpoints that have every file, as long as it was written. What is in them nobody has read."""
+    found = []
+    for step in place.committed():
+        with contextlib.suppress(Damaged):
+            sizes = parse_manifest(place.read_manifest(step), place.name(step)).file_sizes()
+            if all(place.size(step, file) == size for file, size in sizes.items()):
+                found.append(step)
+    return found
 
 
 class Keeper:

@@ -23,6 +23,13 @@ def memory_place(run_id: str, node: str = "0") -> Directory:
     return Directory(_root(run_id) / f"node-{node}", durable=False)
 
 
+def other_places(run_id: str, node: str) -> list[Directory]:
+    """What is kept on this machine under other names than ``node``."""
+    root = _root(run_id)
+    found = sorted(root.iterdir()) if root.is_dir() else []
+    return [Directory(path, durable=False) for path in found if path.name != f"node-{node}"]
+
+
 def forget(run_id: str) -> None:
     """Free the memory of a run that has ended well."""
     shutil.rmtree(_root(run_id), ignore_errors=True)

@@ -93,7 +93,7 @@ class Directory:
         return sorted(step for step in steps if step is not None)
 
     def write(self, step: int, attempt: str, file: str, content: Iterable[memoryview]) -> str:
-        aside = self._aside(step, attempt)
+        aside = self.aside(step, attempt)
         aside.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (aside / file).open("wb", buffering=0) as handle:
             position = 0
@@ -105,7 +105,7 @@ class Directory:
         return file
 
     def commit(self, step: int, attempt: str, manifest: str) -> None:
-        aside, target = self._aside(step, attempt), self.at(step)
+        aside, target = self.aside(step, attempt), self.at(step)
         self.write(step, attempt, NAME, [memoryview(manifest.encode())])
         if self.durable:
             sync_directory(aside)
@@ -117,7 +117,7 @@ class Directory:
             sync_directory(self.path)
 
     def abandon(self, step: int, attempt: str) -> None:
-        shutil.rmtree(self._aside(step, attempt), ignore_errors=True)
+        shutil.rmtree(self.aside(step, attempt), ignore_errors=True)
 
     def clear(self) -> None:
         for entry in self.path.glob(UNFINISHED + "*"):
@@ -171,7 +171,8 @@ class Directory:
             raise Damaged(f"{path} is no file of its own")
         return found
 
-    def _aside(self, step: int, attempt: str) -> Path:
+    def aside(self, step: int, attempt: str) -> Path:
+        """Where a checkpoint lies before it is committed."""
         return self.path / f"{UNFINISHED}{self.at(step).name}-{attempt}"
 
     def _send_off(self, handle: int, position: int, size: int) -> None:

@@ -21,6 +21,7 @@ from blake3 import blake3
 
 from shoal.parallel.mesh import PATIENCE, Mesh
 from shoal.train.checkpoint.manifest import Manifest, Piece
+from shoal.train.checkpoint.peers import Peers, file_of
 from shoal.train.checkpoint.place import Place
 from shoal.train.checkpoint.stage import Stage, States
 from shoal.train.files import in_words
@@ -55,19 +56,21 @@ class Saver:
         attempt: str,
         prepare: Callable[[], None] = lambda: None,
         after_commit: Callable[[], None] = lambda: None,
+        peers: Peers | None = None,
     ) -> None:
         """``name`` tells savers of a rank apart; ``attempt`` tells its files from those of an attempt that died.
 
-        ``prepare`` is called on every rank and ``after_commit`` on the first, in the background.
+        ``prepare`` is called on every rank and ``after_commit`` on the first, in the background. ``peers``: other nodes
+        that have a place of their own, and copies in it.
         """
         self.name, self.place, self.stage, self.attempt = name, place, stage, attempt
         self.rank, self.world = mesh.rank, mesh.world
-        self.prepare, self.after_commit = prepare, after_commit
+        self.prepare, self.after_commit, self.peers = prepare, after_commit, peers
         # A connection of our own: who waits in one keeps everybody else out of it.
         self.store: dist.Store | None = None
         if mesh.store is not None and mesh.world > 1:
             self.store = cast(Any, mesh.store).clone()  # which torch's type stubs do not know yet
-        self.file = f"rank-{mesh.rank:05d}.bin"
+        self.file = file_of(mesh.rank)
         self.waited = 0.0  # seconds that training was held up; whoever reads them sets them back
         self._writer = ThreadPoolExecutor(1, "shoal-save", _be_nice)
         self._hashers = ThreadPoolExecutor(HASHERS, "shoal-hash", _be_nice)
@@ -129,12 +132,17 @@ class Saver:
         )
         # Hashed by other threads meanwhile.
         file = self.place.write(step, self.attempt, self.file, _chunks(content))
+        if self.peers is not None:
+            self.peers.copy(step, content)
         return [lot.entry(file, found) for lot, found in zip(lots, hashes, strict=True)]
 
     def _report(self, step: int, pieces: list[Piece], error: str) -> None:
         assert self.store is not None
         told = {"error": error, "pieces": [piece.model_dump() for piece in pieces]}
         self.store.set(self._key(step, self.rank), json.dumps(told))
+        leads = self.peers is not None and self.peers.leads and self.peers.node > 0
+        if leads and self.peers is not None and self.peers.commit_here(self.store, self._key(step), step):
+            self.after_commit()
 
     def _conclude(self, manifest: Manifest, pieces: list[Piece], error: str) -> str:
         """Hear from every rank how it went there, and commit if it went well everywhere."""
@@ -147,10 +155,13 @@ class Saver:
             self.store.delete_key(key)
             error = error or (f"rank {rank}: {told['error']}" if told["error"] else "")
             everyone += [Piece.model_validate(piece) for piece in told["pieces"]]
+        complete = "" if error else manifest.model_copy(update={"pieces": tuple(everyone)}).to_text()
         try:
-            if not error:
-                complete = manifest.model_copy(update={"pieces": tuple(everyone)})
-                self.place.commit(manifest.step, self.attempt, complete.to_text())
+            if self.peers is not None:
+                assert self.store is not None
+                self.peers.commit_elsewhere(self.store, self._key(manifest.step), complete)
+            if complete:
+                self.place.commit(manifest.step, self.attempt, complete)
         except OSError as trouble:
             error = in_words(trouble)
         if error:
@@ -160,7 +171,7 @@ class Saver:
             self.after_commit()
         return error
 
-    def _key(self, step: int, rank: int) -> str:
+    def _key(self, step: int, rank: int | str = "commit") -> str:
         return f"save-{self.name}-{step}-{rank}"
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,6 +55,11 @@ class Standing:
     locked: bool = False  # no thread of Python's runs: one of them holds the lock of all
     state: str = ""  # one letter, as Linux has it
     device: str = ""  # what its device has not finished
+
+    @staticmethod
+    def from_json(row: dict[str, Any]) -> Standing:
+        """What ``asdict`` has made of one, on another machine."""
+        return Standing(**{**row, "frames": tuple(Frame(**frame) for frame in row["frames"])})
 
     @property
     def frame(self) -> Frame | None:

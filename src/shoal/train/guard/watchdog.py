@@ -1,34 +1,17 @@
-"""The launcher's watch over its ranks: it reads their flight recorders, and says who keeps the others waiting.
-
-It needs no help from a rank, and none of its locks: a rank may be stuck in C code, or not be running at all.
-"""
+"""The launcher's watch over the ranks: from what their flight recorders show, it says who keeps the others waiting."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from shoal.facts.redact import redact
-from shoal.observe import nccl
-from shoal.observe.flight import FIRST_STEP, INPUT, STEP, Channel, FlightReader, Snapshot
+from shoal.observe.flight import FIRST_STEP, INPUT, STEP, Channel, Snapshot
 from shoal.train.guard import stalled
-from shoal.train.guard.stacks import (
-    Standing,
-    ask_for_stacks,
-    is_gone,
-    is_stopped,
-    main_thread,
-    shown,
-    state,
-)
+from shoal.train.guard.stacks import Standing
 from shoal.train.guard.stalled import Late, Verdict
-from shoal.train.rundir import RunDirectory
+from shoal.train.guard.watched import Ranks
 
 Explain = Callable[[Sequence[Snapshot], Mapping[int, Standing]], Verdict | None]
 
@@ -44,16 +27,10 @@ BEFORE_TIMEOUT = 0.9
 MUCH_LONGER = 10
 # And a rank may keep others waiting for so many times the longest wait that ended well: some work is unevenly shared.
 LONGER = 2
-# How long we wait for the stacks of ranks.
-DUMP_SECONDS = 3.0
-SETTLE_SECONDS = 0.1
-# A rank whose heart does not beat for so long, and that was not stopped, holds Python's lock.
-HEARTBEAT_SECONDS = 2.0
-# But before its peers give up we want to have said who it was.
+# What it takes longer to hear of ranks on other nodes, and from them.
+TO_ASK_OTHERS = 0.5
+# Of the limit, for listening to hearts: before a rank's peers give up we want to have said who it was.
 OF_THE_LIMIT = 0.5
-LISTEN_SECONDS = 0.05
-# Collectives that are listed with a rank's stacks.
-LISTED = 40
 
 
 @dataclass(frozen=True)
@@ -64,18 +41,18 @@ class Limits:
     patient: float
 
     @classmethod
-    def of(cls, stall: float, timeout: float) -> Limits:
+    def of(cls, stall: float, timeout: float, nodes: int = 1) -> Limits:
         """A waiting rank gives up after ``timeout``, and then it is too late to ask who was missing."""
-        step = max(1.0, min(stall, timeout / 2))
-        return cls(step, max(step, timeout * BEFORE_TIMEOUT))
+        asking = TO_ASK_OTHERS if nodes > 1 else 0.0
+        step = max(1.0, min(stall, timeout / 2 - asking))
+        return cls(step, max(step, timeout * BEFORE_TIMEOUT - 2 * asking))
 
 
 class Watchdog:
-    """Watches the ranks of one machine. To be polled often; most polls do nothing."""
+    """Watches the ranks of one attempt. To be polled often; most polls do nothing."""
 
-    def __init__(self, run: RunDirectory, world: int, limits: Limits) -> None:
-        self.run, self.world, self.limits = run, world, limits
-        self.readers = [FlightReader(run.flight(rank)) for rank in range(world)]
+    def __init__(self, ranks: Ranks, limits: Limits) -> None:
+        self.ranks, self.limits = ranks, limits
         self._looked = time.monotonic()
         self._judged: list[int] = []
         self._forget()
@@ -87,48 +64,25 @@ class Watchdog:
         # The longest wait that ended well in the first step, which may compile, and after it.
         self._first_wait = self._wait = 0.0
 
-    def poll(self, processes: Sequence[int]) -> Verdict | None:
-        """A verdict where the ranks, whose processes these are, have stalled; at most one for the same processes."""
+    def poll(self) -> Verdict | None:
+        """A verdict where the ranks have stalled; at most one for the same processes."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return None
         passed, self._looked = min(now - self._looked, MOST_AT_ONCE), now
-        snapshots = self._look(processes)
-        if snapshots is None or list(processes) == self._judged:
+        snapshots = self.ranks.look()
+        if snapshots is None or [one.pid for one in snapshots] == self._judged:
             self._forget()
             return None
         self._count(passed, snapshots)
-        explain = self._stall(snapshots, processes)
-        last = self._look(processes, entries=True) if explain else None
+        explain = self._stall(snapshots)
+        last = self.ranks.look_closely() if explain else None
         if explain is None or last is None:
             return None
-        verdict = explain(last, dump_stacks(self.run, last, self._locked(last)))
-        if verdict is None:
-            return None
-        self._judged = list(processes)
-        message = (
-            f"{verdict.message}\n  stacks and last collectives of all ranks: {shown(str(self.run.stacks))}"
-        )
-        return replace(verdict, message=message)
-
-    def _look(self, processes: Sequence[int], entries: bool = False) -> list[Snapshot] | None:
-        """Of all ranks; None while some process has not begun or has ended: then its record means nothing."""
-        seen = [reader.look(entries) for reader in self.readers]
-        snapshots = [snapshot for snapshot in seen if snapshot is not None]
-        ours = [one.pid for one in snapshots] == list(processes)
-        return snapshots if ours and not any(map(is_gone, processes)) else None
-
-    def _locked(self, snapshots: Sequence[Snapshot]) -> set[int]:
-        """The ranks whose heart does not beat although nobody has stopped them."""
-        silent = {rank for rank, one in enumerate(snapshots) if one.beats and not is_stopped(one.pid)}
-        deadline = time.monotonic() + min(HEARTBEAT_SECONDS, self.limits.step * OF_THE_LIMIT)
-        while silent and time.monotonic() < deadline:
-            time.sleep(LISTEN_SECONDS)
-            for rank in [*silent]:
-                now = self.readers[rank].look()
-                if now is None or now.beats != snapshots[rank].beats:
-                    silent.remove(rank)
-        return silent
+        verdict = explain(last, self.ranks.evidence(last, self.limits.step * OF_THE_LIMIT))
+        if verdict is not None:
+            self._judged = [one.pid for one in last]
+        return verdict
 
     # Whether.
 
@@ -151,7 +105,7 @@ class Watchdog:
             self._longest, self._in_step = max(self._longest, self._in_step), 0.0
         self._progress = progress
 
-    def _stall(self, snapshots: list[Snapshot], processes: Sequence[int]) -> Explain | None:
+    def _stall(self, snapshots: list[Snapshot]) -> Explain | None:
         """How to explain the stall, if there is one."""
         if any(seconds >= self._limit(channel, snapshots) for (channel, _), seconds in self._waited.items()):
             return partial(_explain_late, self._waited)
@@ -160,9 +114,9 @@ class Watchdog:
         if phases == {STEP} and self._quiet >= max(self.limits.patient, MUCH_LONGER * self._longest):
             return partial(stalled.explain_silence, self._quiet)
         if phases <= set(WATCHED) and self._quiet >= self.limits.step:
-            if any(is_stopped(process) for process in processes):
+            if self.ranks.any_stopped():
                 return partial(stalled.explain_silence, self._quiet)
-            last = self._look(processes, entries=True) or []
+            last = self.ranks.look_closely() or []
             for channel in dict.fromkeys(channel for one in last for channel in one.counts):
                 if difference := stalled.first_difference(last, channel):
                     return partial(stalled.explain_difference, channel, difference)
@@ -192,79 +146,3 @@ def _explain_late(
         # It has entered all that the others have, and was stopped inside.
         return stalled.explain_silence(longest, snapshots, standings)
     return stalled.explain_late(cause, late, longest, snapshots, standings)
-
-
-# The evidence.
-
-
-def dump_stacks(run: RunDirectory, snapshots: Sequence[Snapshot], locked: set[int]) -> dict[int, Standing]:
-    """Have every rank write down its stacks, and keep them in the run's directory; where each of them stands."""
-    stopped = {rank for rank, one in enumerate(snapshots) if is_stopped(one.pid)}
-    # Before anybody is disturbed.
-    states = [state(one.pid) for one in snapshots]
-    running = set(range(len(snapshots))) - stopped
-    heard = [rank for rank in running if nccl.ask(run.flights, rank)]
-    # A process that was stopped writes when it goes on. It goes on last, and not for long: others have been asked.
-    for ranks in (running, stopped):
-        for rank in ranks:
-            ask_for_stacks(snapshots[rank].pid)
-        for rank in ranks & stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(snapshots[rank].pid, signal.SIGCONT)
-        _wait_for([run.stack_dump(rank) for rank in ranks])
-    _wait_for([nccl.dump_of(run.flights, rank) for rank in heard])
-    standings = {}
-    for rank, snapshot in enumerate(snapshots):
-        dump = _read(run.stack_dump(rank))
-        frames = main_thread(dump, snapshot.main_thread)
-        unfinished = _unfinished(run, rank, snapshot)
-        device = f"its device has not finished {unfinished[0]}" if unfinished else ""
-        standings[rank] = Standing(frames, rank in stopped, rank in locked, states[rank], device)
-        on_device = [f"not finished on the device: {one}" for one in unfinished[:LISTED]]
-        text = "\n".join([_record(rank, snapshot), *on_device, dump or "it wrote no stacks"])
-        # Without a place for the evidence there is still a verdict.
-        with contextlib.suppress(OSError):
-            run.stacks.mkdir(mode=0o700, exist_ok=True)
-            (run.stacks / f"rank-{rank:05d}.txt").write_text(redact(text), encoding="utf-8")
-    return standings
-
-
-def _unfinished(run: RunDirectory, rank: int, snapshot: Snapshot) -> list[str]:
-    """What a rank's device was asked for and has not done, the oldest first."""
-    names = {channel.id: channel.group for channel in snapshot.counts}
-    return [
-        f"{one.op} #{one.number} of group {names.get(one.group, one.group)} (by torch's count)"
-        for one in nccl.pending(nccl.dump_of(run.flights, rank))
-    ]
-
-
-def _wait_for(dumps: Sequence[Path]) -> None:
-    """Until all of these files have content that no longer grows."""
-    deadline = time.monotonic() + DUMP_SECONDS
-    before: list[int] = []
-    while dumps and time.monotonic() < deadline:
-        sizes = [dump.stat().st_size if dump.exists() else 0 for dump in dumps]
-        if all(sizes) and sizes == before:
-            return
-        before = sizes
-        time.sleep(SETTLE_SECONDS)
-
-
-def _read(dump: Path) -> str:
-    try:
-        return dump.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _record(rank: int, snapshot: Snapshot) -> str:
-    """What the flight recorder of a rank holds, the last entry first."""
-    now = time.monotonic()
-    lines = [f"rank {rank}, process {snapshot.pid}, {snapshot.phase} {snapshot.step}", ""]
-    for entry in reversed(snapshot.entries[-LISTED:]):
-        ends = "->".join(map(str, entry.channel.ranks)) if entry.channel.directed else ""
-        lines.append(
-            f"{now - entry.time:9.3f} s ago  {entry.op} #{entry.number} of {entry.channel.group} {ends} "
-            f"{entry.bytes} bytes  {shown(entry.where)}"
-        )
-    return "\n".join([*lines, ""])

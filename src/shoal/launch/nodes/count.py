@@ -1,0 +1,39 @@
+"""How many nodes take part in a run: a number, or from so many to so many. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+import socket
+from typing import NamedTuple
+
+from shoal.facts.problem import BadInput
+
+
+class NodeCount(NamedTuple):
+    """A run begins, and goes on, with at least ``least`` nodes, and takes in more up to ``most``."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> NodeCount:
+        """``4``, or ``2:4``."""
+        first, _, second = text.partition(":")
+        try:
+            count = cls(int(first), int(second or first))
+        except ValueError:
+            count = cls(0, 0)
+        if not 1 <= count.least <= count.most:
+            raise BadInput(f"--nodes {text}: not a number of nodes", "--nodes 4, or from 2 to 4: --nodes 2:4")
+        return count
+
+    def __str__(self) -> str:
+        return str(self.least) if self.least == self.most else f"{self.least}:{self.most}"
+
+
+def node_name(given: str | None) -> str:
+    """What a machine is called: it is part of a path, and said in messages."""
+    name = given if given is not None else socket.gethostname()
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
+        raise BadInput(f"--node {name}: letters, digits, '.', '-' and '_' alone", "--node a")
+    return name

@@ -1,0 +1,73 @@
+"""What launchers tell each other: each has one document that it alone writes, and the captain has one for all of them.
+
+Whatever a launcher needs to know is in the last document of another, so that nothing is lost with a message that was
+not heard, and what is decided is a function of what they say. Plain JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from shoal.launch.report import FAILED
+
+
+class Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Death(Document):
+    """The end of a rank's process. ``code``: as Python has it, negative for a signal."""
+
+    rank: int
+    time: float
+    code: int | None = None
+
+
+class Status(Document):
+    """What a launcher says of its node."""
+
+    name: str
+    host: str
+    process: int
+    devices: int  # for how many ranks it has room
+    beat: int = 0
+    ready: int = 0  # it has no workers, and takes part in any round from this one on; 0: it has some
+    round: int = 0  # the last one that it took part in; what follows is of that one
+    deaths: tuple[Death, ...] = ()
+    failed: bool = False  # some rank did not end well
+    seen: dict[int, dict[str, Any]] = {}  # rank → what its flight recorder shows
+    stopped: bool = False  # a signal or a debugger has stopped one of them
+    standings: dict[int, dict[str, Any]] = {}  # rank → where it was found when the captain last asked
+    answered: int = 0  # which question of the captain's that answers
+    stop: bool = False  # somebody has asked it to stop the run
+    heard_end: bool = False
+
+
+class Round(Document):
+    """Who takes part in one attempt at the run, and in which layout. The first of ``nodes`` is the captain's own."""
+
+    number: int
+    nodes: tuple[int, ...]
+    layout: str
+    cluster: dict[str, Any]
+
+
+class End(Document):
+    """The run is over for everybody."""
+
+    message: str
+    code: int = FAILED
+
+
+class Call(Document):
+    """What the captain says to all."""
+
+    beat: int = 0
+    round: Round | None = None
+    over: int = 0  # rounds up to this have ended: whoever still has workers ends them
+    regroup: int = 0  # the round whose workers stop, with a commit, to make room for a node
+    ask: int = 0  # counts the questions where ranks stand
+    refused: dict[int, str] = {}
+    end: End | None = None

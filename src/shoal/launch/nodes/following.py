@@ -1,0 +1,187 @@
+"""A launcher that follows: it runs the ranks of its node as the captain says, and tells the captain of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+from shoal.facts.cluster import Cluster
+from shoal.facts.layout import Layout
+from shoal.facts.traffic import show_ranks
+from shoal.launch.agent import Crew
+from shoal.launch.attempt import Attempt
+from shoal.launch.nodes.documents import Death, End, Round, Status
+from shoal.launch.nodes.meeting import CaptainLost, Follower, Place
+from shoal.launch.nodes.watched import Witness
+from shoal.launch.rendezvous import Rendezvous, connect
+from shoal.launch.report import Report
+from shoal.launch.restart import Interrupted
+from shoal.plan.resolve import Job
+from shoal.train.guard.watchdog import OF_THE_LIMIT, Limits
+from shoal.train.guard.watched import LocalRanks
+
+# Between two looks at the ranks' recorders.
+WITNESS_SECONDS = 0.25
+# How long the agent may take to end once the captain is lost: it may hang in a connection that was cut.
+ABANDON_SECONDS = 3.0
+
+
+class Ended(Exception):
+    """The captain says that it is over."""
+
+    def __init__(self, end: End) -> None:
+        self.end = end
+        super().__init__(end.message)
+
+
+class FollowerRendezvous(Rendezvous):
+    """Waits for a round that this node takes part in."""
+
+    def __init__(self, following: Following, *where: Any) -> None:
+        super().__init__(following.run.path.name, *where)
+        self.following = following
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        round = self.following.next_round()
+        self.round = round.number
+        return self.info(round.nodes.index(self.following.follower.number), len(round.nodes))
+
+    def num_nodes_waiting(self) -> int:
+        """Asked by the agent while all is well."""
+        if self.following.follower.lost:
+            raise CaptainLost
+        return 0
+
+
+class Following(Attempt):
+    """``shoal train --nodes`` on a node whose captain is elsewhere."""
+
+    leads = False
+
+    def __init__(self, place: Place, status: Status, job: Job, *rest: Any) -> None:
+        self.place, self.wanted, self._status = place, job, status
+        self._index = 0
+        self._witness: Witness | None = None
+        self._witnessed = 0.0
+        self._lost_at = 0.0
+        super().__init__(job, *rest)
+
+    def _meet(self) -> Rendezvous:
+        timeout = self.job.config.fault.timeout
+        talking = self.place.connect()
+        if talking is None:
+            raise CaptainLost
+        self.follower = Follower(talking, self._status, timeout)
+        self.follower.start()
+        store = connect(self.place.port, timeout, self.place.address)
+        return FollowerRendezvous(self, store, self.place.address, self.place.port)
+
+    # A round.
+
+    def next_round(self) -> Round:
+        """Called by the agent: its workers, if there were any, have ended."""
+        follower = self.follower
+        deaths = self._own_deaths()
+        follower.say(ready=self.rendezvous.round + 1, deaths=deaths, seen={}, stopped=False)
+        follower.wait(lambda: self._something_to_do() is not None or bool(self.asked))
+        todo = self._something_to_do()
+        if todo is None:
+            raise Interrupted
+        if isinstance(todo, BaseException):
+            raise todo
+        self._index = todo.nodes.index(follower.number)
+        cluster = Cluster.model_validate(todo.cluster)
+        job = replace(self.wanted, cluster=cluster, layout=Layout.parse(todo.layout))
+        self._assign(job, todo.number, len(todo.nodes))
+        self.agent.crew = Crew()  # who has died before is no longer of interest
+        follower.say(ready=0, round=todo.number, deaths=(), failed=False, seen={}, standings={})
+        ranks = show_ranks(self._my_ranks())
+        self.progress.say(f"node {self._status.name}: {ranks} of {job.layout}, led from {self.place.host}")
+        return todo
+
+    def _something_to_do(self) -> Round | Exception | None:
+        """What the captain wants of this node; None while it wants nothing."""
+        follower, call = self.follower, self.follower.call
+        if why := call.refused.get(follower.number):
+            return Ended(End(message=why))
+        if call.end is not None:
+            return Ended(call.end)
+        if follower.lost:
+            return CaptainLost()
+        round = call.round
+        fresh = round is not None and round.number > max(call.over, self.rendezvous.round)
+        return round if round is not None and fresh and follower.number in round.nodes else None
+
+    def _my_ranks(self) -> range:
+        here = self.spec.local_world_size
+        return range(self._index * here, (self._index + 1) * here)
+
+    def _assign(self, job: Job, number: int, nodes: int = 1) -> None:
+        super()._assign(job, number, nodes)
+        self.watchdog = None  # the captain has one
+        fault = job.config.fault
+        limits = Limits.of(fault.stall or fault.timeout, fault.timeout, nodes)
+        local = LocalRanks(self.run, self._my_ranks(), lambda: self.agent.processes())
+        self._witness = Witness(local, limits.step * OF_THE_LIMIT, self.follower.call.ask)
+
+    # While workers run.
+
+    def _look_around(self) -> None:
+        crew, call, follower = self.agent.crew, self.follower.call, self.follower
+        if follower.lost or call.over >= self.rendezvous.round:
+            self.agent.kill(crew)
+        if follower.lost:
+            self._lost_at = self._lost_at or time.monotonic()
+        if crew.first_death is not None and not follower.status.failed:
+            follower.say(failed=True)
+        asked = self._witness is not None and call.ask > self._witness.answered
+        if self._witness is not None and (asked or time.monotonic() - self._witnessed >= WITNESS_SECONDS):
+            self._witnessed = time.monotonic()
+            follower.say(**self._witness.tell(call.ask))
+
+    def _own_deaths(self) -> tuple[Death, ...]:
+        crew = self.agent.crew
+        codes = crew.exit_codes()
+        return tuple(Death(rank=rank, time=crew.times[rank], code=codes.get(rank)) for rank in crew.order)
+
+    def _ended_well(self, rank: int) -> bool:
+        try:
+            return super()._ended_well(rank)
+        except RuntimeError:  # the captain is gone, and its store with it
+            return False
+
+    def _ask_to_stop(self) -> None:
+        self.follower.say(stop=True)
+
+    def _regroups(self) -> bool:
+        outcomes = [] if self.result is None else list(self.result.return_values.values())
+        stopped = bool(outcomes) and all(one is not None and one.stopped for one in outcomes)
+        return stopped and self.follower.call.regroup == self.rendezvous.round
+
+    # The end.
+
+    def _is_hopeless(self) -> bool:
+        return bool(self._lost_at) and time.monotonic() - self._lost_at > ABANDON_SECONDS
+
+    def _end_workers(self, thread: threading.Thread) -> None:
+        self.agent.kill()
+        thread.join(ABANDON_SECONDS)
+
+    def _verdict(self) -> Report:
+        if isinstance(self.error, Ended):
+            return self._report(self.error.end.code, self.error.end.message)
+        gone = isinstance(self.error, CaptainLost) or (self.result is None and self.follower.lost)
+        if gone and not self.insisted:
+            raise CaptainLost
+        return super()._verdict()
+
+    def run_to_end(self) -> Report:
+        try:
+            return super().run_to_end()
+        finally:
+            self.follower.say(heard_end=True, ready=0)
+            self.follower.close()

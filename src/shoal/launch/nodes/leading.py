@@ -1,0 +1,248 @@
+"""The launcher that leads: it holds the run's directory and the store, and decides who takes part in each round."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+from shoal.facts.problem import BadInput
+from shoal.facts.traffic import show_ranks
+from shoal.launch.attempt import Attempt
+from shoal.launch.failure import NODE_LOST, Failure
+from shoal.launch.interfaces import address_of
+from shoal.launch.manifest import describe_plan
+from shoal.launch.nodes.count import NodeCount
+from shoal.launch.nodes.documents import End, Round, Status
+from shoal.launch.nodes.meeting import Captain, Place, new_place
+from shoal.launch.nodes.watched import EveryRank
+from shoal.launch.rendezvous import REGROUP, Rendezvous, connect, open_store
+from shoal.launch.report import Report
+from shoal.launch.restart import GaveUp, Interrupted
+from shoal.plan.refit import refit
+from shoal.plan.resolve import Job
+from shoal.train.guard.watched import LocalRanks, Ranks
+
+# For how long a round waits for the nodes that it needs.
+JOIN_SECONDS = 600.0
+# For how long the others may take to hear that it is over.
+FAREWELL_SECONDS = 5.0
+
+
+class CaptainRendezvous(Rendezvous):
+    """Asks its launcher to gather the nodes of each round."""
+
+    def __init__(self, leading: Leading, *where: Any) -> None:
+        super().__init__(leading.run.path.name, *where)
+        self.leading = leading
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        nodes = self.leading.begin_round(self.round + 1)
+        self.round += 1
+        return self.info(0, nodes)
+
+
+class Leading(Attempt):
+    """``shoal train --nodes`` on the node that holds the run's directory. Its ranks come first."""
+
+    def __init__(self, nodes: NodeCount, more_seconds: float, status: Status, job: Job, *rest: Any) -> None:
+        """``more_seconds``: for how long the first round waits for more nodes than it needs."""
+        self.nodes, self.more_seconds, self.wanted = nodes, more_seconds, job
+        self._status = status
+        self._regrouped = False
+        self._considered: set[int] = set()
+        super().__init__(job, *rest)
+
+    def _meet(self) -> Rendezvous:
+        timeout = self.job.config.fault.timeout
+        store, address, port = open_store(address_of(self.job.config.cluster.interface), timeout)
+        self.captain = Captain(connect(port, timeout, address), self._status, timeout)
+        self.captain.start()
+        new_place(address, port, store).write(self.run.path)
+        return CaptainRendezvous(self, store, address, port)
+
+    def run_to_end(self) -> Report:
+        try:
+            report = super().run_to_end()
+            self._say_farewell(End(message=report.message, code=report.code))
+            return report
+        finally:
+            Place.remove(self.run.path)
+            self.captain.close()
+
+    # A round.
+
+    def begin_round(self, number: int) -> int:
+        """End the round before, see why it failed, gather nodes, and say what they do; how many they are."""
+        captain, ended = self.captain, self.captain.call.round
+        if ended is not None:
+            captain.command(over=ended.number)
+            captain.wait(lambda: all(self._settled(node, ended) for node in ended.nodes[1:]))
+            if not self._regrouped:
+                self._judge(ended.number)
+        self._regrouped = False
+        there = self._gather(first=ended is None)
+        job = self._laid_out(there)
+        # On some numbers of nodes there is no layout.
+        taking_part = tuple(there)[: job.cluster.nodes if job is not self.wanted else len(there)]
+        self._note_change(job, taking_part, ended)
+        cluster = job.cluster.model_dump(mode="json")
+        self._round = Round(number=number, nodes=taking_part, layout=str(job.layout), cluster=cluster)
+        self._assign(job, number, len(taking_part))
+        captain.command(round=self._round)
+        return len(taking_part)
+
+    def _settled(self, node: int, ended: Round) -> bool:
+        """Whether a node has no workers of that round left, or is lost."""
+        status = self.captain.last_of(node)
+        return status is None or status.ready > 0 or self._is_lost(node)
+
+    def _is_lost(self, node: int) -> bool:
+        return node != self.captain.number and self.captain.silent_for(node) >= self.captain.patience
+
+    def _ready(self) -> dict[int, Status]:
+        """Nodes that could take part in a round, this one first."""
+        mine = self.captain.number
+        others = {number: one for number, one in self.captain.alive().items() if one.ready and number != mine}
+        return {mine: self._status, **others}
+
+    def _gather(self, first: bool) -> dict[int, Status]:
+        """Wait for as many nodes as are needed; in the beginning a little longer, for more of them."""
+        least, most = self.nodes
+        began = time.monotonic()
+        if len(self._ready()) < least:
+            self.progress.say(f"waiting for nodes: {len(self._ready())} of {least} are here")
+
+        def gathered() -> bool:
+            count = len(self._ready())
+            more = first and count < most and time.monotonic() - began < self.more_seconds
+            return bool(self.asked) or (count >= least and not more)
+
+        if not self.captain.wait(gathered, JOIN_SECONDS):
+            who = ", ".join(one.name for one in self._ready().values())
+            raise self._over(f"{least} nodes did not come within {JOIN_SECONDS:.0f} s; here are {who}")
+        if self.asked:
+            raise Interrupted
+        ready = self._ready()
+        return {number: ready[number] for number in list(ready)[:most]}
+
+    def _laid_out(self, there: dict[int, Status]) -> Job:
+        """The layout that was asked for where it has room on these nodes; else the planner chooses one that has."""
+        count = len(there)
+        room = count * min(status.devices for status in there.values())
+        world = self.wanted.layout.world
+        if world <= room and world % count == 0:
+            return self.wanted
+        return refit(self.wanted, room, count)
+
+    def _note_change(self, job: Job, nodes: tuple[int, ...], ended: Round | None) -> None:
+        before = None if ended is None else ended.nodes
+        if before is None or (before == nodes and job.layout == self.job.layout):
+            return
+        self.run.note_plan(describe_plan(job))
+        who = ", ".join(self.captain.name_of(number) for number in nodes)
+        self.run.note_fault(
+            kind="nodes",
+            step=self.run.step(),
+            action=f"going on with {job.layout}",
+            message=f"{len(nodes)} of {self.nodes.most} nodes take part: {who}",
+        )
+
+    # Faults.
+
+    def _deaths(self) -> tuple[list[int], dict[int, int]]:
+        """Those of all nodes."""
+        crew = self.agent.crew
+        when, codes = dict(crew.times), crew.exit_codes()
+        for node in self._round_nodes()[1:]:
+            status = self.captain.last_of(node)
+            if status is not None and status.round == self.rendezvous.round:
+                when |= {death.rank: death.time for death in status.deaths}
+                codes |= {death.rank: death.code for death in status.deaths if death.code is not None}
+        return sorted(when, key=lambda rank: when[rank]), codes
+
+    def _cause(self) -> Failure:
+        """A node that is lost takes its ranks with it, and what others saw of that is an echo."""
+        nodes = self._round_nodes()
+        for index, node in enumerate(nodes):
+            if self._is_lost(node):
+                here = self.job.layout.world // len(nodes)
+                ranks = show_ranks(range(index * here, (index + 1) * here))
+                name, silent = self.captain.name_of(node), self.captain.silent_for(node)
+                message = f"node {name} ({ranks}) has not been heard from for {silent:.1f} s"
+                return Failure(
+                    index * here, message, False, time.time(), "is gone", NODE_LOST, more={"node": name}
+                )
+        return super()._cause()
+
+    def _round_nodes(self) -> tuple[int, ...]:
+        return self.captain.call.round.nodes if self.captain.call.round else ()
+
+    def _judge(self, ended: int) -> None:
+        try:
+            super()._judge(ended)
+        except GaveUp as over:
+            self._say_farewell(End(message=str(over)))
+            raise
+
+    def _over(self, message: str) -> GaveUp:
+        self._say_farewell(End(message=message))
+        return GaveUp(Failure(0, message, False, time.time(), final=True), "")
+
+    def _ranks(self) -> Ranks:
+        local = LocalRanks(self.run, range(self.spec.local_world_size), lambda: self.agent.processes())
+        return EveryRank(self.captain, self._round, local)
+
+    # While workers run.
+
+    def _look_around(self) -> None:
+        super()._look_around()
+        round, crew = self.captain.call.round, self.agent.crew
+        if round is None or round.number != self.rendezvous.round:
+            return
+        statuses = [self.captain.last_of(node) for node in round.nodes[1:]]
+        failed = any(one is not None and one.round == round.number and one.failed for one in statuses)
+        if crew.first_death is None and (failed or any(map(self._is_lost, round.nodes))):
+            self.agent.kill(crew)
+        if any(one.stop for one in self.captain.alive().values()):
+            self.asked = self.asked or time.monotonic()
+        self._make_room(round)
+
+    def _make_room(self, round: Round) -> None:
+        """Have the workers stop after a step, with a commit, where a node has come that is of use."""
+        new = self._ready().keys() - set(round.nodes) - self._considered
+        if not new or len(round.nodes) >= self.nodes.most or self.captain.call.regroup == round.number:
+            return
+        self._considered |= new
+        everybody = [*round.nodes, *sorted(new)][: self.nodes.most]
+        statuses = {node: one for node in everybody if (one := self.captain.last_of(node)) is not None}
+        try:
+            useful = self._laid_out(statuses).layout != self.job.layout
+        except BadInput:
+            return
+        if useful:
+            self.progress.say(
+                f"node {self.captain.name_of(min(new))} has come: making room for it after this step"
+            )
+            self.captain.command(regroup=round.number)
+            self.rendezvous.attempt().set(REGROUP, "1")
+
+    def _regroups(self) -> bool:
+        outcomes = [] if self.result is None else list(self.result.return_values.values())
+        stopped = bool(outcomes) and all(one is not None and one.stopped for one in outcomes)
+        self._regrouped = stopped and not self.asked and self.captain.call.regroup == self.rendezvous.round
+        return self._regrouped
+
+    # The end.
+
+    def _say_farewell(self, end: End) -> None:
+        """The others would take the captain for lost, and one of them its place."""
+        if self.captain.call.end is not None:
+            return
+        self.captain.command(end=end)
+        mine = self.captain.number
+        self.captain.wait(
+            lambda: all(one.heard_end for number, one in self.captain.alive().items() if number != mine),
+            FAREWELL_SECONDS,
+        )

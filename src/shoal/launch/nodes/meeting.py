@@ -1,0 +1,263 @@
+"""Where launchers meet: the captain's store, found through a file in the run's directory, and a thread to talk there.
+
+Only that thread uses the connection. Whoever wants to say something leaves it with the thread; whoever wants to know
+something reads what was heard last, and when. So nobody hangs where a network has been cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import Store, TCPStore
+
+from shoal.launch.interfaces import LOOPBACK
+from shoal.launch.nodes.documents import Call, Status
+from shoal.train.files import replace_text
+
+TICK_SECONDS = 0.1
+CONNECT_SECONDS = 2.0
+
+# Keys of the captain's store: how many launchers have come, the document of each by its number, and the captain's.
+COUNT, CALL, NONCE = "nodes", "call", "nonce"
+
+
+def node_key(number: int) -> str:
+    return f"node-{number}"
+
+
+def silence(timeout: float) -> float:
+    """Seconds after which a launcher that is not heard from is taken for lost."""
+    return min(max(timeout / 2, 2.0), 10.0)
+
+
+class CaptainLost(Exception):
+    """The captain, or the way to it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the captain is: as the run's directory says."""
+
+    address: str
+    port: int
+    host: str
+    nonce: str
+
+    def write(self, run: Path) -> None:
+        replace_text(run / ".meeting", json.dumps(self.__dict__) + "\n")
+
+    @staticmethod
+    def read(run: Path) -> Place | None:
+        try:
+            return Place(**json.loads((run / ".meeting").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    @staticmethod
+    def remove(run: Path) -> None:
+        with contextlib.suppress(OSError):
+            (run / ".meeting").unlink()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it can be reached from its own host alone, and that is not this one."""
+        return self.address == LOOPBACK and self.host != socket.gethostname()
+
+    def connect(self) -> TCPStore | None:
+        """The captain's store; None where there is none, or that of somebody else who has got its port since."""
+        try:
+            # torch would try again and again, for as long as it may.
+            socket.create_connection((self.address, self.port), CONNECT_SECONDS).close()
+            wait = timedelta(seconds=CONNECT_SECONDS)
+            store = TCPStore(self.address, self.port, is_master=False, timeout=wait)
+            return store if store.get(NONCE).decode() == self.nonce else None
+        except (OSError, RuntimeError):
+            return None
+
+
+def new_place(address: str, port: int, store: Store) -> Place:
+    nonce = secrets.token_hex(8)
+    store.set(NONCE, nonce)
+    return Place(address, port, socket.gethostname(), nonce)
+
+
+class Talk:
+    """One launcher's side of the meeting. Subclasses say what is exchanged at every tick."""
+
+    def __init__(self, store: Store, status: Status) -> None:
+        self.store = store
+        self.number = int(store.add(COUNT, 1))
+        self._status = status
+        self._changed = threading.Condition()
+        self._wake = threading.Event()
+        self._over = False
+        self._talked = time.monotonic()
+        self._broken = ""
+        self._thread = threading.Thread(target=self._run, name="shoal-meeting", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say the last word, and no more."""
+        self._over = True
+        self._wake.set()
+        self._thread.join(CONNECT_SECONDS)
+
+    @property
+    def status(self) -> Status:
+        return self._status
+
+    def say(self, **changes: Any) -> None:
+        """Change what is said of this node, and say it soon."""
+        with self._changed:
+            self._status = self._status.model_copy(update=changes)
+        self._wake.set()
+
+    def wait(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Wait until something holds, which may change with whatever is heard; False where the time is over."""
+        with self._changed:
+            return self._changed.wait_for(until, seconds)
+
+    def quiet_for(self) -> float:
+        """Seconds since the store last answered."""
+        return time.monotonic() - self._talked
+
+    @property
+    def broken(self) -> str:
+        """Why nothing will be heard any more; empty as long as something may."""
+        return self._broken
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            last = self._over
+            try:
+                self._exchange()
+                self._talked = time.monotonic()
+            except Exception as error:  # torch has several, and all mean the same
+                self._broken = f"{type(error).__name__}: {error}"
+                last = True
+            with self._changed:
+                self._changed.notify_all()
+            if not last:
+                self._wake.wait(TICK_SECONDS)
+                self._wake.clear()
+
+    def _exchange(self) -> None:
+        raise NotImplementedError
+
+    def _tell_status(self) -> None:
+        with self._changed:
+            self._status = self._status.model_copy(update={"beat": self._status.beat + 1})
+            told = self._status.model_dump_json()
+        self.store.set(node_key(self.number), told)
+
+
+class Follower(Talk):
+    """Says what its node does, and hears what the captain wants."""
+
+    def __init__(self, store: Store, status: Status, timeout: float) -> None:
+        super().__init__(store, status)
+        self.patience = silence(timeout)
+        self.call = Call()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the captain is."""
+        return bool(self.broken) or self.quiet_for() > self.patience
+
+    def _exchange(self) -> None:
+        self._tell_status()
+        call = Call.model_validate_json(self.store.get(CALL))
+        with self._changed:
+            self.call = call
+
+
+@dataclass
+class Heard:
+    """What was last heard of a node, and when that last changed."""
+
+    status: Status
+    at: float
+
+
+class Captain(Talk):
+    """Hears all nodes, and says what is to be done. Its own node is one of them, the first."""
+
+    def __init__(self, store: Store, status: Status, timeout: float) -> None:
+        super().__init__(store, status)
+        self.patience = silence(timeout)
+        self.call = Call()
+        self._heard: dict[int, Heard] = {}
+        store.set(CALL, self.call.model_dump_json())
+
+    def command(self, **changes: Any) -> None:
+        with self._changed:
+            self.call = self.call.model_copy(update=changes)
+        self._wake.set()
+
+    def alive(self) -> Mapping[int, Status]:
+        """The nodes that are heard from, this one first."""
+        now = time.monotonic()
+        with self._changed:
+            others = {
+                number: one.status
+                for number, one in sorted(self._heard.items())
+                if now - one.at < self.patience and number not in self.call.refused
+            }
+            return {self.number: self._status, **others}
+
+    def silent_for(self, number: int) -> float:
+        heard = self._heard.get(number)
+        return time.monotonic() - heard.at if heard else float("inf")
+
+    def name_of(self, number: int) -> str:
+        status = self.last_of(number)
+        return status.name if status else f"number {number}"
+
+    def last_of(self, number: int) -> Status | None:
+        """What a node said last, be it long ago."""
+        if number == self.number:
+            return self._status
+        heard = self._heard.get(number)
+        return heard.status if heard else None
+
+    def _exchange(self) -> None:
+        self._tell_status()
+        for number in range(1, int(self.store.add(COUNT, 0)) + 1):
+            if number == self.number or not self.store.check([node_key(number)]):
+                continue
+            told = Status.model_validate_json(self.store.get(node_key(number)))
+            before = self._heard.get(number)
+            if before is None or before.status.beat != told.beat:
+                with self._changed:
+                    self._heard[number] = Heard(told, time.monotonic())
+        self._refuse_namesakes()
+        with self._changed:
+            self.call = self.call.model_copy(update={"beat": self.call.beat + 1})
+            told_all = self.call.model_dump_json()
+        self.store.set(CALL, told_all)
+
+    def _refuse_namesakes(self) -> None:
+        """Of two launchers that live and are called the same, the later: they would share one memory.
+
+        One that has lost us, and has found us again, comes with a new number; it is the same process.
+        """
+        first: dict[str, tuple[int, Status]] = {}
+        for number, status in sorted(self.alive().items()):
+            other, known = first.setdefault(status.name, (number, status))
+            lives = other == self.number or self.silent_for(other) < 4 * TICK_SECONDS
+            if lives and (known.host, known.process) != (status.host, status.process):
+                why = f"another live launcher is called {status.name!r}: give each node a name, --node NAME"
+                self.call = self.call.model_copy(update={"refused": {**self.call.refused, number: why}})

@@ -1,0 +1,134 @@
+"""Training on several machines: every one runs the same command, and the one that holds the run's directory leads.
+
+Whoever gets the directory's lock is the captain. Should it be lost, the lock is free, and another one gets it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from shoal.facts.problem import BadInput
+from shoal.launch import local
+from shoal.launch.nodes.count import NodeCount
+from shoal.launch.report import Report
+from shoal.plan.resolve import Job
+from shoal.train.data.dataset import Dataset
+from shoal.train.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from shoal.launch.nodes.documents import Status
+
+LEADING = "shoal.launch.nodes.leading:Leading"
+FOLLOWING = "shoal.launch.nodes.following:Following"
+# For how long a captain waits for more nodes than it needs: in the beginning, and when it has taken another's place.
+FIRST_SECONDS, NEXT_SECONDS = 10.0, 2.0
+# Between two attempts to lead, or to find who does.
+LOOK_SECONDS = 0.2
+
+
+def train(
+    job: Job,
+    run: RunDirectory,
+    nodes: NodeCount,
+    fresh: bool,
+    console: Console,
+    visible: str | None = None,
+    entrypoint: str = local.WORKER,
+) -> Report:
+    """As ``local.train``, with the other nodes that run the same command. ``run.node`` is what this one is called."""
+    check_even(job, nodes)
+    local.check(job, run, visible, nodes.most)
+    dataset = local.tokenised(job, console)
+    if run.path.exists() and not fresh:
+        run.check_continues(job, dataset.fingerprint)
+    local.warm_workers([*local.PRELOAD, entrypoint.partition(":")[0]], job.config)
+    # Of a connection that is lost, torch would print a page.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    together = _Together(job, run, nodes, console, visible, entrypoint, dataset)
+    waiting = False
+    while True:
+        with ExitStack() as held:
+            if held.enter_context(run.held_by_us()):
+                return together.lead(fresh, held)
+        fresh = False
+        report = together.follow()
+        if report is not None:
+            return report
+        if not waiting:
+            console.print(f"{run.path} is led from another node: looking for it", markup=False)
+            waiting = True
+        time.sleep(LOOK_SECONDS)
+
+
+def check_even(job: Job, nodes: NodeCount) -> None:
+    if job.layout.world % nodes.most:
+        raise BadInput(
+            f"layout {job.layout} has {job.layout.world} ranks, which are not as many on each of {nodes.most} nodes",
+            "another layout, or another number: --nodes",
+        )
+
+
+class _Together:
+    """What does not change, whoever leads."""
+
+    def __init__(
+        self,
+        job: Job,
+        run: RunDirectory,
+        nodes: NodeCount,
+        console: Console,
+        visible: str | None,
+        entrypoint: str,
+        dataset: Dataset,
+    ) -> None:
+        self.job, self.run, self.nodes, self.console = job, run, nodes, console
+        self.entrypoint, self.dataset = entrypoint, dataset
+        self.count = partial(local.devices_here, job, visible)
+        self.followed = False  # somebody who led before
+
+    def lead(self, fresh: bool, held: ExitStack) -> Report:
+        start = local.prepare(self.job, self.run, fresh, self.console, self.dataset, held)
+        if isinstance(start, Report):
+            return start
+        leading, work = local.load_attempt(LEADING, self.entrypoint)
+        with local.begun(self.job, self.run, self.console, self.dataset, start):
+            more = NEXT_SECONDS if self.followed else FIRST_SECONDS
+            report: Report = leading(self.nodes, more, self._status(), *self._rest(work)).run_to_end()
+            return report
+
+    def follow(self) -> Report | None:
+        """Until the run ends; None where there is nobody to follow, or no longer."""
+        following, work = local.load_attempt(FOLLOWING, self.entrypoint)
+        from shoal.launch.nodes.meeting import CaptainLost, Place
+
+        place = Place.read(self.run.path)
+        if place is None:
+            return None
+        if place.elsewhere:
+            raise BadInput(
+                f"{self.run.path} is led from {place.host}, which can be reached from itself alone",
+                "on all nodes name the interface that joins them: --set cluster.interface=eth0",
+            )
+        self.followed = True
+        try:
+            report: Report = following(place, self._status(), *self._rest(work)).run_to_end()
+            return report
+        except CaptainLost:
+            return None
+
+    def _status(self) -> Status:
+        from shoal.launch.nodes.documents import Status
+
+        # On CPUs there is room for any number of ranks; a node has that for its share of those that were asked for.
+        devices = self.count() or self.job.layout.world // self.nodes.most
+        return Status(name=self.run.node, host=socket.gethostname(), process=os.getpid(), devices=devices)
+
+    def _rest(self, work: Any) -> tuple[Any, ...]:
+        return self.job, self.run, self.dataset.path, self.console, work, self.count

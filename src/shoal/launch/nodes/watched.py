@@ -1,0 +1,86 @@
+"""The ranks of all nodes, as the captain's watchdog sees them: its own, and what the other launchers tell of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from shoal.launch.nodes.documents import Round, Status
+from shoal.launch.nodes.meeting import Captain
+from shoal.observe.flight import Snapshot
+from shoal.train.guard.stacks import Standing
+from shoal.train.guard.watched import DUMP_SECONDS, LocalRanks
+
+# Of a rank's last collectives, so many are told to the captain.
+TOLD = 16
+
+
+class EveryRank:
+    """For the captain."""
+
+    def __init__(self, captain: Captain, round: Round, local: LocalRanks) -> None:
+        self.captain, self.round, self.local = captain, round, local
+
+    def look(self) -> list[Snapshot] | None:
+        return self._with_others(self.local.look())
+
+    def look_closely(self) -> list[Snapshot] | None:
+        return self._with_others(self.local.look_closely())
+
+    def any_stopped(self) -> bool:
+        return self.local.any_stopped() or any(status.stopped for status in self._others())
+
+    def evidence(self, snapshots: Sequence[Snapshot], patience: float) -> dict[int, Standing]:
+        """The others are asked, and write down their stacks while ours do."""
+        question = self.captain.call.ask + 1
+        self.captain.command(ask=question)
+        here = len(self.local.readers)
+        standings = {rank: Standing() for rank in range(len(snapshots))}
+        standings |= self.local.evidence(snapshots[:here], patience)
+
+        def answered() -> bool:
+            # Once a rank of ours is gone, there is nothing to wait for: the attempt is over.
+            return all(one.answered >= question for one in self._others()) or self.local.look() is None
+
+        self.captain.wait(answered, DUMP_SECONDS)
+        for status in self._others():
+            standings |= {rank: Standing.from_json(row) for rank, row in status.standings.items()}
+        return standings
+
+    def _others(self) -> list[Status]:
+        """What the other nodes say of this round; nothing of one that says nothing of it."""
+        told = [self.captain.last_of(number) for number in self.round.nodes[1:]]
+        nothing = Status(name="", host="", process=0, devices=0)
+        return [one if one is not None and one.round == self.round.number else nothing for one in told]
+
+    def _with_others(self, mine: list[Snapshot] | None) -> list[Snapshot] | None:
+        """In the order of ranks, which is that of nodes; None where some node shows nothing."""
+        others = [status.seen for status in self._others()]
+        if mine is None or not all(others):
+            return None
+        return mine + [Snapshot.from_json(row) for seen in others for _, row in sorted(seen.items())]
+
+
+class Witness:
+    """For a launcher that follows: tells of its ranks, and answers questions."""
+
+    def __init__(self, local: LocalRanks, patience: float, asked: int) -> None:
+        """``asked``: how often the captain has asked before, about others."""
+        self.local, self.patience = local, patience
+        self.answered = asked
+
+    def tell(self, asked: int) -> dict[str, Any]:
+        """What has changed of a status."""
+        ranks, seen = self.local.readers, self.local.look_closely() or []
+        brief = [replace(one, entries=one.entries[-TOLD:]).as_json() for one in seen]
+        told: dict[str, Any] = {
+            "seen": dict(zip(ranks, brief, strict=False)),
+            "stopped": self.local.any_stopped(),
+        }
+        if asked > self.answered:
+            self.answered = asked
+            standings = self.local.evidence(seen, self.patience) if seen else {}
+            told["standings"] = {rank: asdict(standing) for rank, standing in standings.items()}
+            told["answered"] = asked
+        return told

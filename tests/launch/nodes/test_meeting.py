@@ -1,0 +1,225 @@
+"""Launchers that meet: who is heard, who is lost, who is refused; and bad input, which starts nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.facts.configfile import load
+from shoal.facts.problem import BadInput
+from shoal.launch.nodes import meeting
+from shoal.launch.nodes.count import NodeCount, node_name
+from shoal.launch.nodes.documents import Call, End, Round, Status
+from shoal.launch.nodes.meeting import Captain, Follower, Place, new_place
+from shoal.launch.nodes.watched import EveryRank, Witness
+from shoal.launch.rendezvous import connect, open_store
+from shoal.observe.flight import Channel, Entry, Snapshot
+from shoal.plan.refit import refit
+from shoal.plan.resolve import resolve
+from shoal.train.guard.stacks import Frame, Standing
+
+TIMEOUT = 4.0  # a launcher is lost after half of it
+
+
+def status(name: str, process: int = 1) -> Status:
+    return Status(name=name, host="here", process=process, devices=2)
+
+
+class Meeting:
+    """A captain and those who follow it, in one process."""
+
+    def __init__(self) -> None:
+        self.store, self.address, self.port = open_store("127.0.0.1", TIMEOUT)
+        self.captain = Captain(connect(self.port, TIMEOUT), status("a"), TIMEOUT)
+        self.captain.start()
+        self.talking = [self.captain]
+
+    def join(self, name: str, process: int = 2) -> Follower:
+        follower = Follower(connect(self.port, TIMEOUT), status(name, process), TIMEOUT)
+        follower.start()
+        self.talking.append(follower)
+        return follower
+
+    def hears(self, condition: object, seconds: float = 10.0) -> bool:
+        return self.captain.wait(condition, seconds)
+
+
+@pytest.fixture
+def together() -> Iterator[Meeting]:
+    made = Meeting()
+    yield made
+    for one in made.talking:
+        one.close()
+
+
+def test_what_is_said_is_heard_and_who_is_silent_is_lost(together: Meeting) -> None:
+    captain, follower = together.captain, together.join("b")
+    follower.say(ready=1)
+    assert together.hears(lambda: [one.name for one in captain.alive().values()] == ["a", "b"])
+    assert together.hears(lambda: captain.alive()[follower.number].ready == 1)
+    captain.command(round=Round(number=1, nodes=(1, 2), layout="dp=2", cluster={}), end=End(message="over"))
+    assert follower.wait(lambda: follower.call.end is not None, 10)
+    assert follower.call.round is not None and follower.call.round.nodes == (captain.number, follower.number)
+    assert follower.call.end == End(message="over", code=1) and not follower.lost
+
+    follower.close()  # as if its node were gone
+    assert together.hears(lambda: list(captain.alive()) == [captain.number])
+    assert captain.silent_for(follower.number) >= captain.patience
+    assert captain.name_of(follower.number) == "b"
+
+
+def test_a_captain_that_does_not_answer_is_lost(together: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    follower = together.join("b")
+    assert follower.wait(lambda: follower.call.beat > 0, 10) and not follower.lost
+
+    def hangs(self: Follower) -> None:
+        time.sleep(60)
+
+    monkeypatch.setattr(Follower, "_exchange", hangs)
+    deadline = time.monotonic() + 10
+    while not follower.lost:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_of_two_launchers_with_one_name_the_later_is_refused(together: Meeting) -> None:
+    first, second = together.join("b", process=2), together.join("b", process=3)
+    assert second.wait(lambda: bool(second.call.refused), 10)
+    (number,) = second.call.refused
+    assert number == second.number and "--node NAME" in second.call.refused[number]
+    assert first.number in together.captain.alive() and number not in together.captain.alive()
+    # One that has lost the captain and has found it again is not another.
+    again = together.join("b", process=2)
+    assert together.hears(lambda: again.number in together.captain.alive())
+    time.sleep(0.5)
+    assert again.number not in together.captain.call.refused
+
+
+def test_the_captain_is_found_through_the_run_and_a_stranger_is_not_taken_for_it(tmp_path: Path) -> None:
+    assert Place.read(tmp_path) is None
+    store, address, port = open_store("127.0.0.1", TIMEOUT)
+    place = new_place(address, port, store)
+    place.write(tmp_path)
+    found = Place.read(tmp_path)
+    assert found == place and not found.elsewhere and found.connect() is not None
+    # Somebody else has got the port.
+    store.set(meeting.NONCE, "another")
+    assert place.connect() is None
+    Place.remove(tmp_path)
+    assert Place.read(tmp_path) is None and Place(address, 1, "here", "").connect() is None
+    assert Place("127.0.0.1", port, "another host", "").elsewhere
+
+
+class Ranks:
+    """Two ranks as a launcher sees them."""
+
+    def __init__(self, first: int) -> None:
+        self.readers = {first: None, first + 1: None}
+        channel = Channel("7", "dp", (0, 1, 2, 3))
+        entries = tuple(Entry(channel, number, "all_reduce", 8, 0.0, "loop.py:1") for number in range(1, 30))
+        self.seen = [Snapshot(first + rank, 1, 7, "step", 3, {channel: 29}, entries) for rank in (0, 1)]
+
+    def look(self) -> list[Snapshot] | None:
+        return self.seen
+
+    look_closely = look
+
+    def any_stopped(self) -> bool:
+        return False
+
+    def evidence(self, snapshots: list[Snapshot], patience: float) -> dict[int, Standing]:
+        return {
+            rank: Standing((Frame("loop.py", rank, "wait"),), rank == 3, False, "S") for rank in self.readers
+        }
+
+
+def test_the_captain_sees_the_ranks_of_other_nodes(together: Meeting) -> None:
+    captain, follower = together.captain, together.join("b")
+    round = Round(number=3, nodes=(captain.number, follower.number), layout="dp=4", cluster={})
+    every = EveryRank(captain, round, Ranks(0))
+    assert every.look() is None  # of the other nothing is known yet
+    witness = Witness(Ranks(2), patience=0.1, asked=0)
+    follower.say(round=3, **witness.tell(0))
+    assert together.hears(lambda: every.look() is not None)
+    seen = every.look_closely()
+    assert seen is not None and [one.pid for one in seen] == [0, 1, 2, 3]
+    assert seen[3].counts == Ranks(2).seen[1].counts and seen[3].entries == Ranks(2).seen[1].entries[-16:]
+
+    def answer() -> None:
+        assert follower.wait(lambda: follower.call.ask == 1, 10)
+        follower.say(**witness.tell(1))
+
+    import threading
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    standings = every.evidence(seen, 0.1)
+    thread.join()
+    assert standings[3].stopped and not standings[2].stopped
+    assert str(standings[2]) == str(Ranks(2).evidence([], 0.1)[2])
+    follower.say(round=4, seen={})  # of another round
+    assert together.hears(lambda: every.look() is None)
+
+
+def test_documents_are_json_and_strangers_are_refused() -> None:
+    told = status("a").model_copy(update={"standings": {1: asdict(Standing())}}).model_dump_json()
+    assert Status.model_validate_json(told).standings[1] == json.loads(json.dumps(asdict(Standing())))
+    with pytest.raises(ValueError, match="Extra inputs"):
+        Call.model_validate_json('{"command": "rm"}')
+
+
+def test_how_many_nodes() -> None:
+    assert NodeCount.parse("2") == (2, 2) and NodeCount.parse("1:3") == (1, 3)
+    assert [str(NodeCount(2, 2)), str(NodeCount(1, 2))] == ["2", "1:2"]
+    for text in ("0", "3:2", "two", "1:2:3", ""):
+        with pytest.raises(BadInput, match="--nodes"):
+            NodeCount.parse(text)
+    assert node_name("a-1") == "a-1" and node_name(None)
+    for text in ("../a", "", "a b", "-a"):
+        with pytest.raises(BadInput, match="--node"):
+            node_name(text)
+
+
+def test_bad_input_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    for options, words in (
+        (["--nodes", "many"], "--nodes many"),
+        (["--nodes", "2", "--node", "a/b"], "--node a/b"),
+        (["--nodes", "3", "--layout", "dp=4", "--set", "cluster.on=4xcpu"], "4 ranks, which are not as many"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", "--run", str(run), *options])
+        assert ended.value.code == 2 and words in capfd.readouterr().err and not run.exists()
+
+
+def test_a_captain_that_only_its_own_host_can_reach_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Held by this process, as if by another node's."""
+    from shoal.train.rundir import RunDirectory
+
+    run = RunDirectory(tmp_path / "run")
+    with run.held():
+        Place("127.0.0.1", 1, f"not-{os.uname().nodename}", "").write(run.path)
+        with pytest.raises(SystemExit) as ended:
+            main(["train", "--run", str(run.path), "--nodes", "2", "--node", "b", "--layout", "dp=2"])
+    assert ended.value.code == 2
+    assert "--set cluster.interface=eth0" in capfd.readouterr().err
+
+
+def test_on_fewer_nodes_the_planner_lays_it_out_anew() -> None:
+    def job(on: str, layout: str):
+        settings = ["model.preset=llama3-8b", "recipe.seq=8192", "recipe.batch=64", f"cluster.on={on}"]
+        return resolve(load(None, settings, layout).config)
+
+    three = refit(job("4x8xH100", "fsdp=32"), 24, 3)
+    # 64 sequences do not divide over three nodes: two of them take part.
+    assert (three.cluster.nodes, three.cluster.devices_per_node, three.layout.world) == (2, 8, 16)
+    assert refit(job("4x8xH100", "fsdp=32"), 8, 1).layout.world == 8
