@@ -34,6 +34,7 @@ pytest: setup
 # Tests that need system packages or root.
 test-system: setup
 	@$(BIN)/python -m pip install -qq --editable '.[system]' || echo "no S3 server could be installed: its test is skipped"
+	@command -v ip > /dev/null || apt-get install -qq -y iproute2 > /dev/null 2>&1 || echo "no iproute2: no network is cut between nodes"
 	$(BIN)/python -m pytest -m system
 
 # Starts anew each time; an earlier demo's run is moved aside.

@@ -182,9 +182,14 @@ class Commits:
         return waited
 
     def hold_update(self) -> None:
-        """To be called before the weights change: what is still being copied has to be."""
+        """To be called before the weights change: what is still being copied has to be.
+
+        And what goes to memory has to be there: so a fault costs one step at most, that which was under way.
+        """
         for saver in self._savers.values():
             saver.stage.hold_update()
+        if self.mesh.rank == 0 and self.memory in self._savers:
+            self._savers[self.memory].finish()
 
     def hear(self) -> None:
         """Learn what became of earlier saves. One that failed is told of, and the next one tries again."""

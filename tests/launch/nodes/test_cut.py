@@ -1,0 +1,82 @@
+"""What needs root: two nodes with a network between them, and that is cut."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.conftest import Run, Train
+from tests.launch.nodes.processes import Nodes
+
+from shoal.launch.report import STOPPED, Report
+
+pytestmark = pytest.mark.system
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def machines() -> Iterator[dict[str, str]]:
+    """Two namespaces of the network as machines, joined by a cable: the name of each by its node's."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("a network of one's own needs root, and iproute2")
+    names = {node: f"shoal-{node}-{os.getpid()}" for node in "ab"}
+    try:
+        try:
+            for name in names.values():
+                ip("netns", "add", name)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this root may not make a network: {error.stderr.decode().strip()}")
+        first, second = names.values()
+        ip("-n", first, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", second)
+        for number, name in enumerate(names.values(), 1):
+            ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                ip("-n", name, "link", "set", link, "up")
+        yield names
+    finally:
+        for name in names.values():
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def test_a_node_whose_network_is_cut_is_left_out_and_comes_back(
+    machines: dict[str, str], settings: Callable[..., list[str]], train: Train, tmp_path: Path
+) -> None:
+    options = {"recipe__schedule": "constant", "checkpoint__every": 100_000, "run__strict": True}
+    together = {"recipe__steps": 90_000, "cluster__on": "4xcpu", "cluster__interface": "eth0"}
+    values = settings(**options, **together, checkpoint__memory=1, fault__timeout=5)
+    nodes = Nodes(tmp_path / "run", "1:2", "dp=2,fsdp=2", values)
+    try:
+        made = {
+            node: nodes.start(node, prefix=["ip", "netns", "exec", name]) for node, name in machines.items()
+        }
+        nodes.wait_for_world(4)
+        nodes.wait_for_steps(3)
+        led, follows = ("a", "b") if "led from" in made["b"].words() else ("b", "a")
+        sockets = subprocess.run(
+            ["ip", "netns", "exec", machines[led], "ss", "-Hltn"], capture_output=True, text=True
+        )
+        listening = {line.split()[3].rpartition(":")[0] for line in sockets.stdout.splitlines()}
+        assert listening and listening <= {"10.77.0.1", "10.77.0.2", "127.0.0.1"}
+
+        ip("-n", machines[follows], "link", "set", "eth0", "down")
+        assert nodes.wait_for_fault("node lost")["node"] == follows
+        nodes.wait_for_world(2)
+        nodes.wait_for_steps(2)
+        ip("-n", machines[follows], "link", "set", "eth0", "up")
+        nodes.wait_for_world(4)
+        nodes.wait_for_steps(2)
+        os.kill(made[led].process.pid, signal.SIGTERM)
+        assert [node.code() for node in made.values()] == [STOPPED, STOPPED]
+    finally:
+        nodes.end()
+    found = Run(Report(STOPPED, nodes.run.path, nodes.step(), "", None, None))
+    whole = train("whole", "dp=1", recipe__steps=nodes.step(), **options)
+    assert found.hexes == whole.hexes and found.tensors() == whole.tensors()
