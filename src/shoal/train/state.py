@@ -117,4 +117,6 @@ class State:
     def _updates(self) -> float:
         """Updates made so far; fewer than steps where some were skipped."""
         every = (self.optimizer.state.get(piece.tensor, {}).get("step") for piece in self.pieces)
-        return max((float(step) for step in every if step is not None), default=0.0)
+        counts = [torch.as_tensor(step) for step in every if step is not None]
+        # One look at the device, which has to catch up for it.
+        return float(torch.stack(counts).max()) if counts else 0.0

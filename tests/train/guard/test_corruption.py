@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 from torch import Tensor
 
 from shoal.facts.configfile import load
+from shoal.facts.layout import Layout
 from shoal.launch.data import prepared
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job, resolve
@@ -234,7 +235,8 @@ def test_both_ends_on_one_rank(found: Found) -> None:
 
 def test_only_when_it_is_due() -> None:
     class Nothing:
-        placed = optimizer = mesh = None
+        placed = optimizer = None
+        mesh = Mesh(Layout(), 0, torch.device("cpu"))
 
     guard = CorruptionGuard(Nothing(), every=10, done=0)  # type: ignore[arg-type]
     assert [step for step in range(1, 31) if guard.due(step)] == [10, 20, 30]

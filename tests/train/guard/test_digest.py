@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from shoal.models import random
-from shoal.train.guard.digest import AT_ONCE, BLOCK, Digests, _weights, digest
+from shoal.train.guard import digest as digests
+from shoal.train.guard.digest import AT_ONCE, AT_ONCE_ON_GPU, BLOCK, Digests, _weights, digest
 
 CPU = torch.device("cpu")
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -131,3 +132,82 @@ def test_several_tensors_each_have_their_own() -> None:
 
 def test_nothing_at_all() -> None:
     assert of().totals.tolist() == []
+
+
+def test_against_whole_numbers() -> None:
+    """As the definition reads, in arithmetic that knows no overflow."""
+    weights = [int(weight) for weight in _weights(CPU)]
+    tensors = [some(BLOCK + 3), some(7, torch.bfloat16), some(2 * BLOCK, torch.int8), some(3, torch.float64)]
+    found = of(*tensors)
+    numbers, totals = [], []
+    for tensor in tensors:
+        words = tensor.view(INTEGERS[min(tensor.element_size(), 4)]).tolist()
+        blocks = [words[start : start + BLOCK] for start in range(0, len(words), BLOCK)]
+        mine = [
+            random.signed(sum(word * weight for word, weight in zip(block, weights, strict=False)))
+            for block in blocks
+        ]
+        mixed = random.bits(torch.tensor(mine), torch.arange(len(mine))).tolist()
+        numbers += mine
+        totals.append(random.signed(sum(mixed)))
+    assert found.blocks.tolist() == numbers
+    assert found.totals.tolist() == totals
+
+
+def mixture() -> list[Tensor]:
+    """All kinds of words, and tensors that are empty, tiny, not full, not contiguous, or begin at odd addresses."""
+    matrix = some(90 * 50).view(90, 50)
+    return [
+        *(some(count, dtype) for dtype in DTYPES for count in (1, BLOCK, BLOCK + 5)),
+        torch.empty(0),
+        torch.tensor(3.0),
+        matrix.T,
+        some(BLOCK + 2)[1:],
+        some(BLOCK + 2, torch.int8)[1:],
+    ]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [True, False], ids=["one kernel", "torch"])
+def test_a_gpu_has_a_cpus_numbers(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    if compiled:
+        assert digests._kernel(device) is not None
+    else:
+        monkeypatch.setattr(digests, "_kernel", lambda device: None)
+    for tensors in (mixture(), [some((AT_ONCE_ON_GPU + 2) * BLOCK + 5)], []):
+        on_cpu = of(*tensors)
+        # As views of something larger, so that what is odd about their addresses stays.
+        on_gpu = digest([moved(tensor, device) for tensor in tensors], device)
+        assert on_gpu.counts == on_cpu.counts
+        assert torch.equal(on_gpu.blocks.cpu(), on_cpu.blocks)
+        assert torch.equal(on_gpu.totals.cpu(), on_cpu.totals)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    storage = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    return storage.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@pytest.mark.parametrize("trouble", ["none of it", "no compiler", "wrong numbers"])
+def test_a_kernel_that_is_not_to_be_had_or_trusted_is_not_used(
+    trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def imported(name: str) -> None:
+        if trouble == "none of it":
+            raise ModuleNotFoundError(name)
+
+    def compiled(triton: None, language: None) -> digests.Numbers:
+        if trouble == "no compiler":
+            raise RuntimeError("Failed to find C compiler")
+        return lambda tensors, owner, place: torch.zeros_like(owner)
+
+    monkeypatch.setattr(digests, "import_module", imported)
+    monkeypatch.setattr(digests, "_compiled", compiled)
+    assert digests._kernel.__wrapped__(CPU) is None
+
+
+def test_a_kernel_that_agrees_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "import_module", lambda name: None)
+    monkeypatch.setattr(digests, "_compiled", lambda triton, language: digests._in_torch)
+    assert digests._kernel.__wrapped__(CPU) is digests._in_torch

@@ -6,7 +6,7 @@ On a GPU even the copy runs beside the next step, up to the moment when the opti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -34,6 +34,10 @@ class Lot:
     def bytes(self) -> int:
         return math.prod(self.part.size) * self.dtype.itemsize
 
+    @property
+    def end(self) -> int:
+        return self.position + self.bytes
+
     def entry(self, file: str, hash: str) -> Piece:
         return Piece(
             tensor=self.part.tensor,
@@ -48,6 +52,27 @@ class Lot:
         )
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Lots whose elements lie one after another, in their piece and in the buffer: copied at once."""
+
+    first: Lot
+    last: Lot
+
+    @property
+    def start(self) -> int:
+        return self.first.part.start
+
+    @property
+    def stop(self) -> int:
+        return self.last.part.start + math.prod(self.last.part.shape)
+
+    def leads_to(self, lot: Lot) -> bool:
+        """Whether a lot follows."""
+        end = self.last.state, self.last.part.piece, self.stop, self.last.end
+        return end == (lot.state, lot.part.piece, lot.part.start, lot.position)
+
+
 class Stage:
     """A buffer that is filled again and again."""
 
@@ -55,10 +80,14 @@ class Stage:
         """``states``: how many there will be of every part, so that there is room before it is needed."""
         self.parts = parts
         self.lots: list[Lot] = []
+        self._states: list[str] = []
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
         self._room: Future[Tensor] | None = None
+        # What is copied, and where it goes.
+        self._stretches: list[tuple[Stretch, Tensor]] = []
+        self._others: list[tuple[Lot, Tensor]] = []  # whose elements do not lie one after another
         if self._stream is not None:
             # Half a second a gigabyte, for the pages are locked: no step is to wait for that.
             sizes = (math.prod(part.size) * part.piece.tensor.element_size() for part in parts)
@@ -74,10 +103,14 @@ class Stage:
         with torch.cuda.stream(self._stream):
             values = dict(states)
             self._make_room(states)
-            for lot in self.lots:
-                target = self.buffer[lot.position : lot.position + lot.bytes].view(lot.dtype)
-                source = lot.part.of(values[lot.state](lot.part.piece))
-                target.view(lot.part.size).copy_(source, non_blocking=True)
+            # A GPU has nothing to do while its host asks for copies, so they are few, and need few views.
+            for stretch, target in self._stretches:
+                value = values[stretch.first.state](stretch.first.part.piece)
+                if value.shape != target.shape:
+                    value = value.reshape(-1)[stretch.start : stretch.stop]
+                target.copy_(value, non_blocking=True)
+            for lot, target in self._others:
+                target.copy_(lot.part.of(values[lot.state](lot.part.piece)), non_blocking=True)
             if self._stream is not None:
                 self._copied = self._stream.record_event()
 
@@ -95,8 +128,9 @@ class Stage:
     def _make_room(self, states: States) -> None:
         """The same states as last time have the same places. After the first update there are more."""
         wanted = [state for state, _ in states]
-        if list(dict.fromkeys(lot.state for lot in self.lots)) == wanted:
+        if self._states == wanted:
             return
+        self._states = wanted
         kinds = [(state, part, value(part.piece).dtype) for state, value in states for part in self.parts]
         # Wide elements first: then all are aligned without a gap, and every byte of the file belongs to a piece.
         kinds.sort(key=lambda kind: -kind[2].itemsize)
@@ -106,6 +140,35 @@ class Stage:
             position += self.lots[-1].bytes
         room = self._room.result() if self._room is not None else torch.empty(position, dtype=torch.uint8)
         self.buffer = room[:position] if room.numel() >= position else _pinned(position)
+        values = dict(states)
+        self._stretches, self._others = [], []
+        for stretch in _stretches(lot for lot in self.lots if _in_order(lot.part)):
+            target = self._place(stretch.first, stretch.last)
+            value = values[stretch.first.state](stretch.first.part.piece)
+            # All of a tensor is copied as it is.
+            whole = target.numel() == value.numel()
+            self._stretches.append((stretch, target.view(value.shape) if whole else target))
+        for lot in self.lots:
+            if not _in_order(lot.part):
+                self._others.append((lot, self._place(lot, lot).view(lot.part.size)))
+
+    def _place(self, first: Lot, last: Lot) -> Tensor:
+        return self.buffer[first.position : last.end].view(first.dtype)
+
+
+def _stretches(lots: Iterable[Lot]) -> list[Stretch]:
+    found: list[Stretch] = []
+    for lot in lots:
+        if found and found[-1].leads_to(lot):
+            found[-1] = Stretch(found[-1].first, lot)
+        else:
+            found.append(Stretch(lot, lot))
+    return found
+
+
+def _in_order(part: Part) -> bool:
+    """Whether its elements are one after another in the piece: whole rows, not transposed."""
+    return not part.transposed and part.within == tuple(slice(0, size) for size in part.shape)
 
 
 def _pinned(size: int) -> Tensor:

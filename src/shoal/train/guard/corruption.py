@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from shoal.facts.boxes import tensor_part
 from shoal.facts.traffic import show_ranks
+from shoal.parallel.pieces import Piece
 from shoal.parallel.segment import EMBEDDING
 from shoal.parallel.sequence import all_gather_single
-from shoal.train.guard.digest import BLOCK, Digests, digest
+from shoal.train.guard.digest import BLOCK, Digests, digest, prepare
 from shoal.train.step import Step
 
 WEIGHT, UPDATES = "weight", "update count"
@@ -91,6 +93,8 @@ class CorruptionGuard:
         self.every = every
         self.trusted = done
         self._taken: tuple[int, Digests] | None = None
+        if every:
+            prepare(self.mesh.device)
 
     def due(self, step: int) -> bool:
         return self.every > 0 and step % self.every == 0
@@ -214,18 +218,9 @@ class CorruptionGuard:
 
     def _live(self) -> Iterator[Kept]:
         """All weights that are held here, as the network reads them, and all that the optimizer keeps."""
-        model, tp, index = self.placed.shared.model, self.mesh.layout.tp, self.mesh.place["tp"]
-        embeddings = 0
-        for name, part in self.placed.slices:
-            copies = tensor_part(name, part.global_shape, model, tp, index).copies
-            embeddings += name == EMBEDDING
-            kept_as = _kept_as(name, copies, tp, second=embeddings == 2)
-            yield Kept(WEIGHT, name, (part.offset, tuple(part.local.shape)), kept_as, part.local)
+        yield from self._weights
         counts: list[Tensor] = []
-        pieces = self.placed.gradients.pieces
-        for piece in pieces:
-            elements = piece.box.offset, piece.box.shape, piece.start, piece.stop
-            kept_as = _kept_as(piece.name, piece.held.part.copies, tp, piece.held.copied)
+        for piece, elements, kept_as in self._pieces:
             for kind, values in sorted(self.optimizer.state.get(piece.tensor, {}).items()):
                 if isinstance(values, Tensor) and values.dim() == 0:
                     counts.append(values)
@@ -233,8 +228,36 @@ class CorruptionGuard:
                     yield Kept(kind, piece.name, elements, kept_as, values)
         if counts:
             # One tensor of them: each alone would take as long as a small parameter.
-            all_pieces = tuple((piece.name, piece.box.offset, piece.start, piece.stop) for piece in pieces)
+            all_pieces = tuple(
+                (piece.name, piece.box.offset, piece.start, piece.stop) for piece, _, _ in self._pieces
+            )
             yield Kept(UPDATES, "", all_pieces, "own", torch.stack(counts))
+
+    # What does not change from step to step is worked out once: a GPU has nothing to do while its state is listed.
+
+    @cached_property
+    def _weights(self) -> list[Kept]:
+        model, tp, index = self.placed.shared.model, self.mesh.layout.tp, self.mesh.place["tp"]
+        found: list[Kept] = []
+        embeddings = 0
+        for name, part in self.placed.slices:
+            copies = tensor_part(name, part.global_shape, model, tp, index).copies
+            embeddings += name == EMBEDDING
+            kept_as = _kept_as(name, copies, tp, second=embeddings == 2)
+            found.append(Kept(WEIGHT, name, (part.offset, tuple(part.local.shape)), kept_as, part.local))
+        return found
+
+    @cached_property
+    def _pieces(self) -> list[tuple[Piece, tuple[Any, ...], str]]:
+        """Each with its elements and what it is kept as."""
+        return [
+            (
+                piece,
+                (piece.box.offset, piece.box.shape, piece.start, piece.stop),
+                _kept_as(piece.name, piece.held.part.copies, self.mesh.layout.tp, piece.held.copied),
+            )
+            for piece in self.placed.gradients.pieces
+        ]
 
 
 def odd_ones(parties: Sequence[Sequence[int]]) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:

@@ -7,14 +7,17 @@ block, for no two of the odd numbers are alike, or opposite, in their lower 33 b
 one to one, and added: what changes one of them changes the sum for certain, and anything else is missed once in 2⁶⁴
 times or so. It detects accidents; it is no defence against somebody who knows it.
 
-A cryptographic hash would need the bytes on the host, and takes several times as long even there.
+A cryptographic hash would need the bytes on the host, and takes several times as long even there. On a GPU one kernel
+reads every word once, as fast as memory gives them; with torch's own operations the products travel too, and twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +29,14 @@ BLOCK = 4096
 # Blocks taken at once, for which there are 32 MiB of products for a moment. With fewer, the threads of a CPU that is
 # shared spend most of their time in waiting for each other.
 AT_ONCE = 1024
+# With fewer, a GPU is done before its host has asked for the next.
+AT_ONCE_ON_GPU = 4096
+
+# The type of a word of so many bytes.
+WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+# From tensors, and of every block the number of its tensor and its place there, to the numbers of the blocks.
+Numbers = Callable[[Sequence[Tensor], Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,24 +60,49 @@ class Digests:
 @torch.no_grad()
 def digest(tensors: Sequence[Tensor], device: torch.device) -> Digests:
     """Nothing is waited for: on a GPU the work is issued, and done when somebody looks."""
-    every = [_block_numbers(tensor.to(device)) for tensor in tensors]
-    counts = tuple(blocks.numel() for blocks in every)
-    blocks = torch.cat(every) if every else torch.empty(0, dtype=torch.int64, device=device)
-    sizes = torch.tensor(counts, dtype=torch.int64)
-    owner = torch.arange(len(counts)).repeat_interleave(sizes)
-    place = torch.arange(blocks.numel()) - (sizes.cumsum(0) - sizes)[owner]
-    totals = torch.zeros(len(counts), dtype=torch.int64, device=device)
-    # Integers: whatever the order in which they are added, the sum is the same.
-    totals.index_add_(0, owner.to(device), bits(blocks, place.to(device)))
-    return Digests(blocks, counts, totals)
+    here = [tensor.to(device) for tensor in tensors]
+    counts = tuple(-(-tensor.nbytes // (BLOCK * _word_bytes(tensor))) for tensor in here)
+    sizes = torch.tensor(counts, dtype=torch.int64).to(device, non_blocking=True)
+    ends = sizes.cumsum(0)
+    owner = torch.repeat_interleave(sizes, output_size=sum(counts))
+    place = torch.arange(owner.numel(), device=device) - (ends - sizes)[owner]
+    numbers = _kernel(device) if device.type == "cuda" else None
+    blocks = (numbers or _in_torch)(here, owner, place)
+    # Integers: however they are added up, the sum is the same. That of a tensor is what it adds to those before it.
+    sums = torch.cat([blocks.new_zeros(1), bits(blocks, place).cumsum(0)])
+    return Digests(blocks, counts, sums[ends] - sums[ends - sizes])
+
+
+def prepare(device: torch.device) -> None:
+    """Compile and load what digests need: where the first one is taken, training would wait for that."""
+    if device.type == "cuda":
+        digest([torch.zeros(1, device=device)], device).totals.tolist()
+
+
+def _word_bytes(values: Tensor) -> int:
+    """A word is as large as an element, but for elements of 64 bits, which are two."""
+    return min(values.element_size(), 4)
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    return bits(key(0, 0, "weights of a digest"), torch.arange(BLOCK, device=device)) | 1
+
+
+# In torch.
+
+
+def _in_torch(tensors: Sequence[Tensor], owner: Tensor, place: Tensor) -> Tensor:
+    return torch.cat([owner.new_empty(0), *(_block_numbers(tensor) for tensor in tensors)])
 
 
 def _block_numbers(values: Tensor) -> Tensor:
-    words = _words(values)
+    words = values.detach().reshape(-1).view(WORDS[_word_bytes(values)])
     weights = _weights(values.device)
     whole = words.numel() // BLOCK * BLOCK
+    at_once = AT_ONCE if values.device.type == "cpu" else AT_ONCE_ON_GPU
     numbers = [
-        (rows * weights).sum(1) for rows in words[:whole].view(-1, BLOCK).split(AT_ONCE) if rows.numel()
+        (rows * weights).sum(1) for rows in words[:whole].view(-1, BLOCK).split(at_once) if rows.numel()
     ]
     if whole < words.numel():
         rest = words[whole:]
@@ -74,12 +110,58 @@ def _block_numbers(values: Tensor) -> Tensor:
     return torch.cat(numbers) if numbers else weights[:0]
 
 
-def _words(values: Tensor) -> Tensor:
-    """The bits as integers of the elements' own size, or of 32 bits where that is larger."""
-    size = min(values.element_size(), 4)
-    return values.detach().reshape(-1).view({4: torch.int32, 2: torch.int16, 1: torch.int8}[size])
+# In one kernel.
 
 
 @cache
-def _weights(device: torch.device) -> Tensor:
-    return bits(key(0, 0, "weights of a digest"), torch.arange(BLOCK, device=device)) | 1
+def _kernel(device: torch.device) -> Numbers | None:
+    """The numbers of all blocks of all tensors in one launch; None where that is not to be had."""
+    try:
+        numbers = _compiled(import_module("triton"), import_module("triton.language"))
+        sample = [
+            torch.arange(BLOCK + 3, device=device).to(dtype).sub_(7)
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+        owner = torch.tensor([0, 0, 1, 1], device=device)
+        place = torch.tensor([0, 1, 0, 1], device=device)
+        same = torch.equal(numbers(sample, owner, place), _in_torch(sample, owner, place))
+    except Exception:
+        # Whatever is missing, the package or a compiler that it needs: the same numbers are to be had without.
+        return None
+    return numbers if same else None
+
+
+def _compiled(triton: Any, tl: Any) -> Numbers:
+    @triton.jit
+    def block_number(
+        blocks, table, owner, place, weights, size: tl.constexpr, width: tl.constexpr, word: tl.constexpr
+    ):
+        block = tl.program_id(0)
+        row = table + tl.load(owner + block) * 3
+        if tl.load(row + 2) == width:
+            within = tl.load(place + block) * size + tl.arange(0, size)
+            first = tl.load(row).to(tl.pointer_type(word))
+            words = tl.load(first + within, mask=within < tl.load(row + 1), other=0)
+            number = tl.sum(words.to(tl.int64) * tl.load(weights + tl.arange(0, size)))
+            tl.store(blocks + block, number)
+
+    kinds = {4: tl.int32, 2: tl.int16, 1: tl.int8}
+
+    def numbers(tensors: Sequence[Tensor], owner: Tensor, place: Tensor) -> Tensor:
+        dense = [tensor.contiguous() for tensor in tensors]
+        widths = [_word_bytes(tensor) for tensor in dense]
+        # Where a tensor begins, how many words it has, and of how many bytes.
+        rows = [
+            (tensor.data_ptr(), tensor.nbytes // width, width)
+            for tensor, width in zip(dense, widths, strict=True)
+        ]
+        table = torch.tensor(rows, dtype=torch.int64).to(owner.device, non_blocking=True)
+        blocks = torch.empty_like(owner)
+        # A launch for each kind of word, which leaves the blocks of others alone.
+        for width in set(widths) if owner.numel() else ():
+            block_number[(owner.numel(),)](
+                blocks, table, owner, place, _weights(owner.device), BLOCK, width, kinds[width]
+            )
+        return blocks
+
+    return numbers
