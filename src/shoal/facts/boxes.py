@@ -36,7 +36,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
+        return box_slices(self.offset, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,11 @@ def _cut(shape: tuple[int, ...], dimension: int, parts: int, index: int) -> Box:
     size = min(most, shape[dimension] - start)
     offset = tuple(start if axis == dimension else 0 for axis in range(len(shape)))
     return Box(shape, offset, tuple(size if axis == dimension else full for axis, full in enumerate(shape)))
+
+
+def box_slices(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """A box as an index of the array that it is of."""
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def range_boxes(

@@ -17,6 +17,11 @@ class Traffic:
     bytes: int
 
 
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 0-7``."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else show_ranks(ranks)
+
+
 def show_ranks(ranks: Sequence[int]) -> str:
     """``ranks 0,3,4``; evenly spaced ones as ``ranks 0-7`` or ``ranks 1-29 by 4``."""
     steps = {later - earlier for earlier, later in pairwise(ranks)}

@@ -10,25 +10,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shoal.facts.boxes import box_slices
 from shoal.facts.model import Model
 from shoal.facts.parameters import parameters
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.views import View, intersect, views
 from shoal.models.initial import Slice
-
-
-def to_tensor(boxes: list[View], canonical: Mapping[str, Tensor]) -> Tensor:
-    """One of Hugging Face's tensors, from the whole parameters of ours that its boxes name."""
-    first = boxes[0]
-    if len(boxes) == 1:
-        whole = canonical[first.canonical]
-        return whole.T.contiguous() if first.transposed else whole
-    # The far corner of its boxes is the tensor's own.
-    corners = [[a + b for a, b in zip(box.tensor_offset, box.shape, strict=True)] for box in boxes]
-    assembled = canonical[first.canonical].new_empty([max(sizes) for sizes in zip(*corners, strict=True)])
-    for box in boxes:
-        assembled[_box(box.tensor_offset, box.shape)] = _ours(box, canonical)
-    return assembled
 
 
 def from_tensors(model: Model, read: Callable[[str], Tensor], canonical: Mapping[str, Tensor]) -> None:
@@ -45,7 +32,7 @@ def fill_slices(model: Model, read: Callable[[str], Tensor], slices: Iterable[tu
     wanted: dict[str, list[Slice]] = {}
     for name, part in slices:
         wanted.setdefault(name, []).append(part)
-    for name, boxes in by_tensor(model):
+    for name, boxes in _by_tensor(model):
         tensor: Tensor | None = None
         for box in boxes:
             for part in wanted.get(box.canonical, ()):
@@ -53,25 +40,15 @@ def fill_slices(model: Model, read: Callable[[str], Tensor], slices: Iterable[tu
                 if overlap is None:
                     continue
                 tensor = read(name) if tensor is None else tensor
-                theirs = tensor[_box(overlap.tensor_offset, overlap.tensor_shape)]
-                ours = part.local[_box(overlap.slice_offset, overlap.slice_shape)]
+                theirs = tensor[box_slices(overlap.tensor_offset, overlap.tensor_shape)]
+                ours = part.local[box_slices(overlap.slice_offset, overlap.slice_shape)]
                 ours.copy_(theirs.T if box.transposed else theirs)
 
 
-def by_tensor(model: Model) -> Iterator[tuple[str, list[View]]]:
+def _by_tensor(model: Model) -> Iterator[tuple[str, list[View]]]:
     """Each of Hugging Face's tensors with the boxes that it is made of."""
     for name, boxes in itertools.groupby(views(model), key=lambda view: view.tensor):
         yield name, list(boxes)
-
-
-def _ours(box: View, canonical: Mapping[str, Tensor]) -> Tensor:
-    """Our side of a box, in the orientation of the other side."""
-    ours = canonical[box.canonical][_box(box.canonical_offset, box.canonical_shape)]
-    return ours.T if box.transposed else ours
-
-
-def _box(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 class WeightFiles:

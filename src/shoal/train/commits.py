@@ -17,6 +17,7 @@ from shoal.train.checkpoint.place import Place, Unreachable
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.save import Saved, Saver
 from shoal.train.files import MAKE_ROOM
+from shoal.train.metrics.rows import last_row
 from shoal.train.rundir import RunDirectory
 from shoal.train.state import State
 
@@ -110,7 +111,7 @@ class Commits:
 
     def _choose(self) -> tuple[Place, int] | None:
         """What the first rank finds is tried by all: others might look while something is being removed."""
-        together, useless = self.peers.newest() if self.peers is not None else (None, [])
+        together, useless = self.peers.newest(self._done()) if self.peers is not None else (None, [])
         for step, reason in useless if self.mesh.rank == 0 else []:
             self._set_aside(self.memory, step, reason)
         places = [self.disk] if self.mesh.nodes > 1 else [self.memory, self.disk]
@@ -126,6 +127,11 @@ class Commits:
         if self.peers is not None and together is not None and where == "memory":
             self.peers.bring(together)
         return self.memory if where == "memory" else self.disk, int(number)
+
+    def _done(self) -> int:
+        """The last step that there is a row of: what a commit vouches for has one."""
+        row = last_row(self.run.metrics)
+        return int(row["step"]) if row else 0
 
     def _try(self, place: Place, step: int) -> str:
         """What is wrong with a checkpoint; empty where all ranks have restored it."""

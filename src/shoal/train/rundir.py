@@ -23,9 +23,9 @@ from shoal.facts.redact import redact_values
 from shoal.plan.resolve import Job
 from shoal.train.checkpoint.bucket import Bucket
 from shoal.train.checkpoint.keep import newest_first, whole
-from shoal.train.checkpoint.manifest import Damaged, parse_manifest
+from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.checkpoint.memory import forget, memory_place, other_places
-from shoal.train.checkpoint.place import Directory, Place
+from shoal.train.checkpoint.place import Directory, Place, manifest_of
 from shoal.train.files import replace_text
 from shoal.train.metrics.rows import read_rows
 
@@ -298,7 +298,7 @@ class RunDirectory:
         """
         for place, step in newest_first([self.disk]):
             try:
-                found = parse_manifest(place.read_manifest(step), place.name(step))
+                found = manifest_of(place, step)
             except (Damaged, OSError):
                 continue
             return found.model, found.identity

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from shoal.facts.cluster import Cluster
 from shoal.facts.layout import Layout
-from shoal.facts.traffic import show_ranks
+from shoal.facts.traffic import name_ranks
 from shoal.launch.agent import Crew
 from shoal.launch.attempt import Attempt
 from shoal.launch.nodes.documents import Death, End, Round, Status
@@ -85,8 +85,8 @@ class Following(Attempt):
     def next_round(self) -> Round:
         """Called by the agent: its workers, if there were any, have ended."""
         follower = self.follower
-        deaths = self._own_deaths()
-        follower.say(ready=self.rendezvous.round + 1, deaths=deaths, seen={}, stopped=False)
+        deaths, devices = self._own_deaths(), self.devices() or 1
+        follower.say(ready=self.rendezvous.round + 1, deaths=deaths, devices=devices, seen={}, stopped=False)
         follower.wait(lambda: self._something_to_do() is not None or bool(self.asked))
         todo = self._something_to_do()
         if todo is None:
@@ -99,7 +99,7 @@ class Following(Attempt):
         self._assign(job, todo.number, len(todo.nodes))
         self.agent.crew = Crew()  # who has died before is no longer of interest
         follower.say(ready=0, round=todo.number, deaths=(), failed=False, seen={}, standings={})
-        ranks = show_ranks(self._my_ranks())
+        ranks = name_ranks(self._my_ranks())
         self.progress.say(f"node {self._status.name}: {ranks} of {job.layout}, led from {self.place.host}")
         return todo
 
@@ -155,7 +155,8 @@ class Following(Attempt):
             return False
 
     def _ask_to_stop(self) -> None:
-        self.follower.say(stop=True)
+        """The run, if this node takes part in it; one that only waits just goes."""
+        self.follower.say(stop=not self.follower.status.ready)
 
     def _regroups(self) -> bool:
         outcomes = [] if self.result is None else list(self.result.return_values.values())

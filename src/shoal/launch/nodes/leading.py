@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from shoal.facts.problem import BadInput
-from shoal.facts.traffic import show_ranks
+from shoal.facts.traffic import name_ranks
 from shoal.launch.attempt import Attempt
 from shoal.launch.failure import NODE_LOST, Failure
 from shoal.launch.interfaces import address_of
@@ -82,6 +82,7 @@ class Leading(Attempt):
             if not self._regrouped:
                 self._judge(ended.number)
         self._regrouped = False
+        captain.say(devices=self.devices() or 1)  # some may be gone
         there = self._gather(first=ended is None)
         job = self._laid_out(there)
         # On some numbers of nodes there is no layout.
@@ -105,7 +106,7 @@ class Leading(Attempt):
         """Nodes that could take part in a round, this one first."""
         mine = self.captain.number
         others = {number: one for number, one in self.captain.alive().items() if one.ready and number != mine}
-        return {mine: self._status, **others}
+        return {mine: self.captain.status, **others}
 
     def _gather(self, first: bool) -> dict[int, Status]:
         """Wait for as many nodes as are needed; in the beginning a little longer, for more of them."""
@@ -168,7 +169,7 @@ class Leading(Attempt):
         for index, node in enumerate(nodes):
             if self._is_lost(node):
                 here = self.job.layout.world // len(nodes)
-                ranks = show_ranks(range(index * here, (index + 1) * here))
+                ranks = name_ranks(range(index * here, (index + 1) * here))
                 name, silent = self.captain.name_of(node), self.captain.silent_for(node)
                 message = f"node {name} ({ranks}) has not been heard from for {silent:.1f} s"
                 return Failure(

@@ -51,6 +51,8 @@ def train(
     local.warm_workers([*local.PRELOAD, entrypoint.partition(":")[0]], job.config)
     # Of a connection that is lost, torch would print a page.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Each node has as many ranks, so agents need not ask each other, and wait for one that has been lost meanwhile.
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     together = _Together(job, run, nodes, console, visible, entrypoint, dataset)
     waiting = False
     while True:
@@ -126,9 +128,12 @@ class _Together:
     def _status(self) -> Status:
         from shoal.launch.nodes.documents import Status
 
-        # On CPUs there is room for any number of ranks; a node has that for its share of those that were asked for.
-        devices = self.count() or self.job.layout.world // self.nodes.most
+        devices = self.room()
         return Status(name=self.run.node, host=socket.gethostname(), process=os.getpid(), devices=devices)
 
+    def room(self) -> int:
+        """For how many ranks: on CPUs for any number, so there it is this node's share of those that were asked for."""
+        return self.count() or self.job.layout.world // self.nodes.most
+
     def _rest(self, work: Any) -> tuple[Any, ...]:
-        return self.job, self.run, self.dataset.path, self.console, work, self.count
+        return self.job, self.run, self.dataset.path, self.console, work, self.room

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 
-from shoal.train.checkpoint.manifest import Damaged, parse_manifest
-from shoal.train.checkpoint.place import Place
+from shoal.train.checkpoint.manifest import Damaged
+from shoal.train.checkpoint.place import Place, manifest_of
 
 
 def newest_first(places: Sequence[Place]) -> list[tuple[Place, int]]:
@@ -23,7 +23,7 @@ def whole(place: Place) -> list[int]:
     found = []
     for step in place.committed():
         with contextlib.suppress(Damaged):
-            sizes = parse_manifest(place.read_manifest(step), place.name(step)).file_sizes()
+            sizes = manifest_of(place, step).file_sizes()
             if all(place.size(step, file) == size for file, size in sizes.items()):
                 found.append(step)
     return found
@@ -45,7 +45,7 @@ class Keeper:
     def _loss(self, step: int) -> float | None:
         if step not in self._heldout:
             try:
-                manifest = parse_manifest(self.place.read_manifest(step), self.place.name(step))
+                manifest = manifest_of(self.place, step)
                 self._heldout[step] = manifest.heldout_loss
             except Damaged:
                 self._heldout[step] = None

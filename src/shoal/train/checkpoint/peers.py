@@ -113,11 +113,16 @@ class Peers:
 
     # Continuing.
 
-    def newest(self) -> tuple[Sound | None, list[tuple[int, str]]]:
+    def newest(self, done: int) -> tuple[Sound | None, list[tuple[int, str]]]:
         """The newest checkpoint that all nodes have among them; and later ones that are of no use, with the reason.
 
-        The same on every rank. What is of no use is removed.
+        The same on every rank. What is of no use is removed. ``done``, on the first rank: the last step that the run
+        knows of; a node that was away may have later ones, which the others have undone.
         """
+        done = int(self.mesh.tell(str(done)))
+        for step in self.place.committed() if self.leads else []:
+            if step > done:
+                self.place.remove(step)
         every = self.mesh.gather(json.dumps(self._held()) if self.leads else "")
         found = _newest([json.loads(text) for text in every[:: self.here]]) if every else None
         best, useless = json.loads(self.mesh.tell(json.dumps(found)))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from shoal.train.checkpoint.manifest import LARGEST_MANIFEST, NAME, Damaged
+from shoal.train.checkpoint.manifest import LARGEST_MANIFEST, NAME, Damaged, Manifest, parse_manifest
 from shoal.train.files import replace_text, sync_directory
 
 UNFINISHED = ".unfinished-"
@@ -65,6 +65,11 @@ class Place(Protocol):
     def size(self, step: int, file: str) -> int: ...
 
     def read(self, step: int, file: str, position: int, into: memoryview) -> None: ...
+
+
+def manifest_of(place: Place, step: int) -> Manifest:
+    """What a checkpoint says of itself, verified."""
+    return parse_manifest(place.read_manifest(step), f"{place.name(step)}/{NAME}")
 
 
 class Directory:

@@ -14,13 +14,13 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from shoal.facts.boxes import meet
+from shoal.facts.boxes import box_slices, meet
 from shoal.facts.model import Model
 from shoal.facts.parameters import parameters
 from shoal.facts.views import intersect, views_by_parameter
 from shoal.models.initial import Slice
-from shoal.train.checkpoint.manifest import Damaged, Manifest, Piece, parse_manifest
-from shoal.train.checkpoint.place import Directory, Place, Unreachable, step_name, step_of
+from shoal.train.checkpoint.manifest import Damaged, Manifest, Piece
+from shoal.train.checkpoint.place import Directory, Place, Unreachable, manifest_of, step_name, step_of
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16)
@@ -59,7 +59,7 @@ class Checkpoint:
         self.step = step
         self.threads = threads or os.cpu_count() or 1
         name = place.name(step)
-        self.manifest: Manifest = parse_manifest(place.read_manifest(step), f"{name}/manifest.json")
+        self.manifest: Manifest = manifest_of(place, step)
         if self.manifest.step != step:
             raise Damaged(f"{name} is the checkpoint of step {self.manifest.step}")
         self._buffers = threading.local()
@@ -100,11 +100,7 @@ class Checkpoint:
             for view in of_parameter[name]:
                 overlap = intersect(view, part.offset, tuple(part.local.shape))
                 if overlap is not None:
-                    box = tuple(
-                        slice(start, start + size)
-                        for start, size in zip(overlap.slice_offset, overlap.slice_shape, strict=True)
-                    )
-                    into = part.local[box]
+                    into = part.local[box_slices(overlap.slice_offset, overlap.slice_shape)]
                     wanted.append(
                         Wanted(state, view.tensor, overlap.tensor_offset, into.T if view.transposed else into)
                     )

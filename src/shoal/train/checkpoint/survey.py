@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.facts.problem import BadInput, closest
-from shoal.train.checkpoint.manifest import NAME, Damaged, Manifest, parse_manifest
-from shoal.train.checkpoint.place import DAMAGED, REASON, Directory, Place, step_of
+from shoal.train.checkpoint.manifest import NAME, Damaged, Manifest
+from shoal.train.checkpoint.place import DAMAGED, REASON, Directory, Place, manifest_of, step_of
 from shoal.train.rundir import UNKNOWN, RunDirectory
 
 DISK, MEMORY, ASIDE = "disk", "memory", "set aside"
@@ -160,7 +160,7 @@ def _look(place: Place, step: int, where: str) -> Found:
     name = place.name(step)
     manifest = None
     try:
-        manifest = parse_manifest(place.read_manifest(step), f"{name}/{NAME}")
+        manifest = manifest_of(place, step)
         if manifest.step != step:
             raise Damaged(f"{name} is the checkpoint of step {manifest.step}")
         for file, size in manifest.file_sizes().items():

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.facts.boxes import tensor_part
-from shoal.facts.traffic import show_ranks
+from shoal.facts.traffic import name_ranks
 from shoal.parallel.pieces import Piece
 from shoal.parallel.segment import EMBEDDING
 from shoal.parallel.sequence import all_gather_single
@@ -295,12 +295,8 @@ def _difference(sure: bool, odd: Sequence[int], usual: Sequence[int], what: str)
     if len(odd) == 1 and not usual:
         return f"rank {odd[0]} has copies that differ in {what}"
     if sure:
-        return f"{_named(odd)} differ{'s' * (len(odd) == 1)} from {_named(usual)} in {what}"
-    return f"{_named(odd)} differ in {what}, and no majority tells who is right"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else show_ranks(ranks)
+        return f"{name_ranks(odd)} differ{'s' * (len(odd) == 1)} from {name_ranks(usual)} in {what}"
+    return f"{name_ranks(odd)} differ in {what}, and no majority tells who is right"
 
 
 def _location(values: Tensor, changed: Sequence[int]) -> str:

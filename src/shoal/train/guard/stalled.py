@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.facts.traffic import show_ranks
+from shoal.facts.traffic import name_ranks, show_ranks
 from shoal.observe.flight import INPUT, Channel, Entry, Snapshot
 from shoal.train.guard.stacks import Standing, shown
 
@@ -104,7 +104,7 @@ def explain_late(
     what = f"{asked.op} #{late.number}" if asked else f"#{late.number}"
     size = f", {_size(asked.bytes)}" if asked and asked.bytes else ""
     place = f" at {shown(asked.where)}" if asked else ""
-    others, since = named(late.waiting), f"for {seconds:.0f} s"
+    others, since = name_ranks(late.waiting), f"for {seconds:.0f} s"
     if late.channel.directed:
         sender, receiver = late.channel.ranks
         if late.missing[0] == sender:
@@ -114,7 +114,7 @@ def explain_late(
         words += f", which {others} has waited for{place} {since}"
     else:
         ranks = show_ranks(late.channel.ranks)
-        who = "it has" if len(late.missing) == 1 else f"{named(late.missing)} have"
+        who = "it has" if len(late.missing) == 1 else f"{name_ranks(late.missing)} have"
         words = (
             f"{who} not joined {what} "
             f"of group {late.channel.group} ({ranks}{size}){place}, where {others} "
@@ -129,7 +129,7 @@ def explain_late(
         entry = _entered(other, snapshots)
         words += (
             f"\n  it waits itself, in {entry.op if entry else 'collective'} #{other.number} of group "
-            f"{other.channel.group}, which {named(other.missing)} {_have(other.missing)} not joined"
+            f"{other.channel.group}, which {name_ranks(other.missing)} {_have(other.missing)} not joined"
         )
     if difference := first_difference(snapshots, late.channel):
         words += f"\n  before that they parted: {_parting(late.channel, difference)}"
@@ -178,7 +178,7 @@ def _verdict(
     # The rank that it is about comes first.
     for number, standing in sorted(standings.items(), key=lambda pair: (pair[0] != rank, pair[0])):
         at.setdefault(str(standing), []).append(number)
-    lines = [f"  {named(ranks)}: {where}" for where, ranks in at.items()]
+    lines = [f"  {name_ranks(ranks)}: {where}" for where, ranks in at.items()]
     step = max(snapshot.step for snapshot in snapshots)
     stands = {str(number): str(standing) for number, standing in standings.items()}
     message = "\n".join([f"in step {step}, {words}", *lines])
@@ -212,7 +212,7 @@ def _parting(channel: Channel, difference: list[Entry]) -> str:
     for rank, entry in zip(channel.ranks, difference, strict=True):
         kind = f"{entry.op} ({_size(entry.bytes)}) at {shown(entry.where)}"
         by_kind.setdefault(kind, []).append(rank)
-    told = "; ".join(f"{named(ranks)} entered {kind}" for kind, ranks in by_kind.items())
+    told = "; ".join(f"{name_ranks(ranks)} entered {kind}" for kind, ranks in by_kind.items())
     return f"as #{difference[0].number}, {told}"
 
 
@@ -222,10 +222,6 @@ def _odd(channel: Channel, difference: list[Entry]) -> int:
     for rank, entry in zip(channel.ranks, difference, strict=True):
         parties.setdefault(_kind(entry), []).append(rank)
     return min(parties.values(), key=lambda party: (len(party), -party[0]))[0]
-
-
-def named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else show_ranks(ranks)
 
 
 def _have(ranks: Sequence[int]) -> str:
