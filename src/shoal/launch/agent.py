@@ -20,8 +20,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 # After a first death its peers have so long to say what they saw. Then they end too: one of them may be stopped, and
 # torch would wait half a minute for it.
 GRACE_SECONDS = 0.25
-# How long an agent whose workers are done waits for those of other nodes.
-BARRIER_SECONDS = 10.0
 
 
 @dataclass
@@ -32,6 +30,7 @@ class Crew:
     order: list[int] = field(default_factory=list)  # who has ended, the first one first
     times: dict[int, float] = field(default_factory=dict)  # and when
     first_death: float | None = None
+    ended_by_us: set[int] = field(default_factory=set)
 
     def exit_codes(self) -> dict[int, int]:
         """Of those that have ended. To be asked when the agent is done with them: only one reader learns a code."""
@@ -44,12 +43,7 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, spec: WorkerSpec, ended_well: Callable[[int], bool]) -> None:
         """``ended_well``: whether a rank, whose process is over, had nothing left to do."""
-        super().__init__(
-            spec,
-            DefaultLogsSpecs(log_dir=os.devnull),
-            start_method="forkserver",
-            exit_barrier_timeout=BARRIER_SECONDS,
-        )
+        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
         self.ended_well = ended_well
         self.crew = Crew()
         self._started = threading.Event()
@@ -63,6 +57,9 @@ class Agent(LocalElasticAgent):
         self.crew = Crew(found)
         self._started.set()
         return started
+
+    def _exit_barrier(self) -> None:
+        """Agents of several nodes would wait for each other; their launchers do, and know who is lost."""
 
     def processes(self) -> Mapping[int, int]:
         """The process ids of the present attempt's workers by rank; none while they are being started."""
@@ -92,5 +89,6 @@ class Agent(LocalElasticAgent):
         crew = crew or self.crew
         for rank, process in crew.processes.items():
             if rank not in crew.order and process.pid is not None:
+                crew.ended_by_us.add(rank)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)

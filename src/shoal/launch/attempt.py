@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -27,13 +27,13 @@ from shoal.launch.rendezvous import STOP, LoopbackRendezvous, Rendezvous
 from shoal.launch.report import FAILED, FINISHED, STOPPED, Report
 from shoal.launch.restart import GaveUp, Interrupted, Restarts
 from shoal.launch.signals import STOP_SIGNALS, stoppable
-from shoal.launch.worker import Assignment, done_key, work
-from shoal.observe.flight import FlightReader
+from shoal.launch.worker import Assignment, work
+from shoal.observe.flight import END, FlightReader
 from shoal.plan.refit import refit
 from shoal.plan.resolve import Job
 from shoal.train.guard.stacks import shown
 from shoal.train.guard.watchdog import Limits, Watchdog
-from shoal.train.guard.watched import LocalRanks, Ranks
+from shoal.train.guard.watched import LocalRanks
 from shoal.train.rundir import RunDirectory
 
 # Between two looks at the workers. The end of one is noticed at once.
@@ -87,6 +87,7 @@ class Attempt:
         self.agent = Agent(self.spec, self._ended_well)
         self.result: RunResult | None = None
         self.error: BaseException | None = None
+        self.doubtful: tuple[int, ...] = ()  # commits that were set aside after the last failure
         self._seen: dict[str, Any] = {}  # what the watchdog saw of the present attempt's end
         self.asked = 0.0  # when a signal first asked to stop
         self.told = False  # the workers know
@@ -104,13 +105,16 @@ class Attempt:
         self.spec.local_world_size = job.layout.world // nodes
         path = self.run.path.resolve()
         self.spec.args = (Assignment(job, path, self.dataset, number, self.run.node, nodes),)
-        if fault.stall:
-            self.watchdog = Watchdog(self._ranks(), Limits.of(fault.stall, fault.timeout, nodes))
+        # Without a limit of its own nobody is blamed, but that of torch is there all the same.
+        self._watch_over(Limits.of(fault.stall or fault.timeout, fault.timeout, nodes))
 
-    def _ranks(self) -> Ranks:
-        """Whom the watchdog watches."""
-        world = self.job.layout.world
-        return LocalRanks(self.run, range(world), lambda: self.agent.processes())
+    def _watch_over(self, limits: Limits) -> None:
+        """The ranks of the next round."""
+        ranks = LocalRanks(self.run, range(self.job.layout.world), self._processes)
+        self.watchdog = Watchdog(ranks, limits) if self.job.config.fault.stall else None
+
+    def _processes(self) -> Mapping[int, int]:
+        return self.agent.processes()
 
     def run_to_end(self) -> Report:
         thread = threading.Thread(target=self._run_agent, name="shoal-agent", daemon=True)
@@ -150,13 +154,14 @@ class Attempt:
     def _run_agent(self) -> None:
         try:
             self.result = self.agent.run()
-            while self._regroups():
+            while self._goes_on():
+                self.result = None
                 self.result = self.agent.run()
         except BaseException as error:  # the main thread reports it
             self.error = error.with_traceback(None) if isinstance(error, GaveUp) else error
 
-    def _regroups(self) -> bool:
-        """Whether workers have ended well only to be started anew."""
+    def _goes_on(self) -> bool:
+        """Whether there may be another round although the workers of this one have ended well."""
         return False
 
     # Faults.
@@ -173,6 +178,7 @@ class Attempt:
         self.logs.redact(self.run.logs)
         failure = self._cause()
         decision, failed = self.restarts.judge(failure, self.rendezvous.attempt())
+        self.doubtful = decision.set_aside
         for place in (self.run.disk, self.run.memory()):
             for doubtful in set(decision.set_aside) & set(place.committed()):
                 place.set_aside(doubtful, decision.why)
@@ -212,7 +218,10 @@ class Attempt:
         return snapshot.step if snapshot is not None else 0
 
     def _ended_well(self, rank: int) -> bool:
-        return self.rendezvous.attempt().check([done_key(rank)])
+        """Whether a rank, whose process is over, had nothing left to do: then its end is no failure."""
+        snapshot = FlightReader(self.run.flight(rank)).look()
+        ours = self.agent.processes().get(rank)
+        return snapshot is not None and snapshot.pid == ours and snapshot.phase == END
 
     def _watch(self) -> None:
         """A stalled attempt is ended, and what was seen of it is kept. The agent decides whether another one begins."""

@@ -24,6 +24,7 @@ from shoal.launch import rendezvous
 from shoal.launch.environment import keep_only_passed
 from shoal.launch.failure import FATAL, describe, tell
 from shoal.launch.join import join
+from shoal.launch.nodes.count import OF_ONE_NODE
 from shoal.launch.redacted import redact_output
 from shoal.launch.signals import STOP_SIGNALS
 from shoal.observe import nccl
@@ -51,11 +52,6 @@ class Assignment:
     round: int = 1  # which attempt of its launcher's this is
     node: str = ALONE  # what this machine is called among those that take part
     nodes: int = 1  # that take part, with as many ranks each
-
-
-def done_key(rank: int) -> str:
-    """Set where a rank has nothing left to do, so that the end of its process is not taken for a failure."""
-    return f"done-{rank}"
 
 
 def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
@@ -98,7 +94,6 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
                     assignment.job, run, assignment.dataset, mesh, asked, announce, name, restarts, guest
                 )
             mesh.close()
-            attempt.set(done_key(rank), "")
             return outcome
     except Exception as error:
         # Told first: with a full disk there may be no log to print to, and the launcher may be gone as well.
@@ -127,7 +122,7 @@ def _agree(assignment: Assignment, rank: int, attempt: Store) -> None:
     job = assignment.job
     told = {
         "layout": str(job.layout),
-        "config": job.config.model_dump_json(),
+        "config": job.config.model_dump_json(exclude=OF_ONE_NODE),
         "model": job.model.model_dump_json(),
         "torch": torch.__version__,
     }

@@ -118,7 +118,8 @@ class Flight:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.enter(END, self._step)
+        if kind is None:
+            self.enter(END, self._step)
         self._over.set()
 
     def _beat(self) -> None:

@@ -137,7 +137,7 @@ class Commits:
         """What is wrong with a checkpoint; empty where all ranks have restored it."""
         trouble = ""
         try:
-            threads = max(2, usable_threads() // self.mesh.world)
+            threads = max(2, usable_threads() * self.mesh.nodes // self.mesh.world)
             self.state.restore(Checkpoint(place, step, threads))
         except Unreachable:
             # Another attempt may find it: nothing is set aside because a server did not answer.

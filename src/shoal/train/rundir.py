@@ -155,10 +155,12 @@ class RunDirectory:
                     kind="launcher lost",
                     step=self.step(),
                     action=f"continuing after step {self.step()}",
-                    message=f"the launcher before this one (process {before['process']}) ended without a word",
+                    message=f"the launcher before this one ({_whose(before)}) ended without a word",
                     began=before["time"],
                 )
-        replace_text(marker, json.dumps({"process": os.getpid(), "time": time.time()}) + "\n")
+        replace_text(
+            marker, json.dumps({"process": os.getpid(), "node": self.node, "time": time.time()}) + "\n"
+        )
         try:
             yield
         finally:
@@ -376,6 +378,11 @@ class RunDirectory:
         replace_text(self.config, configfile.write(self._resolved(job)))
         replace_text(self.plan, json.dumps(redact_values(plan), indent=2) + "\n")
         replace_text(self.manifest, json.dumps({"id": drawn, **redact_values(manifest)}, indent=2) + "\n")
+
+
+def _whose(alive: dict[str, Any]) -> str:
+    node = alive.get("node", ALONE)
+    return f"process {alive['process']}" + (f" on node {node}" if node != ALONE else "")
 
 
 def _shape(model: dict[str, Any]) -> dict[str, Any]:

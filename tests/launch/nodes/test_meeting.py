@@ -102,6 +102,25 @@ def test_of_two_launchers_with_one_name_the_later_is_refused(together: Meeting) 
     assert again.number not in together.captain.call.refused
 
 
+def test_who_would_train_something_else_is_refused_and_the_others_go_on(together: Meeting) -> None:
+    captain, good = together.captain, together.join("b")
+    other = Follower(
+        connect(together.port, TIMEOUT), status("c").model_copy(update={"facts": {"data": "1"}}), TIMEOUT
+    )
+    other.start()
+    together.talking.append(other)
+    assert other.wait(lambda: other.number in other.call.refused, 10)
+    assert other.call.refused[other.number] == "node c differs from node a, which leads, in data"
+    # One that says what nobody here understands, for it is of another version.
+    store = connect(together.port, TIMEOUT)
+    number = store.add(meeting.COUNT, 1)
+    store.set(meeting.node_key(number), json.dumps({**status("d").model_dump(), "mood": "good"}))
+    assert together.hears(lambda: "not the same version" in captain.call.refused.get(number, ""))
+    assert (
+        together.hears(lambda: list(captain.alive()) == [captain.number, good.number]) and not captain.broken
+    )
+
+
 def test_the_captain_is_found_through_the_run_and_a_stranger_is_not_taken_for_it(tmp_path: Path) -> None:
     assert Place.read(tmp_path) is None
     store, address, port = open_store("127.0.0.1", TIMEOUT)
@@ -112,7 +131,9 @@ def test_the_captain_is_found_through_the_run_and_a_stranger_is_not_taken_for_it
     # Somebody else has got the port.
     store.set(meeting.NONCE, "another")
     assert place.connect() is None
-    Place.remove(tmp_path)
+    Place(address, port, "here", "of another").remove(tmp_path)
+    assert place.stands(tmp_path)
+    place.remove(tmp_path)
     assert Place.read(tmp_path) is None and Place(address, 1, "here", "").connect() is None
     assert Place("127.0.0.1", port, "another host", "").elsewhere
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from tests.ranks import run_ranks
 from shoal.facts.layout import Layout
 from shoal.parallel.mesh import Mesh
 from shoal.train.checkpoint.manifest import NAME
-from shoal.train.checkpoint.peers import Peers, _newest, file_of
+from shoal.train.checkpoint.peers import SET_ASIDE, Peers, _newest, file_of
 from shoal.train.checkpoint.place import Directory
 
 SIZES = {file_of(0): 10, file_of(1): 20, NAME: 5}
@@ -58,10 +59,8 @@ def _copy_and_bring(rank: int, world: int, path: Path) -> dict[str, str]:
     from shoal.train.checkpoint import peers as module
 
     module.CHUNK = 512
-    store = dist.distributed_c10d._get_default_store()
-    mesh = Mesh(Layout(dp=4), rank, torch.device("cpu"), store, nodes=2)
-    place = Directory(path / f"node-{rank // 2}", durable=False)
-    peers = Peers(mesh, place, "first")
+    peers, place = _peers(rank, path)
+    mesh, store = peers.mesh, peers.mesh.store
     content = bytes([rank]) * (rank * 1000 + 7)
     place.write(3, "first", file_of(rank), [memoryview(content)])
     peers.copy(3, memoryview(content))
@@ -82,3 +81,63 @@ def _copy_and_bring(rank: int, world: int, path: Path) -> dict[str, str]:
     again = Peers(mesh, place, "second")
     again.bring(module.Sound(3, json.dumps("manifest"), missing))
     return {file.name: file.read_bytes().hex() for file in place.at(3).glob("*.bin")}
+
+
+def test_a_node_that_has_no_room_holds_nobody_up(tmp_path: Path) -> None:
+    """Its neighbours wait for its share, and it for theirs, whatever it can do with them."""
+    for rank, (trouble, after) in enumerate(run_ranks(4, _copy_without_room, tmp_path)):
+        assert trouble == ("no room" if rank == 2 else "")
+        assert after == bytes([(rank - 2) % 4]).hex() * 2000
+
+
+def _copy_without_room(rank: int, world: int, path: Path) -> tuple[str, str]:
+    from shoal.train.checkpoint import peers as module
+
+    module.CHUNK = 512
+    peers, place = _peers(rank, path)
+    write, trouble = place.write, ""
+
+    def refuse(step: int, attempt: str, file: str, content: Iterator[memoryview]) -> str:
+        next(content)
+        raise OSError(28, "no room")
+
+    if rank == 2:
+        place.write = refuse
+    try:
+        peers.copy(3, memoryview(bytes([rank]) * 5000))
+    except OSError as error:
+        trouble = str(error.strerror)
+    place.write = write
+    peers.copy(4, memoryview(bytes([rank]) * 2000))  # nothing of the one before is left in between
+    return trouble, (place.aside(4, "first") / file_of((rank - 2) % 4)).read_bytes().hex()
+
+
+def test_what_the_launcher_has_set_aside_comes_back_from_no_node(tmp_path: Path) -> None:
+    for found, left in run_ranks(4, _set_aside, tmp_path):
+        assert found is None and left == []
+
+
+def _set_aside(rank: int, world: int, path: Path) -> tuple[object, list[int]]:
+    peers, place = _peers(rank, path)
+    if peers.leads:
+        for step in (7, 8, 9):
+            place.write(step, "first", file_of(rank), [memoryview(b"x")])
+            place.commit(step, "first", "no manifest")
+    peers.mesh.gather("")
+    peers.mesh.tell("")
+    if rank == 0:
+        peers.mesh.store.set(SET_ASIDE, json.dumps([7, 8]))
+    peers.mesh.tell("")
+    # The ninth was done on a node that was away, and the others have undone it.
+    found, useless = peers.newest(8)
+    assert not useless
+    peers.mesh.gather("")
+    peers.mesh.tell("")
+    return found, place.committed()
+
+
+def _peers(rank: int, path: Path) -> tuple[Peers, Directory]:
+    store = dist.distributed_c10d._get_default_store()
+    mesh = Mesh(Layout(dp=4), rank, torch.device("cpu"), store, nodes=2)
+    place = Directory(path / f"node-{rank // 2}", durable=False)
+    return Peers(mesh, place, "first"), place

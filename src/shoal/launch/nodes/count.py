@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from shoal.facts.problem import BadInput
 
+# What a config says of one machine alone: its network's interface and where it keeps data.
+OF_ONE_NODE = {"cluster": {"interface"}, "data": {"cache"}}
+
 
 class NodeCount(NamedTuple):
     """A run begins, and goes on, with at least ``least`` nodes, and takes in more up to ``most``."""

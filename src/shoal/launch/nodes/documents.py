@@ -23,6 +23,7 @@ class Death(Document):
     rank: int
     time: float
     code: int | None = None
+    by_us: bool = False  # its launcher has ended it
 
 
 class Status(Document):
@@ -32,6 +33,7 @@ class Status(Document):
     host: str
     process: int
     devices: int  # for how many ranks it has room
+    facts: dict[str, str] = {}  # what has to be the same on all nodes: config, data, versions
     beat: int = 0
     ready: int = 0  # it has no workers, and takes part in any round from this one on; 0: it has some
     round: int = 0  # the last one that it took part in; what follows is of that one

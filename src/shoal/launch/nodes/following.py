@@ -11,6 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from shoal.facts.cluster import Cluster
 from shoal.facts.layout import Layout
+from shoal.facts.problem import BadInput
 from shoal.facts.traffic import name_ranks
 from shoal.launch.agent import Crew
 from shoal.launch.attempt import Attempt
@@ -18,7 +19,7 @@ from shoal.launch.nodes.documents import Death, End, Round, Status
 from shoal.launch.nodes.meeting import CaptainLost, Follower, Place
 from shoal.launch.nodes.watched import Witness
 from shoal.launch.rendezvous import Rendezvous, connect
-from shoal.launch.report import Report
+from shoal.launch.report import FAILED, Report
 from shoal.launch.restart import Interrupted
 from shoal.plan.resolve import Job
 from shoal.train.guard.watchdog import OF_THE_LIMIT, Limits
@@ -52,8 +53,8 @@ class FollowerRendezvous(Rendezvous):
 
     def num_nodes_waiting(self) -> int:
         """Asked by the agent while all is well."""
-        if self.following.follower.lost:
-            raise CaptainLost
+        if (over := self.following.over()) is not None:
+            raise over
         return 0
 
 
@@ -67,7 +68,8 @@ class Following(Attempt):
         self._index = 0
         self._witness: Witness | None = None
         self._witnessed = 0.0
-        self._lost_at = 0.0
+        self._over_at = 0.0  # when there was nothing to do any more
+        self._took_part = False
         super().__init__(job, *rest)
 
     def _meet(self) -> Rendezvous:
@@ -75,9 +77,12 @@ class Following(Attempt):
         talking = self.place.connect()
         if talking is None:
             raise CaptainLost
-        self.follower = Follower(talking, self._status, timeout)
+        try:
+            store = connect(self.place.port, timeout, self.place.address)
+            self.follower = Follower(talking, self._status, timeout)
+        except RuntimeError:  # as torch says it
+            raise CaptainLost from None
         self.follower.start()
-        store = connect(self.place.port, timeout, self.place.address)
         return FollowerRendezvous(self, store, self.place.address, self.place.port)
 
     # A round.
@@ -87,12 +92,15 @@ class Following(Attempt):
         follower = self.follower
         deaths, devices = self._own_deaths(), self.devices() or 1
         follower.say(ready=self.rendezvous.round + 1, deaths=deaths, devices=devices, seen={}, stopped=False)
-        follower.wait(lambda: self._something_to_do() is not None or bool(self.asked))
+        follower.wait(
+            lambda: self._something_to_do() is not None or (bool(self.asked) and not self._took_part)
+        )
         todo = self._something_to_do()
         if todo is None:
             raise Interrupted
         if isinstance(todo, BaseException):
             raise todo
+        self._took_part = True
         self._index = todo.nodes.index(follower.number)
         cluster = Cluster.model_validate(todo.cluster)
         job = replace(self.wanted, cluster=cluster, layout=Layout.parse(todo.layout))
@@ -106,36 +114,44 @@ class Following(Attempt):
     def _something_to_do(self) -> Round | Exception | None:
         """What the captain wants of this node; None while it wants nothing."""
         follower, call = self.follower, self.follower.call
-        if why := call.refused.get(follower.number):
-            return Ended(End(message=why))
-        if call.end is not None:
-            return Ended(call.end)
-        if follower.lost:
-            return CaptainLost()
+        if (over := self.over()) is not None:
+            return over
+        if call.over >= follower.status.ready:
+            follower.say(ready=call.over + 1)  # that round is over, and this node did not take part in it
         round = call.round
         fresh = round is not None and round.number > max(call.over, self.rendezvous.round)
         return round if round is not None and fresh and follower.number in round.nodes else None
+
+    def over(self) -> Exception | None:
+        """Why this node has nothing to do any more; None as long as it may have."""
+        call = self.follower.call
+        if why := call.refused.get(self.follower.number):
+            return BadInput(
+                why, "the same command, data and versions on each node; and a name for each, --node NAME"
+            )
+        if call.end is not None:
+            return Ended(call.end)
+        return CaptainLost() if self.follower.lost else None
 
     def _my_ranks(self) -> range:
         here = self.spec.local_world_size
         return range(self._index * here, (self._index + 1) * here)
 
-    def _assign(self, job: Job, number: int, nodes: int = 1) -> None:
-        super()._assign(job, number, nodes)
-        self.watchdog = None  # the captain has one
-        fault = job.config.fault
-        limits = Limits.of(fault.stall or fault.timeout, fault.timeout, nodes)
-        local = LocalRanks(self.run, self._my_ranks(), lambda: self.agent.processes())
+    def _watch_over(self, limits: Limits) -> None:
+        """The captain has a watchdog, and is told of these."""
+        local = LocalRanks(self.run, self._my_ranks(), self._processes)
         self._witness = Witness(local, limits.step * OF_THE_LIMIT, self.follower.call.ask)
 
     # While workers run.
 
     def _look_around(self) -> None:
         crew, call, follower = self.agent.crew, self.follower.call, self.follower
+        if call.end is not None and not follower.status.heard_end:
+            follower.say(heard_end=True)
         if follower.lost or call.over >= self.rendezvous.round:
             self.agent.kill(crew)
-        if follower.lost:
-            self._lost_at = self._lost_at or time.monotonic()
+        if follower.lost or call.end is not None:
+            self._over_at = self._over_at or time.monotonic()
         if crew.first_death is not None and not follower.status.failed:
             follower.say(failed=True)
         asked = self._witness is not None and call.ask > self._witness.answered
@@ -146,39 +162,40 @@ class Following(Attempt):
     def _own_deaths(self) -> tuple[Death, ...]:
         crew = self.agent.crew
         codes = crew.exit_codes()
-        return tuple(Death(rank=rank, time=crew.times[rank], code=codes.get(rank)) for rank in crew.order)
-
-    def _ended_well(self, rank: int) -> bool:
-        try:
-            return super()._ended_well(rank)
-        except RuntimeError:  # the captain is gone, and its store with it
-            return False
+        return tuple(
+            Death(rank=rank, time=crew.times[rank], code=codes.get(rank), by_us=rank in crew.ended_by_us)
+            for rank in crew.order
+        )
 
     def _ask_to_stop(self) -> None:
         """The run, if this node takes part in it; one that only waits just goes."""
-        self.follower.say(stop=not self.follower.status.ready)
+        self.follower.say(stop=self._took_part)
 
-    def _regroups(self) -> bool:
-        outcomes = [] if self.result is None else list(self.result.return_values.values())
-        stopped = bool(outcomes) and all(one is not None and one.stopped for one in outcomes)
-        return stopped and self.follower.call.regroup == self.rendezvous.round
+    def _goes_on(self) -> bool:
+        """Always: whether it is over is for the captain to say."""
+        return True
 
     # The end.
 
     def _is_hopeless(self) -> bool:
-        return bool(self._lost_at) and time.monotonic() - self._lost_at > ABANDON_SECONDS
+        return bool(self._over_at) and time.monotonic() - self._over_at > ABANDON_SECONDS
 
     def _end_workers(self, thread: threading.Thread) -> None:
         self.agent.kill()
         thread.join(ABANDON_SECONDS)
 
     def _verdict(self) -> Report:
-        if isinstance(self.error, Ended):
-            return self._report(self.error.end.code, self.error.end.message)
-        gone = isinstance(self.error, CaptainLost) or (self.result is None and self.follower.lost)
-        if gone and not self.insisted:
-            raise CaptainLost
-        return super()._verdict()
+        follower = self.follower
+        if self.insisted or isinstance(self.error, Interrupted):
+            return super()._verdict()
+        # What the agent has met with, in a connection that is gone, the thread that talks may not have noticed yet.
+        follower.wait(lambda: self.over() is not None, follower.patience)
+        over = self.over() or CaptainLost()
+        if not isinstance(over, Ended):
+            raise over
+        if over.end.code != FAILED:
+            self.run.forget_memory()
+        return self._report(over.end.code, over.end.message)
 
     def run_to_end(self) -> Report:
         try:

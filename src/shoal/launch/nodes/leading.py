@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
+from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from shoal.facts.problem import BadInput
@@ -14,16 +16,20 @@ from shoal.launch.failure import NODE_LOST, Failure
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan
 from shoal.launch.nodes.count import NodeCount
-from shoal.launch.nodes.documents import End, Round, Status
-from shoal.launch.nodes.meeting import Captain, Place, new_place
+from shoal.launch.nodes.documents import Death, End, Round, Status
+from shoal.launch.nodes.meeting import Captain, CaptainLost, new_place
 from shoal.launch.nodes.watched import EveryRank
-from shoal.launch.rendezvous import REGROUP, Rendezvous, connect, open_store
+from shoal.launch.rendezvous import REGROUP, Rendezvous, attempt_store, connect, open_store
 from shoal.launch.report import Report
 from shoal.launch.restart import GaveUp, Interrupted
 from shoal.plan.refit import refit
 from shoal.plan.resolve import Job
-from shoal.train.guard.watched import LocalRanks, Ranks
+from shoal.train.checkpoint.peers import SET_ASIDE
+from shoal.train.guard.watchdog import Limits, Watchdog
+from shoal.train.guard.watched import LocalRanks
 
+# For how long nodes may take to end their workers, which torch's agent gives 30 seconds.
+SETTLE_SECONDS = 30.0
 # For how long a round waits for the nodes that it needs.
 JOIN_SECONDS = 600.0
 # For how long the others may take to hear that it is over.
@@ -51,7 +57,7 @@ class Leading(Attempt):
         self.nodes, self.more_seconds, self.wanted = nodes, more_seconds, job
         self._status = status
         self._regrouped = False
-        self._considered: set[int] = set()
+        self._considered: set[frozenset[int]] = set()
         super().__init__(job, *rest)
 
     def _meet(self) -> Rendezvous:
@@ -59,7 +65,8 @@ class Leading(Attempt):
         store, address, port = open_store(address_of(self.job.config.cluster.interface), timeout)
         self.captain = Captain(connect(port, timeout, address), self._status, timeout)
         self.captain.start()
-        new_place(address, port, store).write(self.run.path)
+        self.place = new_place(address, port, store)
+        self.place.write(self.run.path)
         return CaptainRendezvous(self, store, address, port)
 
     def run_to_end(self) -> Report:
@@ -68,7 +75,7 @@ class Leading(Attempt):
             self._say_farewell(End(message=report.message, code=report.code))
             return report
         finally:
-            Place.remove(self.run.path)
+            self.place.remove(self.run.path)
             self.captain.close()
 
     # A round.
@@ -78,13 +85,16 @@ class Leading(Attempt):
         captain, ended = self.captain, self.captain.call.round
         if ended is not None:
             captain.command(over=ended.number)
-            captain.wait(lambda: all(self._settled(node, ended) for node in ended.nodes[1:]))
+            # One that does not get rid of its workers is left out.
+            patience = SETTLE_SECONDS + self.job.config.fault.timeout
+            captain.wait(lambda: all(self._settled(node, ended) for node in ended.nodes[1:]), patience)
             if not self._regrouped:
                 self._judge(ended.number)
+                # The others have copies of their own.
+                self._next(number).set(SET_ASIDE, json.dumps(self.doubtful))
         self._regrouped = False
         captain.say(devices=self.devices() or 1)  # some may be gone
-        there = self._gather(first=ended is None)
-        job = self._laid_out(there)
+        there, job = self._gather_enough(first=ended is None)
         # On some numbers of nodes there is no layout.
         taking_part = tuple(there)[: job.cluster.nodes if job is not self.wanted else len(there)]
         self._note_change(job, taking_part, ended)
@@ -94,10 +104,13 @@ class Leading(Attempt):
         captain.command(round=self._round)
         return len(taking_part)
 
+    def _next(self, number: int) -> Store:
+        return attempt_store(self.rendezvous.store, number)
+
     def _settled(self, node: int, ended: Round) -> bool:
         """Whether a node has no workers of that round left, or is lost."""
         status = self.captain.last_of(node)
-        return status is None or status.ready > 0 or self._is_lost(node)
+        return status is None or status.ready > ended.number or self._is_lost(node)
 
     def _is_lost(self, node: int) -> bool:
         return node != self.captain.number and self.captain.silent_for(node) >= self.captain.patience
@@ -108,9 +121,21 @@ class Leading(Attempt):
         others = {number: one for number, one in self.captain.alive().items() if one.ready and number != mine}
         return {mine: self.captain.status, **others}
 
-    def _gather(self, first: bool) -> dict[int, Status]:
-        """Wait for as many nodes as are needed; in the beginning a little longer, for more of them."""
-        least, most = self.nodes
+    def _gather_enough(self, first: bool) -> tuple[dict[int, Status], Job]:
+        """As many nodes as are needed, and the job on them. A model may need more than the user said."""
+        least = self.nodes.least
+        while True:
+            there = self._gather(first, least)
+            try:
+                return there, self._laid_out(there)
+            except BadInput:
+                if len(there) >= self.nodes.most:
+                    raise
+                least = len(there) + 1
+
+    def _gather(self, first: bool, least: int) -> dict[int, Status]:
+        """Wait for so many nodes; in the beginning a little longer, for more of them."""
+        most = self.nodes.most
         began = time.monotonic()
         if len(self._ready()) < least:
             self.progress.say(f"waiting for nodes: {len(self._ready())} of {least} are here")
@@ -123,9 +148,9 @@ class Leading(Attempt):
         if not self.captain.wait(gathered, JOIN_SECONDS):
             who = ", ".join(one.name for one in self._ready().values())
             raise self._over(f"{least} nodes did not come within {JOIN_SECONDS:.0f} s; here are {who}")
-        if self.asked:
-            raise Interrupted
         ready = self._ready()
+        if len(ready) < least:
+            raise Interrupted
         return {number: ready[number] for number in list(ready)[:most]}
 
     def _laid_out(self, there: dict[int, Status]) -> Job:
@@ -138,10 +163,10 @@ class Leading(Attempt):
         return refit(self.wanted, room, count)
 
     def _note_change(self, job: Job, nodes: tuple[int, ...], ended: Round | None) -> None:
-        before = None if ended is None else ended.nodes
-        if before is None or (before == nodes and job.layout == self.job.layout):
+        if job.layout != self.job.layout:
+            self.run.note_plan(describe_plan(job))
+        if ended is None or (ended.nodes == nodes and job.layout == self.job.layout):
             return
-        self.run.note_plan(describe_plan(job))
         who = ", ".join(self.captain.name_of(number) for number in nodes)
         self.run.note_fault(
             kind="nodes",
@@ -153,15 +178,18 @@ class Leading(Attempt):
     # Faults.
 
     def _deaths(self) -> tuple[list[int], dict[int, int]]:
-        """Those of all nodes."""
-        crew = self.agent.crew
-        when, codes = dict(crew.times), crew.exit_codes()
+        """Those of all nodes. Their clocks may differ, so who died of a signal that was not ours comes first."""
+        crew, codes = self.agent.crew, self.agent.crew.exit_codes()
+        deaths = [
+            Death(rank=rank, time=crew.times[rank], code=codes.get(rank), by_us=rank in crew.ended_by_us)
+            for rank in crew.order
+        ]
         for node in self._round_nodes()[1:]:
             status = self.captain.last_of(node)
             if status is not None and status.round == self.rendezvous.round:
-                when |= {death.rank: death.time for death in status.deaths}
-                codes |= {death.rank: death.code for death in status.deaths if death.code is not None}
-        return sorted(when, key=lambda rank: when[rank]), codes
+                deaths += status.deaths
+        deaths.sort(key=lambda one: (one.by_us, (one.code or 0) >= 0, one.time))
+        return [one.rank for one in deaths], {one.rank: one.code for one in deaths if one.code is not None}
 
     def _cause(self) -> Failure:
         """A node that is lost takes its ranks with it, and what others saw of that is an echo."""
@@ -191,14 +219,19 @@ class Leading(Attempt):
         self._say_farewell(End(message=message))
         return GaveUp(Failure(0, message, False, time.time(), final=True), "")
 
-    def _ranks(self) -> Ranks:
-        local = LocalRanks(self.run, range(self.spec.local_world_size), lambda: self.agent.processes())
-        return EveryRank(self.captain, self._round, local)
+    def _watch_over(self, limits: Limits) -> None:
+        local = LocalRanks(self.run, range(self.spec.local_world_size), self._processes)
+        every = EveryRank(self.captain, self._round, local)
+        self.watchdog = Watchdog(every, limits) if self.job.config.fault.stall else None
 
     # While workers run.
 
     def _look_around(self) -> None:
         super()._look_around()
+        if self.captain.broken:
+            raise RuntimeError(f"the meeting of the nodes has broken down: {self.captain.broken}")
+        if not self.place.stands(self.run.path):
+            raise CaptainLost  # another one leads
         round, crew = self.captain.call.round, self.agent.crew
         if round is None or round.number != self.rendezvous.round:
             return
@@ -212,24 +245,24 @@ class Leading(Attempt):
 
     def _make_room(self, round: Round) -> None:
         """Have the workers stop after a step, with a commit, where a node has come that is of use."""
-        new = self._ready().keys() - set(round.nodes) - self._considered
-        if not new or len(round.nodes) >= self.nodes.most or self.captain.call.regroup == round.number:
+        alive = self.captain.alive()
+        everybody = frozenset({*round.nodes, *self._ready()})
+        running = self.agent.crew.processes and self.agent.crew.first_death is None
+        if not running or everybody in self._considered or self.captain.call.regroup == round.number:
             return
-        self._considered |= new
-        everybody = [*round.nodes, *sorted(new)][: self.nodes.most]
-        statuses = {node: one for node in everybody if (one := self.captain.last_of(node)) is not None}
+        self._considered.add(everybody)
+        there = [node for node in [*round.nodes, *sorted(everybody - set(round.nodes))] if node in alive]
         try:
-            useful = self._laid_out(statuses).layout != self.job.layout
+            larger = self._laid_out({node: alive[node] for node in there[: self.nodes.most]}).layout.world
         except BadInput:
             return
-        if useful:
-            self.progress.say(
-                f"node {self.captain.name_of(min(new))} has come: making room for it after this step"
-            )
+        if larger > self.job.layout.world:
+            new = ", ".join(self.captain.name_of(node) for node in there if node not in round.nodes)
+            self.progress.say(f"node {new} has come: making room for it after this step")
             self.captain.command(regroup=round.number)
-            self.rendezvous.attempt().set(REGROUP, "1")
+            self._next(round.number).set(REGROUP, "1")
 
-    def _regroups(self) -> bool:
+    def _goes_on(self) -> bool:
         outcomes = [] if self.result is None else list(self.result.return_values.values())
         stopped = bool(outcomes) and all(one is not None and one.stopped for one in outcomes)
         self._regrouped = stopped and not self.asked and self.captain.call.regroup == self.rendezvous.round

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from torch.distributed import Store, TCPStore
 
 from shoal.launch.interfaces import LOOPBACK
@@ -26,6 +27,8 @@ from shoal.train.files import replace_text
 
 TICK_SECONDS = 0.1
 CONNECT_SECONDS = 2.0
+
+CONNECTING = "shoal-connect"
 
 # Keys of the captain's store: how many launchers have come, the document of each by its number, and the captain's.
 COUNT, CALL, NONCE = "nodes", "call", "nonce"
@@ -63,10 +66,15 @@ class Place:
         except (OSError, ValueError, TypeError):
             return None
 
-    @staticmethod
-    def remove(run: Path) -> None:
-        with contextlib.suppress(OSError):
-            (run / ".meeting").unlink()
+    def stands(self, run: Path) -> bool:
+        """Whether nobody else has written there. A lock on a network can be lost, and then another has it."""
+        written = Place.read(run)
+        return written is None or written == self
+
+    def remove(self, run: Path) -> None:
+        if self.stands(run):
+            with contextlib.suppress(OSError):
+                (run / ".meeting").unlink()
 
     @property
     def elsewhere(self) -> bool:
@@ -74,7 +82,19 @@ class Place:
         return self.address == LOOPBACK and self.host != socket.gethostname()
 
     def connect(self) -> TCPStore | None:
-        """The captain's store; None where there is none, or that of somebody else who has got its port since."""
+        """The captain's store; None where there is none, or that of somebody else who has got its port since.
+
+        From a thread, one at a time: where a process is stopped, its machine takes connections, and nobody answers.
+        """
+        if any(thread.name == CONNECTING for thread in threading.enumerate()):
+            return None
+        found: list[TCPStore | None] = []
+        thread = threading.Thread(target=lambda: found.append(self._connect()), name=CONNECTING, daemon=True)
+        thread.start()
+        thread.join(2 * CONNECT_SECONDS)
+        return found[0] if found else None
+
+    def _connect(self) -> TCPStore | None:
         try:
             # torch would try again and again, for as long as it may.
             socket.create_connection((self.address, self.port), CONNECT_SECONDS).close()
@@ -146,7 +166,7 @@ class Talk:
                 self._exchange()
                 self._talked = time.monotonic()
             except Exception as error:  # torch has several, and all mean the same
-                self._broken = f"{type(error).__name__}: {error}"
+                self._broken = self._broken or f"{type(error).__name__}: {error}"
                 last = True
             with self._changed:
                 self._changed.notify_all()
@@ -174,8 +194,10 @@ class Follower(Talk):
 
     @property
     def lost(self) -> bool:
-        """Whether the captain is."""
-        return bool(self.broken) or self.quiet_for() > self.patience
+        """Whether the captain is; once and for all, for others have gone on without this node."""
+        if not self._broken and self.quiet_for() > self.patience:
+            self._broken = f"no answer for {self.patience:.0f} s"
+        return bool(self._broken)
 
     def _exchange(self) -> None:
         self._tell_status()
@@ -238,12 +260,19 @@ class Captain(Talk):
         for number in range(1, int(self.store.add(COUNT, 0)) + 1):
             if number == self.number or not self.store.check([node_key(number)]):
                 continue
-            told = Status.model_validate_json(self.store.get(node_key(number)))
+            try:
+                told = Status.model_validate_json(self.store.get(node_key(number)))
+            except ValidationError:
+                self._refuse(
+                    number, "it speaks otherwise than the node that leads: not the same version of Shoal"
+                )
+                continue
             before = self._heard.get(number)
             if before is None or before.status.beat != told.beat:
                 with self._changed:
                     self._heard[number] = Heard(told, time.monotonic())
         self._refuse_namesakes()
+        self._refuse_others()
         with self._changed:
             self.call = self.call.model_copy(update={"beat": self.call.beat + 1})
             told_all = self.call.model_dump_json()
@@ -259,5 +288,21 @@ class Captain(Talk):
             other, known = first.setdefault(status.name, (number, status))
             lives = other == self.number or self.silent_for(other) < 4 * TICK_SECONDS
             if lives and (known.host, known.process) != (status.host, status.process):
-                why = f"another live launcher is called {status.name!r}: give each node a name, --node NAME"
+                self._refuse(
+                    number,
+                    f"another live launcher is called {status.name!r}: give each node a name, --node NAME",
+                )
+
+    def _refuse_others(self) -> None:
+        """Whose ranks would train something else."""
+        for number, status in self.alive().items():
+            names = sorted(self._status.facts.keys() | status.facts.keys())
+            differ = [name for name in names if self._status.facts.get(name) != status.facts.get(name)]
+            if differ:
+                leader = f"node {self._status.name}, which leads"
+                self._refuse(number, f"node {status.name} differs from {leader}, in {', '.join(differ)}")
+
+    def _refuse(self, number: int, why: str) -> None:
+        if number not in self.call.refused:
+            with self._changed:
                 self.call = self.call.model_copy(update={"refused": {**self.call.refused, number: why}})

@@ -5,25 +5,32 @@ Whoever gets the directory's lock is the captain. Should it be lost, the lock is
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from blake3 import blake3
 from rich.console import Console
 
 from shoal.facts.problem import BadInput
 from shoal.launch import local
-from shoal.launch.nodes.count import NodeCount
-from shoal.launch.report import Report
+from shoal.launch.nodes.count import OF_ONE_NODE, NodeCount
+from shoal.launch.report import STOPPED, Report
+from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.plan.resolve import Job
 from shoal.train.data.dataset import Dataset
 from shoal.train.rundir import RunDirectory
 
 if TYPE_CHECKING:
+    from shoal.launch.attempt import Attempt
     from shoal.launch.nodes.documents import Status
+    from shoal.launch.nodes.meeting import Place
 
 LEADING = "shoal.launch.nodes.leading:Leading"
 FOLLOWING = "shoal.launch.nodes.following:Following"
@@ -54,19 +61,16 @@ def train(
     # Each node has as many ranks, so agents need not ask each other, and wait for one that has been lost meanwhile.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     together = _Together(job, run, nodes, console, visible, entrypoint, dataset)
-    waiting = False
-    while True:
-        with ExitStack() as held:
-            if held.enter_context(run.held_by_us()):
-                return together.lead(fresh, held)
-        fresh = False
-        report = together.follow()
-        if report is not None:
-            return report
-        if not waiting:
-            console.print(f"{run.path} is led from another node: looking for it", markup=False)
-            waiting = True
-        time.sleep(LOOK_SECONDS)
+    with stoppable(lambda number, frame: together.asked.append(number), STOP_SIGNALS):
+        while not together.asked:
+            with ExitStack() as held:
+                leads = held.enter_context(run.held_by_us())
+                report = together.lead(fresh, held) if leads else together.follow()
+            if report is not None:
+                return report
+            fresh = False
+            time.sleep(LOOK_SECONDS)
+    return Report(STOPPED, run.path, run.step(), "stopped while looking for the node that leads", None, None)
 
 
 def check_even(job: Job, nodes: NodeCount) -> None:
@@ -93,47 +97,78 @@ class _Together:
         self.job, self.run, self.nodes, self.console = job, run, nodes, console
         self.entrypoint, self.dataset = entrypoint, dataset
         self.count = partial(local.devices_here, job, visible)
+        self.asked: list[int] = []  # signals to stop, while nobody else listens
         self.followed = False  # somebody who led before
+        self.told: Place | None = None  # who that is, as was said last
 
-    def lead(self, fresh: bool, held: ExitStack) -> Report:
+    def lead(self, fresh: bool, held: ExitStack) -> Report | None:
+        """Until the run ends; None where this node leads no longer, or was asked to stop before it did."""
         start = local.prepare(self.job, self.run, fresh, self.console, self.dataset, held)
         if isinstance(start, Report):
             return start
         leading, work = local.load_attempt(LEADING, self.entrypoint)
         with local.begun(self.job, self.run, self.console, self.dataset, start):
             more = NEXT_SECONDS if self.followed else FIRST_SECONDS
-            report: Report = leading(self.nodes, more, self._status(), *self._rest(work)).run_to_end()
-            return report
+            return self._run(lambda: leading(self.nodes, more, self._status(), *self._rest(work)))
+
+    def _run(self, new: Callable[[], Attempt]) -> Report | None:
+        from shoal.launch.nodes.meeting import CaptainLost
+
+        try:
+            return None if self.asked else new().run_to_end()
+        except CaptainLost:
+            self.console.print(
+                f"the node that led {self.run.path} is lost: looking for another", markup=False
+            )
+            return None
 
     def follow(self) -> Report | None:
         """Until the run ends; None where there is nobody to follow, or no longer."""
         following, work = local.load_attempt(FOLLOWING, self.entrypoint)
-        from shoal.launch.nodes.meeting import CaptainLost, Place
+        from shoal.launch.nodes.meeting import Place
 
         place = Place.read(self.run.path)
-        if place is None:
+        if place is None or (place == self.told and place.connect() is None):
             return None
+        if place != self.told:
+            self.told = place
+            self.console.print(f"{self.run.path} is led from {place.host}", markup=False)
         if place.elsewhere:
             raise BadInput(
                 f"{self.run.path} is led from {place.host}, which can be reached from itself alone",
                 "on all nodes name the interface that joins them: --set cluster.interface=eth0",
             )
         self.followed = True
-        try:
-            report: Report = following(place, self._status(), *self._rest(work)).run_to_end()
-            return report
-        except CaptainLost:
-            return None
+        self.run.adopt_memory()
+        return self._run(lambda: following(place, self._status(), *self._rest(work)))
 
     def _status(self) -> Status:
         from shoal.launch.nodes.documents import Status
 
         devices = self.room()
-        return Status(name=self.run.node, host=socket.gethostname(), process=os.getpid(), devices=devices)
+        return Status(
+            name=self.run.node,
+            host=socket.gethostname(),
+            process=os.getpid(),
+            devices=devices,
+            facts=self._facts(),
+        )
+
+    def _facts(self) -> dict[str, str]:
+        """What has to be the same on all nodes. Of the config, digests of its sections: it is told often."""
+        config = self.job.config.model_dump(mode="json", exclude=OF_ONE_NODE)
+        texts = {section: json.dumps(values, sort_keys=True) for section, values in config.items()}
+        return {
+            **{section: blake3(text.encode()).hexdigest()[:16] for section, text in texts.items()},
+            "what the data is": self.dataset.fingerprint,
+            "the model": blake3(self.job.model.model_dump_json().encode()).hexdigest()[:16],
+            "the version of torch": metadata.version("torch"),
+        }
 
     def room(self) -> int:
         """For how many ranks: on CPUs for any number, so there it is this node's share of those that were asked for."""
-        return self.count() or self.job.layout.world // self.nodes.most
+        here = self.count()
+        return self.job.layout.world // self.nodes.most if here is None else here
 
     def _rest(self, work: Any) -> tuple[Any, ...]:
         return self.job, self.run, self.dataset.path, self.console, work, self.room

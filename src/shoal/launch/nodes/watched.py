@@ -12,6 +12,8 @@ from shoal.observe.flight import Snapshot
 from shoal.train.guard.stacks import Standing
 from shoal.train.guard.watched import DUMP_SECONDS, LocalRanks
 
+# What a node said longer ago says nothing of its ranks.
+OLD_SECONDS = 1.0
 # Of a rank's last collectives, so many are told to the captain.
 TOLD = 16
 
@@ -49,10 +51,14 @@ class EveryRank:
         return standings
 
     def _others(self) -> list[Status]:
-        """What the other nodes say of this round; nothing of one that says nothing of it."""
-        told = [self.captain.last_of(number) for number in self.round.nodes[1:]]
+        """What the other nodes say of this round; nothing of one that says nothing of it, or that is not heard from."""
         nothing = Status(name="", host="", process=0, devices=0)
-        return [one if one is not None and one.round == self.round.number else nothing for one in told]
+        found = []
+        for number in self.round.nodes[1:]:
+            told = self.captain.last_of(number)
+            fresh = self.captain.silent_for(number) < OLD_SECONDS
+            found.append(told if told is not None and fresh and told.round == self.round.number else nothing)
+        return found
 
     def _with_others(self, mine: list[Snapshot] | None) -> list[Snapshot] | None:
         """In the order of ranks, which is that of nodes; None where some node shows nothing."""

@@ -27,6 +27,9 @@ from shoal.train.checkpoint.place import Directory
 Held = tuple[int, str, dict[str, int], dict[str, str]]
 Missing = tuple[str, int, int, int]
 
+# Key of an attempt's store: which steps are not to be continued from.
+SET_ASIDE = "set-aside"
+
 # Sent in parts of this size: one is written while the next is on its way.
 CHUNK = 1 << 26
 
@@ -62,7 +65,14 @@ class Peers:
         """Send this rank's share to the next node, and write down what comes from the one before."""
         world, here = self.mesh.world, self.here
         to, origin = (self.mesh.rank + here) % world, (self.mesh.rank - here) % world
-        self.place.write(step, self.attempt, file_of(origin), self._exchange(content, to, origin))
+        parts = self._exchange(content, to, origin)
+        try:
+            self.place.write(step, self.attempt, file_of(origin), parts)
+        except OSError:
+            # The others have to be heard out all the same.
+            for _ in parts:
+                pass
+            raise
 
     def _exchange(self, content: memoryview, to: int, origin: int) -> Iterator[memoryview]:
         mine, theirs = torch.tensor([content.nbytes]), torch.empty(1, dtype=torch.int64)
@@ -120,8 +130,9 @@ class Peers:
         knows of; a node that was away may have later ones, which the others have undone.
         """
         done = int(self.mesh.tell(str(done)))
+        doubtful = self._set_aside()
         for step in self.place.committed() if self.leads else []:
-            if step > done:
+            if step > done or step in doubtful:
                 self.place.remove(step)
         every = self.mesh.gather(json.dumps(self._held()) if self.leads else "")
         found = _newest([json.loads(text) for text in every[:: self.here]]) if every else None
@@ -129,6 +140,12 @@ class Peers:
         for step, _ in useless:
             self.remove(step)
         return Sound(best[0], best[1], [tuple(one) for one in best[2]]) if best else None, useless
+
+    def _set_aside(self) -> list[int]:
+        """Steps that the launcher has set aside after the attempt before this one: each node has its own copies."""
+        store = self.mesh.store
+        told = store is not None and store.check([SET_ASIDE])
+        return list(json.loads(store.get(SET_ASIDE))) if store is not None and told else []
 
     def _held(self) -> list[Held]:
         """What is in this node's memory."""
@@ -168,8 +185,9 @@ class Peers:
             if self.leads and self.node == to:
                 self.place.write(sound.step, self.attempt, file, self._receive(size, origin * self.here))
         if self.leads and self.node in lacking:
-            aside = self.place.aside(sound.step, self.attempt)
-            self.place.commit(sound.step, self.attempt, (aside / NAME).read_text(encoding="utf-8"))
+            aside, here = self.place.aside(sound.step, self.attempt), self.place.at(sound.step)
+            manifest = aside / NAME if (aside / NAME).exists() else here / NAME
+            self.place.commit(sound.step, self.attempt, manifest.read_text(encoding="utf-8"))
         # Others of the same node read it too. However long it takes: no collective would wait.
         self.mesh.gather("")
         self.mesh.tell("")
@@ -182,7 +200,7 @@ class Peers:
         lacking = {file for file, _, _, to in sound.missing if to == self.node}
         if self.place.at(sound.step).is_dir():
             for entry in self.place.at(sound.step).iterdir():
-                if entry.name not in lacking:
+                if entry.name not in lacking and entry.name != NAME:
                     os.link(entry, aside / entry.name)
 
     def _read(self, step: int, file: str, size: int) -> Iterator[torch.Tensor]:

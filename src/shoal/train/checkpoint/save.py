@@ -119,6 +119,8 @@ class Saver:
             pieces = self._write(manifest.step)
         except OSError as trouble:
             error = in_words(trouble)
+        copying = self._copy(manifest.step)
+        error = error or copying
         if self.rank == 0:
             error = self._conclude(manifest, pieces, error)
         else:
@@ -132,9 +134,18 @@ class Saver:
         )
         # Hashed by other threads meanwhile.
         file = self.place.write(step, self.attempt, self.file, _chunks(content))
-        if self.peers is not None:
-            self.peers.copy(step, content)
         return [lot.entry(file, found) for lot, found in zip(lots, hashes, strict=True)]
+
+    def _copy(self, step: int) -> str:
+        """To another node: also what could not be written here, for others wait for it. What went wrong, in words."""
+        try:
+            if self.peers is not None:
+                self.peers.copy(step, self.stage.content())
+        except OSError as trouble:
+            return in_words(trouble)
+        except RuntimeError as trouble:  # so torch says that a peer is gone
+            return f"no copy on another node: {trouble}"
+        return ""
 
     def _report(self, step: int, pieces: list[Piece], error: str) -> None:
         assert self.store is not None
