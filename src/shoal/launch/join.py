@@ -29,7 +29,7 @@ def join(job: Job, rank: int, local_rank: int, store: dist.Store, nodes: int = 1
         torch.set_num_threads(1 if job.config.run.strict else max(1, usable_threads() // here))
     else:
         devices = torch.cuda.device_count()
-        if here > devices:
+        if here > devices or job.config.cluster.share:
             # NCCL takes two ranks on one device of one host for a mistake. On two hosts it asks no questions.
             os.environ["NCCL_HOSTID"] = f"rank-{rank}"
         if job.layout.pp > 1:
