@@ -22,6 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nodes", type=int, default=1, help="for layouts with as many ranks on each")
     parser.add_argument("--json", type=Path, help="what an earlier campaign printed, to be kept")
     options = parser.parse_args()
     if options.json:
@@ -29,7 +30,14 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory(prefix="shoal-chaos-") as folder:
             command = [sys.executable, "-m", "shoal", "chaos", CONFIG, "--json", "--run", f"{folder}/chaos"]
-            command += ["--faults", str(options.faults), "--seed", str(options.seed)]
+            command += [
+                "--faults",
+                str(options.faults),
+                "--seed",
+                str(options.seed),
+                "--nodes",
+                str(options.nodes),
+            ]
             found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     faults = found.pop("faults")
     kinds = {}
@@ -44,6 +52,7 @@ def main() -> None:
         "chaos",
         faults=len(faults),
         seed=options.seed,
+        nodes=options.nodes,
         points=sorted({fault["point"] for fault in faults}),
         worlds=sorted({fault["world"] for fault in faults}),
         in_recovery=sum(fault["in_recovery"] for fault in faults),

@@ -91,7 +91,7 @@ class Leading(Attempt):
             if not self._regrouped:
                 self._judge(ended.number)
                 # The others have copies of their own.
-                self._next(number).set(SET_ASIDE, json.dumps(self.doubtful))
+                self._store_of(number).set(SET_ASIDE, json.dumps(self.doubtful))
         self._regrouped = False
         captain.say(devices=self.devices() or 1)  # some may be gone
         there, job = self._gather_enough(first=ended is None)
@@ -104,7 +104,7 @@ class Leading(Attempt):
         captain.command(round=self._round)
         return len(taking_part)
 
-    def _next(self, number: int) -> Store:
+    def _store_of(self, number: int) -> Store:
         return attempt_store(self.rendezvous.store, number)
 
     def _settled(self, node: int, ended: Round) -> bool:
@@ -260,7 +260,7 @@ class Leading(Attempt):
             new = ", ".join(self.captain.name_of(node) for node in there if node not in round.nodes)
             self.progress.say(f"node {new} has come: making room for it after this step")
             self.captain.command(regroup=round.number)
-            self._next(round.number).set(REGROUP, "1")
+            self._store_of(round.number).set(REGROUP, "1")
 
     def _goes_on(self) -> bool:
         outcomes = [] if self.result is None else list(self.result.return_values.values())
