@@ -17,6 +17,8 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
+from shoal.train.guard.stacks import is_stopped
+
 # After a first death its peers have so long to say what they saw. Then they end too: one of them may be stopped, and
 # torch would wait half a minute for it.
 GRACE_SECONDS = 0.25
@@ -31,6 +33,7 @@ class Crew:
     times: dict[int, float] = field(default_factory=dict)  # and when
     first_death: float | None = None
     ended_by_us: set[int] = field(default_factory=set)
+    found_stopped: set[int] = field(default_factory=set)  # by a signal or a debugger, when we ended them
 
     def exit_codes(self) -> dict[int, int]:
         """Of those that have ended. To be asked when the agent is done with them: only one reader learns a code."""
@@ -77,8 +80,8 @@ class Agent(LocalElasticAgent):
             return
         for sentinel in wait(list(sentinels), seconds):
             assert isinstance(sentinel, int)
-            crew.order.append(sentinels[sentinel])
             crew.times[sentinels[sentinel]] = time.time()
+            crew.order.append(sentinels[sentinel])
             if crew.first_death is None and not self.ended_well(sentinels[sentinel]):
                 crew.first_death = time.monotonic()
         if crew.first_death is not None and time.monotonic() - crew.first_death > GRACE_SECONDS:
@@ -90,5 +93,7 @@ class Agent(LocalElasticAgent):
         for rank, process in crew.processes.items():
             if rank not in crew.order and process.pid is not None:
                 crew.ended_by_us.add(rank)
+                if is_stopped(process.pid):
+                    crew.found_stopped.add(rank)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 
 from shoal.facts.redact import redact
 from shoal.launch.agent import Agent
-from shoal.launch.failure import FATAL, STALLED, Failure, cause
+from shoal.launch.failure import CONNECTION, FATAL, STALL, STALLED, Failure, cause
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan
 from shoal.launch.progress import GIVING_UP, Progress
@@ -206,7 +206,17 @@ class Attempt:
 
     def _cause(self) -> Failure:
         store, attempt = self.rendezvous.store, self.rendezvous.attempt()
-        return cause(store, attempt, self.job.layout.world, *self._deaths())
+        found = cause(store, attempt, self.job.layout.world, *self._deaths())
+        stopped = self._found_stopped()
+        if found.kind != CONNECTION or not stopped:
+            return found
+        # Its peers gave up before the watchdog could say why.
+        message = f"stopped by a signal or a debugger; rank {found.rank} {found.message}"
+        return Failure(stopped[0], message, True, found.time, "stalled", STALL)
+
+    def _found_stopped(self) -> list[int]:
+        """Ranks that did not run any more when they were ended."""
+        return sorted(self.agent.crew.found_stopped)
 
     def _deaths(self) -> tuple[list[int], dict[int, int]]:
         """Which ranks have ended, the first one first; and their exit codes."""
@@ -233,7 +243,7 @@ class Attempt:
             return
         where = f"stacks and last collectives of all ranks: {shown(str(self.run.stacks))}"
         message = f"{verdict.message}\n  {where}"
-        failure = Failure(verdict.rank, message, True, time.time(), "stalled", "stall")
+        failure = Failure(verdict.rank, message, True, time.time(), "stalled", STALL)
         self.rendezvous.attempt().set(STALLED, json.dumps(asdict(failure)))
         self._seen = verdict.row
         self.agent.kill(crew)

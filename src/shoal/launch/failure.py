@@ -22,7 +22,7 @@ from shoal.train.guard.memory import OutOfMemory
 from shoal.train.guard.nonfinite import NonFinite
 
 FATAL = "fatal"
-STALLED = "stalled"
+STALLED, STALL = "stalled", "stall"
 
 # What kind of failure an error is, and whether it would come again however often the workers are restarted.
 KINDS: tuple[tuple[type[BaseException], str, bool], ...] = (

@@ -16,7 +16,7 @@ from shoal.launch.failure import NODE_LOST, Failure
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan
 from shoal.launch.nodes.count import NodeCount
-from shoal.launch.nodes.documents import Death, End, Round, Status
+from shoal.launch.nodes.documents import Death, End, Round, Status, deaths_of
 from shoal.launch.nodes.meeting import Captain, CaptainLost, new_place
 from shoal.launch.nodes.watched import EveryRank
 from shoal.launch.rendezvous import REGROUP, Rendezvous, attempt_store, connect, open_store
@@ -179,17 +179,19 @@ class Leading(Attempt):
 
     def _deaths(self) -> tuple[list[int], dict[int, int]]:
         """Those of all nodes. Their clocks may differ, so who died of a signal that was not ours comes first."""
-        crew, codes = self.agent.crew, self.agent.crew.exit_codes()
-        deaths = [
-            Death(rank=rank, time=crew.times[rank], code=codes.get(rank), by_us=rank in crew.ended_by_us)
-            for rank in crew.order
-        ]
+        deaths = sorted(self._everybodys(), key=lambda one: (one.by_us, (one.code or 0) >= 0, one.time))
+        return [one.rank for one in deaths], {one.rank: one.code for one in deaths if one.code is not None}
+
+    def _found_stopped(self) -> list[int]:
+        return sorted(one.rank for one in self._everybodys() if one.stopped)
+
+    def _everybodys(self) -> list[Death]:
+        deaths = [*deaths_of(self.agent.crew)]
         for node in self._round_nodes()[1:]:
             status = self.captain.last_of(node)
             if status is not None and status.round == self.rendezvous.round:
                 deaths += status.deaths
-        deaths.sort(key=lambda one: (one.by_us, (one.code or 0) >= 0, one.time))
-        return [one.rank for one in deaths], {one.rank: one.code for one in deaths if one.code is not None}
+        return deaths
 
     def _cause(self) -> Failure:
         """A node that is lost takes its ranks with it, and what others saw of that is an echo."""

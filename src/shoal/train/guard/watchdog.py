@@ -45,7 +45,7 @@ class Limits:
         """A waiting rank gives up after ``timeout``, and then it is too late to ask who was missing."""
         asking = TO_ASK_OTHERS if nodes > 1 else 0.0
         step = max(1.0, min(stall, timeout / 2 - asking))
-        return cls(step, max(step, timeout * BEFORE_TIMEOUT - 2 * asking))
+        return cls(step, max(step, timeout * BEFORE_TIMEOUT - 3 * asking))
 
 
 class Watchdog:
