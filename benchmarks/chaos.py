@@ -30,14 +30,8 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory(prefix="shoal-chaos-") as folder:
             command = [sys.executable, "-m", "shoal", "chaos", CONFIG, "--json", "--run", f"{folder}/chaos"]
-            command += [
-                "--faults",
-                str(options.faults),
-                "--seed",
-                str(options.seed),
-                "--nodes",
-                str(options.nodes),
-            ]
+            command += ["--faults", str(options.faults), "--seed", str(options.seed)]
+            command += ["--nodes", str(options.nodes)]
             found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     faults = found.pop("faults")
     kinds = {}

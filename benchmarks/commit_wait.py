@@ -105,7 +105,7 @@ class Clock:
 
     def meet(self, training: Training) -> None:
         self.training = training
-        training.commits.due = self.due  # type: ignore[method-assign]
+        training.commits.due = self.due
 
     def due(self, step: int, last: bool) -> bool:
         return step == self.next
@@ -139,9 +139,8 @@ class Clock:
         saves = [
             {
                 "after_step": save,
-                "waited_s": rows[save + 1][
-                    "commit_wait_s"
-                ],  # for the copies to be asked for; part of the next
+                # For the copies to be asked for; part of the next.
+                "waited_s": rows[save + 1]["commit_wait_s"],
                 "own_step_extra_s": turns[save] - usual,
                 "next_step_extra_s": turns[save + 1] - usual,
                 "share_of_a_step": (turns[save] + turns[save + 1]) / usual - 2,

@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from shoal.train.guard.stacks import is_stopped
+from shoal.train.guard.processes import is_stopped
 
 # After a first death its peers have so long to say what they saw. Then they end too: one of them may be stopped, and
 # torch would wait half a minute for it.

@@ -87,7 +87,6 @@ class Attempt:
         self.agent = Agent(self.spec, self._ended_well)
         self.result: RunResult | None = None
         self.error: BaseException | None = None
-        self.doubtful: tuple[int, ...] = ()  # commits that were set aside after the last failure
         self._seen: dict[str, Any] = {}  # what the watchdog saw of the present attempt's end
         self.asked = 0.0  # when a signal first asked to stop
         self.told = False  # the workers know
@@ -173,12 +172,11 @@ class Attempt:
             self._refit()
         self._assign(self.job, number)
 
-    def _judge(self, ended: int) -> None:
-        """Whether there is another attempt after the one that has failed, and from where."""
+    def _judge(self, ended: int) -> tuple[int, ...]:
+        """Whether there is another attempt after the one that has failed; which commits it does not go on from."""
         self.logs.redact(self.run.logs)
         failure = self._cause()
         decision, failed = self.restarts.judge(failure, self.rendezvous.attempt())
-        self.doubtful = decision.set_aside
         for place in (self.run.disk, self.run.memory()):
             for doubtful in set(decision.set_aside) & set(place.committed()):
                 place.set_aside(doubtful, decision.why)
@@ -188,6 +186,7 @@ class Attempt:
         self.run.note_fault(**{**row, "action": action, "message": str(failure), "attempt": ended})
         if not decision.again:
             raise GaveUp(failure, decision.why)
+        return decision.set_aside
 
     def _refit(self) -> None:
         """Where devices are gone, go on with those that are left: another layout, the same run."""

@@ -64,7 +64,7 @@ def train(
         warm_workers([*PRELOAD, entrypoint.partition(":")[0]], job.config)
         attempt, work = load_attempt(ATTEMPT, entrypoint)
         count = partial(devices_here, job, visible)
-        with begun(job, run, console, dataset, start):
+        with begun(job, run, console, start):
             return attempt(job, run, dataset.path, console, work, count).run_to_end()
 
 
@@ -101,9 +101,7 @@ def prepare(
 
 
 @contextmanager
-def begun(
-    job: Job, run: RunDirectory, console: Console, dataset: Dataset, start: dict[str, Any]
-) -> Iterator[None]:
+def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) -> Iterator[None]:
     """Inside, a launcher leads the run; its directory says so."""
     with private_files():
         run.adopt_memory()

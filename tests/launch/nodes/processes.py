@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 import signal
 import subprocess
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.observe.flight import FlightReader
-from shoal.prove.chaos.processes import descendants
+from shoal.train.guard.processes import descendants, send
 from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory
 
@@ -41,9 +39,7 @@ class Node:
 
     def signal(self, number: int) -> None:
         """To all of its processes."""
-        for process in [self.process.pid, *descendants(self.process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
+        send([self.process.pid, *descendants(self.process.pid)], number)
 
     def lose(self) -> None:
         """With its memory."""

@@ -28,6 +28,8 @@ from shoal.train.checkpoint.peers import SET_ASIDE
 from shoal.train.guard.watchdog import Limits, Watchdog
 from shoal.train.guard.watched import LocalRanks
 
+# Between two looks at who leads, as the run's directory says: that may be far away.
+PLACE_SECONDS = 1.0
 # For how long nodes may take to end their workers, which torch's agent gives 30 seconds.
 SETTLE_SECONDS = 30.0
 # For how long a round waits for the nodes that it needs.
@@ -57,6 +59,7 @@ class Leading(Attempt):
         self.nodes, self.more_seconds, self.wanted = nodes, more_seconds, job
         self._status = status
         self._regrouped = False
+        self._looked = 0.0
         self._considered: set[frozenset[int]] = set()
         super().__init__(job, *rest)
 
@@ -89,9 +92,9 @@ class Leading(Attempt):
             patience = SETTLE_SECONDS + self.job.config.fault.timeout
             captain.wait(lambda: all(self._settled(node, ended) for node in ended.nodes[1:]), patience)
             if not self._regrouped:
-                self._judge(ended.number)
+                doubtful = self._judge(ended.number)
                 # The others have copies of their own.
-                self._store_of(number).set(SET_ASIDE, json.dumps(self.doubtful))
+                self._store_of(number).set(SET_ASIDE, json.dumps(doubtful))
         self._regrouped = False
         captain.say(devices=self.devices() or 1)  # some may be gone
         there, job = self._gather_enough(first=ended is None)
@@ -210,9 +213,9 @@ class Leading(Attempt):
     def _round_nodes(self) -> tuple[int, ...]:
         return self.captain.call.round.nodes if self.captain.call.round else ()
 
-    def _judge(self, ended: int) -> None:
+    def _judge(self, ended: int) -> tuple[int, ...]:
         try:
-            super()._judge(ended)
+            return super()._judge(ended)
         except GaveUp as over:
             self._say_farewell(End(message=str(over)))
             raise
@@ -232,8 +235,10 @@ class Leading(Attempt):
         super()._look_around()
         if self.captain.broken:
             raise RuntimeError(f"the meeting of the nodes has broken down: {self.captain.broken}")
-        if not self.place.stands(self.run.path):
-            raise CaptainLost  # another one leads
+        if time.monotonic() - self._looked >= PLACE_SECONDS:
+            self._looked = time.monotonic()
+            if not self.place.stands(self.run.path):
+                raise CaptainLost  # another one leads
         round, crew = self.captain.call.round, self.agent.crew
         if round is None or round.number != self.rendezvous.round:
             return

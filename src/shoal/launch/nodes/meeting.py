@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -111,7 +112,7 @@ def new_place(address: str, port: int, store: Store) -> Place:
     return Place(address, port, socket.gethostname(), nonce)
 
 
-class Talk:
+class Talk(ABC):
     """One launcher's side of the meeting. Subclasses say what is exchanged at every tick."""
 
     def __init__(self, store: Store, status: Status) -> None:
@@ -174,8 +175,9 @@ class Talk:
                 self._wake.wait(TICK_SECONDS)
                 self._wake.clear()
 
+    @abstractmethod
     def _exchange(self) -> None:
-        raise NotImplementedError
+        """Say and hear, at every tick."""
 
     def _tell_status(self) -> None:
         with self._changed:

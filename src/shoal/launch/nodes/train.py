@@ -107,7 +107,7 @@ class _Together:
         if isinstance(start, Report):
             return start
         leading, work = local.load_attempt(LEADING, self.entrypoint)
-        with local.begun(self.job, self.run, self.console, self.dataset, start):
+        with local.begun(self.job, self.run, self.console, start):
             more = NEXT_SECONDS if self.followed else FIRST_SECONDS
             return self._run(lambda: leading(self.nodes, more, self._status(), *self._rest(work)))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -19,8 +17,8 @@ from shoal.facts.layout import Layout
 from shoal.prove.chaos.kinds import BY_NAME, ENDS_LAUNCHER, RENAME, named_right
 from shoal.prove.chaos.network import cut
 from shoal.prove.chaos.orders import Order, Orders
-from shoal.prove.chaos.processes import descendants, parent_of
 from shoal.prove.chaos.schedule import Fault, nodes_for
+from shoal.train.guard.processes import descendants, parent_of, send
 from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import ALONE, RunDirectory
 
@@ -149,7 +147,7 @@ class Campaign:
         """Whatever happened, nothing of the campaign goes on; or of its nodes ``but`` the first ones."""
         for process in self._launchers[but:]:
             if process.poll() is None:
-                _kill([process.pid, *descendants(process.pid)], signal.SIGKILL)
+                send([process.pid, *descendants(process.pid)], signal.SIGKILL)
                 process.wait()
 
     def _finish(self) -> None:
@@ -242,7 +240,7 @@ class Campaign:
         everybody = descendants(process.pid) if fault.kind.target == "node" else []
         record.committed, record.step = self._committed(), self._committed() + 1
         record.time = time.time()
-        _kill([process.pid, *everybody], signal.Signals[name])
+        send([process.pid, *everybody], signal.Signals[name])
         if fault.kind.name not in ENDS_LAUNCHER:
             time.sleep(STOPPED_SECONDS)
             process.send_signal(signal.SIGCONT)
@@ -271,11 +269,11 @@ class Campaign:
         record.committed, record.step = self._committed(), self._committed() + 1
         record.time = time.time()
         if stopped:
-            _kill(everybody, signal.SIGSTOP)
+            send(everybody, signal.SIGSTOP)
             self._wait_until_told([record], before)
-            _kill(everybody, signal.SIGCONT)
+            send(everybody, signal.SIGCONT)
             return
-        _kill(everybody, signal.SIGKILL)
+        send(everybody, signal.SIGKILL)
         process.wait()
         self._wait_until_gone(everybody)
         shutil.rmtree(RunDirectory(self.setting.run, node).memory().path, ignore_errors=True)
@@ -324,9 +322,3 @@ class Campaign:
 
     def _fault_rows(self) -> list[dict[str, Any]]:
         return read_rows(self.run.faults)
-
-
-def _kill(processes: list[int], number: signal.Signals) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, number)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from shoal.train.checkpoint.manifest import Damaged
-from shoal.train.checkpoint.place import Place, manifest_of
+from shoal.train.checkpoint.place import Place, check_file, manifest_of
 
 
 def newest_first(places: Sequence[Place]) -> list[tuple[Place, int]]:
@@ -23,9 +23,9 @@ def whole(place: Place) -> list[int]:
     found = []
     for step in place.committed():
         with contextlib.suppress(Damaged):
-            sizes = manifest_of(place, step).file_sizes()
-            if all(place.size(step, file) == size for file, size in sizes.items()):
-                found.append(step)
+            for file, size in manifest_of(place, step).file_sizes().items():
+                check_file(place, step, file, size)
+            found.append(step)
     return found
 
 

@@ -20,7 +20,7 @@ from blake3 import blake3
 from shoal.observe.entered import BACKGROUND
 from shoal.parallel.mesh import PATIENCE, Mesh
 from shoal.train.checkpoint.manifest import NAME, Damaged, parse_manifest
-from shoal.train.checkpoint.place import Directory
+from shoal.train.checkpoint.place import Directory, check_file
 
 # What a node has of a step: the hash of its manifest, the sizes of all files there are, and, of those that are not here
 # as they should be, what is wrong.
@@ -164,14 +164,10 @@ class Peers:
 
     def _wrong(self, step: int, file: str, size: int) -> str:
         try:
-            found = self.place.size(step, file)
+            check_file(self.place, step, file, size)
         except Damaged as error:
             return str(error)
-        return (
-            ""
-            if found == size
-            else f"{self.place.name(step)}/{file} has {found} bytes, and {size} were written"
-        )
+        return ""
 
     def bring(self, sound: Sound) -> None:
         """Have every file of a checkpoint on every node."""

@@ -72,6 +72,13 @@ def manifest_of(place: Place, step: int) -> Manifest:
     return parse_manifest(place.read_manifest(step), f"{place.name(step)}/{NAME}")
 
 
+def check_file(place: Place, step: int, file: str, size: int) -> None:
+    """Refuse a file that is missing, or not as long as it was written. What is in it nobody has read."""
+    found = place.size(step, file)
+    if found != size:
+        raise Damaged(f"{place.name(step)}/{file} has {found} bytes, and {size} were written")
+
+
 class Directory:
     """A directory of a file system. ``durable``: what is committed survives a loss of power."""
 

@@ -20,7 +20,15 @@ from shoal.facts.parameters import parameters
 from shoal.facts.views import intersect, views_by_parameter
 from shoal.models.initial import Slice
 from shoal.train.checkpoint.manifest import Damaged, Manifest, Piece
-from shoal.train.checkpoint.place import Directory, Place, Unreachable, manifest_of, step_name, step_of
+from shoal.train.checkpoint.place import (
+    Directory,
+    Place,
+    Unreachable,
+    check_file,
+    manifest_of,
+    step_name,
+    step_of,
+)
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16)
@@ -68,9 +76,7 @@ class Checkpoint:
             self._pieces.setdefault((piece.state, piece.tensor), []).append(piece)
         for file, size in self.manifest.file_sizes().items():
             # Before anything is allocated for what it is said to hold.
-            found = place.size(step, file)
-            if found != size:
-                raise Damaged(f"{name}/{file} has {found} bytes, and {size} were written")
+            check_file(place, step, file, size)
 
     @property
     def states(self) -> set[str]:

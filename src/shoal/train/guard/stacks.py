@@ -132,28 +132,6 @@ def main_thread(dump: str, identity: int) -> tuple[Frame, ...]:
     return frames
 
 
-def is_stopped(process: int) -> bool:
-    """Whether a process does not run because a signal, or a debugger, has stopped it."""
-    return state(process) in ("T", "t")
-
-
-def is_gone(process: int) -> bool:
-    """Whether it has ended, if perhaps nobody has asked for its exit code yet."""
-    return state(process) in ("X", "Z")
-
-
-def state(process: int) -> str:
-    """Of its main thread. One letter, as Linux has it; empty where there is no /proc to ask."""
-    if not Path("/proc/self/stat").exists():
-        return ""
-    try:
-        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "X"
-    # After the name, which is in parentheses and may hold any character.
-    return status.rpartition(")")[2].split()[0]
-
-
 def shown(place: str) -> str:
     """``file:line`` as a person in this directory would write it."""
     for base in (Path.cwd(), Path(shoal.__file__).parent.parent):

@@ -6,7 +6,6 @@ It needs no help from a rank, and none of its locks: a rank may be stuck in C co
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,15 +15,8 @@ from typing import Protocol
 from shoal.facts.redact import redact
 from shoal.observe import nccl
 from shoal.observe.flight import FlightReader, Snapshot
-from shoal.train.guard.stacks import (
-    Standing,
-    ask_for_stacks,
-    is_gone,
-    is_stopped,
-    main_thread,
-    shown,
-    state,
-)
+from shoal.train.guard.processes import is_gone, is_stopped, send, state
+from shoal.train.guard.stacks import Standing, ask_for_stacks, main_thread, shown
 from shoal.train.rundir import RunDirectory
 
 # How long we wait for the stacks of ranks.
@@ -109,9 +101,9 @@ def dump_stacks(run: RunDirectory, seen: Mapping[int, Snapshot], locked: set[int
     for ranks in (running, stopped):
         for rank in ranks:
             ask_for_stacks(seen[rank].pid)
-        _send([seen[rank].pid for rank in ranks & stopped], signal.SIGCONT)
+        send([seen[rank].pid for rank in ranks & stopped], signal.SIGCONT)
         _wait_for({seen[rank].pid: run.stack_dump(rank) for rank in ranks})
-        _send([seen[rank].pid for rank in ranks & stopped], signal.SIGSTOP)
+        send([seen[rank].pid for rank in ranks & stopped], signal.SIGSTOP)
     _wait_for({seen[rank].pid: nccl.dump_of(run.flights, rank) for rank in heard})
     standings = {}
     for rank, snapshot in seen.items():
@@ -127,12 +119,6 @@ def dump_stacks(run: RunDirectory, seen: Mapping[int, Snapshot], locked: set[int
             run.stacks.mkdir(mode=0o700, exist_ok=True)
             (run.stacks / f"rank-{rank:05d}.txt").write_text(redact(text), encoding="utf-8")
     return standings
-
-
-def _send(processes: Iterable[int], number: signal.Signals) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, number)
 
 
 def _unfinished(run: RunDirectory, rank: int, snapshot: Snapshot) -> list[str]:

@@ -1,0 +1,63 @@
+"""The processes of a machine, from /proc, and signals to them. Needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def send(processes: Iterable[int], number: int) -> None:
+    """A signal to several processes, some of which may be gone."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process does not run because a signal, or a debugger, has stopped it."""
+    return state(process) in ("T", "t")
+
+
+def is_gone(process: int) -> bool:
+    """Whether it has ended, if perhaps nobody has asked for its exit code yet."""
+    return state(process) in ("X", "Z")
+
+
+def state(process: int) -> str:
+    """Of its main thread. One letter, as Linux has it; empty where there is no /proc to ask."""
+    if not Path("/proc/self/stat").exists():
+        return ""
+    found = _status(process)
+    return found[0] if found else "X"
+
+
+def parent_of(process: int) -> int | None:
+    """The parent of a process; None where there is no such process, or only its remains."""
+    found = _status(process)
+    return None if not found or found[0] in "ZX" else int(found[1])
+
+
+def descendants(process: int) -> list[int]:
+    """Children, their children, and so on."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (parent := parent_of(int(entry.name))) is not None:
+            children.setdefault(parent, []).append(int(entry.name))
+    found, waiting = [], [process]
+    while waiting:
+        mine = children.get(waiting.pop(), [])
+        found += mine
+        waiting += mine
+    return found
+
+
+def _status(process: int) -> list[str]:
+    """What Linux says of it, from its state on; nothing where there is no such process."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    # After the name, which is in parentheses and may hold any character.
+    return status.rpartition(")")[2].split()
