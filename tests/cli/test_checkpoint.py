@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.train.checkpoint.rewrite import rewrite
 from tests.train.checkpoint.shapes import small
 from tests.train.checkpoint.states import commit, make_state
 
@@ -119,6 +120,48 @@ def test_damage_is_named_to_the_piece(run: RunDirectory, capsys: Output) -> None
     (one,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert not one["sound"] and len(one["damages"]) == 1
     assert shoal("verify", run.checkpoints / "step-00000006") == 0
+
+
+MODEL_CHANGES: dict[str, Any] = {
+    "layers": 3,
+    "hidden": 64,
+    "vocab": 1 << 40,
+    "heads": True,
+    "family": "qwen2",
+    "norm_eps": float("inf"),
+    "rope_theta": 500.0,
+    "window": 7,
+}
+
+
+@pytest.mark.parametrize("name", MODEL_CHANGES)
+def test_a_model_that_was_changed_is_damage(name: str, run: RunDirectory, capsys: Output) -> None:
+    """Also where whoever changed it has hashed the manifest again."""
+    rows = json.loads(run.manifest.read_text())
+    run.manifest.write_text(json.dumps({**rows, "model": small("tiny").model_dump(mode="json")}))
+    checkpoint = run.checkpoints / "step-00000006"
+    assert shoal("verify", run.path) == 0
+    rewrite(checkpoint, lambda content: content["model"].update({name: MODEL_CHANGES[name]}))
+    capsys.readouterr()
+    for path in (run.path, checkpoint):
+        assert shoal("verify", path) == 1
+        assert "model" in capsys.readouterr().out
+    assert listed(run.path, capsys)[6, "disk"]["damage"]
+
+
+def test_samples_that_do_not_fit_the_steps_are_damage(run: RunDirectory, capsys: Output) -> None:
+    identity = {"recipe.batch": 8}
+    for step, samples in ((8, 64), (9, 64)):
+        commit(make_state(small("tiny")), run.checkpoints, step, samples, identity)
+    assert shoal("verify", run.checkpoints / "step-00000008") == 0
+    assert shoal("verify", run.checkpoints / "step-00000009") == 1
+    assert "9 steps of 8 are 72" in capsys.readouterr().out
+    for name, value in {"samples": -5, "recipe": "0" * 64, "scalars": {"updates": 2.0}}.items():
+        saved = commit(make_state(small("tiny")), run.checkpoints, 10, 80, identity)
+        rewrite(saved, lambda content, change={name: value}: content.update(change))
+        assert shoal("verify", saved) == 1, name
+        printed = capsys.readouterr().out
+        assert "step-00000010" in printed and "Traceback" not in printed
 
 
 def test_every_damage_is_told(run: RunDirectory, capsys: Output) -> None:

@@ -8,7 +8,7 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.facts.boxes import Box, summed_over, tensor_part
+from shoal.facts.boxes import Box, summed_over, tensor_part, tile
 from shoal.facts.model import Model
 from shoal.facts.parameters import llama_parameters
 
@@ -110,6 +110,30 @@ def test_a_vocabulary_that_does_not_divide_leaves_the_last_ranks_with_less() -> 
     rows = [tensor_part("lm_head.weight", (5, 2), model, 4, index).box for index in range(4)]
     assert [(box.offset[0], box.shape[0]) for box in rows] == [(0, 2), (2, 2), (4, 1), (5, 0)]
     assert rows[2].slices == (slice(4, 5), slice(0, 2)) and rows[3].size == 0
+
+
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.lists(st.tuples(*[st.integers(0, 2)] * 2, *[st.integers(1, 3)] * 2), max_size=5),
+)
+def test_boxes_tile_a_shape_where_each_element_is_in_one(
+    shape: tuple[int, int], drawn: list[tuple[int, int, int, int]]
+) -> None:
+    boxes = [((row, column), (height, width)) for row, column, height, width in drawn]
+    held = Counter(
+        (y, x)
+        for (row, column), (height, width) in boxes
+        for y in range(row, row + height)
+        for x in range(column, column + width)
+    )
+    wanted = Counter((y, x) for y in range(shape[0]) for x in range(shape[1]))
+    assert tile(shape, boxes) == (held == wanted)
+    rows = [((row, 0), (1, shape[1])) for row in range(shape[0])]
+    assert tile(shape, rows) and not tile(shape, rows[1:]) and not tile(shape, [*rows, rows[0]])
+
+
+def test_a_scalar_is_one_box() -> None:
+    assert tile((), [((), ())]) and not tile((), []) and not tile((), [((), ())] * 2)
 
 
 def elements(box: Box) -> list[tuple[int, ...]]:

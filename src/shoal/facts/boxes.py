@@ -6,8 +6,10 @@ Decided here once: ``parallel`` obeys it, ``predict`` prices it, checkpoints and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from shoal.facts.model import Model
@@ -136,3 +138,24 @@ def meet(
     ends = (min(a + b, c + d) for a, b, c, d in zip(offset, shape, other_offset, other_shape, strict=True))
     sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
     return None if any(size <= 0 for size in sizes) else (starts, sizes)
+
+
+def tile(shape: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether boxes, as (offset, size), hold every element of a shape exactly once.
+
+    A box is known by its corners, each with a sign: plus for an even number of far ends, minus for an odd one. Boxes
+    add up to the whole exactly where their signed corners do, so no two of them have to be compared.
+    """
+    corners: Counter[tuple[int, ...]] = Counter()
+    for corner, sign in _corners((0,) * len(shape), shape):
+        corners[corner] -= sign
+    for offset, size in boxes:
+        for corner, sign in _corners(offset, size):
+            corners[corner] += sign
+    return not any(corners.values())
+
+
+def _corners(offset: tuple[int, ...], size: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
+    ends = (((start, 1), (start + length, -1)) for start, length in zip(offset, size, strict=True))
+    for corner in product(*ends):
+        yield tuple(place for place, _ in corner), math.prod(sign for _, sign in corner)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3"
 ]
+
+# A shape says how much there is to count, allocate and search: far beyond any model, and little enough to be handled.
+MOST_LAYERS = 4096
+MOST_EXPERTS = 1 << 16
+WIDEST = 1 << 24  # any width: hidden, ffn, vocabulary, heads, ranks
+MOST_POSITIONS = 1_000_000_000
+
+Width = Annotated[int, Field(ge=1, le=WIDEST)]
+Positions = Annotated[int, Field(ge=1, le=MOST_POSITIONS)]
 
 
 class Shape(BaseModel):
@@ -21,35 +30,35 @@ class RopeScaling(Shape):
     """How rotary frequencies are stretched beyond the length the model was first trained on."""
 
     kind: Literal["linear", "dynamic", "yarn", "llama3"]
-    factor: float
-    original_positions: int
+    factor: FiniteFloat
+    original_positions: Positions
     # llama3: frequencies between these two wavelengths are blended
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
+    low_frequency_factor: FiniteFloat = 1.0
+    high_frequency_factor: FiniteFloat = 4.0
     # yarn
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None  # None: derived from factor (and mscale, where given)
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    beta_fast: FiniteFloat = 32.0
+    beta_slow: FiniteFloat = 1.0
+    attention_factor: FiniteFloat | None = None  # None: derived from factor (and mscale, where given)
+    mscale: FiniteFloat | None = None
+    mscale_all_dim: FiniteFloat | None = None
     truncate: bool = True
 
 
 class Experts(Shape):
     """A mixture of experts in place of the MLP of some layers."""
 
-    count: int  # routed experts
-    active: int  # routed experts that each token uses
-    ffn: int  # width of one routed expert
-    shared: int = 0  # experts that every token uses
-    shared_ffn: int = 0  # total width of the shared experts
+    count: Annotated[int, Field(ge=1, le=MOST_EXPERTS)]  # routed experts
+    active: Annotated[int, Field(ge=1, le=MOST_EXPERTS)]  # routed experts that each token uses
+    ffn: Width  # width of one routed expert
+    shared: Annotated[int, Field(ge=0, le=MOST_EXPERTS)] = 0  # experts that every token uses
+    shared_ffn: Annotated[int, Field(ge=0, le=WIDEST)] = 0  # total width of the shared experts
     dense_layers: tuple[int, ...] = ()  # layers that keep an ordinary MLP
     router_bias: bool = False  # deepseek_v3: a per-expert correction that no gradient reaches
-    groups: int = 1  # deepseek_v3: experts are picked within the best groups
-    active_groups: int = 1
+    groups: Width = 1  # deepseek_v3: experts are picked within the best groups
+    active_groups: Width = 1
     score: Literal["softmax", "sigmoid"] = "softmax"  # how the router turns logits into weights
     normalized: bool = True  # the weights of a token's experts are scaled to sum to one
-    scale: float = 1.0  # multiplies those weights afterwards
+    scale: FiniteFloat = 1.0  # multiplies those weights afterwards
 
 
 class Latent(Shape):
@@ -59,11 +68,11 @@ class Latent(Shape):
     is that of queries and keys, ``nope_dim + rope_dim``.
     """
 
-    q_rank: int | None  # None: queries are projected directly
-    kv_rank: int
-    nope_dim: int  # per-head width without positions
-    rope_dim: int  # per-head width that rotates, shared by all heads on the key side
-    value_dim: int
+    q_rank: Width | None  # None: queries are projected directly
+    kv_rank: Width
+    nope_dim: Width  # per-head width without positions
+    rope_dim: Width  # per-head width that rotates, shared by all heads on the key side
+    value_dim: Width
 
 
 class Model(Shape):
@@ -71,34 +80,36 @@ class Model(Shape):
 
     name: str
     family: Family
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int  # width of the ordinary MLP
-    vocab: int
-    max_positions: int
+    layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+    hidden: Width
+    heads: Width
+    kv_heads: Width
+    head_dim: Width
+    ffn: Width  # width of the ordinary MLP
+    vocab: Width
+    max_positions: Positions
 
     norm: Literal["rms", "layer"] = "rms"
-    norm_eps: float = 1e-5
+    norm_eps: FiniteFloat = 1e-5
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     gated: bool = True  # gate · up, then down (SwiGLU); False: up, activation, down
     parallel_residual: bool = False  # attention and MLP both read the block's input (NeoX)
 
     positions: Literal["rotary", "learned"] = "rotary"
-    rope_theta: float = 10_000.0
-    rope_fraction: float = 1.0  # share of each head that rotates (NeoX: 0.25)
+    rope_theta: FiniteFloat = 10_000.0
+    rope_fraction: FiniteFloat = 1.0  # share of each head that rotates (NeoX: 0.25)
     rope_scaling: RopeScaling | None = None
 
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # an RMS norm on every query and key head (Qwen3)
-    window: int | None = None  # sliding-window attention: a token sees this many positions, itself included
+    window: Positions | None = (
+        None  # sliding-window attention: a token sees this many positions, itself included
+    )
     window_layers: tuple[int, ...] | None = None  # None: every layer, where a window is set
     tied: bool = False  # the head is the embedding
-    init_std: float = 0.02
+    init_std: FiniteFloat = 0.02
 
     experts: Experts | None = None
     latent: Latent | None = None

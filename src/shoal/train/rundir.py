@@ -17,6 +17,7 @@ from typing import Any
 
 from shoal.facts import configfile
 from shoal.facts.config import Config
+from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.recipe import Recipe
 from shoal.facts.redact import redact_values
@@ -252,6 +253,13 @@ class RunDirectory:
             return str(json.loads(self.manifest.read_text(encoding="utf-8"))["id"])
         except (OSError, ValueError, KeyError, TypeError):
             return UNKNOWN
+
+    def model(self) -> Model | None:
+        """What the run was last started with; None where that is not known."""
+        try:
+            return Model.model_validate(json.loads(self.manifest.read_text(encoding="utf-8"))["model"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
 
     def step(self) -> int:
         """The last step that is safe: on disk or in memory; 0 before the first."""

@@ -15,6 +15,7 @@ from shoal.models.initial import Slice
 from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pieces import Piece, weight
+from shoal.train.checkpoint.agree import check_agrees
 from shoal.train.checkpoint.manifest import Damaged, Manifest, identity_hash
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.share import parts, piece_slices
@@ -72,6 +73,7 @@ class State:
 
     def restore(self, checkpoint: Checkpoint) -> int:
         """Become the state of a checkpoint, whichever layout wrote it; return its step."""
+        check_agrees(checkpoint.manifest, checkpoint.place.name(checkpoint.step))
         scalars = checkpoint.manifest.scalars
         found = checkpoint.states - {"weight"}
         if found and found != set(self.kinds):

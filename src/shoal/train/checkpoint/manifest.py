@@ -7,12 +7,12 @@ import math
 import re
 from collections import Counter
 from itertools import groupby
-from typing import Any
+from typing import Annotated, Any
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shoal.facts.boxes import meet
+from shoal.facts.boxes import tile
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -20,7 +20,8 @@ NAME = "manifest.json"
 # A manifest says how much is to be read, so it is held to limits before anything is allocated: far beyond any model.
 LARGEST_MANIFEST = 1 << 30
 LARGEST_TENSOR = 1 << 44  # elements
-MOST_DIMENSIONS = 8
+LARGEST_COUNT = 1 << 62  # of anything: bytes, steps, samples
+MOST_DIMENSIONS = 4
 LONGEST_NAME = 200  # of a file
 LONGEST_MESSAGE = 2000
 
@@ -35,6 +36,9 @@ class Damaged(Exception):
         super().__init__((what if what.isprintable() else ascii(what)[1:-1])[:LONGEST_MESSAGE])
 
 
+Count = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
+
+
 class Piece(BaseModel):
     """A box of one tensor, and where its bytes lie. Tensor names and shapes are Hugging Face's."""
 
@@ -43,11 +47,11 @@ class Piece(BaseModel):
     tensor: str
     state: str  # "weight", or the optimizer's name for it: "exp_avg", …
     dtype: str
-    offset: tuple[int, ...]  # of the box, in the tensor
-    size: tuple[int, ...]  # of the box
+    offset: tuple[Count, ...]  # of the box, in the tensor
+    size: tuple[Count, ...]  # of the box
     file: str
-    position: int  # of its bytes, in the file
-    bytes: int
+    position: Count  # of its bytes, in the file
+    bytes: Count
     hash: str
 
     def __str__(self) -> str:
@@ -63,14 +67,14 @@ class Manifest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int = FORMAT
-    step: int
-    samples: int  # used so far: with the recipe's seed, the position in the data
+    step: Count
+    samples: Count  # used so far: with the recipe's seed, the position in the data
     model: dict[str, Any]
     identity: dict[str, Any]  # what a resume must have in common: recipe and data
     recipe: str  # the hash of ``identity``
     scalars: dict[str, float]  # updates made, loss scale
     heldout_loss: float | None = None
-    shapes: dict[str, tuple[int, ...]]  # of every whole tensor
+    shapes: dict[str, tuple[Count, ...]]  # of every whole tensor
     pieces: tuple[Piece, ...]
 
     def to_text(self) -> str:
@@ -112,7 +116,9 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         manifest = Manifest.model_validate(parsed)
         again = manifest.to_text().encode()
     except ValidationError as error:
-        raise Damaged(f"{where} is not a manifest: {error.errors()[0]['msg']}") from None
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise Damaged(f"{where} is not a manifest: {key}: {first['msg']}") from None
     except (ValueError, RecursionError) as error:
         # What is nested too deeply to be written was not written by us.
         raise Damaged(f"{where} is not a manifest: {error}") from None
@@ -129,7 +135,7 @@ def _check(manifest: Manifest, where: str) -> None:
     if not all(map(math.isfinite, numbers)):
         raise Damaged(f"{where} holds a number that is not finite")
     for name, shape in manifest.shapes.items():
-        if len(shape) > MOST_DIMENSIONS or min(shape, default=1) < 0 or math.prod(shape) > LARGEST_TENSOR:
+        if len(shape) > MOST_DIMENSIONS or math.prod(shape) > LARGEST_TENSOR:
             raise Damaged(f"{where}: {name} cannot have the shape {shape}")
     for piece in manifest.pieces:
         _check_piece(piece, manifest.shapes.get(piece.tensor), where)
@@ -153,44 +159,27 @@ def _check_piece(piece: Piece, shape: tuple[int, ...] | None, where: str) -> Non
     if (
         shape is None
         or not len(shape) == len(piece.offset) == len(piece.size)
-        or any(size <= 0 for size in piece.size)
+        or 0 in piece.size
         or any(
-            start < 0 or start + size > whole
-            for start, size, whole in zip(piece.offset, piece.size, shape, strict=True)
+            start + size > whole for start, size, whole in zip(piece.offset, piece.size, shape, strict=True)
         )
     ):
         raise Damaged(f"{where}: {piece} is no box of a tensor of shape {shape}")
 
 
 def _check_tensors(manifest: Manifest, where: str) -> None:
-    """As many elements as a tensor has, and none twice: then none is missing either."""
-    by_tensor: dict[tuple[str, str], list[Piece]] = {}
+    """Every element of a tensor once; and a state of one tensor is a state of all, or a restore would miss it."""
+    by_state: dict[str, dict[str, list[Piece]]] = {"weight": {}}
     for piece in manifest.pieces:
-        by_tensor.setdefault((piece.state, piece.tensor), []).append(piece)
-    for (state, name), pieces in by_tensor.items():
-        whole = math.prod(manifest.shapes[name])
-        if (
-            len({piece.dtype for piece in pieces}) != 1
-            or sum(math.prod(piece.size) for piece in pieces) != whole
-            or _any_meet(pieces)
-        ):
-            raise Damaged(f"{where}: the pieces of {state} {name} do not make up the tensor")
-    missing = [name for name in manifest.shapes if ("weight", name) not in by_tensor]
-    if missing or not by_tensor:
-        raise Damaged(f"{where} lists no weight of {next(iter(missing), 'any tensor')}")
-
-
-def _any_meet(pieces: list[Piece]) -> bool:
-    """Whether two boxes of a tensor share an element. From row to row, only those that reach it are compared."""
-    if len(pieces) == 1 or not pieces[0].offset:
-        return len(pieces) > 1
-    reaching: list[Piece] = []
-    for piece in sorted(pieces, key=lambda piece: piece.offset):
-        reaching = [one for one in reaching if one.offset[0] + one.size[0] > piece.offset[0]]
-        if any(meet(one.offset, one.size, piece.offset, piece.size) for one in reaching):
-            return True
-        reaching.append(piece)
-    return False
+        by_state.setdefault(piece.state, {}).setdefault(piece.tensor, []).append(piece)
+    for state, by_tensor in by_state.items():
+        missing = [name for name in manifest.shapes if name not in by_tensor]
+        if missing or not by_tensor:
+            raise Damaged(f"{where} lists no {state} of {next(iter(missing), 'any tensor')}")
+        for name, pieces in by_tensor.items():
+            boxes = ((piece.offset, piece.size) for piece in pieces)
+            if len({piece.dtype for piece in pieces}) != 1 or not tile(manifest.shapes[name], boxes):
+                raise Damaged(f"{where}: the pieces of {state} {name} do not make up the tensor")
 
 
 def _dump(content: Any, sort_keys: bool = False) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +54,26 @@ class _Reading:
     wanted: list[Wanted] = field(default_factory=list)
 
 
+class _Pieces:
+    """The pieces of one tensor from row to row: what some rows need is found without a look at all the others."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.dtype = pieces[0].dtype
+        self._pieces = sorted(pieces, key=lambda piece: piece.offset)
+        self._starts = [_rows(piece.offset, piece.size)[0] for piece in self._pieces]
+        # How far any piece up to here reaches, which never falls.
+        self._reach = list(accumulate((_rows(piece.offset, piece.size)[1] for piece in self._pieces), max))
+
+    def near(self, wanted: Wanted) -> list[Piece]:
+        """All that have an element of the wanted ones, and few others."""
+        start, stop = _rows(wanted.offset, tuple(wanted.into.shape))
+        return self._pieces[bisect_right(self._reach, start) : bisect_left(self._starts, stop)]
+
+
+def _rows(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, int]:
+    return (offset[0], offset[0] + size[0]) if offset else (0, 1)
+
+
 class Checkpoint:
     """A committed checkpoint. Its manifest is verified at once, a piece when it is read."""
 
@@ -71,9 +93,10 @@ class Checkpoint:
         if self.manifest.step != step:
             raise Damaged(f"{name} is the checkpoint of step {self.manifest.step}")
         self._buffers = threading.local()
-        self._pieces: dict[tuple[str, str], list[Piece]] = {}
+        by_tensor: dict[tuple[str, str], list[Piece]] = {}
         for piece in self.manifest.pieces:
-            self._pieces.setdefault((piece.state, piece.tensor), []).append(piece)
+            by_tensor.setdefault((piece.state, piece.tensor), []).append(piece)
+        self._pieces = {key: _Pieces(pieces) for key, pieces in by_tensor.items()}
         for file, size in self.manifest.file_sizes().items():
             # Before anything is allocated for what it is said to hold.
             check_file(place, step, file, size)
@@ -87,7 +110,7 @@ class Checkpoint:
         shape = self.manifest.shapes.get(name)
         if shape is None or (state, name) not in self._pieces:
             raise Damaged(f"{self.place.name(self.step)} holds no {state} of {name}")
-        whole = torch.empty(shape, dtype=DTYPES[self._pieces[state, name][0].dtype])
+        whole = torch.empty(shape, dtype=DTYPES[self._pieces[state, name].dtype])
         self.read([Wanted(state, name, (0,) * len(shape), whole)])
         return whole
 
@@ -117,10 +140,10 @@ class Checkpoint:
         readings: dict[Piece, _Reading] = {}
         for one in wanted:
             pieces = self._pieces.get((one.state, one.tensor))
-            if not pieces:
+            if pieces is None:
                 raise Damaged(f"{self.place.name(self.step)} holds no {one.state} of {one.tensor}")
             _check_within(one, self.manifest.shapes[one.tensor])
-            for piece in pieces:
+            for piece in pieces.near(one):
                 if meet(piece.offset, piece.size, one.offset, tuple(one.into.shape)):
                     readings.setdefault(piece, _Reading(piece)).wanted.append(one)
         in_order = sorted(readings.values(), key=lambda reading: _place_of(reading.piece))

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, closest
+from shoal.train.checkpoint.agree import check_agrees
 from shoal.train.checkpoint.manifest import NAME, Damaged, Manifest
 from shoal.train.checkpoint.place import DAMAGED, REASON, Directory, Place, manifest_of, step_of
 from shoal.train.rundir import UNKNOWN, RunDirectory
@@ -28,6 +30,7 @@ class Found:
     step: int
     where: str  # DISK, MEMORY or ASIDE
     manifest: Manifest | None  # None where it cannot be read
+    of_run: Model | None  # the model of the run that it lies in, where that is known
     damage: str = ""  # what is known to be wrong with it, without having read its tensors
     continued: bool = False  # the one that a run would continue from
 
@@ -72,9 +75,9 @@ def survey(path: Path) -> list[Found]:
     """Every checkpoint of a run, oldest first, or the one that is named."""
     step = step_of(path.name)
     if path.is_dir() and step is not None:
-        return [_look(Directory(path.parent), step, DISK)]
+        return [_look(Directory(path.parent), step, DISK, _run_around(path).model())]
     if path.is_dir() and (step := _step_aside(path)) is not None:
-        return [_look_aside(path, step)]
+        return [_look_aside(path, step, _run_around(path).model())]
     return _continued(list(_of_run(_run(path))))
 
 
@@ -86,10 +89,16 @@ def verify(found: Found, threads: int | None = None) -> Verdict:
     began = time.perf_counter()
     try:
         checkpoint = Checkpoint(found.place, found.step, threads)
+        check_agrees(checkpoint.manifest, found.name, found.of_run)
         damages, size = checkpoint.damages(), checkpoint.manifest.bytes
     except Damaged as error:
         damages, size = [error], 0
     return Verdict(found, size, time.perf_counter() - began, tuple(map(str, damages)))
+
+
+def _run_around(checkpoint: Path) -> RunDirectory:
+    """Where one would be, were this one of its checkpoints."""
+    return RunDirectory(checkpoint.absolute().parent.parent)
 
 
 def _run(path: Path) -> RunDirectory:
@@ -129,12 +138,13 @@ def _step_aside(path: Path) -> int | None:
 
 
 def _of_run(run: RunDirectory) -> Iterator[Found]:
+    of_run = run.model()
     places: list[tuple[Place, str]] = [(run.disk, DISK)]
     if run.id != UNKNOWN:
         places.append((run.memory(), MEMORY))
     for place, where in places:
         for step in place.committed():
-            found = _look(place, step, where)
+            found = _look(place, step, where, of_run)
             # A live run may have removed it meanwhile.
             if not found.damage or step in place.committed():
                 yield found
@@ -142,11 +152,11 @@ def _of_run(run: RunDirectory) -> Iterator[Found]:
         for entry in sorted(run.checkpoints.iterdir()):
             aside = _step_aside(entry)
             if aside is not None and entry.is_dir():
-                yield _look_aside(entry, aside)
+                yield _look_aside(entry, aside, of_run)
 
 
-def _look_aside(path: Path, step: int) -> Found:
-    found = _look(_One(path), step, ASIDE)
+def _look_aside(path: Path, step: int, of_run: Model | None) -> Found:
+    found = _look(_One(path), step, ASIDE, of_run)
     try:
         with (path / REASON).open(encoding="utf-8", errors="replace") as file:
             reason = file.read(LONGEST_REASON).strip()
@@ -155,7 +165,7 @@ def _look_aside(path: Path, step: int) -> Found:
     return replace(found, damage=reason or found.damage or "no reason was noted")
 
 
-def _look(place: Place, step: int, where: str) -> Found:
+def _look(place: Place, step: int, where: str, of_run: Model | None) -> Found:
     """By its manifest and the sizes of its files."""
     name = place.name(step)
     manifest = None
@@ -163,12 +173,13 @@ def _look(place: Place, step: int, where: str) -> Found:
         manifest = manifest_of(place, step)
         if manifest.step != step:
             raise Damaged(f"{name} is the checkpoint of step {manifest.step}")
+        check_agrees(manifest, name, of_run)
         for file, size in manifest.file_sizes().items():
             if (there := place.size(step, file)) != size:
                 raise Damaged(f"{name}/{file} has {there} bytes, and {size} were written")
     except Damaged as error:
-        return Found(place, step, where, manifest, str(error))
-    return Found(place, step, where, manifest)
+        return Found(place, step, where, manifest, of_run, str(error))
+    return Found(place, step, where, manifest, of_run)
 
 
 def _continued(found: list[Found]) -> list[Found]:
