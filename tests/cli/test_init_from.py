@@ -64,7 +64,7 @@ def test_an_accelerate_file_on_a_cluster(capsys: Capture) -> None:
         (["--from", "broken.json"], "broken.json is not valid JSON"),
         (["--from", "unknown.json"], "neither a DeepSpeed nor an Accelerate config"),
         (["--from", "ds.json", "--gpus", "3"], "64 does not divide by 3 data ranks"),
-        (["--from", "ds.json", "--on", "8xH1000000"], "there is no device"),
+        (["--from", "ds.json", "--on", "8xH1000000"], "not in the catalogue"),
         (["--gpus", "8"], "--gpus and --on go with --from"),
     ],
 )

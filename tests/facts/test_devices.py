@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from pydantic import ValidationError
 
-from shoal.facts.devices import CPU, DEVICES, GIB, Device, find, nearest, normalised
+from shoal.facts.devices import CPU, DEVICES, GIB, Device, find, normalised, unknown
 
 ACCELERATORS = [device for device in DEVICES if device is not CPU]
 
@@ -102,8 +102,8 @@ def test_names_as_people_and_drivers_spell_them(spelling: str, name: str) -> Non
 
 def test_an_unknown_name_gets_a_suggestion() -> None:
     assert find("H10") is None
-    assert nearest("h10") == "did you mean 'H100'?"
-    assert "A100-40GB" in nearest("abacus")
+    assert unknown("h10")[1] == "did you mean 'H100'?"
+    assert "A100-40GB" in unknown("abacus")[1]
 
 
 def test_a_precision_without_units_runs_in_the_next_wider_one() -> None:

@@ -173,6 +173,8 @@ REFUSED = [
     ({"vocab_size": 8}, "model_type is missing"),
     (config_of("llama") | {"model_type": "lama"}, "did you mean 'llama'?"),
     (config_of("llama") | {"model_type": ["llama"]}, "not supported"),
+    (config_of("llama") | {"model_type": "gpt_neo"}, "known: llama"),
+    ({"zero_optimization": {"stage": 3}}, "is a DeepSpeed config, not the config.json of a model"),
     (
         config_of("llama", rope_scaling={"rope_type": "longrope", "factor": 2}),
         "type 'longrope' is not supported",

@@ -65,7 +65,10 @@ def _run(words: list[str]) -> int:
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except CycloptsError as error:
-        complain(str(error), " ".join(["shoal", *(error.command_chain or ()), "--help"]))
+        from shoal.cli.unknown import refused
+
+        problem = refused(error)
+        complain(problem.what, problem.fix)
         code = BAD_INPUT
     except BadInput as error:
         for problem in error.problems:

@@ -64,8 +64,8 @@ def _from_notation(text: str, first: str, second: str | None, device_name: str) 
         if not _is_count(word)
     ]
     if device is None:
-        what = f"there is no device {device_name!r}" if device_name else "the device is missing"
-        problems.append(Problem(f"{text!r}: {what}", devices.nearest(device_name)))
+        what, fix = devices.unknown(device_name)
+        problems.append(Problem(f"{text!r}: {what}", fix))
     if problems or device is None:
         raise BadInput(problems)
     if second is not None:
@@ -131,7 +131,8 @@ def _device(path: str, written: Any, problems: list[Problem]) -> Device | None:
     if isinstance(written, str):
         device = devices.find(written)
         if device is None:
-            problems.append(Problem(f"{path}: there is no device {written!r}", devices.nearest(written)))
+            what, fix = devices.unknown(written)
+            problems.append(Problem(f"{path}: {what}", fix))
         return device
     if not isinstance(written, dict):
         problems.append(Problem(f"{path}: no device", 'device = "H100", or a table [device]'))

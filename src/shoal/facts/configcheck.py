@@ -11,8 +11,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from shoal.facts.config import Config, describe, find_field, table_of, type_of
+from shoal.facts.layout import READERS
 from shoal.facts.problem import Problem, closest, did_you_mean
 from shoal.facts.redact import holds_password, redact
+from shoal.facts.words import BESIDE, LATER, VALUES, Meaning, layout_pair, meaning
 
 # pydantic's words for what our schema can refuse, in ours.
 _MUST = {
@@ -35,6 +37,8 @@ _MUST = {
     "value_error": "{error}",
 }
 _LONGEST_VALUE = 60
+# Names that say little without their table: data.path is not model.path.
+COMMON = {"path", "name", "dir", "to", "on", "memory", "enabled", "source", "field", "keep"}
 
 
 def place_of(places: dict[str, str], key: str) -> str:
@@ -54,9 +58,7 @@ def remove_unknown(
         key = prefix + name
         field = schema.model_fields.get(name)
         if field is None:
-            del values[name]
-            what = _at(place_of(places, key), f"unknown key {key!r}")
-            problems.append(Problem(what, _meant(name, schema, prefix)))
+            problems.extend(_unknown(key, values.pop(name), schema, places))
         elif (table := table_of(field)) and isinstance(values[name], dict):
             problems.extend(remove_unknown(values[name], places, table, key + "."))
     return problems
@@ -82,15 +84,52 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
-def _meant(name: str, schema: type[BaseModel], prefix: str) -> str:
-    """The same key in another table is the commonest slip, a misspelt one the next."""
-    elsewhere = [key for key in _keys(Config) if key.rpartition(".")[2] == name]
-    if elsewhere:
-        return f"did you mean {' or '.join(map(repr, elsewhere))}?"
-    meant = closest(name, schema.model_fields)
-    if meant is None and (key := closest(name, (key.rpartition(".")[2] for key in _keys(Config)))):
-        return _meant(key, schema, prefix)
-    return f"did you mean {prefix + meant!r}?" if meant else did_you_mean(name, schema.model_fields)
+def _unknown(key: str, value: Any, schema: type[BaseModel], places: dict[str, str]) -> list[Problem]:
+    """A key that the schema does not have; of a whole table of another tool's, each key that has an answer."""
+    name = key.rpartition(".")[2]
+    if name and isinstance(value, dict) and key not in LATER and closest(name, schema.model_fields) is None:
+        inner = {f"{key}.{word}": _known_elsewhere(f"{key}.{word}", of) for word, of in value.items()}
+        answers = [
+            Problem(_at(place_of(places, one), f"unknown key {one!r}"), fix)
+            for one, fix in inner.items()
+            if fix
+        ]
+        if answers:
+            return answers
+    fix = _known_elsewhere(key, value) or _likely(key, schema)
+    return [Problem(_at(place_of(places, key), f"unknown key {key!r}"), fix)]
+
+
+def _known_elsewhere(key: str, value: Any) -> str:
+    """What is called so later, in another tool, in a layout, or in another table; nothing where none of them does."""
+    if key in LATER:
+        return f"not yet: {LATER[key]}"
+    name = key.rpartition(".")[2]
+    known = meaning(key) or (
+        Meaning(layout=name) if name in READERS and find_field(f"recipe.{name}") is None else None
+    )
+    if known is not None and known.layout:
+        pair, beside = layout_pair(known.layout, value), BESIDE.get(known.layout, "")
+        return f'it is {known.layout} of the layout here: layout = "{pair}"{beside}'
+    if known is not None:
+        return known.sentence or f"it is {known.key} here: {describe(known.key)}"
+    # The same key in another table is the commonest slip, unless many things have such a name.
+    elsewhere = keys_called(name)
+    return f"did you mean {' or '.join(map(repr, elsewhere))}?" if elsewhere else ""
+
+
+def keys_called(name: str) -> list[str]:
+    """Every key of that name, whatever its table; none where a table is needed to know what it means."""
+    return [] if name in COMMON else [key for key in _keys(Config) if key.rpartition(".")[2] == name]
+
+
+def _likely(key: str, schema: type[BaseModel]) -> str:
+    prefix, dot, name = key.rpartition(".")
+    near = closest(name, schema.model_fields)
+    if near is not None:
+        return f"did you mean {prefix + dot + near!r}?"
+    slip = closest(name, {other.rpartition(".")[2] for other in _keys(Config)} - COMMON)
+    return (_known_elsewhere(slip, None) if slip else "") or did_you_mean(name, schema.model_fields)
 
 
 def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -133,6 +172,12 @@ def _problem(key: str, details: list[ErrorDetails], places: dict[str, str]) -> P
         return Problem(what, "shoal config show lists every key with its meaning")
     choices = [str(choice) for choice in typing.get_args(type_of(field)) if isinstance(choice, str)]
     meant = closest(given, choices) if isinstance(given, str) else None
+    if isinstance(given, str) and (word := VALUES.get(given.lower(), "")) in choices:
+        meant = word
+    if key == "layout" and isinstance(given, dict):
+        return Problem(
+            what, 'layout = "{}"'.format(",".join(f"{name}={value}" for name, value in given.items()))
+        )
     if meant:
         return Problem(what, f'{key} = "{meant}"')
     if table := table_of(field):

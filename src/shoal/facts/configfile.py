@@ -15,6 +15,7 @@ from shoal.facts.config import Config, describe, find_field, type_of
 from shoal.facts.configcheck import explain, place_of, refuse_passwords, remove_unknown, toml_value
 from shoal.facts.keylines import key_lines
 from shoal.facts.layout import Layout
+from shoal.facts.otherfiles import is_directory, not_a_config
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.redact import redact_values
 
@@ -102,6 +103,8 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except FileNotFoundError:
         raise BadInput(f"there is no config file {path}", "shoal init writes one") from None
+    except IsADirectoryError:
+        raise is_directory(path) from None
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror}", form) from None
     except UnicodeDecodeError as error:
@@ -114,8 +117,13 @@ def _parse(text: str, path: Path | None) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # not only its own error: also numbers without end
+        if path is not None and (other := not_a_config(path, text)) is not None:
+            raise other from None
         raise BadInput(
-            f"{path} is not valid TOML: {error}", 'key = value, where text has quotes: name = "my run"'
+            f"{path} is not valid TOML: {error}",
+            "a config is a TOML file; shoal init writes one"
+            if path is not None and path.suffix.lower() in (".json", ".yaml", ".yml")
+            else 'key = value, where text has quotes: name = "my run"',
         ) from None
 
 

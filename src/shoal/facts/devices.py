@@ -6,7 +6,8 @@ direction and per device: what a vendor calls a 900 GB/s NVLink is 450e9 here.
 
 from __future__ import annotations
 
-import difflib
+import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -275,6 +276,10 @@ DEVICES: tuple[Device, ...] = (
 )
 
 
+# Not catalogued, and not one with its name cut short.
+_ANOTHER = {"h20"}
+
+
 def normalised(name: str) -> str:
     """A device's name without case, spaces and maker, so that a driver's spelling finds its entry."""
     words = name.lower().replace("_", "-").replace(" ", "-").strip("-")
@@ -291,9 +296,38 @@ def find(name: str) -> Device | None:
     return _BY_NAME.get(normalised(name))
 
 
-def nearest(name: str) -> str:
-    """For an unknown name: the entry its writer may have meant, else all of them."""
-    close = difflib.get_close_matches(normalised(name), _BY_NAME, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {_BY_NAME[close[0]].name!r}?"
-    return f"known: {', '.join(device.name for device in DEVICES)}; or describe it in a TOML file"
+def unknown(name: str) -> tuple[str, str]:
+    """For a name that is not found: what is wrong with it, and what would put it right.
+
+    An entry is suggested where its name was begun or is written differently, never where it only looks alike: a plan
+    for another device would be off by as much as they differ.
+    """
+    catalogue = f"known: {', '.join(device.name for device in DEVICES)}"
+    words = normalised(name)
+    if not words:
+        return "the device is missing", f"{catalogue}; or describe it in a TOML file"
+    # clusters.py has all that may stand in such a file.
+    described = (
+        "describe it in a cluster TOML, with its datasheet's numbers in place of these: "
+        f"device = {{name = {json.dumps(name.strip())}, memory_bytes = 32e9, peaks = {{bf16 = 100e12}}}}"
+    )
+    family = re.match(r"[a-z]+-?[0-9]+", words)
+    entries = {normalised(device.name): device.name for device in DEVICES}
+    relatives = [entry for key, entry in entries.items() if family and key.split("-")[0] == family[0]]
+    begun = [
+        entry
+        for key, entry in entries.items()
+        if words not in _ANOTHER and key.startswith(words) and _letters(key) == _letters(words)
+    ]
+    if len(begun) == 1:
+        return f"there is no device {name!r}", f"did you mean {begun[0]!r}?"
+    if relatives:
+        return (
+            f"there is no device {name!r}",
+            f"of its kind the catalogue has {', '.join(relatives)}; or {described}",
+        )
+    return f"the device {name!r} is not in the catalogue", f"{described}; {catalogue}"
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z]", "", name)

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from shoal.facts.problem import BadInput, Problem, closest, did_you_mean
+from shoal.facts.recipe import Recipe
+from shoal.facts.words import VALUES, layout_pair, meaning
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"]
 Recompute = Literal["none", "selective", "full"]
@@ -155,7 +157,7 @@ class Layout(BaseModel):
                 fix = "no spaces around '=', as in 'fsdp=4,tp=2'"
                 problems.append(Problem(f"layout: {pair!r} has no key before its '='", fix))
             elif name not in READERS:
-                problems.append(Problem(f"layout: unknown key {name!r}", did_you_mean(name, READERS)))
+                problems.append(Problem(f"layout: unknown key {name!r}", _meant(name, value)))
             elif not value:
                 fix = f"write {name}=…, without spaces, as in 'fsdp=4,tp=2'"
                 problems.append(Problem(f"layout: {name!r} has no value", fix))
@@ -184,6 +186,17 @@ def _printed(value: Any) -> str:
     return "+".join(str(part) for part in value) if isinstance(value, tuple) else str(value)
 
 
+def _meant(name: str, value: str) -> str:
+    """What a key is that no layout has: another tool's word, the recipe's business, or a slip."""
+    known = meaning(name)
+    if known is not None:
+        in_config = f"it is {known.key} of the config" if known.key else known.sentence
+        return layout_pair(known.layout, value) if known.layout else in_config
+    if name in Recipe.model_fields:
+        return f"it is recipe.{name} of the config: a layout does not change the mathematics"
+    return did_you_mean(name, READERS)
+
+
 # A reader is given the key and its text, and raises BadInput where it cannot make sense of it.
 Reader = Callable[[str, str], Any]
 
@@ -198,7 +211,8 @@ def _one_of(*choices: str) -> Reader:
     def read(name: str, value: str) -> str:
         if value in choices:
             return value
-        meant = closest(value, choices)
+        word = VALUES.get(value.lower(), "")
+        meant = word if word in choices else closest(value, choices)
         fix = f"{name}={meant}" if meant else " or ".join(f"{name}={choice}" for choice in choices)
         raise BadInput(f"layout: {name}={value}: must be one of {', '.join(choices)}", fix)
 

@@ -117,9 +117,15 @@ def find(text: str) -> Model:
     if text.lower() in PRESETS:
         return PRESETS[text.lower()]
     path = _config_path(text)
+    if path is not None and path.suffix.lower() == ".toml":
+        raise BadInput(
+            f"{text!r} is a TOML file, not a model",
+            "a preset, a model's directory or its config.json; shoal dryrun and shoal train take a config",
+        )
     if path is not None:
         return read_config(path)
-    guess = did_you_mean(text.lower(), PRESETS)
+    # Of an id of the Hub only its last part can be a preset.
+    guess = did_you_mean(text.lower().rpartition("/")[2], PRESETS)
     advice = f"presets: {', '.join(PRESETS)}; or the path of a config.json (nothing is downloaded)"
     raise BadInput(
         f"{text!r} is neither a preset nor a model on this machine",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -42,14 +41,56 @@ def seek(where: str, look: Callable[[], Found], problems: list[Problem]) -> Foun
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant, upper and lower case aside; None where none is close."""
-    by_lower_case = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.6)
-    return by_lower_case[close[0]] if close else None
+    """The known word that was probably meant, upper and lower case aside; None where none is, or several may be."""
+    meant = _likely(word, known)
+    return meant[0] if len(meant) == 1 else None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``did you mean 'seed'?`` where one of the known words is close, else the list of them."""
+    """``did you mean 'seed'?`` where one or two of the known words are close, else the list of them."""
     known = list(known)
-    meant = closest(word, known)
-    return f"did you mean {meant!r}?" if meant else f"known: {', '.join(sorted(known))}"
+    meant = _likely(word, known)
+    if 1 <= len(meant) <= 2:
+        return f"did you mean {' or '.join(map(repr, meant))}?"
+    return f"known: {', '.join(sorted(known))}"
+
+
+def _likely(word: str, known: Iterable[str]) -> list[str]:
+    """Known words that a slip of the fingers turns into this one; else those that begin with it.
+
+    A number is never a slip: llama3-7b is not llama3-70b, fp4 is not fp64. Nor are many slips in a short word.
+    """
+    word = word.lower()
+    names = {name.lower(): name for name in known}
+    if word in names:
+        return [names[word]]
+    limit = 1 if len(word) <= 5 else 2
+    far = {
+        name: _slips(word, name)
+        for name in names
+        if len(word) > 2 and _digits(name) == _digits(word) and abs(len(name) - len(word)) <= limit
+    }
+    near = [name for name, slips in far.items() if slips == min(far.values()) <= limit]
+    begun = [name for name in names if len(word) > 2 and name.startswith(word)]
+    return [names[name] for name in near or begun]
+
+
+def _digits(word: str) -> str:
+    return "".join(letter for letter in word if letter.isdigit())
+
+
+def _slips(one: str, other: str) -> int:
+    """Letters too many, too few, wrong, or swapped with the next one."""
+    rows = [list(range(len(other) + 1))]
+    for row, letter in enumerate(one, start=1):
+        rows.append([row])
+        for column, beside in enumerate(other, start=1):
+            costs = [
+                rows[row - 1][column] + 1,
+                rows[row][column - 1] + 1,
+                rows[row - 1][column - 1] + (letter != beside),
+            ]
+            if row > 1 and column > 1 and letter == other[column - 2] and one[row - 2] == beside:
+                costs.append(rows[row - 2][column - 2] + 1)
+            rows[row].append(min(costs))
+    return rows[-1][-1]

@@ -15,7 +15,9 @@ from shoal.facts.huggingface.dialects import ACTIVATIONS, DIALECTS, EXPERT_COUNT
 from shoal.facts.huggingface.fields import Fields, load
 from shoal.facts.huggingface.rope import read_rope
 from shoal.facts.model import Experts, Family, Latent, Model
+from shoal.facts.otherfiles import not_a_model
 from shoal.facts.problem import BadInput, did_you_mean
+from shoal.facts.words import OTHER_MODEL_TYPES
 
 
 def read_config(source: str | Path | Mapping[str, Any], name: str | None = None) -> Model:
@@ -39,9 +41,13 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
     for family in DIALECTS:
         if written == family:
             return family
+    if written is None and (other := not_a_model(where, config)) is not None:
+        raise other
     if written is None:
         raise BadInput(f"{where}: model_type is missing", f"add it: one of {', '.join(DIALECTS)}")
-    raise BadInput(f"{where}: model_type {written!r} is not supported", did_you_mean(str(written), DIALECTS))
+    known = f"known: {', '.join(DIALECTS)}"
+    fix = known if str(written) in OTHER_MODEL_TYPES else did_you_mean(str(written), DIALECTS)
+    raise BadInput(f"{where}: model_type {written!r} is not supported", fix)
 
 
 def _refuse_oddities(fields: Fields, family: Family) -> None:

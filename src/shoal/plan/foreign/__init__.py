@@ -14,6 +14,8 @@ from shoal.facts import clusters
 from shoal.facts.config import Config, describe
 from shoal.facts.configcheck import explain, shorten, toml_value
 from shoal.facts.configfile import flatten, template
+from shoal.facts.otherfiles import explain as explain_other
+from shoal.facts.otherfiles import kind_of
 from shoal.facts.problem import BadInput
 from shoal.plan.foreign import accelerate, deepspeed
 from shoal.plan.foreign.reading import Reading
@@ -55,14 +57,17 @@ def read_foreign(
 
 def _read(reading: Reading, values: dict[str, Any], path: Path, world: int | None) -> dict[str, Any]:
     """By whichever of the two wrote the file."""
-    if "distributed_type" in values:
+    kind = kind_of(values)
+    if kind == "accelerate":
 
         def beside(name: str) -> Reading:
             return Reading(_parse(path.parent / name), name, reading.problems)
 
         return accelerate.read(reading, world, beside)
-    if values.keys() & deepspeed.TELLING:
+    if kind == "deepspeed":
         return deepspeed.read(reading, world)
+    if kind is not None:
+        raise explain_other(kind, path, values)
     raise BadInput(f"{path} is neither a DeepSpeed nor an Accelerate config", FORMS)
 
 

@@ -7,8 +7,6 @@ from typing import Any
 from shoal.plan.foreign.ranks import find_share, written_layout
 from shoal.plan.foreign.reading import Reading
 
-# Any of these keys makes a JSON file DeepSpeed's.
-TELLING = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "bf16", "fp16"}
 # What Shoal always does, so that saying it loses nothing.
 _ALWAYS = ("overlap_comm", "contiguous_gradients", "reduce_scatter", "allgather_partitions")
 # Of its Adam family: Adam is AdamW there, unless adam_w_mode is false.
