@@ -181,6 +181,45 @@ def test_limits_of_control_groups(
     assert local.memory_limits(membership, tmp_path) == limits
 
 
+@pytest.mark.parametrize(
+    ("membership", "files", "quotas"),
+    [
+        ("0::/a/b\n", {"cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, [1.5]),
+        ("0::/not/here\n", {"cpu.max": "200000 50000"}, [4.0]),
+        (
+            "3:cpu,cpuacct:/x\n4:memory:/x\n",
+            {"cpu/x/cpu.cfs_quota_us": "200000", "cpu/x/cpu.cfs_period_us": "100000"},
+            [2.0],
+        ),
+        (
+            "3:cpu,cpuacct:/x\n",
+            {"cpu,cpuacct/x/cpu.cfs_quota_us": "50000", "cpu,cpuacct/x/cpu.cfs_period_us": "100000"},
+            [0.5],
+        ),
+        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, []),
+        ("", {}, []),
+    ],
+)
+def test_processor_quotas_of_control_groups(
+    tmp_path: Path, membership: str, files: dict[str, str], quotas: list[float]
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n", encoding="utf-8")
+    assert local.cpu_quotas(membership, tmp_path) == quotas
+
+
+@pytest.mark.parametrize(
+    ("quotas", "threads"), [([], 8), ([3.0], 3), ([2.9], 2), ([0.5], 1), ([64.0], 8), ([6.0, 4.0], 4)]
+)
+def test_threads_are_those_that_the_machine_really_gives(
+    quotas: list[float], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(local, "cpu_quotas", lambda membership, root: quotas)
+    assert local.usable_threads() == threads
+
+
 def test_the_processor_is_one_device_for_the_whole_machine() -> None:
     cluster = look(run=lambda: "")
     assert (cluster.device.name, cluster.devices) == (CPU.name, 1)

@@ -75,6 +75,7 @@ def dryrun(
     import time
 
     from shoal.cli.show import print_json
+    from shoal.facts.local import usable_threads
     from shoal.facts.problem import BadInput
     from shoal.launch.report import FAILED, FINISHED
 
@@ -104,7 +105,7 @@ def dryrun(
 
     try:
         if stages:
-            processes = min(question.layout.pp, len(os.sched_getaffinity(0)))
+            processes = min(question.layout.pp, usable_threads())
             every = dryrun_stages(question, processes, lambda seen: console.print(_line(seen), markup=False))
         else:
             every = [run_dry(question, fullest_rank(question) if rank is None else rank)]

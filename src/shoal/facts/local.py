@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,10 +182,25 @@ def processor(memory_bytes: int) -> Device:
 
 
 def usable_threads() -> int:
-    """Hardware threads this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Hardware threads that this process may keep busy: its affinity mask's, or fewer by its control group's quota."""
+    mask = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = cpu_quotas(_read(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup"))
+    # Of 1.5 processors' time two threads get three quarters each, and wait for each other for the rest.
+    return max(1, min([mask, *map(int, quotas)]))
+
+
+def cpu_quotas(membership: str, root: Path) -> list[float]:
+    """How many processors' time the control groups of /proc/self/cgroup, and all that contain them, may use."""
+    found = []
+    for unified, directory in _control_groups(membership, root, "cpu"):
+        if unified:
+            quota, _, period = _read(directory / "cpu.max").partition(" ")
+        else:
+            quota, period = (_read(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        # "max" and -1 are no limit.
+        if quota.isdecimal() and period.isdecimal() and int(period) > 0:
+            found.append(int(quota) / int(period))
+    return found
 
 
 def parse_cpuinfo(text: str) -> Cores:
@@ -234,20 +249,27 @@ def machine_memory() -> int:
 def memory_limits(membership: str, root: Path) -> list[int]:
     """Memory limits of the control groups named in /proc/self/cgroup, and of all that contain them."""
     found = []
+    for unified, directory in _control_groups(membership, root, "memory"):
+        limit = _read(directory / ("memory.max" if unified else "memory.limit_in_bytes"))
+        if limit.isdecimal() and int(limit) > 0:
+            found.append(int(limit))
+    return found
+
+
+def _control_groups(membership: str, root: Path, controller: str) -> Iterator[tuple[bool, Path]]:
+    """Directories of a controller's groups, the innermost first; and whether it is of the unified hierarchy (v2)."""
     for line in membership.splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers == "":
-            base, file = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            base, file = root / "memory", "memory.limit_in_bytes"
+            base = root
+        elif controller in controllers.split(","):
+            joint = root / controllers  # cpu and cpuacct are often mounted together
+            base = joint if joint.is_dir() else root / controller
         else:
             continue
         group = base / path.strip("/")
         # In a container the path is the host's and leads nowhere; the container's own limit is at the base.
         for directory in (group, *group.parents):
-            limit = _read(directory / file)
-            if limit.isdecimal() and int(limit) > 0:
-                found.append(int(limit))
+            yield controllers == "", directory
             if directory == base:
                 break
-    return found

@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shoal.facts.local import usable_threads
 from shoal.launch.interfaces import interface_of
+from shoal.launch.threads import thread_count
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
 
@@ -24,9 +24,7 @@ def join(job: Job, rank: int, local_rank: int, store: dist.Store, nodes: int = 1
     if job.cluster.device.name == "cpu":
         device = torch.device("cpu")
         backend = "gloo"
-        # Ranks share the machine's cores; more threads than cores only get in each other's way. In strict mode there
-        # is one, for the bits of a matrix product depend on how many work on it.
-        torch.set_num_threads(1 if job.config.run.strict else max(1, usable_threads() // here))
+        torch.set_num_threads(thread_count(job, here))
     else:
         devices = torch.cuda.device_count()
         if here > devices or job.config.cluster.share:

@@ -17,6 +17,7 @@ from shoal.facts.local import usable_threads
 from shoal.launch.interfaces import LOOPBACK_INTERFACE
 from shoal.launch.local import PRELOAD, warm_workers
 from shoal.launch.ranks import run_ranks
+from shoal.launch.threads import given_threads
 from shoal.parallel.sequence import all_gather_single, reduce_scatter_single
 from shoal.predict.links import ROUNDS
 
@@ -53,7 +54,7 @@ def measure(rank: int, world: int, store: dist.Store, backend: str) -> list[Call
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(max(1, usable_threads() // world))
+        torch.set_num_threads(given_threads() or max(1, usable_threads() // world))
     timeout = timedelta(seconds=PATIENCE)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     found = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.facts.boxes import box_slices, meet
+from shoal.facts.local import usable_threads
 from shoal.facts.model import Model
 from shoal.facts.parameters import parameters
 from shoal.facts.views import intersect, views_by_parameter
@@ -87,7 +87,7 @@ class Checkpoint:
         assert step is not None
         self.place: Place = place
         self.step = step
-        self.threads = threads or os.cpu_count() or 1
+        self.threads = threads or usable_threads()
         name = place.name(step)
         self.manifest: Manifest = manifest_of(place, step)
         if self.manifest.step != step:
