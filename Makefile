@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# How many processes run tests.
+WORKERS ?= 4
 
 .PHONY: setup test lint types floors pytest test-system demo clean
 
@@ -28,8 +30,9 @@ types: setup
 floors: setup
 	$(BIN)/lint-imports
 
+# Most tests wait for processes: more of them at once than there are cores.
 pytest: setup
-	$(BIN)/python -m pytest -m 'not system'
+	$(BIN)/python -m pytest -m 'not system' -n $(WORKERS) --dist worksteal
 
 # Tests that need system packages or root.
 test-system: setup

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+import torch
 from blake3 import blake3
 from rich.console import Console
 
@@ -25,6 +27,14 @@ from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory
 from tests import ranks
+
+# A busy machine is no failure: what an example may cost is not measured on a clock.
+hypothesis.settings.register_profile(
+    "shoal", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("shoal")
+# Several of these processes share the cores (`make test`), and threads on tiny tensors wait for each other's turn.
+torch.set_num_threads(1)
 
 WORDS = [
     "the",

@@ -233,7 +233,7 @@ def test_where_no_single_value_helps_the_fix_says_what_would() -> None:
 DEGREE = st.sampled_from([1, 1, 2, 3, 4, 6, 8, 16])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.fixed_dictionaries(
         {"dp": DEGREE, "fsdp": DEGREE, "tp": DEGREE, "cp": DEGREE, "pp": DEGREE, "ep": DEGREE},

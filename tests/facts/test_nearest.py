@@ -75,7 +75,7 @@ def test_nearest(layout: str, named: str, given: dict[str, Any]) -> None:
 DEGREE = st.sampled_from([1, 1, 2, 3, 4, 6, 8, 16])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.fixed_dictionaries(
         {"dp": DEGREE, "fsdp": DEGREE, "tp": DEGREE, "cp": DEGREE, "pp": DEGREE, "ep": DEGREE},
@@ -125,7 +125,7 @@ def test_what_is_named_parses_and_breaks_no_rule(
     assert distances == sorted(distances)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.fixed_dictionaries({"dp": DEGREE, "fsdp": DEGREE, "tp": DEGREE, "pp": DEGREE}),
     st.sampled_from([4, 6, 12, 16]),

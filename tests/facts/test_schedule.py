@@ -46,7 +46,7 @@ def idle(schedule: str, pp: int, chunks: int, micro: int) -> float:
     return bubble(timeline) * timeline.end
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(sizes())
 def test_every_schedule_of_every_size_is_legal(size: tuple[str, int, int, int]) -> None:
     schedule, pp, chunks, micro = size
@@ -65,7 +65,7 @@ def test_every_schedule_of_every_size_is_legal(size: tuple[str, int, int, int]) 
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes())
 def test_messages_stand_where_they_should(size: tuple[str, int, int, int]) -> None:
     schedule, pp, chunks, micro = size
@@ -137,7 +137,7 @@ def test_no_rank_of_zbv_pauses_between_its_first_and_last_step(pp: int) -> None:
 
 
 @given(st.integers(2, 8), st.integers(1, 24))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_no_schedule_is_worse_than_1f1b(pp: int, micro: int) -> None:
     worst = bubble(simulate(compute_order("1f1b", pp, 1, micro)))
     for schedule in ("interleaved", "zb", "zbv", "dualpipev"):
@@ -318,7 +318,7 @@ def test_a_circle_of_waiting_ranks_is_named() -> None:
         simulate([first, second])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes(), st.data())
 def test_dropping_any_instruction_is_noticed(size: tuple[str, int, int, int], data: st.DataObject) -> None:
     schedule, pp, chunks, micro = size

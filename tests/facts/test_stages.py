@@ -42,7 +42,7 @@ def lengths(model: Model, count: int, seq: int = 4096) -> list[int]:
     return [len(stage.layers) for stage in cut(model, count, seq)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_no_other_cut_is_better(data: st.DataObject) -> None:
     layers = data.draw(st.integers(1, 9))

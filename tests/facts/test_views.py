@@ -161,7 +161,7 @@ offsets = some.tuples(some.integers(0, 6), some.integers(0, 6))
 @given(
     offsets, offsets, sizes, some.booleans(), offsets, some.tuples(some.integers(0, 7), some.integers(0, 7))
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_intersect_agrees_with_looking_at_every_element(
     tensor_offset, canonical_offset, shape, transposed, slice_offset, slice_shape
 ) -> None:

@@ -83,6 +83,19 @@ def test_a_stop_before_the_first_step_is_a_stop(start: Start, number: signal.Sig
     assert "Traceback" not in errors
 
 
+def test_a_stop_while_a_library_runs_text_is_a_stop(tmp_path: Path) -> None:
+    """As in an import that makes a dataclass: Python remembers such an interrupt beyond its end."""
+    (tmp_path / "interrupted.py").write_text(
+        "from shoal.cli.main import app, main\n"
+        "app.command(lambda: exec('raise KeyboardInterrupt'), name='interrupted')\n"
+        "main(['interrupted'])\n"
+    )
+    words = [sys.executable, "-m", "interrupted"]
+    stopped = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert stopped.returncode == 75, stopped.stderr
+    assert "stopped on request" in stopped.stderr
+
+
 def test_a_signal_to_the_whole_group_commits(start: Start, tmp_path: Path) -> None:
     stopped = start(recipe__steps=4000, checkpoint__every=0)
     wait_until(lambda: len(read_rows(tmp_path / "run" / "metrics.jsonl")) >= 5)

@@ -77,6 +77,9 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         # While workers run, the launcher takes signals itself; here nothing had been started yet.
         print("stopped on request; run the same command to continue", file=sys.stderr)
+        # An interrupt that has passed through an ``exec`` of text, as dataclasses have one, leaves a mark in the
+        # interpreter: ``python -m shoal`` would end by SIGINT, whatever its exit code. The next ``exec`` clears it.
+        exec("")  # noqa: S102
         code = STOPPED
     except BrokenPipeError:
         # The reader of our output, such as head, has seen enough. Python would complain once more at its end.

@@ -12,14 +12,14 @@ seeds = st.integers(min_value=-(2**70), max_value=2**70)
 
 
 @given(seed=seeds, epoch=st.integers(0, 2**30), count=st.integers(1, 3000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_epoch_uses_every_sample_once(seed, epoch, count):
     numbers = np.arange(epoch * count, (epoch + 1) * count, dtype=np.uint64)
     assert sorted(sample_indices(seed, numbers, count).tolist()) == list(range(count))
 
 
 @given(seed=seeds, numbers=st.lists(st.integers(0, 2**64 - 1), min_size=1), count=st.integers(1, 2**64 - 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_many_at_once_equal_one_by_one(seed, numbers, count):
     one_by_one = [sample_index(seed, number, count) for number in numbers]
     assert sample_indices(seed, np.array(numbers, dtype=np.uint64), count).tolist() == one_by_one

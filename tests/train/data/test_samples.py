@@ -53,7 +53,7 @@ def test_unpacked_rows_in_full():
 
 
 @given(document_lengths=lengths, seq=st.integers(1, 30))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_packed_targets_are_every_token_but_the_first_once(document_lengths, seq):
     total = sum(document_lengths)
     if total <= seq:
@@ -75,7 +75,7 @@ def test_packed_targets_are_every_token_but_the_first_once(document_lengths, seq
 
 
 @given(document_lengths=lengths, seq=st.integers(1, 30))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_unpacked_targets_are_every_token_but_each_documents_first_once(document_lengths, seq):
     if max(document_lengths) == 1:
         with pytest.raises(BadInput):
