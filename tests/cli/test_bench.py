@@ -56,6 +56,42 @@ def test_a_table_that_cannot_be_read(text: str, tmp_path: Path, capsys: Capture)
     assert err.startswith("error: ") and "  fix: " in err
 
 
+HOSTILE = {
+    "layers": ["1000000000", "-1", "0", "1e9", "nan", "9" * 5000],
+    "hidden": ["0", "-4", "99999999999999999999", "7"],
+    "heads": ["0", "-1", "1000000000000"],
+    "vocab": ["0", "1000000000000000"],
+    "seq": ["0", "-1", "", "99999999999999999999"],
+    "gpus": ["0", "-8", "99999999999"],
+    "gpu": ["", "H1000000", "x" * 1000],
+    "micro_batch": ["-1", "0.5", "99999999999"],
+    "global_batch": ["-1", "99999999999"],
+    "step_s": ["nan", "-1", "inf", "0", "text"],
+    "id": ["x" * 200_000],
+}
+
+
+@pytest.mark.parametrize("column", HOSTILE)
+def test_numbers_that_no_run_has(column: str, tmp_path: Path, capsys: Capture) -> None:
+    columns = COLUMNS.split(",")
+    path = tmp_path / "runs.csv"
+    for value in HOSTILE[column]:
+        cells = ROWS.splitlines()[0].split(",")
+        cells[columns.index(column)] = value
+        path.write_text(f"{COLUMNS}\n{','.join(cells)}\n")
+        code, out, err = bench(capsys, "--runs", str(path), "--json")
+        assert code == 2 and out == "" and "Traceback" not in err, (column, value[:20])
+        assert err.startswith("error: ") and len(err) < 20_000
+
+
+def test_rows_of_another_length(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "runs.csv"
+    for row in (ROWS.splitlines()[0] + ",more,and,more", "fast,here", "\0"):
+        path.write_text(f"{COLUMNS}\n{row}\n")
+        code, _, err = bench(capsys, "--runs", str(path))
+        assert code == 2 and err.startswith("error: ") and "Traceback" not in err
+
+
 def test_no_table_at_all(capsys: Capture) -> None:
     code, _, err = bench(capsys)
     assert code == 2 and "--runs" in err

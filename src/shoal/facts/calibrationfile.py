@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from shoal.facts import calibration
 from shoal.facts.calibration import Calibration, DeviceRates, LinkRates
 from shoal.facts.devices import Hardware
+from shoal.facts.documents import read_bytes
 from shoal.facts.measurements import Measurements
 
 FORMAT = 1
@@ -74,7 +75,7 @@ def write(folder: Path, stored: Stored) -> Path:
 def read(path: Path) -> Stored:
     """Raises ``ValueError`` in one line where the file is not a calibration that this version knows."""
     try:
-        stored = Stored.model_validate_json(path.read_bytes())
+        stored = Stored.model_validate_json(read_bytes(path))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))

@@ -23,7 +23,6 @@ of a link keeps the device's value::
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +31,7 @@ from pydantic import BaseModel, Field, ValidationError
 from shoal.facts import devices, local
 from shoal.facts.cluster import MOST_DEVICES, Cluster, assemble, default_per_node
 from shoal.facts.devices import Count, Device, Hardware, Link
+from shoal.facts.documents import parse_toml, read_settings
 from shoal.facts.problem import BadInput, Problem, did_you_mean
 
 FORMS = "8xH100, 2x8xA100-80GB (nodes x devices), 4xcpu, local, or the path of a .toml file"
@@ -101,7 +101,7 @@ class _File(Hardware):
 
 def _from_file(text: str) -> Cluster:
     try:
-        table = tomllib.loads(Path(text).read_text(encoding="utf-8"))
+        table = parse_toml(read_settings(Path(text)))
     except FileNotFoundError:
         raise BadInput(f"there is no cluster file {text}", FORMS) from None
     except (OSError, ValueError) as error:  # not there to read, not UTF-8, not TOML

@@ -10,6 +10,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from shoal.facts import problem
 from shoal.facts.config import Config, describe, find_field, table_of, type_of
 from shoal.facts.layout import READERS
 from shoal.facts.problem import Problem, closest, did_you_mean
@@ -203,4 +204,4 @@ def toml_value(value: Any) -> str:
 
 
 def shorten(text: str) -> str:
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+    return problem.shorten(text, _LONGEST_VALUE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from shoal.facts.config import Config, describe, find_field, type_of
 from shoal.facts.configcheck import explain, place_of, refuse_passwords, remove_unknown, toml_value
+from shoal.facts.documents import DEEPEST, parse_toml, read_settings
 from shoal.facts.keylines import key_lines
 from shoal.facts.layout import Layout
 from shoal.facts.otherfiles import is_directory, not_a_config
@@ -100,7 +100,7 @@ def template() -> str:
 def _read(path: Path) -> str:
     form = "a config is a TOML file in UTF-8; shoal init writes one"
     try:
-        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        return read_settings(path)
     except FileNotFoundError:
         raise BadInput(f"there is no config file {path}", "shoal init writes one") from None
     except IsADirectoryError:
@@ -111,12 +111,14 @@ def _read(path: Path) -> str:
         raise BadInput(
             f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}", form
         ) from None
+    except ValueError as error:
+        raise BadInput(f"cannot read {path}: {error}", form) from None
 
 
 def _parse(text: str, path: Path | None) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # not only its own error: also numbers without end
+        return parse_toml(text)
+    except ValueError as error:  # not only its own error: also numbers without end
         if path is not None and (other := not_a_config(path, text)) is not None:
             raise other from None
         raise BadInput(
@@ -131,7 +133,7 @@ def _override(values: dict[str, Any], places: dict[str, str], override: str) -> 
     """Apply one ``a.b=c`` to the values, or say what is wrong with it."""
     key, equals, text = override.partition("=")
     key = key.strip()
-    if not equals or not key:
+    if not equals or not key or key.count(".") > DEEPEST:
         return Problem(f"--set {override}: it is not KEY=VALUE", "as in --set recipe.lr=0.001")
     table = values
     *path, last = key.split(".")
@@ -157,8 +159,8 @@ def _value(text: str, field: FieldInfo | None) -> Any:
     if field is not None and type_of(field) is str:
         return text
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
+        parsed = parse_toml(f"value = {text}")
+    except ValueError:
         return text
     return parsed["value"] if len(parsed) == 1 else text  # more than one: the text had lines of its own
 

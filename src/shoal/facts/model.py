@@ -11,7 +11,7 @@ Family = Literal[
 ]
 
 # A shape says how much there is to count, allocate and search: far beyond any model, and little enough to be handled.
-MOST_LAYERS = 4096
+MOST_LAYERS = 1024
 MOST_EXPERTS = 1 << 16
 WIDEST = 1 << 24  # any width: hidden, ffn, vocabulary, heads, ranks
 MOST_POSITIONS = 1_000_000_000

@@ -152,5 +152,5 @@ def _config_path(text: str) -> Path | None:
         if path.is_dir():
             return path / "config.json"
         return path if path.is_file() else None
-    except (OSError, RuntimeError):  # a name too long for any file, an unknown user's home
+    except (OSError, RuntimeError, ValueError):  # too long for any file, an unknown user's home, a NUL
         return None

@@ -8,6 +8,10 @@ from typing import TypeVar
 
 Found = TypeVar("Found")
 
+# What is told of one mistake, and of how many: a file may have a million, and a value may be a million letters long.
+LONGEST = 4000
+MOST_PROBLEMS = 50
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -26,8 +30,15 @@ class BadInput(Exception):
     def __init__(self, problems: Sequence[Problem] | Problem | str, fix: str = "") -> None:
         if isinstance(problems, str):
             problems = Problem(problems, fix)
-        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        told = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        if len(told) > MOST_PROBLEMS:
+            told = (*told[:MOST_PROBLEMS], Problem(f"and {len(told) - MOST_PROBLEMS} more like these"))
+        self.problems = tuple(Problem(shorten(one.what, LONGEST), shorten(one.fix, LONGEST)) for one in told)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self) -> tuple[type[BadInput], tuple[tuple[Problem, ...]]]:
+        """Another process tells it whole, each problem with its fix."""
+        return BadInput, (self.problems,)
 
 
 def seek(where: str, look: Callable[[], Found], problems: list[Problem]) -> Found | None:
@@ -38,6 +49,10 @@ def seek(where: str, look: Callable[[], Found], problems: list[Problem]) -> Foun
         begin = f"{where}: " if where else ""
         problems.extend(Problem(f"{begin}{problem.what}", problem.fix) for problem in error.problems)
         return None
+
+
+def shorten(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

@@ -7,6 +7,7 @@ planner makes its own choice.
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -17,11 +18,15 @@ from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout, divisors
 from shoal.facts.model import Model
 from shoal.facts.presets import PRESETS
-from shoal.facts.problem import BadInput, Problem
+from shoal.facts.problem import BadInput, Problem, shorten
 from shoal.facts.recipe import Recipe
 from shoal.facts.stack import Stack
 from shoal.predict.question import Question
 
+LARGEST = 1 << 26
+MOST = 10**12  # of anything that a cell counts
+MAY_BE_ZERO = ("zero", "sp")
+BEYOND = "beyond the last column"
 NEEDED = ("id", "source", "arch", "layers", "hidden", "heads", "ffn", "vocab", "seq", "gpu", "gpus", "step_s")
 
 # Which software a source ran, by how its name begins.
@@ -45,8 +50,10 @@ def read(path: Path) -> list[Run]:
     """Every row of a table; all that is wrong with it is reported together."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
+            if os.fstat(file.fileno()).st_size > LARGEST:
+                raise ValueError(f"it is longer than {LARGEST >> 20} MiB")
+            rows = list(csv.DictReader(file, restkey=BEYOND, restval=""))
+    except (OSError, ValueError, csv.Error) as error:
         raise BadInput(f"cannot read {path}: {error}", "a CSV table of published runs, in UTF-8") from None
     if not rows:
         raise BadInput(f"{path} has no rows", f"a CSV table with the columns {', '.join(NEEDED)}, …")
@@ -56,8 +63,10 @@ def read(path: Path) -> list[Run]:
     runs, problems = [], []
     for number, row in enumerate(rows, start=2):
         try:
+            if BEYOND in row:
+                raise ValueError("it has more cells than the table has columns")
             runs.append(_run(row))
-        except (BadInput, ValueError) as error:
+        except (BadInput, ValueError, ArithmeticError) as error:
             what = (
                 "; ".join(problem.what for problem in error.problems)
                 if isinstance(error, BadInput)
@@ -185,12 +194,18 @@ def _stacks(row: dict[str, str]) -> list[Stack]:
 
 def _whole(row: dict[str, str], column: str) -> int | None:
     text = (row.get(column) or "").strip()
-    return int(text) if text else None
+    number = int(text) if text else None
+    if number is not None and not (column not in MAY_BE_ZERO) <= number <= MOST:
+        raise ValueError(f"{column} is {shorten(text, 30)}")
+    return number
 
 
 def _decimal(row: dict[str, str], column: str) -> float | None:
     text = (row.get(column) or "").strip()
-    return float(text) if text else None
+    number = float(text) if text else None
+    if number is not None and not 0 < number <= MOST:
+        raise ValueError(f"{column} is {text}")
+    return number
 
 
 # Sources whose rows the constants of ``facts/calibration.py`` and ``facts/stack.py`` were fitted on, and which of their

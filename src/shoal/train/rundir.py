@@ -9,7 +9,6 @@ import os
 import secrets
 import shutil
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from shoal.facts import configfile
 from shoal.facts.config import Config
+from shoal.facts.documents import parse_toml, read_json, read_settings
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.recipe import Recipe
@@ -151,7 +151,7 @@ class RunDirectory:
         marker = self.path / ".alive"
         if marker.exists():
             with contextlib.suppress(OSError, ValueError):
-                before = json.loads(marker.read_text(encoding="utf-8"))
+                before = read_json(marker)
                 self.note_fault(
                     kind="launcher lost",
                     step=self.step(),
@@ -210,9 +210,9 @@ class RunDirectory:
     def _disk_before(self) -> Place:
         """Where the run that is here has put them."""
         try:
-            content = tomllib.loads(self.config.read_text(encoding="utf-8"))
+            content = parse_toml(read_settings(self.config))
             return self._place(content.get("checkpoint", {}).get("to"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, AttributeError, BadInput):
             return self._place(None)
 
     def _place(self, to: str | None) -> Place:
@@ -250,15 +250,15 @@ class RunDirectory:
     def id(self) -> str:
         """Drawn when the run began: other than its path, no other run ever has it."""
         try:
-            return str(json.loads(self.manifest.read_text(encoding="utf-8"))["id"])
+            return str(read_json(self.manifest)["id"])
         except (OSError, ValueError, KeyError, TypeError):
             return UNKNOWN
 
     def model(self) -> Model | None:
         """What the run was last started with; None where that is not known."""
         try:
-            return Model.model_validate(json.loads(self.manifest.read_text(encoding="utf-8"))["model"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return Model.model_validate(read_json(self.manifest)["model"])
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def step(self) -> int:
@@ -313,9 +313,9 @@ class RunDirectory:
                 continue
             return found.model, found.identity
         try:
-            content = json.loads(self.manifest.read_text(encoding="utf-8"))
+            content = read_json(self.manifest)
             return content["model"], content["identity"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             raise BadInput(
                 f"{self.manifest} cannot be read, so nobody can tell what run this is",
                 "--fresh moves it aside",
@@ -352,7 +352,7 @@ class RunDirectory:
     def read_plan(self) -> dict[str, Any]:
         """The plan that the run started with; empty where there is none."""
         try:
-            content: dict[str, Any] = json.loads(self.plan.read_text(encoding="utf-8"))
+            content: dict[str, Any] = read_json(self.plan)
         except (OSError, ValueError):
             return {}
         return content
@@ -365,7 +365,7 @@ class RunDirectory:
     def note_measured(self, measured: dict[str, Any]) -> None:
         """Put into the manifest what came of the plan."""
         with contextlib.suppress(OSError):
-            content = json.loads(self.manifest.read_text(encoding="utf-8"))
+            content = read_json(self.manifest)
             replace_text(self.manifest, json.dumps({**content, "measured": measured}, indent=2) + "\n")
 
     def _resolved(self, job: Job) -> Config:

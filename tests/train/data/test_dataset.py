@@ -5,9 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from shoal.facts.config import DataSection
 from shoal.facts.problem import BadInput
-from shoal.train.data.dataset import MANIFEST, Dataset, Stream, check_vocabulary
+from shoal.train.data.dataset import MANIFEST, Dataset, Stream, check_vocabulary, read_manifest
 from shoal.train.data.prepare import prepare
+from shoal.train.data.samples import cut_samples
+from shoal.train.data.shards import write_manifest
 
 
 @pytest.fixture
@@ -58,6 +61,49 @@ def test_a_changed_manifest_is_found(prepared):
     (prepared / MANIFEST).write_text(text[:50])
     with pytest.raises(BadInput, match="is not JSON"):
         Dataset.open(prepared)
+
+
+HOSTILE = {
+    "a file above": lambda manifest: manifest["files"].update(
+        {"../a.bin": manifest["files"].pop("train-00000.bin")}
+    ),
+    "an absolute shard": lambda manifest: manifest["splits"]["train"].update(shards=["/etc/passwd"]),
+    "a shard that is not listed": lambda manifest: manifest["splits"]["train"].update(
+        shards=["train-00009.bin"]
+    ),
+    "a shard too many": lambda manifest: manifest["splits"]["train"]["shards"].append("train-00000.bin"),
+    "objects": lambda manifest: manifest.update(dtype="O"),
+    "records": lambda manifest: manifest.update(dtype=[["a", "<u2"]]),
+    "no split": lambda manifest: manifest["splits"].pop("heldout"),
+    "splits that are a list": lambda manifest: manifest.update(splits=[]),
+    "no files": lambda manifest: manifest.update(files=None),
+    "tokens below zero": lambda manifest: manifest["splits"]["train"].update(tokens=-5),
+    "tokens without end": lambda manifest: manifest["splits"]["train"].update(tokens=10**40),
+    "documents that are true": lambda manifest: manifest["splits"]["train"].update(documents=True),
+    "a largest id of text": lambda manifest: manifest.update(largest_id="9"),
+    "no largest id": lambda manifest: manifest.pop("largest_id"),
+    "a tokenizer of nothing": lambda manifest: manifest.update(tokenizer=None),
+    "deep": lambda manifest: manifest.update(deep=json.loads("[" * 300 + "]" * 300)),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_manifest_made_by_hand_is_refused(prepared, kind):
+    """Its hash is right, and what it says is not."""
+    manifest = read_manifest(prepared)
+    HOSTILE[kind](manifest)
+    (prepared / MANIFEST).unlink()
+    write_manifest(prepared / MANIFEST, manifest)
+    with pytest.raises(BadInput, match=r"is damaged(.|\n)*fix: delete"):
+        Dataset.open(prepared)
+
+
+def test_documents_end_where_the_tokens_do(prepared):
+    ends = np.fromfile(prepared / "documents-train.bin", dtype="<i8")
+    for wrong in (-1, 0, ends[-1] + 1, 2**62):
+        np.array([*ends[:-1], wrong], dtype="<i8").tofile(prepared / "documents-train.bin")
+        with pytest.raises(BadInput, match="do not end where"):
+            cut_samples(Dataset.open(prepared), DataSection(), 8, 0)
 
 
 def test_somebody_elses_directory_is_not_to_be_deleted(tmp_path):

@@ -1,7 +1,10 @@
 """Sources and rows: which files, which documents, and what is wrong with the others."""
 
+import glob
 import gzip
 import json
+import tracemalloc
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +89,74 @@ def test_pieces_join_to_the_whole_and_cut_only_at_line_ends(tmp_path, monkeypatc
     pieces = texts(tmp_path / "a.txt")
     assert len(pieces) > 10 and "".join(pieces) == long
     assert all(piece.endswith(("é\n", "line\r\n")) for piece in pieces)
+
+
+def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path, monkeypatch):
+    """A few megabytes can unpack to gigabytes: reading ends at the limit, and the message says where."""
+    monkeypatch.setattr(rows, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(rows, "PIECE_BYTES", 20)
+    lines = b'{"text": "a"}\n' * 3
+    fits = b'{"text": "' + b"b" * (rows.LONGEST_LINE - 13) + b'"}\n'
+    assert len(fits) == rows.LONGEST_LINE
+    for name, write in (("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress)):
+        path = tmp_path / name
+        path.write_bytes(write(lines + fits + lines))
+        assert len(texts(path)) == 7
+        path.write_bytes(write(lines + fits[:-3] + b"bbb" * 10_000_000))
+        tracemalloc.start()
+        with pytest.raises(BadInput, match=rf"{name}', line 4, is longer than 1 MiB"):
+            texts(path)
+        assert tracemalloc.get_traced_memory()[1] < 10 * rows.LONGEST_LINE
+        tracemalloc.stop()
+
+
+def test_a_text_that_can_only_be_read_at_once_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "LONGEST_TEXT", 1 << 20)
+    monkeypatch.setattr(rows, "PIECE_BYTES", 100)
+    begin = "a line\n" * 40
+    long = "x" * (rows.LONGEST_TEXT + 1)
+    (tmp_path / "a.txt").write_text(begin + long)
+    with pytest.raises(BadInput, match=r"a.txt': from line 3\d on there are more than 1 MiB"):
+        texts(tmp_path / "a.txt")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress((long * 20).encode()))
+    with pytest.raises(BadInput, match=r"a.txt.gz': from line 1 (.|\n)*unpack it"):
+        texts(tmp_path / "a.txt.gz")
+    (tmp_path / "a.txt").write_text(begin + "x" * 1000)
+    assert "".join(texts(tmp_path / "a.txt")) == begin + "x" * 1000
+
+
+def test_globs_do_not_follow_links_round_in_circles(tmp_path):
+    for folder in ("a/deep", "b", ".hidden"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "text.txt").write_text("x")
+    for number in range(12):  # each would be entered from each of the others
+        (tmp_path / "a" / f"loop-{number}").symlink_to(tmp_path)
+    (tmp_path / "b" / "link.txt").symlink_to(tmp_path / "a" / "deep" / "text.txt")
+    names = [file.name.removeprefix(f"{tmp_path}/") for file in find_files(f"{tmp_path}/**/*.txt")]
+    assert names == ["a/deep/text.txt", "b/link.txt", "b/text.txt"]
+    assert len(find_files(f"{tmp_path}/**/deep/**/*.txt")) == len(find_files(f"{tmp_path}/a/**")) == 1
+    # A link that is named is meant.
+    assert len(find_files(f"{tmp_path}/a/loop-1/b/*.txt")) == 2
+
+
+def test_globs_name_what_pythons_own_names(tmp_path, monkeypatch):
+    for name in ("a.txt", "x/b.txt", "x/y/c.txt", "x/[y]/d.txt", "x/.h/e.txt", "x/y/.f.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    for pattern in (
+        "**/*.txt",
+        "**",
+        "x/**/*.txt",
+        "./**/y/*",
+        "*/**/?.txt",
+        f"{tmp_path}/**/*",
+        "x/.h/**",
+        "x/**/y/**",
+    ):
+        found = glob.glob(pattern, recursive=True)  # noqa: PTH207
+        files = {name.removeprefix("./") for name in found if Path(name).is_file()}
+        assert {file.name for file in find_files(pattern)} == files, pattern
 
 
 def test_nothing_there(tmp_path):

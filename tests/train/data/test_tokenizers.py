@@ -79,6 +79,29 @@ def test_missing_and_broken_files(tmp_path):
         open_tokenizer(str(tmp_path))
 
 
+def test_an_empty_vocabulary_is_refused(tmp_path):
+    hf.Tokenizer(hf.models.WordLevel({}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(BadInput, match="empty vocabulary"):
+        open_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("depth", [500, 100_000])
+def test_settings_nested_without_end_are_refused(tmp_path, depth):
+    save_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text("[" * depth + "]" * depth)
+    with pytest.raises(BadInput, match=r"tokenizer_config.json(.|\n)*nested deeper"):
+        open_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_files_without_end_are_refused(tmp_path, name):
+    save_tokenizer(tmp_path / "tokenizer.json")
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(BadInput, match=rf"{name}(.|\n)*longer than"):
+        open_tokenizer(str(tmp_path))
+
+
 def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
     path = save_tokenizer(tmp_path / "tokenizer.json")
     real = builtins.__import__

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.facts.problem import BadInput, Problem, did_you_mean
+from shoal.facts.documents import read_json
+from shoal.facts.model import WIDEST
+from shoal.facts.problem import BadInput, Problem, did_you_mean, shorten
+
+LARGEST_NUMBER = 1e15
+LONGEST_VALUE = 200  # of what a message quotes
 
 REQUIRED: Any = object()  # in place of a default: the key must be there
 
@@ -16,13 +19,16 @@ REQUIRED: Any = object()  # in place of a default: the key must be there
 def load(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except OSError as error:
         raise BadInput(
             f"cannot read {path}: {error.strerror}", "check the path and its permissions"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"{path} is not JSON: {error}", "was it downloaded whole?") from error
+    except ValueError as error:
+        raise BadInput(
+            f"{path} cannot be read as JSON: {error}",
+            "was it downloaded whole? A model's config.json has kilobytes",
+        ) from error
     if not isinstance(content, dict):
         raise BadInput(
             f"{path} holds {type(content).__name__}, not a JSON object", "was it downloaded whole?"
@@ -40,12 +46,12 @@ class Fields:
         self.contradictions: list[Problem] = []
 
     def problem(self, what: str, fix: str = "") -> None:
-        self.problems.append(Problem(f"{self.where}: {what}", fix))
+        self.problems.append(Problem(f"{self.where}: {shorten(what, LONGEST_VALUE)}", fix))
 
     def check(self, holds: bool, what: str, fix: str = "") -> None:
         """Note where values contradict one another."""
         if not holds:
-            self.contradictions.append(Problem(f"{self.where}: {what}", fix))
+            self.contradictions.append(Problem(f"{self.where}: {shorten(what, LONGEST_VALUE)}", fix))
 
     def raise_problems(self) -> None:
         # Beside a wrong value, whose stand-in takes part in the comparisons, contradictions would mislead.
@@ -73,19 +79,23 @@ class Fields:
                 )
         return value
 
-    def whole(self, keys: str | tuple[str, ...], default: Any = REQUIRED, least: int = 1) -> int:
+    def whole(
+        self, keys: str | tuple[str, ...], default: Any = REQUIRED, least: int = 1, most: int = WIDEST
+    ) -> int:
         value = self.look(keys, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
             return value
         if value is not REQUIRED:
-            self._wrong(keys, value, f"a whole number of at least {least}")
+            self._wrong(keys, value, f"a whole number of at least {least} and at most {most}")
         return max(least, 1)
 
-    def optional_whole(self, keys: str | tuple[str, ...], default: int | None, least: int = 1) -> int | None:
+    def optional_whole(
+        self, keys: str | tuple[str, ...], default: int | None, most: int = WIDEST
+    ) -> int | None:
         """As ``whole``, but ``null`` is a value of its own."""
         if self.look(keys, default) is None:
             return None
-        return self.whole(keys, default, least)
+        return self.whole(keys, default, most=most)
 
     def number(
         self, keys: str | tuple[str, ...], default: Any = REQUIRED, least: float | None = None
@@ -93,12 +103,16 @@ class Fields:
         """A finite number; above zero where no least value is given."""
         value = self.look(keys, default)
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        # Neither NaN nor an integer that no float holds passes the comparison.
-        if numeric and value < sys.float_info.max and (value > 0 if least is None else value >= least):
+        # NaN passes no comparison.
+        if numeric and value <= LARGEST_NUMBER and (value > 0 if least is None else value >= least):
             return float(value)
         if value is not REQUIRED:
             self._wrong(
-                keys, value, "a number above 0" if least is None else f"a number of at least {least:g}"
+                keys,
+                value,
+                f"a number above 0, at most {LARGEST_NUMBER:g}"
+                if least is None
+                else f"a number of at least {least:g}, at most {LARGEST_NUMBER:g}",
             )
         return 1.0
 

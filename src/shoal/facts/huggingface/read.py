@@ -11,10 +11,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from shoal.facts.huggingface.dialects import ACTIVATIONS, DIALECTS, EXPERT_COUNT, GPT, OPTIONAL_BIAS
 from shoal.facts.huggingface.fields import Fields, load
 from shoal.facts.huggingface.rope import read_rope
-from shoal.facts.model import Experts, Family, Latent, Model
+from shoal.facts.model import (
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    Experts,
+    Family,
+    Latent,
+    Model,
+)
 from shoal.facts.otherfiles import not_a_model
 from shoal.facts.problem import BadInput, did_you_mean
 from shoal.facts.words import OTHER_MODEL_TYPES
@@ -31,9 +41,16 @@ def read_config(source: str | Path | Mapping[str, Any], name: str | None = None)
     family = _family(config, where)
     fields = Fields(config, where)
     _refuse_oddities(fields, family)
-    values = _read_model(fields, family)
-    fields.raise_problems()
-    return Model.model_validate({"name": name or default_name, "family": family} | values)
+    try:
+        values = _read_model(fields, family)
+        fields.raise_problems()
+        return Model.model_validate({"name": name or default_name, "family": family} | values)
+    except ValidationError as error:
+        # Each number may be right and what follows from two of them still beyond all limits.
+        fields.raise_problems()
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise BadInput(f"{where}: what follows for {key}: {first['msg']}", "correct the sizes") from None
 
 
 def _family(config: Mapping[str, Any], where: str) -> Family:
@@ -64,7 +81,7 @@ def _refuse_oddities(fields: Fields, family: Family) -> None:
 
 def _read_model(fields: Fields, family: Family) -> dict[str, Any]:
     dialect = DIALECTS[family]
-    layers = fields.whole(dialect.layers)
+    layers = fields.whole(dialect.layers, most=MOST_LAYERS)
     hidden = fields.whole(dialect.hidden)
     if family == "gpt2":
         ffn = fields.optional_whole("n_inner", None) or 4 * hidden
@@ -93,7 +110,7 @@ def _read_model(fields: Fields, family: Family) -> dict[str, Any]:
 def _read_attention(fields: Fields, family: Family, layers: int, hidden: int) -> dict[str, Any]:
     dialect = DIALECTS[family]
     heads = fields.whole(dialect.heads)
-    max_positions = fields.whole(dialect.positions, dialect.default_positions)
+    max_positions = fields.whole(dialect.positions, dialect.default_positions, most=MOST_POSITIONS)
     latent = _read_latent(fields) if family == "deepseek_v3" else None
     kv_heads, head_dim = _read_heads(fields, family, hidden, heads, latent)
     bias = family in ("qwen2", "gpt2")
@@ -172,9 +189,10 @@ def _read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | No
     """The sliding window, and the layers that have it where it is not all of them."""
     window, first = None, 0
     if family in ("mistral", "mixtral"):
-        window = fields.optional_whole("sliding_window", 4096 if family == "mistral" else None)
+        default = 4096 if family == "mistral" else None
+        window = fields.optional_whole("sliding_window", default, MOST_POSITIONS)
     elif family.startswith("qwen") and fields.flag("use_sliding_window", False):
-        window = fields.optional_whole("sliding_window", 4096)
+        window = fields.optional_whole("sliding_window", 4096, MOST_POSITIONS)
         first = fields.whole("max_window_layers", 0 if family == "qwen3_moe" else 28, least=0)
         if family == "qwen3_moe" and first and window is not None:
             fields.problem(
@@ -215,8 +233,8 @@ def _read_latent(fields: Fields) -> Latent:
 
 def _read_experts(fields: Fields, family: Family, layers: int, ffn: int) -> Experts:
     default_count = {"mixtral": 8, "qwen3_moe": 128, "deepseek_v3": 256}[family]
-    count = fields.whole(EXPERT_COUNT[family], default_count)
-    active = fields.whole("num_experts_per_tok", 2 if family == "mixtral" else 8)
+    count = fields.whole(EXPERT_COUNT[family], default_count, most=MOST_EXPERTS)
+    active = fields.whole("num_experts_per_tok", 2 if family == "mixtral" else 8, most=MOST_EXPERTS)
     fields.check(active <= count, f"num_experts_per_tok is {active}", f"there are only {count} experts")
     if family == "mixtral":
         return Experts(count=count, active=active, ffn=ffn)
@@ -229,7 +247,7 @@ def _read_experts(fields: Fields, family: Family, layers: int, ffn: int) -> Expe
             normalized=fields.flag("norm_topk_prob", False),
         )
     width = fields.whole("moe_intermediate_size", 2048)
-    shared = fields.whole("n_shared_experts", 1)
+    shared = fields.whole("n_shared_experts", 1, most=MOST_EXPERTS)
     groups, active_groups = fields.whole("n_group", 8), fields.whole("topk_group", 4)
     fields.check(
         count % groups == 0 and active_groups <= groups and active * groups <= count * active_groups,
@@ -262,4 +280,5 @@ def _read_dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
             f"mlp_only_layers names {layer!r}",
             f"layers are 0 to {layers - 1}",
         )
-    return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
+    dense = {layer for layer in listed if type(layer) is int}
+    return tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.facts.huggingface.fields import Fields
-from shoal.facts.model import Model, RopeScaling
+from shoal.facts.model import MOST_POSITIONS, Model, RopeScaling
 from shoal.facts.problem import did_you_mean
 
 _KEYS: dict[str, set[str]] = {
@@ -97,8 +97,8 @@ def _read_scaling(fields: Fields, inner: Fields, max_positions: int) -> RopeScal
 
 def _read_original(fields: Fields, inner: Fields, kind: str, max_positions: int) -> int:
     """The length before stretching. Linear and dynamic scaling know no other than the model's own."""
-    outside = fields.whole(_ORIGINAL, max_positions)
-    original = inner.whole(_ORIGINAL, outside)
+    outside = fields.whole(_ORIGINAL, max_positions, most=MOST_POSITIONS)
+    original = inner.whole(_ORIGINAL, outside, most=MOST_POSITIONS)
     if fields.has(_ORIGINAL) and outside != original:
         fields.problem(f"{_ORIGINAL} is given twice, as {original} and {outside}", "keep one")
     if kind in ("linear", "dynamic") and original != max_positions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from shoal.facts import clusters
 from shoal.facts.config import Config, describe
 from shoal.facts.configcheck import explain, shorten, toml_value
 from shoal.facts.configfile import flatten, template
+from shoal.facts.documents import check_plain, parse_json, read_settings
 from shoal.facts.otherfiles import explain as explain_other
 from shoal.facts.otherfiles import kind_of
 from shoal.facts.problem import BadInput
@@ -97,19 +97,21 @@ def _one_line(text: str) -> str:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_settings(path)
     except FileNotFoundError:
         raise BadInput(f"there is no file {path}", FORMS) from None
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror}", FORMS) from None
     except UnicodeDecodeError:
         raise BadInput(f"{path} is not UTF-8", FORMS) from None
+    except ValueError as error:
+        raise BadInput(f"cannot read {path}: {error}", FORMS) from None
     if path.suffix.lower() in (".yaml", ".yml"):
         values = _parse_yaml(text, path)
     else:
         try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            values = parse_json(text)
+        except ValueError as error:
             raise BadInput(
                 f"{path} is not valid JSON: {error}", f"{FORMS}; a YAML file ends in .yaml"
             ) from None
@@ -124,6 +126,8 @@ def _parse_yaml(text: str, path: Path) -> Any:
     except ImportError:
         raise BadInput(f"reading {path} needs PyYAML, which is not installed", "pip install pyyaml") from None
     try:
-        return yaml.safe_load(text)
+        values = yaml.safe_load(text)
+        check_plain(values)
+        return values
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not valid YAML: {_one_line(str(error))}", FORMS) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
+from shoal.facts.documents import read_json
 from shoal.facts.problem import BadInput, Problem
 from shoal.train.data.shards import FORMAT, manifest_hash
 
 MANIFEST = "manifest.json"
 QUARANTINE = "bad_rows.jsonl"
+MOST = 1 << 62  # of anything that a manifest counts
 
 
 class Stream:
@@ -62,6 +65,14 @@ class Dataset:
         hashes = {name: file["blake3"] for name, file in self.manifest["files"].items() if name != QUARANTINE}
         return blake3(json.dumps([self.manifest["dtype"], hashes], sort_keys=True).encode()).hexdigest()
 
+    def check_documents(self) -> None:
+        """BadInput where documents do not end where the tokens do. To know more, every byte has to be read."""
+        for stream in (self.train, self.heldout):
+            ends = stream.document_ends
+            if len(ends) and not 0 < int(ends[0]) <= int(ends[-1]) == len(stream):
+                what = f"{str(self.path)!r} is damaged: the documents of {stream.name} do not end where its tokens do"
+                raise _damaged(self.path, [what])
+
     @staticmethod
     def open(path: Path, verify: bool = False) -> Dataset:
         """Opens a prepared directory. ``verify`` reads and checks every byte, not the sizes alone."""
@@ -76,11 +87,11 @@ class Dataset:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a prepared directory, whole and of our format, else BadInput."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        manifest = read_json(path / MANIFEST)
     except FileNotFoundError:
         raise _no_dataset(path) from None
-    except ValueError:
-        raise _damaged(path, [f"{str(path / MANIFEST)!r} is damaged: it is not JSON"]) from None
+    except ValueError as error:
+        raise _damaged(path, [f"{str(path / MANIFEST)!r} is damaged: it is not JSON ({error})"]) from None
     # Other directories have a manifest too, a run for one. Nobody shall be told to delete those.
     if not isinstance(manifest, dict) or not {"blake3", "format", "splits"} <= manifest.keys():
         raise _no_dataset(path)
@@ -88,7 +99,41 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise _damaged(path, [f"{str(path)!r} has format {manifest['format']}; this version reads {FORMAT}"])
     if manifest.pop("blake3") != manifest_hash(manifest):
         raise _damaged(path, [f"{str(path / MANIFEST)!r} is damaged: its content does not match its hash"])
+    try:
+        sound = _makes_sense(manifest)
+    except (KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        # Its hash is right, so it was made by hand.
+        raise _damaged(path, [f"{str(path / MANIFEST)!r} is damaged: Shoal writes no such manifest"])
     return manifest
+
+
+def _makes_sense(manifest: dict[str, Any]) -> bool:
+    """Whether all names are of files inside of the directory, and all numbers such that a dataset can have them."""
+    files, splits = manifest["files"], manifest["splits"]
+    named = [name for split in splits.values() for name in split["shards"]]
+    width = {"<u2": 2, "<u4": 4}[manifest["dtype"]]
+    counts = [
+        *(file["bytes"] for file in files.values()),
+        *(split[what] for split in splits.values() for what in ("tokens", "documents")),
+        *(manifest[what] for what in ("rows", "end")),
+        *manifest["bad_rows"].values(),
+        manifest["largest_id"] + 1,
+    ]
+    texts = [manifest["tokenizer"]["text"], manifest["tokenizer"]["fingerprint"]]
+    return (
+        set(splits) == {"train", "heldout"}
+        and {*named, QUARANTINE, *(f"documents-{name}.bin" for name in splits)} == set(files)
+        and all(re.fullmatch(r"[a-z_]+(-[a-z0-9]+)?\.(bin|jsonl)", name) for name in files)
+        and all(type(count) is int and 0 <= count <= MOST for count in counts)
+        and all(isinstance(text, str) for text in texts)
+        and all(
+            split["tokens"] * width == sum(files[name]["bytes"] for name in split["shards"])
+            and split["documents"] * 8 == files[f"documents-{which}.bin"]["bytes"]
+            for which, split in splits.items()
+        )
+    )
 
 
 def check_vocabulary(dataset: Dataset, vocab: int) -> None:

@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import IO, cast
 
 from shoal.facts.problem import BadInput
 from shoal.train.data.sources import SourceFile
@@ -16,6 +17,9 @@ from shoal.train.data.sources import SourceFile
 # A piece is about this many bytes. It decides where a long text is cut, hence (rarely) tokens: a change
 # needs a new format version.
 PIECE_BYTES = 4 << 20
+# What is held in memory at once, whatever a file says or unpacks to: far beyond any document.
+LONGEST_LINE = 1 << 26
+LONGEST_TEXT = 1 << 28
 SHOWN = 200  # characters of a bad row that are kept to recognise it
 
 # A long text is cut after a line end between two visible characters: common tokenizers never join tokens
@@ -64,7 +68,7 @@ def read(piece: Piece, field: str) -> Iterator[Row]:
     """Every row of a piece: one for a text, otherwise one a line."""
     try:
         if piece.file.kind == "text":
-            yield _parse_text(_read_bytes(piece))
+            yield _parse_text(_read_text(piece))
         else:
             for number, line in enumerate(_lines(piece)):
                 if number == 0 and piece.start == 0:
@@ -86,22 +90,56 @@ def _cuts(content: mmap.mmap, pattern: re.Pattern[bytes]) -> Iterator[int]:
 
 
 def _lines(piece: Piece) -> Iterator[bytes]:
-    if piece.file.compressed:
-        with gzip.open(piece.file.path) as stream:
-            yield from stream
-        return
     # Only \n ends a line: str.splitlines would also cut at characters that JSON allows inside a text.
-    lines = _read_bytes(piece).split(b"\n")
-    yield from lines if lines[-1] else lines[:-1]
+    with _open(piece) as stream:
+        left = None if piece.file.compressed else piece.stop - piece.start
+        while left != 0 and (line := stream.readline(LONGEST_LINE + 1)):
+            if len(line) > LONGEST_LINE:
+                number = _line_number(piece, stream.tell() - len(line))
+                raise BadInput(
+                    f"{piece.file.name!r}, line {number}, is longer than {LONGEST_LINE >> 20} MiB, the most that a "
+                    "document may have",
+                    "cut it into several, or leave the file out of data.source",
+                )
+            if left is None:
+                yield line
+            else:
+                left -= len(line)
+                yield line.removesuffix(b"\n")
 
 
-def _read_bytes(piece: Piece) -> bytes:
+def _read_text(piece: Piece) -> bytes:
+    """A compressed text is read whole, and so is a plain one where there is no place to cut it."""
+    most = LONGEST_TEXT + 1
+    with _open(piece) as stream:
+        content = stream.read(most if piece.file.compressed else min(most, piece.stop - piece.start))
+    if len(content) == most:
+        fix = "unpack it: plain text is read in parts" if piece.file.compressed else "break its lines"
+        number = _line_number(piece, piece.start)
+        raise BadInput(
+            f"{piece.file.name!r}: from line {number} on there are more than {LONGEST_TEXT >> 20} MiB that can only be "
+            "read at once",
+            f"{fix}, or leave the file out of data.source",
+        )
+    return content
+
+
+def _open(piece: Piece) -> IO[bytes]:
     if piece.file.compressed:
-        with gzip.open(piece.file.path) as stream:
-            return stream.read()
-    with piece.file.path.open("rb") as handle:
-        handle.seek(piece.start)
-        return handle.read(piece.stop - piece.start)
+        return cast(IO[bytes], gzip.open(piece.file.path))
+    handle = piece.file.path.open("rb")
+    handle.seek(piece.start)
+    return handle
+
+
+def _line_number(piece: Piece, position: int) -> int:
+    """The line that begins at a place of a file, from 1; of a compressed one, of what it unpacks to."""
+    number, left = 1, position
+    with _open(Piece(piece.file, 0, piece.file.size)) as stream:
+        while left and (block := stream.read(min(left, 1 << 20))):
+            number += block.count(b"\n")
+            left -= len(block)
+    return number
 
 
 def _parse_text(content: bytes) -> Row:

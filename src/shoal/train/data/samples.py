@@ -101,6 +101,7 @@ def _too_little(stream: Stream, seq: int, packing: bool) -> BadInput:
 def cut_samples(dataset: Dataset, data: DataSection, seq: int, pad: int) -> tuple[Samples, Samples | None]:
     """Training samples, and held-out ones where that text is long enough for any."""
     cut = partial(Samples, seq=seq, packing=data.packing, within_documents=data.within_documents, pad=pad)
+    dataset.check_documents()
     samples = cut(dataset.train)
     try:
         return samples, cut(dataset.heldout)

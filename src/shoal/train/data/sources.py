@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -69,8 +70,7 @@ def _matching(source: str) -> list[SourceFile]:
     if Path(pattern).is_file():  # taken literally: a name may have brackets in it
         names = [pattern]
     else:
-        found = glob.iglob(pattern, recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
-        names = sorted({name for name in found if Path(name).is_file()})
+        names = sorted({name.removeprefix("./") for name in _expand(pattern) if Path(name).is_file()})
     if not names:
         raise BadInput(
             f"data.source {source!r} names no file",
@@ -83,6 +83,27 @@ def _matching(source: str) -> list[SourceFile]:
             "convert them to .jsonl or .jsonl.gz with one object a line, its text under data.field",
         )
     return [_look_at(Path(name), name) for name in names]
+
+
+def _expand(pattern: str) -> Iterator[str]:
+    """What a glob names. Below ``**`` no link to a directory is followed: it may lead back to where we are."""
+    before, recursive, after = _cut_at_recursion(pattern)
+    for found in glob.iglob(before):  # noqa: PTH207 (Path.glob takes no absolute pattern)
+        if not recursive:
+            yield found
+            continue
+        for folder, folders, _ in os.walk(found):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            yield from _expand(os.path.join(glob.escape(folder), after or "*"))  # noqa: PTH118 (keeps a leading ./)
+
+
+def _cut_at_recursion(pattern: str) -> tuple[str, bool, str]:
+    """What stands before the first part that is ``**``, whether there is one, and what stands after it."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        return pattern, False, ""
+    here = parts.index("**")
+    return "/".join(parts[:here]) + "/" if here else "./", True, "/".join(parts[here + 1 :])
 
 
 def _look_at(path: Path, name: str) -> SourceFile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,10 +9,15 @@ from typing import Any, Protocol
 import numpy as np
 from blake3 import blake3
 
+from shoal.facts.documents import LARGEST_JSON, parse_json, read_bytes
 from shoal.facts.problem import BadInput
 
 # What makers of tokenizers call the token that closes a document, looked up in this order.
 USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
+
+# The largest vocabularies take 40 MB.
+LARGEST = 1 << 28
+OTHER = "set data.tokenizer to 'bytes' or to the tokenizer.json of a Hugging Face model"
 
 
 class Tokenizer(Protocol):
@@ -71,12 +75,14 @@ class FileTokenizer:
     """A ``tokenizer.json``, run by the ``tokenizers`` package."""
 
     def __init__(self, path: Path, end_token: str | None = None) -> None:
-        content = path.read_bytes()
+        content = _read(path, LARGEST)
         self._tokenizer = _load(path, content)
         # Files often carry the limits of the model they were made for. A document is encoded whole.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise BadInput(f"{str(path)!r} has an empty vocabulary", OTHER)
         self.vocab = max(vocabulary.values()) + 1
         self.end = _find_end(path, vocabulary, end_token)
         self.fingerprint = blake3(content + self.end.to_bytes(8, "little")).hexdigest()
@@ -88,6 +94,15 @@ class FileTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
+
+
+def _read(path: Path, most: int) -> bytes:
+    try:
+        return read_bytes(path, most)
+    except OSError as error:
+        raise BadInput(f"cannot read {str(path)!r}: {error.strerror}", "check its permissions") from None
+    except ValueError as error:
+        raise BadInput(f"{str(path)!r} is no tokenizer's: {error}", OTHER) from None
 
 
 def _load(path: Path, content: bytes) -> Any:
@@ -103,7 +118,7 @@ def _load(path: Path, content: bytes) -> Any:
     except Exception as error:  # the package raises no class of its own
         raise BadInput(
             f"{str(path)!r} is not a tokenizer.json: {error}",
-            "set data.tokenizer to 'bytes' or to the tokenizer.json of a Hugging Face model",
+            OTHER,
         ) from None
 
 
@@ -130,9 +145,9 @@ def _configured_end(path: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        settings = json.loads(path.read_bytes())
+        settings = parse_json(_read(path, LARGEST_JSON))
     except ValueError as error:
-        raise BadInput(f"{str(path)!r} is not JSON: {error}", "repair or remove it") from None
+        raise BadInput(f"{str(path)!r} cannot be read as JSON: {error}", "repair or remove it") from None
     end = settings.get("eos_token") if isinstance(settings, dict) else None
     if isinstance(end, dict):
         end = end.get("content")

@@ -36,7 +36,7 @@ def last_row(path: Path) -> dict[str, Any] | None:
     except OSError:
         return None
     for line in reversed(lines):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
             if line.endswith(b"\n") and isinstance(row, dict):
                 return row
@@ -51,7 +51,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             break
         rows.append(row)
     return rows
