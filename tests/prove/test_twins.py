@@ -39,6 +39,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
     ("pp=2,micro=1,schedule=interleaved,recompute=full", {"layers": 4}, {"precision": "bf16"}, 0),
     ("pp=2,micro=1,schedule=zbv", {"layers": 4}, {}, 0),
     ("fsdp=2,pp=2,micro=1", {}, {"precision": "bf16"}, 2),
+    # Gradients wider than the products that give them, added up in and apart from backward passes.
+    ("fsdp=2,pp=2,schedule=zb", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
+    ("fsdp=2,pp=2,schedule=zbv", {"layers": 4}, {"precision": "bf16", "batch": 8}, 2),
+    ("fsdp=2,pp=2,schedule=dualpipev", {"layers": 4}, {"precision": "bf16", "batch": 8}, 2),
+    ("fsdp=2,pp=2,micro=1", {"vocab": 30000, "layers": 2}, {"precision": "bf16", "batch": 8}, 0),
 ]
 SMALL: dict[str, Any] = {
     "hidden": 64,

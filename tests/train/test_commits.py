@@ -6,14 +6,19 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from shoal.launch.progress import _fault
 from shoal.train.checkpoint.keep import doomed
 from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.checkpoint.memory import forget
+from shoal.train.checkpoint.stage import Room, Stage
 from shoal.train.loop import Training
 from shoal.train.metrics.rows import read_rows
+from shoal.train.state import State
 
 MakeTraining = Callable[..., Training]
 
@@ -84,6 +89,50 @@ def test_another_run_in_the_same_place_does_not_find_this_ones_memory(training: 
         assert made.run.memory().committed() == [5, 6]
         shutil.rmtree(made.run.path)
         assert training(checkpoint__every=0, checkpoint__memory=1).done == 0
+    finally:
+        forget(made.run.id)
+
+
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [
+        ({"checkpoint__every": 0}, [False]),
+        ({"checkpoint__every": 2}, [True]),
+        ({"checkpoint__every": 0, "checkpoint__memory": 2}, [False, True]),
+    ],
+)
+def test_a_run_without_commits_asks_for_no_room_ahead(
+    training: MakeTraining, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], ahead: list[bool]
+) -> None:
+    """12 bytes a parameter of locked host memory, for nothing."""
+    asked, new_stage = [], State.new_stage
+
+    def noted(state: State, ahead: bool = True, **others: Any) -> Stage:
+        asked.append(ahead)
+        return new_stage(state, ahead, **others)
+
+    monkeypatch.setattr(State, "new_stage", noted)
+    made = training(**options)
+    assert asked == ahead
+    # Asked to stop it commits all the same.
+    try:
+        made.run_to_end(lambda: made.done == 1)
+        assert made.run.disk.committed() == [1]
+    finally:
+        forget(made.run.id)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here memory can be pinned")
+def test_memory_that_cannot_be_pinned_is_told_of_once_and_commits_are_made(training: MakeTraining) -> None:
+    made = training(checkpoint__every=2, checkpoint__memory=1)
+    for saver in made.commits._savers.values():
+        saver.stage._room = Room(1)  # as on a GPU
+    try:
+        run(made)
+        assert made.run.disk.committed()[-1] == 6
+        (row,) = faults(made)
+        assert (row["kind"], row["step"]) == ("staging", 1) and "could not be pinned" in row["action"]
+        assert "step      1  staging: " in _fault(row)
     finally:
         forget(made.run.id)
 

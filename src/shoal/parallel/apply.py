@@ -71,16 +71,17 @@ def apply(
 
     # Shard or replicate: who holds, sums and updates what among the data ranks.
     fully = layout.fsdp > 1 and layout.zero == 3
+    summed = reduce_dtype or next(network.parameters()).dtype
     if fully:
         for segment in segments:
-            shard(segment, mesh, tune, compute, reduce_dtype)
+            shard(segment, mesh, tune, compute, summed)
     for segment in segments:
         take_room(segment, mesh.device)
     held = held_parameters(segments, model, mesh)
     bucket_bytes = round(tune.bucket_mb * 2**20)
     gradients: Gradients
     if fully:
-        gradients = FullyShard(segments, held, mesh)
+        gradients = FullyShard(segments, held, mesh, summed)
     elif layout.fsdp > 1 and layout.zero != 3:
         gradients = ShardedStates(held, mesh, layout.zero, bucket_bytes, reduce_dtype)
     elif layout.dp > 1 and not strict:

@@ -89,7 +89,8 @@ def _gradients(inputs: Tensor, gradient: Tensor, with_bias: bool) -> tuple[Tenso
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """As autograd does: in the type that the parameter's gradients add up in, which may be wider than its own."""
     if parameter.grad is None:
-        parameter.grad = gradient.to(parameter.dtype)
+        parameter.grad = gradient.to(parameter.grad_dtype)
     else:
         parameter.grad += gradient

@@ -5,7 +5,7 @@ it is used and freed after; its gradients are reduce-scattered behind the backwa
 replicas (``dp``) the sums are then all-reduced over these, once a step.
 
 A pipeline runs every unit once for each of many micro-batches, so there parameters stay gathered through a step, and
-gradients whole, until the stage's last backward pass is done.
+gradients whole, until the stage's last backward pass is done. They add up in the precision that they are reduced in.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def shard(
     mesh: Mesh,
     tune: TuneSection,
     compute: torch.dtype,
-    reduce_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype,
 ) -> None:
     """Shard a segment that is still on the meta device.
 
@@ -44,11 +44,8 @@ def shard(
     ``tune.prefetch``: how many units are gathered ahead of the one that is computed, in both passes.
     """
     layout, network = mesh.layout, segment.network
-    own = next(network.parameters()).dtype
-    # Parameters are gathered in the compute dtype, gradients still summed in the parameters' own, as in every layout.
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=reduce_dtype or own, cast_forward_inputs=False
-    )
+    # Parameters are gathered in the compute dtype, gradients still summed in that of all layouts.
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     ranks = mesh.axes("dp", "fsdp")
     cut = units(
         segment.stage.layers,
@@ -113,13 +110,20 @@ class FullyShard:
     Optimizer, clipping and checkpoints see the rows that are held here as plain tensors, which share FSDP's storage.
     """
 
-    def __init__(self, segments: list[Segment], held: list[Held], mesh: Mesh) -> None:
+    def __init__(
+        self, segments: list[Segment], held: list[Held], mesh: Mesh, reduce_dtype: torch.dtype
+    ) -> None:
         """The segments have left the meta device and have no values yet; ``held`` has FSDP's own parameters."""
         self.segments = {segment.stage.index: segment for segment in segments}
         self.replicas = mesh.layout.dp > 1
         self.pipelined = mesh.layout.pp > 1
         # The first gathering makes FSDP pad its rows, into tensors that it keeps from then on.
         self.gathered = [parameter for segment in segments for parameter in _gather_once(segment)]
+        if self.pipelined:
+            # FSDP would widen a gradient when a backward pass has left its unit. What is computed apart from any pass
+            # it hears of at the end of the step: several micro-batches would have added up in the compute precision.
+            for parameter in self.gathered:
+                parameter.grad_dtype = reduce_dtype
         self.parameters = {one.label: cast(DTensor, one.parameter) for one in held}
         pieces = [_piece(one, mesh) for one in held]
         # A parameter with fewer rows than there are ranks leaves some of these without any.
@@ -203,13 +207,6 @@ def _reduce_now(root: FSDPModule) -> None:
         raise RuntimeError(
             f"torch {torch.__version__} offers no way to reduce FSDP's gradients after a backward pass"
         )
-    # Where every weight gradient came after the last backward pass, FSDP has taken up those of the norms alone, into
-    # the type they are reduced in; it wants all of a group's in one type.
-    for module in _sharded_modules(cast(nn.Module, root)):
-        group: Any = cast(Any, module)._get_fsdp_state()._fsdp_param_group
-        for parameter in group.fsdp_params if group else ():
-            if parameter.unsharded_accumulated_grad is None:
-                parameter.to_accumulated_grad_if_needed()
     root.set_requires_gradient_sync(True)
     root.set_reshard_after_backward(True)
     root.set_is_last_backward(True)

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 from shoal.facts.groups import even_share
 from shoal.facts.holdings import Holdings
+from shoal.facts.schedule import SPLIT_BACKWARD
 from shoal.predict.inflight import Begun, Moment
 from shoal.predict.places import Chunk, Place, Run
 from shoal.predict.question import Question
@@ -86,10 +87,8 @@ class Gradients(NamedTuple):
         if here is not Begun.ALL and not moment.split and blocks is not None:
             whole = blocks - (self._done_of_unit(chunk, blocks) if shares else 0)
             arrived += self._of(chunk.blocks, shares) * whole // chunk.layers
-            if self.way == "alone" and not self.adapters:
+            if self.way in ("alone", "piped units") and not self.adapters:
                 arrived += made
-        if self.way == "piped units" and not self.adapters and blocks is not None:
-            arrived += self._fresh(moment, chunk, blocks, made)
         if not here and blocks is not None and chunk.last and not self.adapters:
             # A matrix that the embedding shares is one unit with it, which is done at the very end.
             tied = shares and self.question.model.tied
@@ -114,21 +113,6 @@ class Gradients(NamedTuple):
             return 0.0
         unit = self._unit_at(chunk.runs[-1], 0, chunk)
         return 2 * self.hold.compute * (unit + self.place.ends.head.dense)
-
-    def _fresh(self, moment: Moment, chunk: Chunk, blocks: int, made: int) -> float:
-        """In a pipeline's units: gradients as the products gave them, until FSDP adds a whole unit's to the others.
-
-        In one precision they are added at once; where they are put off, FSDP hears of them at the end of the step.
-        """
-        narrower = self.hold.compute / self.hold.reduce
-        if narrower == 1:
-            return 0.0 if moment.split or moment.begun[moment.chunk] is Begun.ALL else made
-        if moment.split:
-            chunks = zip(self.place.chunks, moment.begun, strict=True)
-            return narrower * sum(self._of(one.blocks, False) for one, begun in chunks if begun is Begun.ALL)
-        in_unit = self._of(chunk.blocks, False) * self._done_of_unit(chunk, blocks) / chunk.layers
-        counted = 0.0 if moment.begun[moment.chunk] is Begun.ALL else in_unit
-        return narrower * (made + in_unit) - counted
 
     def behind(self, chunk: Chunk) -> float:
         """In a forward pass FSDP keeps what it gathered last in one piece as well, until it gathers again."""
@@ -162,7 +146,8 @@ class Gradients(NamedTuple):
             # Its unit's copy on the way, and this rank's share of the sum.
             return 0.0, (hold.compute + hold.reduce) * table + hold.reduce * ends.embedding.share
         if self.way == "piped units":
-            return 0.0, hold.compute * (self.place.total.whole + table)
+            widened = hold.reduce * table if hold.reduce != hold.compute else 0.0
+            return 0.0, hold.compute * (self.place.total.whole + table) + widened
         if self.way == "chunks":
             return 0.0, product + hold.reduce * table + self._buckets()
         if self.way == "whole" and hold.reduce != hold.gradient:
@@ -230,16 +215,17 @@ class Gradients(NamedTuple):
         """The first weight gradient of a block: as the product gives it; then, its input gone, as it is added up."""
         if self.adapters or moment.split:
             return 0.0
-        if self.way == "piped units" and (self.hold.cast or moment.begun[moment.chunk] is not Begun.ALL):
-            return 0.0  # it stays as it is for a while, and counts as a gradient
-        hold, made = self.hold, self.made(run, 1)
+        hold, made, piped = self.hold, self.made(run, 1), self.way == "piped units"
+        width = hold.reduce if piped else hold.gradient
         again = (
-            hold.gradient * made
+            width * made
             if moment.begun[moment.chunk] is Begun.ALL or self.way not in ("alone", "piped units")
             else 0.0
         )
-        if not hold.cast:
+        if hold.compute == hold.reduce if piped else not hold.cast:
             return again
+        if piped and self.question.layout.schedule in SPLIT_BACKWARD:
+            inner = 0.0  # such a product widens its gradient itself, before its input goes
         return max(hold.compute * made, hold.compute * made + again - inner)
 
     def made(self, run: Run, count: int) -> int:

@@ -53,6 +53,8 @@ class Commits:
         self.committed = 0  # the last step that is on disk, on the first rank
         self.before_commit: Callable[[], None] = _nothing
         self._last_error = ""
+        self._saving = 0  # the step that is being saved
+        self._told: set[str] = set()
         self._keepers = {
             self.disk: Keeper(self.disk, config.keep, config.keep_every, config.keep_best),
             self.memory: Keeper(self.memory, KEPT_IN_MEMORY),
@@ -62,16 +64,17 @@ class Commits:
             place: Saver(
                 name,
                 place,
-                state.new_stage(),
+                state.new_stage(often, tell=self._tell),
                 mesh,
                 attempt,
                 self._prepare,
                 partial(self._tidy, place),
                 peers,
             )
-            for name, place, used, peers in (
-                ("disk", self.disk, True, None),
-                ("memory", self.memory, config.memory > 0, self.peers),
+            # A run that commits nothing still does when it is asked to stop: room for that can be found then.
+            for name, place, used, often, peers in (
+                ("disk", self.disk, True, config.every > 0, None),
+                ("memory", self.memory, config.memory > 0, True, self.peers),
             )
             if used
         }
@@ -230,12 +233,23 @@ class Commits:
         self.mesh.wait_for_first_rank()
 
     def _start(self, place: Place, step: int, heldout_loss: float | None) -> None:
+        self._saving = step
         manifest = self.state.manifest(step, step * self.batch, self.identity, heldout_loss)
         self._savers[place].start(manifest, self.state.states())
 
     def _prepare(self) -> None:
         """On the first rank: rows up to a commit must survive whatever the commit survives."""
         self.before_commit()
+
+    def _tell(self, trouble: str) -> None:
+        """Once. The first rank speaks for all: others have the same trouble, as a rule, and a log of their own."""
+        if trouble in self._told:
+            return
+        self._told.add(trouble)
+        if self.mesh.rank == 0:
+            self.run.note_fault(kind="staging", step=self._saving, action=trouble)
+        else:
+            print(trouble, flush=True)
 
     def _note_failure(self, saved: Saved) -> None:
         """Once for as long as it is the same trouble: a disk may stay full for a thousand steps."""

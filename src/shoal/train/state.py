@@ -43,9 +43,10 @@ class State:
         self.scale = scale
         self.mesh = mesh
 
-    def new_stage(self) -> Stage:
-        """A buffer for what this rank writes of it."""
-        return Stage(parts(self.model, self.pieces, self.mesh), self.mesh.device, 1 + len(self.kinds))
+    def new_stage(self, ahead: bool = True, tell: Callable[[str], None] = print) -> Stage:
+        """A buffer for what this rank writes of it. ``ahead``: made before it is needed."""
+        mine = parts(self.model, self.pieces, self.mesh)
+        return Stage(mine, self.mesh.device, 1 + len(self.kinds), ahead, tell)
 
     def states(self) -> States:
         """Weights, and those of the optimizer's states that there are."""

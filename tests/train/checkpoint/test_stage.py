@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.facts.model import Model
 from shoal.train.checkpoint import share
 from shoal.train.checkpoint.share import parts
-from shoal.train.checkpoint.stage import Stage
+from shoal.train.checkpoint.stage import Room, Stage
 from shoal.train.state import State
 
 CPU = torch.device("cpu")
@@ -137,7 +137,41 @@ def test_wide_elements_come_first() -> None:
         assert torch.equal(found[lot.state, lot.part.tensor, lot.part.offset], lot.part.of(value))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+# No driver lets a machine without one lock pages: pinning fails there as it does where the limit on them is too low.
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="here memory can be pinned")
+WITH_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@WITHOUT_GPU
+def test_memory_that_cannot_be_pinned_is_pageable_and_that_is_said() -> None:
+    room = Room(3_000_000_000)
+    for size in (1000, 2000):
+        buffer, trouble = room.take(size)
+        assert buffer.numel() == size and not buffer.is_pinned()
+        assert trouble.startswith("3.0 GB of host memory for checkpoints could not be pinned (")
+        assert "pageable memory is used" in trouble and "\n" not in trouble
+
+
+@WITHOUT_GPU
+def test_a_stage_without_pinned_memory_says_so_and_holds_what_it_should() -> None:
+    state, told = make_state(small("tiny")), []
+    stage = state.new_stage(tell=told.append)
+    stage._room = Room(1000)  # as on a GPU
+    check(stage, state)
+    assert len(told) == 1
+
+
+@WITH_GPU
+@pytest.mark.parametrize("ahead", [True, False])
+def test_on_a_gpu_room_is_pinned_ahead_or_not_asked_for(ahead: bool) -> None:
+    state = make_state(small("tiny"))
+    stage = Stage(parts(state.model, state.pieces, state.mesh), torch.device("cuda", 0), 3, ahead)
+    assert (stage._room is not None) == ahead and stage.buffer.numel() == 0
+    check(stage, state)
+    assert stage.buffer.is_pinned() == ahead
+
+
+@WITH_GPU
 def test_on_a_gpu_the_update_waits_for_the_copy() -> None:
     """What is staged is what was there when it was asked for, however soon the states change."""
     device = torch.device("cuda", 0)

@@ -76,24 +76,31 @@ class Stretch:
 class Stage:
     """A buffer that is filled again and again."""
 
-    def __init__(self, parts: list[Part], device: torch.device, states: int) -> None:
-        """``states``: how many there will be of every part, so that there is room before it is needed."""
-        self.parts = parts
+    def __init__(
+        self,
+        parts: list[Part],
+        device: torch.device,
+        states: int,
+        ahead: bool = True,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        """``states``: how many there will be of every part. ``ahead``: there is room before it is needed.
+
+        ``tell`` is told where that room is not what it should be.
+        """
+        self.parts, self.tell = parts, tell
         self.lots: list[Lot] = []
         self._states: list[str] = []
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
-        self._room: Future[Tensor] | None = None
+        self._room: Room | None = None
         # What is copied, and where it goes.
         self._stretches: list[tuple[Stretch, Tensor]] = []
         self._others: list[tuple[Lot, Tensor]] = []  # whose elements do not lie one after another
-        if self._stream is not None:
-            # Half a second a gigabyte, for the pages are locked: no step is to wait for that.
+        if self._stream is not None and ahead:
             sizes = (math.prod(part.size) * part.piece.tensor.element_size() for part in parts)
-            pool = ThreadPoolExecutor(1, "shoal-pin")
-            self._room = pool.submit(_pinned, sum(sizes) * states)
-            pool.shutdown(wait=False)
+            self._room = Room(sum(sizes) * states)
 
     @torch.no_grad()
     def fill(self, states: States) -> None:
@@ -138,8 +145,7 @@ class Stage:
         for state, part, dtype in kinds:
             self.lots.append(Lot(state, part, dtype, position))
             position += self.lots[-1].bytes
-        room = self._room.result() if self._room is not None else torch.empty(position, dtype=torch.uint8)
-        self.buffer = room[:position] if room.numel() >= position else _pinned(position)
+        self.buffer = self._take_room(position)
         values = dict(states)
         self._stretches, self._others = [], []
         for stretch in _stretches(lot for lot in self.lots if _in_order(lot.part)):
@@ -151,6 +157,14 @@ class Stage:
         for lot in self.lots:
             if not _in_order(lot.part):
                 self._others.append((lot, self._place(lot, lot).view(lot.part.size)))
+
+    def _take_room(self, size: int) -> Tensor:
+        if self._room is None:
+            return _pageable(size)
+        buffer, trouble = self._room.take(size)
+        if trouble:
+            self.tell(trouble)
+        return buffer
 
     def _place(self, first: Lot, last: Lot) -> Tensor:
         return self.buffer[first.position : last.end].view(first.dtype)
@@ -171,5 +185,34 @@ def _in_order(part: Part) -> bool:
     return not part.transposed and part.within == tuple(slice(0, size) for size in part.shape)
 
 
-def _pinned(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+class Room:
+    """Pinned host memory, which a GPU copies into while its host does other things. Its pages are locked.
+
+    That takes half a second a gigabyte, which no step is to wait for. It may also be refused (a limit on locked memory,
+    too little of it): then a copy goes through pageable memory, and training waits longer for it.
+    """
+
+    def __init__(self, size: int) -> None:
+        pool = ThreadPoolExecutor(1, "shoal-pin")
+        self._asked: Future[tuple[Tensor, str]] = pool.submit(_pinned, size)
+        pool.shutdown(wait=False)
+
+    def take(self, size: int) -> tuple[Tensor, str]:
+        """So many bytes, and what is to be said of them."""
+        room, trouble = self._asked.result()
+        return (room[:size], trouble) if room.numel() >= size else _pinned(size)
+
+
+def _pinned(size: int) -> tuple[Tensor, str]:
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True), ""
+    except RuntimeError as refusal:
+        reason = str(refusal).splitlines()[0]
+        return _pageable(size), (
+            f"{size / 1e9:.1f} GB of host memory for checkpoints could not be pinned ({reason}); "
+            "pageable memory is used, and training waits longer for its copies"
+        )
+
+
+def _pageable(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
