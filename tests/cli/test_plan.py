@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -13,6 +14,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.facts.configfile import load
+from shoal.plan.export import STACKS
 from shoal.plan.resolve import resolve
 
 Capture = pytest.CaptureFixture[str]
@@ -138,6 +140,63 @@ def test_an_export_is_written_with_its_command(capsys: Capture, tmp_path: Path) 
     assert [Path(path).exists() for path in found["written"]] == [True] * len(list(tmp_path.iterdir()))
     (config,) = tmp_path.glob("*.json")
     assert json.loads(config.read_text())["zero_optimization"]["stage"] == 2
+
+
+CONFIG = {
+    "model_type": "llama",
+    **{"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512},
+    **{"vocab_size": 512, "max_position_embeddings": 1024},
+}
+
+
+def model_at(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def test_the_next_command_works_as_it_is_printed(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model and a cluster whose names a shell would take apart: the directory is in it, and all is quoted."""
+    monkeypatch.chdir(tmp_path)
+    model = model_at(tmp_path / "my models" / "a; b")
+    (tmp_path / "two gpus.toml").write_text('device = "H100"\ndevices_per_node = 2\n')
+    asked = (str(model), "--on", "two gpus.toml", "--seq", "64", "--batch", "4", "--tokens", "1M")
+    code, out, _ = plan(capsys, *asked)
+    (next_line,) = [line for line in out.splitlines() if line.startswith("next: ")]
+    found = document(capsys, *asked)
+    assert code == 0 and next_line.removeprefix("next: ") in [one["command"] for one in found["plans"]]
+    first, train = next_line.removeprefix("next: ").split(" && ")
+    assert train == "shoal train plan.toml"
+    done = subprocess.run(
+        [*shlex.split(f"{sys.executable} -m"), *shlex.split(first)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    saved = load(tmp_path / "plan.toml").config
+    assert saved.recipe.tokens == 10**6
+    assert resolve(saved).model.hidden == 256
+
+
+def test_an_export_is_started_where_it_was_written(capsys: Capture, tmp_path: Path) -> None:
+    for stack in STACKS:
+        to = tmp_path / f"to {stack}"
+        to.mkdir()
+        found = document(capsys, *SMALL, "--layout", "fsdp=2", "--to", str(to), "--export", stack)
+        assert set(found["written"]) & set(shlex.split(found["export"]["command"])), stack
+
+
+def test_no_name_commands_the_terminal(capsys: Capture, tmp_path: Path) -> None:
+    evil = model_at(tmp_path / "evil\x1b[2J\x1b]0;x\x07")
+    for arguments in ((), ("--explain",), ("--layout", "dp=2"), ("--layout", "dp=3\x1b[2J")):
+        _, out, err = plan(capsys, str(evil), *SMALL[1:], *arguments)
+        assert "evil" in out + err or arguments[-1:] != ("dp=2",)
+        assert "\x1b" not in out + err and "\x07" not in out + err
+    _, out, err = plan(capsys, str(evil / "nowhere\x1b[2J"), *SMALL[1:])
+    assert r"\x1b[2J" in err and "\x1b" not in err
 
 
 class Links(HTMLParser):

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.table import Table
+
+from shoal.launch.screen import Console
 
 if TYPE_CHECKING:
     from shoal.prove.chaos.campaign import Struck

@@ -31,11 +31,10 @@ def prepare(
     json
         Print one JSON document.
     """
-    from rich.console import Console
-
     from shoal.cli.show import print_json
     from shoal.facts.configfile import load
     from shoal.launch.data import prepared
+    from shoal.launch.screen import Console
     from shoal.train.data.dataset import QUARANTINE, read_manifest
 
     path = prepared(load(config, set).config.data, Console(stderr=True, highlight=False))

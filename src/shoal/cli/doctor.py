@@ -31,7 +31,7 @@ def doctor(*, run: Path = Path("runs"), json: Annotated[bool, Parameter(negative
     if json:
         print_json({"ready": not failed, "checks": [asdict(check) for check in checks]})
         return int(failed)
-    from rich.console import Console
+    from shoal.launch.screen import Console
 
     console = Console(highlight=False, soft_wrap=True)
     for check in checks:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
+
+from shoal.launch.screen import Console
 
 if TYPE_CHECKING:
     from shoal.predict.question import Question
@@ -132,7 +134,9 @@ def _of_config(path: Path, layout: str | None, changes: list[str], others: dict[
 
     given = {name: value for name, value in others.items() if value is not None}
     if given:
-        instead = " ".join(f"--set {OF_A_MODEL[name]}={value}" for name, value in given.items())
+        instead = " ".join(
+            f"--set {OF_A_MODEL[name]}={shlex.quote(str(value))}" for name, value in given.items()
+        )
         raise BadInput(f"{', '.join(given)} with a config", f"change the config, or {instead}")
     config = load(path, changes, layout).config
     if config.run.strict:
@@ -164,7 +168,9 @@ def _of_model(
             "--set without a config", "--seq, --batch, --precision and --layout say what is wanted"
         )
     if on is None or seq is None or batch is None:
-        example = f"shoal dryrun {model} --on 8xH100 --seq 4096 --batch 64 --layout fsdp=8,micro=1"
+        example = (
+            f"shoal dryrun {shlex.quote(model)} --on 8xH100 --seq 4096 --batch 64 --layout fsdp=8,micro=1"
+        )
         raise BadInput("a model needs --on, --seq and --batch; a config is a .toml file", example)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     kind = precision or "bf16"

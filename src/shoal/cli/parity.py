@@ -9,7 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
-from rich.console import Console
+
+from shoal.launch.screen import Console
 
 if TYPE_CHECKING:
     from shoal.prove.parity import Parity, Verdict

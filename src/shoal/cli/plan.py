@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -95,7 +96,6 @@ def plan(
     """
     import gc
     import os
-    import shlex
 
     gc.disable()  # a search makes a million small things and no circles: looking for these is a tenth of its time
 
@@ -139,14 +139,14 @@ def plan(
         document = found.as_json()
         document["written"] = [str(path) for path in files]
         if exported is not None:
-            document["export"] = {"command": exported.command, "cannot": exported.cannot}
+            document["export"] = {"command": _start(exported, to), "cannot": exported.cannot}
         print_json(document)
         return 0
     show(found, explain)
     if rates := measured_rates(asked.cluster):
         print(rates)
     if exported is not None:
-        print(f"\n{export}: {exported.command}")
+        print(f"\n{export}: {_start(exported, to)}")
         for thing in exported.cannot:
             print(f"  {export} cannot express: {thing}")
     for path in files:
@@ -185,6 +185,12 @@ def _files(
 
         files[html] = page(found)
     return files, exported
+
+
+def _start(exported: Exported, to: Path) -> str:
+    """The command that starts it, with its files where they were written."""
+    words = exported.command.split(" ")
+    return " ".join(shlex.quote(str(to / word)) if word in exported.files else word for word in words)
 
 
 def _write(files: dict[Path, str], force: bool) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
+
+from shoal.launch.screen import Console
 
 if TYPE_CHECKING:
     from shoal.prove.profile import Profile

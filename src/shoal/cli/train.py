@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from shoal.launch.report import FAILED, FINISHED, Report
+from shoal.launch.screen import Console
 
 
 def train(

@@ -38,6 +38,8 @@ _MUST = {
     "value_error": "{error}",
 }
 _LONGEST_VALUE = 60
+# What was written there in error may be a secret: NAME=value, a URL with a key.
+_NOT_QUOTED = ("run.environment", "checkpoint.to")
 # Names that say little without their table: data.path is not model.path.
 COMMON = {"path", "name", "dir", "to", "on", "memory", "enabled", "source", "field", "keep"}
 
@@ -167,7 +169,9 @@ def _problem(key: str, details: list[ErrorDetails], places: dict[str, str]) -> P
     else:
         ours = _MUST.get(detail["type"])
         must = ours.format(**detail.get("ctx", {})) if ours else detail["msg"]
-    shown = "" if isinstance(given, dict) else f" = {shorten(redact(toml_value(given)))}"
+    shown = (
+        "" if isinstance(given, dict) or key in _NOT_QUOTED else f" = {shorten(redact(toml_value(given)))}"
+    )
     what = _at(place_of(places, key), f"{key}{shown}: {must}")
     if field is None:
         return Problem(what, "shoal config show lists every key with its meaning")

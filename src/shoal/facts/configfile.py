@@ -16,7 +16,7 @@ from shoal.facts.documents import DEEPEST, parse_toml, read_settings
 from shoal.facts.keylines import key_lines
 from shoal.facts.layout import Layout
 from shoal.facts.otherfiles import is_directory, not_a_config
-from shoal.facts.problem import BadInput, Problem
+from shoal.facts.problem import BadInput, Problem, shorten
 from shoal.facts.redact import redact_values
 
 
@@ -134,14 +134,14 @@ def _override(values: dict[str, Any], places: dict[str, str], override: str) -> 
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key or key.count(".") > DEEPEST:
-        return Problem(f"--set {override}: it is not KEY=VALUE", "as in --set recipe.lr=0.001")
+        return Problem(f"--set {shorten(override, 60)}: it is not KEY=VALUE", "as in --set recipe.lr=0.001")
     table = values
     *path, last = key.split(".")
     for depth, name in enumerate(path, start=1):
         inner = table.setdefault(name, {})
         if not isinstance(inner, dict):
             outer = ".".join(path[:depth])
-            return Problem(f"--set {override}: {outer} is a value, not a table", f"--set {outer}=…")
+            return Problem(f"--set {key}=…: {outer} is a value, not a table", f"--set {outer}=…")
         table = inner
     field = find_field(key)
     if not text and field is not None and field.default is None:

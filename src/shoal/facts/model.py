@@ -13,7 +13,9 @@ Family = Literal[
 # A shape says how much there is to count, allocate and search: far beyond any model, and little enough to be handled.
 MOST_LAYERS = 1024
 MOST_EXPERTS = 1 << 16
-WIDEST = 1 << 24  # any width: hidden, ffn, vocabulary, heads, ranks
+WIDEST_HIDDEN = 1 << 17
+WIDEST = 1 << 20  # any other width: ffn, heads, ranks
+MOST_TOKENS = 1 << 24  # of a vocabulary
 MOST_POSITIONS = 1_000_000_000
 
 Width = Annotated[int, Field(ge=1, le=WIDEST)]
@@ -81,12 +83,12 @@ class Model(Shape):
     name: str
     family: Family
     layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
-    hidden: Width
+    hidden: Annotated[int, Field(ge=1, le=WIDEST_HIDDEN)]
     heads: Width
     kv_heads: Width
     head_dim: Width
     ffn: Width  # width of the ordinary MLP
-    vocab: Width
+    vocab: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
     max_positions: Positions
 
     norm: Literal["rms", "layer"] = "rms"

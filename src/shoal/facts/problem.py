@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 Found = TypeVar("Found")
@@ -33,7 +33,9 @@ class BadInput(Exception):
         told = (problems,) if isinstance(problems, Problem) else tuple(problems)
         if len(told) > MOST_PROBLEMS:
             told = (*told[:MOST_PROBLEMS], Problem(f"and {len(told) - MOST_PROBLEMS} more like these"))
-        self.problems = tuple(Problem(shorten(one.what, LONGEST), shorten(one.fix, LONGEST)) for one in told)
+        self.problems: tuple[Problem, ...] = tuple(
+            replace(one, what=shorten(one.what, LONGEST), fix=shorten(one.fix, LONGEST)) for one in told
+        )
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[BadInput], tuple[tuple[Problem, ...]]]:

@@ -43,7 +43,7 @@ _HARMLESS = re.compile(
 # ``user:password@``. A colon with a number behind it is a port, and a later @ part of a path.
 _IN_URL = re.compile(r"""(?<=://)[^\s/:@"'<>\[]{0,256}:(?!\d{1,5}(?:[/?#]|$))((?:\\.|[^\s\\"'<>]){0,512})@""")
 _IN_QUERY = re.compile(
-    r"""(?i)(?<=[?&;])
+    r"""(?i)(?:(?<=[?&;])|(?<=::))
     (x-(?:amz|goog)-(?:signature|credential|security-token) | sig | signature | sas | token | (?:access|auth|id)_?token
     | auth | code | key | (?:api|access|account)_?key | awsaccesskeyid | password | passwd | pwd | secret | credential)
     =(?:\\.|[^\s\\&;\#"'<>])+""",
@@ -92,7 +92,17 @@ def is_secret_name(name: str) -> bool:
 
 def holds_password(value: str) -> bool:
     """Whether a URL brings its own credentials: a password, or a signature that is as good as one."""
-    return "://" in value and bool(_IN_URL.search(value) or _IN_QUERY.search(value))
+    return bool(re.search("://|::", value) and (_IN_URL.search(value) or _IN_QUERY.search(value)))
+
+
+def harmless(value: str) -> str:
+    """What may be told of a value that was refused: as far as it is a plain name or path, and no further."""
+    plain = re.match(r"[\w./~ -]{0,60}(?:://[\w./~ -]{0,60})?", value)
+    shown = plain[0] if plain else ""
+    # What stands before an @ is somebody's name, and may be more.
+    if "@" in value:
+        shown = value.partition("://")[0] if "://" in value[: len(shown) + 3] else ""
+    return repr(shown if shown == value else f"{shown}…")
 
 
 class Redactor:

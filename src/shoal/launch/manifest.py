@@ -49,8 +49,10 @@ def describe_plan(job: Job) -> dict[str, Any]:
     config, recipe = job.config, job.config.recipe
     asked = Question(job.model, job.cluster, recipe, job.layout, tune=config.tune, lora=config.model.lora)
     rates = calibration.find(job.cluster)
+    plan = judge(asked)
+    plan.called = config.model.path or config.model.preset
     return {
-        **as_json(judge(asked)),
+        **as_json(plan),
         "rates": rates.words,
         "calibrated": rates.measured.date if rates.measured else None,
         "micro_batch": asked.micro,

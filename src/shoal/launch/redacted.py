@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from shoal.facts.printable import printable
 from shoal.facts.redact import Redactor
 
 # Of a log that is read at once, up to the end of a line.
@@ -21,13 +22,21 @@ BLOCK = 1 << 22
 
 
 class RedactedStream:
-    """A text stream that redacts each text on its way; all else is left to the stream behind it."""
+    """A text stream that redacts each text on its way; all else is left to the stream behind it.
 
-    def __init__(self, stream: TextIO, redactor: Redactor) -> None:
-        self._stream, self._redactor = stream, redactor
+    Control codes are written out, so that no text commands a terminal. Those of rich it takes: what goes through
+    a ``screen.Console`` has had its text cleaned there.
+    """
+
+    def __init__(self, stream: TextIO, redactor: Redactor, codes: bool = False) -> None:
+        self._stream, self._redactor, self._codes = stream, redactor, codes
+        if not codes:
+            # Where rich writes in place of this.
+            self.rich_proxied_file = RedactedStream(stream, redactor, codes=True)
 
     def write(self, text: str) -> int:
-        self._stream.write(self._redactor.text(text))
+        clean = self._redactor.text(text)
+        self._stream.write(clean if self._codes else printable(clean))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

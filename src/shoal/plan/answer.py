@@ -75,7 +75,7 @@ def answer(asked: Asked, top: int = 10, curve: bool = False) -> Answer:
         elif all(plan.layout.offload for plan in plans):
             remedies = for_model(asked, runnable=True)
     for plan in plans:
-        plan.why = why(plan)
+        plan.why, plan.called = why(plan), asked.model_name
     decision = decide(asked, plans, remedies)
     return Answer(
         asked,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -39,6 +40,7 @@ class Plan:
     step: Step
     replicas: Replicas
     why: str = ""
+    called: str | None = None  # how the user wrote the model, which its name does not say: a path
     tie: bool = False  # whether it is as fast as the best plan, as far as anyone can tell
 
     @property
@@ -118,7 +120,7 @@ class Plan:
     @property
     def command(self) -> str:
         """What to type next: a config to train with or, for what the engine does not run yet, an export."""
-        asked = f'{ask(self.question)} --layout "{self.layout}"'
+        asked = f"{ask(self.question, self.called)} --layout {shlex.quote(str(self.layout))}"
         if self.runs:
             return f"shoal plan {asked} --save plan.toml && shoal train plan.toml"
         return f"shoal plan {asked} --export megatron"
@@ -160,10 +162,13 @@ def supported(question: Question) -> str:
     return "planned only: " + ", ".join(problem.what.rpartition(": ")[0] for problem in lacking)
 
 
-def ask(question: Question) -> str:
-    """The question without its layout, as arguments of ``shoal plan``."""
+def ask(question: Question, called: str | None = None) -> str:
+    """The question without its layout, as arguments of ``shoal plan`` that a shell takes as they are."""
     recipe = question.recipe
-    words = f"{question.model.name} --on {question.cluster} --seq {recipe.seq} --batch {recipe.batch}"
+    model, cluster = shlex.quote(called or question.model.name), shlex.quote(str(question.cluster))
+    words = f"{model} --on {cluster} --seq {recipe.seq} --batch {recipe.batch}"
+    if recipe.tokens is not None:
+        words += f" --tokens {recipe.tokens}"
     for flag, usual in (
         ("precision", "bf16"),
         ("states", "fp32"),

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import signal
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from blake3 import blake3
 from fsspec.implementations.memory import MemoryFileSystem
 from tests.conftest import Train, after_steps
 
+from shoal.facts.configfile import load
 from shoal.facts.problem import BadInput
 from shoal.launch.report import FINISHED, STOPPED
 from shoal.observe.flight import FlightReader
@@ -105,6 +107,46 @@ def objects(bucket: Bucket) -> list[str]:
 def change(bucket: Bucket, path: str, edit: Callable[[bytes], bytes]) -> None:
     whole = f"{bucket.root}/{path}"
     bucket.files.pipe_file(whole, edit(bucket.files.cat_file(whole)))
+
+
+SECRET = "wJalrXUtnFEMI7MDENGbPxRfiCYEXAMPLE"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"s3::key={SECRET}",
+        f"s3::key={SECRET},secret={SECRET}://bucket/runs",
+        f"simplecache::s3://bucket/runs?token={SECRET}",
+        f"s3://me:{SECRET}@bucket/runs",
+        f"s3://{SECRET}@bucket/a b",
+        f"key={SECRET}",
+        f"s3://bucket/runs#{SECRET}",
+        f"s3://bucket/runs?{SECRET}",
+        f":{SECRET}",
+    ],
+)
+def test_what_is_refused_is_not_repeated_where_it_may_be_a_secret(url: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        Bucket(url)
+    assert SECRET not in str(refused.value) and "checkpoint.to" in str(refused.value)
+    with pytest.raises(BadInput) as refused:
+        load(None, [f"checkpoint.to={url}", "checkpoint.to.more=1", f"run.environment=['TEAM={SECRET}']"])
+    assert SECRET not in str(refused.value)
+
+
+def test_directories_are_for_their_owner_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        bucket = Bucket(f"file://{tmp_path}/a/deep/run")
+        bucket.check()
+        commit(bucket, 3)
+        bucket.move(bucket.beside(".old-1"))
+    finally:
+        os.umask(before)
+    made = [path for path in (tmp_path / "a").rglob("*") if path.is_dir()]
+    assert len(made) >= 3
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a", *made)} == {0o700}
 
 
 # What every place promises.

@@ -20,6 +20,8 @@ from shoal.facts.model import (
     MOST_EXPERTS,
     MOST_LAYERS,
     MOST_POSITIONS,
+    MOST_TOKENS,
+    WIDEST_HIDDEN,
     Experts,
     Family,
     Latent,
@@ -82,7 +84,7 @@ def _refuse_oddities(fields: Fields, family: Family) -> None:
 def _read_model(fields: Fields, family: Family) -> dict[str, Any]:
     dialect = DIALECTS[family]
     layers = fields.whole(dialect.layers, most=MOST_LAYERS)
-    hidden = fields.whole(dialect.hidden)
+    hidden = fields.whole(dialect.hidden, most=WIDEST_HIDDEN)
     if family == "gpt2":
         ffn = fields.optional_whole("n_inner", None) or 4 * hidden
     else:
@@ -91,7 +93,7 @@ def _read_model(fields: Fields, family: Family) -> dict[str, Any]:
         "layers": layers,
         "hidden": hidden,
         "ffn": ffn,
-        "vocab": fields.whole("vocab_size"),
+        "vocab": fields.whole("vocab_size", most=MOST_TOKENS),
         "norm": "layer" if family in GPT else "rms",
         "norm_eps": fields.number(dialect.eps, dialect.default_eps),
         "activation": fields.choice(dialect.activation, dialect.default_activation, ACTIVATIONS),

@@ -14,10 +14,12 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.facts.problem import BadInput
+from shoal.facts.redact import harmless
 from shoal.train.checkpoint.manifest import LARGEST_MANIFEST, NAME, Damaged, parse_manifest
 from shoal.train.checkpoint.place import DAMAGED, REASON, Unreachable, step_name, step_of
 from shoal.train.files import disk_is_full
@@ -277,19 +279,18 @@ class Bucket:
 def check_url(url: str) -> None:
     """Refuse what is no plain URL; a password in one would end up in files and messages."""
     scheme, separator, rest = url.partition("://")
-    before, at, after = rest.rpartition("@")
+    before, at, _ = rest.rpartition("@")
     if at and ":" in before:
         raise BadInput(
-            f"checkpoint.to: the URL {scheme}://…@{after.partition('?')[0]} holds a password",
+            f"checkpoint.to: {harmless(url)} holds a password",
             "leave it out: fsspec takes credentials from the environment and from the files of the store's own tools",
         )
     if not separator or not scheme or not rest.strip("/"):
-        raise BadInput(f"checkpoint.to: {url!r} is no URL", f"{EXAMPLE}, or file:///a/directory")
-    plain = url.partition("?")[0]
-    if plain != url or "::" in url or re.search(r"[\s*\[\]#\x00-\x1f]", url):
+        raise BadInput(f"checkpoint.to: {harmless(url)} is no URL", f"{EXAMPLE}, or file:///a/directory")
+    if "::" in url or re.search(r"[\s*?\[\]#\x00-\x1f]", url):
         raise BadInput(
-            f"checkpoint.to: {plain!r} and what follows cannot be a place for checkpoints: blanks, * ? [ ] # and :: "
-            "have other meanings there",
+            f"checkpoint.to: {harmless(url)} cannot be a place for checkpoints: blanks, * ? [ ] # and :: have other "
+            "meanings there",
             f"a plain URL, and a run directory with a plain name: {EXAMPLE}",
         )
 
@@ -300,8 +301,7 @@ def _connect(url: str) -> AbstractFileSystem:
 
     scheme = url.partition("://")[0]
     try:
-        # In a file system prefixes are directories, which somebody has to make.
-        return fsspec.url_to_fs(url, **({"auto_mkdir": True} if _is_local(url) else {}))[0]
+        return _private_directories() if _is_local(url) else fsspec.url_to_fs(url)[0]
     except ImportError as error:
         package = known_implementations[scheme]["class"].partition(".")[0]
         fix = f"pip install {package}" if package != "fsspec" else str(error)
@@ -310,6 +310,23 @@ def _connect(url: str) -> AbstractFileSystem:
         if scheme in known_implementations:
             raise BadInput(f"checkpoint.to: {url}: {error}", EXAMPLE) from None
         raise BadInput(f"checkpoint.to: fsspec knows no {scheme}://", EXAMPLE) from None
+
+
+@cache
+def _private_directories() -> AbstractFileSystem:
+    """In a file system prefixes are directories, which have to be made: as a run's are, for its owner alone."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    class Private(LocalFileSystem):
+        def makedirs(self, path: str, exist_ok: bool = False) -> None:
+            here = Path(self._strip_protocol(path))
+            missing = [folder for folder in (here, *here.parents) if not folder.exists()]
+            for folder in reversed(missing):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            if not missing and not exist_ok:
+                raise FileExistsError(here)
+
+    return Private(auto_mkdir=True)
 
 
 def _is_local(url: str) -> bool:

@@ -1,0 +1,33 @@
+"""A console that shows text as text: the only commands that reach the terminal are rich's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import IO
+
+from rich import console
+from rich.segment import Segment
+
+from shoal.facts.printable import printable
+
+
+class Console(console.Console):
+    """A name, a path or a row of data may hold anything, also codes that wipe what stands above."""
+
+    @property
+    def file(self) -> IO[str]:
+        """Behind all that only cleans text, a live line's own stream too: the codes that pass here are rich's."""
+        found = super().file
+        while (inner := getattr(found, "rich_proxied_file", None)) is not None:
+            found = inner
+        return found
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
+
+    def render(
+        self, renderable: console.RenderableType, options: console.ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
