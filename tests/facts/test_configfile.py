@@ -179,6 +179,7 @@ def test_the_last_word_on_the_length_of_a_run(file: File) -> None:
     assert load(by_steps, ["recipe.tokens=4k"]).config.recipe.steps == 2
     contradiction = file('[recipe]\nsteps = 10\ntokens = "1M"\n')
     assert "steps = 10 and tokens = 1M disagree" in only(contradiction).what
+    assert only(contradiction).fix == "keep one: recipe.steps or recipe.tokens"
     assert "disagree" in only(None, ["recipe.steps=1", "recipe.tokens=1M"]).what
 
 

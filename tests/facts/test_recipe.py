@@ -78,7 +78,7 @@ def test_a_recipe_reads_back_equal(tokens: int, seq: int, batch: int) -> None:
 def test_steps_and_tokens_must_agree() -> None:
     assert Recipe(steps=2, tokens=4096).steps == 2
     with pytest.raises(
-        ValidationError, match=r"steps = 3 and tokens = 4k disagree.*leave one of the two out"
+        ValidationError, match=r"steps = 3 and tokens = 4k disagree: so many tokens are 2 steps of 128·16"
     ):
         Recipe(steps=3, tokens="4k")  # type: ignore[arg-type]
 

@@ -43,6 +43,7 @@ def test_the_median_of_steps_three_to_six_is_compared_once() -> None:
         "step_s_error": -0.5,
         "rates": "built in (assumed)",
         "missing": {"memory_peak": ON_CPU},
+        "told": False,
     }
     assert found[5] == {"after_step": 46, **expected}
     assert seen[5]["compared"] == expected
@@ -98,9 +99,24 @@ def test_every_run_records_it(train: Train, capsys: pytest.CaptureFixture[str]) 
     assert measured == {"after_step": 6, **run.rows[-1]["compared"]}
     assert measured["rates"] == plan["rates"] != ""
     assert "identity" in json.loads(run.directory.manifest.read_text())
-    line = next(line for line in capsys.readouterr().err.splitlines() if "predicted" in line)
-    assert f"measured {measured['step_s']:.3g} (" in line
-    assert plan["rates"] in line and f"memory not compared: {ON_CPU}" in line
+    # The guess of a CPU that was never calibrated is kept, and not shown.
+    assert not plan["calibrated"] and not measured["told"]
+    assert "predicted" not in capsys.readouterr().err
+
+
+def test_a_calibrated_cpu_is_told_in_one_short_line(tmp_path: Any) -> None:
+    comparison = Comparison(job(), {**PLAN, "calibrated": "2025-01-01"}, on_gpu=False)
+    seen = rows(*[4.0] * 6)
+    for row in seen:
+        comparison.add(row)
+    run = RunDirectory(tmp_path)
+    seen[-1] |= {"loss": 1.0, "tokens_per_s": 1.0, "mfu": None}
+    run.metrics.write_text(json.dumps(seen[-1]) + "\n")
+    console = Console(record=True, width=200)
+    with Progress(console, run, 10):
+        pass
+    first = console.export_text().splitlines()[0]
+    assert first == "step      6  predicted 2 s a step, measured 4 (-50.0%; rates: built in (assumed))"
 
 
 def test_the_progress_shows_time_and_memory(tmp_path: Any) -> None:

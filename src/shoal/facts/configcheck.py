@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -185,7 +186,13 @@ def _problem(key: str, details: list[ErrorDetails], places: dict[str, str]) -> P
         )
     if meant:
         return Problem(what, f'{key} = "{meant}"')
-    if table := table_of(field):
+    table = table_of(field)
+    if table is not None and detail["type"] == "value_error":
+        # Values that are right by themselves and contradict each other: only those are the matter.
+        named = [f"{key}.{name}" for name in table.model_fields if re.search(rf"\b{name} = ", must)]
+        if named:
+            return Problem(what, f"keep one: {' or '.join(named)}")
+    if table is not None:
         return Problem(what, f"[{key}] holds {', '.join(table.model_fields)}")
     default = "" if field.default is None else f" (default {toml_value(field.default)})"
     return Problem(what, f"{key}: {describe(key)}{default}")

@@ -127,7 +127,7 @@ class Recipe(BaseModel):
         if given.get("steps", steps) != steps:
             raise ValueError(
                 f"steps = {given['steps']} and tokens = {given['tokens']} disagree: "
-                f"so many tokens are {steps} steps of {seq}·{batch}; leave one of the two out"
+                f"so many tokens are {steps} steps of {seq}·{batch}"
             )
         return {**given, "steps": steps}
 

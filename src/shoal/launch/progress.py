@@ -15,6 +15,7 @@ from rich.text import Text
 
 from shoal.facts.redact import redact
 from shoal.train.guard.nonfinite import SKIPPED
+from shoal.train.metrics.compare import ON_CPU
 from shoal.train.rundir import RunDirectory
 
 # Without a terminal there is no live line; a line now and then shows that things move.
@@ -72,7 +73,7 @@ class Progress:
             if row.get("heldout_loss") is not None:
                 self.heldout = row
                 self.say(f"step {row['step']:>6}  held-out loss {row['heldout_loss']:.4f} nats a token")
-            if "compared" in row:
+            if "compared" in row and row["compared"].get("told", True):
                 self.say(f"step {row['step']:>6}  {_compared(row['compared'])}")
                 if drift := row["compared"].get("drift"):
                     self.say(f"step {row['step']:>6}  {drift}")
@@ -162,7 +163,11 @@ def _compared(found: dict[str, Any]) -> str:
             f"predicted {predicted:.2f} GiB, measured {measured:.2f} ({found['memory_peak_error']:+.1%})"
         )
     names = {"step_s": "time", "memory_peak": "memory"}
-    parts += [f"{names[name]} not compared: {reason}" for name, reason in found.get("missing", {}).items()]
+    parts += [
+        f"{names[name]} not compared: {reason}"
+        for name, reason in found.get("missing", {}).items()
+        if reason != ON_CPU
+    ]
     return "; ".join(parts)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from shoal.facts.problem import BadInput
 from shoal.train.data.encode import Encoded, Task
+from shoal.train.data.rows import EMPTY
 from shoal.train.data.sources import SourceFile
 
 A_FEW = 10  # tolerated where any are, but no more than half: a torn last line is no reason to stop
@@ -80,6 +81,10 @@ def refuse_too_many(found: BadRows, fraction: float, source: str) -> None:
     allowed = max(min(A_FEW, found.rows // 2), int(fraction * found.rows)) if fraction else 0
     if found.bad <= allowed and found.bad < found.rows:
         return
+    if set(found.reasons) <= {EMPTY} and found.bad == found.rows:
+        raise BadInput(
+            f"data.source {source!r} is empty: there is no text in it", "name files that hold text"
+        )
     reasons = ", ".join(f"{reason}: {count}" for reason, count in found.reasons.items()) or "there are none"
     shown = "".join(f"\n    {text}" for text in found.first)
     raise BadInput(

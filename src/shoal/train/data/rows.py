@@ -20,6 +20,7 @@ PIECE_BYTES = 4 << 20
 # What is held in memory at once, whatever a file says or unpacks to: far beyond any document.
 LONGEST_LINE = 1 << 26
 LONGEST_TEXT = 1 << 28
+EMPTY = "empty"  # the reason of a row that is there and has no text
 SHOWN = 200  # characters of a bad row that are kept to recognise it
 
 # A long text is cut after a line end between two visible characters: common tokenizers never join tokens
@@ -147,7 +148,7 @@ def _parse_text(content: bytes) -> Row:
         text = content.decode()
     except UnicodeDecodeError:
         return Row(None, "invalid UTF-8", _show(content), lines=content.count(b"\n"))
-    return Row(text, lines=text.count("\n")) if text else Row(None, "empty")
+    return Row(text, lines=text.count("\n")) if text else Row(None, EMPTY)
 
 
 def _parse_line(line: bytes, field: str) -> Row:
@@ -166,7 +167,7 @@ def _parse_line(line: bytes, field: str) -> Row:
     elif not isinstance(text := value[field], str):
         reason = f"field {field!r} is not a text"
     elif not text:
-        reason = "empty"
+        reason = EMPTY
     elif not _encodable(text):
         reason = "invalid UTF-8"
     else:

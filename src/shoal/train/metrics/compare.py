@@ -33,6 +33,8 @@ class Comparison:
         self.rates = plan.get("rates", "")
         # Where several ranks work together, more decides than what was calibrated.
         self.calibrated = plan.get("calibrated") if job.layout.world == 1 else None
+        # Times of a CPU that was never calibrated are guesses: they stand in the files, and are no news.
+        self.told = on_gpu or plan.get("calibrated") is not None
         self.predicted: dict[str, float] = {}
         self.missing: dict[str, str] = {}
         if "step" not in plan:
@@ -68,6 +70,7 @@ class Comparison:
     def _compared(self) -> dict[str, Any]:
         """Errors are predicted over measured, less one."""
         found: dict[str, Any] = {"steps": len(self._rows), "rates": self.rates, "missing": self.missing}
+        found["told"] = self.told
         for name, predicted in self.predicted.items():
             measured = median(row[name] for row in self._rows)
             found |= {
