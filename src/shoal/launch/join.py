@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shoal.launch.interfaces import interface_of
 from shoal.launch.threads import thread_count
+from shoal.parallel import context
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
 
@@ -35,7 +36,7 @@ def join(job: Job, rank: int, local_rank: int, store: dist.Store, nodes: int = 1
             # would hold up whatever else was put into it, and that may be what its sender is waiting for.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         device = torch.device("cuda", local_rank % devices)
-        torch.cuda.set_device(device)
+        context.take(device)
         backend = "nccl"
     if job.layout.world > 1:
         dist.init_process_group(backend, store=store, rank=rank, world_size=job.layout.world, timeout=timeout)

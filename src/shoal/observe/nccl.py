@@ -33,8 +33,6 @@ def settings(directory: Path) -> dict[str, str]:
     return {
         "TORCH_FR_BUFFER_SIZE": REMEMBERED,
         "TORCH_FR_DUMP_TEMP_FILE": dump,
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": REMEMBERED,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump,
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": dump,
     }
 
@@ -62,17 +60,41 @@ def ask(directory: Path, rank: int) -> bool:
 def pending(dump: Path) -> list[Pending]:
     """What was not finished when a file was written, the oldest first; nothing where it cannot be read."""
     try:
-        content = _Plain(io.BytesIO(dump.read_bytes())).load()
-        entries = [entry for entry in content["entries"] if not entry["retired"]]
-        return [_pending(entry) for entry in entries if entry["state"] != "completed"]
+        every = _Plain(io.BytesIO(dump.read_bytes())).load()["entries"]
+        # A batch of messages has an entry that tells how far it is, and one for each message that tells what it is.
+        batches = {_message(entry) for entry in every if _is_batch(entry)}
+        titles = {
+            _message(entry): _title(entry) for entry in every if entry["is_p2p"] and not _is_batch(entry)
+        }
+        return [
+            _pending(entry, titles)
+            for entry in every
+            if not entry["retired"] and entry["state"] != "completed"
+            if _is_batch(entry) or not entry["is_p2p"] or _message(entry) not in batches
+        ]
     except (OSError, EOFError, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError):
         return []
 
 
-def _pending(entry: dict[str, Any]) -> Pending:
+def _pending(entry: dict[str, Any], titles: dict[tuple[str, int], str]) -> Pending:
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-    op = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+    op = titles.get(_message(entry), _title(entry)) if _is_batch(entry) else _title(entry)
     return Pending(entry["process_group"][0], op, number, entry["state"] == "started")
+
+
+def _is_batch(entry: dict[str, Any]) -> bool:
+    return entry["is_p2p"] and _title(entry) == "coalesced"
+
+
+def _message(entry: dict[str, Any]) -> tuple[str, int]:
+    """Torch counts the batches of messages of a group."""
+    return entry["process_group"][0], entry["p2p_seq_id"]
+
+
+def _title(entry: dict[str, Any]) -> str:
+    """``all_reduce``, or ``send 0->1``."""
+    name: str = entry["profiling_name"]
+    return name.partition(":")[2] or name
 
 
 class _Plain(pickle.Unpickler):

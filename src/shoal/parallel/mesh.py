@@ -77,12 +77,28 @@ class Mesh:
 
     def pieces_of(self, axis: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Of every line of ranks along an axis the same parts, each a group: the one that this rank is in, if any."""
+        mine: dist.ProcessGroup | None
+        mine, _ = dist.new_subgroups_by_enumeration(self._parts(axis, parts), timeout=self.timeout)
+        return mine
+
+    def line_of(self, axis: str) -> dist.ProcessGroup:
+        """The ranks along an axis in one more group, which NCCL connects at once.
+
+        Otherwise it would do so at the first call, and for that wait for all of them: a message has only two.
+        """
+        device = self.device if self.transport == "nccl" and self.device.type == "cuda" else None
+        line = range(getattr(self.layout, axis))
+        lines = [
+            dist.new_group(ranks, timeout=self.timeout, device_id=device)
+            for ranks in self._parts(axis, [line])
+        ]
+        (mine,) = [group for group in lines if isinstance(group, dist.ProcessGroup)]
+        return mine
+
+    def _parts(self, axis: str, parts: Sequence[Sequence[int]]) -> list[list[int]]:
         apart = stride(axis, self.layout)
         starts = [rank for rank in range(self.world) if coordinates(rank, self.layout)[axis] == 0]
-        groups = [[start + index * apart for index in part] for start in starts for part in parts]
-        mine: dist.ProcessGroup | None
-        mine, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.timeout)
-        return mine
+        return [[start + index * apart for index in part] for start in starts for part in parts]
 
     @property
     def names(self) -> dict[str, str]:

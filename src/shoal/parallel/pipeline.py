@@ -2,12 +2,15 @@
 
 Who computes what when is the schedule's business (``facts.schedule``), and ``execute`` follows it. torch's own
 pipelining runtime does not print or check its schedules ahead of a run, refuses fewer micro-batches than stages,
-and finds weight gradients by walking the autograd graph; a list of instructions and two groups are less.
+and finds weight gradients by walking the autograd graph; a list of instructions and a few groups are less.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +19,7 @@ from torch import Tensor
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
 from shoal.facts.schedule import Instruction
-from shoal.facts.stages import Stage, cut, stages_of_rank
+from shoal.facts.stages import Stage, cut, rank_of_stage, stages_of_rank
 from shoal.parallel.mesh import Mesh
 
 
@@ -41,36 +44,44 @@ class Arrival:
 class Channels:
     """Point-to-point messages between the ranks of one pipeline.
 
-    There is a group for each direction. NCCL carries out the messages between two ranks one after the other; with
-    both directions in one queue, two ranks that each send first would wait for each other forever.
+    There is a group for each direction, and in it no rank has two neighbours. NCCL carries out the messages of a group
+    one after the other: with both directions in one queue, two ranks that each send first would wait for each other
+    forever, and with both neighbours in one, a send to the next would wait behind a receive from the one before.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        line = list(range(mesh.layout.pp))
         self.place = mesh.place["pp"]
         self.device, self.transport = mesh.device, mesh.transport
-        self.groups = {"down": mesh.pieces_of("pp", [line]), "up": mesh.pieces_of("pp", [line])}
+        self.kinds = _apart(_neighbours(mesh.layout))
+        self.groups = [
+            {"down": mesh.line_of("pp"), "up": mesh.line_of("pp")}
+            for _ in range(max(self.kinds.values()) + 1)
+        ]
         self._flying: dict[Instruction, tuple[Tensor, dist.Work]] = {}
         if self.device.type == "cuda":
-            self._connect(mesh.layout.pp)
+            self._connect()
 
-    def _connect(self, ranks: int) -> None:
+    def _connect(self) -> None:
         """Make NCCL set up every connection now, one after the other, with one message along each.
 
         It would do so at the first message, and set-up waits for the device: which may itself be waiting, in a receive
         that was posted ahead, for a rank that is waiting in the same set-up for us.
         """
         token = torch.zeros(1, device=self.device)
-        neighbours = [(rank, rank + 1) for rank in range(ranks - 1)]
-        # From the last rank's stage to the first rank's next one.
-        around = [(0, ranks - 1)] if ranks > 2 else []
-        for low, high in neighbours + around:
+        for low, high in self.kinds:
             for sender, receiver in ((low, high), (high, low)):
                 if self.place == sender:
-                    dist.send(token, group=self._group(sender, receiver), group_dst=receiver)
+                    self._start(dist.isend, token, sender, receiver).wait()
                 elif self.place == receiver:
-                    dist.recv(token, group=self._group(sender, receiver), group_src=sender)
+                    self._start(dist.irecv, token, sender, receiver).wait()
             torch.cuda.synchronize(self.device)
+
+    def _start(self, what: Callable[..., Any], tensor: Tensor, sender: int, receiver: int) -> dist.Work:
+        """A batch of one. Outside of a batch torch gives every pair of ranks a communicator of its own, and warns."""
+        group = self._group(sender, receiver)
+        peer = receiver if self.place == sender else sender
+        (work,) = dist.batch_isend_irecv([dist.P2POp(what, tensor, group=group, group_peer=peer)])
+        return work
 
     def send(self, tensor: Tensor, message: Instruction) -> None:
         """Start sending; the tensor is kept until it has arrived."""
@@ -80,9 +91,7 @@ class Channels:
                 key: (kept, work) for key, (kept, work) in self._flying.items() if not work.is_completed()
             }
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, group=self._group(self.place, message.peer), group_dst=message.peer)
-        assert work is not None
-        self._flying[message] = (tensor, work)
+        self._flying[message] = (tensor, self._start(dist.isend, tensor, self.place, message.peer))
 
     def has_arrived(self, message: Instruction) -> None:
         """An answer to a message is here, so it need not be kept any longer."""
@@ -93,14 +102,29 @@ class Channels:
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Arrival:
         """Start receiving. Messages from a peer arrive in the order in which it sends them."""
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        work = dist.irecv(tensor, group=self._group(peer, self.place), group_src=peer)
-        assert work is not None
-        return Arrival(tensor, work)
+        return Arrival(tensor, self._start(dist.irecv, tensor, peer, self.place))
 
     def wait_for_sends(self) -> None:
         for _, work in self._flying.values():
             work.wait()
         self._flying.clear()
 
-    def _group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
-        return self.groups["down" if sender < receiver else "up"]
+    def _group(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        kind = self.kinds[min(sender, receiver), max(sender, receiver)]
+        return self.groups[kind]["down" if sender < receiver else "up"]
+
+
+def _neighbours(layout: Layout) -> list[tuple[int, int]]:
+    """Pairs of ranks that hold stages next to each other; in some schedules also the first rank and the last."""
+    stages = range(layout.pp * layout.chunks)
+    ranks = [rank_of_stage(layout.pp, layout.chunks, layout.schedule, stage) for stage in stages]
+    return sorted({(min(pair), max(pair)) for pair in pairwise(ranks) if pair[0] != pair[1]})
+
+
+def _apart(pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """Every pair with a number that no other pair of either of its ranks has; at most three are needed."""
+    kinds: dict[tuple[int, int], int] = {}
+    for pair in pairs:
+        taken = {kind for other, kind in kinds.items() if {*other} & {*pair}}
+        kinds[pair] = min(set(range(len(taken) + 1)) - taken)
+    return kinds

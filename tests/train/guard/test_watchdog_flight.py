@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -127,6 +129,46 @@ def _recorded_by_torch(rank: int, world: int, path: Path) -> None:
 
 def test_what_torch_recorded_of_a_device_is_read(tmp_path: Path) -> None:
     run_ranks(2, _recorded_by_torch, tmp_path)
+
+
+def test_messages_of_a_batch_are_read_with_the_state_of_the_batch(tmp_path: Path) -> None:
+    """NCCL's group writes down each message of a batch without ever saying that it is done; the batch says it."""
+
+    def entry(name: str, number: int, state: str) -> dict[str, object]:
+        shared = {"process_group": ("7", "pp"), "collective_seq_id": 0, "p2p_seq_id": number, "is_p2p": True}
+        return {**shared, "profiling_name": f"nccl:{name}", "state": state, "retired": state == "completed"}
+
+    entries = [
+        entry("send 0->1", 1, "scheduled"),
+        entry("coalesced", 1, "completed"),
+        entry("recv 0<-1", 2, "scheduled"),
+        entry("coalesced", 2, "started"),
+        entry("send 0->1", 3, "scheduled"),  # its batch is not yet written down
+    ]
+    nccl.dump_of(tmp_path, 0).write_bytes(pickle.dumps({"entries": entries}, protocol=2))
+    assert nccl.pending(nccl.dump_of(tmp_path, 0)) == [
+        nccl.Pending("7", "recv 0<-1", 2, True),
+        nccl.Pending("7", "send 0->1", 3, False),
+    ]
+
+
+def test_torch_calls_none_of_our_settings_deprecated(tmp_path: Path) -> None:
+    code = (
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "assert torch._C._distributed_c10d._dump_fr_trace()\n"
+    )
+    environment = {**os.environ, **nccl.settings(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (found.returncode, found.stderr) == (0, "")
 
 
 def test_a_record_that_would_run_code_is_not_read(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def measure(rank: int, world: int, store: dist.Store, backend: str) -> list[Call
             run = _call(op, rank, whole, part)
             taken = []
             for _ in range(TIMES):
-                dist.barrier()
+                dist.barrier(device_ids=None if device.index is None else [device.index])
                 _wait(device)
                 start = time.perf_counter()
                 run()

@@ -18,6 +18,7 @@ from shoal.facts.devices import Device, Precision
 from shoal.facts.local import look
 from shoal.facts.measurements import Copies, HostWork, Measurements
 from shoal.facts.problem import BadInput
+from shoal.parallel import context
 from shoal.prove.calibrate import copies, fit, host, kernels, links
 from shoal.prove.calibrate.circumstances import versions
 from shoal.prove.calibrate.drift import compared
@@ -68,7 +69,7 @@ def _device(cluster: Cluster) -> torch.device:
             "a torch built for it; shoal doctor says more",
         )
     first = torch.device("cuda", 0)
-    torch.cuda.set_device(first)
+    context.take(first)
     return first
 
 
