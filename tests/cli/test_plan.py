@@ -61,7 +61,7 @@ def test_every_number_of_the_table_is_in_the_document(capsys: Capture) -> None:
     for one in found["plans"]:
         (row,) = [line for line in shown.splitlines() if line.endswith(f"  {one['layout']}")]
         sizes = [
-            f"{one['memory'][name] / 2**30:.1f}" for name in ("peak_allocated", "device_total", "capacity")
+            f"{one['memory'][name] / 2**30:.1f}" for name in ("peak_allocated", "device_p90", "capacity")
         ]
         numbers = [
             f"{one['step']['seconds']:.4g} ± {one['error_bar']:.0%}",
@@ -78,7 +78,7 @@ def test_one_layout_is_judged_alone_also_where_it_does_not_fit(capsys: Capture) 
     (only,) = found["plans"]
     assert only["layout"] == "dp=2" and not only["fits"] and found["searched"] == 1
     assert found["remedies"] and "does not fit" in found["decision"]["text"]
-    assert all(remedy["device_total"] <= remedy["capacity"] for remedy in found["remedies"])
+    assert all(remedy["device_p90"] <= remedy["capacity"] for remedy in found["remedies"])
 
 
 def test_an_illegal_layout_is_refused_with_all_reasons_and_the_nearest(capsys: Capture) -> None:

@@ -96,7 +96,7 @@ def asked(command: str, stack: Stack = SHOAL) -> Question:
 
 def shown(memory: Ledger) -> str:
     """As the table of ``shoal plan`` has it."""
-    sizes = (memory.peak_allocated, memory.device_total, memory.capacity)
+    sizes = (memory.peak_allocated, memory.device_p90, memory.capacity)
     least, most, capacity = (f"{size / GIB:.1f}" for size in sizes)
     return f"{least} … {most} of {capacity} GiB, {'fits' if memory.fits else 'does not fit'}"
 

@@ -160,7 +160,7 @@ def line(plan: Plan) -> str:
     memory = plan.memory
     fits = "fits" if plan.fits else "does not fit"
     return (
-        f"| `{plan.layout}` | {memory.device_total / GIB:.1f}, {fits} | {duration(plan.step.seconds)} "
+        f"| `{plan.layout}` | {memory.device_p90 / GIB:.1f}, {fits} | {duration(plan.step.seconds)} "
         f"± {plan.error_bar:.0%} | {plan.model_tflops_per_gpu:.0f} | {percent(plan.mfu)} | {binds(plan)} |"
     )
 

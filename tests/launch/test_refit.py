@@ -15,6 +15,8 @@ from shoal.facts.problem import BadInput
 from shoal.launch import local
 from shoal.launch.report import FINISHED
 from shoal.observe.flight import FlightReader
+from shoal.plan.answer import answer
+from shoal.plan.asked import ask
 from shoal.plan.refit import refit
 from shoal.plan.resolve import Job, resolve
 from shoal.train.rundir import RunDirectory
@@ -60,6 +62,16 @@ def test_of_a_gpu_cluster_the_planner_chooses() -> None:
     left = refit(whole, 7)
     assert left.layout.world == left.cluster.devices == 4
     assert left.config == whole.config and left.model == whole.model
+
+
+def test_what_is_left_is_laid_out_as_the_plan_would() -> None:
+    recipe = ("recipe.seq=4096", "recipe.batch=64", "recipe.precision=bf16")
+    whole = job("model.preset=llama3-8b", "cluster.on=8xH100", *recipe, layout="fsdp=8,micro=1")
+    left = refit(whole, 7)
+    planned = answer(ask("llama3-8b", "4xH100", seq=4096, batch=64)).chosen
+    assert planned is not None and left.layout == planned.plan.layout
+    with pytest.raises(BadInput, match="no layout of llama3-8b is left on 1 devices"):
+        refit(whole, 1)  # one device holds neither its weights nor anything that the engine runs of it
 
 
 def test_without_a_device_there_is_no_layout() -> None:

@@ -84,12 +84,37 @@ def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> Non
     assert duration(seconds) == said
 
 
-def test_of_two_that_are_as_fast_the_simpler_is_run() -> None:
+def test_the_reason_names_the_error_bar_and_what_is_saved() -> None:
     found = answered("llama3-8b", "8xH100")
-    chosen = found.choice
-    assert chosen is not None
-    for other in found.plans:
-        if other.runs and other.step.seconds < chosen.step.seconds:
-            axes = [sum(degree > 1 for degree in plan.layout.degrees.values()) for plan in (chosen, other)]
-            assert chosen.step.seconds <= other.step.seconds * 1.02 and axes[0] <= axes[1]
-            assert found.plans[0].runs is False or "faster, but" in found.decision.text
+    assert found.chosen is not None
+    chosen, fastest = found.chosen.plan, found.chosen.fastest
+    assert chosen.layout.degrees["fsdp"] == 8 and fastest.layout.pp > 1
+    assert f"within its error bar of ±{fastest.error_bar:.0%}" in found.decision.text
+    assert "this one does without unit, pp, schedule and chunks" in found.decision.text
+    assert found.chosen.why in found.decision.text
+    document = found.as_json()["chosen"]
+    assert document["layout"] == str(chosen.layout) == found.as_json()["choice"]
+    assert document["fastest"] == str(fastest.layout) and found.chosen.why in document["why"]
+
+
+def test_what_is_faster_and_not_run_yet_is_named_and_not_chosen() -> None:
+    found = answered("llama3-8b", "64xH100", 8192, 100)
+    chosen, fastest = found.choice, found.plans[0]
+    assert chosen is not None and chosen.runs and not fastest.runs
+    said = f"{fastest.layout} is predicted to be "
+    assert said in found.decision.text and said in found.as_json()["chosen"]["why"]
+    assert f"but is priced, not run by the engine yet ({fastest.lacks})" in found.decision.text
+
+
+def test_where_nothing_that_runs_fits_the_choice_is_marked() -> None:
+    found = answered("llama3-70b", "8xH100")
+    assert found.chosen is not None and not found.chosen.plan.runs and found.chosen.plan.layout.offload
+    assert "It is priced, not run by the engine yet (layout: offload=" in found.decision.text
+    assert found.as_json()["chosen"]["runs"] is False
+    assert found.remedies[0].plan.runs, "what can be trained with now comes first"
+
+
+def test_a_batch_that_is_the_limit_is_said_to_be() -> None:
+    reasons = answered("llama3-8b", "64xH100", 8192, 1).decision.reasons
+    assert any("The batch of 1 is the limit of 64 GPUs" in reason for reason in reasons)
+    assert not any("The batch" in reason for reason in answered("llama3-8b", "8xH100").decision.reasons)

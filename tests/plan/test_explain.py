@@ -90,7 +90,18 @@ def test_a_layout_that_does_not_fit_comes_with_changes_that_do() -> None:
     assert any(what.startswith("micro=") for what in words)
     assert any("recompute=full" in str(remedy.plan.layout) for remedy in remedies)
     assert any("LoRA" in what for what in words) or judged("fsdp=8,micro=8").memory.activations > 70 * 2**30
-    assert all(f"{remedy.plan.memory.device_total / 2**30:.1f} of" in str(remedy) for remedy in remedies)
+    assert all(f"{remedy.plan.memory.device_p90 / 2**30:.1f} of" in str(remedy) for remedy in remedies)
+
+
+def test_changes_that_the_engine_does_not_run_are_marked_and_come_last() -> None:
+    question = asked("llama3-8b", "1xH100", 4096, 8)
+    remedies = for_layout(question, Layout.parse("dp=1"))
+    marks = ["; priced, not run by the engine yet" in str(remedy) for remedy in remedies]
+    assert marks == [not remedy.plan.runs for remedy in remedies] == sorted(marks)
+    assert True in marks and False in marks
+    for remedy in remedies:
+        away = remedy.plan.layout.offload or remedy.plan.question.lora is not None
+        assert bool(away) == (remedy.as_json()["support"] != "runs"), remedy
 
 
 def test_a_model_that_fits_nowhere_is_told_how_many_gpus_would_do(tmp_path: Path) -> None:

@@ -103,3 +103,14 @@ def test_evidence_is_what_the_published_rows_say() -> None:
     assert dict(counted) == evidence.ROWS
     assert max(run.questions[0].layout.world for run in runs) == evidence.LARGEST
     assert max(run.questions[0].recipe.seq for run in runs) == evidence.LONGEST
+    assert min(run.seconds for run in runs if run.seconds) == evidence.SHORTEST
+
+
+def test_a_step_shorter_than_any_published_is_known_as_well_in_milliseconds_and_no_better() -> None:
+    question = judged("dp=8", model="tiny").question
+    usual = evidence.error_bar(question, 1.0)
+    assert evidence.error_bar(question, evidence.SHORTEST) == usual
+    assert evidence.error_bar(question, evidence.SHORTEST / 2) == pytest.approx(2 * usual)
+    assert evidence.error_bar(question, evidence.SHORTEST / 100) == evidence.WIDEST
+    short = judged("dp=8", model="tiny")
+    assert short.step.seconds < evidence.SHORTEST and short.unmeasured == ["steps under 0.058 s"]

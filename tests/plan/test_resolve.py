@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.plan.planning import answered
 
 from shoal.facts import clusters
 from shoal.facts.config import Config
@@ -50,11 +51,29 @@ def test_auto_is_a_replica_on_every_device(cluster: str, batch: int, chosen: str
     assert choose(written, clusters.find(cluster)) == resolve(written).layout
 
 
-def test_auto_on_a_named_cluster_says_which_batch_would_fill_it() -> None:
-    found = problems(cluster={"on": "8xH100"}, recipe={"batch": 12})
+def test_auto_on_a_named_cluster_uses_all_of_it_also_where_the_batch_does_not_divide() -> None:
+    """The plan says which batch would let every device be a data rank."""
+    job = resolve(config(cluster={"on": "8xH100"}, recipe={"batch": 12}))
+    assert job.layout.world == 8 and 12 % job.layout.data_ranks == 0
+    found = answered("tiny", "8xH100", 128, 12, precision="fp32")
+    assert str(job.layout) == found.as_json()["chosen"]["layout"]
+    assert any(
+        "The batch of 12 does not divide over 8 GPUs" in reason and "8 or 16" in reason
+        for reason in found.decision.reasons
+    )
+
+
+def test_auto_where_nothing_fits_is_refused_and_says_what_to_do() -> None:
+    found = problems(
+        model={"preset": "llama3-70b"},
+        cluster={"on": "8xH100"},
+        recipe={"seq": 4096, "batch": 64, "precision": "bf16"},
+    )
     assert found == {
-        "batch=12 does not divide by dp·fsdp = 8": "recipe.batch = 8",
-        "layout dp=8 is not legal here": "nearest legal layouts: dp=4,tp=2; dp=4,pp=2; dp=2,tp=4",
+        "layout: auto: nothing that the engine runs is predicted to fit 8xH100": (
+            "shoal plan llama3-70b --on 8xH100 --seq 4096 --batch 64 says what would; "
+            "a layout that you name is tried in any case"
+        )
     }
 
 

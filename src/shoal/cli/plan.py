@@ -171,7 +171,7 @@ def _files(
     if save is not None:
         from shoal.plan.save import saved
 
-        files[save], _ = saved(found.asked, found.plans)
+        files[save], _ = saved(found.asked, found.chosen)
     if export is not None:
         from shoal.facts.problem import BadInput
         from shoal.plan.export import export as export_to

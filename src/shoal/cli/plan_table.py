@@ -36,7 +36,7 @@ def show(found: Answer, explain: bool) -> None:
 def _row(found: Answer, plan: Plan) -> tuple[str, ...]:
     memory = plan.memory
     sizes = (
-        f"{memory.peak_allocated / GIB:.1f} … {memory.device_total / GIB:.1f} of {memory.capacity / GIB:.1f}"
+        f"{memory.peak_allocated / GIB:.1f} … {memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f}"
     )
     mark = "✓" if plan is found.choice else "=" if plan.tie else ""
     return (

@@ -19,6 +19,7 @@ class Ledger:
     peak_allocated: int
     reserved: int  # as the allocator holds it, with libraries' workspaces and what fragments
     device_total: int  # with the context and the communicators
+    device_p90: int  # the same at the 90th percentile of fragmentation, which has to fit
     capacity: int
     worst_stage: int  # the rank of the pipeline that this is
     master: int = 0  # of ``optimizer``, the fp32 copies of half-precision weights
@@ -33,7 +34,7 @@ class Ledger:
 
     @property
     def device_fits(self) -> bool:
-        return self.device_total <= self.capacity
+        return self.device_p90 <= self.capacity
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

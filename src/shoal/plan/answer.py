@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.facts import calibration
+from shoal.facts.layout import Layout
 from shoal.facts.parameters import active_parameter_count, parameter_count
-from shoal.plan import scale
+from shoal.plan import scale, search
 from shoal.plan.asked import Asked
-from shoal.plan.decide import Decision, choice, decide
+from shoal.plan.choose import Chosen
+from shoal.plan.decide import Decision, decide, not_run
 from shoal.plan.explain import against, binds, parts, strategy, why
-from shoal.plan.judge import Plan, judge
+from shoal.plan.judge import Plan, engine_runs, judge
 from shoal.plan.judge import as_json as plan_json
 from shoal.plan.remedy import Remedy, for_layout, for_model
 from shoal.plan.scale import Cost, Point
@@ -20,10 +22,13 @@ from shoal.plan.scale import Cost, Point
 
 @dataclass(frozen=True)
 class Answer:
-    """``plans`` are best first; a layout that was asked for is alone, whether it fits or not."""
+    """``plans`` are the fastest first, the chosen one among them; a layout that was asked for is alone, whether it fits
+    or not.
+    """
 
     asked: Asked
     plans: list[Plan]
+    chosen: Chosen | None  # None where nothing fits, or nothing is left to choose
     rejected: list[tuple[str, str]]  # layout and reason, the nearest first
     searched: int
     evaluated: int  # priced one by one
@@ -40,8 +45,8 @@ class Answer:
 
     @property
     def choice(self) -> Plan | None:
-        """What the decision says to run."""
-        return choice(self.plans) if self.plans else None
+        """What the decision says to run; a layout that was asked for, in any case."""
+        return self.chosen.plan if self.chosen else self.best
 
     @property
     def unmeasured(self) -> list[str]:
@@ -62,24 +67,28 @@ def answer(asked: Asked, top: int = 10, curve: bool = False) -> Answer:
     rejected: list[tuple[str, str]] = []
     searched = evaluated = 1
     at_best: float | None = None
+    chosen: Chosen | None = None
     if asked.layout is not None:
         plans = [judge(asked.question(asked.layout))]
         remedies = [] if plans[0].fits else for_layout(asked, asked.layout)
     else:
-        found = scale.searched(asked, top)
-        plans, searched, evaluated, at_best = found.plans, found.searched, found.evaluated, found.at_best
+        # How much is looked at must not depend on how much is shown.
+        found = search.searched(asked.question(Layout()), max(top, search.TOP))
+        searched, evaluated, at_best, chosen = found.searched, found.evaluated, found.at_best, found.chosen
+        plans = _shown(found.plans, chosen, top)
         rejected = [(str(loser.layout), loser.reason) for loser in found.rejected]
         remedies = []
-        if not plans or not plans[0].fits:
+        if chosen is None:
             remedies = for_model(asked)
-        elif all(plan.layout.offload for plan in plans):
+        elif not chosen.plan.runs and engine_runs(chosen.plan.question):
             remedies = for_model(asked, runnable=True)
     for plan in plans:
         plan.why, plan.called = why(plan), asked.model_name
-    decision = decide(asked, plans, remedies)
+    decision = decide(asked, plans, chosen, remedies)
     return Answer(
         asked,
         plans,
+        chosen,
         rejected,
         searched,
         evaluated,
@@ -90,6 +99,16 @@ def answer(asked: Asked, top: int = 10, curve: bool = False) -> Answer:
         scale.over_devices(asked) if curve else [],
         scale.over_sequences(asked) if curve else [],
     )
+
+
+def _shown(plans: list[Plan], chosen: Chosen | None, top: int) -> list[Plan]:
+    """The fastest, and the chosen one in its place among them."""
+    if chosen is None:
+        return plans[:top]
+    mine = chosen.plan
+    others = [plan for plan in plans if plan.layout != mine.layout]
+    mine.tie = not plans or mine.step.seconds <= plans[0].limit
+    return sorted([*others[: top - 1], mine], key=lambda plan: plan.step.seconds)
 
 
 def _json(found: Answer) -> dict[str, Any]:
@@ -120,6 +139,7 @@ def _json(found: Answer) -> dict[str, Any]:
         "evaluated": found.evaluated,
         "at_best": found.at_best,
         "seconds": found.seconds,
+        "chosen": _chosen(found),
         "choice": str(found.choice.layout) if found.choice else None,
         "tokens": asked.tokens,
         "price": asked.price,
@@ -130,6 +150,22 @@ def _json(found: Answer) -> dict[str, Any]:
             "sequences": [point.as_json() for point in found.over_sequences],
         }
     return document
+
+
+def _chosen(found: Answer) -> dict[str, Any]:
+    """What ``layout = "auto"`` trains, where the engine runs it."""
+    chosen = found.chosen
+    if chosen is None:
+        plan = found.best if found.best and found.best.fits else None
+        layout = str(plan.layout) if plan else None
+        why = "It is the layout that was asked for." if plan else found.decision.text
+        return {"layout": layout, "why": why, "fastest": layout, "runs": plan is not None and plan.runs}
+    return {
+        "layout": str(chosen.plan.layout),
+        "why": " ".join([chosen.why, *not_run(chosen.plan, found.plans)]),
+        "fastest": str(chosen.fastest.layout),
+        "runs": chosen.plan.runs,
+    }
 
 
 def _plan(found: Answer, plan: Plan) -> dict[str, Any]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shoal.facts.config import Lora
-from shoal.facts.layout import Layout
 from shoal.plan.asked import Asked
+from shoal.plan.choose import Chosen
 from shoal.plan.explain import GIB, binds, lacks, percent, strategy
-from shoal.plan.judge import Plan
+from shoal.plan.judge import UNRUN, Plan
 from shoal.plan.remedy import Remedy
 from shoal.plan.scale import DAY, HOUR, best, cost, resized
 
 # From this share of a step on, communication is looked at: would fewer GPUs do as well?
 MUCH = 0.25
-# Far below any error bar: of two plans this close the simpler one is to be preferred.
-ALIKE = 0.02
 # Steps shorter than this leave little time to read a batch.
 HASTY = 0.1
 
@@ -29,41 +28,18 @@ class Decision:
     reasons: list[str]  # not to distribute, or to look elsewhere first
 
 
-def choice(plans: list[Plan]) -> Plan:
-    """What to run: of those that the engine runs (of all, where it runs none) the best or, as good, a simpler one."""
-    fitting = [plan for plan in plans if plan.fits]
-    able = [plan for plan in fitting if plan.runs] or fitting
-    if not able:
-        return plans[0]
-    quickest = min(plan.step.seconds for plan in able)
-    alike = [plan for plan in able if plan.step.seconds <= quickest * (1 + ALIKE)]
-    return min(alike, key=lambda plan: (*_complexity(plan.layout), plan.step.seconds))
-
-
-def _complexity(layout: Layout) -> tuple[int, int, bool]:
-    """What can go wrong: states that wait elsewhere, axes that work together, work that is done twice."""
-    axes = sum(degree > 1 for degree in layout.degrees.values())
-    return len(layout.offload), axes, layout.recompute != "none"
-
-
-def decide(asked: Asked, plans: list[Plan], remedies: list[Remedy]) -> Decision:
-    """``plans`` best first; where none fits, ``remedies`` say what would."""
-    if not plans or not plans[0].fits:
+def decide(asked: Asked, plans: list[Plan], chosen: Chosen | None, remedies: list[Remedy]) -> Decision:
+    """``plans`` the fastest first; where none fits, ``remedies`` say what would."""
+    plan = chosen.plan if chosen else next(iter(plans), None)
+    if plan is None or not plan.fits:
         return Decision(_nothing_fits(asked, plans, remedies), True, [])
-    plan = choice(plans)
-    begins = f"{plan.layout} fits" if asked.layout else f"Run {plan.layout}"
-    sentences = [f"{begins}: {_numbers(plan)}", *_ties(plan, plans), _beside_ddp(plan)]
-    if plan.layout.offload:
-        sentences.append(_offloaded(plan, remedies))
-    sentences += _beside_fastest(plan, plans[0])
-    if not plan.runs:
-        sentences.append(
-            f"Shoal's engine does not run it yet ({plan.support}); --export writes it for others."
-        )
-    if asked.layout is not None:  # it is judged alone, without a look at other numbers of GPUs
+    if chosen is None:  # a layout is judged alone, without a look at others or at other numbers of GPUs
+        sentences = [f"{plan.layout} fits: {_numbers(plan)}", _beside_ddp(plan), *_unrun(plan, remedies)]
         return Decision(" ".join(sentences), plan.world > 1, _input(plan))
+    sentences = [f"Run {plan.layout}: {_numbers(plan)}", chosen.why, *not_run(plan, plans), _beside_ddp(plan)]
     distribute, reasons = _not_to_distribute(asked, plan)
-    return Decision(" ".join(sentences), distribute, [*reasons, *_input(plan)])
+    text = " ".join([*sentences, *_unrun(plan, remedies)])
+    return Decision(text, distribute, [*reasons, *_batch(asked, plan), *_input(plan)])
 
 
 def _numbers(plan: Plan) -> str:
@@ -72,23 +48,25 @@ def _numbers(plan: Plan) -> str:
         f"{strategy(plan.layout, plan.question.lora is not None)}, "
         f"{duration(plan.step.seconds)} a step ± {plan.error_bar:.0%}, "
         f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {percent(plan.mfu)}, "
-        f"{memory.device_total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB; {binds(plan)}."
+        f"{memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f} GiB; {binds(plan)}."
     )
 
 
-def _ties(plan: Plan, plans: list[Plan]) -> list[str]:
-    """Others that are as fast within the error bar, and those that are faster beyond it, which the engine lacks."""
-    others = [other for other in plans if other is not plan and other.fits]
-    apart = [other.step.seconds / plan.step.seconds - 1 for other in others]
-    said = []
-    if count := sum(abs(one) <= plan.error_bar for one in apart):
-        said.append(f"As far as anyone can tell, {count} more of those below would do as well.")
-    if count := sum(one < -plan.error_bar for one in apart):
-        faster = "one is" if count == 1 else f"{count} are"
-        said.append(
-            f"Of those that the engine does not run yet, {faster} faster, by up to {-min(apart):.0%}."
-        )
-    return said
+def not_run(plan: Plan, plans: list[Plan]) -> list[str]:
+    """What would be faster than the chosen one, and is not run by the engine yet."""
+    fastest = plans[0]
+    if not plan.runs or fastest.runs or fastest.step.seconds >= plan.step.seconds:
+        return []
+    faster = plan.step.seconds / fastest.step.seconds - 1
+    return [f"{fastest.layout} is predicted to be {faster:.0%} faster, but is {UNRUN} ({fastest.lacks})."]
+
+
+def _unrun(plan: Plan, remedies: list[Remedy]) -> Iterator[str]:
+    """A plan that is not run by the engine, and what it takes of a node besides."""
+    if plan.layout.offload:
+        yield _offloaded(plan, remedies)
+    if not plan.runs:
+        yield f"It is {UNRUN} ({plan.lacks}); --export writes it for others."
 
 
 def _beside_ddp(plan: Plan) -> str:
@@ -108,17 +86,6 @@ def _offloaded(plan: Plan, remedies: list[Remedy]) -> str:
     return f"{said} Without it: {without}." if without else said
 
 
-def _beside_fastest(plan: Plan, best: Plan) -> list[str]:
-    """Why not the fastest."""
-    if best is plan:
-        return []
-    faster = plan.step.seconds / best.step.seconds - 1
-    reason = (
-        "has more parts" if best.runs or not plan.runs else f"is not run by the engine yet ({best.support})"
-    )
-    return [f"{best.layout} is predicted to be {faster:.1%} faster, but {reason}."]
-
-
 def _nothing_fits(asked: Asked, plans: list[Plan], remedies: list[Remedy]) -> str:
     named = asked.layout or (f"{asked.model.name} on {asked.cluster}")
     text = f"Nothing fits: {named} has no layout that the memory holds."
@@ -134,7 +101,7 @@ def _nothing_fits(asked: Asked, plans: list[Plan], remedies: list[Remedy]) -> st
 
 
 def _not_to_distribute(asked: Asked, plan: Plan) -> tuple[bool, list[str]]:
-    if asked.cluster.devices == 1:
+    if plan.world == 1:
         return False, []
     alone = resized(asked, 1)
     one = best(alone, runnable=True) if alone else None
@@ -147,7 +114,7 @@ def _not_to_distribute(asked: Asked, plan: Plan) -> tuple[bool, list[str]]:
         )
         return False, [reason]
     reasons, distribute = [], True
-    where = f"It fits one GPU ({one.layout}, {one.memory.device_total / GIB:.1f} GiB)"
+    where = f"It fits one GPU ({one.layout}, {one.memory.device_p90 / GIB:.1f} GiB)"
     gain = f"{plan.world} GPUs are {faster:.1f} times as fast"
     if asked.tokens is not None:
         seconds = cost(one, asked.tokens).seconds
@@ -195,9 +162,25 @@ def _lora(asked: Asked) -> list[str]:
     plan = best(alone, runnable=True) if alone else None
     if plan is None:
         return []
+    marked = "" if plan.runs else f" ({UNRUN})"
     return [
         f"To adapt the model and not to pretrain it, LoRA would do: rank {Lora().rank} fits one GPU, "
-        f"{plan.memory.device_total / GIB:.1f} GiB, {plan.tokens_per_s_per_gpu:,.0f} tokens/s."
+        f"{plan.memory.device_p90 / GIB:.1f} GiB, {plan.tokens_per_s_per_gpu:,.0f} tokens/s{marked}."
+    ]
+
+
+def _batch(asked: Asked, plan: Plan) -> list[str]:
+    """Whether the batch keeps GPUs from reading sequences of their own, and which one would not."""
+    batch, devices = asked.recipe.batch, plan.world
+    if batch % devices == 0:
+        return []
+    less, more = batch // devices * devices, -(-batch // devices) * devices
+    others = f"{less} or {more}" if less else str(more)
+    limit = "is the limit of" if batch < devices else "does not divide over"
+    ranks = plan.layout.data_ranks
+    return [
+        f"The batch of {batch} {limit} {devices} GPUs, which make {ranks} data rank{'s' * (ranks > 1)} here; "
+        f"with a batch of {others} each could be one."
     ]
 
 

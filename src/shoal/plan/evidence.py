@@ -7,6 +7,7 @@ support each one is written down here; a test counts them again.
 from __future__ import annotations
 
 from shoal.facts import calibration
+from shoal.facts.layout import ContextKind, Offload, Recompute, Schedule, Zero
 from shoal.predict.question import Question
 
 # Published rows that support a claim. What is not listed has none.
@@ -37,49 +38,61 @@ UNMEASURED = 0.05
 UNKNOWN_DEVICE = 0.08
 WIDEST = 0.5
 
-# The largest published run, and the longest sequences.
+# The largest published run, the longest sequences, and the shortest step in seconds.
 LARGEST = 2520
 LONGEST = 65536
+SHORTEST = 0.058149
 
 DEVICE = "device "
 
 
 def claims(question: Question) -> list[str]:
     """What a prediction relies on, by name."""
-    layout, device = question.layout, question.cluster.device.name
-    found = [f"recompute={layout.recompute}", f"precision={question.recipe.precision}", f"{DEVICE}{device}"]
-    if layout.fsdp * layout.cp > 1:
-        found.append(f"zero={layout.zero}")
-        if layout.dp > 1:
-            found.append("sharding within replicas")
-    elif layout.dp > 1:
-        found.append("dp")
+    layout, model, cluster = question.layout, question.model, question.cluster
+    found = [f"precision={question.recipe.precision}", f"{DEVICE}{cluster.device.name}"]
+    found += of_order(layout.pp, layout.schedule, layout.recompute)
+    found += of_states(layout.dp, layout.fsdp * layout.cp, layout.zero, layout.offload)
+    found += of_share(layout.cp, layout.cp_kind, layout.ep)
     if layout.tp > 1:
         found.append("tp")
         if layout.sp:
             found.append("sp")
-    if layout.cp > 1:
-        found.append(f"cp_kind={layout.cp_kind}")
-    if layout.pp > 1:
-        found.append(f"schedule={layout.schedule}")
-    if question.model.experts is not None:
+    if model.experts is not None:
         found.append("experts")
-    if layout.ep > 1:
-        found.append("ep")
-    if question.model.latent is not None:
+    if model.latent is not None:
         found.append("latent attention")
-    found += [f"offload={part}" for part in layout.offload]
     if question.lora is not None:
         found.append("lora")
-    if layout.world > question.cluster.devices_per_node:
+    if layout.world > cluster.devices_per_node:
         found.append("several nodes")
     if question.recipe.seq > LONGEST:
         found.append(f"sequences over {LONGEST}")
-    if layout.tp > question.cluster.fast_domain:
+    if layout.tp > cluster.fast_domain:
         found.append("tp across nodes")
     if layout.world > LARGEST:
         found.append(f"more than {LARGEST} GPUs")
     return found
+
+
+# The claims of a layout, by the steps in which a search decides on it.
+
+
+def of_share(cp: int, kind: ContextKind, ep: int) -> list[str]:
+    found = [f"cp_kind={kind}"] if cp > 1 else []
+    return [*found, "ep"] if ep > 1 else found
+
+
+def of_order(pp: int, schedule: Schedule, recompute: Recompute) -> list[str]:
+    again = f"recompute={recompute}"
+    return [again, f"schedule={schedule}"] if pp > 1 else [again]
+
+
+def of_states(dp: int, shards: int, zero: Zero, offload: tuple[Offload, ...]) -> list[str]:
+    away = [f"offload={part}" for part in offload]
+    if shards == 1:
+        return ["dp", *away] if dp > 1 else away
+    within = ["sharding within replicas"] if dp > 1 else []
+    return [f"zero={zero}", *within, *away]
 
 
 def unmeasured(question: Question) -> list[str]:
@@ -92,7 +105,11 @@ def unmeasured(question: Question) -> list[str]:
     ]
 
 
-def error_bar(question: Question) -> float:
-    """By which share of itself a predicted step time may be off."""
+def error_bar(question: Question, seconds: float) -> float:
+    """By which share of itself a predicted step of so many seconds may be off.
+
+    Below the shortest that was ever published an error is taken to be as many milliseconds as there: such steps wait
+    for the host, whose pace no two machines share.
+    """
     wider = sum(UNKNOWN_DEVICE if claim.startswith(DEVICE) else UNMEASURED for claim in unmeasured(question))
-    return min(WIDEST, BASE + wider)
+    return min(WIDEST, (BASE + wider) * max(1.0, SHORTEST / seconds))

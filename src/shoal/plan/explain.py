@@ -88,7 +88,7 @@ def binds(plan: Plan) -> str:
 def lacks(memory: Ledger) -> str:
     """What of a plan that does not fit is too large, and where: on the device, or in its machine's memory."""
     if not memory.device_fits:
-        return f"{memory.device_total / GIB:.1f} GiB of {memory.capacity / GIB:.1f}, of which {largest_part(memory)}"
+        return f"{memory.device_p90 / GIB:.1f} GiB of {memory.capacity / GIB:.1f}, of which {largest_part(memory)}"
     return _host(memory)
 
 
@@ -110,10 +110,10 @@ def why(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     memory = plan.memory
-    sizes = f"{memory.device_total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB"
+    sizes = f"{memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f} GiB"
     if not plan.fits:
         return f"It does not fit: {lacks(memory)}."
-    if memory.device_total > FULL * memory.capacity:
+    if memory.device_p90 > FULL * memory.capacity:
         return f"Memory binds too: {sizes} are taken, {largest_part(memory)} the most."
     return f"Memory is not the limit: {sizes} are taken."
 

@@ -20,6 +20,9 @@ from shoal.predict.step import Bench, Step, bench, step
 from shoal.predict.traffic import traffic
 
 RUNS = "runs"
+PLANNED = "planned only: "
+# What stands beside everything that is only planned.
+UNRUN = "priced, not run by the engine yet"
 
 
 @dataclass
@@ -102,16 +105,27 @@ class Plan:
 
     @cached_property
     def error_bar(self) -> float:
-        return evidence.error_bar(self.question)
+        return evidence.error_bar(self.question, self.step.seconds)
+
+    @property
+    def limit(self) -> float:
+        """What takes no more seconds than this is within the error bar: as fast, as far as can be told."""
+        return self.step.seconds * (1 + self.error_bar)
 
     @cached_property
     def unmeasured(self) -> list[str]:
-        return evidence.unmeasured(self.question)
+        short = [f"steps under {evidence.SHORTEST:.2g} s"] if self.step.seconds < evidence.SHORTEST else []
+        return [*evidence.unmeasured(self.question), *short]
 
     @cached_property
     def support(self) -> str:
         """Whether the engine runs it; if not, what it does not run yet."""
         return supported(self.question)
+
+    @property
+    def lacks(self) -> str:
+        """What the engine does not run of it."""
+        return self.support.removeprefix(PLANNED)
 
     @property
     def runs(self) -> bool:
@@ -153,13 +167,18 @@ def replicas(question: Question, on: Bench) -> Replicas:
     return best
 
 
+def engine_runs(question: Question) -> bool:
+    """Whether the engine runs the model and the recipe, in some layout."""
+    return supported(replace(question, layout=Layout())) == RUNS
+
+
 def supported(question: Question) -> str:
     """``runs``, or what of it the engine only plans yet."""
     asked = Config(recipe=question.recipe, model=ModelSection(lora=question.lora))
     lacking = support.missing(asked, question.model, question.layout)
     if not lacking:
         return RUNS
-    return "planned only: " + ", ".join(problem.what.rpartition(": ")[0] for problem in lacking)
+    return PLANNED + ", ".join(problem.what.rpartition(": ")[0] for problem in lacking)
 
 
 def ask(question: Question, called: str | None = None) -> str:

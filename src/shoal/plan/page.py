@@ -94,10 +94,10 @@ def _plans(found: Answer) -> str:
 
 def _plan(plan: Plan, slowest: float) -> str:
     memory = plan.memory
-    most = max(memory.capacity, memory.device_total)
+    most = max(memory.capacity, memory.device_p90)
     time = _bar([getattr(plan.step, name) / slowest for name in SPENT])
     held = _bar([getattr(memory, name) / most for name in HELD])
-    sizes = f"{memory.device_total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB"
+    sizes = f"{memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f} GiB"
     beside = f"{plan.vs_ddp:.2f}" + ("" if plan.ddp_fits else " (does not fit)")
     numbers = (f"{plan.tokens_per_s_per_gpu:,.0f}", percent(plan.mfu), beside)
     return (

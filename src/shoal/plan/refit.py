@@ -33,7 +33,10 @@ def _laid_out(job: Job, nodes: int, on_each: int) -> Job | None:
     domain = min(job.cluster.fast_domain, nodes * on_each)
     update = {"nodes": nodes, "devices_per_node": on_each, "fast_domain": domain}
     cluster = job.cluster.model_copy(update=update)
-    layout = choose(job.config, cluster, job.model)
+    try:
+        layout = choose(job.config, cluster, job.model)
+    except BadInput:
+        return None  # nothing fits
     layout = layout.replace(micro=1) if strict else layout
     if layout.world % nodes or nearest.problems(layout, job.model, recipe, cluster, strict, support.runs):
         return None

@@ -11,7 +11,7 @@ from shoal.facts.layout import Layout, divisors
 from shoal.facts.legality import Case, broken
 from shoal.plan.asked import Asked
 from shoal.plan.explain import GIB
-from shoal.plan.judge import Plan, judge
+from shoal.plan.judge import UNRUN, Plan, judge
 from shoal.plan.scale import best, resized
 
 # Changes of policies that are named.
@@ -35,21 +35,27 @@ class Remedy:
             "layout": str(self.plan.layout),
             "world": self.plan.world,
             "device_total": self.plan.memory.device_total,
+            "device_p90": self.plan.memory.device_p90,
             "capacity": self.plan.memory.capacity,
             "step_seconds": self.plan.step.seconds,
             "tokens_per_s_per_gpu": self.plan.tokens_per_s_per_gpu,
+            "support": self.plan.support,
         }
 
     def __str__(self) -> str:
         memory = self.plan.memory
         return (
-            f"{self.what}: {memory.device_total / GIB:.1f} of {memory.capacity / GIB:.1f} GiB, "
+            f"{self.what}: {memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f} GiB, "
             f"{self.plan.step.seconds:.3g} s a step ({self.plan.layout})"
+            f"{'' if self.plan.runs else f'; {UNRUN}'}"
         )
 
 
 def for_layout(asked: Asked, layout: Layout) -> list[Remedy]:
-    """Changes to a layout after any of which it fits, the smallest and then the fastest first; then LoRA, more GPUs."""
+    """Changes to a layout after any of which it fits, then LoRA, another layout, more GPUs.
+
+    What the engine runs comes first, of that the smallest change, and then the fastest.
+    """
     tried: list[tuple[int, Remedy]] = []
     for what, changes in _changes(layout, asked):
         changed = layout.replace(**changes)
@@ -57,7 +63,7 @@ def for_layout(asked: Asked, layout: Layout) -> list[Remedy]:
             plan = judge(asked.question(changed))
             if plan.fits:
                 tried.append((len(changes), Remedy(what, plan)))
-    tried.sort(key=lambda pair: (pair[0], pair[1].plan.step.seconds))
+    tried.sort(key=lambda pair: (not pair[1].plan.runs, pair[0], pair[1].plan.step.seconds))
     found = [remedy for _, remedy in tried[:NAMED]]
     if asked.lora is None:
         lora = judge(replace(asked.question(layout), lora=Lora()))
@@ -66,7 +72,7 @@ def for_layout(asked: Asked, layout: Layout) -> list[Remedy]:
     elsewhere = best(replace(asked, layout=None))
     if elsewhere:
         found.append(Remedy("another layout of these GPUs", elsewhere))
-    return [*found, *_grown(asked, layout)]
+    return _run_first([*found, *_grown(asked, layout)])
 
 
 def for_model(asked: Asked, runnable: bool = False) -> list[Remedy]:
@@ -83,7 +89,12 @@ def for_model(asked: Asked, runnable: bool = False) -> list[Remedy]:
     if more:
         resting = " without offload" if runnable else ""
         found.append(Remedy(f"{more.world} GPUs{resting}", more))
-    return found
+    return _run_first(found)
+
+
+def _run_first(remedies: list[Remedy]) -> list[Remedy]:
+    """What can be trained with now before what is only planned."""
+    return sorted(remedies, key=lambda remedy: not remedy.plan.runs)
 
 
 def more_devices(asked: Asked, runnable: bool = False) -> Plan | None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from shoal.facts import clusters, nearest, presets, support
 from shoal.facts.cluster import Cluster
 from shoal.facts.config import Config
-from shoal.facts.layout import Layout, divisors
+from shoal.facts.layout import Layout
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem, seek
-from shoal.plan.judge import replicas
-from shoal.plan.search import search
+from shoal.plan.choose import replicas_only
+from shoal.plan.judge import ask, engine_runs
+from shoal.plan.search import searched, usable
 from shoal.predict.question import Question
-from shoal.predict.step import bench
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,14 @@ def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
     cluster = seek("cluster.on", lambda: clusters.find(config.cluster.on, visible), problems)
     if cluster is not None and nodes > 1 and cluster.name == "local":
         cluster = cluster.model_copy(update={"nodes": nodes})
+    layout = Layout()
     if config.layout != "auto":
         layout = Layout.parse(config.layout)
-    else:
-        layout = choose(config, cluster, model) if model and cluster else Layout()
+    elif model and cluster:
+        found = seek("layout", lambda: choose(config, cluster, model), problems)
+        if found is None:
+            raise BadInput([*problems, *support.missing(config, model, layout)])
+        layout = found
     if config.run.strict and layout.micro is None:
         layout = layout.replace(micro=1)  # the bits of a matrix product depend on how many rows it has
     problems.extend(support.missing(config, model, layout))
@@ -55,28 +59,21 @@ def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
 
 
 def choose(config: Config, cluster: Cluster, model: Model | None = None) -> Layout:
-    """Replicas where they fit; else the fastest layout that does, of those that the engine runs.
-
-    Devices of this machine, and processes on a CPU, may also stay idle: there, as many as the batch divides over.
-    """
-    recipe, counts = config.recipe, [cluster.devices]
-    if cluster.name == "local" or cluster.device.name == "cpu":
-        counts = [count for count in reversed(divisors(recipe.batch)) if count <= cluster.devices]
-    plain = Layout(dp=counts[0])
-    # What a CPU's processes may hold is no device's memory, and strict mode has rules that the search does not know.
-    if cluster.device.name == "cpu" or config.run.strict:
-        return plain
+    """What ``shoal plan`` chooses, by the same rule (``plan/choose.py``), of what the engine runs."""
+    plain = Layout(dp=usable(cluster, config.recipe.batch)[0])
     model = model or look_up(config)
-    question = Question(model, cluster, recipe, plain, tune=config.tune)
-    alone = replicas(question, bench(question))
-    if alone.fits:
-        everything = recipe.batch <= alone.micro * plain.dp
-        return plain if everything else plain.replace(micro=alone.micro)
-    for devices in counts:
-        found = search(model, cluster, recipe, top=1, tune=config.tune, runnable=True, devices=devices)
-        if found.plans:
-            return found.plans[0].layout
-    return plain
+    question = Question(model, cluster, config.recipe, plain, tune=config.tune, lora=config.model.lora)
+    # Strict mode has rules that the search does not know. What is not run at all is refused by its own name.
+    if config.run.strict or replicas_only(cluster) or not engine_runs(question):
+        return plain
+    chosen = searched(question, runnable=True).chosen
+    if chosen is None:
+        asked = ask(question)
+        raise BadInput(
+            f"auto: nothing that the engine runs is predicted to fit {cluster}",
+            f"shoal plan {asked} says what would; a layout that you name is tried in any case",
+        )
+    return chosen.plan.layout
 
 
 def look_up(config: Config) -> Model:

@@ -85,7 +85,7 @@ class Room:
             layout = layout_of(fsdp=split.data, tp=split.tp, cp=split.cp, pp=split.pp)
             question = Question(self.model, self.cluster, self.recipe, layout, self.stack)
             # What comes on top grows in proportion; a few bytes are for rounding.
-            none, much = (on_top(question, size).total for size in (0, 2**40))
+            none, much = (on_top(question, size).p90 for size in (0, 2**40))
             most = self._most[split] = (self.capacity - none) / (much - none) * 2**40 + 16
         return peak <= most
 

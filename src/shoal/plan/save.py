@@ -11,15 +11,20 @@ from shoal.facts.config import Config
 from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput, Problem
 from shoal.plan.asked import Asked
-from shoal.plan.decide import choice, duration
+from shoal.plan.choose import Chosen
+from shoal.plan.decide import duration
 from shoal.plan.explain import GIB
 from shoal.plan.judge import Plan, judge
-from shoal.plan.scale import best
 
 
-def saved(asked: Asked, plans: list[Plan]) -> tuple[str, Plan]:
-    """The text of the config and its plan: the choice among these, else the best that the engine runs."""
-    plan = _runnable(asked, plans)
+def saved(asked: Asked, chosen: Chosen | None) -> tuple[str, Plan]:
+    """The text of the config and its plan: what was chosen, or the layout that was asked for."""
+    plan = chosen.plan if chosen else None
+    if asked.layout is not None:
+        plan = judge(asked.question(asked.layout))
+    if plan is None or not plan.fits or not plan.runs:
+        what = f"--save: nothing that the engine runs fits {asked.cluster}"
+        raise BadInput(Problem(what, "more GPUs; shoal plan without --save says how many"))
     return _text(tables(asked, plan.layout), plan), plan
 
 
@@ -51,18 +56,6 @@ def tables(asked: Asked, layout: Layout) -> dict[str, Any]:
     if problems:
         raise BadInput(problems)
     return found
-
-
-def _runnable(asked: Asked, plans: list[Plan]) -> Plan:
-    if asked.layout is not None:
-        plan: Plan | None = judge(asked.question(asked.layout))
-    else:
-        chosen = choice(plans) if plans else None
-        plan = chosen if chosen and chosen.fits and chosen.runs else best(asked, runnable=True)
-    if plan is None or not plan.fits:
-        what = f"--save: nothing that the engine runs fits {asked.cluster}"
-        raise BadInput(Problem(what, "more GPUs; shoal plan without --save says how many"))
-    return plan
 
 
 def _text(found: dict[str, Any], plan: Plan) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 
 from shoal.facts import clusters
 from shoal.facts.cluster import Cluster, assemble
+from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput
 from shoal.plan.asked import Asked
 from shoal.plan.judge import Plan
-from shoal.plan.search import Found, search
+from shoal.plan.search import searched
 
 HOUR = 3600.0
 DAY = 24 * HOUR
@@ -76,21 +77,12 @@ def cost(plan: Plan, tokens: int, price: float | None = None) -> Cost:
 
 
 def best(asked: Asked, runnable: bool = False) -> Plan | None:
-    """The fastest plan that fits, one that the engine runs where there is one; None where nothing fits.
+    """What to run, something that the engine runs where there is such; None where nothing fits.
 
     ``runnable``: nothing but what the engine runs, hence no offload.
     """
-    plans = searched(asked, 1, runnable).plans
-    return plans[0] if plans and plans[0].fits else None
-
-
-def searched(asked: Asked, top: int, runnable: bool = False) -> Found:
-    """A search. Broken off empty-handed it is carried to its end: that nothing fits is said only when it is certain."""
-    given = (asked.model, asked.cluster, asked.recipe)
-    found = search(*given, top=top, lora=asked.lora, runnable=runnable)
-    if not found.plans and not found.complete:
-        found = search(*given, top=top, lora=asked.lora, runnable=runnable, effort=None)
-    return found
+    chosen = searched(asked.question(Layout()), 1, runnable).chosen
+    return chosen.plan if chosen else None
 
 
 def resized(asked: Asked, devices: int) -> Asked | None:

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 
 from shoal.facts.cluster import Cluster
 from shoal.facts.config import Lora, TuneSection
-from shoal.facts.layout import Layout
+from shoal.facts.layout import Layout, divisors
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.facts.stack import SHOAL, Stack
 from shoal.plan import explain
 from shoal.plan.bounds import Bounds
+from shoal.plan.choose import Chosen, choose, planned
 from shoal.plan.hunt import Hunt, Priced, Strategy, runs
-from shoal.plan.judge import Plan, replicas
+from shoal.plan.judge import Plan, Replicas, replicas
 from shoal.plan.room import Room
 from shoal.plan.space import Space
-from shoal.predict.memory import ledger
 from shoal.predict.question import Question
 from shoal.predict.step import bench
 
@@ -55,6 +55,7 @@ class Found:
     seconds: float
     complete: bool  # whether the search came to its end; if not, ``at_best`` is what it may have missed
     at_best: float | None = None  # seconds of a step that no layout left out can be faster than
+    chosen: Chosen | None = None  # what to run
 
     @property
     def proven(self) -> bool:
@@ -99,13 +100,19 @@ def search(
     space = Space(model, recipe, count_of_devices, runnable=True)
     hunts: list[Hunt] = []
     if space.runs or runnable:
-        hunts += _hunted(Hunt(asked, *tools, space, top), effort, patience=PATIENCE if runnable else 1)
+        hunts += _hunted(Hunt(asked, *tools, space, top), effort)
+    able = any(hunt.accepted for hunt in hunts)
+    chosen_from = [*hunts]
     if not runnable:
         before, settled = (hunts[0].plans(), {*hunts[0].settled}) if hunts else ({}, set())
         space = replace(space, runnable=False, apart=cluster.device.name != "cpu")
         whole = Hunt(asked, *tools, space, top, before=before, settled=settled)
-        hunts += _hunted(whole, effort and 3 * effort, frugal_first=space.size() > SMALL)
-    plans = _ranked(hunts, top)
+        beyond = _hunted(whole, effort and 3 * effort, frugal_first=space.size() > SMALL)
+        chosen_from = chosen_from if able else beyond
+        hunts += beyond
+    against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), tools[0].on)
+    plans = _ranked(hunts, top, against)
+    chosen = choose(asked, tools[0], tools[1], chosen_from, against)
     at_best = min((hunt.at_best for hunt in hunts if hunt.at_best is not None), default=None)
     return Found(
         plans,
@@ -115,12 +122,46 @@ def search(
         time.perf_counter() - started,
         complete=at_best is None,
         at_best=at_best,
+        chosen=chosen,
     )
 
 
-def _hunted(
-    whole: Hunt, effort: int | None, patience: int = PATIENCE, frugal_first: bool = False
-) -> list[Hunt]:
+def searched(question: Question, top: int = TOP, runnable: bool = False) -> Found:
+    """A search for any layout of a question but its own, on as many devices as there is use for.
+
+    Broken off empty-handed it is carried to its end: that nothing fits is said only when it is certain.
+    """
+    given = question.model, question.cluster, question.recipe
+    found: Found | None = None
+    for devices in usable(question.cluster, question.recipe.batch):
+        for effort in (EFFORT, None):
+            found = search(
+                *given,
+                top=top,
+                lora=question.lora,
+                tune=question.tune,
+                runnable=runnable,
+                devices=devices,
+                effort=effort,
+            )
+            if found.plans:
+                return found
+            if found.complete:
+                break
+    assert found is not None
+    return found
+
+
+def usable(cluster: Cluster, batch: int) -> list[int]:
+    """Numbers of devices to plan for, the best first. Devices of this machine, and processes on a CPU, may also stay
+    idle: there, as many as the batch divides over.
+    """
+    if cluster.name != "local" and cluster.device.name != "cpu":
+        return [cluster.devices]
+    return [count for count in reversed(divisors(batch)) if count <= cluster.devices]
+
+
+def _hunted(whole: Hunt, effort: int | None, frugal_first: bool = False) -> list[Hunt]:
     """A hunt through a space. If it is broken off empty-handed, another goes through what needs little memory.
 
     ``frugal_first``: that one at once. Of all that could be fast on a large cluster most does not fit, and no hunt
@@ -137,7 +178,7 @@ def _hunted(
         frugal.run(effort)
         whole.before = frugal.plans()
     whole.run(0 if frugal_first else effort)
-    turns = [(frugal, patience), (whole, patience)]
+    turns = [(frugal, PATIENCE), (whole, PATIENCE)]
     for hunt, times in turns if frugal_first else [(whole, 1), *turns]:
         if whole.at_best is not None and not whole.plans() and not frugal.plans():
             hunt.run(times * effort, until_one_fits=True)
@@ -146,23 +187,19 @@ def _hunted(
     return [whole, frugal]
 
 
-def _ranked(hunts: list[Hunt], top: int) -> list[Plan]:
+def _ranked(hunts: list[Hunt], top: int, against: Replicas) -> list[Plan]:
     """The best of all hunts; if none of several runs, the best that does takes the last place."""
     best: dict[Strategy, Priced] = {}
     for one in sorted((one for hunt in hunts for one in hunt.accepted), key=lambda one: one.step.seconds):
         best.setdefault(one.strategy, one)
     ranked = list(best.values())
-    chosen = ranked[:top]
+    shown = ranked[:top]
     first_that_runs = next((one for one in ranked if runs(one.candidate)), None)
-    if top > 1 and first_that_runs is not None and first_that_runs not in chosen:
-        chosen[-1] = first_that_runs
-    if not chosen:
-        return []
-    hunt = hunts[0]
-    against = replicas(replace(hunt.asked, layout=Layout(dp=hunt.space.devices)), hunt.bounds.on)
-    plans = [Plan(one.question, one.memory or ledger(one.question), one.step, against) for one in chosen]
+    if top > 1 and first_that_runs is not None and first_that_runs not in shown:
+        shown[-1] = first_that_runs
+    plans = [planned(one, against) for one in shown]
     for plan in plans:
-        plan.tie = plan.step.seconds <= plans[0].step.seconds * (1 + plans[0].error_bar)
+        plan.tie = plan.step.seconds <= plans[0].limit
     return plans
 
 
@@ -179,6 +216,6 @@ def _rejected(hunts: list[Hunt], plans: list[Plan]) -> list[Rejected]:
             nearest.setdefault((one.strategy, fits), one)
     found = []
     for one in list(nearest.values())[:REJECTED]:
-        plan = Plan(one.question, one.memory or ledger(one.question), one.step, plans[0].replicas)
+        plan = planned(one, plans[0].replicas)
         found.append(Rejected(plan.layout, explain.against(plan, plans[0])))
     return found

@@ -52,6 +52,7 @@ def _of_rank(setting: Setting, place: Place, rank: int) -> Ledger:
         peak_allocated=peak,
         reserved=band.reserved,
         device_total=band.total,
+        device_p90=band.p90,
         capacity=question.cluster.device.memory_bytes,
         worst_stage=rank,
         master=round(states.master * (1 - away.share_of_optimizer)),

@@ -148,6 +148,7 @@ def _ledger(question: Question, stage: int, held: dict[str, int], at: Origin | N
         peak_allocated=peak,
         reserved=band.reserved,
         device_total=band.total,
+        device_p90=band.p90,
         capacity=question.cluster.device.memory_bytes,
         worst_stage=stage,
         instant=str(at or "between steps"),

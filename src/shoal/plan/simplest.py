@@ -1,0 +1,230 @@
+"""The simplest layout that is fast enough: the same walk through the space as ``plan/hunt.py``, in another order.
+
+What has the fewest parts is taken up first (``plan/parts.py``); of as many parts, what rests on the best evidence; of
+as good evidence, what has the fewest axes; and then the fastest. A decision adds parts or none, so the first whole
+layout that comes out on top, within the time and the memory that there are, is simpler than all that is left.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import NamedTuple
+
+from shoal.plan import evidence, parts
+from shoal.plan.bounds import Bounds
+from shoal.plan.hunt import COUNTED, PRICED, PRICED_SHARE, Priced, alike_of
+from shoal.plan.room import Room
+from shoal.plan.space import NOTHING, Candidate, Order, Share, Space, Split, States, layout_of
+from shoal.predict.memory import ledger
+from shoal.predict.question import Question
+from shoal.predict.step import step
+
+# What is usual for a micro-batch depends on whether a pipeline's stages run down the ranks or down and back.
+FILLING, FOLDED = Order("1f1b", 1, "none"), Order("zbv", 2, "none")
+
+
+class Rank(NamedTuple):
+    """What speaks against a layout, the weightiest first."""
+
+    parts: int
+    unmeasured: int  # claims that no published run supports
+    keys: int  # plain replicas have no part, but a key to write: it decides where the rest is equal
+    axes: int  # an axis is more than a policy: it has ranks of its own to place
+    seconds: float
+
+    def more(self, parts: int, unmeasured: int, seconds: float, keys: int = 0, axes: int = 0) -> Rank:
+        """After one more decision."""
+        return Rank(
+            self.parts + parts, self.unmeasured + unmeasured, self.keys + keys, self.axes + axes, seconds
+        )
+
+
+class Node(NamedTuple):
+    """Some decisions; what is None is still open."""
+
+    split: Split
+    share: Share | None = None
+    few: int = 0  # of what is decided next, those that add so many parts; those that add more come later
+    order: Order | None = None
+    states: States | None = None
+    unit: int = 1
+
+
+def rank_of(priced: Priced) -> Rank:
+    """Of a whole layout."""
+    question, candidate = priced.question, priced.candidate
+    return Rank(
+        parts.count(candidate, question.recipe.batch),
+        len(evidence.unmeasured(question)),
+        parts.replicas_alone(candidate.split, candidate.share, candidate.states),
+        sum(degree > 1 for degree in question.layout.degrees.values()),
+        priced.step.seconds,
+    )
+
+
+@dataclass
+class Simplest:
+    """``limit``: seconds that a step may take. ``best``: a layout within it that fits, and is to be beaten."""
+
+    asked: Question
+    bounds: Bounds
+    room: Room
+    space: Space
+    limit: float
+    best: Priced
+    evaluated: int = 0
+    complete: bool = True
+
+    def __post_init__(self) -> None:
+        self._heap: list[tuple[Rank, int, Node | Priced]] = []
+        self._number = count()
+        self._worked = 0
+        self._to_beat = rank_of(self.best)
+        self._failed: dict[tuple[object, ...], int] = {}
+        self._orders: dict[tuple[int, bool, bool], dict[int, list[Order]]] = {}
+        # With offload only as it is known to fit: where it is needed, that is a search of its own.
+        self._offloads = {NOTHING: None, self.best.candidate.states.offload: None}
+        # The model, the device and the recipe are as well known whatever the layout.
+        known = evidence.unmeasured(replace(self.asked, layout=layout_of(dp=self.space.devices)))
+        for split in self.space.splits():
+            bound = self.bounds.of_split(split)
+            axes = sum(degree > 1 for degree in split)
+            self._push(Rank(parts.of_split(split), len(known), 0, axes, bound), Node(split))
+
+    def run(self, effort: int | None) -> Priced:
+        """The simplest; where so much work does not suffice, the one that was to be beaten."""
+        while self._heap:
+            if effort is not None and self._worked >= effort:
+                self.complete = False
+                break
+            rank, _, item = heapq.heappop(self._heap)
+            if isinstance(item, Priced):
+                if self._fits(item):
+                    return item
+            elif item.share is None:
+                self._open_split(rank, item)
+            elif item.order is None:
+                self._open_share(rank, item)
+            elif item.states is None:
+                self._open_order(rank, item)
+            else:
+                self._price(rank, item)
+        return self.best
+
+    def _push(self, rank: Rank, item: Node | Priced) -> None:
+        self._worked += 1
+        if rank.seconds <= self.limit and rank < self._to_beat:
+            heapq.heappush(self._heap, (rank, next(self._number), item))
+
+    def _open_split(self, rank: Rank, node: Node) -> None:
+        split, room = node.split, self.room
+        ways = list(self.space.shares_by_size(split))
+        for shares in ways:
+            first = shares[0]
+            if parts.of_share(first) != node.few:
+                continue
+            doubts = _doubts(evidence.of_share(split.cp, first.cp_kind, first.ep))
+            needs = [room.of_split(split, first.ep, offload) for offload in self._offloads]
+            least = min((resting for resting, peak in needs if room.fits(split, peak)), default=None)
+            if least is None:
+                continue
+            resting = least
+            fitting = bisect(
+                shares, 0, key=lambda one: not room.fits(split, room.of_share(split, one, resting))
+            )
+            for share in shares[:fitting]:
+                self._worked += PRICED_SHARE
+                bound = self.bounds.of_share(split, share)
+                fewest = min(self._orders_of(split, share))
+                routed = int(share.ep > 1)
+                self._push(rank.more(fewest, doubts, bound, axes=routed), Node(split, share, fewest))
+        self._later(rank, node, [parts.of_share(shares[0]) for shares in ways])
+
+    def _open_share(self, rank: Rank, node: Node) -> None:
+        split, share, few, *_ = node
+        assert share is not None
+        orders = self._orders_of(split, share)
+        for order in orders[few]:
+            doubts = _doubts(evidence.of_order(split.pp, order.schedule, order.recompute))
+            bound = self.bounds.of_order(split, share, order)
+            self._push(rank.more(0, doubts, bound), Node(split, share, few, order))
+        self._later(rank, node, orders)
+
+    def _later(self, rank: Rank, node: Node, numbers: Iterable[int]) -> None:
+        """What adds more parts waits until it has its turn."""
+        if further := [number for number in numbers if number > node.few]:
+            more = min(further)
+            self._push(rank.more(more - node.few, 0, rank.seconds), node._replace(few=more))
+
+    def _orders_of(self, split: Split, share: Share) -> dict[int, list[Order]]:
+        """By the parts that each adds."""
+        batch = self.asked.recipe.batch
+        usual = [share.micro == parts.usual_micro(split, order, batch) for order in (FILLING, FOLDED)]
+        key = split.pp, usual[0], usual[1]
+        known = self._orders.get(key)
+        if known is None:
+            known = self._orders[key] = {}
+            for order in self.space.orders(split):
+                known.setdefault(parts.of_order(split, share, order, batch), []).append(order)
+        return known
+
+    def _open_order(self, rank: Rank, node: Node) -> None:
+        split, share, few, order, *_ = node
+        assert share is not None and order is not None
+        for offload in self._offloads:
+            self._worked += 2
+            if not self.room.holds(split, share, order, self.room.frugal(split, offload)):
+                continue
+            for alike in self.space.sharings(split, offload):
+                worked = None
+                for states in alike:
+                    self._worked += 1
+                    if not self.room.holds(split, share, order, [states]):
+                        break  # over fewer ranks they need more
+                    if worked is None:
+                        held = self.bounds.handled(split, share, states)
+                        worked = self.bounds.of_order(split, share, order, held, played=True)
+                    self._open_states(rank, Node(split, share, few, order, states), worked)
+
+    def _open_states(self, rank: Rank, node: Node, worked: float) -> None:
+        split, share, _, order, states, _ = node
+        assert share is not None and order is not None and states is not None
+        added = parts.of_states(split, share, states)
+        doubts = _doubts(evidence.of_states(states.dp, states.fsdp * split.cp, states.zero, states.offload))
+        bound = self.bounds.of_states(split, share, order, states, worked)
+        alone, both = parts.replicas_alone(split, share, states), int(states.dp > 1 and states.fsdp > 1)
+        for unit in self.space.units(split, states):
+            more = rank.more(added + parts.of_unit(unit), doubts, bound, alone, both)
+            self._push(more, node._replace(unit=unit))
+
+    def _price(self, rank: Rank, node: Node) -> None:
+        split, share, _, order, states, unit = node
+        assert share is not None and order is not None and states is not None
+        if states.fsdp <= self._failed.get(alike_of(split, share, order, states), 0):
+            return
+        candidate = Candidate(split, share, order, states, unit)
+        question = replace(self.asked, layout=candidate.layout())
+        self.evaluated += 1
+        self._worked += PRICED
+        priced = Priced(candidate, question, step(question, self.bounds.on))
+        self._push(rank._replace(seconds=priced.step.seconds), priced)
+
+    def _fits(self, priced: Priced) -> bool:
+        """If not, neither do states over fewer ranks, or larger units."""
+        split, share, order, states, unit = priced.candidate
+        alike = alike_of(split, share, order, states)
+        if states.fsdp <= self._failed.get(alike, 0):
+            return False
+        self._worked += COUNTED
+        priced.memory = ledger(priced.question)
+        if not priced.memory.fits and unit == 1:
+            self._failed[alike] = states.fsdp
+        return priced.memory.fits
+
+
+def _doubts(claims: list[str]) -> int:
+    return sum(claim not in evidence.ROWS for claim in claims)
