@@ -128,7 +128,6 @@ def test_parts_have_the_names_of_their_keys() -> None:
         ("llama3.2-1b", "8xH100", 4096, 128, {"dp": 8}),
         ("llama3-8b", "8xH100", 4096, 64, {"fsdp": 8}),
         ("llama2-13b", "8xA100-80GB", 4096, 64, {"fsdp": 8}),
-        ("llama3-8b", "64xH100", 8192, 512, {"fsdp": 64}),
     ],
 )
 def test_what_an_expert_would_run(model: str, on: str, seq: int, batch: int, degrees: dict[str, int]) -> None:
