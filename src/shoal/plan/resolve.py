@@ -68,7 +68,8 @@ def choose(config: Config, cluster: Cluster, model: Model | None = None) -> Layo
         return plain
     chosen = searched(question, runnable=True).chosen
     if chosen is None:
-        asked = ask(question)
+        path = config.model.path
+        asked = ask(question, str(path) if path is not None else None)
         raise BadInput(
             f"auto: nothing that the engine runs is predicted to fit {cluster}",
             f"shoal plan {asked} says what would; a layout that you name is tried in any case",
