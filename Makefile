@@ -5,18 +5,32 @@ BIN := $(VENV)/bin
 # How many processes run tests.
 WORKERS ?= 4
 
-.PHONY: setup test lint types floors pytest test-system demo clean
+# The development environment but for torch, with hashes, for the Python that it was made for.
+LOCK := requirements/dev.lock
+
+.PHONY: setup lock test lint types floors pytest test-system demo clean
 
 setup: $(VENV)/.ready
 
 # Anew whenever what is declared has changed.
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Shoal needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): a minute or two"
-	@$(BIN)/python -m pip install -qq --upgrade pip
-	@$(BIN)/python -m pip install -qq --editable '.[hf,dev]'
+	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then \
+		$(BIN)/python -m pip install -qq --no-deps --require-hashes --requirement $(LOCK) && \
+		$(BIN)/python -m pip install -qq --no-build-isolation --editable '.[hf,dev]'; \
+	else \
+		echo "$(LOCK) is for Python 3.11: here versions are what pyproject.toml allows" && \
+		$(BIN)/python -m pip install -qq --upgrade pip && \
+		$(BIN)/python -m pip install -qq --editable '.[hf,dev]'; \
+	fi
 	@touch $@
+
+# Newer versions: what pip chooses today, with the hash of every file of it. Takes minutes.
+lock:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python requirements/lock.py
 
 test: lint types floors pytest
 
