@@ -23,7 +23,7 @@ from shoal.predict.question import Question
 from shoal.predict.step import step
 
 # Work that looking for a simpler layout takes at most, in bounds (``plan/hunt.py``): a few tenths of a second.
-EFFORT = 12000
+EFFORT = 10000
 # Strategies that the choice is made among, the fastest first.
 POOL = 10
 
