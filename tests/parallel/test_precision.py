@@ -98,3 +98,22 @@ def check(layout: str, changes: dict, at_once: int = 2**27) -> None:
 )
 def test_micro_batches_add_up_in_fp32(layout: str) -> None:
     check(layout, {})
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ("dp=2", {}),
+        ("fsdp=2,zero=1", {}),
+        ("dp=2,fsdp=2,zero=2", {}),
+        ("dp=2,fsdp=2", {}),
+        ("tp=2", {}),  # norms
+        ("tp=2,sp=0", {"kv_heads": 1}),  # a key/value head that both have
+        ("pp=2", TIED),  # both ends' embeddings
+    ],
+)
+def test_ranks_sum_bf16_gradients_in_fp32(layout: str, changes: dict) -> None:
+    """With weights at rest, and so gradients, of bf16."""
+    case = replace(case_of(layout, changes), dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for _, here, sums in run_ranks(Layout.parse(layout).world, gradients, case, 2**27):
+        assert here == {"bfloat16"} and sums == {"float32"}

@@ -35,7 +35,7 @@ def question_of(layout: str) -> Question:
 def clean(layout: str, rank: int) -> Seen:
     """A dry run of the strategies as they are; to be asked for before anything is broken."""
     seen = dryrun(question_of(layout), rank)
-    assert seen.findings == []
+    assert seen.differences(0) == []
     return seen
 
 
@@ -96,7 +96,7 @@ def test_parameters_that_stay_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = dryrun(freed.question, 0)
     gathers = the_one(seen.findings, "traffic")
     assert gathers.startswith("all_gather in fsdp: ") and seen.traffic < seen.predicted_traffic
-    held = the_one(seen.findings, "memory", "buffers")
+    held = the_one(seen.differences(0), "memory", "buffers")
     assert seen.memory.buffers > 2 * freed.memory.buffers
     # By the blocks that are still there, and by the line that runs them.
     assert "layers.3 " in held and "layers.2 " in held and "models/decoder.py:" in held
@@ -116,9 +116,9 @@ def test_gathered_tokens_that_are_never_let_go(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sequence, "all_gather", keeping)
     seen = dryrun(question_of("tp=2,recompute=full"), 0)
     assert seen.matches
-    text = the_one(seen.findings, "memory", "activations")
+    text = the_one(seen.differences(0), "memory", "activations")
     assert "self_attn" in text and "parallel/sequence.py:" in text
-    assert the_one(seen.findings, "memory", "peak")
+    assert the_one(seen.differences(0), "memory", "peak")
 
 
 def test_messages_that_are_kept_after_their_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_messages_that_are_kept_after_their_answer(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Channels, "has_arrived", lambda channels, message: None)
     seen = dryrun(question_of("pp=2,micro=1"), 0)
     assert seen.matches
-    text = the_one(seen.findings, "memory", "buffers")
+    text = the_one(seen.differences(0), "memory", "buffers")
     # The output of the stage's last block is what it sends.
     assert "layers.1" in text
 
@@ -214,7 +214,7 @@ def test_a_shape_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("cluster", ["1xcpu", "1xH100"])
 def test_attention_that_no_longer_is_fused(cluster: str) -> None:
     question = replace(question_of("dp=1"), cluster=find(cluster))
-    assert dryrun(question, 0).findings == []
+    assert dryrun(question, 0).differences(0) == []
     with sdpa_kernel(SDPBackend.MATH), pytest.raises(WrongKernel, match=r"_safe_softmax.* fused attention"):
         dryrun(question, 0)
 

@@ -71,7 +71,7 @@ def test_a_layout_of_the_full_proof_costs_what_is_predicted(number: int, layout:
     question = ask(layout, changes, seq=64, batch=8)
     # The first and the last stage in turn: they hold what the others do not.
     stage = 0 if number % 2 == 0 else parsed.pp - 1
-    assert dryrun(question, first_rank(parsed, stage)).findings == []
+    assert dryrun(question, first_rank(parsed, stage)).differences(0) == []
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[2]}")
@@ -79,4 +79,4 @@ def test_a_model_and_a_recipe_cost_what_is_predicted(
     case: tuple[str, dict[str, Any], dict[str, Any], int],
 ) -> None:
     layout, changes, recipe, rank = case
-    assert dryrun(ask(layout, changes, **recipe), rank).findings == []
+    assert dryrun(ask(layout, changes, **recipe), rank).differences(0) == []

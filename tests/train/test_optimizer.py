@@ -56,6 +56,22 @@ def test_clipping_is_torchs(limit: float, scale: float) -> None:
         assert torch.equal(mine.grad, other.grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_norm_has_at_least_fp32s_precision(dtype: torch.dtype) -> None:
+    """In bf16 a sum of squares is right to two digits, and so is what gradients are clipped to."""
+    parameters = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (1000, 3, 77)]
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.linspace(0.1, 1 + number, parameter.numel()).to(dtype)
+    pieces = [piece_of(parameter) for parameter in parameters]
+    squares = sum(float(parameter.grad.double().square().sum()) for parameter in parameters)
+    assert squared_norm(pieces) == pytest.approx(squares, rel=1e-6)
+    norm = math.sqrt(squares)
+    wanted = [(parameter.grad.double() / norm).to(dtype) for parameter in parameters]
+    clip(pieces, 1.0, norm)
+    for parameter, value in zip(parameters, wanted, strict=True):
+        assert torch.allclose(parameter.grad, value, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
 def test_the_loss_scale_follows_torchs_grad_scaler() -> None:
     ours = LossScale.for_precision("fp16")
     ours.patience = 3

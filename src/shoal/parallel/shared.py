@@ -21,8 +21,11 @@ from shoal.parallel.segment import EMBEDDING
 class Shared:
     """Knows which pieces' gradients are one rank's part of a sum, and over which group."""
 
-    def __init__(self, model: Model, mesh: Mesh, own_head: bool) -> None:
-        layout = mesh.layout
+    def __init__(
+        self, model: Model, mesh: Mesh, own_head: bool, reduce_dtype: torch.dtype | None = None
+    ) -> None:
+        """``reduce_dtype``: the type gradients travel in, None for their own."""
+        layout, self.reduce_dtype = mesh.layout, reduce_dtype
         self.model, self.tp, self.sp = model, layout.tp, layout.sp
         self.tensor = mesh.group("tp")
         self.copies: dist.ProcessGroup | None = None
@@ -42,7 +45,7 @@ class Shared:
             over = {"tensor": self.tensor, "copies": self.copies}
             for kind, group in over.items():
                 chosen = [piece for piece in pieces if self._kind(piece) == kind]
-                _sum_together([gradient(piece) for piece in chosen], group)
+                self._sum_together([gradient(piece) for piece in chosen], group)
             if self.tied:
                 self._sum_ends([gradient(piece) for piece in pieces if piece.name == EMBEDDING])
 
@@ -55,15 +58,14 @@ class Shared:
             first += last
             last.copy_(first)
         else:
-            _sum_together(gradients, self.ends)
+            self._sum_together(gradients, self.ends)
 
-
-def _sum_together(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """All of them in one message."""
-    if not tensors or group is None:
-        return
-    together = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(together, group=group)
-    parts = together.split([tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
+    def _sum_together(self, tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
+        """All of them in one message."""
+        if not tensors or group is None:
+            return
+        together = torch.cat([tensor.reshape(-1).to(self.reduce_dtype) for tensor in tensors])
+        dist.all_reduce(together, group=group)
+        parts = together.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))

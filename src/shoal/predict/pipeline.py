@@ -4,13 +4,13 @@ A link is a cut between a stage of this rank and its neighbour on another rank. 
 
     send and receive  tokens of a micro-batch (1/tp of them with ``sp``) · hidden · compute width: one each way
 
-Once a step, where a tied embedding has a copy at each end: all-reduce over the two ends, its elements · state width.
+Once a step, where a tied embedding has a copy at each end: all-reduce over the two ends, its elements · reduce width.
 In a V both ends are on one rank, and nothing is sent.
 """
 
 from __future__ import annotations
 
-from shoal.predict.call import Call, compute_width, state_width
+from shoal.predict.call import Call, compute_width, reduce_width
 from shoal.predict.held import Held
 from shoal.predict.question import Question
 
@@ -29,4 +29,4 @@ def ends(question: Question, elements: int | None) -> list[Call]:
     """The sum of both copies' gradients; None where this rank has neither, or both."""
     if elements is None:
         return []
-    return [Call("all_reduce", "pp ends", elements * state_width(question.recipe), 1, "gradients")]
+    return [Call("all_reduce", "pp ends", elements * reduce_width(question.recipe), 1, "gradients")]

@@ -18,7 +18,7 @@ group, and over the ranks that share a key/value head.
 from __future__ import annotations
 
 from shoal.facts.logits import tokens_at_once
-from shoal.predict.call import Call, compute_width, state_width
+from shoal.predict.call import Call, compute_width, reduce_width
 from shoal.predict.held import Held
 from shoal.predict.question import Question
 
@@ -70,7 +70,7 @@ def _loss(question: Question) -> list[Call]:
 
 def shared(question: Question, over_tensor: int | None, over_copies: int | None) -> list[Call]:
     """Sums once a step, of so many gradients in one message each; None where there are none to sum."""
-    width = state_width(question.recipe)
+    width = reduce_width(question.recipe)
     sums = (("tp", over_tensor), ("tp copies", over_copies))
     return [
         Call("all_reduce", group, elements * width, 1, "gradients")

@@ -29,7 +29,7 @@ from shoal.predict.memory import ledger, ledgers
 from shoal.predict.question import Question
 from shoal.predict.traffic import traffic
 from shoal.prove.fake import SumsInPlace, fake_rank, without_data
-from shoal.prove.findings import CATEGORIES, Finding, in_memory, in_messages, in_traffic
+from shoal.prove.findings import CATEGORIES, FLOOR, Finding, in_memory, in_messages, in_traffic
 from shoal.prove.kernels import pinned
 from shoal.train.data.loader import Batch
 from shoal.train.metrics.observed import watched
@@ -61,11 +61,15 @@ class Seen:
 
     @property
     def findings(self) -> list[Finding]:
-        """Everything that is not as predicted."""
+        """Everything that is not as predicted and matters."""
+        return self.differences(FLOOR)
+
+    def differences(self, floor: int) -> list[Finding]:
+        """Everything that is not as predicted, in memory by more than ``floor`` bytes."""
         return [
             *in_traffic(self.traffic, self.predicted_traffic, self.calls),
             *self._in_messages(),
-            *in_memory(self.memory, self.predicted, self.places),
+            *in_memory(self.memory, self.predicted, self.places, floor),
         ]
 
     def _in_messages(self) -> Iterator[Finding]:

@@ -17,6 +17,9 @@ CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "buffers"
 # How far a category, and the peak, may be off; and how little of the peak is not worth a word.
 TOLERANCE = 0.01
 NEGLIGIBLE = 0.002
+# Nor is anything below this, however small the model: torch takes memory from a device in blocks of 2 MiB, so an eighth
+# of one decides nothing about what fits. It matters for toys alone, whose 1 % is a few numbers a layer.
+FLOOR = 2**18
 MESSAGES = ("send", "receive")
 # Lines and modules that a finding names.
 NAMED = 3
@@ -84,11 +87,13 @@ def _pair(sender: int, receiver: int, sent: Sequence[Call], received: Sequence[C
         yield Finding("messages", f"{pair}: {len(sent)} messages are sent and {len(received)} received")
 
 
-def in_memory(seen: Ledger, predicted: Ledger, places: Mapping[Place, int]) -> Iterator[Finding]:
-    """Every category, and the peak."""
+def in_memory(
+    seen: Ledger, predicted: Ledger, places: Mapping[Place, int], floor: int = FLOOR
+) -> Iterator[Finding]:
+    """Every category, and the peak. ``floor``: bytes that are not worth a word."""
     for category in CATEGORIES:
         found, wanted = getattr(seen, category), getattr(predicted, category)
-        if abs(found - wanted) <= max(TOLERANCE * wanted, NEGLIGIBLE * predicted.peak_allocated):
+        if abs(found - wanted) <= max(TOLERANCE * wanted, NEGLIGIBLE * predicted.peak_allocated, floor):
             continue
         kinds = (category, "messages") if category == "buffers" else (category,)
         held = [(place, size) for place, size in places.items() if place.category in kinds]
@@ -97,7 +102,7 @@ def in_memory(seen: Ledger, predicted: Ledger, places: Mapping[Place, int]) -> I
         lines = _most((place.where, size) for place, size in held if place.where)
         made = (f"; the most is in {most}" if most else "") + (f"; made by {lines}" if lines else "")
         yield Finding("memory", f"{category}: {_off(found, wanted)}{made}")
-    if abs(seen.peak_allocated - predicted.peak_allocated) > TOLERANCE * predicted.peak_allocated:
+    if abs(seen.peak_allocated - predicted.peak_allocated) > max(TOLERANCE * predicted.peak_allocated, floor):
         moment = f"{seen.instant}; predicted: {predicted.instant}"
         yield Finding("memory", f"peak: {_off(seen.peak_allocated, predicted.peak_allocated)} ({moment})")
 

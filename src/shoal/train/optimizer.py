@@ -35,15 +35,21 @@ def unscale(pieces: list[Piece], scale: float) -> None:
 
 
 def squared_norm(pieces: list[Piece]) -> float:
-    """The squares of these gradients, added up."""
-    norm = float(torch.nn.utils.get_total_norm([gradient(piece) for piece in pieces]))
+    """The squares of these gradients, added up in at least fp32: torch's own total has the gradients' precision."""
+    gradients = [gradient(piece) for piece in pieces]
+    if any(one.dtype.itemsize < 4 for one in gradients):
+        each = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients]
+        norm = float(torch.linalg.vector_norm(torch.stack(each)))
+    else:
+        norm = float(torch.nn.utils.get_total_norm(gradients))
     return norm * norm  # not norm**2, which raises where this gives infinity
 
 
 def clip(pieces: list[Piece], limit: float, norm: float) -> None:
     """Shrink gradients whose norm, over all ranks, is ``norm`` to ``limit`` (0: do not)."""
     if limit and pieces:
-        total = torch.tensor(norm, dtype=pieces[0].tensor.dtype, device=pieces[0].tensor.device)
+        wide = torch.promote_types(pieces[0].tensor.dtype, torch.float32)
+        total = torch.tensor(norm, dtype=wide, device=pieces[0].tensor.device)
         torch.nn.utils.clip_grads_with_norm_([piece.tensor for piece in pieces], limit, total)
 
 
