@@ -8,11 +8,19 @@ import pytest
 from torch.distributed import DistStoreError, HashStore, PrefixStore
 
 from shoal.facts.problem import BadInput
-from shoal.launch.failure import CONNECTION, FATAL, cause, describe, tell
+from shoal.launch.failure import CONNECTION, FATAL, STALL, Death, cause, describe, tell
 from shoal.train.checkpoint.manifest import Damaged
 
 PEER_GONE = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
 Stores = tuple[HashStore, PrefixStore]
+
+
+def died(*codes: tuple[int, int], by_us: tuple[int, ...] = (), stopped: tuple[int, ...] = ()) -> list[Death]:
+    """Ranks with their exit codes, the first one to die first."""
+    return [
+        Death(rank=rank, time=at, code=code, by_us=rank in by_us, stopped=rank in stopped)
+        for at, (rank, code) in enumerate(codes)
+    ]
 
 
 @pytest.fixture
@@ -24,7 +32,7 @@ def stores() -> Stores:
 def test_a_ranks_own_error_beats_earlier_echoes(stores: Stores) -> None:
     tell(*stores, 0, describe(0, PEER_GONE))
     tell(*stores, 1, describe(1, ValueError("the cause")))
-    failure = cause(*stores, 2, [0, 1], {0: 1, 1: 1})
+    failure = cause(*stores, 2, died((0, 1), (1, 1)))
     assert str(failure) == "rank 1 failed: ValueError: the cause"
     assert not failure.final and not stores[0].check([FATAL])
 
@@ -32,13 +40,13 @@ def test_a_ranks_own_error_beats_earlier_echoes(stores: Stores) -> None:
 def test_what_would_come_again_is_final(stores: Stores) -> None:
     tell(*stores, 1, describe(1, BadInput("no such file", "look for it")))
     assert stores[0].check([FATAL])
-    assert cause(*stores, 2, [0], {0: -9}).final
+    assert cause(*stores, 2, died((0, -9))).final
 
 
 def test_the_first_of_two_own_errors_is_shown(stores: Stores) -> None:
     tell(*stores, 1, describe(1, ValueError("first")))
     tell(*stores, 0, describe(0, ValueError("second")))
-    assert cause(*stores, 2, [0, 1], {0: 1, 1: 1}).message == "ValueError: first"
+    assert cause(*stores, 2, died((0, 1), (1, 1))).message == "ValueError: first"
 
 
 def test_a_silent_rank_was_killed(stores: Stores) -> None:
@@ -46,15 +54,15 @@ def test_a_silent_rank_was_killed(stores: Stores) -> None:
     tell(*stores, 0, describe(0, PEER_GONE))
     tell(*stores, 2, describe(2, PEER_GONE))
     assert str(cause(*stores, 3)) == "rank 1 failed: killed, or crashed without a word"
-    assert str(cause(*stores, 3, [1, 0, 2], {1: -9, 0: -15, 2: 1})) == "rank 1 failed: killed by SIGKILL"
-    assert str(cause(*stores, 3, [0, 2, 1], {0: 1, 2: 1, 1: -11})) == "rank 1 failed: killed by SIGSEGV"
+    assert str(cause(*stores, 3, died((1, -9), (0, -15), (2, 1)))) == "rank 1 failed: killed by SIGKILL"
+    assert str(cause(*stores, 3, died((0, 1), (2, 1), (1, -11)))) == "rank 1 failed: killed by SIGSEGV"
     assert not stores[0].check([FATAL])
 
 
 def test_ranks_that_all_only_lost_each_other_lost_their_connection(stores: Stores) -> None:
     tell(*stores, 1, describe(1, PEER_GONE))
     tell(*stores, 0, describe(0, PEER_GONE))
-    failure = cause(*stores, 2, [1, 0], {1: 1, 0: 1})
+    failure = cause(*stores, 2, died((1, 1), (0, 1)))
     assert failure.kind == CONNECTION
     assert str(failure).startswith("rank 1 failed: lost its connection to rank 0:")
 
@@ -68,3 +76,29 @@ def test_known_causes_are_told_in_words() -> None:
     full = describe(0, OSError(errno.ENOSPC, "No space left on device", "runs/x/metrics.jsonl"))
     assert full.message.startswith("the disk is full (runs/x/metrics.jsonl); the last commit is untouched")
     assert describe(0, Damaged("no sound checkpoint is left")).final
+
+
+def test_a_death_that_we_caused_is_not_the_cause(stores: Stores) -> None:
+    """Rank 2 is stopped; rank 0 gives up on it before the watchdog has spoken; torch's agent ends rank 1 for that.
+
+    As it happened: rank 1, whose SIGTERM nobody had noted as ours, was named.
+    """
+    tell(*stores, 0, describe(0, PEER_GONE))
+    ended = died((1, -15), (0, 1), (2, -9), (3, -9), by_us=(1, 2, 3), stopped=(2,))
+    failure = cause(*stores, 4, ended)
+    assert (failure.rank, failure.kind) == (2, STALL)
+    assert str(failure).startswith("rank 2 stalled: stopped by a signal or a debugger; rank 0 lost its conn")
+    # Nobody was stopped: what rank 0 saw is all there is. And where it said nothing, it was the first.
+    unstopped = [death.model_copy(update={"stopped": False}) for death in ended]
+    assert str(cause(*stores, 4, unstopped)).startswith("rank 0 failed: lost its connection to one of ranks 1")
+    # A rank's own error, and a signal of somebody else, explain more than that another was found stopped.
+    assert str(cause(*stores, 4, [*ended[:3], *died((3, -9))])) == "rank 3 failed: killed by SIGKILL"
+    tell(*stores, 3, describe(3, ValueError("the cause")))
+    assert str(cause(*stores, 4, ended)) == "rank 3 failed: ValueError: the cause"
+
+
+def test_who_died_without_a_word_is_not_who_we_ended(stores: Stores) -> None:
+    ended = died((0, -9), (1, 1), (2, -9), by_us=(0, 2))
+    assert str(cause(*stores, 3, ended)) == "rank 1 failed: killed, or crashed without a word"
+    # With no other explanation at all, somebody has to be named.
+    assert cause(*stores, 2, died((1, -9), (0, -9), by_us=(0, 1))).rank == 0

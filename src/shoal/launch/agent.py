@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
@@ -17,11 +18,13 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from shoal.train.guard.processes import is_stopped
+from shoal.launch.failure import Death
+from shoal.train.guard.processes import is_gone, is_stopped
 
-# After a first death its peers have so long to say what they saw. Then they end too: one of them may be stopped, and
-# torch would wait half a minute for it.
+# After a first death its peers end too, at the latest after this: torch's agent may be busy with something else.
 GRACE_SECONDS = 0.25
+# Between two looks whether a signal or a debugger has stopped one.
+STOPPED_SECONDS = 0.25
 
 
 @dataclass
@@ -29,16 +32,56 @@ class Crew:
     """The processes of one attempt on this machine, by rank."""
 
     processes: dict[int, BaseProcess] = field(default_factory=dict)
-    order: list[int] = field(default_factory=list)  # who has ended, the first one first
-    times: dict[int, float] = field(default_factory=dict)  # and when
+    ended: dict[int, float] = field(default_factory=dict)  # who has, and when that was noticed
     first_death: float | None = None
-    ended_by_us: set[int] = field(default_factory=set)
+    ended_by_us: set[int] = field(default_factory=set)  # by this launcher, or torch's agent in it
     found_stopped: set[int] = field(default_factory=set)  # by a signal or a debugger, when we ended them
+    stopped: set[int] = field(default_factory=set)  # at the last look: who asks for their stacks lets them run
+    looked: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def exit_codes(self) -> dict[int, int]:
-        """Of those that have ended. To be asked when the agent is done with them: only one reader learns a code."""
-        codes = {rank: self.processes[rank].exitcode for rank in self.order}
-        return {rank: code for rank, code in codes.items() if code is not None}
+    def running(self) -> dict[int, int]:
+        """Of the processes whose end was not noticed yet: what becomes readable with it, and the rank."""
+        return {one.sentinel: rank for rank, one in self.processes.items() if rank not in self.ended}
+
+    def note_ends(self, seconds: float = 0.0) -> None:
+        """Note who ends within that time; both threads look, the one that watches and the one that judges."""
+        running = self.running()
+        found = [running[one] for one in wait(list(running), seconds) if isinstance(one, int)]
+        now = time.time()
+        with self.lock:
+            self.ended = {**self.ended, **dict.fromkeys([one for one in found if one not in self.ended], now)}
+
+    def deaths(self) -> list[Death]:
+        """Of those that have ended, the first one first; of several at once, who was ended by us is not the first.
+
+        To be asked by the agent when it is done with them: only one reader learns an exit code.
+        """
+        self.note_ends()
+        moments = [*dict.fromkeys(self.ended.values())]  # in the order in which they came, whatever the clock did
+        found = [
+            Death(
+                rank=rank,
+                time=self.ended.get(rank, time.time()),
+                code=self.processes[rank].exitcode if rank in self.ended else None,
+                by_us=rank in self.ended_by_us,
+                stopped=rank in self.found_stopped,
+            )
+            for rank in [*self.ended, *sorted(self.found_stopped - self.ended.keys())]  # these only just now
+        ]
+        moments += [one.time for one in found]
+        return sorted(found, key=lambda one: (moments.index(one.time), one.by_us, (one.code or 0) >= 0))
+
+    def end(self, rank: int) -> None:
+        """End a rank at once, be it stopped or stuck. That is noted before: its death must not pass for the cause."""
+        pid = self.processes[rank].pid
+        if rank in self.ended or pid is None or is_gone(pid):
+            return
+        self.ended_by_us.add(rank)
+        if rank in self.stopped or is_stopped(pid):
+            self.found_stopped.add(rank)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class Agent(LocalElasticAgent):
@@ -57,12 +100,22 @@ class Agent(LocalElasticAgent):
         children = {process.pid: process for process in multiprocessing.active_children()}
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         found = {ranks[local]: children[pid] for local, pid in started.items() if pid in children}
-        self.crew = Crew(found)
+        crew = Crew(found)
+        for rank, process in found.items():
+            # torch calls this as soon as one of its peers has died, and sends a SIGTERM that somebody else might
+            # have sent; and waits for half a minute for one that is stopped.
+            vars(process)["terminate"] = partial(crew.end, rank)
+        self.crew = crew
         self._started.set()
         return started
 
     def _exit_barrier(self) -> None:
         """Agents of several nodes would wait for each other; their launchers do, and know who is lost."""
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Also where what the agent asks between two looks at the workers has raised: they are ended by us."""
+        self.kill()
+        super()._shutdown(death_sig, timeout)
 
     def processes(self) -> Mapping[int, int]:
         """The process ids of the present attempt's workers by rank; none while they are being started."""
@@ -71,29 +124,21 @@ class Agent(LocalElasticAgent):
     def watch(self, seconds: float) -> None:
         """Note who ends within that time; end the others some moments after the first did not end well."""
         crew = self.crew
-        sentinels = {
-            process.sentinel: rank for rank, process in crew.processes.items() if rank not in crew.order
-        }
-        if not sentinels:
+        if crew.running():
+            crew.note_ends(seconds)
+        else:
             self._started.wait(seconds)
             self._started.clear()
-            return
-        for sentinel in wait(list(sentinels), seconds):
-            assert isinstance(sentinel, int)
-            crew.times[sentinels[sentinel]] = time.time()
-            crew.order.append(sentinels[sentinel])
-            if crew.first_death is None and not self.ended_well(sentinels[sentinel]):
-                crew.first_death = time.monotonic()
+        if crew.first_death is None and not all(map(self.ended_well, [*crew.ended])):
+            crew.first_death = time.monotonic()
+        if time.monotonic() - crew.looked >= STOPPED_SECONDS:
+            crew.looked = time.monotonic()
+            crew.stopped = {rank for rank, process in crew.processes.items() if is_stopped(process.pid or 0)}
         if crew.first_death is not None and time.monotonic() - crew.first_death > GRACE_SECONDS:
             self.kill(crew)
 
     def kill(self, crew: Crew | None = None) -> None:
         """End all workers at once, be they stopped or stuck."""
         crew = crew or self.crew
-        for rank, process in crew.processes.items():
-            if rank not in crew.order and process.pid is not None:
-                crew.ended_by_us.add(rank)
-                if is_stopped(process.pid):
-                    crew.found_stopped.add(rank)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+        for rank in crew.processes:
+            crew.end(rank)

@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 
 from shoal.facts.redact import redact
 from shoal.launch.agent import Agent
-from shoal.launch.failure import CONNECTION, FATAL, STALL, STALLED, Failure, cause
+from shoal.launch.failure import FATAL, STALL, STALLED, Death, Failure, cause
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan
 from shoal.launch.progress import GIVING_UP, Progress
@@ -88,6 +88,7 @@ class Attempt:
         self.result: RunResult | None = None
         self.error: BaseException | None = None
         self._seen: dict[str, Any] = {}  # what the watchdog saw of the present attempt's end
+        self._watching = threading.RLock()  # held while it looks, and while the attempt is judged
         self.asked = 0.0  # when a signal first asked to stop
         self.told = False  # the workers know
         self.insisted = False  # a second Ctrl-C
@@ -205,21 +206,13 @@ class Attempt:
 
     def _cause(self) -> Failure:
         store, attempt = self.rendezvous.store, self.rendezvous.attempt()
-        found = cause(store, attempt, self.job.layout.world, *self._deaths())
-        stopped = self._found_stopped()
-        if found.kind != CONNECTION or not stopped:
-            return found
-        # Its peers gave up before the watchdog could say why.
-        message = f"stopped by a signal or a debugger; rank {found.rank} {found.message}"
-        return Failure(stopped[0], message, True, found.time, "stalled", STALL)
+        # Peers of a rank that stalls may give up while the watchdog still looks who it is: it is heard out.
+        with self._watching:
+            return cause(store, attempt, self.job.layout.world, self._deaths())
 
-    def _found_stopped(self) -> list[int]:
-        """Ranks that did not run any more when they were ended."""
-        return sorted(self.agent.crew.found_stopped)
-
-    def _deaths(self) -> tuple[list[int], dict[int, int]]:
-        """Which ranks have ended, the first one first; and their exit codes."""
-        return self.agent.crew.order, self.agent.crew.exit_codes()
+    def _deaths(self) -> Sequence[Death]:
+        """Which ranks have ended, the first one first."""
+        return self.agent.crew.deaths()
 
     def _step_of(self, rank: int) -> int:
         """Which step a rank was in when it was last seen."""
@@ -234,17 +227,19 @@ class Attempt:
 
     def _watch(self) -> None:
         """A stalled attempt is ended, and what was seen of it is kept. The agent decides whether another one begins."""
-        if self.watchdog is None:
-            return
         crew = self.agent.crew
-        verdict = self.watchdog.poll()
-        if verdict is None or crew.first_death is not None:
+        if self.watchdog is None or crew.first_death is not None:
             return
-        where = f"stacks and last collectives of all ranks: {shown(str(self.run.stacks))}"
-        message = f"{verdict.message}\n  {where}"
-        failure = Failure(verdict.rank, message, True, time.time(), "stalled", STALL)
-        self.rendezvous.attempt().set(STALLED, json.dumps(asdict(failure)))
-        self._seen = verdict.row
+        with self._watching:
+            verdict = self.watchdog.poll()
+            # No attempt is judged meanwhile; but one that was judged before is none of ours any more.
+            if verdict is None or crew is not self.agent.crew:
+                return
+            where = f"stacks and last collectives of all ranks: {shown(str(self.run.stacks))}"
+            message = f"{verdict.message}\n  {where}"
+            failure = Failure(verdict.rank, message, True, time.time(), "stalled", STALL)
+            self.rendezvous.attempt().set(STALLED, json.dumps(asdict(failure)))
+            self._seen = verdict.row
         self.agent.kill(crew)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

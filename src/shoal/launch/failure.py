@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
 from torch.distributed import DistError, Store
 
 from shoal.facts.problem import BadInput
@@ -58,6 +59,18 @@ class Failure:
         return f"rank {self.rank} {self.what}: {self.message}"
 
 
+class Death(BaseModel):
+    """The end of a rank's process. ``code``: as Python has it, negative for a signal."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int
+    time: float
+    code: int | None = None
+    by_us: bool = False  # its launcher has ended it, or torch's agent there: for another's death, or a verdict
+    stopped: bool = False  # and has found it stopped
+
+
 def describe(rank: int, error: BaseException) -> Failure:
     """An exception as its reader needs it: plain words where we know the cause, else type and message."""
     kind, final = next(
@@ -102,52 +115,55 @@ def tell(store: Store, attempt: Store, rank: int, failure: Failure) -> None:
         store.set(FATAL, told)
 
 
-def cause(
-    store: Store,
-    attempt: Store,
-    world: int,
-    order: Sequence[int] = (),
-    exit_codes: Mapping[int, int] | None = None,
-) -> Failure:
-    """Whose failure it was: what would come again; what the launcher saw of a stall; who died first of a signal; a
-    rank's own error; a rank that died without a word; and if all only noticed that others had gone, their connection.
+def cause(store: Store, attempt: Store, world: int, deaths: Sequence[Death] = ()) -> Failure:
+    """Whose failure it was: what would come again; what the watchdog saw of a stall; who died first, of a signal; a
+    rank's own error; who died of a signal later; a rank that was stopped; one that died without a word; and if all
+    only noticed that others had gone, their connection.
 
-    ``order``: who has ended, the first one first. ``exit_codes`` are theirs.
+    ``deaths``: the first one first. One that we have caused explains nothing, so it is named where nothing else can be.
     """
     if store.check([FATAL]):
         return _read(store, FATAL)
     if attempt.check([STALLED]):
         return _read(attempt, STALLED)
-    codes = exit_codes or {}
     told = {rank: _read(attempt, key) for rank in range(world) if attempt.check([key := f"failure-{rank}"])}
-    # Who died after the first was ended by us, or by its peers' absence.
-    for rank in order[:1]:
-        if codes.get(rank, 0) < 0:
-            return _killed(rank, codes[rank])
+    foreign = [death for death in deaths if not death.by_us]
+    killed = [death for death in foreign if (death.code or 0) < 0]
+    if killed[:1] == foreign[:1] != []:
+        return _killed(killed[0])
     own = [failure for failure in told.values() if not failure.echo]
     if own:
         return min(own, key=lambda failure: failure.time)
-    killed = [
-        rank
-        for rank in order
-        if codes.get(rank, 0) < 0 and -codes[rank] not in (signal.SIGTERM, signal.SIGKILL)
-    ]
     if killed:
-        return _killed(killed[0], codes[killed[0]])
-    silent = [rank for rank in [*order, *range(world)] if rank not in told]
-    # Who was ended by SIGTERM or SIGKILL after somebody who has told something was ended by us.
-    ours = {rank for rank in order[1:] if codes.get(rank) in (-signal.SIGTERM, -signal.SIGKILL)}
-    silent = silent if order and order[0] in silent else [rank for rank in silent if rank not in ours]
-    if silent:
-        return Failure(silent[0], "killed, or crashed without a word", False, time.time(), kind=CRASHED)
-    first = min(told.values(), key=lambda failure: failure.time)
+        return _killed(killed[0])
+    connection = _connection(list(told.values()), world)
+    if stopped := sorted(death.rank for death in deaths if death.stopped):
+        # Its peers gave up before the watchdog could say why.
+        seen = f"; rank {connection.rank} {connection.message}" if connection else ""
+        message = f"stopped by a signal or a debugger{seen}"
+        return Failure(stopped[0], message, True, time.time(), "stalled", STALL)
+    ours = {death.rank for death in deaths if death.by_us}
+    silent = [rank for rank in [*(death.rank for death in foreign), *range(world)] if rank not in told]
+    silent = [rank for rank in silent if rank not in ours] or (silent if connection is None else [])
+    if silent or connection is None:
+        first = silent[0] if silent else 0
+        return Failure(first, "killed, or crashed without a word", False, time.time(), kind=CRASHED)
+    return connection
+
+
+def _connection(echoes: Sequence[Failure], world: int) -> Failure | None:
+    """What ranks that lost each other have seen; None where none has said so."""
+    if not echoes:
+        return None
+    first = min(echoes, key=lambda failure: failure.time)
     others = [str(rank) for rank in range(world) if rank != first.rank]
     lost = f"lost its connection to {'one of ranks' if others[1:] else 'rank'} {', '.join(others)}"
     return Failure(first.rank, f"{lost}: {first.message}", True, first.time, kind=CONNECTION)
 
 
-def _killed(rank: int, code: int) -> Failure:
-    return Failure(rank, f"killed by {signal.Signals(-code).name}", False, time.time(), kind=KILLED)
+def _killed(death: Death) -> Failure:
+    name = signal.Signals(-(death.code or 0)).name
+    return Failure(death.rank, f"killed by {name}", False, time.time(), kind=KILLED)
 
 
 def _read(store: Store, key: str) -> Failure:

@@ -10,7 +10,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,18 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 
 from shoal.observe.entered import recording
-from shoal.observe.flight import COMMIT, FIRST_STEP, INPUT, STEP, Flight, FlightReader
-from shoal.train.guard.stacks import stacks_on_signal
+from shoal.observe.flight import (
+    COMMIT,
+    FIRST_STEP,
+    INPUT,
+    STEP,
+    Channel,
+    Entry,
+    Flight,
+    FlightReader,
+    Snapshot,
+)
+from shoal.train.guard.stacks import Standing, stacks_on_signal
 from shoal.train.guard.stalled import Verdict
 from shoal.train.guard.watchdog import Limits, Watchdog
 from shoal.train.guard.watched import LocalRanks
@@ -281,3 +291,39 @@ def _line_of(function: Callable[..., None], word: str) -> str:
     lines, first = inspect.getsourcelines(function)
     (number,) = [first + place for place, line in enumerate(lines) if f"{word}(" in line][-1:]
     return f"tests/train/guard/test_watchdog.py:{number}"
+
+
+def test_nobody_is_blamed_on_half_of_the_evidence() -> None:
+    """Rank 0 gives up while the other node is still asked; who was stopped there is not known."""
+
+    class Ranks:
+        """Two ranks here, two elsewhere, all in the same collective."""
+
+        def __init__(self) -> None:
+            channel = Channel("7", "dp", (0, 1, 2, 3))
+            entry = Entry(channel, 9, "all_reduce", 8, 0.0, "loop.py:1")
+            self.seen = [Snapshot(10 + rank, 1, 7, STEP, 3, {channel: 9}, (entry,)) for rank in range(4)]
+            self.asked = self.heard = False
+
+        def look(self) -> list[Snapshot] | None:
+            return None if self.asked else self.seen
+
+        look_closely = look
+
+        def any_stopped(self) -> bool:
+            return True
+
+        def evidence(self, snapshots: Sequence[Snapshot], patience: float) -> dict[int, Standing]:
+            self.asked = True
+            return {rank: Standing(stopped=rank == 2) for rank in range(4 if self.heard else 2)}
+
+    for heard in (False, True):
+        ranks = Ranks()
+        ranks.heard = heard
+        watchdog = Watchdog(ranks, Limits(step=0.0, patient=3.0))
+        found = []
+        for _ in range(3):
+            watchdog._looked -= 1.0
+            found.append(watchdog.poll())
+        verdicts = [verdict.rank for verdict in found if verdict is not None]
+        assert verdicts == ([2] if heard else [])

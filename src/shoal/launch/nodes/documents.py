@@ -6,45 +6,16 @@ not heard, and what is decided is a function of what they say. Plain JSON.
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from shoal.launch.failure import Death
 from shoal.launch.report import FAILED
-
-if TYPE_CHECKING:
-    from shoal.launch.agent import Crew
 
 
 class Document(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Death(Document):
-    """The end of a rank's process. ``code``: as Python has it, negative for a signal."""
-
-    rank: int
-    time: float
-    code: int | None = None
-    by_us: bool = False  # its launcher has ended it
-    stopped: bool = False  # and has found it stopped
-
-
-def deaths_of(crew: Crew) -> tuple[Death, ...]:
-    """Of a launcher's own ranks."""
-    codes = crew.exit_codes()
-    ended = [*crew.order, *sorted(crew.found_stopped - set(crew.order))]  # the last ones only just now
-    return tuple(
-        Death(
-            rank=rank,
-            time=crew.times.get(rank, time.time()),
-            code=codes.get(rank),
-            by_us=rank in crew.ended_by_us,
-            stopped=rank in crew.found_stopped,
-        )
-        for rank in ended
-    )
 
 
 class Status(Document):

@@ -15,7 +15,7 @@ from shoal.facts.problem import BadInput
 from shoal.facts.traffic import name_ranks
 from shoal.launch.agent import Crew
 from shoal.launch.attempt import Attempt
-from shoal.launch.nodes.documents import End, Round, Status, deaths_of
+from shoal.launch.nodes.documents import End, Round, Status
 from shoal.launch.nodes.meeting import CaptainLost, Follower, Place
 from shoal.launch.nodes.watched import Witness
 from shoal.launch.rendezvous import Rendezvous, connect
@@ -90,7 +90,7 @@ class Following(Attempt):
     def next_round(self) -> Round:
         """Called by the agent: its workers, if there were any, have ended."""
         follower = self.follower
-        deaths, devices = deaths_of(self.agent.crew), self.devices() or 1
+        deaths, devices = tuple(self.agent.crew.deaths()), self.devices() or 1
         follower.say(ready=self.rendezvous.round + 1, deaths=deaths, devices=devices, seen={}, stopped=False)
         follower.wait(
             lambda: self._something_to_do() is not None or (bool(self.asked) and not self._took_part)

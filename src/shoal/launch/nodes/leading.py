@@ -12,11 +12,11 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from shoal.facts.problem import BadInput
 from shoal.facts.traffic import name_ranks
 from shoal.launch.attempt import Attempt
-from shoal.launch.failure import NODE_LOST, Failure
+from shoal.launch.failure import NODE_LOST, Death, Failure
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan
 from shoal.launch.nodes.count import NodeCount
-from shoal.launch.nodes.documents import Death, End, Round, Status, deaths_of
+from shoal.launch.nodes.documents import End, Round, Status
 from shoal.launch.nodes.meeting import Captain, CaptainLost, new_place
 from shoal.launch.nodes.watched import EveryRank
 from shoal.launch.rendezvous import REGROUP, Rendezvous, attempt_store, connect, open_store
@@ -180,21 +180,14 @@ class Leading(Attempt):
 
     # Faults.
 
-    def _deaths(self) -> tuple[list[int], dict[int, int]]:
+    def _deaths(self) -> list[Death]:
         """Those of all nodes. Their clocks may differ, so who died of a signal that was not ours comes first."""
-        deaths = sorted(self._everybodys(), key=lambda one: (one.by_us, (one.code or 0) >= 0, one.time))
-        return [one.rank for one in deaths], {one.rank: one.code for one in deaths if one.code is not None}
-
-    def _found_stopped(self) -> list[int]:
-        return sorted(one.rank for one in self._everybodys() if one.stopped)
-
-    def _everybodys(self) -> list[Death]:
-        deaths = [*deaths_of(self.agent.crew)]
+        deaths = self.agent.crew.deaths()
         for node in self._round_nodes()[1:]:
             status = self.captain.last_of(node)
             if status is not None and status.round == self.rendezvous.round:
                 deaths += status.deaths
-        return deaths
+        return sorted(deaths, key=lambda one: (one.by_us, (one.code or 0) >= 0, one.time))
 
     def _cause(self) -> Failure:
         """A node that is lost takes its ranks with it, and what others saw of that is an echo."""

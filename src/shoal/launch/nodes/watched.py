@@ -38,8 +38,7 @@ class EveryRank:
         question = self.captain.call.ask + 1
         self.captain.command(ask=question)
         here = len(self.local.readers)
-        standings = {rank: Standing() for rank in range(len(snapshots))}
-        standings |= self.local.evidence(snapshots[:here], patience)
+        standings = self.local.evidence(snapshots[:here], patience)
 
         def answered() -> bool:
             # Once a rank of ours is gone, there is nothing to wait for: the attempt is over.

@@ -79,7 +79,11 @@ class Watchdog:
         last = self.ranks.look_closely() if explain else None
         if explain is None or last is None:
             return None
-        verdict = explain(last, self.ranks.evidence(last, self.limits.step * OF_THE_LIMIT))
+        found = self.ranks.evidence(last, self.limits.step * OF_THE_LIMIT)
+        if len(found) < len(last) and self.ranks.look() is None:
+            # Some rank has given up meanwhile, and not all were heard: who kept it waiting may be among the others.
+            return None
+        verdict = explain(last, {rank: found.get(rank, Standing()) for rank in range(len(last))})
         if verdict is not None:
             self._judged = [one.pid for one in last]
         return verdict
