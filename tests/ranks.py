@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.launch import local, ranks
+from shoal.parallel.signed import SignedStore
 
 PRELOAD = [*local.PRELOAD, "tests.ranks"]
 SECONDS = 90
@@ -29,12 +30,12 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list
 
 
 def _in_group(
-    rank: int, world: int, store: dist.Store, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int, world: int, store: SignedStore, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> Any:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if world > 1:
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
+            "gloo", store=store.plain, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
         )
     return function(rank, world, *arguments)

@@ -48,7 +48,8 @@ def test_who_torchs_agent_ends_is_noted_as_ended_by_us(tmp_path: Path) -> None:
     spec.max_restarts, spec.monitor_interval = 0, 0.01
     agent = Agent(spec, lambda rank: False)
     assert in_thread(agent.run).is_failed()
-    assert time.monotonic() - float((tmp_path / "died").read_text()) < 25  # torch alone waits for half a minute for one that is stopped
+    # torch alone waits for half a minute for one that is stopped.
+    assert time.monotonic() - float((tmp_path / "died").read_text()) < 25
     deaths = {death.rank: death for death in agent.crew.deaths()}
     assert next(iter(deaths)) == 0  # the first
     assert (deaths[0].by_us, deaths[0].code) == (False, 1)

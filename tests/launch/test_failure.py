@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 
 import pytest
-from torch.distributed import DistStoreError, HashStore, PrefixStore
+from torch.distributed import DistStoreError, HashStore
 
 from shoal.facts.problem import BadInput
 from shoal.launch.failure import CONNECTION, FATAL, STALL, Death, cause, describe, tell
+from shoal.launch.rendezvous import attempt_store
+from shoal.parallel.signed import SignedStore, new_secret
 from shoal.train.checkpoint.manifest import Damaged
 
 PEER_GONE = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
-Stores = tuple[HashStore, PrefixStore]
+Stores = tuple[SignedStore, SignedStore]
 
 
 def died(*codes: tuple[int, int], by_us: tuple[int, ...] = (), stopped: tuple[int, ...] = ()) -> list[Death]:
@@ -25,8 +27,8 @@ def died(*codes: tuple[int, int], by_us: tuple[int, ...] = (), stopped: tuple[in
 
 @pytest.fixture
 def stores() -> Stores:
-    shared = HashStore()
-    return shared, PrefixStore("workers-1", shared)
+    shared = SignedStore(HashStore(), new_secret())
+    return shared, attempt_store(shared, 1)
 
 
 def test_a_ranks_own_error_beats_earlier_echoes(stores: Stores) -> None:
@@ -34,12 +36,12 @@ def test_a_ranks_own_error_beats_earlier_echoes(stores: Stores) -> None:
     tell(*stores, 1, describe(1, ValueError("the cause")))
     failure = cause(*stores, 2, died((0, 1), (1, 1)))
     assert str(failure) == "rank 1 failed: ValueError: the cause"
-    assert not failure.final and not stores[0].check([FATAL])
+    assert not failure.final and not stores[0].has(FATAL)
 
 
 def test_what_would_come_again_is_final(stores: Stores) -> None:
     tell(*stores, 1, describe(1, BadInput("no such file", "look for it")))
-    assert stores[0].check([FATAL])
+    assert stores[0].has(FATAL)
     assert cause(*stores, 2, died((0, -9))).final
 
 
@@ -56,7 +58,7 @@ def test_a_silent_rank_was_killed(stores: Stores) -> None:
     assert str(cause(*stores, 3)) == "rank 1 failed: killed, or crashed without a word"
     assert str(cause(*stores, 3, died((1, -9), (0, -15), (2, 1)))) == "rank 1 failed: killed by SIGKILL"
     assert str(cause(*stores, 3, died((0, 1), (2, 1), (1, -11)))) == "rank 1 failed: killed by SIGSEGV"
-    assert not stores[0].check([FATAL])
+    assert not stores[0].has(FATAL)
 
 
 def test_ranks_that_all_only_lost_each_other_lost_their_connection(stores: Stores) -> None:
@@ -90,7 +92,9 @@ def test_a_death_that_we_caused_is_not_the_cause(stores: Stores) -> None:
     assert str(failure).startswith("rank 2 stalled: stopped by a signal or a debugger; rank 0 lost its conn")
     # Nobody was stopped: what rank 0 saw is all there is. And where it said nothing, it was the first.
     unstopped = [death.model_copy(update={"stopped": False}) for death in ended]
-    assert str(cause(*stores, 4, unstopped)).startswith("rank 0 failed: lost its connection to one of ranks 1")
+    assert str(cause(*stores, 4, unstopped)).startswith(
+        "rank 0 failed: lost its connection to one of ranks 1"
+    )
     # A rank's own error, and a signal of somebody else, explain more than that another was found stopped.
     assert str(cause(*stores, 4, [*ended[:3], *died((3, -9))])) == "rank 3 failed: killed by SIGKILL"
     tell(*stores, 3, describe(3, ValueError("the cause")))

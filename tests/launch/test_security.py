@@ -21,19 +21,22 @@ import pytest
 import torch
 from tests.conftest import Train
 from tests.launch import leaking
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 import shoal
 from shoal.cli.main import main
 from shoal.facts.config import CheckpointSection, Config, RunSection
 from shoal.facts.configfile import load
 from shoal.facts.problem import BadInput
+from shoal.launch import rendezvous
 from shoal.launch.environment import LEFT_OUT, keep_only_passed, passed_on, passes
 from shoal.launch.interfaces import LOOPBACK, address_of, interface_of
 from shoal.launch.join import join
 from shoal.launch.redacted import LogRedactor
 from shoal.launch.rendezvous import LoopbackRendezvous
 from shoal.launch.report import FINISHED
+from shoal.launch.worker import Assignment
+from shoal.parallel.signed import SignedStore, new_secret
 from shoal.plan.resolve import resolve
 from shoal.train.checkpoint import memory
 from shoal.train.metrics.rows import read_rows
@@ -169,7 +172,7 @@ def test_gloo_and_nccl_are_told_where_to_listen(
         monkeypatch.setenv(variable, "eth9")
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     job = resolve(load(None, settings(cluster__interface=named or ""), "dp=1").config)
-    join(job, 0, 0, HashStore())
+    join(job, 0, 0, SignedStore(HashStore(), new_secret()))
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == used
 
 
@@ -179,6 +182,53 @@ def test_addresses_of_interfaces(train: Train, tmp_path: Path) -> None:
         train(cluster__interface="eth77")
     assert "--set cluster.interface=" in str(refused.value)
     assert not (tmp_path / "run").exists()
+
+
+# Others who write to the store.
+
+
+def test_a_stranger_in_the_store_changes_nothing(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user of this machine writes whatever was once believed, before the ranks come."""
+    victim = tmp_path / "victim" / "thesis-1"
+    victim.mkdir(parents=True)
+    (victim / "text").write_text("all of it")
+    real = rendezvous.open_store
+
+    def watched(address: str, timeout: float) -> tuple[SignedStore, str, int]:
+        store, address, port = real(address, timeout)
+        stranger = TCPStore(address, port, is_master=False)
+        failure = {"rank": 0, "message": "mine", "echo": False, "time": 0.0, "final": True}
+        stranger.set("launcher", "x/../../../../victim/thesis")
+        for key in ("stop", "fatal", "workers-1/regroup", "workers-1/stalled", "workers-1/failure-1"):
+            stranger.set(key, json.dumps(failure))
+        for number in range(1, 30):
+            for kind in ("told", "first-rank-done", "gathered", "collector-1"):
+                stranger.set(f"workers-1/{kind}-{number}", "memory 99")
+            stranger.set(f"workers-1/gathered-{number}/1", "[[[[")
+        for key in ("facts/0", "facts/1", "digest/0", "digest/1", "verdict"):
+            stranger.set(f"workers-1/agreement/{key}", "{")
+        for key in ("resumed", "trusted"):
+            stranger.set(f"workers-1/{key}", "10000000000")
+        stranger.set("agent-1/torchelastic/assigned_ranks/0", "[77, 78, 77, 78]")
+        stranger.check(["stop"])
+        return store, address, port
+
+    monkeypatch.setattr(rendezvous, "open_store", watched)
+    run = train(layout="dp=2", recipe__steps=6, checkpoint__every=1, checkpoint__keep=1)
+    assert run.report.code == FINISHED, run.report.message
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5, 6]
+    assert (victim / "text").read_text() == "all of it"
+    assert [path.name for path in run.directory.checkpoints.iterdir()] == ["step-00000006"]
+
+
+def test_a_secret_is_new_for_every_launch_and_not_shown() -> None:
+    first, second = (LoopbackRendezvous("run", 5).store.secret for _ in range(2))
+    assert len(first) == 32 and first != second
+    job = resolve(load(None, [], "dp=1").config)
+    shown = repr(Assignment(job, Path("run"), Path("data"), first, "0a0a0a0a-1"))
+    assert repr(first) not in shown and first.hex() not in shown
 
 
 # The environment.

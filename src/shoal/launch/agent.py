@@ -36,7 +36,9 @@ class Crew:
     first_death: float | None = None
     ended_by_us: set[int] = field(default_factory=set)  # by this launcher, or torch's agent in it
     found_stopped: set[int] = field(default_factory=set)  # by a signal or a debugger, when we ended them
-    stopped: set[int] = field(default_factory=set)  # at the last look: who asks for their stacks lets them run
+    stopped: set[int] = field(
+        default_factory=set
+    )  # at the last look: who asks for their stacks lets them run
     looked: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -58,7 +60,9 @@ class Crew:
         To be asked by the agent when it is done with them: only one reader learns an exit code.
         """
         self.note_ends()
-        moments = [*dict.fromkeys(self.ended.values())]  # in the order in which they came, whatever the clock did
+        moments = [
+            *dict.fromkeys(self.ended.values())
+        ]  # in the order in which they came, whatever the clock did
         found = [
             Death(
                 rank=rank,
@@ -90,6 +94,9 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, ended_well: Callable[[int], bool]) -> None:
         """``ended_well``: whether a rank, whose process is over, had nothing left to do."""
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
+        # Each node has as many ranks, so agents need not ask each other which are theirs: in a store that anybody can
+        # write to, and of a node that may have been lost meanwhile.
+        os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
         self.ended_well = ended_well
         self.crew = Crew()
         self._started = threading.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import signal
 import threading
 import time
@@ -29,6 +30,7 @@ from shoal.launch.restart import GaveUp, Interrupted, Restarts
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.launch.worker import Assignment, work
 from shoal.observe.flight import END, FlightReader
+from shoal.parallel.signed import Tampered
 from shoal.plan.refit import refit
 from shoal.plan.resolve import Job
 from shoal.train.guard.stacks import shown
@@ -71,7 +73,9 @@ class Attempt:
             logging.getLogger(chatty).setLevel(logging.CRITICAL + 1)
         self.job, self.run, self.dataset = job, run, dataset.resolve()
         self.console, self.devices = console, devices
+        self.name = secrets.token_hex(4)  # of this launch at the run
         self.rendezvous = self._meet()
+        self.rendezvous.store.on_forgery(self._note_tampering)
         self.logs = LogRedactor()
         self.logs.redact(run.logs)  # of an earlier launcher, which may have been killed
         self.restarts = Restarts(run, job.config.fault.max_restarts)
@@ -99,12 +103,22 @@ class Attempt:
         timeout = self.job.config.fault.timeout
         return LoopbackRendezvous(self.run.path.name, timeout, self._before_round, address)
 
-    def _assign(self, job: Job, number: int, nodes: int = 1) -> None:
+    def _assign(
+        self,
+        job: Job,
+        number: int,
+        nodes: int = 1,
+        attempt: str | None = None,
+        set_aside: tuple[int, ...] = (),
+    ) -> None:
         """What the workers of the next round are to do, and those of so many nodes in all."""
         self.job, fault = job, job.config.fault
         self.spec.local_world_size = job.layout.world // nodes
         path = self.run.path.resolve()
-        self.spec.args = (Assignment(job, path, self.dataset, number, self.run.node, nodes),)
+        secret, name = self.rendezvous.store.secret, attempt or f"{self.name}-{number}"
+        self.spec.args = (
+            Assignment(job, path, self.dataset, secret, name, number, set_aside, self.run.node, nodes),
+        )
         # Without a limit of its own nobody is blamed, but that of torch is there all the same.
         self._watch_over(Limits.of(fault.stall or fault.timeout, fault.timeout, nodes))
 
@@ -120,7 +134,7 @@ class Attempt:
         thread = threading.Thread(target=self._run_agent, name="shoal-agent", daemon=True)
         steps = self.job.config.recipe.steps
         self.progress = Progress(self.console, self.run, steps, quiet=not self.leads)
-        with stoppable(self._on_signal, STOP_SIGNALS), self.progress:
+        with stoppable(self.on_signal, STOP_SIGNALS), self.progress:
             thread.start()
             try:
                 while thread.is_alive() and not self.insisted and not self._is_hopeless():
@@ -130,6 +144,9 @@ class Attempt:
                         self.told = True
                         self._ask_to_stop()
                         self.progress.say("stopping after this step; Ctrl-C again to stop at once")
+            except Tampered as error:
+                self.error = GaveUp(Failure(0, str(error), False, time.time(), kind="tampered"), "")
+                self.result = None
             finally:
                 # Whatever ended the watch, no worker may go on unwatched.
                 if thread.is_alive():
@@ -143,6 +160,11 @@ class Attempt:
         """Often, while workers run."""
         self.progress.poll()
         self._watch()
+        self.rendezvous.store.look_after()
+
+    def _note_tampering(self, message: str) -> None:
+        self.run.note_fault(kind="tampering", step=self.run.step(), action="ignored", message=message)
+        self.console.print(message, markup=False)
 
     def _is_hopeless(self) -> bool:
         """Whether there is nothing to wait for any more, although the agent has not ended."""
@@ -242,7 +264,7 @@ class Attempt:
             self._seen = verdict.row
         self.agent.kill(crew)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def on_signal(self, number: int, frame: FrameType | None = None) -> None:
         """The first signal asks; a later Ctrl-C insists. Schedulers repeat theirs, and mean no more by it."""
         if self.asked and number == signal.SIGINT and time.monotonic() - self.asked > 1.0:
             self.insisted = True

@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
-from torch.distributed import DistError, Store
+from torch.distributed import DistError
 
 from shoal.facts.problem import BadInput
 from shoal.facts.redact import redact
+from shoal.parallel.signed import SignedStore, Tampered
 from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.commits import CommitFailed
 from shoal.train.files import MAKE_ROOM, disk_is_full, in_words
@@ -33,13 +34,14 @@ KINDS: tuple[tuple[type[BaseException], str, bool], ...] = (
     (CommitFailed, "commit", True),
     (Damaged, "checkpoint", True),
     (Corrupted, "corruption", False),
+    (Tampered, "tampered", False),
     (OutOfMemory, "oom", False),
     (MemoryError, "oom", False),
 )
 ERROR, CONNECTION, KILLED, CRASHED, NODE_LOST = "error", "connection", "killed", "crashed", "node lost"
 
 # Of these the message says it all.
-PLAIN = (Corrupted, BadInput, NonFinite, Disagreement, OutOfMemory, CommitFailed, Damaged)
+PLAIN = (Corrupted, BadInput, NonFinite, Disagreement, OutOfMemory, CommitFailed, Damaged, Tampered)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ class Death(BaseModel):
     rank: int
     time: float
     code: int | None = None
-    by_us: bool = False  # its launcher has ended it, or torch's agent there: for another's death, or a verdict
+    by_us: bool = (
+        False  # its launcher has ended it, or torch's agent there: for another's death, or a verdict
+    )
     stopped: bool = False  # and has found it stopped
 
 
@@ -107,26 +111,26 @@ def is_echo(error: BaseException) -> bool:
     )
 
 
-def tell(store: Store, attempt: Store, rank: int, failure: Failure) -> None:
+def tell(store: SignedStore, attempt: SignedStore, rank: int, failure: Failure) -> None:
     """Report a failure, as ``rank`` has seen it. One that would happen again also tells later attempts not to try."""
     told = json.dumps(asdict(failure))
     attempt.set(f"failure-{rank}", told)
-    if failure.final and not store.check([FATAL]):
+    if failure.final and not store.has(FATAL):
         store.set(FATAL, told)
 
 
-def cause(store: Store, attempt: Store, world: int, deaths: Sequence[Death] = ()) -> Failure:
+def cause(store: SignedStore, attempt: SignedStore, world: int, deaths: Sequence[Death] = ()) -> Failure:
     """Whose failure it was: what would come again; what the watchdog saw of a stall; who died first, of a signal; a
     rank's own error; who died of a signal later; a rank that was stopped; one that died without a word; and if all
     only noticed that others had gone, their connection.
 
     ``deaths``: the first one first. One that we have caused explains nothing, so it is named where nothing else can be.
     """
-    if store.check([FATAL]):
-        return _read(store, FATAL)
-    if attempt.check([STALLED]):
-        return _read(attempt, STALLED)
-    told = {rank: _read(attempt, key) for rank in range(world) if attempt.check([key := f"failure-{rank}"])}
+    for known in (_read(store, FATAL), _read(attempt, STALLED)):
+        if known is not None:
+            return known
+    every = {rank: _read(attempt, f"failure-{rank}") for rank in range(world)}
+    told = {rank: failure for rank, failure in every.items() if failure is not None}
     foreign = [death for death in deaths if not death.by_us]
     killed = [death for death in foreign if (death.code or 0) < 0]
     if killed[:1] == foreign[:1] != []:
@@ -166,5 +170,6 @@ def _killed(death: Death) -> Failure:
     return Failure(death.rank, f"killed by {name}", False, time.time(), kind=KILLED)
 
 
-def _read(store: Store, key: str) -> Failure:
-    return Failure(**json.loads(store.get(key)))
+def _read(store: SignedStore, key: str) -> Failure | None:
+    text = store.read(key)
+    return None if text is None else Failure(**json.loads(text))

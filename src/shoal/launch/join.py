@@ -12,10 +12,11 @@ from shoal.launch.interfaces import interface_of
 from shoal.launch.threads import thread_count
 from shoal.parallel import context
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.signed import SignedStore
 from shoal.plan.resolve import Job
 
 
-def join(job: Job, rank: int, local_rank: int, store: dist.Store, nodes: int = 1) -> Mesh:
+def join(job: Job, rank: int, local_rank: int, store: SignedStore, nodes: int = 1) -> Mesh:
     """Join the other ranks of a job; ``store`` is where they meet. Each of the ``nodes`` has as many of them."""
     here = job.layout.world // nodes
     timeout = timedelta(seconds=job.config.fault.timeout)
@@ -39,5 +40,7 @@ def join(job: Job, rank: int, local_rank: int, store: dist.Store, nodes: int = 1
         context.take(device)
         backend = "nccl"
     if job.layout.world > 1:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=job.layout.world, timeout=timeout)
+        dist.init_process_group(
+            backend, store=store.plain, rank=rank, world_size=job.layout.world, timeout=timeout
+        )
     return Mesh(job.layout, rank, device, store, timeout, nodes=nodes)

@@ -58,7 +58,7 @@ def run_ranks(
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
             target=_work,
-            args=(number, world, meeting.port, seconds, theirs, function, arguments),
+            args=(number, world, meeting.port, meeting.store.secret, seconds, theirs, function, arguments),
             daemon=True,
         )
         process.start()
@@ -108,6 +108,7 @@ def _work(
     rank: int,
     world: int,
     port: int,
+    secret: bytes,
     seconds: float,
     pipe: Connection,
     function: Callable[..., Any],
@@ -116,7 +117,7 @@ def _work(
     os.umask(OWNER_ONLY)
     redact_output()
     try:
-        store = rendezvous.connect(port, seconds)
+        store = rendezvous.connect(port, secret, seconds)
         answer = (True, function(rank, world, store, *arguments), False)
     except BaseException as error:
         answer = (False, traceback.format_exc(), is_echo(error))

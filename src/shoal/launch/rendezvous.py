@@ -7,21 +7,20 @@ attempt writes under a prefix of its own.
 
 from __future__ import annotations
 
-import secrets
 import socket
 from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from shoal.launch.interfaces import LOOPBACK
+from shoal.parallel.signed import SignedStore, new_secret
 
 # Keys. To stop, after a step and with a commit: the run, or one attempt at it, which another follows.
 STOP, REGROUP = "stop", "regroup"
-LAUNCHER = "launcher"
 
 
 class Rendezvous(RendezvousHandler):
@@ -30,7 +29,7 @@ class Rendezvous(RendezvousHandler):
     An attempt at the run is called by the number of its round.
     """
 
-    def __init__(self, run_id: str, store: Store, address: str, port: int) -> None:
+    def __init__(self, run_id: str, store: SignedStore, address: str, port: int) -> None:
         self.store, self.address, self.port = store, address, port
         self.round = 0
         self._run_id = run_id
@@ -39,12 +38,12 @@ class Rendezvous(RendezvousHandler):
     @abstractmethod
     def next_rendezvous(self) -> RendezvousInfo: ...
 
-    def attempt(self) -> Store:
+    def attempt(self) -> SignedStore:
         """What the workers of the present attempt wrote."""
         return attempt_store(self.store, self.round)
 
     def info(self, node: int, nodes: int) -> RendezvousInfo:
-        own = PrefixStore(f"agent-{self.round}", self.store)
+        own = PrefixStore(f"agent-{self.round}", self.store.plain)
         return RendezvousInfo(own, node, nodes, RendezvousStoreInfo(self.address, self.port))
 
     def get_backend(self) -> str:
@@ -94,8 +93,8 @@ class LoopbackRendezvous(Rendezvous):
         return self.info(0, 1)
 
 
-def open_store(address: str, timeout: float) -> tuple[TCPStore, str, int]:
-    """A store of this process at a free port of an address, and of no other."""
+def open_store(address: str, timeout: float) -> tuple[SignedStore, str, int]:
+    """A store of this process at a free port of an address, and of no other; with a secret that is new."""
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
     store = TCPStore(
@@ -106,20 +105,15 @@ def open_store(address: str, timeout: float) -> tuple[TCPStore, str, int]:
         timeout=timedelta(seconds=timeout),
         master_listen_fd=listener.detach(),
     )
-    store.set(LAUNCHER, secrets.token_hex(4))
-    return store, address, port
+    return SignedStore(store, new_secret(), timeout), address, port
 
 
-def connect(port: int, timeout: float, address: str = LOOPBACK) -> Store:
-    """The launcher's store, from another process."""
-    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+def connect(port: int, secret: bytes, timeout: float, address: str = LOOPBACK) -> SignedStore:
+    """The launcher's store, from another connection."""
+    plain = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+    return SignedStore(plain, secret, timeout)
 
 
-def attempt_store(shared: Store, number: int) -> Store:
+def attempt_store(shared: SignedStore, number: int) -> SignedStore:
     """The part of a launcher's store that belongs to the attempt of that number."""
-    return PrefixStore(f"workers-{number}", shared)
-
-
-def attempt_name(shared: Store, number: int) -> str:
-    """What no other attempt is called, be it this launcher's or another's."""
-    return f"{shared.get(LAUNCHER).decode()}-{number}"
+    return shared.within(f"workers-{number}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch.distributed import Store
-
 from shoal.launch.failure import Failure
+from shoal.parallel.signed import SignedStore
 from shoal.train.guard.loops import Decision, Failed, decide
 from shoal.train.loop import RESUMED, TRUSTED
 from shoal.train.metrics.rows import last_row
@@ -32,7 +31,7 @@ class Restarts:
         self.run, self.budget = run, budget
         self.failures: list[Failed] = []
 
-    def judge(self, failure: Failure, attempt: Store) -> tuple[Decision, Failed]:
+    def judge(self, failure: Failure, attempt: SignedStore) -> tuple[Decision, Failed]:
         """What comes after the attempt that this failure has ended."""
         commits = sorted({*self.run.disk.committed(), *self.run.memory().committed()})
         resumed = _told(attempt, RESUMED)
@@ -52,5 +51,6 @@ class Restarts:
         return decision, self.failures[-1]
 
 
-def _told(store: Store, key: str) -> int | None:
-    return int(store.get(key)) if store.check([key]) else None
+def _told(store: SignedStore, key: str) -> int | None:
+    text = store.read(key)
+    return None if text is None else int(text)

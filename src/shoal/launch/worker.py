@@ -12,13 +12,12 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch.distributed import Store
 
 from shoal.launch import rendezvous
 from shoal.launch.environment import keep_only_passed
@@ -30,6 +29,7 @@ from shoal.launch.signals import STOP_SIGNALS
 from shoal.observe import nccl
 from shoal.observe.entered import recording
 from shoal.observe.flight import START, Flight
+from shoal.parallel.signed import SignedStore
 from shoal.plan.resolve import Job
 from shoal.train.files import OWNER_ONLY
 from shoal.train.guard.agreement import agree
@@ -49,7 +49,10 @@ class Assignment:
     job: Job
     run: Path
     dataset: Path
+    secret: bytes = field(repr=False)  # signs what is in the launcher's store
+    attempt: str  # a name that no other attempt at the run ever had
     round: int = 1  # which attempt of its launcher's this is
+    set_aside: tuple[int, ...] = ()  # steps in memory that it must not continue from
     node: str = ALONE  # what this machine is called among those that take part
     nodes: int = 1  # that take part, with as many ranks each
 
@@ -64,9 +67,9 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
     run = RunDirectory(assignment.run, assignment.node)
     run.keep_in(assignment.job.config.checkpoint.to)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = rendezvous.connect(port, assignment.job.config.fault.timeout, address)
+    store = rendezvous.connect(port, assignment.secret, assignment.job.config.fault.timeout, address)
     attempt = rendezvous.attempt_store(store, assignment.round)
-    if store.check([FATAL]):
+    if store.has(FATAL):
         return None
     try:
         _print_to(run.log(rank))
@@ -88,11 +91,21 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
             # One rank asks for all of them: what it hears travels with the step's first sum.
             asked = partial(_asked, store, attempt) if rank == 0 else bool
             with recording(flight, mesh.names) if watched else contextlib.nullcontext():
-                name = rendezvous.attempt_name(store, assignment.round)
                 restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
                 outcome = train(
-                    assignment.job, run, assignment.dataset, mesh, asked, announce, name, restarts, guest
+                    assignment.job,
+                    run,
+                    assignment.dataset,
+                    mesh,
+                    asked,
+                    announce,
+                    assignment.attempt,
+                    restarts,
+                    guest,
+                    assignment.set_aside,
                 )
+            # Together: who leaves first can no longer look after what others wait for in the store.
+            mesh.sum_integers([0])
             mesh.close()
             return outcome
     except Exception as error:
@@ -107,9 +120,9 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
         os._exit(1)  # past the interpreter's own report: the log has it, the terminal needs one line
 
 
-def _asked(store: Store, attempt: Store) -> bool:
+def _asked(store: SignedStore, attempt: SignedStore) -> bool:
     """To stop for good, or for as long as it takes to make room for another node."""
-    return store.check([rendezvous.STOP]) or attempt.check([rendezvous.REGROUP])
+    return store.has(rendezvous.STOP) or attempt.has(rendezvous.REGROUP)
 
 
 def _announce(flight: Flight, guest: Guest, phase: str, step: int) -> None:
@@ -117,7 +130,7 @@ def _announce(flight: Flight, guest: Guest, phase: str, step: int) -> None:
     guest.enter(phase, step)
 
 
-def _agree(assignment: Assignment, rank: int, attempt: Store) -> None:
+def _agree(assignment: Assignment, rank: int, attempt: SignedStore) -> None:
     """Ranks that were started with different configs would wait for each other forever, or train something else."""
     job = assignment.job
     told = {

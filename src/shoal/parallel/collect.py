@@ -103,4 +103,4 @@ class Collector:
 
     def _wait_until_asked(self) -> None:
         if self.mesh.store is not None:
-            self.mesh.store.wait([f"{self.name}-{self._asked}"], PATIENCE)
+            self.mesh.store.wait(f"{self.name}-{self._asked}", PATIENCE)

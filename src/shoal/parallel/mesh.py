@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.facts.layout import Layout
 from shoal.facts.ranks import AXES, coordinates, stride
+from shoal.parallel.signed import SignedStore
 
 # For what a rank does alone: far beyond any commit, and still an end.
 PATIENCE = timedelta(hours=6)
@@ -28,7 +29,7 @@ class Mesh:
         layout: Layout,
         rank: int,
         device: torch.device,
-        store: dist.Store | None = None,
+        store: SignedStore | None = None,
         timeout: timedelta | None = None,
         transport: str | None = None,
         nodes: int = 1,
@@ -141,7 +142,7 @@ class Mesh:
         if self.rank == 0:
             self.store.set(key, "")
         else:
-            self.store.wait([key], PATIENCE)
+            self.store.wait(key, PATIENCE)
 
     def gather(self, text: str) -> list[str]:
         """Every rank's text, on the first rank; elsewhere nothing. Ranks may come as late as they like."""
@@ -154,9 +155,7 @@ class Mesh:
         if self.rank != 0:
             self.store.set(f"{key}/{self.rank}", text)
             return []
-        keys = [f"{key}/{rank}" for rank in range(1, self.world)]
-        self.store.wait(keys, PATIENCE)
-        return [text, *(self.store.get(other).decode() for other in keys)]
+        return [text, *self.store.wait_for([f"{key}/{rank}" for rank in range(1, self.world)], PATIENCE)]
 
     def tell(self, text: str) -> str:
         """The first rank's text, on every rank."""
@@ -168,8 +167,7 @@ class Mesh:
         if self.rank == 0:
             self.store.set(key, text)
             return text
-        self.store.wait([key], PATIENCE)
-        return self.store.get(key).decode()
+        return self.store.wait(key, PATIENCE)
 
     def everyones(self, text: str) -> list[str]:
         """Every rank's text, on every rank. A collective, as bytes: torch's own for objects would unpickle them."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from shoal.launch.join import join
@@ -18,6 +17,7 @@ from shoal.observe import trace
 from shoal.observe.intervals import Interval
 from shoal.observe.spent import Spent, extents, spent
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.signed import SignedStore
 from shoal.plan.resolve import Job
 from shoal.train.data.dataset import Dataset
 from shoal.train.data.loader import Batch
@@ -59,7 +59,7 @@ class Seen:
     reserved: int | None = None
 
 
-def take_part(rank: int, world: int, store: dist.Store, order: Order) -> Seen:
+def take_part(rank: int, world: int, store: SignedStore, order: Order) -> Seen:
     """Warm-up steps, timed steps, a profiled and a tracked one: all of them ordinary steps of the run."""
     # torch's profiler announces its start and stop on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -17,6 +16,7 @@ from shoal.facts.views import canonical_parameters
 from shoal.launch.join import join
 from shoal.parallel.collect import Collector
 from shoal.parallel.pieces import Piece, gradient, weight
+from shoal.parallel.signed import SignedStore
 from shoal.plan.resolve import Job
 from shoal.train.data.dataset import Dataset
 from shoal.train.evaluate import heldout_loss, write_samples
@@ -61,7 +61,7 @@ class Script:
     reference: bool  # write them, or compare with them
 
 
-def rehearse(rank: int, world: int, store: dist.Store, script: Script) -> Rehearsal | None:
+def rehearse(rank: int, world: int, store: SignedStore, script: Script) -> Rehearsal | None:
     """One rank's part; the first rank returns what was seen."""
     job = script.job
     mesh = join(job, rank, rank, store)

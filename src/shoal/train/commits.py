@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,15 +41,19 @@ class Commits:
         batch: int,
         identity: dict[str, Any],
         attempt: str,
+        set_aside: Sequence[int] = (),
     ) -> None:
-        """``batch``: samples a step. ``attempt``: a name that no other attempt at this run ever had."""
+        """``batch``: samples a step. ``attempt``: a name that no other attempt at this run ever had.
+
+        ``set_aside``: steps in the memory of any node that the launcher does not trust.
+        """
         self.state, self.run, self.mesh, self.config = state, run, mesh, config
         self.batch, self.identity = batch, identity
         self.disk: Place = run.disk
         self.memory: Place = run.memory()
         self.peers: Peers | None = None  # other nodes, where each has a memory of its own
         if mesh.nodes > 1 and config.memory:
-            self.peers = Peers(mesh, run.memory(), attempt)
+            self.peers = Peers(mesh, run.memory(), attempt, set_aside)
         self.committed = 0  # the last step that is on disk, on the first rank
         self.before_commit: Callable[[], None] = _nothing
         self._last_error = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -63,14 +63,15 @@ def train(
     attempt: str = "0",
     restarts: int = 0,
     guest: Guest | None = None,
+    set_aside: Sequence[int] = (),
 ) -> Outcome:
     """Train from the run's last commit, or from the start, to the last step of the recipe.
 
     ``attempt`` names this attempt at the run, as no other was ever named; ``restarts`` came before it.
-    ``guest`` looks on.
+    ``guest`` looks on. ``set_aside``: steps in memory that are not to be continued from.
     """
     with explaining(job, mesh) as witness:
-        training = Training(job, run, dataset, mesh, announce, attempt)
+        training = Training(job, run, dataset, mesh, announce, attempt, set_aside)
         if mesh.rank == 0 and mesh.store is not None:
             mesh.store.set(RESUMED, str(training.done))
         if restarts and mesh.rank == 0:
@@ -92,6 +93,7 @@ class Training:
         mesh: Mesh,
         announce: Announce = unheard,
         attempt: str = "0",
+        set_aside: Sequence[int] = (),
     ) -> None:
         """``announce`` is told what comes next, for some of it may take long."""
         config, recipe = job.config, job.config.recipe
@@ -110,8 +112,9 @@ class Training:
         self.guard = NonFiniteGuard(config.fault.nonfinite, scale.enabled)
 
         self.state = State(job.model, placed, self.program.optimizer, recipe.optimizer, scale, mesh)
+        origin = identity(job, data.fingerprint)
         self.commits = Commits(
-            self.state, run, mesh, config.checkpoint, recipe.batch, identity(job, data.fingerprint), attempt
+            self.state, run, mesh, config.checkpoint, recipe.batch, origin, attempt, set_aside
         )
         self.step.before_update = self._before_update
         self.announce(RESTORE, 0)

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from torch.distributed import TCPStore
 
 from shoal.cli.main import main
 from shoal.facts.configfile import load
 from shoal.facts.problem import BadInput
 from shoal.launch.nodes import meeting
+from shoal.launch.nodes import train as nodes_train
 from shoal.launch.nodes.count import NodeCount, node_name
 from shoal.launch.nodes.documents import Call, End, Round, Status
-from shoal.launch.nodes.meeting import Captain, Follower, Place, new_place
+from shoal.launch.nodes.meeting import Captain, CaptainLost, Follower, Place, new_place
 from shoal.launch.nodes.watched import EveryRank, Witness
 from shoal.launch.rendezvous import connect, open_store
+from shoal.launch.report import FAILED, STOPPED, Report
+from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.observe.flight import Channel, Entry, Snapshot
+from shoal.parallel.signed import SignedStore
 from shoal.plan.refit import refit
 from shoal.plan.resolve import resolve
 from shoal.train.guard.stacks import Frame, Standing
+from shoal.train.rundir import RunDirectory
 
 TIMEOUT = 4.0  # a launcher is lost after half of it
 
@@ -37,12 +46,15 @@ class Meeting:
 
     def __init__(self) -> None:
         self.store, self.address, self.port = open_store("127.0.0.1", TIMEOUT)
-        self.captain = Captain(connect(self.port, TIMEOUT), status("a"), TIMEOUT)
+        self.captain = Captain(connect(self.port, self.store.secret, TIMEOUT), status("a"), TIMEOUT)
         self.captain.start()
         self.talking = [self.captain]
 
+    def connect(self) -> SignedStore:
+        return connect(self.port, self.store.secret, TIMEOUT)
+
     def join(self, name: str, process: int = 2) -> Follower:
-        follower = Follower(connect(self.port, TIMEOUT), status(name, process), TIMEOUT)
+        follower = Follower(self.connect(), status(name, process), TIMEOUT)
         follower.start()
         self.talking.append(follower)
         return follower
@@ -64,7 +76,8 @@ def test_what_is_said_is_heard_and_who_is_silent_is_lost(together: Meeting) -> N
     follower.say(ready=1)
     assert together.hears(lambda: [one.name for one in captain.alive().values()] == ["a", "b"])
     assert together.hears(lambda: captain.alive()[follower.number].ready == 1)
-    captain.command(round=Round(number=1, nodes=(1, 2), layout="dp=2", cluster={}), end=End(message="over"))
+    round = Round(number=1, nodes=(1, 2), attempt="0a0a0a0a-1", layout="dp=2", cluster={})
+    captain.command(round=round, end=End(message="over"))
     assert follower.wait(lambda: follower.call.end is not None, 10)
     assert follower.call.round is not None and follower.call.round.nodes == (captain.number, follower.number)
     assert follower.call.end == End(message="over", code=1) and not follower.lost
@@ -104,21 +117,122 @@ def test_of_two_launchers_with_one_name_the_later_is_refused(together: Meeting) 
 
 def test_who_would_train_something_else_is_refused_and_the_others_go_on(together: Meeting) -> None:
     captain, good = together.captain, together.join("b")
-    other = Follower(
-        connect(together.port, TIMEOUT), status("c").model_copy(update={"facts": {"data": "1"}}), TIMEOUT
-    )
+    other = Follower(together.connect(), status("c").model_copy(update={"facts": {"data": "1"}}), TIMEOUT)
     other.start()
     together.talking.append(other)
     assert other.wait(lambda: other.number in other.call.refused, 10)
     assert other.call.refused[other.number] == "node c differs from node a, which leads, in data"
     # One that says what nobody here understands, for it is of another version.
-    store = connect(together.port, TIMEOUT)
-    number = store.add(meeting.COUNT, 1)
+    store = together.connect()
+    number = meeting._join(store, status("d"))
     store.set(meeting.node_key(number), json.dumps({**status("d").model_dump(), "mood": "good"}))
     assert together.hears(lambda: "not the same version" in captain.call.refused.get(number, ""))
     assert (
         together.hears(lambda: list(captain.alive()) == [captain.number, good.number]) and not captain.broken
     )
+
+
+def test_a_stranger_neither_joins_nor_holds_up_nor_turns_back_time(together: Meeting) -> None:
+    """Another user of the machine, who can write to the store but has no secret."""
+    stranger = TCPStore("127.0.0.1", together.port, is_master=False)
+    stranger.add("nodes", 10**9)
+    stranger.set("node-2", status("x").model_dump_json())
+    stranger.set("node-3", b"\xff")
+    captain, follower = together.captain, together.join("b")
+    assert follower.number == 2  # what is not ours is free
+    follower.say(ready=1)
+    assert together.hears(lambda: follower.number in captain.alive() and captain.alive()[2].ready == 1)
+    assert [one.name for one in captain.alive().values()] == ["a", "b"] and not captain.call.refused
+    # What was said before is not heard again, and orders are the captain's own.
+    before = stranger.get("node-2")
+    follower.say(ready=7)
+    assert together.hears(lambda: captain.alive()[2].ready == 7)
+    order = Call(beat=10**6, end=End(message="over"))
+    for _ in range(3):
+        stranger.set("node-2", before)
+        stranger.set("node-4", b"0" * 64)
+        stranger.set(meeting.CALL, order.model_dump_json())
+        beat = captain.call.beat
+        assert together.hears(lambda beat=beat: captain.call.beat > beat)
+        assert captain.alive()[2].ready == 7 and follower.call.end is None
+    assert not captain.broken and not follower.lost
+    later = together.join("c", 3)
+    assert together.hears(lambda: later.number in captain.alive())
+
+
+def test_a_captain_whose_orders_are_taken_away_is_lost(
+    together: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loudly, and soon: a follower does not wait for an order that it cannot get."""
+    follower = together.join("b")
+    assert follower.wait(lambda: follower.call.beat > 0, 10) and not follower.lost
+    monkeypatch.setattr(Captain, "_exchange", lambda self: self.store.plain.delete_key(meeting.CALL))
+    deadline = time.monotonic() + 20
+    while not follower.lost:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_only_its_owner_can_read_where_the_captain_is(tmp_path: Path) -> None:
+    store, address, port = open_store("127.0.0.1", TIMEOUT)
+    place = new_place(address, port, store)
+    before = os.umask(0)
+    try:
+        place.write(tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / ".meeting").stat().st_mode) == 0o600
+    assert place.secret == store.secret.hex() and place.secret not in repr(place)
+
+
+class Attempt:
+    """One that is asked to stop, and then finds its captain lost."""
+
+    asked = 0.0
+
+    def on_signal(self, number: int, frame: object = None) -> None:
+        self.asked = time.monotonic()
+
+    def run_to_end(self) -> Report:
+        with stoppable(self.on_signal, STOP_SIGNALS):
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not self.asked:
+                time.sleep(0.01)
+        raise CaptainLost
+
+
+def test_a_stop_is_not_forgotten_where_the_captain_is_lost(
+    settings: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = resolve(load(None, settings(cluster__on="2xcpu"), "dp=2").config)
+    run = RunDirectory(tmp_path / "run", "b")
+    followed: list[int] = []
+
+    def follow(self: nodes_train._Together) -> Report | None:
+        followed.append(1)
+        assert len(followed) == 1, "it looks for another captain although it was asked to stop"
+        return self._run(Attempt)
+
+    monkeypatch.setattr(nodes_train._Together, "follow", follow)
+    with run.held():  # somebody else leads
+        report = nodes_train.train(job, run, NodeCount(2, 2), False, Console(quiet=True))
+    assert report.code == STOPPED and followed == [1]
+
+
+def test_a_stop_while_an_attempt_is_being_made_reaches_it(tmp_path: Path) -> None:
+    """The signals are not its own yet."""
+    run = RunDirectory(tmp_path / "run", "b")
+    together = nodes_train._Together(None, run, NodeCount(2, 2), Console(quiet=True), None, "", None)
+
+    class Slow(Attempt):
+        def __init__(self) -> None:
+            together.on_signal(signal.SIGTERM)
+
+        def run_to_end(self) -> Report:
+            return Report(STOPPED if self.asked else FAILED, run.path, 0, "", None, None)
+
+    report = together._run(Slow)
+    assert report is not None and report.code == STOPPED
 
 
 def test_the_captain_is_found_through_the_run_and_a_stranger_is_not_taken_for_it(tmp_path: Path) -> None:
@@ -129,13 +243,13 @@ def test_the_captain_is_found_through_the_run_and_a_stranger_is_not_taken_for_it
     found = Place.read(tmp_path)
     assert found == place and not found.elsewhere and found.connect() is not None
     # Somebody else has got the port.
-    store.set(meeting.NONCE, "another")
+    store.plain.set(meeting.HELLO, "another")
     assert place.connect() is None
     Place(address, port, "here", "of another").remove(tmp_path)
     assert place.stands(tmp_path)
     place.remove(tmp_path)
-    assert Place.read(tmp_path) is None and Place(address, 1, "here", "").connect() is None
-    assert Place("127.0.0.1", port, "another host", "").elsewhere
+    assert Place.read(tmp_path) is None and Place(address, 1, "here", "00").connect() is None
+    assert Place("127.0.0.1", port, "another host", "00").elsewhere
 
 
 class Ranks:
@@ -163,7 +277,9 @@ class Ranks:
 
 def test_the_captain_sees_the_ranks_of_other_nodes(together: Meeting) -> None:
     captain, follower = together.captain, together.join("b")
-    round = Round(number=3, nodes=(captain.number, follower.number), layout="dp=4", cluster={})
+    round = Round(
+        number=3, nodes=(captain.number, follower.number), attempt="0a0a0a0a-3", layout="dp=4", cluster={}
+    )
     every = EveryRank(captain, round, Ranks(0))
     assert every.look() is None  # of the other nothing is known yet
     witness = Witness(Ranks(2), patience=0.1, asked=0)
@@ -224,8 +340,6 @@ def test_a_captain_that_only_its_own_host_can_reach_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Held by this process, as if by another node's."""
-    from shoal.train.rundir import RunDirectory
-
     run = RunDirectory(tmp_path / "run")
     with run.held():
         Place("127.0.0.1", 1, f"not-{os.uname().nodename}", "").write(run.path)

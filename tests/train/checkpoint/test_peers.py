@@ -7,16 +7,19 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
 
 from shoal.facts.layout import Layout
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.signed import SignedStore
 from shoal.train.checkpoint.manifest import NAME
-from shoal.train.checkpoint.peers import SET_ASIDE, Peers, _newest, file_of
+from shoal.train.checkpoint.peers import Peers, _checked, _newest, file_of
 from shoal.train.checkpoint.place import Directory
 
+SECRET = b"s" * 32
 SIZES = {file_of(0): 10, file_of(1): 20, NAME: 5}
 
 
@@ -118,15 +121,12 @@ def test_what_the_launcher_has_set_aside_comes_back_from_no_node(tmp_path: Path)
 
 
 def _set_aside(rank: int, world: int, path: Path) -> tuple[object, list[int]]:
-    peers, place = _peers(rank, path)
+    peers, place = _peers(rank, path, set_aside=(7, 8))
     if peers.leads:
         for step in (7, 8, 9):
             place.write(step, "first", file_of(rank), [memoryview(b"x")])
             place.commit(step, "first", "no manifest")
     peers.mesh.gather("")
-    peers.mesh.tell("")
-    if rank == 0:
-        peers.mesh.store.set(SET_ASIDE, json.dumps([7, 8]))
     peers.mesh.tell("")
     # The ninth was done on a node that was away, and the others have undone it.
     found, useless = peers.newest(8)
@@ -136,8 +136,78 @@ def _set_aside(rank: int, world: int, path: Path) -> tuple[object, list[int]]:
     return found, place.committed()
 
 
-def _peers(rank: int, path: Path) -> tuple[Peers, Directory]:
-    store = dist.distributed_c10d._get_default_store()
+def test_a_stranger_names_no_file(tmp_path: Path) -> None:
+    """Another user of the machine, who has written to the store before the first rank tells what it has found."""
+    victim = tmp_path / "victim"
+    victim.write_text("all of it")
+    assert run_ranks(4, _told_by_a_stranger, tmp_path, victim) == [None] * 4
+    assert victim.read_text() == "all of it"
+
+
+def _told_by_a_stranger(rank: int, world: int, path: Path, victim: Path) -> object:
+    peers, place = _peers(rank, path)
+    mesh = peers.mesh
+    if peers.leads:
+        place.write(3, "first", file_of(rank), [memoryview(b"x")])
+        place.commit(3, "first", "no manifest")
+    if rank == 3:
+        stranger = dist.distributed_c10d._get_default_store()
+        hostile = json.dumps([[3, "hash", [[str(victim), 0, 1, 0], [NAME, 0, 1, 0]]], [[3, "why"]]])
+        for number in range(3, 20):
+            stranger.set(f"told-{number}", hostile)
+        stranger.check(["told-3"])
+    mesh.gather("")
+    mesh.tell("")
+    sound, useless = peers.newest(8)
+    if sound is not None:
+        peers.bring(sound)
+    # What was really found: a manifest that cannot be read.
+    assert [step for step, _ in useless] == [3]
+    return sound
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [[3, "m", [["/etc/passwd", 1, 0, 1]]], []],
+        [[3, "m", [["../x", 1, 0, 1]]], []],
+        [[3, "m", [[file_of(0), -1, 0, 1]]], []],
+        [[3, "m", [[file_of(0), 1 << 60, 0, 1]]], []],
+        [[3, "m", [[file_of(0), 1, 0, 2]]], []],
+        [["3/../4", "m", []], []],
+        [[-3, "m", []], []],
+        [None, [["..", "why"]]],
+    ],
+)
+def test_what_was_told_is_checked_before_it_becomes_a_path(found: object) -> None:
+    with pytest.raises(RuntimeError):
+        _checked(found, nodes=2)
+
+
+def test_no_name_leads_out_of_a_checkpoint(tmp_path: Path) -> None:
+    victim = tmp_path / "victim" / "thesis-1"
+    victim.mkdir(parents=True)
+    (victim / "text").write_text("all of it")
+    place = Directory(tmp_path / "run" / "checkpoints", durable=False)
+    for attempt, file in (
+        ("x/../../../victim/thesis-1", file_of(0)),
+        ("first", str(victim / "text")),
+        ("first", "../../../victim/thesis-1/text"),
+        ("..", file_of(0)),
+        ("", file_of(0)),
+    ):
+        for act in (
+            lambda attempt=attempt, file=file: place.write(1, attempt, file, [memoryview(b"")]),
+            lambda attempt=attempt, file=file: place.commit(1, attempt if file == file_of(0) else "..", "{}"),
+            lambda attempt=attempt, file=file: place.abandon(1, attempt if file == file_of(0) else "../.."),
+        ):
+            with pytest.raises(ValueError, match="is no name"):
+                act()
+    assert (victim / "text").read_text() == "all of it" and not place.path.exists()
+
+
+def _peers(rank: int, path: Path, set_aside: tuple[int, ...] = ()) -> tuple[Peers, Directory]:
+    store = SignedStore(dist.distributed_c10d._get_default_store(), SECRET)
     mesh = Mesh(Layout(dp=4), rank, torch.device("cpu"), store, nodes=2)
     place = Directory(path / f"node-{rank // 2}", durable=False)
-    return Peers(mesh, place, "first"), place
+    return Peers(mesh, place, "first", set_aside), place

@@ -13,11 +13,14 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 
 from shoal.facts.config import Config
+from shoal.launch.rendezvous import attempt_store
+from shoal.parallel.signed import SignedStore
 from shoal.train.guard.agreement import Disagreement, RankMissing, agree
 
 FIX = "fix: start every rank with the same config, layout and versions"
 
 Facts = dict[str, str]
+SECRET = b"s" * 32
 
 
 def facts(layout: str = "dp=4", torch: str = "2.13.0", **recipe: Any) -> Facts:
@@ -26,7 +29,7 @@ def facts(layout: str = "dp=4", torch: str = "2.13.0", **recipe: Any) -> Facts:
 
 
 def verdict(
-    rank: int, world: int, store: dist.Store, given: list[Facts | None], seconds: float
+    rank: int, world: int, store: SignedStore, given: list[Facts | None], seconds: float
 ) -> tuple[str, str]:
     """What a rank raises; a rank without facts does not come."""
     mine = given[rank]
@@ -43,7 +46,7 @@ def in_process(
     rank: int, world: int, port: int, given: list[Facts | None], seconds: float
 ) -> tuple[str, str]:
     shared = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
-    return verdict(rank, world, dist.PrefixStore("workers-1", shared), given, seconds)
+    return verdict(rank, world, attempt_store(SignedStore(shared, SECRET), 1), given, seconds)
 
 
 def in_processes(*given: Facts | None, seconds: float = 30) -> list[tuple[str, str]]:
@@ -53,7 +56,7 @@ def in_processes(*given: Facts | None, seconds: float = 30) -> list[tuple[str, s
 
 
 def in_threads(*given: Facts | None, seconds: float = 30) -> list[tuple[str, str]]:
-    store, world = dist.HashStore(), len(given)
+    store, world = SignedStore(dist.HashStore(), SECRET), len(given)
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(lambda rank: verdict(rank, world, store, list(given), seconds), range(world)))
 
@@ -143,7 +146,7 @@ def test_a_first_rank_that_never_comes() -> None:
 
 
 def test_a_late_rank_is_waited_for() -> None:
-    store = dist.HashStore()
+    store = SignedStore(dist.HashStore(), SECRET)
 
     def late(rank: int) -> tuple[str, str]:
         time.sleep(0.3 * rank)

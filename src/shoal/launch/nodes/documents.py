@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.launch.failure import Death
 from shoal.launch.report import FAILED
@@ -21,10 +21,10 @@ class Document(BaseModel):
 class Status(Document):
     """What a launcher says of its node."""
 
-    name: str
+    name: str = Field(max_length=63)
     host: str
     process: int
-    devices: int  # for how many ranks it has room
+    devices: int = Field(ge=0, le=1 << 16)  # for how many ranks it has room
     facts: dict[str, str] = {}  # what has to be the same on all nodes: config, data, versions
     beat: int = 0
     ready: int = 0  # it has no workers, and takes part in any round from this one on; 0: it has some
@@ -42,8 +42,12 @@ class Status(Document):
 class Round(Document):
     """Who takes part in one attempt at the run, and in which layout. The first of ``nodes`` is the captain's own."""
 
-    number: int
+    number: int = Field(ge=1)
     nodes: tuple[int, ...]
+    attempt: str = Field(
+        pattern=r"^[0-9a-f]{8}-[0-9]{1,9}$"
+    )  # part of paths: what no other attempt was ever called
+    set_aside: tuple[int, ...] = ()  # steps in the memory of nodes that it must not continue from
     layout: str
     cluster: dict[str, Any]
 

@@ -20,7 +20,7 @@ from shoal.launch.nodes.meeting import CaptainLost, Follower, Place
 from shoal.launch.nodes.watched import Witness
 from shoal.launch.rendezvous import Rendezvous, connect
 from shoal.launch.report import FAILED, Report
-from shoal.launch.restart import Interrupted
+from shoal.launch.restart import GaveUp, Interrupted
 from shoal.plan.resolve import Job
 from shoal.train.guard.watchdog import OF_THE_LIMIT, Limits
 from shoal.train.guard.watched import LocalRanks
@@ -78,7 +78,7 @@ class Following(Attempt):
         if talking is None:
             raise CaptainLost
         try:
-            store = connect(self.place.port, timeout, self.place.address)
+            store = connect(self.place.port, talking.secret, timeout, self.place.address)
             self.follower = Follower(talking, self._status, timeout)
         except RuntimeError:  # as torch says it
             raise CaptainLost from None
@@ -104,7 +104,7 @@ class Following(Attempt):
         self._index = todo.nodes.index(follower.number)
         cluster = Cluster.model_validate(todo.cluster)
         job = replace(self.wanted, cluster=cluster, layout=Layout.parse(todo.layout))
-        self._assign(job, todo.number, len(todo.nodes))
+        self._assign(job, todo.number, len(todo.nodes), todo.attempt, todo.set_aside)
         self.agent.crew = Crew()  # who has died before is no longer of interest
         follower.say(ready=0, round=todo.number, deaths=(), failed=False, seen={}, standings={})
         ranks = name_ranks(self._my_ranks())
@@ -178,7 +178,7 @@ class Following(Attempt):
 
     def _verdict(self) -> Report:
         follower = self.follower
-        if self.insisted or isinstance(self.error, Interrupted):
+        if self.insisted or isinstance(self.error, (Interrupted, GaveUp)):
             return super()._verdict()
         # What the agent has met with, in a connection that is gone, the thread that talks may not have noticed yet.
         follower.wait(lambda: self.over() is not None, follower.patience)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
-from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from shoal.facts.problem import BadInput
@@ -22,9 +20,9 @@ from shoal.launch.nodes.watched import EveryRank
 from shoal.launch.rendezvous import REGROUP, Rendezvous, attempt_store, connect, open_store
 from shoal.launch.report import Report
 from shoal.launch.restart import GaveUp, Interrupted
+from shoal.parallel.signed import SignedStore
 from shoal.plan.refit import refit
 from shoal.plan.resolve import Job
-from shoal.train.checkpoint.peers import SET_ASIDE
 from shoal.train.guard.watchdog import Limits, Watchdog
 from shoal.train.guard.watched import LocalRanks
 
@@ -66,7 +64,8 @@ class Leading(Attempt):
     def _meet(self) -> Rendezvous:
         timeout = self.job.config.fault.timeout
         store, address, port = open_store(address_of(self.job.config.cluster.interface), timeout)
-        self.captain = Captain(connect(port, timeout, address), self._status, timeout)
+        self.captain = Captain(connect(port, store.secret, timeout, address), self._status, timeout)
+        self.captain.store.on_forgery(self._note_tampering)
         self.captain.start()
         self.place = new_place(address, port, store)
         self.place.write(self.run.path)
@@ -86,15 +85,14 @@ class Leading(Attempt):
     def begin_round(self, number: int) -> int:
         """End the round before, see why it failed, gather nodes, and say what they do; how many they are."""
         captain, ended = self.captain, self.captain.call.round
+        set_aside: tuple[int, ...] = ()  # the others have copies of their own
         if ended is not None:
             captain.command(over=ended.number)
             # One that does not get rid of its workers is left out.
             patience = SETTLE_SECONDS + self.job.config.fault.timeout
             captain.wait(lambda: all(self._settled(node, ended) for node in ended.nodes[1:]), patience)
             if not self._regrouped:
-                doubtful = self._judge(ended.number)
-                # The others have copies of their own.
-                self._store_of(number).set(SET_ASIDE, json.dumps(doubtful))
+                set_aside = self._judge(ended.number)
         self._regrouped = False
         captain.say(devices=self.devices() or 1)  # some may be gone
         there, job = self._gather_enough(first=ended is None)
@@ -102,12 +100,19 @@ class Leading(Attempt):
         taking_part = tuple(there)[: job.cluster.nodes if job is not self.wanted else len(there)]
         self._note_change(job, taking_part, ended)
         cluster = job.cluster.model_dump(mode="json")
-        self._round = Round(number=number, nodes=taking_part, layout=str(job.layout), cluster=cluster)
-        self._assign(job, number, len(taking_part))
+        self._round = Round(
+            number=number,
+            nodes=taking_part,
+            attempt=f"{self.name}-{number}",
+            set_aside=set_aside,
+            layout=str(job.layout),
+            cluster=cluster,
+        )
+        self._assign(job, number, len(taking_part), self._round.attempt, set_aside)
         captain.command(round=self._round)
         return len(taking_part)
 
-    def _store_of(self, number: int) -> Store:
+    def _store_of(self, number: int) -> SignedStore:
         return attempt_store(self.rendezvous.store, number)
 
     def _settled(self, node: int, ended: Round) -> bool:

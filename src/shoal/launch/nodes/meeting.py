@@ -8,31 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from torch.distributed import Store, TCPStore
+from torch.distributed import TCPStore
 
 from shoal.launch.interfaces import LOOPBACK
 from shoal.launch.nodes.documents import Call, Status
-from shoal.train.files import replace_text
+from shoal.parallel.signed import SignedStore
+from shoal.train.files import private_files, replace_text
 
 TICK_SECONDS = 0.1
 CONNECT_SECONDS = 2.0
 
 CONNECTING = "shoal-connect"
 
-# Keys of the captain's store: how many launchers have come, the document of each by its number, and the captain's.
-COUNT, CALL, NONCE = "nodes", "call", "nonce"
+# Keys of the captain's store: that it is the captain's, its document, and those of all launchers, by their numbers.
+HELLO, CALL = "hello", "call"
+# How often launchers may join while one captain leads.
+MOST_NUMBERS = 1 << 16
+# How many places that somebody else has written to the captain looks beyond.
+MOST_STRANGE = 64
 
 
 def node_key(number: int) -> str:
@@ -50,20 +54,23 @@ class CaptainLost(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where the captain is: as the run's directory says."""
+    """Where the captain is: as the run's directory says, which only its owner can read."""
 
     address: str
     port: int
     host: str
-    nonce: str
+    secret: str = field(repr=False)  # signs what is in the store
 
     def write(self, run: Path) -> None:
-        replace_text(run / ".meeting", json.dumps(self.__dict__) + "\n")
+        with private_files():
+            replace_text(run / ".meeting", json.dumps(self.__dict__) + "\n")
 
     @staticmethod
     def read(run: Path) -> Place | None:
         try:
-            return Place(**json.loads((run / ".meeting").read_text(encoding="utf-8")))
+            place = Place(**json.loads((run / ".meeting").read_text(encoding="utf-8")))
+            bytes.fromhex(place.secret)
+            return place
         except (OSError, ValueError, TypeError):
             return None
 
@@ -82,42 +89,42 @@ class Place:
         """Whether it can be reached from its own host alone, and that is not this one."""
         return self.address == LOOPBACK and self.host != socket.gethostname()
 
-    def connect(self) -> TCPStore | None:
+    def connect(self) -> SignedStore | None:
         """The captain's store; None where there is none, or that of somebody else who has got its port since.
 
         From a thread, one at a time: where a process is stopped, its machine takes connections, and nobody answers.
         """
         if any(thread.name == CONNECTING for thread in threading.enumerate()):
             return None
-        found: list[TCPStore | None] = []
+        found: list[SignedStore | None] = []
         thread = threading.Thread(target=lambda: found.append(self._connect()), name=CONNECTING, daemon=True)
         thread.start()
         thread.join(2 * CONNECT_SECONDS)
         return found[0] if found else None
 
-    def _connect(self) -> TCPStore | None:
+    def _connect(self) -> SignedStore | None:
         try:
             # torch would try again and again, for as long as it may.
             socket.create_connection((self.address, self.port), CONNECT_SECONDS).close()
             wait = timedelta(seconds=CONNECT_SECONDS)
-            store = TCPStore(self.address, self.port, is_master=False, timeout=wait)
-            return store if store.get(NONCE).decode() == self.nonce else None
+            plain = TCPStore(self.address, self.port, is_master=False, timeout=wait)
+            store = SignedStore(plain, bytes.fromhex(self.secret))
+            return store if store.has(HELLO) else None
         except (OSError, RuntimeError):
             return None
 
 
-def new_place(address: str, port: int, store: Store) -> Place:
-    nonce = secrets.token_hex(8)
-    store.set(NONCE, nonce)
-    return Place(address, port, socket.gethostname(), nonce)
+def new_place(address: str, port: int, store: SignedStore) -> Place:
+    store.set(HELLO, "")
+    return Place(address, port, socket.gethostname(), store.secret.hex())
 
 
 class Talk(ABC):
     """One launcher's side of the meeting. Subclasses say what is exchanged at every tick."""
 
-    def __init__(self, store: Store, status: Status) -> None:
+    def __init__(self, store: SignedStore, status: Status) -> None:
         self.store = store
-        self.number = int(store.add(COUNT, 1))
+        self.number = _join(store, status)
         self._status = status
         self._changed = threading.Condition()
         self._wake = threading.Event()
@@ -186,26 +193,41 @@ class Talk(ABC):
         self.store.set(node_key(self.number), told)
 
 
+def _join(store: SignedStore, status: Status) -> int:
+    """The first number that no launcher of this run has. A counter could be set to anything by anybody."""
+    told = status.model_dump_json()
+    for number in range(1, MOST_NUMBERS + 1):
+        if store.claim(node_key(number), told):
+            return number
+    raise RuntimeError(f"{MOST_NUMBERS} launchers have joined")
+
+
 class Follower(Talk):
     """Says what its node does, and hears what the captain wants."""
 
-    def __init__(self, store: Store, status: Status, timeout: float) -> None:
+    def __init__(self, store: SignedStore, status: Status, timeout: float) -> None:
         super().__init__(store, status)
         self.patience = silence(timeout)
         self.call = Call()
+        self._called = time.monotonic()  # when the captain's document was last there
 
     @property
     def lost(self) -> bool:
         """Whether the captain is; once and for all, for others have gone on without this node."""
-        if not self._broken and self.quiet_for() > self.patience:
+        if not self._broken and max(self.quiet_for(), time.monotonic() - self._called) > self.patience:
             self._broken = f"no answer for {self.patience:.0f} s"
         return bool(self._broken)
 
     def _exchange(self) -> None:
         self._tell_status()
-        call = Call.model_validate_json(self.store.get(CALL))
-        with self._changed:
-            self.call = call
+        text = self.store.read(CALL)
+        call = None if text is None else Call.model_validate_json(text)
+        if (
+            call is not None and call.beat >= self.call.beat
+        ):  # an older one was put there again by somebody else
+            self._called = time.monotonic()
+            with self._changed:
+                self.call = call
 
 
 @dataclass
@@ -219,7 +241,7 @@ class Heard:
 class Captain(Talk):
     """Hears all nodes, and says what is to be done. Its own node is one of them, the first."""
 
-    def __init__(self, store: Store, status: Status, timeout: float) -> None:
+    def __init__(self, store: SignedStore, status: Status, timeout: float) -> None:
         super().__init__(store, status)
         self.patience = silence(timeout)
         self.call = Call()
@@ -259,18 +281,16 @@ class Captain(Talk):
 
     def _exchange(self) -> None:
         self._tell_status()
-        for number in range(1, int(self.store.add(COUNT, 0)) + 1):
-            if number == self.number or not self.store.check([node_key(number)]):
-                continue
+        for number, text in self._documents():
             try:
-                told = Status.model_validate_json(self.store.get(node_key(number)))
+                told = Status.model_validate_json(text)
             except ValidationError:
                 self._refuse(
                     number, "it speaks otherwise than the node that leads: not the same version of Shoal"
                 )
                 continue
             before = self._heard.get(number)
-            if before is None or before.status.beat != told.beat:
+            if before is None or before.status.beat < told.beat:
                 with self._changed:
                     self._heard[number] = Heard(told, time.monotonic())
         self._refuse_namesakes()
@@ -279,6 +299,18 @@ class Captain(Talk):
             self.call = self.call.model_copy(update={"beat": self.call.beat + 1})
             told_all = self.call.model_dump_json()
         self.store.set(CALL, told_all)
+
+    def _documents(self) -> Iterator[tuple[int, str]]:
+        """Those of the others: as many as have joined, however many places somebody else has written to."""
+        strange = 0
+        for number in range(1, MOST_NUMBERS + 1):
+            text = self.store.read(node_key(number))
+            if text is not None and number != self.number:
+                yield number, text
+            elif text is None:
+                strange += 1
+                if strange > MOST_STRANGE or not self.store.strange(node_key(number)):
+                    return
 
     def _refuse_namesakes(self) -> None:
         """Of two launchers that live and are called the same, the later: they would share one memory.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from importlib import metadata
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -58,10 +59,8 @@ def train(
     local.warm_workers([*local.PRELOAD, entrypoint.partition(":")[0]], job.config)
     # Of a connection that is lost, torch would print a page.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Each node has as many ranks, so agents need not ask each other, and wait for one that has been lost meanwhile.
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     together = _Together(job, run, nodes, console, visible, entrypoint, dataset)
-    with stoppable(lambda number, frame: together.asked.append(number), STOP_SIGNALS):
+    with stoppable(together.on_signal, STOP_SIGNALS):
         while not together.asked:
             with ExitStack() as held:
                 leads = held.enter_context(run.held_by_us())
@@ -97,7 +96,8 @@ class _Together:
         self.job, self.run, self.nodes, self.console = job, run, nodes, console
         self.entrypoint, self.dataset = entrypoint, dataset
         self.count = partial(local.devices_here, job, visible)
-        self.asked: list[int] = []  # signals to stop, while nobody else listens
+        self.asked: list[int] = []  # signals to stop, while no attempt runs
+        self.attempt: Attempt | None = None
         self.followed = False  # somebody who led before
         self.told: Place | None = None  # who that is, as was said last
 
@@ -115,12 +115,30 @@ class _Together:
         from shoal.launch.nodes.meeting import CaptainLost
 
         try:
-            return None if self.asked else new().run_to_end()
+            if not self.asked:
+                self.attempt = new()
+                # Asked between that question and this line, it is for the attempt to answer, as it is from now on.
+                for number in self.asked:
+                    self.attempt.on_signal(number)
+                return self.attempt.run_to_end()
         except CaptainLost:
+            # What it was asked for is not forgotten with it.
+            if self.attempt is not None and self.attempt.asked:
+                self.asked.append(STOP_SIGNALS[0])
             self.console.print(
-                f"the node that led {self.run.path} is lost: looking for another", markup=False
+                f"the node that led {self.run.path} is lost"
+                + ("" if self.asked else ": looking for another"),
+                markup=False,
             )
-            return None
+        finally:
+            self.attempt = None
+        return None
+
+    def on_signal(self, number: int, frame: FrameType | None = None) -> None:
+        """While no attempt has the signals for itself; one may be about to, or just over."""
+        self.asked.append(number)
+        if self.attempt is not None:
+            self.attempt.on_signal(number)
 
     def follow(self) -> Report | None:
         """Until the run ends; None where there is nobody to follow, or no longer."""

@@ -19,6 +19,7 @@ from shoal.launch.local import PRELOAD, warm_workers
 from shoal.launch.ranks import run_ranks
 from shoal.launch.threads import given_threads
 from shoal.parallel.sequence import all_gather_single, reduce_scatter_single
+from shoal.parallel.signed import SignedStore
 from shoal.predict.links import ROUNDS
 
 SMALL, LARGE = 2**12, {"nccl": 2**28, "gloo": 2**23}
@@ -46,7 +47,7 @@ def links(devices: int, on_cpu: bool) -> LinkRates | None:
     return fitted(calls, world, f"{backend}, {world} ranks of this machine")
 
 
-def measure(rank: int, world: int, store: dist.Store, backend: str) -> list[Call]:
+def measure(rank: int, world: int, store: SignedStore, backend: str) -> list[Call]:
     """One rank's part."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
     device = torch.device("cpu")
@@ -56,7 +57,7 @@ def measure(rank: int, world: int, store: dist.Store, backend: str) -> list[Call
     else:
         torch.set_num_threads(given_threads() or max(1, usable_threads() // world))
     timeout = timedelta(seconds=PATIENCE)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(backend, store=store.plain, rank=rank, world_size=world, timeout=timeout)
     found = []
     for size in (SMALL, LARGE[backend] // 16, LARGE[backend]):
         elements = size // 4 // world * world

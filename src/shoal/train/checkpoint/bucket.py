@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shoal.facts.problem import BadInput
 from shoal.facts.redact import harmless
 from shoal.train.checkpoint.manifest import LARGEST_MANIFEST, NAME, Damaged, parse_manifest
-from shoal.train.checkpoint.place import DAMAGED, REASON, Unreachable, step_name, step_of
+from shoal.train.checkpoint.place import DAMAGED, REASON, Unreachable, check_name, step_name, step_of
 from shoal.train.files import disk_is_full
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class Bucket:
         """In parts, as the store takes them: of a file, memory holds a part or two and never all."""
         stem, dot, ending = file.rpartition(".")
         named = f"{stem}-{attempt}{dot}{ending}"
+        check_name(named)
         with self._asked():
             handle = self.files.open(self._at(step, named), "wb")
             try:

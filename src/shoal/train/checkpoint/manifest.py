@@ -21,6 +21,7 @@ NAME = "manifest.json"
 LARGEST_MANIFEST = 1 << 30
 LARGEST_TENSOR = 1 << 44  # elements
 LARGEST_COUNT = 1 << 62  # of anything: bytes, steps, samples
+LARGEST_FILE = 1 << 50
 MOST_DIMENSIONS = 4
 LONGEST_NAME = 200  # of a file
 LONGEST_MESSAGE = 2000
@@ -93,6 +94,12 @@ class Manifest(BaseModel):
         return dict(sizes)
 
 
+def is_file_name(name: object) -> bool:
+    """Whether it can be that of a file of a checkpoint, and of nothing outside; not the manifest's own."""
+    plain = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name)
+    return bool(plain) and name != NAME and len(str(name)) <= LONGEST_NAME
+
+
 def identity_hash(identity: dict[str, Any]) -> str:
     return blake3(_dump(identity, sort_keys=True).encode()).hexdigest()
 
@@ -150,8 +157,7 @@ def _check(manifest: Manifest, where: str) -> None:
 
 
 def _check_piece(piece: Piece, shape: tuple[int, ...] | None, where: str) -> None:
-    plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", piece.file) and piece.file != NAME
-    if not plain or len(piece.file) > LONGEST_NAME:
+    if not is_file_name(piece.file):
         raise Damaged(f"{where} names a file outside the checkpoint: {piece.file!r}")
     item = ITEM_BYTES.get(piece.dtype)
     if item is None or piece.bytes != math.prod(piece.size) * item:

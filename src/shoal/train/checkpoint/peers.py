@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,16 +20,14 @@ from blake3 import blake3
 
 from shoal.observe.entered import BACKGROUND
 from shoal.parallel.mesh import PATIENCE, Mesh
-from shoal.train.checkpoint.manifest import NAME, Damaged, parse_manifest
-from shoal.train.checkpoint.place import Directory, check_file
+from shoal.parallel.signed import SignedStore
+from shoal.train.checkpoint.manifest import LARGEST_FILE, NAME, Damaged, is_file_name, parse_manifest
+from shoal.train.checkpoint.place import LAST_STEP, Directory, check_file
 
 # What a node has of a step: the hash of its manifest, the sizes of all files there are, and, of those that are not here
 # as they should be, what is wrong.
 Held = tuple[int, str, dict[str, int], dict[str, str]]
 Missing = tuple[str, int, int, int]
-
-# Key of an attempt's store: which steps are not to be continued from.
-SET_ASIDE = "set-aside"
 
 # Sent in parts of this size: one is written while the next is on its way.
 CHUNK = 1 << 26
@@ -50,8 +49,9 @@ class Sound:
 class Peers:
     """One rank's part. All ranks are to call the same methods in the same order."""
 
-    def __init__(self, mesh: Mesh, place: Directory, attempt: str) -> None:
-        self.mesh, self.place, self.attempt = mesh, place, attempt
+    def __init__(self, mesh: Mesh, place: Directory, attempt: str, set_aside: Sequence[int] = ()) -> None:
+        """``set_aside``: steps that the launcher does not trust; each node has its own copies of them."""
+        self.mesh, self.place, self.attempt, self.set_aside = mesh, place, attempt, set_aside
         self.here = mesh.world // mesh.nodes
         self.node, local_rank = divmod(mesh.rank, self.here)
         self.leads = local_rank == 0  # its node
@@ -83,6 +83,8 @@ class Peers:
             else torch.empty(0, dtype=torch.uint8)
         )
         size = int(theirs)
+        if not 0 <= size <= LARGEST_FILE:
+            raise RuntimeError(f"rank {origin} says that its share has {size} bytes")
         for start in range(0, max(content.nbytes, size), CHUNK):
             part = ours[start : start + CHUNK]
             into = torch.empty(min(CHUNK, max(0, size - start)), dtype=torch.uint8)
@@ -96,21 +98,16 @@ class Peers:
         for work in works:
             work.wait()
 
-    def commit_elsewhere(self, store: dist.Store, key: str, manifest: str) -> None:
+    def commit_elsewhere(self, store: SignedStore, key: str, manifest: str) -> None:
         """On the first rank: have every other node commit; with no manifest, have them give it up."""
-        store.set(key, manifest)
-        done = [f"{key}-{node}" for node in range(1, self.mesh.nodes)]
-        store.wait(done, PATIENCE)
-        failed = [store.get(name).decode() for name in done]
-        for name in (key, *done):
-            store.delete_key(name)
+        store.set(key, manifest, series="commits")
+        failed = store.wait_for([f"{key}-{node}" for node in range(1, self.mesh.nodes)], PATIENCE)
         if any(failed):
             raise OSError(next(filter(None, failed)))
 
-    def commit_here(self, store: dist.Store, key: str, step: int) -> bool:
+    def commit_here(self, store: SignedStore, key: str, step: int) -> bool:
         """On the first rank of another node; whether there was something to commit."""
-        store.wait([key], PATIENCE)
-        manifest, trouble = store.get(key).decode(), ""
+        manifest, trouble = store.wait(key, PATIENCE), ""
         try:
             if manifest:
                 self.place.commit(step, self.attempt, manifest)
@@ -118,7 +115,7 @@ class Peers:
                 self.place.abandon(step, self.attempt)
         except OSError as error:
             trouble = str(error)
-        store.set(f"{key}-{self.node}", trouble)
+        store.set(f"{key}-{self.node}", trouble, series="committed")
         return bool(manifest) and not trouble
 
     # Continuing.
@@ -130,22 +127,15 @@ class Peers:
         knows of; a node that was away may have later ones, which the others have undone.
         """
         done = int(self.mesh.tell(str(done)))
-        doubtful = self._set_aside()
         for step in self.place.committed() if self.leads else []:
-            if step > done or step in doubtful:
+            if step > done or step in self.set_aside:
                 self.place.remove(step)
         every = self.mesh.gather(json.dumps(self._held()) if self.leads else "")
         found = _newest([json.loads(text) for text in every[:: self.here]]) if every else None
-        best, useless = json.loads(self.mesh.tell(json.dumps(found)))
+        best, useless = _checked(json.loads(self.mesh.tell(json.dumps(found))), self.mesh.nodes)
         for step, _ in useless:
             self.remove(step)
-        return Sound(best[0], best[1], [tuple(one) for one in best[2]]) if best else None, useless
-
-    def _set_aside(self) -> list[int]:
-        """Steps that the launcher has set aside after the attempt before this one: each node has its own copies."""
-        store = self.mesh.store
-        told = store is not None and store.check([SET_ASIDE])
-        return list(json.loads(store.get(SET_ASIDE))) if store is not None and told else []
+        return best, useless
 
     def _held(self) -> list[Held]:
         """What is in this node's memory."""
@@ -219,6 +209,32 @@ class Peers:
     def clear(self) -> None:
         if self.leads:
             self.place.clear()
+
+
+def _checked(found: Any, nodes: int) -> tuple[Sound | None, list[tuple[int, str]]]:
+    """What the first rank has found, as it was told: of it become paths, and how much is written there."""
+    best, useless = found
+    if best is not None:
+        step, manifest, missing = best
+        for file, size, origin, to in missing:
+            if not is_file_name(file) and file != NAME:
+                raise RuntimeError(f"a checkpoint has no file {file!r}")
+            if not _is_count(size, LARGEST_FILE) or not {origin, to} <= set(range(nodes)):
+                raise RuntimeError(f"{file} of {size} bytes does not go from node {origin} to node {to}")
+        best = Sound(
+            _step(step), str(manifest), [(file, size, origin, to) for file, size, origin, to in missing]
+        )
+    return best, [(_step(step), str(why)) for step, why in useless]
+
+
+def _step(step: Any) -> int:
+    if not _is_count(step, LAST_STEP):
+        raise RuntimeError(f"{step!r} is not a step")
+    return int(step)
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
 
 
 def _newest(

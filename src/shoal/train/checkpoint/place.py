@@ -10,12 +10,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from shoal.train.checkpoint.manifest import LARGEST_MANIFEST, NAME, Damaged, Manifest, parse_manifest
+from shoal.train.checkpoint.manifest import (
+    LARGEST_MANIFEST,
+    NAME,
+    Damaged,
+    Manifest,
+    is_file_name,
+    parse_manifest,
+)
 from shoal.train.files import replace_text, sync_directory
 
 UNFINISHED = ".unfinished-"
 DAMAGED = "damaged-"
 REASON = "reason.txt"
+LAST_STEP = 10**18 - 1  # that a name has room for
 
 
 class Unreachable(OSError):
@@ -31,6 +39,12 @@ def step_of(name: str) -> int | None:
     match = re.fullmatch(r"step-([0-9]{8,18})", name)
     # One with a zero too many would be looked for under another name.
     return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+def check_name(name: str) -> None:
+    """Refuse what would lead out of a checkpoint's directory. No caller of ours has such a name."""
+    if not is_file_name(name) and name != NAME:
+        raise ValueError(f"{name!r} is no name of a checkpoint's file, or of an attempt")
 
 
 class Place(Protocol):
@@ -106,6 +120,7 @@ class Directory:
 
     def write(self, step: int, attempt: str, file: str, content: Iterable[memoryview]) -> str:
         aside = self.aside(step, attempt)
+        check_name(file)
         aside.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (aside / file).open("wb", buffering=0) as handle:
             position = 0
@@ -185,6 +200,7 @@ class Directory:
 
     def aside(self, step: int, attempt: str) -> Path:
         """Where a checkpoint lies before it is committed."""
+        check_name(attempt)
         return self.path / f"{UNFINISHED}{self.at(step).name}-{attempt}"
 
     def _send_off(self, handle: int, position: int, size: int) -> None:

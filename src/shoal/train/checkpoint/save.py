@@ -14,9 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast
 
-import torch.distributed as dist
 from blake3 import blake3
 
 from shoal.parallel.mesh import PATIENCE, Mesh
@@ -66,10 +64,8 @@ class Saver:
         self.name, self.place, self.stage, self.attempt = name, place, stage, attempt
         self.rank, self.world = mesh.rank, mesh.world
         self.prepare, self.after_commit, self.peers = prepare, after_commit, peers
-        # A connection of our own: who waits in one keeps everybody else out of it.
-        self.store: dist.Store | None = None
-        if mesh.store is not None and mesh.world > 1:
-            self.store = cast(Any, mesh.store).clone()  # which torch's type stubs do not know yet
+        self.store = mesh.store if mesh.world > 1 else None
+        self._number = 0  # of the saves so far: the same step may be saved twice
         self.file = file_of(mesh.rank)
         self.waited = 0.0  # seconds that training was held up; whoever reads them sets them back
         self._writer = ThreadPoolExecutor(1, "shoal-save", _be_nice)
@@ -112,6 +108,7 @@ class Saver:
 
     def _save(self, manifest: Manifest) -> Saved:
         began = time.monotonic()
+        self._number += 1
         pieces: list[Piece] = []
         error = ""
         try:
@@ -150,7 +147,7 @@ class Saver:
     def _report(self, step: int, pieces: list[Piece], error: str) -> None:
         assert self.store is not None
         told = {"error": error, "pieces": [piece.model_dump() for piece in pieces]}
-        self.store.set(self._key(step, self.rank), json.dumps(told))
+        self.store.set(self._key(step, self.rank), json.dumps(told), series=f"save-{self.name}")
         leads = self.peers is not None and self.peers.leads and self.peers.node > 0
         if leads and self.peers is not None and self.peers.commit_here(self.store, self._key(step), step):
             self.after_commit()
@@ -160,10 +157,7 @@ class Saver:
         everyone = list(pieces)
         for rank in range(1, self.world):
             assert self.store is not None
-            key = self._key(manifest.step, rank)
-            self.store.wait([key], PATIENCE)
-            told = json.loads(self.store.get(key))
-            self.store.delete_key(key)
+            told = json.loads(self.store.wait(self._key(manifest.step, rank), PATIENCE))
             error = error or (f"rank {rank}: {told['error']}" if told["error"] else "")
             everyone += [Piece.model_validate(piece) for piece in told["pieces"]]
         complete = "" if error else manifest.model_copy(update={"pieces": tuple(everyone)}).to_text()
@@ -183,7 +177,7 @@ class Saver:
         return error
 
     def _key(self, step: int, rank: int | str = "commit") -> str:
-        return f"save-{self.name}-{step}-{rank}"
+        return f"save-{self.name}-{self._number}-{step}-{rank}"
 
 
 def _chunks(content: memoryview) -> Iterator[memoryview]:

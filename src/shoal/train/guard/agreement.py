@@ -15,6 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shoal.parallel.signed import SignedStore
+
 FACTS, DIGEST, VERDICT = "agreement/facts", "agreement/digest", "agreement/verdict"
 
 # How long the first rank may take to compare, once it has everything.
@@ -34,7 +36,7 @@ class RankMissing(dist.DistError):
     """Some rank did not come. A ``DistError``, as any other that only tells of a peer's trouble."""
 
 
-def agree(store: dist.Store, rank: int, world: int, facts: Mapping[str, str], timeout: timedelta) -> None:
+def agree(store: SignedStore, rank: int, world: int, facts: Mapping[str, str], timeout: timedelta) -> None:
     """Return when all ranks have the same facts, such as ``{"layout": …, "config": JSON}``; else raise on all of them.
 
     ``store`` must hold nothing of an earlier attempt. Facts that are JSON objects are compared key by key.
@@ -49,7 +51,7 @@ def agree(store: dist.Store, rank: int, world: int, facts: Mapping[str, str], ti
         store.set(VERDICT, json.dumps({"missing": bool(missing), "message": message}))
     else:
         _wait_for_verdict(store, world, timeout)
-    verdict = json.loads(store.get(VERDICT))
+    verdict = json.loads(store.wait(VERDICT, COMPARING))
     if verdict["message"]:
         raise (RankMissing if verdict["missing"] else Disagreement)(verdict["message"])
 
@@ -57,25 +59,25 @@ def agree(store: dist.Store, rank: int, world: int, facts: Mapping[str, str], ti
 # Waiting.
 
 
-def _wait_for_ranks(store: dist.Store, world: int, timeout: timedelta) -> list[int]:
+def _wait_for_ranks(store: SignedStore, world: int, timeout: timedelta) -> list[int]:
     """The ranks that did not come in time."""
     keys = [f"{DIGEST}/{rank}" for rank in range(world)]
     if _came(store, keys, timeout):
         return []
-    return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return [rank for rank, key in enumerate(keys) if not store.has(key)]
 
 
-def _wait_for_verdict(store: dist.Store, world: int, timeout: timedelta) -> None:
+def _wait_for_verdict(store: SignedStore, world: int, timeout: timedelta) -> None:
     # The first rank waits for the others in its turn, and may have come later than this one.
     if not _came(store, [f"{DIGEST}/0"], timeout) or not _came(store, [VERDICT], timeout + COMPARING):
         raise RankMissing(_absence([0], world, timeout))
 
 
-def _came(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:
+def _came(store: SignedStore, keys: list[str], timeout: timedelta) -> bool:
     try:
-        store.wait(keys, timeout)
+        store.wait_for(keys, timeout)
     except dist.DistStoreError:
-        return store.check(keys)  # also true where the last came as we gave up
+        return all(map(store.has, keys))  # also true where the last came as we gave up
     return True
 
 
@@ -89,15 +91,18 @@ def _absence(missing: list[int], world: int, timeout: timedelta) -> str:
 # Comparing.
 
 
-def _difference(store: dist.Store, world: int) -> str:
+def _difference(store: SignedStore, world: int) -> str:
     """Which ranks differ from the majority and in what; empty where none does."""
     ranks_of: dict[str, list[int]] = {}
     for rank in range(world):
-        ranks_of.setdefault(store.get(f"{DIGEST}/{rank}").decode(), []).append(rank)
+        ranks_of.setdefault(store.wait(f"{DIGEST}/{rank}", COMPARING), []).append(rank)
     if len(ranks_of) == 1:
         return ""
     # Equal digests are equal facts: one rank of each kind is read, however many ranks there are.
-    kinds = [(ranks, _leaves(json.loads(store.get(f"{FACTS}/{ranks[0]}")))) for ranks in ranks_of.values()]
+    kinds = [
+        (ranks, _leaves(json.loads(store.wait(f"{FACTS}/{ranks[0]}", COMPARING))))
+        for ranks in ranks_of.values()
+    ]
     odd: set[int] = set()
     differences = []
     for key in dict.fromkeys(key for _, leaves in kinds for key in leaves):

@@ -42,7 +42,7 @@ class Ranks(Protocol):
         """Whether a signal or a debugger has stopped one of them."""
 
     def evidence(self, snapshots: Sequence[Snapshot], patience: float) -> dict[int, Standing]:
-        """Have every rank write down its stacks: where each of those stands that did. ``patience``: seconds to listen."""
+        """Have ranks write down their stacks: where those stand that did. ``patience``: seconds to listen."""
 
 
 class LocalRanks:
