@@ -52,7 +52,7 @@ def test_a_table_that_cannot_be_read(text: str, tmp_path: Path, capsys: Capture)
     path = tmp_path / "runs.csv"
     path.write_text(text)
     code, out, err = bench(capsys, "--runs", str(path), "--json")
-    assert code == 2 and out == ""
+    assert code == 2 and json.loads(out)["ok"] is False
     assert err.startswith("error: ") and "  fix: " in err
 
 
@@ -80,7 +80,7 @@ def test_numbers_that_no_run_has(column: str, tmp_path: Path, capsys: Capture) -
         cells[columns.index(column)] = value
         path.write_text(f"{COLUMNS}\n{','.join(cells)}\n")
         code, out, err = bench(capsys, "--runs", str(path), "--json")
-        assert code == 2 and out == "" and "Traceback" not in err, (column, value[:20])
+        assert code == 2 and json.loads(out)["problems"] and "Traceback" not in err, (column, value[:20])
         assert err.startswith("error: ") and len(err) < 20_000
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
@@ -247,3 +248,27 @@ def test_planning_and_looking_never_import_torch(tmp_path: Path) -> None:
         check=True,
         stdout=subprocess.DEVNULL,
     )
+
+
+def test_train_says_how_long_it_will_take_and_what_is_too_long_before_anything_runs(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Refused once the header has been printed, so nothing is started.
+    given = ["train", "--set", "data.source=none.txt", "--set", "cluster.on=2xcpu", "--no-calibration"]
+    _, _, err = shoal_(capsys, *given, "--set", "recipe.seq=100000", "--layout", "dp=1")
+    head, warning, predicted, *_ = err.splitlines()
+    assert head.startswith("tiny on cpu, layout dp=1")
+    assert warning.startswith("warning: seq=100000 is longer than the 1,024 positions of tiny")
+    found = re.fullmatch(r"predicted: ([\d,.]+) s/step, .+ (days|h) for 300 steps \(.+\)", predicted)
+    assert found is not None, predicted
+    assert float(found[1].replace(",", "")) > 100
+    _, _, err = shoal_(capsys, *given)
+    assert "warning" not in err and " s/step, " in err
+
+
+def test_other_commands_warn_of_the_length_too(capsys: Capture) -> None:
+    _, _, err = shoal_(
+        capsys, "plan", "tiny", "--on", "1xH100", "--seq", "2048", "--batch", "8", "--layout", "dp=1"
+    )
+    assert "warning: seq=2048 is longer than the 1,024 positions of tiny" in err

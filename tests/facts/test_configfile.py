@@ -131,13 +131,13 @@ def test_layout_beats_set_beats_the_file(file: File) -> None:
         ("run.name=a=b", "a=b"),
         ("run.name= spaced ", " spaced "),
         ('run.name="quoted"', '"quoted"'),
-        ("model.path=1.5", "1.5"),
+        ("model.path=1.5", str(Path.cwd() / "1.5")),
         ("data.end_token=0", "0"),
         ("cluster.on=8xH100", "8xH100"),
         ("layout=fsdp=4,tp=2", "fsdp=4,tp=2"),
         ("model.lora.rank=8", 8),
         ('model.lora.targets=["q_proj"]', ["q_proj"]),
-        ('data.mix=[{source="a", weight=1}]', [{"source": "a", "weight": 1.0}]),
+        ('data.mix=[{source="a", weight=1}]', [{"source": str(Path.cwd() / "a"), "weight": 1.0}]),
     ],
 )
 def test_set(override: str, value: Any) -> None:
@@ -354,7 +354,8 @@ def test_wrong_overrides(override: str, said: str, fix: str) -> None:
 
 def test_set_through_a_value(file: File) -> None:
     problem = only(file("[recipe]\nlr = 3"), ["recipe.lr.x=3"])
-    assert problem == Problem("--set recipe.lr.x=…: recipe.lr is a value, not a table", "--set recipe.lr=…")
+    what = "--set recipe.lr.x=…: recipe.lr is a value, not a table"
+    assert problem == Problem(what, "--set recipe.lr=…", "--set recipe.lr.x")
 
 
 def test_everything_wrong_is_reported_at_once(file: File) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from shoal.launch.progress import Tail
+from shoal.launch.progress import Progress, Tail
+from shoal.observe.flight import FIRST_STEP, RESTORE, STEP, Flight
 from shoal.train.rundir import RunDirectory
 
 
@@ -78,3 +81,110 @@ def test_a_torn_fault_does_not_swallow_the_next(tmp_path: Path) -> None:
     rows = Tail(run.faults, 0, since=time.time() - 60).read()
     assert [row["attempt"] for row in rows] == [1, 2]
     assert Tail(run.faults, 0, since=time.time() + 60).read() == []
+
+
+# What goes on before there is a row.
+
+
+class Clock:
+    """The time that a display believes it is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("shoal.launch.progress.time.monotonic", lambda: self.now)
+
+
+def display(tmp_path: Path, terminal: bool = False) -> tuple[Progress, io.StringIO]:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=200, color_system=None)
+    run = RunDirectory(tmp_path)
+    run.plan.write_text(json.dumps({"step": {"seconds": 3540.0}}))
+    return Progress(console, run, steps=300), out
+
+
+ROW = {"step": 1, "loss": 5.5, "mfu": None, "tokens_per_s": 10.0, "memory_peak": 2**30, "step_s": 3000.0}
+
+
+def test_a_first_step_that_takes_an_hour_is_seen_to_run_and_does_not_flood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    progress, out = display(tmp_path)
+    with progress, Flight(progress.run.flight(0)) as flight:
+        flight.enter(FIRST_STEP, 1)
+        for _ in range(3600):
+            progress.poll()
+            clock.now += 1
+        lines = out.getvalue().splitlines()
+        assert lines[0] == "step      1/300  running for 0m 11s (predicted: 59m 00s)"
+        assert 6 <= len(lines) <= 15
+        progress.run.metrics.write_text(json.dumps(ROW) + "\n")
+        flight.enter(STEP, 2)
+        for _ in range(3600):
+            progress.poll()
+            clock.now += 1
+    rows = out.getvalue().splitlines()[len(lines) :]
+    assert sum("loss 5.5000" in row for row in rows) == 1  # a row is said once
+    assert "step      2/300  running for" in rows[1]
+    assert len(rows) <= 15
+
+
+def test_rows_that_come_often_are_shown_every_ten_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    progress, out = display(tmp_path)
+    with progress, progress.run.metrics.open("a") as rows:
+        for step in range(1, 61):
+            rows.write(json.dumps({**ROW, "step": step}) + "\n")
+            rows.flush()
+            progress.poll()
+            clock.now += 1
+    assert [line.split("/")[0].split()[-1] for line in out.getvalue().splitlines()] == [
+        "12",
+        "23",
+        "34",
+        "45",
+        "56",
+    ]
+
+
+def test_a_terminal_shows_it_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    progress, out = display(tmp_path, terminal=True)
+    with progress, Flight(progress.run.flight(0)) as flight:
+        clock.now += 2
+        progress.poll()
+        assert "starting for 0m 02s" in out.getvalue()
+        flight.enter(FIRST_STEP, 1)
+        for _ in range(100):
+            clock.now += 0.05
+            progress.poll()
+        assert "step      1/300  running for 0m 04s (predicted: 59m 00s)" in out.getvalue()
+        assert out.getvalue().count("running for") <= 6
+        progress.run.metrics.write_text(json.dumps(ROW) + "\n")
+        clock.now += 1
+        flight.enter(STEP, 2)
+        progress.poll()
+        shown = out.getvalue()
+        assert "loss 5.5000" in shown and "step      2" not in shown
+        clock.now += 11
+        progress.poll()
+        assert "step      2/300  running for 0m 11s" in out.getvalue()
+
+
+def test_a_record_of_an_earlier_launcher_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    with Flight(RunDirectory(tmp_path).flight(0)) as old:
+        old.enter(STEP, 77)
+        progress, _ = display(tmp_path)
+        clock.now += 20
+        progress.poll()
+        assert progress.waiting(clock.now) == "starting for 0m 20s"
+    with Flight(progress.run.flight(0)) as new:
+        new.enter(RESTORE, 0)
+        progress.poll()
+        clock.now += 5
+        assert progress.waiting(clock.now) == "reading weights for 0m 05s"

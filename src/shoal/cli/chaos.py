@@ -62,9 +62,10 @@ def chaos(
     json
         Print one JSON document on standard output, everything else on standard error.
     """
+    from shoal.cli.main import fail
     from shoal.cli.show import print_json
     from shoal.facts.configfile import load
-    from shoal.facts.problem import BadInput
+    from shoal.facts.problem import BadInput, Problem
     from shoal.launch.report import FAILED, FINISHED
     from shoal.prove.chaos import prove as campaign
     from shoal.prove.chaos.campaign import Broken
@@ -74,7 +75,11 @@ def chaos(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     chosen = [layout.strip() for layout in layouts.split(";") if layout.strip()]
     values = campaign.settings(faults, strict, set or [])
-    wanted = campaign.check(chosen, load(config, values, chosen[0]).config, kinds, nodes)
+    if not chosen:
+        raise BadInput("--layouts is empty", '--layouts "dp=2;fsdp=2"')
+    loaded = load(config, values, chosen[0])
+    with loaded.located():
+        wanted = campaign.check(chosen, loaded.config, kinds, nodes)
     _make_room(run)
 
     def say(text: str) -> None:
@@ -85,8 +90,7 @@ def chaos(
             config, values, chosen, run, seed, faults, wanted, nodes, say, lambda one: say(_line(one))
         )
     except Broken as error:
-        console.print(f"the run did not survive: {error}", markup=False)
-        return FAILED
+        return fail([Problem(f"the run did not survive: {error}")], FAILED, json)
     _draw(run, verdict, console)
     if json:
         print_json(verdict.as_json())

@@ -37,7 +37,9 @@ def prepare(
     from shoal.launch.screen import Console
     from shoal.train.data.dataset import QUARANTINE, read_manifest
 
-    path = prepared(load(config, set).config.data, Console(stderr=True, highlight=False))
+    loaded = load(config, set)
+    with loaded.located():
+        path = prepared(loaded.config.data, Console(stderr=True, highlight=False))
     manifest = read_manifest(path)
     splits = manifest["splits"]
     if json:

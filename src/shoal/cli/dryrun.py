@@ -76,9 +76,10 @@ def dryrun(
     """
     import time
 
-    from shoal.cli.show import print_json
+    from shoal.cli.main import fail
+    from shoal.cli.show import print_json, warn_of_length
     from shoal.facts.local import usable_threads
-    from shoal.facts.problem import BadInput
+    from shoal.facts.problem import BadInput, Problem
     from shoal.launch.report import FAILED, FINISHED
 
     began = time.perf_counter()
@@ -94,6 +95,7 @@ def dryrun(
         )
     if rank is not None and stages:
         raise BadInput("--rank and --stages exclude each other", "one of the two")
+    warn_of_length(question.model, question.recipe.seq)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     where = f"{question.model.name} on {question.cluster.name}, {question.layout}"
     console.print(
@@ -112,8 +114,7 @@ def dryrun(
         else:
             every = [run_dry(question, fullest_rank(question) if rank is None else rank)]
     except WrongKernel as error:
-        console.print(f"error: {error}", markup=False)
-        return FAILED
+        return fail([Problem(str(error))], FAILED, json)
     between = list(between_stages([seen.calls for seen in every])) if stages else []
     findings = [*(finding for seen in every for finding in seen.findings), *between]
     if json:
@@ -138,13 +139,15 @@ def _of_config(path: Path, layout: str | None, changes: list[str], others: dict[
             f"--set {OF_A_MODEL[name]}={shlex.quote(str(value))}" for name, value in given.items()
         )
         raise BadInput(f"{', '.join(given)} with a config", f"change the config, or {instead}")
-    config = load(path, changes, layout).config
-    if config.run.strict:
-        raise BadInput(
-            "run.strict: its order of sums has traffic of its own, which is not predicted",
-            "--set run.strict=false",
-        )
-    job = resolve(config, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    loaded = load(path, changes, layout)
+    config = loaded.config
+    with loaded.located():
+        if config.run.strict:
+            raise BadInput(
+                "run.strict: its order of sums has traffic of its own, which is not predicted",
+                "--set run.strict=false",
+            )
+        job = resolve(config, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return Question(job.model, job.cluster, config.recipe, job.layout, tune=config.tune)
 
 

@@ -6,12 +6,14 @@ import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from types import FrameType
 
 from cyclopts import App, CycloptsError
 
 from shoal import __version__
-from shoal.facts.problem import BadInput
+from shoal.cli.show import print_problems
+from shoal.facts.problem import BadInput, Problem
 from shoal.launch.redacted import redacted_output
 from shoal.launch.report import FAILED, STOPPED
 from shoal.launch.signals import STOP_SIGNALS, stoppable
@@ -60,6 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(words: list[str]) -> int:
+    as_json = _asks_for_json(words)
     try:
         with stoppable(_interrupt, STOP_SIGNALS):
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
@@ -67,13 +70,9 @@ def _run(words: list[str]) -> int:
     except CycloptsError as error:
         from shoal.cli.unknown import refused
 
-        problem = refused(error)
-        complain(problem.what, problem.fix)
-        code = BAD_INPUT
+        code = fail([refused(error)], BAD_INPUT, as_json)
     except BadInput as error:
-        for problem in error.problems:
-            complain(problem.what, problem.fix)
-        code = BAD_INPUT
+        code = fail(error.problems, BAD_INPUT, as_json)
     except KeyboardInterrupt:
         # While workers run, the launcher takes signals itself; here nothing had been started yet.
         print("stopped on request; run the same command to continue", file=sys.stderr)
@@ -81,18 +80,30 @@ def _run(words: list[str]) -> int:
         # interpreter: ``python -m shoal`` would end by SIGINT, whatever its exit code. The next ``exec`` clears it.
         exec("")  # noqa: S102
         code = STOPPED
+        if as_json:
+            print_problems([Problem("stopped on request", "run the same command to continue")], code)
     except BrokenPipeError:
         # The reader of our output, such as head, has seen enough. Python would complain once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = FAILED
     except OSError as error:
-        complain(f"{in_words(error)}; {MAKE_ROOM}" if disk_is_full(error) else str(error))
-        code = FAILED
-    except Exception:
+        what = f"{in_words(error)}; {MAKE_ROOM}" if disk_is_full(error) else str(error)
+        code = fail([Problem(what)], FAILED, as_json)
+    except Exception as error:
         # Ours to mend. The interpreter would print the same, but secrets with it.
         traceback.print_exc()
         code = FAILED
+        if as_json:
+            print_problems([Problem(f"{type(error).__name__}: {error}")], code)
     return code if isinstance(code, int) else 0
+
+
+def _asks_for_json(words: list[str]) -> bool:
+    """Also of a command line that was not understood, so there is no telling what else the word could be."""
+    options = words[: words.index("--")] if "--" in words else words
+    return any(
+        word == "--json" or word.lower() in ("--json=true", "--json=1", "--json=yes") for word in options
+    )
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -113,6 +124,17 @@ def _prefer_own_help(words: list[str]) -> None:
         called = app[words[0]]
         if called.default_command is not None:
             called.help = None
+
+
+def fail(problems: Sequence[Problem], code: int, as_json: bool) -> int:
+    """Tell a person what is wrong and, where it was asked for, a program; the exit code."""
+    for problem in problems:
+        complain(problem.what, problem.fix)
+    if as_json:
+        with contextlib.suppress(OSError):  # a full disk, a reader that has gone: the person has been told
+            print_problems(problems, code)
+            sys.stdout.flush()
+    return code
 
 
 def complain(what: str, fix: str = "") -> None:

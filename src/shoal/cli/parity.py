@@ -53,22 +53,25 @@ def parity(
     json
         Print one JSON document on standard output, everything else on standard error.
     """
-    from shoal.cli.show import print_json
+    from shoal.cli.show import print_json, warn_of_length
     from shoal.facts.configfile import load
     from shoal.launch.report import FAILED, FINISHED
     from shoal.plan.resolve import resolve
     from shoal.prove import prepare
 
     overrides = [*(set or []), *(["run.strict=true"] if strict else [])]
-    loaded = load(config, overrides, "dp=1").config
+    given = load(config, overrides, "dp=1")
+    loaded = given.config
     precisions: list[str] = (
         ["fp32"] if loaded.run.strict else ["fp64", "fp32"] if precision == "both" else [precision]
     )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    job = resolve(loaded, visible)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    chosen = prepare.layouts(layouts, job)
-    dataset = prepare.ready(job, chosen, precisions, steps, visible, console)
+    with given.located():
+        job = resolve(loaded, visible)
+        chosen = prepare.layouts(layouts, job)
+        dataset = prepare.ready(job, chosen, precisions, steps, visible, console)
+    warn_of_length(job.model, loaded.recipe.seq)
     where = f"{job.model.name} on {job.cluster.device.name}"
     console.print(f"{where}: {len(chosen)} layouts, {steps} steps each, against one process", markup=False)
 

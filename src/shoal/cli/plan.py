@@ -101,7 +101,7 @@ def plan(
 
     from shoal.cli.plan_table import show
     from shoal.cli.rates import measured_rates, use_calibration
-    from shoal.cli.show import print_json
+    from shoal.cli.show import print_json, warn_of_length
     from shoal.facts.problem import BadInput
     from shoal.plan.answer import answer
     from shoal.plan.asked import ask
@@ -132,6 +132,7 @@ def plan(
         from shoal.plan.save import refuse
 
         refuse(asked)
+    warn_of_length(asked.model, seq)
     found = answer(asked, top, curve)
     files, exported = _files(found, html, save, export, to)
     _write(files, force)
@@ -171,7 +172,7 @@ def _files(
     if save is not None:
         from shoal.plan.save import saved
 
-        files[save], _ = saved(found.asked, found.chosen)
+        files[save], _ = saved(found.asked, found.chosen, save.parent)
     if export is not None:
         from shoal.facts.problem import BadInput
         from shoal.plan.export import export as export_to

@@ -64,7 +64,7 @@ def profile(
         Print one JSON document on standard output, everything else on standard error.
     """
     from shoal.cli.rates import use_calibration
-    from shoal.cli.show import print_json
+    from shoal.cli.show import print_json, warn_of_length
     from shoal.facts.configfile import load
     from shoal.launch.report import FAILED, FINISHED
     from shoal.plan.resolve import resolve
@@ -74,8 +74,10 @@ def profile(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     use_calibration(calibration)
     # Bad input is answered before a machine is measured for minutes.
-    loaded = load(config, set, layout).config
-    job = resolve(loaded, visible)
+    given = load(config, set, layout)
+    loaded = given.config
+    with given.located():
+        job = resolve(loaded, visible)
     if calibrate:
         learned = _calibrate(console, visible)
         if config is None:
@@ -85,7 +87,8 @@ def profile(
                 print("\n".join(learned["lines"]))
             return FINISHED
 
-    from shoal.cli.main import complain
+    from shoal.cli.main import fail
+    from shoal.facts.problem import Problem
     from shoal.prove.profile import Failed
     from shoal.prove.profile import profile as measure
 
@@ -94,11 +97,12 @@ def profile(
         f"{job.model.name} on {job.cluster.device.name}, layout {job.layout}, run {directory.path}",
         markup=False,
     )
+    warn_of_length(job.model, loaded.recipe.seq)
     try:
-        measured = measure(job, directory, steps, console, visible)
+        with given.located():
+            measured = measure(job, directory, steps, console, visible)
     except Failed as failure:
-        complain(str(failure))
-        return FAILED
+        return fail([Problem(str(failure))], FAILED, json)
     if json:
         print_json(measured.document())
     else:

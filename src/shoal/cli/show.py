@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from shoal.facts.problem import Problem
+
+if TYPE_CHECKING:
+    from shoal.facts.model import Model
 
 
 def print_json(document: Any) -> None:
     """One JSON document on standard output, and nothing else there."""
-    json.dump(_plain(document), sys.stdout, indent=2, default=str, allow_nan=False)
-    sys.stdout.write("\n")
+    # Whole or not at all.
+    sys.stdout.write(json.dumps(_plain(document), indent=2, default=str, allow_nan=False) + "\n")
+
+
+def print_problems(problems: Iterable[Problem], code: int) -> None:
+    """What ``--json`` says in place of an answer."""
+    rows = [{"what": one.what, "fix": one.fix, "where": one.where or _flag(one.what)} for one in problems]
+    print_json({"ok": False, "exit_code": code, "problems": rows})
+
+
+def _flag(what: str) -> str | None:
+    """A message about a flag begins with it."""
+    found = re.match(r"--[a-z][a-z-]*", what)
+    return found[0] if found else None
 
 
 def _plain(value: Any) -> Any:
@@ -21,6 +40,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def warn_of_length(model: Model, seq: int) -> None:
+    """On standard error, where rows are longer than what the model was made for."""
+    from shoal.facts.legality import beyond_positions
+
+    if warning := beyond_positions(model, seq):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def print_columns(rows: list[tuple[str, ...]]) -> None:

@@ -59,34 +59,40 @@ def train(
         Print one JSON document on standard output, everything else on standard error.
     """
     from shoal.cli.rates import measured_rates, use_calibration
-    from shoal.cli.show import print_json
+    from shoal.cli.show import print_json, warn_of_length
     from shoal.facts.configfile import load
     from shoal.launch import local
+    from shoal.launch.manifest import predicted_time
     from shoal.launch.nodes import train as on_nodes
     from shoal.launch.nodes.count import NodeCount, node_name
     from shoal.plan.resolve import resolve
     from shoal.train.rundir import RunDirectory
 
     use_calibration(calibration)
-    loaded = load(config, set, layout).config
+    given = load(config, set, layout)
+    loaded = given.config
     together = NodeCount.parse(nodes) if nodes is not None else None
     path = run or Path(loaded.run.dir).expanduser() / loaded.run.slug
     directory = RunDirectory(path, node_name(node)) if together else RunDirectory(path)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    job = resolve(loaded, visible, together.most if together else 1)
+    with given.located():
+        job = resolve(loaded, visible, together.most if together else 1)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     where = f"{job.cluster.device.name}, layout {job.layout}, run {directory.path}"
     console.print(f"{job.model.name} on {where}", markup=False)
+    warn_of_length(job.model, loaded.recipe.seq)
+    console.print(predicted_time(job), markup=False)
     if rates := measured_rates(job.cluster):
         console.print(rates, markup=False)
     if job.cluster.device.name == "cpu" and loaded.recipe.precision in ("bf16", "fp16"):
         console.print(
             f"note: {loaded.recipe.precision} is very slow on CPUs without units for it; fp32 is not"
         )
-    if together:
-        report = on_nodes.train(job, directory, together, fresh, console, visible)
-    else:
-        report = local.train(job, directory, fresh, console, visible)
+    with given.located():
+        if together:
+            report = on_nodes.train(job, directory, together, fresh, console, visible)
+        else:
+            report = local.train(job, directory, fresh, console, visible)
     if json:
         print_json(
             {

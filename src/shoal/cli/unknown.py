@@ -22,8 +22,9 @@ def refused(error: CycloptsError) -> Problem:
         option = error.token.keyword or error.token.value
         known = {name for argument in error.argument_collection for name in argument.names}
         fix = _option(option, {name for name in known if name.startswith("--")})
-        return Problem(f"Unknown option: {option}", fix or f"{chain} --help")
-    return Problem(str(error), f"{chain} --help")
+        return Problem(f"Unknown option: {option}", fix or f"{chain} --help", option.partition("=")[0])
+    name = error.argument.name if error.argument is not None else ""
+    return Problem(str(error), f"{chain} --help", name if name.startswith("--") else None)
 
 
 def _option(option: str, known: set[str]) -> str:

@@ -71,8 +71,10 @@ def remove_unknown(
 def refuse_passwords(flat: dict[str, Any], places: dict[str, str]) -> list[Problem]:
     """A config is copied, shown and kept with its run, so it is no place for what opens a door."""
     return [
-        Problem(
-            _at(place_of(places, key), f"{key}: a URL in it holds a password or a signature"),
+        _placed(
+            places,
+            key,
+            f"{key}: a URL in it holds a password or a signature",
             "leave it out: credentials are taken from the environment; see docs/security.md",
         )
         for key, value in flat.items()
@@ -93,15 +95,11 @@ def _unknown(key: str, value: Any, schema: type[BaseModel], places: dict[str, st
     name = key.rpartition(".")[2]
     if name and isinstance(value, dict) and key not in LATER and closest(name, schema.model_fields) is None:
         inner = {f"{key}.{word}": _known_elsewhere(f"{key}.{word}", of) for word, of in value.items()}
-        answers = [
-            Problem(_at(place_of(places, one), f"unknown key {one!r}"), fix)
-            for one, fix in inner.items()
-            if fix
-        ]
+        answers = [_placed(places, one, f"unknown key {one!r}", fix) for one, fix in inner.items() if fix]
         if answers:
             return answers
     fix = _known_elsewhere(key, value) or _likely(key, schema)
-    return [Problem(_at(place_of(places, key), f"unknown key {key!r}"), fix)]
+    return [_placed(places, key, f"unknown key {key!r}", fix)]
 
 
 def _known_elsewhere(key: str, value: Any) -> str:
@@ -148,7 +146,7 @@ def explain(error: ValidationError, places: dict[str, str]) -> list[Problem]:
     by_key: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors():
         by_key.setdefault(_key(detail["loc"]), []).append(detail)
-    return [_problem(key, details, places) for key, details in by_key.items()]
+    return [_placed(places, key, *_refused(key, details)) for key, details in by_key.items()]
 
 
 def _key(location: tuple[int | str, ...]) -> str:
@@ -162,7 +160,8 @@ def _key(location: tuple[int | str, ...]) -> str:
     return key
 
 
-def _problem(key: str, details: list[ErrorDetails], places: dict[str, str]) -> Problem:
+def _refused(key: str, details: list[ErrorDetails]) -> tuple[str, str]:
+    """What is wrong with a value, and its fix."""
     detail, field = details[0], find_field(key)
     given = detail["input"]
     if len(details) > 1:
@@ -173,33 +172,38 @@ def _problem(key: str, details: list[ErrorDetails], places: dict[str, str]) -> P
     shown = (
         "" if isinstance(given, dict) or key in _NOT_QUOTED else f" = {shorten(redact(toml_value(given)))}"
     )
-    what = _at(place_of(places, key), f"{key}{shown}: {must}")
+    what = f"{key}{shown}: {must}"
     if field is None:
-        return Problem(what, "shoal config show lists every key with its meaning")
+        return what, "shoal config show lists every key with its meaning"
     choices = [str(choice) for choice in typing.get_args(type_of(field)) if isinstance(choice, str)]
     meant = closest(given, choices) if isinstance(given, str) else None
     if isinstance(given, str) and (word := VALUES.get(given.lower(), "")) in choices:
         meant = word
     if key == "layout" and isinstance(given, dict):
-        return Problem(
-            what, 'layout = "{}"'.format(",".join(f"{name}={value}" for name, value in given.items()))
-        )
+        return what, 'layout = "{}"'.format(",".join(f"{name}={value}" for name, value in given.items()))
     if meant:
-        return Problem(what, f'{key} = "{meant}"')
+        return what, f'{key} = "{meant}"'
     table = table_of(field)
     if table is not None and detail["type"] == "value_error":
         # Values that are right by themselves and contradict each other: only those are the matter.
         named = [f"{key}.{name}" for name in table.model_fields if re.search(rf"\b{name} = ", must)]
         if named:
-            return Problem(what, f"keep one: {' or '.join(named)}")
+            return what, f"keep one: {' or '.join(named)}"
     if table is not None:
-        return Problem(what, f"[{key}] holds {', '.join(table.model_fields)}")
+        return what, f"[{key}] holds {', '.join(table.model_fields)}"
     default = "" if field.default is None else f" (default {toml_value(field.default)})"
-    return Problem(what, f"{key}: {describe(key)}{default}")
+    return what, f"{key}: {describe(key)}{default}"
 
 
-def _at(place: str, what: str) -> str:
-    return f"{place}: {what}" if place else what
+def _placed(places: dict[str, str], key: str, what: str, fix: str) -> Problem:
+    """A problem with a value, said where that was written."""
+    place = place_of(places, key)
+    return Problem(f"{place}: {what}" if place else what, fix, where_of(place, key))
+
+
+def where_of(place: str, key: str) -> str | None:
+    """A place for a program to read: of several ``--set`` which one; None where the value is a default."""
+    return f"{place} {key}" if place == "--set" else place or None
 
 
 def toml_value(value: Any) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,15 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from shoal.facts.config import Config, describe, find_field, type_of
-from shoal.facts.configcheck import explain, place_of, refuse_passwords, remove_unknown, toml_value
+from shoal.facts.configcheck import (
+    explain,
+    place_of,
+    refuse_passwords,
+    remove_unknown,
+    toml_value,
+    where_of,
+)
+from shoal.facts.configpaths import resolve_paths
 from shoal.facts.documents import DEEPEST, parse_toml, read_settings
 from shoal.facts.keylines import key_lines
 from shoal.facts.layout import Layout
@@ -30,6 +41,21 @@ class Loaded:
     def origin(self, key: str) -> str:
         return self.origins.get(key, "default")
 
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Inside, a problem that names a key of this config, or begins with one, also says where that was written."""
+        try:
+            yield
+        except BadInput as error:
+            error.problems = tuple(map(self._locate, error.problems))
+            raise
+
+    def _locate(self, problem: Problem) -> Problem:
+        key = problem.where or re.split(r"[:\s]", problem.what, maxsplit=1)[0]
+        if find_field(key) is None:
+            return problem
+        return replace(problem, where=where_of(self.origins.get(key, ""), key))
+
 
 def load(path: Path | None, overrides: list[str] | None = None, layout: str | None = None) -> Loaded:
     """Read a file, then ``--set``, then ``--layout``; report everything wrong with all three at once."""
@@ -46,6 +72,7 @@ def load(path: Path | None, overrides: list[str] | None = None, layout: str | No
     if path is not None:
         _name_after_file(values, places, path)
     _last_word_on_length(values, places)
+    resolve_paths(values, lambda key: _base(path, place_of(places, key)))
     problems += remove_unknown(values, places)
     problems += refuse_passwords(flatten(values), places)
     problems += _check_layout(values, places)
@@ -97,22 +124,27 @@ def template() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _base(path: Path | None, place: str) -> Path:
+    """What a path is relative to that was written there."""
+    return Path.cwd() if path is None or place == "--set" else path.parent
+
+
 def _read(path: Path) -> str:
     form = "a config is a TOML file in UTF-8; shoal init writes one"
     try:
         return read_settings(path)
     except FileNotFoundError:
-        raise BadInput(f"there is no config file {path}", "shoal init writes one") from None
+        missing = Problem(f"there is no config file {path}", "shoal init writes one", str(path))
+        raise BadInput(missing) from None
     except IsADirectoryError:
         raise is_directory(path) from None
     except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}", form) from None
+        raise BadInput(Problem(f"cannot read {path}: {error.strerror}", form, str(path))) from None
     except UnicodeDecodeError as error:
-        raise BadInput(
-            f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}", form
-        ) from None
+        what = f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}"
+        raise BadInput(Problem(what, form, str(path))) from None
     except ValueError as error:
-        raise BadInput(f"cannot read {path}: {error}", form) from None
+        raise BadInput(Problem(f"cannot read {path}: {error}", form, str(path))) from None
 
 
 def _parse(text: str, path: Path | None) -> dict[str, Any]:
@@ -121,12 +153,14 @@ def _parse(text: str, path: Path | None) -> dict[str, Any]:
     except ValueError as error:  # not only its own error: also numbers without end
         if path is not None and (other := not_a_config(path, text)) is not None:
             raise other from None
-        raise BadInput(
-            f"{path} is not valid TOML: {error}",
+        fix = (
             "a config is a TOML file; shoal init writes one"
             if path is not None and path.suffix.lower() in (".json", ".yaml", ".yml")
-            else 'key = value, where text has quotes: name = "my run"',
-        ) from None
+            else 'key = value, where text has quotes: name = "my run"'
+        )
+        line = re.search(r"at line (\d+)", str(error))
+        where = f"{path}:{line[1]}" if line else str(path)
+        raise BadInput(Problem(f"{path} is not valid TOML: {error}", fix, where)) from None
 
 
 def _override(values: dict[str, Any], places: dict[str, str], override: str) -> Problem | None:
@@ -134,14 +168,16 @@ def _override(values: dict[str, Any], places: dict[str, str], override: str) -> 
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key or key.count(".") > DEEPEST:
-        return Problem(f"--set {shorten(override, 60)}: it is not KEY=VALUE", "as in --set recipe.lr=0.001")
+        short = shorten(override, 60)
+        return Problem(f"--set {short}: it is not KEY=VALUE", "as in --set recipe.lr=0.001", f"--set {short}")
     table = values
     *path, last = key.split(".")
     for depth, name in enumerate(path, start=1):
         inner = table.setdefault(name, {})
         if not isinstance(inner, dict):
             outer = ".".join(path[:depth])
-            return Problem(f"--set {key}=…: {outer} is a value, not a table", f"--set {outer}=…")
+            what = f"--set {key}=…: {outer} is a value, not a table"
+            return Problem(what, f"--set {outer}=…", f"--set {key}")
         table = inner
     field = find_field(key)
     if not text and field is not None and field.default is None:
@@ -200,6 +236,7 @@ def _check_layout(values: dict[str, Any], places: dict[str, str]) -> list[Proble
                 if place == "--layout"
                 else f"{place}: {problem.what}",
                 problem.fix,
+                where_of(place, "layout"),
             )
             for problem in error.problems
         ]

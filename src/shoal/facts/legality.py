@@ -91,6 +91,16 @@ def nearest_first(wanted: int, values: Iterable[int]) -> list[int]:
 # The rules.
 
 
+def beyond_positions(model: Model, seq: int) -> str | None:
+    """A warning where rows are longer than a rotary model's positions: no rule forbids it, and few models bear it."""
+    if model.positions == "learned" or seq <= model.max_positions:
+        return None
+    return (
+        f"seq={seq} is longer than the {model.max_positions:,} positions of {model.name}, beyond which it may not learn"
+        f" or know anything: recipe.seq = {model.max_positions} or less, or a model with a larger max_positions"
+    )
+
+
 def _lengths(case: Case) -> Iterator[Violation]:
     # Rotary positions can be asked for beyond what the model has seen; a learned table simply ends.
     most = case.model.max_positions

@@ -19,6 +19,13 @@ class Problem:
 
     what: str
     fix: str = ""
+    where: str | None = (
+        None  # FILE:LINE, --set KEY, a flag; or a config's key, until that says where it was written
+    )
+
+    def shortened(self) -> Problem:
+        where = self.where and shorten(self.where, LONGEST)
+        return Problem(shorten(self.what, LONGEST), shorten(self.fix, LONGEST), where)
 
     def __str__(self) -> str:
         return f"{self.what}\n  fix: {self.fix}" if self.fix else self.what
@@ -33,9 +40,7 @@ class BadInput(Exception):
         told = (problems,) if isinstance(problems, Problem) else tuple(problems)
         if len(told) > MOST_PROBLEMS:
             told = (*told[:MOST_PROBLEMS], Problem(f"and {len(told) - MOST_PROBLEMS} more like these"))
-        self.problems: tuple[Problem, ...] = tuple(
-            replace(one, what=shorten(one.what, LONGEST), fix=shorten(one.fix, LONGEST)) for one in told
-        )
+        self.problems = tuple(one.shortened() for one in told)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[BadInput], tuple[tuple[Problem, ...]]]:
@@ -49,7 +54,7 @@ def seek(where: str, look: Callable[[], Found], problems: list[Problem]) -> Foun
         return look()
     except BadInput as error:
         begin = f"{where}: " if where else ""
-        problems.extend(Problem(f"{begin}{problem.what}", problem.fix) for problem in error.problems)
+        problems.extend(replace(problem, what=f"{begin}{problem.what}") for problem in error.problems)
         return None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from shoal import __version__
 from shoal.facts import calibration
 from shoal.facts.parameters import parameter_count
+from shoal.plan.decide import duration
 from shoal.plan.judge import as_json, judge
 from shoal.plan.resolve import Job
 from shoal.predict.flops import flops_per_token
@@ -61,6 +62,22 @@ def describe_plan(job: Job) -> dict[str, Any]:
         "parameters": parameter_count(job.model),
         "model_flops_per_step": flops_per_token(job.model, recipe.seq) * recipe.tokens_per_step,
     }
+
+
+def predicted_time(job: Job) -> str:
+    """For a person, before anything has been computed: the time of a step and of the run, and how well it is known."""
+    plan, steps = describe_plan(job), job.config.recipe.steps
+    seconds = plan["step"]["seconds"]
+    step = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
+    whole = f"{duration(seconds * steps)} for {steps:,} steps"
+    rates = calibration.find(job.cluster)
+    known = rates.known or rates.measured is not None
+    trust = (
+        f"± {plan['error_bar']:.0%}"
+        if known
+        else "a guess until shoal profile --calibrate has measured this machine"
+    )
+    return f"predicted: {step} s/step, {whole} ({trust})"
 
 
 def _git() -> str | None:

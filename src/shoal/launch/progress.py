@@ -14,12 +14,36 @@ from rich.live import Live
 from rich.text import Text
 
 from shoal.facts.redact import redact
+from shoal.observe.flight import (
+    COMMIT,
+    EVALUATE,
+    EXPLAIN,
+    FIRST_STEP,
+    INPUT,
+    RESTORE,
+    START,
+    STEP,
+    FlightReader,
+)
 from shoal.train.guard.nonfinite import SKIPPED
 from shoal.train.metrics.compare import ON_CPU
 from shoal.train.rundir import RunDirectory
 
 # Without a terminal there is no live line; a line now and then shows that things move.
 PLAIN_SECONDS = 10.0
+# While nothing new is recorded, each such line is twice as long after the last one, up to this.
+MOST_PLAIN_SECONDS = 600.0
+# How often a terminal is shown how long something has been going on.
+TICK_SECONDS = 1.0
+
+# What the first rank does, in words, where it says so.
+DOING = {
+    RESTORE: "reading weights",
+    EVALUATE: "evaluating",
+    COMMIT: "committing",
+    INPUT: "waiting for input",
+    EXPLAIN: "explaining an error",
+}
 
 GIVING_UP = "giving up"
 
@@ -38,7 +62,10 @@ class Progress:
         self._samples = Tail(run.samples, run.step())
         self._faults = Tail(run.faults, run.step(), since=time.time())
         self._recent: deque[float] = deque(maxlen=20)
-        self._printed = time.monotonic()
+        self._printed = self._ticked = time.monotonic()
+        self._patience = PLAIN_SECONDS
+        self._new = False  # a row that was not shown yet
+        self._activity = Activity(run.flight(0))
         self._live = (
             Live(console=console, auto_refresh=False, transient=True)
             if console.is_terminal and not quiet
@@ -68,7 +95,7 @@ class Progress:
             if row.get("action") != GIVING_UP:
                 self.say(_fault(row))
         for row in self._metrics.read():
-            self.last = row
+            self.last, self._new = row, True
             self._recent.append(row["step_s"])
             if row.get("heldout_loss") is not None:
                 self.heldout = row
@@ -79,13 +106,33 @@ class Progress:
                     self.say(f"step {row['step']:>6}  {drift}")
         for row in self._samples.read():
             self.say(f"step {row['step']:>6}  sample: {row['prompt'][-24:]!r} → {row['text'][:72]!r}")
-        if self.last is None:
-            return
+        now = time.monotonic()
+        self._activity.look(now)
         if self._live:
-            self._live.update(Text(self.line()), refresh=True)
-        elif time.monotonic() - self._printed > PLAIN_SECONDS:
-            self._printed = time.monotonic()
-            self.say(self.line())
+            self._show(self._live, now)
+        elif now - self._printed > (PLAIN_SECONDS if self._new else self._patience):
+            self._patience = PLAIN_SECONDS if self._new else min(2 * self._patience, MOST_PLAIN_SECONDS)
+            self.say(self.line() if self._new else self.waiting(now))
+            self._printed, self._new = now, False
+
+    def _show(self, live: Live, now: float) -> None:
+        """The last row; and, where nothing comes after it for long, what goes on."""
+        if not self._new and now - self._ticked < TICK_SECONDS:
+            return
+        quiet = self.last is None or self._activity.seconds(now) > PLAIN_SECONDS
+        parts = [*([self.line()] if self.last else []), *([self.waiting(now)] if quiet else [])]
+        live.update(Text("  ".join(parts)), refresh=True)
+        self._ticked, self._new = now, False
+
+    def waiting(self, now: float) -> str:
+        """What goes on that has not been recorded yet, for how long, and how long a step was predicted to take."""
+        phase, step = self._activity.phase, self._activity.step
+        elapsed = _duration(self._activity.seconds(now))
+        if phase not in (STEP, FIRST_STEP):
+            return f"{DOING.get(phase, 'starting')} for {elapsed}"
+        predicted = self.run.read_plan().get("step", {}).get("seconds")
+        expected = f" (predicted: {_duration(predicted)})" if predicted and predicted >= 1 else ""
+        return f"step {step:>6}/{self.steps}  running for {elapsed}{expected}"
 
     def line(self) -> str:
         row = self.last
@@ -97,6 +144,35 @@ class Progress:
             f"step {row['step']:>6}/{self.steps}  loss {loss}  {_rate(row['tokens_per_s'])} tokens/s{mfu}"
             f"  memory {row['memory_peak'] / 2**20:,.0f} MiB  ETA {_duration((self.steps - row['step']) * pace)}"
         )
+
+
+class Activity:
+    """What the first rank does now, and since when, by the record that it keeps for others to read."""
+
+    def __init__(self, path: Path) -> None:
+        self.phase, self.step = START, 0
+        self._reader = FlightReader(path)
+        self._since = time.monotonic()
+        self._before = _inode(path)  # of an earlier launcher's rank
+
+    def look(self, now: float) -> None:
+        if self._before is not None:
+            if _inode(self._reader.path) == self._before:
+                return
+            self._before = None
+        seen = self._reader.look()
+        if seen is not None and (seen.phase, seen.step) != (self.phase, self.step):
+            self.phase, self.step, self._since = seen.phase, seen.step, now
+
+    def seconds(self, now: float) -> float:
+        return now - self._since
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 class Tail:

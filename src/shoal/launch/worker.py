@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import multiprocessing
 import os
 import signal
@@ -23,7 +24,7 @@ from shoal.launch import rendezvous
 from shoal.launch.environment import keep_only_passed
 from shoal.launch.failure import FATAL, describe, tell
 from shoal.launch.join import join
-from shoal.launch.nodes.count import OF_ONE_NODE
+from shoal.launch.nodes.count import of_all_nodes
 from shoal.launch.redacted import redact_output
 from shoal.launch.signals import STOP_SIGNALS
 from shoal.observe import nccl
@@ -135,7 +136,7 @@ def _agree(assignment: Assignment, rank: int, attempt: SignedStore) -> None:
     job = assignment.job
     told = {
         "layout": str(job.layout),
-        "config": job.config.model_dump_json(exclude=OF_ONE_NODE),
+        "config": json.dumps(of_all_nodes(job.config)),
         "model": job.model.model_dump_json(),
         "torch": torch.__version__,
     }

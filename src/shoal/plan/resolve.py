@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.facts import clusters, nearest, presets, support
 from shoal.facts.cluster import Cluster
@@ -52,7 +52,8 @@ def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
         strict = config.run.strict
         # Where ranks share devices there may be any number of them.
         devices = None if config.cluster.share else cluster
-        problems.extend(nearest.problems(layout, model, config.recipe, devices, strict, support.runs))
+        illegal = nearest.problems(layout, model, config.recipe, devices, strict, support.runs)
+        problems.extend(replace(problem, where="layout") for problem in illegal)
     if problems or model is None or cluster is None:
         raise BadInput(problems)
     return Job(config, model, cluster, layout)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from shoal.facts import presets, support
 from shoal.facts.config import Config
+from shoal.facts.configpaths import seen_from
 from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput, Problem
 from shoal.plan.asked import Asked
@@ -17,15 +19,15 @@ from shoal.plan.explain import GIB
 from shoal.plan.judge import Plan, judge
 
 
-def saved(asked: Asked, chosen: Chosen | None) -> tuple[str, Plan]:
-    """The text of the config and its plan: what was chosen, or the layout that was asked for."""
+def saved(asked: Asked, chosen: Chosen | None, folder: Path) -> tuple[str, Plan]:
+    """The text of a config in ``folder`` and its plan: what was chosen, or the layout that was asked for."""
     plan = chosen.plan if chosen else None
     if asked.layout is not None:
         plan = judge(asked.question(asked.layout))
     if plan is None or not plan.fits or not plan.runs:
         what = f"--save: nothing that the engine runs fits {asked.cluster}"
         raise BadInput(Problem(what, "more GPUs; shoal plan without --save says how many"))
-    return _text(tables(asked, plan.layout), plan), plan
+    return _text(tables(asked, plan.layout, folder), plan), plan
 
 
 def refuse(asked: Asked) -> None:
@@ -33,10 +35,13 @@ def refuse(asked: Asked) -> None:
     tables(asked, asked.layout or Layout())
 
 
-def tables(asked: Asked, layout: Layout) -> dict[str, Any]:
+def tables(asked: Asked, layout: Layout, folder: Path = Path()) -> dict[str, Any]:
     """What differs from the defaults of a config, checked against what the engine runs."""
-    named = "preset" if asked.model_name.lower() in presets.PRESETS else "path"
-    model: dict[str, Any] = {named: asked.model_name}
+    is_preset = asked.model_name.lower() in presets.PRESETS
+    model: dict[str, Any] = (
+        {"preset": asked.model_name} if is_preset else {"path": seen_from(folder, asked.model_name)}
+    )
+    on = str(asked.cluster)
     if asked.lora is not None:
         model["lora"] = asked.lora.model_dump()
     recipe = {
@@ -50,7 +55,7 @@ def tables(asked: Asked, layout: Layout) -> dict[str, Any]:
         "layout": str(layout),
         "model": model,
         "recipe": recipe,
-        "cluster": {"on": str(asked.cluster)},
+        "cluster": {"on": seen_from(folder, on) if on.lower().endswith(".toml") else on},
     }
     problems = support.missing(Config.model_validate(found), asked.model, layout)
     if problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -37,7 +38,7 @@ def layouts(text: str, job: Job) -> list[Layout]:
         try:
             parsed.append(Layout.parse(part))
         except BadInput as error:
-            problems.extend(error.problems)
+            problems.extend(replace(problem, where="--layouts") for problem in error.problems)
     if problems:
         raise BadInput(problems)
     return parsed
@@ -56,7 +57,9 @@ def ready(
         try:
             local.check_devices(job_of(job.config, layout, precisions[0], visible), visible)
         except BadInput as error:
-            problems.extend(Problem(f"{layout}: {problem.what}", problem.fix) for problem in error.problems)
+            problems.extend(
+                Problem(f"{layout}: {problem.what}", problem.fix, "--layouts") for problem in error.problems
+            )
     if problems:
         raise BadInput(problems)
     dataset = local.tokenised(job, console)

@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.facts import configfile
 from shoal.facts.config import Config
+from shoal.facts.configpaths import with_absolute_paths
 from shoal.facts.documents import parse_toml, read_json, read_settings
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem
@@ -28,6 +29,7 @@ from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.checkpoint.memory import forget, memory_place, other_places
 from shoal.train.checkpoint.place import Directory, Place, manifest_of
 from shoal.train.files import replace_text
+from shoal.train.fingerprint import weights_fingerprint
 from shoal.train.metrics.rows import read_rows
 
 # Where the data came from. What it is, its hash says; so files may move between a stop and a resume.
@@ -36,6 +38,7 @@ UNKNOWN = "unknown"
 # What the only machine of a run is called.
 ALONE = "0"
 DATA_HASH = "data (hash of its tokens)"
+WEIGHTS, WEIGHTS_HASH = "model.init_from", "model.init_from (hash of samples of its weights)"
 
 
 def identity(job: Job, dataset: str) -> dict[str, Any]:
@@ -49,7 +52,8 @@ def identity(job: Job, dataset: str) -> dict[str, Any]:
         "data.within_documents": config.data.within_documents,
         DATA_HASH: dataset,
         "run.strict": config.run.strict,
-        "model.init_from": config.model.init_from,
+        WEIGHTS: config.model.init_from,
+        WEIGHTS_HASH: weights_fingerprint(config.model.init_from),
     }
     # It goes into every checkpoint.
     return {key: redact_values(value) for key, value in found.items()}
@@ -280,11 +284,10 @@ class RunDirectory:
         # A run that began before a recipe had some field ran with what is now its default.
         defaults = {f"recipe.{name}": value for name, value in resolved_recipe(Recipe()).items()}
         then = {**defaults, **then}
-        if now[DATA_HASH] == then.get(DATA_HASH):
-            moved = {f"data.{name}" for name in DATA_ORIGIN}
-            now, then = (
-                {key: value for key, value in side.items() if key not in moved} for side in (now, then)
-            )
+        ignored = _moved(then, now)
+        now, then = (
+            {key: value for key, value in side.items() if key not in ignored} for side in (now, then)
+        )
         problems += [
             Problem(f"{self.path} holds another run: {text}", fix) for text in _differences(then, now)
         ]
@@ -373,10 +376,10 @@ class RunDirectory:
         changes: dict[str, Any] = {"layout": str(job.layout)}
         given = job.config.run
         name = given.name if given.slug == self.path.name else self.path.name
-        place = given.model_copy(update={"dir": str(self.path.parent), "name": name})
+        place = given.model_copy(update={"dir": str(self.path.parent.absolute()), "name": name})
         if place.slug == self.path.name:
             changes["run"] = place
-        return job.config.model_copy(update=changes)
+        return with_absolute_paths(job.config).model_copy(update=changes)
 
     def write_start(self, job: Job, manifest: dict[str, Any], plan: dict[str, Any]) -> None:
         """What is known before the first step."""
@@ -386,6 +389,25 @@ class RunDirectory:
         replace_text(self.config, configfile.write(self._resolved(job)))
         replace_text(self.plan, json.dumps(redact_values(plan), indent=2) + "\n")
         replace_text(self.manifest, json.dumps({"id": drawn, **redact_values(manifest)}, indent=2) + "\n")
+
+
+def _moved(then: dict[str, Any], now: dict[str, Any]) -> set[str]:
+    """What does not tell two runs apart: where things lie, as far as their content is known to be the same."""
+    ignored = set()
+    if now[DATA_HASH] == then.get(DATA_HASH):
+        ignored |= {f"data.{name}" for name in DATA_ORIGIN}
+    if now[WEIGHTS_HASH] is None or then.get(WEIGHTS_HASH) is None:
+        # Gone by now, as they may be once there is a checkpoint; or from before they were hashed. The place decides.
+        ignored.add(WEIGHTS_HASH)
+        if _absolute(then.get(WEIGHTS)) == _absolute(now[WEIGHTS]):
+            ignored.add(WEIGHTS)
+    elif now[WEIGHTS_HASH] == then[WEIGHTS_HASH]:
+        ignored.add(WEIGHTS)
+    return ignored
+
+
+def _absolute(path: str | None) -> Path | None:
+    return None if path is None else Path(path).expanduser().absolute()
 
 
 def _whose(alive: dict[str, Any]) -> str:

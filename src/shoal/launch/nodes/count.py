@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import re
 import socket
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from shoal.facts.config import Config
+from shoal.facts.configpaths import of_any_place
 from shoal.facts.problem import BadInput
 
 # What a config says of one machine alone: its network's interface and where it keeps data.
 OF_ONE_NODE = {"cluster": {"interface"}, "data": {"cache"}}
+
+
+def of_all_nodes(config: Config) -> dict[str, Any]:
+    """What a config says to all of them. What they share may be mounted elsewhere on each: its content is compared."""
+    return of_any_place(config.model_dump(mode="json", exclude=OF_ONE_NODE))
 
 
 class NodeCount(NamedTuple):

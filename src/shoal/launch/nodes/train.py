@@ -21,7 +21,7 @@ from rich.console import Console
 
 from shoal.facts.problem import BadInput
 from shoal.launch import local
-from shoal.launch.nodes.count import OF_ONE_NODE, NodeCount
+from shoal.launch.nodes.count import NodeCount, of_all_nodes
 from shoal.launch.report import STOPPED, Report
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.plan.resolve import Job
@@ -174,7 +174,7 @@ class _Together:
 
     def _facts(self) -> dict[str, str]:
         """What has to be the same on all nodes. Of the config, digests of its sections: it is told often."""
-        config = self.job.config.model_dump(mode="json", exclude=OF_ONE_NODE)
+        config = of_all_nodes(self.job.config)
         texts = {section: json.dumps(values, sort_keys=True) for section, values in config.items()}
         return {
             **{section: blake3(text.encode()).hexdigest()[:16] for section, text in texts.items()},

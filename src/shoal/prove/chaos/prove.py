@@ -77,7 +77,7 @@ def check(layouts: list[str], config: Config, kinds: str, nodes: int = 1) -> lis
             problems.append(Problem(f"--kinds: {name} wants several nodes", "--nodes 2"))
         elif nodes > 1 and BY_NAME[name].target == "network":
             problems.append(Problem(f"--kinds: {name} is for one node alone", "leave out --nodes"))
-    if nodes < 1 or all(Layout.parse(text).world % nodes for text in layouts if not problems):
+    if nodes < 1 or (not problems and all(Layout.parse(text).world % nodes for text in layouts)):
         problems.append(Problem(f"--nodes {nodes}: no layout has as many ranks on each", "--nodes 2"))
     if problems:
         raise BadInput(problems)

@@ -74,7 +74,8 @@ def _matching(source: str) -> list[SourceFile]:
     if not names:
         raise BadInput(
             f"data.source {source!r} names no file",
-            f"check the path (from {str(Path.cwd())!r}), or use 'stdlib', which every machine has",
+            "check the path: a config's are relative to its directory, those of --set to the working directory; "
+            "or use 'stdlib', which every machine has",
         )
     foreign = [name for name in names if name.lower().endswith(UNREADABLE_ENDINGS)]
     if foreign:
