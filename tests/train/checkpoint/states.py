@@ -23,10 +23,12 @@ from shoal.train.optimizer import LossScale
 from shoal.train.state import State
 
 
-def make_state(model: Model, seed: int = 0, steps: int = 2, recipe: Recipe | None = None) -> State:
+def make_state(
+    model: Model, seed: int = 0, steps: int = 2, recipe: Recipe | None = None, mesh: Mesh | None = None
+) -> State:
     """A network after a few updates, so that optimizer states hold something."""
     recipe = recipe or Recipe()
-    mesh = Mesh(Layout(), 0, torch.device("cpu"))
+    mesh = mesh or Mesh(Layout(), 0, torch.device("cpu"))
     placed = apply(build(model), mesh, TuneSection(), partial(fill, model=model, seed=seed), seq=10)
     pieces = placed.gradients.pieces
     optimizer = optimizers.build(pieces, recipe)

@@ -23,6 +23,7 @@ from shoal.parallel.mesh import PATIENCE, Mesh
 from shoal.parallel.signed import SignedStore
 from shoal.train.checkpoint.manifest import LARGEST_FILE, NAME, Damaged, is_file_name, parse_manifest
 from shoal.train.checkpoint.place import LAST_STEP, Directory, check_file
+from shoal.train.files import in_words
 
 # What a node has of a step: the hash of its manifest, the sizes of all files there are, and, of those that are not here
 # as they should be, what is wrong.
@@ -98,12 +99,11 @@ class Peers:
         for work in works:
             work.wait()
 
-    def commit_elsewhere(self, store: SignedStore, key: str, manifest: str) -> None:
-        """On the first rank: have every other node commit; with no manifest, have them give it up."""
+    def commit_elsewhere(self, store: SignedStore, key: str, manifest: str) -> str:
+        """On the first rank: have every other node commit; with no manifest, have them give it up. What went wrong."""
         store.set(key, manifest, series="commits")
         failed = store.wait_for([f"{key}-{node}" for node in range(1, self.mesh.nodes)], PATIENCE)
-        if any(failed):
-            raise OSError(next(filter(None, failed)))
+        return next(filter(None, failed), "")
 
     def commit_here(self, store: SignedStore, key: str, step: int) -> bool:
         """On the first rank of another node; whether there was something to commit."""
@@ -111,10 +111,10 @@ class Peers:
         try:
             if manifest:
                 self.place.commit(step, self.attempt, manifest)
-            else:
-                self.place.abandon(step, self.attempt)
         except OSError as error:
-            trouble = str(error)
+            trouble = f"rank {self.mesh.rank}: {in_words(error)}"
+        if trouble or not manifest:
+            self.place.abandon(step, self.attempt)
         store.set(f"{key}-{self.node}", trouble, series="committed")
         return bool(manifest) and not trouble
 

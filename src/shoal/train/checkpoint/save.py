@@ -161,11 +161,12 @@ class Saver:
             error = error or (f"rank {rank}: {told['error']}" if told["error"] else "")
             everyone += [Piece.model_validate(piece) for piece in told["pieces"]]
         complete = "" if error else manifest.model_copy(update={"pieces": tuple(everyone)}).to_text()
+        if self.peers is not None:
+            assert self.store is not None
+            elsewhere = self.peers.commit_elsewhere(self.store, self._key(manifest.step), complete)
+            error = error or elsewhere
         try:
-            if self.peers is not None:
-                assert self.store is not None
-                self.peers.commit_elsewhere(self.store, self._key(manifest.step), complete)
-            if complete:
+            if not error:
                 self.place.commit(manifest.step, self.attempt, complete)
         except OSError as trouble:
             error = in_words(trouble)
