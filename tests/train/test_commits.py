@@ -46,6 +46,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(training: 
     assert again.done == 4
     (row,) = faults(again)
     assert (row["kind"], row["step"]) == ("damaged checkpoint", 6) and "BLAKE3 differs" in row["message"]
+    assert row["action"] == "set aside, trying step 4 on disk"
     assert "BLAKE3 differs" in (directory / "damaged-step-00000006" / "reason.txt").read_text()
     assert [entry["step"] for entry in read_rows(again.run.metrics)] == [1, 2, 3, 4]
     # Done again, the last step is what it was.
@@ -62,6 +63,9 @@ def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew(training:
         training(checkpoint__every=3)
     assert not made.run.disk.committed()
     assert len(list(made.run.checkpoints.glob("damaged-*"))) == 2
+    # Nothing is said to be used where nothing is left.
+    actions = [row["action"] for row in faults(made)]
+    assert actions == ["set aside, trying step 3 on disk", "set aside, there is no other"]
 
 
 def test_a_copy_in_memory_is_newer_than_the_last_commit(training: MakeTraining) -> None:
@@ -78,7 +82,7 @@ def test_a_copy_in_memory_is_newer_than_the_last_commit(training: MakeTraining) 
         flip(made.run.memory().at(5) / "rank-00000.bin")
         fallen_back = training(**options)
         assert fallen_back.done == 4
-        assert faults(fallen_back)[-1]["action"] == "removed from memory, the one before is used"
+        assert faults(fallen_back)[-1]["action"] == "removed from memory, trying step 4 on disk"
     finally:
         forget(made.run.id)
 

@@ -59,6 +59,7 @@ class Commits:
         self._last_error = ""
         self._saving = 0  # the step that is being saved
         self._told: set[str] = set()
+        self._aside: list[tuple[int, str, str]] = []  # what was set aside and is not told of yet
         self._keepers = {
             self.disk: Keeper(self.disk, config.keep, config.keep_every, config.keep_best),
             self.memory: Keeper(self.memory, KEPT_IN_MEMORY),
@@ -88,8 +89,8 @@ class Commits:
     def restore(self) -> int:
         """Become the newest state that is sound, and return its step; 0 where there is none at all.
 
-        A damaged one is set aside with the reason, and the one before it is used. Whether it is sound is only known
-        when every rank has read what it needs, so all of them decide together.
+        A damaged one is set aside with the reason, and the newest that is left is used. Whether it is sound is only
+        known when every rank has read what it needs, so all of them decide together.
         """
         damaged = ""
         if self.mesh.rank == 0:
@@ -97,12 +98,7 @@ class Commits:
                 place.clear()
         if self.peers is not None:
             self.peers.clear()
-        while True:
-            choice = self._choose()
-            if choice is None:
-                if damaged:
-                    raise Damaged(f"no sound checkpoint is left. The last one: {damaged}")
-                return 0
+        while (choice := self._choose()) is not None:
             place, step = choice
             damaged = self._try(place, step)
             if not damaged:
@@ -115,6 +111,9 @@ class Commits:
                 self._set_aside(place, step, damaged)
             if self.peers is not None and place == self.memory:
                 self.peers.remove(step)
+        if damaged:
+            raise Damaged(f"no sound checkpoint is left. The last one: {damaged}")
+        return 0
 
     def _choose(self) -> tuple[Place, int] | None:
         """What the first rank finds is tried by all: others might look while something is being removed."""
@@ -125,6 +124,7 @@ class Commits:
         found = newest_first(places) if self.mesh.rank == 0 else []
         if together is not None and (not found or together.step >= found[0][1]):
             found = [(self.memory, together.step)]
+        self._note_set_aside(found)
         text = self.mesh.tell(
             f"{'memory' if found[0][0] == self.memory else 'disk'} {found[0][1]}" if found else ""
         )
@@ -161,12 +161,18 @@ class Commits:
         else:
             place.set_aside(step, reason)
             action = "set aside"
-        self.run.note_fault(
-            kind="damaged checkpoint",
-            step=step,
-            action=f"{action}, the one before is used",
-            message=reason,
-        )
+        self._aside.append((step, action, reason))
+
+    def _note_set_aside(self, left: list[tuple[Place, int]]) -> None:
+        """On the first rank, once it is known what there is to use instead."""
+        instead = "there is no other"
+        for place, step in left[:1]:
+            instead = f"trying step {step} {'in memory' if place == self.memory else 'on disk'}"
+        for step, action, reason in self._aside:
+            self.run.note_fault(
+                kind="damaged checkpoint", step=step, action=f"{action}, {instead}", message=reason
+            )
+        self._aside.clear()
 
     # Committing.
 
