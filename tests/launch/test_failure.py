@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 
 import pytest
 from torch.distributed import DistStoreError, HashStore
@@ -59,6 +60,17 @@ def test_a_silent_rank_was_killed(stores: Stores) -> None:
     assert str(cause(*stores, 3, died((1, -9), (0, -15), (2, 1)))) == "rank 1 failed: killed by SIGKILL"
     assert str(cause(*stores, 3, died((0, 1), (2, 1), (1, -11)))) == "rank 1 failed: killed by SIGSEGV"
     assert not stores[0].has(FATAL)
+
+
+def test_a_launcher_that_finds_several_dead_at_once_knows_whom_it_has_ended(stores: Stores) -> None:
+    """On a busy machine it looks late: then the order is that of ranks, and says nothing."""
+    tell(*stores, 0, describe(0, PEER_GONE))
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        killed = cause(*stores, 3, [0, 1, 2], {0: 1, 1: -number, 2: -signal.SIGTERM}, {2})
+        assert str(killed) == f"rank 1 failed: killed by {number.name}"
+    tell(*stores, 1, describe(1, ValueError("the cause")))
+    ended = cause(*stores, 3, [0, 1, 2], {0: -signal.SIGTERM, 1: 1, 2: -signal.SIGKILL}, {0, 2})
+    assert str(ended) == "rank 1 failed: ValueError: the cause"
 
 
 def test_ranks_that_all_only_lost_each_other_lost_their_connection(stores: Stores) -> None:

@@ -39,6 +39,9 @@ from shoal.train.guard.stacks import stacks_on_signal
 from shoal.train.loop import TRUSTED, Guest, Outcome, train
 from shoal.train.rundir import ALONE, RunDirectory
 
+# How long ranks wait for each other to start, at least, whatever a collective may take: it is all processor time, of
+# which a busy machine has little, and whoever dies meanwhile is noticed by the launcher.
+START_SECONDS = 120.0
 # How long a new attempt waits for the last one's writer to be gone.
 WRITER_SECONDS = 20.0
 
@@ -68,7 +71,7 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
     run = RunDirectory(assignment.run, assignment.node)
     run.keep_in(assignment.job.config.checkpoint.to)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = rendezvous.connect(port, assignment.secret, assignment.job.config.fault.timeout, address)
+    store = rendezvous.connect(port, assignment.secret, _to_start(assignment.job), address)
     attempt = rendezvous.attempt_store(store, assignment.round)
     if store.has(FATAL):
         return None
@@ -142,7 +145,11 @@ def _agree(assignment: Assignment, rank: int, attempt: SignedStore) -> None:
     }
     # The world as it was started: a layout's own may be what differs.
     world = int(os.environ["WORLD_SIZE"])
-    agree(attempt, rank, world, told, timedelta(seconds=job.config.fault.timeout))
+    agree(attempt, rank, world, told, timedelta(seconds=_to_start(job)))
+
+
+def _to_start(job: Job) -> float:
+    return max(START_SECONDS, job.config.fault.timeout)
 
 
 def _end_with_launcher() -> None:

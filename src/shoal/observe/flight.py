@@ -79,6 +79,7 @@ class Snapshot:
     beats: int
     counts: dict[Channel, int]
     entries: tuple[Entry, ...]  # the oldest first
+    starved: float = 0.0  # seconds that it was ready to run and others had the processors
 
     def as_json(self) -> dict[str, Any]:
         """For whoever watches from another machine."""

@@ -113,10 +113,11 @@ class Directory:
 
     def committed(self) -> list[int]:
         """A rename is the commit, so a name is proof."""
-        if not self.path.is_dir():
+        try:
+            names = [entry.name for entry in self.path.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):  # perhaps removed just now
             return []
-        steps = (step_of(entry.name) for entry in self.path.iterdir())
-        return sorted(step for step in steps if step is not None)
+        return sorted(step for name in names if (step := step_of(name)) is not None)
 
     def write(self, step: int, attempt: str, file: str, content: Iterable[memoryview]) -> str:
         aside = self.aside(step, attempt)

@@ -33,6 +33,17 @@ def state(process: int) -> str:
     return found[0] if found else "X"
 
 
+def starved(process: int) -> float:
+    """Seconds, since it began, that its main thread was ready to run while others had the processors.
+
+    0 where Linux does not say.
+    """
+    try:
+        return int(Path(f"/proc/{process}/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 def parent_of(process: int) -> int | None:
     """The parent of a process; None where there is no such process, or only its remains."""
     found = _status(process)

@@ -60,6 +60,7 @@ class Watchdog:
     def _forget(self) -> None:
         self._waited: dict[tuple[Channel, int], float] = {}
         self._progress: list[tuple[int, str, int]] = []
+        self._starved: list[float] = []
         self._quiet = self._in_step = self._longest = 0.0
         # The longest wait that ended well in the first step, which may compile, and after it.
         self._first_wait = self._wait = 0.0
@@ -91,23 +92,38 @@ class Watchdog:
     # Whether.
 
     def _count(self, passed: float, snapshots: list[Snapshot]) -> None:
-        """Count for how long each late collective is late, and for how long nothing has happened at all."""
-        late = [(one.channel, one.number) for one in stalled.late_collectives(snapshots)]
+        """Count for how long each late collective is late, and for how long nothing has happened at all.
+
+        Time in which the ranks that are waited for were ready to run, and others had the processors, does not count:
+        on a busy machine they come late, and they come.
+        """
+        found = stalled.late_collectives(snapshots)
+        late = [(one.channel, one.number) for one in found]
+        waiting = self._waiting_for_processors(snapshots)
+        missing = {rank for one in found for rank in one.missing}
+        kept = max(0.0, passed - max((waiting[rank] for rank in missing), default=0.0))
         over = [seconds for key, seconds in self._waited.items() if key not in late]
         phases = {phase for _, phase, _ in self._progress}
         if phases <= {FIRST_STEP, *WATCHED}:
             self._first_wait = max([self._first_wait, *over])
         if phases <= set(WATCHED):
             self._wait = max([self._wait, *over])
-        self._waited = {key: self._waited.get(key, 0.0) + passed for key in late}
+        self._waited = {key: self._waited.get(key, 0.0) + kept for key in late}
         progress = [(one.step, one.phase, sum(one.counts.values())) for one in snapshots]
-        self._quiet = self._quiet + passed if progress == self._progress else 0.0
+        quiet = max(0.0, passed - max(waiting))
+        self._quiet = self._quiet + quiet if progress == self._progress else 0.0
         self._in_step += passed
         if self._progress and progress[0][0] != self._progress[0][0]:
             # Once a second step has passed, it is not needed to know what the first one was like.
             self._first_wait = 0.0 if self._longest else self._first_wait
             self._longest, self._in_step = max(self._longest, self._in_step), 0.0
         self._progress = progress
+
+    def _waiting_for_processors(self, snapshots: Sequence[Snapshot]) -> list[float]:
+        """For how long each rank has, since the last look."""
+        now = [one.starved for one in snapshots]
+        before, self._starved = self._starved or now, now
+        return [later - earlier for earlier, later in zip(before, now, strict=True)]
 
     def _stall(self, snapshots: list[Snapshot]) -> Explain | None:
         """How to explain the stall, if there is one."""

@@ -9,13 +9,14 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from shoal.facts.redact import redact
 from shoal.observe import nccl
 from shoal.observe.flight import FlightReader, Snapshot
-from shoal.train.guard.processes import is_gone, is_stopped, send, state
+from shoal.train.guard.processes import is_gone, is_stopped, send, starved, state
 from shoal.train.guard.stacks import Standing, ask_for_stacks, main_thread, shown
 from shoal.train.rundir import RunDirectory
 
@@ -71,7 +72,9 @@ class LocalRanks:
         seen = {rank: reader.look(entries) for rank, reader in self.readers.items()}
         found = {rank: one for rank, one in seen.items() if one is not None}
         ours = {rank: one.pid for rank, one in found.items()} == dict(processes)
-        return [*found.values()] if ours and not any(map(is_gone, processes.values())) else None
+        if not ours or any(map(is_gone, processes.values())):
+            return None
+        return [replace(one, starved=starved(one.pid)) for one in found.values()]
 
     def evidence(self, snapshots: Sequence[Snapshot], patience: float) -> dict[int, Standing]:
         seen = dict(zip(self.readers, snapshots, strict=True))
