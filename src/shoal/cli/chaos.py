@@ -115,6 +115,7 @@ def _line(one: Struck) -> str:
     second = " while recovering" if one.in_recovery else ""
     seconds = "" if one.recovered_s is None else f"recovered in {one.recovered_s:5.2f} s"
     what = f"{one.kind}{whom} at {one.point}{second}, {one.layout}"
+    named = "left alone: the only sound copy" if one.spared else named
     return f"{one.number + 1:4}  step {one.step:5}  {what}: {seconds}  {named}"
 
 

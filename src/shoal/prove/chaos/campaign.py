@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
@@ -23,14 +24,17 @@ from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import ALONE, RunDirectory
 
 LOOK_SECONDS = 0.01
-# A fault that was not struck, or from which nothing recovered, in this time has broken the campaign.
-PATIENCE = 120.0
-# How long we wait for a report: a fault may show some steps later.
-TOLD_SECONDS = 12.0
-# How long a network stays cut: longer than anybody waits for a rank.
+# A fault that was not struck, or from which nothing recovered, in this time has broken the campaign. Most of it is
+# processor time: a launcher imports torch, and on a busy machine that alone takes a minute or two.
+PATIENCE = 600.0
+# A fault that is not reported by the time that so many later steps are committed will not be.
+TOLD_STEPS = 8
+# Checkpoints on disk before one is to be struck.
+COPIES = 2
+# How long a network stays cut, at least: longer than anybody waits for a rank. And until it was noticed.
 CUT_SECONDS = 2.5
-# How long a launcher stays stopped.
-STOPPED_SECONDS = 1.5
+# How long a launcher stays stopped; or as long as its ranks, which go on, take for so many steps.
+STOPPED_SECONDS, STOPPED_STEPS = 1.5, 20
 
 
 class Broken(Exception):
@@ -57,6 +61,7 @@ class Struck:
     in_recovery: bool = False
     node: str = ""  # which was struck
     gone: int = 0  # committed steps whose every copy the fault itself destroyed
+    spared: bool = False  # there was no other copy to continue from, so this one was left alone
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -154,7 +159,7 @@ class Campaign:
         """Let the run come to its end."""
         self._running()
         for process in self._launchers:
-            if process.wait(timeout=30 * PATIENCE) != 0:
+            if process.wait(timeout=6 * PATIENCE) != 0:
                 raise Broken(f"the run did not finish: {self._last_words()}")
 
     # Faults.
@@ -163,18 +168,22 @@ class Campaign:
         before = len(self._fault_rows())
         records = [self._record(fault, in_recovery=False)]
         if fault.kind.target == "network":
-            self._cut_network(records[0])
+            self._cut_network(records[0], before)
         elif fault.kind.target == "one node":
             self._strike_one_node(fault, records[0], before)
         elif fault.kind.target in ("launcher", "node"):
             self._strike_launcher(fault, records[0])
         else:
-            first = self._order(fault, records[0])
-            given = [first]
+            if fault.second is not None and fault.second.kind.target == "checkpoint":
+                self._wait_for_copies()
+            orders = [self._order(fault, records[0])]
             if fault.second is not None:
                 records.append(self._record(fault.second, in_recovery=True))
-                given.append(self._order(fault.second, records[1], after=first.number))
-            for record, order in zip(records, given, strict=True):
+                orders.append(self._order(fault.second, records[1], after=records[0].number))
+            # The second one first: it has to be there when the run recovers, however soon that is.
+            for order in reversed(orders):
+                self.orders.give(order)
+            for record, order in zip(records, orders, strict=True):
                 self._wait_until_struck(record, order)
         told = self._wait_until_told(records, before)
         # Done again, or done for the first time: the step that was struck, and whatever came to light later.
@@ -200,9 +209,7 @@ class Campaign:
 
     def _order(self, fault: Fault, record: Struck, after: int | None = None) -> Order:
         assert record.rank is not None
-        order = Order(record.number, record.kind, record.rank, fault.point, fault.seed, after)
-        self.orders.give(order)
-        return order
+        return Order(record.number, record.kind, record.rank, fault.point, fault.seed, after)
 
     def _wait_until_struck(self, record: Struck, order: Order) -> None:
         for _ in self._patiently(f"{record.kind} of rank {record.rank} at {order.point} was not struck"):
@@ -210,29 +217,34 @@ class Campaign:
             found = self.orders.strike_of(order.number)
             if found is not None:
                 record.step, record.time = found["step"], found["time"]
-                record.committed = self._committed()
+                # As it was then: by now the run may have recovered and gone on.
+                record.committed = found["committed"]
                 return
 
     def _wait_until_told(self, records: list[Struck], before: int) -> int:
-        """Wait for the report of each fault; where it does not come, no longer than that. The last commit then."""
-        kinds = [BY_NAME[record.kind] for record in records]
-        deadline = time.monotonic() + TOLD_SECONDS
-        while time.monotonic() < deadline:
-            rows = self._fault_rows()[before:]
-            if all(not kind.told or any(row["kind"] in kind.told for row in rows) for kind in kinds):
+        """Wait for the report of each fault; where it does not come, for some steps. The last commit then."""
+        last = max(max(record.step, record.committed) for record in records) + TOLD_STEPS
+        for _ in self._patiently("nothing was reported and nothing went on"):
+            told = {row["kind"] for row in self._fault_rows()[before:]}
+            for record in records:
+                self._look_again(record)
+            wanted = [BY_NAME[record.kind].told for record in records if not record.spared]
+            if all(not kinds or told.intersection(kinds) for kinds in wanted) or self._committed() >= last:
                 break
-            time.sleep(LOOK_SECONDS)
         return self._committed()
 
     def _look_again(self, record: Struck) -> None:
-        found = self.orders.strike_of(record.number)
-        record.gone = found.get("gone", 0) if found else 0
+        """Learn what came of a strike: the one who struck says that afterwards."""
+        found = self.orders.strike_of(record.number) or {}
+        record.gone, record.spared = found.get("gone", 0), found.get("spared", False)
 
-    def _cut_network(self, record: Struck) -> None:
+    def _cut_network(self, record: Struck, before: int) -> None:
         process = self._running()
-        record.committed, record.step = self._committed(), self._committed() + 1
-        record.time = time.time()
-        cut(process.pid, CUT_SECONDS)
+        record.committed = self._committed()
+        with cut(process.pid):
+            record.step, record.time = self._committed() + 1, time.time()
+            time.sleep(CUT_SECONDS)
+            self._wait_until_told([record], before)
 
     def _strike_launcher(self, fault: Fault, record: Struck) -> None:
         process = self._running()
@@ -242,12 +254,14 @@ class Campaign:
         record.time = time.time()
         send([process.pid, *everybody], signal.Signals[name])
         if fault.kind.name not in ENDS_LAUNCHER:
-            time.sleep(STOPPED_SECONDS)
+            until = time.monotonic() + STOPPED_SECONDS
+            while time.monotonic() < until and self._committed() < record.step + STOPPED_STEPS:
+                time.sleep(LOOK_SECONDS)
             process.send_signal(signal.SIGCONT)
             return
         asked = name in ("SIGTERM", "SIGUSR1") and fault.kind.target == "launcher"
         # Asked to stop, one node's launcher stops them all. Of a campaign's others nobody is to take its place.
-        codes = [one.wait(timeout=PATIENCE) for one in (self._launchers if asked else [process])]
+        codes = [self._code_of(one) for one in (self._launchers if asked else [process])]
         self._end(but=1)
         if asked:
             record.named_right = codes == [75] * len(codes)
@@ -255,6 +269,12 @@ class Campaign:
                 raise Broken(f"asked to stop, the launchers ended with {codes}: {self._last_words()}")
         self._wait_until_gone(everybody)
         self._launch()
+
+    def _code_of(self, launcher: subprocess.Popen[bytes]) -> int:
+        for _ in self._patiently("a launcher did not end"):
+            if (code := launcher.poll()) is not None:
+                return code
+        raise AssertionError
 
     def _strike_one_node(self, fault: Fault, record: Struck, before: int) -> None:
         """A node, with all of its processes and its memory, is lost for a while."""
@@ -280,9 +300,12 @@ class Campaign:
         self._launchers[index] = self._launch_on(node)
 
     def _leader(self) -> int:
-        """Which node's launcher holds the run."""
-        process = json.loads((self.setting.run / ".alive").read_text())["process"]
-        return [one.pid for one in self._launchers].index(process)
+        """Which node's launcher holds the run; another one may be about to."""
+        processes = [one.pid for one in self._launchers]
+        for _ in self._patiently("no launcher leads the run"):
+            with contextlib.suppress(OSError, ValueError):
+                return processes.index(json.loads((self.setting.run / ".alive").read_text())["process"])
+        raise AssertionError
 
     def _wait_until_gone(self, processes: list[int]) -> None:
         for process in processes:
@@ -294,7 +317,7 @@ class Campaign:
         kind = BY_NAME[record.kind]
         record.rows = rows
         right = named_right(kind, record.rank if record.rank is not None else -1, rows, record.node)
-        record.named_right = record.named_right if right is None else right
+        record.named_right = record.named_right if right is None or record.spared else right
         told = [
             row["time"] for row in rows if row["kind"] in kind.told and abs(row["time"] - record.time) < 3600
         ]
@@ -310,6 +333,13 @@ class Campaign:
     def _wait_for_commit(self, beyond: int) -> None:
         for _ in self._patiently(f"no commit after step {beyond}"):
             if self._committed() > beyond:
+                return
+            self._running()
+
+    def _wait_for_copies(self) -> None:
+        """So that one of them can be struck. Whether there still are as many is decided when it is."""
+        for _ in self._patiently(f"fewer than {COPIES} checkpoints on disk"):
+            if len(self.run.disk.committed()) >= COPIES:
                 return
             self._running()
 

@@ -1,56 +1,118 @@
-"""Damage to the newest checkpoint of a run, as disks, people and crashes do it. Needs no torch."""
+"""Damage to the newest checkpoint of a run, as disks, people and crashes do it. The last sound copy is never struck."""
 
 from __future__ import annotations
 
 import random
 import shutil
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from shoal.train.checkpoint.manifest import NAME
-from shoal.train.checkpoint.place import Directory
+from shoal.train.checkpoint.bucket import Bucket
+from shoal.train.checkpoint.manifest import NAME, Damaged
+from shoal.train.checkpoint.place import Directory, Place, step_name
+from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.rundir import RunDirectory
 
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
-def damage(run: RunDirectory, kind: str, numbers: random.Random) -> int:
+# How often memory is lost and the disk's copy is struck, where both have the newest step.
+BOTH = 0.3
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A checkpoint at one of the places where it lies."""
+
+    place: Place
+    step: int
+
+    @property
+    def sound(self) -> bool:
+        """Every byte is read: what only looks like a checkpoint is nothing to fall back to."""
+        try:
+            return not Checkpoint(self.place, self.step, threads=1).damages()
+        except (Damaged, OSError):
+            return False
+
+
+def damage(run: RunDirectory, kind: str, numbers: random.Random) -> int | None:
     """Damage the newest copy in memory; or, where the disk has it too, that on disk, and memory is lost as well.
 
-    Returns how many committed steps are thereby gone for good, whatever anybody does.
+    What is struck, and whether anything at all, is decided by what exists at this moment: some sound copy is left to
+    continue from. Returns how many committed steps are gone for good, whatever anyone does; None where nothing could
+    be struck.
     """
-    disk, root = Directory(run.checkpoints), run.memory().path.parent
+    disk, root = run.disk, run.memory().path.parent
     # Several nodes have several copies.
-    memories = [Directory(path) for path in root.iterdir()] if root.is_dir() else []
-    in_memory = sorted({step for memory in memories for step in memory.committed()})
-    on_disk = disk.committed()
-    copies, steps, gone = memories, in_memory, 0
-    if not in_memory or (in_memory[-1:] == on_disk[-1:] and len(on_disk) > 1 and numbers.random() < 0.3):
-        shutil.rmtree(root, ignore_errors=True)
-        copies, steps, gone = [disk], on_disk, 1
-    elif on_disk[-1:] < in_memory[-1:]:
-        gone = in_memory[-1] - max(on_disk, default=0)
-    seed = numbers.getrandbits(32)
-    for copy in copies:
-        target, choice = copy.at(steps[-1]), random.Random(seed)
-        if target.is_dir():
-            _carry_out(kind, target, choice.choice(sorted(target.glob("*.bin"))), choice, disk)
-    return gone
+    memories = [Directory(path) for path in sorted(root.iterdir())] if root.is_dir() else []
+    copies = [Copy(place, step) for place in (*memories, disk) for step in place.committed()]
+    newest = max((copy.step for copy in copies), default=0)
+    in_memory = [copy for copy in copies if copy.place != disk and copy.step == newest]
+    on_disk = [copy for copy in copies if copy.place == disk and copy.step == newest]
+    # Of equally new copies the run would continue from that in memory.
+    choices = [struck for struck in (in_memory, on_disk) if struck]
+    if len(choices) == 2 and numbers.random() < BOTH:
+        choices.reverse()
+    for struck in choices:
+        loses_memory = struck is on_disk and bool(in_memory)
+        left = [copy for copy in copies if copy not in struck and not (loses_memory and copy.place != disk)]
+        refuge = next((copy for copy in _newest_first(left) if copy.sound), None)
+        if refuge is None:
+            continue
+        other = next((copy for copy in _newest_first(left) if copy.step != newest), None)
+        if kind == "swapped files" and other is None and any(len(_files(copy)) == 1 for copy in struck):
+            continue
+        if loses_memory:
+            shutil.rmtree(root, ignore_errors=True)
+        seed = numbers.getrandbits(32)
+        for copy in struck:
+            _carry_out(kind, copy, random.Random(seed), other)
+        return newest - refuge.step
+    return None
 
 
-def _carry_out(kind: str, target: Path, file: Path, numbers: random.Random, disk: Directory) -> None:
-    content = bytearray(file.read_bytes())
+def _newest_first(copies: Iterable[Copy]) -> list[Copy]:
+    return sorted(copies, key=lambda copy: copy.step, reverse=True)
+
+
+def _carry_out(kind: str, copy: Copy, numbers: random.Random, other: Copy | None) -> None:
+    """``other``: a checkpoint of another step."""
+    system, folder = _where(copy)
+    path = numbers.choice(_files(copy))
+    content = bytearray(system.cat_file(path))
     if kind == "flipped bit":
         content[numbers.randrange(len(content))] ^= 1 << numbers.randrange(8)
-        file.write_bytes(content)
+        system.pipe_file(path, bytes(content))
     elif kind == "truncated file":
-        file.write_bytes(content[: numbers.randrange(len(content))])
+        system.pipe_file(path, bytes(content[: numbers.randrange(len(content))]))
     elif kind == "missing file":
-        file.unlink()
+        system.rm_file(path)
     elif kind == "torn manifest":
-        manifest = (target / NAME).read_bytes()
-        (target / NAME).write_bytes(manifest[: numbers.randrange(len(manifest))])
+        manifest = system.cat_file(f"{folder}/{NAME}")
+        system.pipe_file(f"{folder}/{NAME}", manifest[: numbers.randrange(len(manifest))])
     elif kind == "swapped files":
-        others = [other for other in target.glob("*.bin") if other != file]
-        # Alone it is swapped with that of the step before, which is as long.
-        other = numbers.choice(others) if others else disk.at(disk.committed()[-2]) / file.name
-        file.write_bytes(other.read_bytes())
-        if others:
-            other.write_bytes(content)
+        if others := [found for found in _files(copy) if found != path]:
+            second = numbers.choice(others)
+            system.pipe_file(path, system.cat_file(second))
+            system.pipe_file(second, bytes(content))
+        else:
+            # Alone it gets what another step has, which is mostly as long.
+            assert other is not None
+            system.pipe_file(path, _where(other)[0].cat_file(_files(other)[0]))
+
+
+def _files(copy: Copy) -> list[str]:
+    system, folder = _where(copy)
+    return sorted(path for path in system.ls(folder, detail=False) if path.endswith(".bin"))
+
+
+def _where(copy: Copy) -> tuple[AbstractFileSystem, str]:
+    """A file system, and where the checkpoint lies in it."""
+    if isinstance(copy.place, Bucket):
+        return copy.place.files, f"{copy.place.root}/{step_name(copy.step)}"
+    assert isinstance(copy.place, Directory)
+    import fsspec
+
+    return fsspec.filesystem("file"), str(copy.place.at(copy.step))

@@ -13,7 +13,8 @@ import socket
 import struct
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Linux's numbers: a namespace of the network, an interface's flags, and that it is up.
@@ -32,10 +33,15 @@ def own_network() -> None:
     _loopback(up=True)
 
 
-def cut(process: int, seconds: float) -> None:
-    """Cut the network of a process and, after a while, mend it. From a process of its own, for that has to enter it."""
-    command = [sys.executable, "-m", "shoal.prove.chaos.network", str(process), str(seconds)]
-    subprocess.run(command, check=True)
+@contextmanager
+def cut(process: int) -> Iterator[None]:
+    """Inside, the network of a process is cut. By a process of its own, for that has to enter it."""
+    command = [sys.executable, "-m", "shoal.prove.chaos.network", str(process)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as cutting:
+        assert cutting.stdout is not None
+        if not cutting.stdout.readline():
+            raise subprocess.CalledProcessError(cutting.wait(), command)
+        yield
 
 
 def _may_unshare() -> bool:
@@ -56,18 +62,20 @@ def _call(name: str, *arguments: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def _cut_and_mend(process: int, seconds: float) -> None:
+def _cut_and_mend(process: int) -> None:
+    """Until standard input is closed, by whatever ended who asked."""
     with Path(f"/proc/{process}/ns/net").open() as namespace:
         _call("setns", namespace.fileno(), CLONE_NEWNET)
     _loopback(up=False)
     try:
-        time.sleep(seconds)
+        print("cut", flush=True)
+        sys.stdin.read()
     finally:
         _loopback(up=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        _cut_and_mend(int(sys.argv[1]), float(sys.argv[2]))
+        _cut_and_mend(int(sys.argv[1]))
     else:
         own_network()

@@ -63,12 +63,16 @@ class Orders:
             found.append(order)
         return found
 
-    def strike(self, order: Order, step: int, point: str) -> None:
-        """Say that it is done, and then do it: whoever strikes may be dead a moment later."""
+    def strike(self, order: Order, step: int, point: str, committed: int) -> None:
+        """Say that it is done, and then do it: whoever strikes may be dead a moment later.
+
+        ``committed``: the last step that is safe now. The campaign may hear of it when the run has long recovered.
+        """
         found = {
             **asdict(order),
             "step": step,
             "struck_at": point,
+            "committed": committed,
             "time": now(),
             "process": os.getpid(),
         }

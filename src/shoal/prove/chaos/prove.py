@@ -41,7 +41,10 @@ ALWAYS = {
     "evaluate.every": "4",
     "evaluate.batches": "1",
     "evaluate.samples": "0",
-    "fault.timeout": "3",
+    # A rank that does not come is found by the watchdog, which sees whether it has a processor. torch's own timeout
+    # does not, so it comes long after.
+    "fault.stall": "1.5",
+    "fault.timeout": "20",
     "fault.max_restarts": "10",
     "fault.nonfinite": '"retry"',
     "fault.check_every": "1",

@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from shoal.train.checkpoint.place import Directory
 from shoal.train.loop import Outcome, Training
 from shoal.train.rundir import RunDirectory
 
-# How long a disk stays full, and how far a clock jumps.
+# How long a disk stays full once it has refused something, and how far a clock jumps.
 FULL_SECONDS = 0.6
 JUMP_SECONDS = 86_400.0
 
@@ -50,6 +50,7 @@ class Saboteur:
         self.step = 0
         self.training: Training | None = None
         self._lock = threading.Lock()
+        self._full: tuple[int, int] | None = None  # while the disk is: how long files may be otherwise
 
     def enter(self, phase: str, step: int) -> None:
         self.step = step
@@ -68,6 +69,13 @@ class Saboteur:
             self.at(UPDATE)
 
         training.step.before_update = before_update
+        settle = training.commits.before_commit
+
+        def before_commit() -> None:
+            with self._refusals():
+                settle()
+
+        training.commits.before_commit = before_commit
         for place in (training.commits.disk, training.commits.memory):
             if isinstance(place, Directory):
                 self._around(place, "write", WRITE)
@@ -78,7 +86,8 @@ class Saboteur:
 
         def wrapped(*arguments: Any) -> Any:
             self.at(point)
-            return original(*arguments)
+            with self._refusals():
+                return original(*arguments)
 
         setattr(place, method, wrapped)
 
@@ -87,14 +96,15 @@ class Saboteur:
         with self._lock:
             due = [order for order in self.orders.for_rank(self.rank, self.began) if order.point == point]
             for order in due:
-                self.orders.strike(order, self.step, point)
+                self.orders.strike(order, self.step, point, self.run.step())
         for order in due:
             self._do(order)
 
     def _do(self, order: Order) -> None:
         kind = BY_NAME[order.kind]
         if kind.target == "checkpoint":
-            self.orders.add(order, gone=damage(self.run, order.kind, random.Random(order.seed)))
+            gone = damage(self.run, order.kind, random.Random(order.seed))
+            self.orders.add(order, gone=gone or 0, spared=gone is None)
         elif order.kind == "SIGSEGV":
             ctypes.string_at(0)
         elif order.kind.startswith("SIG"):
@@ -109,12 +119,34 @@ class Saboteur:
         elif order.kind == "clock jump":
             _jump(random.Random(order.seed).choice((-1, 1)) * JUMP_SECONDS)
         elif order.kind == "disk full":
-            _fill_disk()
+            self._fill_disk()
         elif order.kind == "out of memory":
             _use_all_memory()
         else:
             assert self.training is not None
             _wrong(self.training, order)
+
+    def _fill_disk(self) -> None:
+        """The kernel refuses this process every byte beyond the first thousand of a file, until a commit has failed."""
+        self._full = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, self._full[1]))
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Some moments after something was refused, there is room again."""
+        try:
+            yield
+        except OSError:
+            if self._full is not None:
+                room = threading.Timer(FULL_SECONDS, self.make_room)
+                room.daemon = True
+                room.start()
+            raise
+
+    def make_room(self) -> None:
+        if self._full is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, self._full)
+            self._full = None
 
 
 def _close_connections() -> None:
@@ -131,15 +163,6 @@ def _jump(seconds: float) -> None:
     """The system's clock is everybody's; this is what a process that reads it would see."""
     original = time.time
     time.time = lambda: original() + seconds
-
-
-def _fill_disk() -> None:
-    """The kernel refuses this process every byte beyond the first thousand of a file, for a while."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    timer = threading.Timer(FULL_SECONDS, resource.setrlimit, (resource.RLIMIT_FSIZE, before))
-    timer.daemon = True
-    timer.start()
 
 
 def _use_all_memory() -> None:

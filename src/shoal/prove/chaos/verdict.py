@@ -75,6 +75,7 @@ class Verdict:
                     "detected_s": one.detected_s,
                     "recovered_s": one.recovered_s,
                     "named_right": one.named_right,
+                    "spared": one.spared,
                 }
                 for one in self.struck
             ],
