@@ -31,8 +31,9 @@ PATIENCE = 600.0
 TOLD_STEPS = 8
 # Checkpoints on disk before one is to be struck.
 COPIES = 2
-# How long a network stays cut, at least: longer than anybody waits for a rank. And until it was noticed.
-CUT_SECONDS = 2.5
+# How long a network stays cut, at least: longer than anybody waits for a rank. And until it was noticed, for some time:
+# where ranks wait for each other outside of collectives (a commit may take hours) there is nothing to notice.
+CUT_SECONDS, CUT_AT_MOST = 2.5, 30.0
 # How long a launcher stays stopped; or as long as its ranks, which go on, take for so many steps.
 STOPPED_SECONDS, STOPPED_STEPS = 1.5, 20
 
@@ -225,13 +226,16 @@ class Campaign:
         """Wait for the report of each fault; where it does not come, for some steps. The last commit then."""
         last = max(max(record.step, record.committed) for record in records) + TOLD_STEPS
         for _ in self._patiently("nothing was reported and nothing went on"):
-            told = {row["kind"] for row in self._fault_rows()[before:]}
-            for record in records:
-                self._look_again(record)
-            wanted = [BY_NAME[record.kind].told for record in records if not record.spared]
-            if all(not kinds or told.intersection(kinds) for kinds in wanted) or self._committed() >= last:
+            if self._is_told(records, before) or self._committed() >= last:
                 break
         return self._committed()
+
+    def _is_told(self, records: list[Struck], before: int) -> bool:
+        told = {row["kind"] for row in self._fault_rows()[before:]}
+        for record in records:
+            self._look_again(record)
+        wanted = [BY_NAME[record.kind].told for record in records if not record.spared]
+        return all(not kinds or told.intersection(kinds) for kinds in wanted)
 
     def _look_again(self, record: Struck) -> None:
         """Learn what came of a strike: the one who struck says that afterwards."""
@@ -240,11 +244,17 @@ class Campaign:
 
     def _cut_network(self, record: Struck, before: int) -> None:
         process = self._running()
-        record.committed = self._committed()
-        with cut(process.pid):
-            record.step, record.time = self._committed() + 1, time.time()
-            time.sleep(CUT_SECONDS)
-            self._wait_until_told([record], before)
+        for _ in self._patiently("no cut of the network was noticed"):
+            record.committed = self._committed()
+            with cut(process.pid):
+                record.step, record.time = self._committed() + 1, time.time()
+                time.sleep(CUT_SECONDS)
+                until = time.monotonic() + CUT_AT_MOST
+                while not (told := self._is_told([record], before)) and time.monotonic() < until:
+                    time.sleep(LOOK_SECONDS)
+            if told:
+                return
+            self._wait_for_commit(self._committed())
 
     def _strike_launcher(self, fault: Fault, record: Struck) -> None:
         process = self._running()

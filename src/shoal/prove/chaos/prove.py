@@ -44,7 +44,7 @@ ALWAYS = {
     # A rank that does not come is found by the watchdog, which sees whether it has a processor. torch's own timeout
     # does not, so it comes long after.
     "fault.stall": "1.5",
-    "fault.timeout": "20",
+    "fault.timeout": "10",
     "fault.max_restarts": "10",
     "fault.nonfinite": '"retry"',
     "fault.check_every": "1",
