@@ -72,6 +72,7 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
     run.keep_in(assignment.job.config.checkpoint.to)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = rendezvous.connect(port, assignment.secret, _to_start(assignment.job), address)
+    store.plain.set_timeout(timedelta(seconds=assignment.job.config.fault.timeout))
     attempt = rendezvous.attempt_store(store, assignment.round)
     if store.has(FATAL):
         return None
