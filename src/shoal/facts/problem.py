@@ -80,7 +80,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def _likely(word: str, known: Iterable[str]) -> list[str]:
     """Known words that a slip of the fingers turns into this one; else those that begin with it.
 
-    A number is never a slip: llama3-7b is not llama3-70b, fp4 is not fp64. Nor are many slips in a short word.
+    Another number is never a slip: llama3-7b is not llama3-70b, fp4 is not fp64. Nor are many slips in a short word.
     """
     word = word.lower()
     names = {name.lower(): name for name in known}
@@ -97,8 +97,9 @@ def _likely(word: str, known: Iterable[str]) -> list[str]:
     return [names[name] for name in near or begun]
 
 
-def _digits(word: str) -> str:
-    return "".join(letter for letter in word if letter.isdigit())
+def _digits(word: str) -> list[str]:
+    """Whatever their order: bf61 is a slip for bf16."""
+    return sorted(letter for letter in word if letter.isdigit())
 
 
 def _slips(one: str, other: str) -> int:
