@@ -42,9 +42,9 @@ ALWAYS = {
     "evaluate.batches": "1",
     "evaluate.samples": "0",
     # A rank that does not come is found by the watchdog, which sees whether it has a processor. torch's own timeout
-    # does not, so it comes long after.
+    # does not, so it comes later.
     "fault.stall": "1.5",
-    "fault.timeout": "10",
+    "fault.timeout": "5",
     "fault.max_restarts": "10",
     "fault.nonfinite": '"retry"',
     "fault.check_every": "1",
