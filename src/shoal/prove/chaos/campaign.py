@@ -31,7 +31,7 @@ PATIENCE = 600.0
 TOLD_STEPS = 8
 # Checkpoints on disk before one is to be struck.
 COPIES = 2
-# How long a network stays cut: longer than a collective may take in a campaign, for all ranks may stand in the same one.
+# How long a network stays cut: longer than a collective may take in a campaign, for all ranks may be in the same one.
 CUT_SECONDS = 6.0
 # How long a launcher stays stopped; or as long as its ranks, which go on, take for so many steps.
 STOPPED_SECONDS, STOPPED_STEPS = 1.5, 20
