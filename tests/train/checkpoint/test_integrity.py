@@ -24,6 +24,7 @@ from tests.train.checkpoint.test_layouts import _placed as placed
 
 import shoal.train.checkpoint
 from shoal.models.initial import Slice
+from shoal.parallel.signed import SignedStore
 from shoal.train.checkpoint.manifest import (
     LARGEST_MANIFEST,
     LONGEST_MESSAGE,
@@ -43,7 +44,7 @@ DAMAGES = 150
 def _save_two_steps(rank: int, world: int, path: Path) -> None:
     state = placed("fsdp=2", rank, "tiny", filled=True)
     saver = Saver("disk", Directory(path), state.new_stage(), state.mesh, "test")
-    saver.store = torch.distributed.distributed_c10d._get_default_store()
+    saver.store = SignedStore(torch.distributed.distributed_c10d._get_default_store(), b"s" * 32)
     for step in (3, 4):
         for piece in state.pieces:
             piece.tensor.data.mul_(step)

@@ -19,6 +19,7 @@ from shoal.models.decoder import build
 from shoal.models.initial import Slice, fill
 from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.signed import SignedStore
 from shoal.train import optimizer as optimizers
 from shoal.train.checkpoint.place import Directory
 from shoal.train.checkpoint.read import Checkpoint
@@ -65,7 +66,7 @@ def _save(rank: int, world: int, layout: str, model: str, path: Path) -> None:
     state = _placed(layout, rank, model, filled=True)
     saver = Saver("disk", Directory(path), state.new_stage(), state.mesh, "test")
     if world > 1:
-        saver.store = torch.distributed.distributed_c10d._get_default_store()
+        saver.store = SignedStore(torch.distributed.distributed_c10d._get_default_store(), b"s" * 32)
     saver.start(state.manifest(3, 24, {}), state.states())
     saver.finish()
     assert [saved.error for saved in saver.take_results()] == [""]

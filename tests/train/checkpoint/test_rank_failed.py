@@ -25,6 +25,7 @@ from shoal.facts.configfile import load
 from shoal.facts.layout import Layout
 from shoal.launch.data import prepared
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.signed import SignedStore
 from shoal.plan.resolve import Job, resolve
 from shoal.train.checkpoint.bucket import Bucket
 from shoal.train.checkpoint.memory import forget
@@ -88,7 +89,7 @@ def save_thrice(rank: int, kind: str, refused: int, work: str, folder: Path) -> 
     """What became of three saves: the error, and which steps were committed then."""
     nodes = 2 if kind == "nodes" else 1
     # The same keys are set in every case.
-    store = dist.PrefixStore(folder.name, dist.distributed_c10d._get_default_store())
+    store = SignedStore(dist.distributed_c10d._get_default_store(), b"s" * 32).within(folder.name)
     mesh = Mesh(Layout(dp=2), rank, torch.device("cpu"), store, nodes=nodes)
     place = one_place(kind, folder, rank)
     peers = Peers(mesh, place, ATTEMPT) if isinstance(place, Directory) and nodes > 1 else None
@@ -147,7 +148,7 @@ def train_with_a_full_disk(
     rank: int, world: int, job: Job, path: Path, dataset: Path, refused: list[int]
 ) -> tuple[str, list[int]]:
     """A run whose last rank is refused its part of these steps on disk: its last error, the steps in memory."""
-    store = dist.PrefixStore(path.name, dist.distributed_c10d._get_default_store())
+    store = SignedStore(dist.distributed_c10d._get_default_store(), b"s" * 32).within(path.name)
     mesh = Mesh(job.layout, rank, torch.device("cpu"), store)
     training = Training(job, RunDirectory(path), dataset, mesh)
     if rank == world - 1:
