@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.predict.counted import ask
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.cli.main import main
-from shoal.facts.ledger import Ledger
 from shoal.parallel.zero import ShardedStates
+from shoal.predict.memory import ledger
 from shoal.prove.findings import FLOOR, in_memory
 
 Capture = pytest.CaptureFixture[str]
@@ -105,7 +106,7 @@ def test_a_few_kilobytes_of_a_toy_are_no_difference(capfd: Capture) -> None:
 
 @pytest.mark.parametrize(("extra", "differs"), [(FLOOR, False), (FLOOR + 1, True)])
 def test_where_a_difference_begins(extra: int, differs: bool) -> None:
-    predicted = Ledger(0, 0, 0, 0, 0, 4 * FLOOR, 4 * FLOOR, 0, 0, 0, 0)
+    predicted = replace(ledger(ask("dp=1")), buffers=4 * FLOOR, peak_allocated=4 * FLOOR)
     seen = replace(predicted, buffers=4 * FLOOR + extra, peak_allocated=4 * FLOOR + extra)
     assert len(list(in_memory(seen, predicted, {}))) == 2 * differs
     # In a model that needs a GPU it is the percent that counts.

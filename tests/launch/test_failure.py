@@ -66,10 +66,10 @@ def test_a_launcher_that_finds_several_dead_at_once_knows_whom_it_has_ended(stor
     """On a busy machine it looks late: then the order is that of ranks, and says nothing."""
     tell(*stores, 0, describe(0, PEER_GONE))
     for number in (signal.SIGKILL, signal.SIGTERM):
-        killed = cause(*stores, 3, [0, 1, 2], {0: 1, 1: -number, 2: -signal.SIGTERM}, {2})
+        killed = cause(*stores, 3, died((0, 1), (1, -number), (2, -15), by_us=(2,)))
         assert str(killed) == f"rank 1 failed: killed by {number.name}"
     tell(*stores, 1, describe(1, ValueError("the cause")))
-    ended = cause(*stores, 3, [0, 1, 2], {0: -signal.SIGTERM, 1: 1, 2: -signal.SIGKILL}, {0, 2})
+    ended = cause(*stores, 3, died((0, -15), (1, 1), (2, -9), by_us=(0, 2)))
     assert str(ended) == "rank 1 failed: ValueError: the cause"
 
 

@@ -78,7 +78,7 @@ def test_a_stop_before_the_first_step_is_a_stop(start: Start, number: signal.Sig
     time.sleep(seconds)
     wait_until(lambda: listens(stopped.pid))
     os.killpg(stopped.pid, number)
-    _, errors = stopped.communicate(timeout=60)
+    _, errors = stopped.communicate(timeout=180)
     assert stopped.returncode == 75, errors
     assert "Traceback" not in errors
 
@@ -101,7 +101,7 @@ def test_a_signal_to_the_whole_group_commits(start: Start, tmp_path: Path) -> No
     wait_until(lambda: len(read_rows(tmp_path / "run" / "metrics.jsonl")) >= 5)
     for _ in range(3):
         os.killpg(stopped.pid, signal.SIGTERM)
-    out, errors = stopped.communicate(timeout=60)
+    out, errors = stopped.communicate(timeout=180)
     assert stopped.returncode == 75, errors
     assert "committed" in out
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1

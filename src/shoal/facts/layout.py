@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from shoal.facts.problem import BadInput, Problem, closest, did_you_mean
+from shoal.facts.problem import BadInput, Problem, closest, did_you_mean, shorten
 from shoal.facts.recipe import Recipe
 from shoal.facts.words import VALUES, layout_pair, meaning
 
@@ -204,7 +204,9 @@ Reader = Callable[[str, str], Any]
 def _positive(name: str, value: str) -> int:
     if re.fullmatch(r"[0-9]{1,10}", value) and 1 <= int(value) <= MOST:
         return int(value)
-    raise BadInput(f"layout: {name}={value}: must be a whole number from 1 to {MOST}", f"{name}=1 or more")
+    raise BadInput(
+        f"layout: {name}={shorten(value, 60)}: must be a whole number from 1 to {MOST}", f"{name}=1 or more"
+    )
 
 
 def _one_of(*choices: str) -> Reader:
@@ -214,7 +216,7 @@ def _one_of(*choices: str) -> Reader:
         word = VALUES.get(value.lower(), "")
         meant = word if word in choices else closest(value, choices)
         fix = f"{name}={meant}" if meant else " or ".join(f"{name}={choice}" for choice in choices)
-        raise BadInput(f"layout: {name}={value}: must be one of {', '.join(choices)}", fix)
+        raise BadInput(f"layout: {name}={shorten(value, 60)}: must be one of {', '.join(choices)}", fix)
 
     return read
 
@@ -223,7 +225,7 @@ def _zero(name: str, value: str) -> int:
     if value in ("1", "2", "3"):
         return int(value)
     raise BadInput(
-        f"layout: {name}={value}: must be 1, 2 or 3",
+        f"layout: {name}={shorten(value, 60)}: must be 1, 2 or 3",
         "zero=1 shards the optimizer, zero=2 also gradients, zero=3 also parameters; dp=N shards nothing",
     )
 
