@@ -108,9 +108,13 @@ def open_store(address: str, timeout: float) -> tuple[SignedStore, str, int]:
     return SignedStore(store, new_secret(), timeout), address, port
 
 
-def connect(port: int, secret: bytes, timeout: float, address: str = LOOPBACK) -> SignedStore:
-    """The launcher's store, from another connection."""
-    plain = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+def connect(
+    port: int, secret: bytes, timeout: float, address: str = LOOPBACK, to_connect: float | None = None
+) -> SignedStore:
+    """The launcher's store, from another connection. ``to_connect``: seconds for that alone, if other."""
+    first = timedelta(seconds=timeout if to_connect is None else to_connect)
+    plain = TCPStore(address, port, is_master=False, timeout=first)
+    plain.set_timeout(timedelta(seconds=timeout))
     return SignedStore(plain, secret, timeout)
 
 

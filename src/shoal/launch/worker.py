@@ -71,8 +71,8 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
     run = RunDirectory(assignment.run, assignment.node)
     run.keep_in(assignment.job.config.checkpoint.to)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = rendezvous.connect(port, assignment.secret, _to_start(assignment.job), address)
-    store.plain.set_timeout(timedelta(seconds=assignment.job.config.fault.timeout))
+    timeout, to_connect = assignment.job.config.fault.timeout, _to_start(assignment.job)
+    store = rendezvous.connect(port, assignment.secret, timeout, address, to_connect)
     attempt = rendezvous.attempt_store(store, assignment.round)
     if store.has(FATAL):
         return None
