@@ -78,9 +78,23 @@ def test_a_stop_before_the_first_step_is_a_stop(start: Start, number: signal.Sig
     time.sleep(seconds)
     wait_until(lambda: listens(stopped.pid))
     os.killpg(stopped.pid, number)
-    _, errors = stopped.communicate(timeout=180)
+    _, errors = stopped.communicate(timeout=60)
     assert stopped.returncode == 75, errors
     assert "Traceback" not in errors
+
+
+def test_the_server_of_workers_ends_with_its_launcher(tmp_path: Path) -> None:
+    """Even while it imports, which takes it half a minute on a busy machine: who reads our output would wait for it."""
+    (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n")
+    launcher = (
+        "import pathlib, time\n"
+        "from shoal.launch.local import warm_workers\n"
+        "warm_workers(['slow'])\n"
+        "while not pathlib.Path('begun').exists(): time.sleep(0.01)\n"
+    )
+    words = [sys.executable, "-c", launcher]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_stop_while_a_library_runs_text_is_a_stop(tmp_path: Path) -> None:
@@ -101,7 +115,7 @@ def test_a_signal_to_the_whole_group_commits(start: Start, tmp_path: Path) -> No
     wait_until(lambda: len(read_rows(tmp_path / "run" / "metrics.jsonl")) >= 5)
     for _ in range(3):
         os.killpg(stopped.pid, signal.SIGTERM)
-    out, errors = stopped.communicate(timeout=180)
+    out, errors = stopped.communicate(timeout=60)
     assert stopped.returncode == 75, errors
     assert "committed" in out
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1

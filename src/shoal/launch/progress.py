@@ -80,6 +80,7 @@ class Progress:
 
     def __exit__(self, *error: object) -> None:
         self.poll()
+        self._activity.close()
         if self._live:
             self._live.stop()
 
@@ -166,6 +167,9 @@ class Activity:
 
     def seconds(self, now: float) -> float:
         return now - self._since
+
+    def close(self) -> None:
+        self._reader.close()
 
 
 def _inode(path: Path) -> int | None:

@@ -192,6 +192,10 @@ class FlightReader:
         (beats,) = COUNT.unpack_from(memory, BEAT_AT)
         return Snapshot(pid, main, step, phase.rstrip(b"\0").decode(), beats, counts, last)
 
+    def close(self) -> None:
+        """Let go of the file: who holds it keeps its disk from being unmounted."""
+        self._memory, self._inode = None, 0
+
     def _open(self) -> bool:
         try:
             inode = self.path.stat().st_ino
