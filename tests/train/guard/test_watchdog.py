@@ -70,6 +70,11 @@ def judged(world: int, function: Callable[..., None], path: Path, seconds: float
     return verdict
 
 
+def test_ranks_that_have_not_begun_show_nothing(tmp_path: Path) -> None:
+    """Not a world of none: those of other nodes would be added to it, and have more members at the next look."""
+    assert LocalRanks(RunDirectory(tmp_path), range(2), dict).look() is None
+
+
 def _recorded(rank: int, world: int, path: Path, function: Callable[..., None]) -> None:
     run = RunDirectory(path)
     names = {dist.group.WORLD.group_name: "dp"} if world > 1 else {}

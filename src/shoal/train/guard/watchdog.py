@@ -60,7 +60,7 @@ class Watchdog:
     def _forget(self) -> None:
         self._waited: dict[tuple[Channel, int], float] = {}
         self._progress: list[tuple[int, str, int]] = []
-        self._starved: list[float] = []
+        self._starved: dict[int, float] = {}
         self._quiet = self._in_step = self._longest = 0.0
         # The longest wait that ended well in the first step, which may compile, and after it.
         self._first_wait = self._wait = 0.0
@@ -121,9 +121,8 @@ class Watchdog:
 
     def _waiting_for_processors(self, snapshots: Sequence[Snapshot]) -> list[float]:
         """For how long each rank has, since the last look."""
-        now = [one.starved for one in snapshots]
-        before, self._starved = self._starved or now, now
-        return [later - earlier for earlier, later in zip(before, now, strict=True)]
+        before, self._starved = self._starved, {one.pid: one.starved for one in snapshots}
+        return [one.starved - before.get(one.pid, one.starved) for one in snapshots]
 
     def _stall(self, snapshots: list[Snapshot]) -> Explain | None:
         """How to explain the stall, if there is one."""

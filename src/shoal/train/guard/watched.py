@@ -67,12 +67,12 @@ class LocalRanks:
         return any(map(is_stopped, self.processes().values()))
 
     def _look(self, entries: bool) -> list[Snapshot] | None:
-        """None where a record is not of the process that runs now: then it means nothing."""
+        """None where a rank has no record yet, or one that is not of the process that runs now: it means nothing."""
         processes = self.processes()
         seen = {rank: reader.look(entries) for rank, reader in self.readers.items()}
         found = {rank: one for rank, one in seen.items() if one is not None}
         ours = {rank: one.pid for rank, one in found.items()} == dict(processes)
-        if not ours or any(map(is_gone, processes.values())):
+        if not ours or len(found) < len(self.readers) or any(map(is_gone, processes.values())):
             return None
         return [replace(one, starved=starved(one.pid)) for one in found.values()]
 
