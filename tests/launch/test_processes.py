@@ -85,7 +85,9 @@ def test_a_stop_before_the_first_step_is_a_stop(start: Start, number: signal.Sig
 
 def test_the_server_of_workers_ends_with_its_launcher(tmp_path: Path) -> None:
     """Even while it imports, which takes it half a minute on a busy machine: who reads our output would wait for it."""
-    (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n")
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n"
+    )
     launcher = (
         "import pathlib, time\n"
         "from shoal.launch.local import warm_workers\n"
