@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # How many processes run tests.
 WORKERS ?= 4
+# Hundreds of processes import the same modules: compiled once.
+export PYTHONDONTWRITEBYTECODE :=
 
 # The development environment but for torch, with hashes, for the Python that it was made for.
 LOCK := requirements/dev.lock
@@ -32,7 +34,9 @@ lock:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python requirements/lock.py
 
-test: lint types floors pytest
+# Side by side: most of the checks need one core, and most tests wait for processes.
+test: setup
+	@$(MAKE) --no-print-directory --output-sync=line --jobs=2 lint types floors pytest
 
 lint: setup
 	$(BIN)/ruff check .

@@ -13,7 +13,17 @@ import torch.distributed as dist
 from shoal.launch import local, ranks
 from shoal.parallel.signed import SignedStore
 
-PRELOAD = [*local.PRELOAD, "tests.ranks"]
+# What ranks of tests find imported: they are hundreds of processes, and each would import it again.
+PRELOAD = [
+    *local.PRELOAD,
+    "pytest",
+    "hypothesis",
+    "shoal.prove.rehearse",
+    "shoal.prove.profiled",
+    "shoal.prove.calibrate.links",
+    "torch.profiler",
+    "tests.ranks",
+]
 SECONDS = 90
 
 
