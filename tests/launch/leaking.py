@@ -13,8 +13,10 @@ from pathlib import Path
 
 from shoal.cli.main import main
 from shoal.launch import local
-from shoal.launch.worker import Assignment, work
-from shoal.train.loop import Outcome, Training
+from shoal.launch.assignment import Assignment
+from shoal.launch.worker import work
+from shoal.train.loop import Training
+from shoal.train.outcome import Outcome
 
 # The path of a file with a secret that only the launcher's environment has.
 STOLEN = "SHOAL_TEST_STOLEN"

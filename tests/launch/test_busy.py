@@ -20,14 +20,15 @@ from tests.conftest import Train, after_steps
 from shoal.facts.configfile import load
 from shoal.launch import local
 from shoal.launch.agent import Agent
+from shoal.launch.assignment import Assignment
 from shoal.launch.report import FINISHED
-from shoal.launch.worker import Assignment, work
+from shoal.launch.worker import work
 from shoal.observe.flight import STEP, Channel, Entry, FlightReader, Snapshot
 from shoal.plan.resolve import resolve
 from shoal.train.guard.processes import is_gone, starved
 from shoal.train.guard.stacks import Standing
 from shoal.train.guard.watchdog import LOOK_SECONDS, Limits, Watchdog
-from shoal.train.loop import Outcome
+from shoal.train.outcome import Outcome
 from shoal.train.rundir import RunDirectory
 
 LATE_SECONDS = 2.5

@@ -9,7 +9,8 @@ import pytest
 from torch.distributed import DistStoreError, HashStore
 
 from shoal.facts.problem import BadInput
-from shoal.launch.failure import CONNECTION, FATAL, STALL, Death, cause, describe, tell
+from shoal.launch.errors import describe
+from shoal.launch.failure import CONNECTION, FATAL, STALL, Death, cause, tell
 from shoal.launch.rendezvous import attempt_store
 from shoal.parallel.signed import SignedStore, new_secret
 from shoal.train.checkpoint.manifest import Damaged

@@ -99,6 +99,14 @@ def test_the_server_of_workers_ends_with_its_launcher(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+def test_a_launcher_imports_nothing_that_trains() -> None:
+    """It would take another second, in every process that leads or follows."""
+    modules = "shoal.launch.attempt, shoal.launch.nodes.leading, shoal.launch.nodes.following"
+    heavy = "[name for name in ('torch.distributed.tensor', 'shoal.train.loop') if name in sys.modules]"
+    words = [sys.executable, "-c", f"import sys, {modules}\nprint({heavy})"]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
 def test_a_stop_while_a_library_runs_text_is_a_stop(tmp_path: Path) -> None:
     """As in an import that makes a dataclass: Python remembers such an interrupt beyond its end."""
     (tmp_path / "interrupted.py").write_text(

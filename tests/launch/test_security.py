@@ -29,13 +29,13 @@ from shoal.facts.config import CheckpointSection, Config, RunSection
 from shoal.facts.configfile import load
 from shoal.facts.problem import BadInput
 from shoal.launch import rendezvous
+from shoal.launch.assignment import Assignment
 from shoal.launch.environment import LEFT_OUT, keep_only_passed, passed_on, passes
 from shoal.launch.interfaces import LOOPBACK, address_of, interface_of
 from shoal.launch.join import join
 from shoal.launch.redacted import LogRedactor
 from shoal.launch.rendezvous import LoopbackRendezvous
 from shoal.launch.report import FINISHED
-from shoal.launch.worker import Assignment
 from shoal.parallel.signed import SignedStore, new_secret
 from shoal.plan.resolve import resolve
 from shoal.train.checkpoint import memory
@@ -227,7 +227,7 @@ def test_a_secret_is_new_for_every_launch_and_not_shown() -> None:
     first, second = (LoopbackRendezvous("run", 5).store.secret for _ in range(2))
     assert len(first) == 32 and first != second
     job = resolve(load(None, [], "dp=1").config)
-    shown = repr(Assignment(job, Path("run"), Path("data"), first, "0a0a0a0a-1"))
+    shown = repr(Assignment("shoal.launch.worker:work", job, Path("run"), Path("data"), first, "0a0a0a0a-1"))
     assert repr(first) not in shown and first.hex() not in shown
 
 

@@ -12,8 +12,9 @@ import torch
 from tests.train.conftest import network_of
 
 from shoal.train.data.loader import Batch, _collate
-from shoal.train.loop import Outcome, Training
+from shoal.train.loop import Training
 from shoal.train.metrics.rows import read_rows
+from shoal.train.outcome import Outcome
 
 MakeTraining = Callable[..., Training]
 

@@ -19,6 +19,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 
 from shoal.facts.redact import redact
 from shoal.launch.agent import Agent
+from shoal.launch.assignment import Assignment, begin
 from shoal.launch.failure import FATAL, STALL, STALLED, Death, Failure, cause
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan
@@ -28,7 +29,6 @@ from shoal.launch.rendezvous import STOP, LoopbackRendezvous, Rendezvous
 from shoal.launch.report import FAILED, FINISHED, STOPPED, Report
 from shoal.launch.restart import GaveUp, Interrupted, Restarts
 from shoal.launch.signals import STOP_SIGNALS, stoppable
-from shoal.launch.worker import Assignment, work
 from shoal.observe.flight import END, FlightReader
 from shoal.parallel.signed import Tampered
 from shoal.plan.refit import refit
@@ -46,8 +46,6 @@ AS_OFTEN_AS_WE_SAY = 10**9
 # How long we wait for the agent's thread once its workers were told to end.
 END_SECONDS = 30.0
 
-Entrypoint = Callable[[Assignment], Any]
-
 
 class Attempt:
     """One call of ``shoal train``: the agent works in a thread, so that signals and the screen have the main one."""
@@ -60,10 +58,12 @@ class Attempt:
         run: RunDirectory,
         dataset: Path,
         console: Console,
-        entrypoint: Entrypoint = work,
+        entrypoint: str,
         devices: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """``devices``: how many there are now, for some may be gone after a fault; None where any number will do."""
+        """``entrypoint``: what workers call, as "module:function". ``devices``: how many there are now, for some may be
+        gone after a fault; None where any number will do.
+        """
         # What they have to say, we say ourselves, once and in a line.
         for chatty in (
             "torch.distributed.elastic",
@@ -72,6 +72,7 @@ class Attempt:
         ):
             logging.getLogger(chatty).setLevel(logging.CRITICAL + 1)
         self.job, self.run, self.dataset = job, run, dataset.resolve()
+        self.entrypoint = entrypoint
         self.console, self.devices = console, devices
         self.name = secrets.token_hex(4)  # of this launch at the run
         self.rendezvous = self._meet()
@@ -84,7 +85,7 @@ class Attempt:
             role="shoal",
             local_world_size=job.layout.world,
             rdzv_handler=self.rendezvous,
-            entrypoint=entrypoint,
+            entrypoint=begin,
             max_restarts=AS_OFTEN_AS_WE_SAY,
             monitor_interval=LOOK_SECONDS,
         )
@@ -116,9 +117,8 @@ class Attempt:
         self.spec.local_world_size = job.layout.world // nodes
         path = self.run.path.resolve()
         secret, name = self.rendezvous.store.secret, attempt or f"{self.name}-{number}"
-        self.spec.args = (
-            Assignment(job, path, self.dataset, secret, name, number, set_aside, self.run.node, nodes),
-        )
+        more = number, set_aside, self.run.node, nodes
+        self.spec.args = (Assignment(self.entrypoint, job, path, self.dataset, secret, name, *more),)
         # Without a limit of its own nobody is blamed, but that of torch is there all the same.
         self._watch_over(Limits.of(fault.stall or fault.timeout, fault.timeout, nodes))
 

@@ -10,38 +10,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
-from torch.distributed import DistError
 
-from shoal.facts.problem import BadInput
-from shoal.facts.redact import redact
-from shoal.parallel.signed import SignedStore, Tampered
-from shoal.train.checkpoint.manifest import Damaged
-from shoal.train.commits import CommitFailed
-from shoal.train.files import MAKE_ROOM, disk_is_full, in_words
-from shoal.train.guard.agreement import Disagreement
-from shoal.train.guard.corruption import Corrupted
-from shoal.train.guard.memory import OutOfMemory
-from shoal.train.guard.nonfinite import NonFinite
+from shoal.parallel.signed import SignedStore
 
 FATAL = "fatal"
 STALLED, STALL = "stalled", "stall"
 
-# What kind of failure an error is, and whether it would come again however often the workers are restarted.
-KINDS: tuple[tuple[type[BaseException], str, bool], ...] = (
-    (BadInput, "input", True),
-    (Disagreement, "disagreement", True),
-    (NonFinite, "nonfinite", True),
-    (CommitFailed, "commit", True),
-    (Damaged, "checkpoint", True),
-    (Corrupted, "corruption", False),
-    (Tampered, "tampered", False),
-    (OutOfMemory, "oom", False),
-    (MemoryError, "oom", False),
-)
 ERROR, CONNECTION, KILLED, CRASHED, NODE_LOST = "error", "connection", "killed", "crashed", "node lost"
-
-# Of these the message says it all.
-PLAIN = (Corrupted, BadInput, NonFinite, Disagreement, OutOfMemory, CommitFailed, Damaged, Tampered)
 
 
 @dataclass(frozen=True)
@@ -73,42 +48,6 @@ class Death(BaseModel):
         False  # its launcher has ended it, or torch's agent there: for another's death, or a verdict
     )
     stopped: bool = False  # and has found it stopped
-
-
-def describe(rank: int, error: BaseException) -> Failure:
-    """An exception as its reader needs it: plain words where we know the cause, else type and message."""
-    kind, final = next(
-        ((kind, final) for type, kind, final in KINDS if isinstance(error, type)), (ERROR, False)
-    )
-    if isinstance(error, OSError) and disk_is_full(error):
-        message, kind, final = f"{in_words(error)}; {MAKE_ROOM}", "disk", True
-    elif isinstance(error, PLAIN):
-        message = str(error)
-    else:
-        message = f"{type(error).__name__}: {error}"
-    echo = is_echo(error)
-    more: dict[str, Any] = {}
-    if isinstance(error, Corrupted):
-        rank = error.ranks[0]  # all ranks raise it, and this one is meant
-        more = error.row()
-    if isinstance(error, OutOfMemory):
-        more = {
-            "step": error.step,
-            "measured": asdict(error.measured),
-            "predicted": error.predicted.as_json(),
-        }
-    kind, final = (CONNECTION, False) if echo else (kind, final)
-    return Failure(rank, redact(message), echo, time.time(), kind=kind, final=final, more=more)
-
-
-def is_echo(error: BaseException) -> bool:
-    """Whether a rank failed only because another did. gloo's errors have no type of their own, but a signature."""
-    if isinstance(error, DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        sign in str(error)
-        for sign in ("gloo", "Connection closed by peer", "Connection reset", "Broken pipe", "NCCL")
-    )
 
 
 def tell(store: SignedStore, attempt: SignedStore, rank: int, failure: Failure) -> None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -31,9 +31,6 @@ from shoal.train.data.tokenizers import open_tokenizer
 from shoal.train.files import private_files
 from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory, identity
-
-if TYPE_CHECKING:
-    from shoal.launch.attempt import Entrypoint
 
 WORKER = "shoal.launch.worker:work"
 ATTEMPT = "shoal.launch.attempt:Attempt"
@@ -62,10 +59,10 @@ def train(
         if isinstance(start, Report):
             return start
         warm_workers([*PRELOAD, entrypoint.partition(":")[0]], job.config)
-        attempt, work = load_attempt(ATTEMPT, entrypoint)
+        attempt = load_attempt(ATTEMPT)
         count = partial(devices_here, job, visible)
         with begun(job, run, console, start):
-            return attempt(job, run, dataset.path, console, work, count).run_to_end()
+            return attempt(job, run, dataset.path, console, entrypoint, count).run_to_end()
 
 
 def check(job: Job, run: RunDirectory, visible: str | None, nodes: int = 1) -> None:
@@ -112,23 +109,19 @@ def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) 
             yield
 
 
-def load_attempt(kind: str, entrypoint: str) -> tuple[type[Any], Entrypoint]:
-    """A class of ``Attempt``'s kind, and what a rank's process calls, both as "module:name".
-
-    torch takes seconds to import, and bad input was answered without it.
+def load_attempt(kind: str) -> type[Any]:
+    """A class of ``Attempt``'s kind, as "module:name". torch takes seconds to import; bad input is answered before.
 
     A signal in that time is remembered and answered afterwards: raised inside of an import, it can get lost in
     some library's ``except``.
     """
     asked: list[int] = []
     with stoppable(lambda number, frame: asked.append(number), STOP_SIGNALS):
-        attempt, work = (
-            getattr(importlib.import_module(module), name)
-            for module, _, name in (text.partition(":") for text in (kind, entrypoint))
-        )
+        module, _, name = kind.partition(":")
+        attempt: type[Any] = getattr(importlib.import_module(module), name)
     if asked:
         raise KeyboardInterrupt
-    return attempt, work
+    return attempt
 
 
 def devices_here(job: Job, visible: str | None) -> int | None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shoal.launch import rendezvous
-from shoal.launch.failure import is_echo
+from shoal.launch.errors import is_echo
 from shoal.launch.redacted import redact_output
 from shoal.train.files import OWNER_ONLY
 

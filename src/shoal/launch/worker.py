@@ -13,7 +13,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,8 +20,10 @@ from pathlib import Path
 import torch
 
 from shoal.launch import rendezvous
+from shoal.launch.assignment import Assignment
 from shoal.launch.environment import keep_only_passed
-from shoal.launch.failure import FATAL, describe, tell
+from shoal.launch.errors import describe
+from shoal.launch.failure import FATAL, tell
 from shoal.launch.join import join
 from shoal.launch.nodes.count import of_all_nodes
 from shoal.launch.redacted import redact_output
@@ -36,29 +37,15 @@ from shoal.train.files import OWNER_ONLY
 from shoal.train.guard.agreement import agree
 from shoal.train.guard.corruption import Corrupted
 from shoal.train.guard.stacks import stacks_on_signal
-from shoal.train.loop import TRUSTED, Guest, Outcome, train
-from shoal.train.rundir import ALONE, RunDirectory
+from shoal.train.loop import Guest, train
+from shoal.train.outcome import TRUSTED, Outcome
+from shoal.train.rundir import RunDirectory
 
 # How long ranks wait for each other to start, at least, whatever a collective may take: it is all processor time, of
 # which a busy machine has little, and whoever dies meanwhile is noticed by the launcher.
 START_SECONDS = 120.0
 # How long a new attempt waits for the last one's writer to be gone.
 WRITER_SECONDS = 20.0
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What the launcher gives every worker."""
-
-    job: Job
-    run: Path
-    dataset: Path
-    secret: bytes = field(repr=False)  # signs what is in the launcher's store
-    attempt: str  # a name that no other attempt at the run ever had
-    round: int = 1  # which attempt of its launcher's this is
-    set_aside: tuple[int, ...] = ()  # steps in memory that it must not continue from
-    node: str = ALONE  # what this machine is called among those that take part
-    nodes: int = 1  # that take part, with as many ranks each
 
 
 def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,22 +26,12 @@ from shoal.train.metrics.ledger import Ledger
 from shoal.train.metrics.measure import Meter, finite
 from shoal.train.metrics.observed import OBSERVED_STEP, observed
 from shoal.train.metrics.rows import StepFile, read_rows
+from shoal.train.outcome import RESUMED, Outcome
 from shoal.train.program import Program, first_weights, no_weights
 from shoal.train.rundir import RunDirectory, identity
 from shoal.train.state import State
 
 PROMPT_TOKENS = 32
-
-# Keys of an attempt's store: the step that it began from, and after which step commits are in doubt.
-RESUMED, TRUSTED = "resumed", "trusted"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a rank's work ended."""
-
-    stopped: bool  # on request, before the last step
-    step: int  # the last one done
 
 
 class Guest(Protocol):

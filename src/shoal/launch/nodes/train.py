@@ -106,10 +106,10 @@ class _Together:
         start = local.prepare(self.job, self.run, fresh, self.console, self.dataset, held)
         if isinstance(start, Report):
             return start
-        leading, work = local.load_attempt(LEADING, self.entrypoint)
+        leading = local.load_attempt(LEADING)
         with local.begun(self.job, self.run, self.console, start):
             more = NEXT_SECONDS if self.followed else FIRST_SECONDS
-            return self._run(lambda: leading(self.nodes, more, self._status(), *self._rest(work)))
+            return self._run(lambda: leading(self.nodes, more, self._status(), *self._rest()))
 
     def _run(self, new: Callable[[], Attempt]) -> Report | None:
         from shoal.launch.nodes.meeting import CaptainLost
@@ -142,7 +142,7 @@ class _Together:
 
     def follow(self) -> Report | None:
         """Until the run ends; None where there is nobody to follow, or no longer."""
-        following, work = local.load_attempt(FOLLOWING, self.entrypoint)
+        following = local.load_attempt(FOLLOWING)
         from shoal.launch.nodes.meeting import Place
 
         place = Place.read(self.run.path)
@@ -158,7 +158,7 @@ class _Together:
             )
         self.followed = True
         self.run.adopt_memory()
-        return self._run(lambda: following(place, self._status(), *self._rest(work)))
+        return self._run(lambda: following(place, self._status(), *self._rest()))
 
     def _status(self) -> Status:
         from shoal.launch.nodes.documents import Status
@@ -188,5 +188,5 @@ class _Together:
         here = self.count()
         return self.job.layout.world // self.nodes.most if here is None else here
 
-    def _rest(self, work: Any) -> tuple[Any, ...]:
-        return self.job, self.run, self.dataset.path, self.console, work, self.room
+    def _rest(self) -> tuple[Any, ...]:
+        return self.job, self.run, self.dataset.path, self.console, self.entrypoint, self.room

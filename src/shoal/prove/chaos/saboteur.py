@@ -21,13 +21,15 @@ from typing import Any
 
 import torch
 
-from shoal.launch.worker import Assignment, work
+from shoal.launch.assignment import Assignment
+from shoal.launch.worker import work
 from shoal.observe.flight import FIRST_STEP, STEP
 from shoal.prove.chaos.damage import damage
 from shoal.prove.chaos.kinds import BACKWARD, BY_NAME, FORWARD, RENAME, UPDATE, WRITE
 from shoal.prove.chaos.orders import Order, Orders
 from shoal.train.checkpoint.place import Directory
-from shoal.train.loop import Outcome, Training
+from shoal.train.loop import Training
+from shoal.train.outcome import Outcome
 from shoal.train.rundir import RunDirectory
 
 # How long a disk stays full once it has refused something, and how far a clock jumps.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.train.step import StepResult
+if TYPE_CHECKING:  # launchers read what is here too
+    from shoal.train.step import StepResult
 
 # fp16 lowers its scale for a few steps at the start; more in a row than this is a run that learns nothing.
 MOST_IN_A_ROW = 20
