@@ -120,6 +120,12 @@ SHARED = (
     Case(SMALL, "fsdp=2,pp=2,micro=1", 2048, 8),
     Case(SMALL, "tp=2,pp=2,micro=1,recompute=full", 2048, 4),
     Case(LARGE, "tp=2,micro=1,recompute=full", 2048, 1, HALF),
+    # Replicas of shards that sum in another precision than they keep gradients in, in one pass and in several.
+    Case("llama2-7b", "dp=2,fsdp=2,micro=1,recompute=full", 2048, 4, HALF, {"layers": 8}),
+    Case("llama2-7b", "dp=2,fsdp=2,micro=1,recompute=full", 2048, 12, HALF, {"layers": 8}),
+    # A window, which attention is shown as a mask.
+    Case("mistral-7b", "fsdp=2,micro=1", 8192, 2, HALF, {"layers": 4}),
+    Case("mistral-7b", "fsdp=2,tp=2,micro=1,recompute=full", 8192, 2, HALF, {"layers": 4}),
 )
 
 # Measured for the first time when nothing that predicts was changed any more.

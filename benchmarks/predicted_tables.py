@@ -277,7 +277,9 @@ def _shared_summary(found: Sequence[Row]) -> Iterator[str]:
 
 
 def _not_measured() -> Iterator[str]:
-    have = {_name(row) for row in measured()}
+    rows_there = measured()
+    have = {_name(row) for row in rows_there}
+    models = ", ".join(sorted({row["model"] for row in rows_there}))
     missing = [case for case in (*ALONE, *SHARED, *BLIND_CASES) if _name(asdict(case)) not in have]
     yield from prose("- Compiled networks: the engine does not compile yet, so every row is eager.")
     yield from prose(
@@ -286,7 +288,7 @@ def _not_measured() -> Iterator[str]:
     )
     yield from prose(
         "- Real data: batches were on the device before the step. Padding, packed documents, dropout and fp16 are in",
-        "no row; neither is any model but these two.",
+        f"no row; neither is any model but {models}.",
     )
     if missing:
         listed = "; ".join(_words(case) for case in missing)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 from tests.predict.counted import GPT2, ask
+from tests.prove.covering import OTHERS, PAIRS, Twin
 
 from shoal.facts.layout import Layout
 from shoal.prove.coverage import FULL
@@ -80,3 +82,39 @@ def test_a_model_and_a_recipe_cost_what_is_predicted(
 ) -> None:
     layout, changes, recipe, rank = case
     assert dryrun(ask(layout, changes, **recipe), rank).differences(0) == []
+
+
+def test_every_pair_of_what_decides_memory_has_a_twin() -> None:
+    factors = [twin.factors() for twin in PAIRS]
+    for one, other in combinations(factors[0], 2):
+        values = ({found[name] for found in factors} for name in (one, other))
+        missing = set(product(*values)) - {(found[one], found[other]) for found in factors}
+        # Mistral's window is its own.
+        assert missing <= {("mistral", "none")}, (one, other)
+
+
+def test_the_pairs_are_of_every_value() -> None:
+    """Families, windows, precisions of states and sums, replica counts, degrees."""
+    factors = [twin.factors() for twin in PAIRS]
+    assert {name: len({found[name] for found in factors}) for name in factors[0]} == {
+        "family": 6,
+        "precisions": 5,
+        "window": 3,
+        "dp": 3,
+        "sharded": 4,
+        "tp": 2,
+        "pp": 2,
+        "recompute": 3,
+        "rows": 2,
+        "passes": 3,
+        "seq": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("number", "twin"), list(enumerate((*PAIRS, *OTHERS))), ids=map(str, (*PAIRS, *OTHERS))
+)
+def test_a_twin_costs_what_is_predicted(number: int, twin: Twin) -> None:
+    question = twin.question()
+    stage = 0 if number % 2 == 0 else question.layout.pp - 1
+    assert dryrun(question, first_rank(question.layout, stage)).differences(0) == []

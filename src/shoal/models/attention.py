@@ -62,13 +62,16 @@ def attend(
 
 
 def visible(positions: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
-    """Which token (row) sees which (column): a boolean mask [B, 1, T, T]."""
-    distance = positions[:, None, :, None] - positions[:, None, None, :]
-    mask = distance >= 0
+    """Which token (row) sees which (column): a boolean mask [B, 1, T, T].
+
+    Compared pair by pair and in place: the distances themselves would be eight times as large as the mask.
+    """
+    rows, columns = positions[:, None, :, None], positions[:, None, None, :]
+    mask = rows >= columns
     if window is not None:
-        mask = mask & (distance < window)
+        mask &= rows < columns + window
     if documents is not None:
-        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+        mask &= documents[:, None, :, None] == documents[:, None, None, :]
     return mask
 
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from shoal.facts.config import TuneSection
 from shoal.facts.groups import Unit, even_share, units
 from shoal.models.initial import Slice
+from shoal.parallel.landing import Landing
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pieces import Held, Piece, counts
 from shoal.parallel.segment import Segment
@@ -117,6 +118,10 @@ class FullyShard:
         self.segments = {segment.stage.index: segment for segment in segments}
         self.replicas = mesh.layout.dp > 1
         self.pipelined = mesh.layout.pp > 1
+        self.landing = Landing(mesh.device)
+        if self.replicas and reduce_dtype != held[0].parameter.dtype:
+            for module in (module for segment in segments for module in _sharded_modules(segment)):
+                module.set_all_reduce_hook(self.landing)
         # The first gathering makes FSDP pad its rows, into tensors that it keeps from then on.
         self.gathered = [parameter for segment in segments for parameter in _gather_once(segment)]
         if self.pipelined:
@@ -136,12 +141,14 @@ class FullyShard:
             piece.tensor.grad = None
 
     def before_backward(self, stage: int, last: bool) -> None:
+        self.landing.begin()
         if self.replicas and not self.pipelined:
             self._root(stage).set_requires_all_reduce(last)
 
     def after_backward(self, stage: int, last: bool) -> None:
         if self.pipelined and last:
             _reduce_now(self._root(stage))
+        self.landing.end()
 
     def finish_step(self) -> None:
         for piece in self.pieces:
@@ -154,6 +161,16 @@ class FullyShard:
             for segment in self.segments.values():
                 for module in _sharded_modules(segment):
                     module.reshard()
+
+    def adding_up(self) -> list[Tensor]:
+        """With replicas, between micro-batches: this replica's sums so far. Nothing public of FSDP's tells them."""
+        groups = [
+            cast(Any, module)._get_fsdp_state()._fsdp_param_group
+            for segment in self.segments.values()
+            for module in _sharded_modules(segment)
+        ]
+        sums = [group._partial_reduce_output for group in groups if group is not None]
+        return [one for one in sums if one is not None]
 
     def slices(self) -> list[tuple[str, Slice]]:
         return [(piece.name, _slice(piece)) for piece in self.pieces]

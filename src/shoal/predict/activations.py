@@ -22,7 +22,7 @@ class Working(NamedTuple):
     """A moment of a block's backward pass."""
 
     bytes: float  # beyond what rests; a repeated forward pass included
-    made: int  # how many of the MLP's weights have their gradients by then
+    made: int | None  # how many of the MLP's weights have their gradients by then; None: all of the block's
 
 
 class Block(NamedTuple):
@@ -114,6 +114,10 @@ def block(model: Model, experts: bool, window: bool, work: Work) -> Block:
     gathered = c * model.hidden * tokens if work.sp else 0.0
     opening = parts.all + stream + gathered + c * inner
     working = _working(model, parts, stream, c * inner, values, work)
+    if window and work.recompute != "none" and work.stack.attention != "unfused":
+        # Attention's forward pass, as it is repeated: who sees whom, as truth values too.
+        seen = parts.norm + parts.entered + parts.attention + tokens * work.seq
+        working = (Working(seen + stream, 0), *working)
     if gathered and work.rows > 1 and work.recompute == "none":
         # Ranks send their parts of all sequences one after the other: they are put in order. Where the forward pass is
         # repeated, that comes later.
@@ -186,7 +190,7 @@ def _widths(model: Model, tp: int) -> tuple[int, int, int]:
 def _attention(model: Model, window: bool, work: Work) -> float:
     c, stack = work.compute, work.stack
     query, key, value = _widths(model, work.tp)
-    heads = even_share(model.heads, work.tp)
+    heads, normed = even_share(model.heads, work.tp), query + key
     if model.latent is None:
         if repeats_keys(c):
             key = value = query
@@ -201,7 +205,7 @@ def _attention(model: Model, window: bool, work: Work) -> float:
         if latent.q_rank is not None:
             kept += _norm(latent.q_rank, work) + c * latent.q_rank
     if model.qk_norm:
-        kept += _norm(query + key, work) + work.wide * (heads + even_share(model.kv_heads, work.tp) - 1)
+        kept += _norm(normed, work) + work.wide * (heads + even_share(model.kv_heads, work.tp) - 1)
     by_head = stack.kernel == "fused" and not answers_by_token(work.cpu, c)
     if (work.cpu or by_head) and model.positions == "rotary" and heads > 1:
         # Turned back, several heads are a copy.
@@ -209,7 +213,7 @@ def _attention(model: Model, window: bool, work: Work) -> float:
     if stack.attention == "unfused":
         kept += (2 * c + 1) * heads * work.seq  # scores, dropped scores and which were dropped
     elif window:
-        kept += (1 + c) * work.seq  # who sees whom, as truth values and as what is added to the scores
+        kept += c * work.seq  # who sees whom, as it is added to the scores
     return kept * work.tokens
 
 
@@ -266,4 +270,6 @@ def _working(
     )
     # The activation: the gradients of its two factors and of their product, which itself is gone.
     activation = parts.all + stream + ways_in * inner
-    return Working(activation, 1), Working(max(later), 1 + ways_in)
+    # The first norm, when nothing else of the block is left and all of its weights' gradients are there.
+    end = norm_backward(model, work) + (stream if work.wide > c else 0.0)
+    return Working(activation, 1), Working(max(later), 1 + ways_in), Working(end, None)

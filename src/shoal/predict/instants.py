@@ -82,8 +82,15 @@ def instants(
             yield _in_the_norm(scene, moment, chunk, base)
         yield from _in_the_blocks(scene, moment, chunk, base)
         if chunk.first:
-            yield _in_the_embedding(scene, moment, chunk, base)
+            yield from _in_the_embedding(scene, moment, chunk, base)
     batch = BATCH_BYTES * question.tokens * question.accumulation
+    left = {
+        "nothing": 0.0,
+        "a micro-batch": kept[-1].blocks + kept[-1].others,
+        "a block": setting.common.norm_backward + setting.common.stream,
+    }
+    for grads, buffers, there in gradients.at_the_end():
+        yield Instant("reduce", grads, batch + left[there], 0.0, buffers)
     yield Instant("update", gradients.complete, batch, 0.0, 0.0)
 
 
@@ -183,7 +190,7 @@ def _in_the_head(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) -> I
     if gathering := gradients.gathering(chunk):
         there = base.buffers - kept.head_cast + gathering
         yield Instant("head", grads, base.activations, logits, there, base.host, base.nvme)
-    activations, buffers = base.activations + found.hidden, gathered + found.weight
+    activations, logits, buffers = base.activations, logits + found.hidden, gathered + found.weight
     # What a first backward pass makes stays as the gradient itself.
     first = gradients.first(moment)
     stays = found.adding if first else 0.0
@@ -197,16 +204,22 @@ def _in_the_head(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) -> I
         grads, made = grads + found.product, buffers
     yield Instant("head", grads, activations, logits + found.given, made, base.host, base.nvme)
     # The logits' gradients have gone, and with them the weight as it was multiplied and what it was multiplied with.
-    made += found.added - kept.head_cast + gradients.in_the_head()
+    bucket = gradients.in_the_head()
+    made += (
+        max(found.added, bucket - found.product) if found.adding else found.added + bucket
+    ) - kept.head_cast
     if alone:
         grads, made = grads + found.added, made - found.added
-    entering = 0.0 if found.adding else found.entering
-    left = activations - entering
+    entering = found.entering
+    left = activations - found.hidden - entering
     yield Instant("head", grads, left, logits + entering, made, base.host, base.nvme)
+    for stays, passing in gradients.after_the_head(moment, chunk):
+        held, late = gradients.there(moment, chunk, None) + stays, base.buffers - kept.head_cast + passing
+        yield Instant("head", held, left, logits + entering, late, base.host, base.nvme)
     if scene.setting.work.sp and scene.setting.work.rows > 1:
         # Ranks are sent their parts of all sequences one after the other: they are put in order.
         made -= 0.0 if first else found.product
-        left += found.entering + common.stream
+        left += found.hidden + found.entering + common.stream
         yield Instant("head", grads, left, logits + entering, made, base.host, base.nvme)
 
 
@@ -265,7 +278,10 @@ def _in_the_blocks(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) ->
         # Beside the blocks next to the ends more is gathered and sent than beside those at the ends; where several
         # blocks are a unit, its first block is its end.
         ends = (chunk.layers - 1 - after) % setting.question.layout.unit
-        for done in {0, min(1, last), max(0, last - 1), min(ends, last)} if in_units else {0, last}:
+        places = {0, min(1, last), max(0, last - 1), min(ends, last)} if in_units else {0, last}
+        if in_units and (setting.question.layout.unit > 1 or scene.gradients.casts_sums):
+            places |= {min(2, last), last}
+        for done in sorted(places):
             before = base._replace(
                 activations=base.activations - done * freed, buffers=base.buffers - done * cast
             )
@@ -276,7 +292,7 @@ def _in_the_blocks(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) ->
         after += run.layers
 
 
-def _in_the_embedding(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) -> Instant:
+def _in_the_embedding(scene: Scene, moment: Moment, chunk: Chunk, base: Instant) -> Iterator[Instant]:
     """The end of the first chunk's backward pass: nothing of its micro-batch is left but the gradient that enters."""
     kept, common, setting = scene.kept[moment.chunk], scene.setting.common, scene.setting
     freed = sum(
@@ -284,16 +300,17 @@ def _in_the_embedding(scene: Scene, moment: Moment, chunk: Chunk, base: Instant)
     )
     layout = setting.question.layout
     wide = common.stream * setting.hold.wide / setting.hold.compute * (layout.tp if layout.sp else 1)
-    grads, made = scene.gradients.in_the_embedding(moment)
-    return Instant(
-        "embedding",
-        scene.gradients.there(moment, chunk, chunk.layers) + grads,
-        base.activations - freed - kept.others + wide,
-        base.logits - kept.logits,
-        base.buffers - kept.casts - kept.head_cast + made,
-        base.host,
-        base.nvme,
-    )
+    there = scene.gradients.there(moment, chunk, chunk.layers)
+    for grads, made, over in scene.gradients.in_the_embedding(moment):
+        yield Instant(
+            "embedding",
+            there + grads,
+            base.activations - freed - kept.others + (0.0 if over else wide),
+            base.logits - kept.logits,
+            base.buffers - kept.casts - kept.head_cast + made,
+            base.host,
+            base.nvme,
+        )
 
 
 def _let_go(scene: Scene, moment: Moment, one: Block) -> float:
@@ -346,24 +363,21 @@ def _in_a_block(
         base = base._replace(activations=base.activations - stream, buffers=base.buffers + stream)
         buffers += stream
     # In the order of time: of two that are as full, the first one is the peak.
-    if gradients.way != "units":
-        grads = gradients.there(moment, chunk, blocks, gradients.made(run, 1))
-        made = (
-            buffers
-            + gradients.in_a_block(moment, chunk, run, blocks, 1)
-            + gradients.adding(moment, run, one.inner)
-        )
-        yield Instant(name, grads, base.activations + one.opening, base.logits, made, base.host, base.nvme)
+    grads = gradients.there(moment, chunk, blocks, gradients.made(run, 1))
+    made = buffers + gradients.in_a_block(moment, chunk, run, blocks, 1)
+    for size, gone in gradients.adding(moment, run, one.inner, one.put_off - one.inner):
+        opening = base.activations + one.opening - gone
+        yield Instant(name, grads, opening, base.logits, made + size, base.host, base.nvme)
     for size, count in one.working:
         # By then some projections are done, unless their weights' gradients are put off.
         done = gradients.made(run, count)
         used = done * compute if setting.casts_again or setting.keeps_casts else 0
         grads = gradients.there(moment, chunk, blocks, done)
         there = buffers - used + gradients.in_a_block(moment, chunk, run, blocks, count)
-        activations = base.activations + size + still
+        # What was kept elsewhere is not there to go.
+        activations = base.activations + (max(0.0, size) if scene.away.share_of_activations else size) + still
         yield Instant(name, grads, activations, base.logits, there, base.host, base.nvme)
     if gradients.way == "units" and (chunk.layers - 1 - blocks) % setting.question.layout.unit == 0:
         left = base.activations - _let_go(scene, moment, one) + setting.common.stream
-        late = base.buffers + gradients.after_a_unit(chunk, run, blocks)
-        grads = gradients.there(moment, chunk, blocks)
-        yield Instant(name, grads, left, base.logits, late, base.host, base.nvme)
+        for grads, late in gradients.after_a_unit(moment, chunk, run, blocks):
+            yield Instant(name, grads, left, base.logits, base.buffers + late, base.host, base.nvme)

@@ -77,8 +77,9 @@ def loss(model: Model, tokens: int, tp: int, hold: Holdings, gathered: bool, sta
     # The gradients of the pieces before: of the weight, adding up, and of the hidden states.
     weight = matrix * (hold.compute if gathered else hold.gradient)
     ahead = hold.compute * model.hidden * (tokens - here)
-    # Autograd adds the first two gradients up in a third tensor where they are views, as products give them.
-    added = weight * (1 if hold.cast and not gathered else 2) - copy - product
+    # Autograd adds the first two gradients up in a third tensor where they are views, as products give them. Where they
+    # are cast, that is made before the product goes, and after the weight as it was multiplied.
+    added = weight - copy if hold.cast and not gathered else 2 * weight - product
     return Loss(
         width * here, 0.0, 0.0, copy + weight, ahead, given, product, added, weight, forward, entering
     )

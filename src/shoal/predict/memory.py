@@ -36,7 +36,10 @@ def _of_rank(setting: Setting, place: Place, rank: int) -> Ledger:
     states = resting(question, setting.hold, place, setting.sharded)
     away = waiting(question, states)
     gradients = gradients_of(setting, place)
-    fullest = max(instants(setting, place, rank, gradients, away), key=Instant.total)
+    fullest = max(
+        (one for kind in gradients.passes() for one in instants(setting, place, rank, kind, away)),
+        key=Instant.total,
+    )
     params, optimizer = round(states.params - away.params), round(states.optimizer - away.optimizer)
     grads, activations = round(fullest.grads), round(fullest.activations)
     logits, buffers = round(fullest.logits), round(fullest.buffers) + workspace(question)

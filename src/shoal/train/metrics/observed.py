@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -15,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.observe.collectives import CollectiveCounter
 from shoal.observe.memory import MemoryTracker, Place
 from shoal.observe.origin import Origins, module_of
+from shoal.parallel.shard import FullyShard
 from shoal.train.data.loader import Batch
 from shoal.train.step import Step
 
@@ -46,7 +48,8 @@ def watched(step: Step, batches: Sequence[Batch], *, aligned: bool, fake: bool =
         _mark(tracker, step, batches)
         tracker.reset_peak()
         hooks = _marks_as_they_add_up(tracker, step)
-        yield Watch(counter, tracker)
+        with _marks_between_replicas(tracker, step):
+            yield Watch(counter, tracker)
         for hook in hooks:
             hook.remove()
         _mark(tracker, step, batches)  # gradients are there only now
@@ -66,6 +69,23 @@ def _marks_as_they_add_up(tracker: MemoryTracker, step: Step) -> list[RemovableH
         parameter.register_post_accumulate_grad_hook(arrived)
         for parameter in step.placed.gradients.computed_with()
     ]
+
+
+@contextmanager
+def _marks_between_replicas(tracker: MemoryTracker, step: Step) -> Iterator[None]:
+    """With replicas of shards FSDP keeps the sums of one replica to itself up to the last micro-batch."""
+    gradients = step.placed.gradients
+    if not isinstance(gradients, FullyShard):
+        yield
+        return
+    after_backward = gradients.after_backward
+
+    def mark(stage: int, last: bool) -> None:
+        after_backward(stage, last)
+        tracker.mark(gradients.adding_up(), "grads")
+
+    with patch.object(gradients, "after_backward", mark):
+        yield
 
 
 @contextmanager
