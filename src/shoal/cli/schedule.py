@@ -7,6 +7,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+# Of micro-batches through chunks: a picture of more shows nothing.
+MOST_PASSES = 20_000
+
 
 def schedule(
     layout: str,
@@ -48,6 +51,11 @@ def schedule(
     require_chunks(given.schedule, given.chunks)
     if micro_batches < 1:
         raise BadInput(f"--micro-batches {micro_batches}: at least one is needed", "--micro-batches 8")
+    if given.pp * given.chunks * micro_batches > MOST_PASSES:
+        raise BadInput(
+            f"{layout} with {micro_batches} micro-batches: more than {MOST_PASSES:,} passes of a chunk to draw",
+            "fewer stages, chunks or --micro-batches: the pattern repeats",
+        )
     programs = schedules.programs(given.schedule, given.pp, given.chunks, micro_batches)
     timeline = schedules.simulate(programs)
     if svg is not None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field
-
 from shoal.facts import devices
-from shoal.facts.devices import Count, Device, Hardware, Link
+from shoal.facts.devices import Count, Device, Hardware, Link, Memory
 from shoal.facts.problem import BadInput, Problem
 
 MOST_DEVICES = 10_000_000
@@ -23,7 +19,7 @@ class Cluster(Hardware):
     fast_domain: Count  # devices that the fast link joins, never more than there are; the last may be smaller
     fast: Link | None  # None: the devices of a node reach one another over device.host_link
     network: Link
-    host_memory: Annotated[int, Field(gt=0)] | None = None  # bytes of one node
+    host_memory: Memory | None = None  # of one node
 
     @property
     def devices(self) -> int:

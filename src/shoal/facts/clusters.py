@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from shoal.facts import devices, local
 from shoal.facts.cluster import MOST_DEVICES, Cluster, assemble, default_per_node
-from shoal.facts.devices import Count, Device, Hardware, Link
+from shoal.facts.devices import Count, Device, Hardware, Link, Memory
 from shoal.facts.documents import parse_toml, read_settings
 from shoal.facts.problem import BadInput, Problem, did_you_mean
 
@@ -96,7 +96,7 @@ class _File(Hardware):
     fast_domain: Count | None = None
     fast: Link | None = None
     network: Link | None = None
-    host_memory: Annotated[int, Field(gt=0)] | None = None
+    host_memory: Memory | None = None
 
 
 def _from_file(text: str) -> Cluster:

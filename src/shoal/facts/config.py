@@ -14,6 +14,8 @@ from pydantic.fields import FieldInfo
 from shoal.facts.layout import Layout
 from shoal.facts.recipe import Recipe
 
+# Of a low-rank addition: beyond the width of any layer.
+MOST_RANKS = 1 << 16
 # File systems allow 255 bytes; a run that is moved aside gets a suffix.
 LONGEST_SLUG = 120
 
@@ -61,7 +63,7 @@ class RunSection(Section):
 
 
 class Lora(Section):
-    rank: int = Field(16, ge=1, description="width of the trained addition")
+    rank: int = Field(16, ge=1, le=MOST_RANKS, description="width of the trained addition")
     alpha: float = Field(32.0, gt=0, description="the addition is scaled by alpha / rank")
     targets: list[str] = Field(
         ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1, description="projections that get one"
@@ -111,15 +113,15 @@ class DataSection(Section):
         0.01, ge=0, le=1, description="share of broken rows that is tolerated, and always a few; 0: none"
     )
     cache: str = Field("~/.cache/shoal", min_length=1, description="where tokenised data is kept")
-    workers: int = Field(0, ge=0, description="processes that tokenise; 0: one a core")
+    workers: int = Field(0, ge=0, le=4096, description="processes that tokenise; 0: one a core")
 
 
 class EvaluateSection(Section):
     every: int = Field(100, ge=0, description="steps; 0: only after the last one")
-    batches: int = Field(16, ge=0, description="held-out batches an evaluation; 0: none")
-    samples: int = Field(1, ge=0, description="texts generated at each evaluation")
-    sample_tokens: int = Field(80, ge=1, description="tokens of a generated text")
-    temperature: float = Field(0.8, ge=0, description="of generated texts; 0: the likeliest token")
+    batches: int = Field(16, ge=0, le=10**9, description="held-out batches an evaluation; 0: none")
+    samples: int = Field(1, ge=0, le=1000, description="texts generated at each evaluation")
+    sample_tokens: int = Field(80, ge=1, le=10**6, description="tokens of a generated text")
+    temperature: float = Field(0.8, ge=0, le=1e6, description="of generated texts; 0: the likeliest token")
 
 
 class CheckpointSection(Section):
@@ -147,8 +149,8 @@ class CompileSection(Section):
 
 
 class TuneSection(Section):
-    bucket_mb: float = Field(25.0, gt=0, description="gradients summed at once, in MiB")
-    prefetch: int = Field(1, ge=0, description="sharded groups gathered ahead")
+    bucket_mb: float = Field(25.0, gt=0, le=1e6, description="gradients summed at once, in MiB")
+    prefetch: int = Field(1, ge=0, le=10**4, description="sharded groups gathered ahead")
     persist_below: int = Field(
         0, ge=0, description="sharded groups with fewer elements stay gathered until their backward pass"
     )
@@ -156,15 +158,16 @@ class TuneSection(Section):
 
 class FaultSection(Section):
     timeout: float = Field(
-        60.0, gt=0, description="seconds a collective may take before its rank is given up"
+        60.0, gt=0, le=1e7, description="seconds a collective may take before its rank is given up"
     )
     stall: float = Field(
         30.0,
         ge=0,
+        le=1e7,
         description="seconds a rank may keep its peers waiting within a step before the run says who and where; "
         "at least 1, at most half of timeout; 0: never",
     )
-    max_restarts: int = Field(3, ge=0, description="times that workers are restarted after a fault")
+    max_restarts: int = Field(3, ge=0, le=10**6, description="times that workers are restarted after a fault")
     check_every: int = Field(
         100,
         ge=0,

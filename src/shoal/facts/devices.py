@@ -14,8 +14,11 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
-Positive = Annotated[FiniteFloat, Field(gt=0)]
-Count = Annotated[int, Field(gt=0, strict=True)]
+# Far beyond any machine, and far from where arithmetic ends: products of a few of these are still numbers.
+Positive = Annotated[FiniteFloat, Field(ge=1e-12, le=1e24)]
+Latency = Annotated[FiniteFloat, Field(ge=0, le=1e6)]
+Memory = Annotated[int, Field(gt=0, le=1 << 60)]  # bytes
+Count = Annotated[int, Field(gt=0, le=1 << 53, strict=True)]
 
 GIB = 2**30
 
@@ -39,7 +42,7 @@ class Link(Hardware):
 
     kind: str = "unnamed"
     bandwidth: Positive
-    latency: Annotated[FiniteFloat, Field(ge=0)]
+    latency: Latency
 
 
 # Latencies are what collective libraries show for the smallest messages, rounded; calibration replaces them.
@@ -57,7 +60,7 @@ class Device(Hardware):
 
     name: str
     aliases: tuple[str, ...] = ()
-    memory_bytes: Annotated[int, Field(gt=0)]  # what a program can allocate of, as the driver reports it
+    memory_bytes: Memory  # what a program can allocate of, as the driver reports it
     peaks: dict[Precision, Positive] = {}  # dense FLOP/s of a matrix product, by precision
     memory_bandwidth: Positive | None = None
     fast: Link | None = None  # None: the devices of a node reach one another over host_link

@@ -13,7 +13,7 @@ from pydantic import Field, FiniteFloat, model_validator
 
 from shoal.facts.devices import Count, Hardware, Positive, Precision
 
-Seconds = Annotated[FiniteFloat, Field(ge=0)]
+Seconds = Annotated[FiniteFloat, Field(ge=0, le=1e9)]
 
 
 class Curve(Hardware):

@@ -12,8 +12,9 @@ Family = Literal[
 
 # A shape says how much there is to count, allocate and search: far beyond any model, and little enough to be handled.
 MOST_LAYERS = 1024
-MOST_EXPERTS = 1 << 16
-WIDEST_HIDDEN = 1 << 17
+MOST_EXPERTS = 1 << 12
+MOST_EXPERTS_IN_ALL = 1 << 16  # of all layers
+WIDEST_HIDDEN = 1 << 16
 WIDEST = 1 << 20  # any other width: ffn, heads, ranks
 MOST_TOKENS = 1 << 24  # of a vocabulary
 MOST_POSITIONS = 1_000_000_000

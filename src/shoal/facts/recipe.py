@@ -48,7 +48,7 @@ class Recipe(BaseModel):
 
     seq: int = Field(128, ge=1, le=10**9, description="tokens a sequence")
     batch: int = Field(16, ge=1, le=10**9, description="sequences a step, over all ranks")
-    steps: int = Field(300, ge=1, description="steps of the run")
+    steps: int = Field(300, ge=1, le=10**18, description="steps of the run")
     tokens: int | None = Field(
         None,
         ge=1,

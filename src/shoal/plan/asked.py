@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from shoal.facts import clusters, nearest, presets
 from shoal.facts.cluster import Cluster
-from shoal.facts.config import Config, Lora
+from shoal.facts.config import MOST_RANKS, Config, Lora
 from shoal.facts.configcheck import explain
 from shoal.facts.layout import Layout
 from shoal.facts.legality import violations
@@ -73,8 +73,8 @@ def ask(
     found_recipe = _recipe(values, problems)
     if price is not None and not (math.isfinite(price) and price > 0):
         problems.append(Problem(f"--price {price}: must be above 0", "--price 2.5, for a GPU and an hour"))
-    if lora is not None and lora < 1:
-        problems.append(Problem(f"--lora {lora}: must be 1 or more", "--lora 16"))
+    if lora is not None and not 1 <= lora <= MOST_RANKS:
+        problems.append(Problem(f"--lora {lora}: must be from 1 to {MOST_RANKS}", "--lora 16"))
     chosen: Layout | None = None
     if isinstance(layout, str):
         chosen = seek("", lambda: Layout.parse(layout), problems)

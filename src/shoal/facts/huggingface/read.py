@@ -18,6 +18,7 @@ from shoal.facts.huggingface.fields import Fields, load
 from shoal.facts.huggingface.rope import read_rope
 from shoal.facts.model import (
     MOST_EXPERTS,
+    MOST_EXPERTS_IN_ALL,
     MOST_LAYERS,
     MOST_POSITIONS,
     MOST_TOKENS,
@@ -237,6 +238,11 @@ def _read_experts(fields: Fields, family: Family, layers: int, ffn: int) -> Expe
     default_count = {"mixtral": 8, "qwen3_moe": 128, "deepseek_v3": 256}[family]
     count = fields.whole(EXPERT_COUNT[family], default_count, most=MOST_EXPERTS)
     active = fields.whole("num_experts_per_tok", 2 if family == "mixtral" else 8, most=MOST_EXPERTS)
+    fields.check(
+        layers * count <= MOST_EXPERTS_IN_ALL,
+        f"{count} experts in each of {layers} layers",
+        f"at most {MOST_EXPERTS_IN_ALL} in all",
+    )
     fields.check(active <= count, f"num_experts_per_tok is {active}", f"there are only {count} experts")
     if family == "mixtral":
         return Experts(count=count, active=active, ffn=ffn)
