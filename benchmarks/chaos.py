@@ -56,7 +56,7 @@ def campaign(faults: int, seed: int, nodes: int) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True)
     found: dict[str, Any] = {"faults": []}
     if done.stdout.strip():
-        found = json.loads(done.stdout)
+        found = {**found, **json.loads(done.stdout)}
     return {**found, "survived": done.returncode == 0, "last_words": done.stderr.strip()[-500:]}
 
 

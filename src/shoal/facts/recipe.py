@@ -41,6 +41,10 @@ def _share(value: float | str) -> float:
     return float(match[1]) / 100
 
 
+# Steps or tokens of a run.
+MOST = 10**18
+
+
 class Recipe(BaseModel):
     """Global batch, length, optimizer, schedule, precision, seed. Values of another type are refused, not converted."""
 
@@ -48,11 +52,11 @@ class Recipe(BaseModel):
 
     seq: int = Field(128, ge=1, le=10**9, description="tokens a sequence")
     batch: int = Field(16, ge=1, le=10**9, description="sequences a step, over all ranks")
-    steps: int = Field(300, ge=1, le=10**18, description="steps of the run")
+    steps: int = Field(300, ge=1, le=MOST, description="steps of the run")
     tokens: int | None = Field(
         None,
         ge=1,
-        le=10**18,
+        le=MOST,
         description='length of the run in tokens, in place of steps ("15T", "300M"); rounded up to whole steps',
     )
 
@@ -121,7 +125,7 @@ class Recipe(BaseModel):
         except ValueError:
             return given  # the field's own check finds the words for it
         seq, batch = (given.get(name, cls.model_fields[name].default) for name in ("seq", "batch"))
-        if not (_counts(tokens) and _counts(seq) and _counts(batch)):
+        if not (_counts(tokens) and _counts(seq) and _counts(batch)) or tokens > MOST:
             return given
         steps = -(-tokens // (seq * batch))
         if given.get("steps", steps) != steps:
