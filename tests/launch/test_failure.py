@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import signal
+import socket
+import threading
+import time
+from datetime import timedelta
 
 import pytest
-from torch.distributed import DistStoreError, HashStore
+from torch.distributed import DistStoreError, HashStore, TCPStore
 
 from shoal.facts.problem import BadInput
 from shoal.launch.errors import describe
 from shoal.launch.failure import CONNECTION, FATAL, STALL, Death, cause, tell
-from shoal.launch.rendezvous import attempt_store
+from shoal.launch.rendezvous import LOOPBACK, attempt_store, connect
 from shoal.parallel.signed import SignedStore, new_secret
 from shoal.train.checkpoint.manifest import Damaged
 
@@ -119,3 +124,41 @@ def test_who_died_without_a_word_is_not_who_we_ended(stores: Stores) -> None:
     assert str(cause(*stores, 3, ended)) == "rank 1 failed: killed, or crashed without a word"
     # With no other explanation at all, somebody has to be named.
     assert cause(*stores, 2, died((1, -9), (0, -9), by_us=(0, 1))).rank == 0
+
+
+def test_a_reason_is_with_the_launcher_before_the_rank_ends() -> None:
+    """A network that is cut holds back what ranks say, and then their ends are seen before their reasons.
+
+    As it happened: ranks that had lost each other were "killed, or crashed without a word".
+    """
+    held, secret = threading.Event(), new_secret()
+    plain = TCPStore(LOOPBACK, 0, is_master=True, timeout=timedelta(seconds=20))
+    attempt = attempt_store(SignedStore(plain, secret), 1)
+    with socket.create_server((LOOPBACK, 0)) as network:
+        threading.Thread(target=_forward, args=(network, plain.port, held), daemon=True).start()
+        store = connect(network.getsockname()[1], secret, 20)
+        held.set()
+        telling = threading.Thread(
+            target=tell, args=(store, attempt_store(store, 1), 0, describe(0, PEER_GONE))
+        )
+        telling.start()
+        telling.join(0.3)
+        assert telling.is_alive() and not attempt.has("failure-0")
+        held.clear()
+        telling.join()
+        assert cause(store, attempt, 1, died((0, 1))).kind == CONNECTION
+
+
+def _forward(network: socket.socket, port: int, held: threading.Event) -> None:
+    """One connection to a port, of which nothing passes while it is held."""
+    with network.accept()[0] as client, socket.create_connection((LOOPBACK, port)) as server:
+
+        def pump(source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(65536):
+                    while held.is_set():
+                        time.sleep(0.01)
+                    target.sendall(data)
+
+        threading.Thread(target=pump, args=(server, client), daemon=True).start()
+        pump(client, server)

@@ -51,9 +51,14 @@ class Death(BaseModel):
 
 
 def tell(store: SignedStore, attempt: SignedStore, rank: int, failure: Failure) -> None:
-    """Report a failure, as ``rank`` has seen it. One that would happen again also tells later attempts not to try."""
-    told = json.dumps(asdict(failure))
-    attempt.set(f"failure-{rank}", told)
+    """Report a failure, as ``rank`` has seen it. One that would happen again also tells later attempts not to try.
+
+    Returns when the store has it. A value that was only sent may still be on its way, over a network that was cut,
+    when the launcher has seen the process end and asks why.
+    """
+    told, key = json.dumps(asdict(failure)), f"failure-{rank}"
+    attempt.set(key, told)
+    attempt.has(key)
     if failure.final and not store.has(FATAL):
         store.set(FATAL, told)
 

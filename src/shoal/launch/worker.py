@@ -46,6 +46,8 @@ from shoal.train.rundir import RunDirectory
 START_SECONDS = 120.0
 # How long a new attempt waits for the last one's writer to be gone.
 WRITER_SECONDS = 20.0
+# How long a rank that failed waits for the store to have its reason: the network to it may be what failed.
+TELL_SECONDS = 10.0
 
 
 def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
@@ -102,14 +104,20 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
             return outcome
     except Exception as error:
         # Told first: with a full disk there may be no log to print to, and the launcher may be gone as well.
-        with contextlib.suppress(Exception):
-            if isinstance(error, Corrupted):
-                attempt.set(TRUSTED, str(error.trusted))
-            tell(store, attempt, rank, describe(rank, error))
+        telling = threading.Thread(target=_tell, args=(store, attempt, rank, error), daemon=True)
+        telling.start()
+        telling.join(TELL_SECONDS)
         with contextlib.suppress(OSError):
             traceback.print_exc()
             sys.stderr.flush()
         os._exit(1)  # past the interpreter's own report: the log has it, the terminal needs one line
+
+
+def _tell(store: SignedStore, attempt: SignedStore, rank: int, error: Exception) -> None:
+    with contextlib.suppress(Exception):
+        if isinstance(error, Corrupted):
+            attempt.set(TRUSTED, str(error.trusted))
+        tell(store, attempt, rank, describe(rank, error))
 
 
 def _asked(store: SignedStore, attempt: SignedStore) -> bool:
