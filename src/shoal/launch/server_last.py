@@ -1,0 +1,12 @@
+"""Imported last by the server that workers are forked from: what is there by now stays, and is no garbage.
+
+A worker's collector does not look at it again. To look at an object is to write to its page, and workers would copy
+the server's memory page by page.
+"""
+
+from __future__ import annotations
+
+import gc
+
+gc.freeze()
+gc.enable()
