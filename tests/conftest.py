@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -35,6 +36,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("shoal")
 # Several of these processes share the cores (`make test`), and threads on tiny tensors wait for each other's turn.
 torch.set_num_threads(1)
+# While tests are collected nothing becomes garbage: see below.
+gc.disable()
 
 WORDS = [
     "the",
@@ -54,6 +57,13 @@ WORDS = [
     "all",
     "arrive",
 ]
+
+
+def pytest_collection_finish() -> None:
+    """No garbage is looked for among what was imported and collected, by tests and by dry runs, which look often."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,8 +5,6 @@ Traffic to the call and to the byte, every category of memory and the peak withi
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
 
@@ -55,15 +53,6 @@ SMALL: dict[str, Any] = {
     "head_dim": 8,
     "vocab": 200,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_to_collect() -> Iterator[None]:
-    """Every dry run looks for garbage before it counts: not among all that was there before the first of them."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize(("number", "layout"), list(enumerate(FULL)), ids=FULL)

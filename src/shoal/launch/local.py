@@ -202,7 +202,8 @@ def warm_workers(preload: Sequence[str], config: Config | None = None) -> None:
     Server and workers are born with the stop signals blocked. A Ctrl-C, or a signal to the whole process group,
     is for the launcher alone; a worker takes signals again once it has a session of its own.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["shoal.launch.endwith", *preload])
+    modules = ["shoal.launch.server_first", *preload, "shoal.launch.server_last"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         with passed_on(config):

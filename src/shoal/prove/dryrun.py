@@ -20,6 +20,7 @@ from shoal.facts.layout import Layout
 from shoal.facts.ledger import Ledger
 from shoal.facts.ranks import coordinates, stride
 from shoal.facts.traffic import Traffic
+from shoal.launch.local import PRELOAD, warm_workers
 from shoal.models.initial import Slice
 from shoal.observe.collectives import Call
 from shoal.observe.memory import Place
@@ -124,8 +125,9 @@ def dryrun(question: Question, rank: int) -> Seen:
 def dryrun_stages(question: Question, processes: int, told: Callable[[Seen], None]) -> list[Seen]:
     """One rank of every stage, so many at a time, each in a process of its own."""
     ranks = [first_rank(question.layout, stage) for stage in range(question.layout.pp)]
-    # Not forked: torch's threads would not be there in the child.
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+    # Not forked from here: torch's threads would not be there in the child. From a server, which has imported it once.
+    warm_workers((*PRELOAD, __name__))
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("forkserver")) as pool:
         found = []
         for seen in pool.map(dryrun, repeat(question), ranks):
             told(seen)
