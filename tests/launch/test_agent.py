@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from shoal.launch.agent import Agent
 from shoal.launch.rendezvous import LoopbackRendezvous
@@ -74,3 +76,15 @@ def test_who_was_stopped_is_known_although_it_ran_for_a_moment(tmp_path: Path) -
     finally:
         agent._shutdown()
     assert [death.rank for death in agent.crew.deaths() if death.stopped] == [2]
+
+
+@pytest.mark.parametrize("given", [(), (signal.SIGINT,), (signal.SIGINT, 30)])
+def test_every_supported_torch_shuts_its_workers_down(
+    given: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2.11 hands on a signal at most, 2.13 a timeout too. As it happened: with 2.11 no run came to its end."""
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda agent, *given: seen.append(given))
+    agent = Agent(WorkerSpec("test", 1, LoopbackRendezvous("run", SECONDS), entrypoint=work), bool)
+    agent._shutdown(*given)
+    assert seen == [given]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -119,10 +120,13 @@ class Agent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         """Agents of several nodes would wait for each other; their launchers do, and know who is lost."""
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Also where what the agent asks between two looks at the workers has raised: they are ended by us."""
+    def _shutdown(self, *given: Any, **named: Any) -> None:
+        """Also where what the agent asks between two looks at the workers has raised: they are ended by us.
+
+        What torch gives to it differs between the versions that we support: 2.13 has a timeout, 2.11 none.
+        """
         self.kill()
-        super()._shutdown(death_sig, timeout)
+        super()._shutdown(*given, **named)
 
     def processes(self) -> Mapping[int, int]:
         """The process ids of the present attempt's workers by rank; none while they are being started."""
