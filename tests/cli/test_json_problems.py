@@ -71,7 +71,7 @@ BROKEN = '[recipe]\nlr = "fast"\nseq = 0\n'
         (["parity", "--layouts", "dp=0"], ["--layouts"]),
         (["parity", "--layouts", ";"], ["--layouts"]),
         (["chaos", "--layouts", ";"], ["--layouts"]),
-        (["chaos", "--kinds", "meteor"], ["--kinds"]),
+        (["chaos", "--kinds", "meteor", "--set", "cluster.on=8xcpu"], ["--kinds"]),
         (["plan", "tiny", "--on", "8xH10000", "--seq", "1", "--batch", "1"], ["--on"]),
         (["plan", "tiny", "--on", "local", "--seq", "many", "--batch", "1"], ["--seq"]),
         (["plan", "tiny", "--on", "local", "--seq", "8", "--batch", "8", "--top", "0"], ["--top"]),

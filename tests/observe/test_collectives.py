@@ -23,6 +23,9 @@ from shoal.observe.collectives import Call, CollectiveCounter
 
 Row = tuple[str, str, int, int]
 
+# torch 2.11's gloo exchanges one tensor, not a list of them.
+GLOO_EXCHANGES_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
 
 def rows(counter: CollectiveCounter) -> list[Row]:
     return [(row.op, row.group, row.count, row.bytes) for row in counter.traffic()]
@@ -105,6 +108,8 @@ def every_operation(rank: int, world: int) -> dict[str, list[Row]]:
         "functional backward": functional_backward,
         "implicit": implicit,
     }
+    if not GLOO_EXCHANGES_LISTS:
+        del actions["all_to_all"]
     return {name: counted(action) for name, action in actions.items()}
 
 
@@ -139,6 +144,8 @@ def test_every_operation_is_seen_and_weighed_by_its_largest_buffer() -> None:
         "functional backward": [("all_gather", 1, 32), ("reduce_scatter", 1, 32)],
         "implicit": [("all_reduce", 1, 64)],
     }
+    if not GLOO_EXCHANGES_LISTS:
+        del expected["all_to_all"]
     first, second = run_ranks(2, every_operation)
     # The lengths, then the pickled objects: bytes that only torch's pickling knows.
     ((operation, _, count, _),) = first.pop("object")

@@ -79,7 +79,7 @@ def test_bad_input_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert "dp=3" in err and "tp=2" in err and "gremlins" in err and not folder.exists()
     folder.mkdir()
     (folder / "thesis.tex").touch()
-    assert call("--run", str(folder)) == 2
+    assert call("--run", str(folder), "--set", "cluster.on=8xcpu") == 2
     assert (folder / "thesis.tex").exists() and "something else" in capfd.readouterr().err
     assert call("--faults", "0") == 2
 
