@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.facts.boxes import Box, summed_over, tensor_part, tile
 from shoal.facts.model import Model
-from shoal.facts.parameters import llama_parameters
+from shoal.facts.parameters import by_name, llama_parameters
 
 
 @st.composite
@@ -46,7 +46,7 @@ def models(draw: st.DrawFn) -> tuple[Model, int]:
 def test_the_boxes_of_all_ranks_cover_each_parameter_once_for_each_copy(drawn: tuple[Model, int]) -> None:
     model, tp = drawn
     for parameter in llama_parameters(model):
-        parts = [tensor_part(parameter.name, parameter.shape, model, tp, index) for index in range(tp)]
+        parts = [tensor_part(parameter, tp, index) for index in range(tp)]
         assert {part.box.whole for part in parts} == {parameter.shape}
         assert len({part.copies for part in parts}) == 1
         covered = Counter(element for part in parts for element in elements(part.box))
@@ -62,12 +62,11 @@ def test_query_heads_are_where_the_key_and_value_heads_are_that_they_attend_to(
     drawn: tuple[Model, int],
 ) -> None:
     model, tp = drawn
-    shapes = {one.name: one.shape for one in llama_parameters(model)}
     shared = model.heads // model.kv_heads
 
     def heads(projection: str, index: int) -> list[int]:
         name = f"model.layers.0.self_attn.{projection}.weight"
-        rows = tensor_part(name, shapes[name], model, tp, index).box.slices[0]
+        rows = tensor_part(by_name(model)[name], tp, index).box.slices[0]
         assert rows.start % model.head_dim == rows.stop % model.head_dim == 0
         return list(range(rows.start // model.head_dim, rows.stop // model.head_dim))
 
@@ -83,8 +82,8 @@ def test_query_heads_are_where_the_key_and_value_heads_are_that_they_attend_to(
 def test_only_what_several_ranks_hold_is_summed_over_them(drawn: tuple[Model, int], sp: bool) -> None:
     model, tp = drawn
     for parameter in llama_parameters(model):
-        copies = tensor_part(parameter.name, parameter.shape, model, tp, 0).copies
-        over = summed_over(parameter.name, model, tp, sp)
+        copies = tensor_part(parameter, tp, 0).copies
+        over = summed_over(parameter, tp, sp)
         if tp == 1 or copies == 1:
             wanted = "nobody"
         elif "k_proj" in parameter.name or "v_proj" in parameter.name:
@@ -107,7 +106,7 @@ def test_a_vocabulary_that_does_not_divide_leaves_the_last_ranks_with_less() -> 
         vocab=5,
         max_positions=4,
     )
-    rows = [tensor_part("lm_head.weight", (5, 2), model, 4, index).box for index in range(4)]
+    rows = [tensor_part(by_name(model)["lm_head.weight"], 4, index).box for index in range(4)]
     assert [(box.offset[0], box.shape[0]) for box in rows] == [(0, 2), (2, 2), (4, 1), (5, 0)]
     assert rows[2].slices == (slice(4, 5), slice(0, 2)) and rows[3].size == 0
 

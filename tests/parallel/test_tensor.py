@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.facts import logits
 from shoal.facts.boxes import Box, summed_over, tensor_part
 from shoal.facts.model import Model
-from shoal.facts.parameters import llama_parameters
+from shoal.facts.parameters import by_name, llama_parameters
 from shoal.facts.targets import IGNORE
 from shoal.models.decoder import Network, build
 from shoal.models.initial import Slice, initialise
@@ -131,10 +131,7 @@ def my_part(case: Case, rank: int, world: int) -> tuple[Network, dict[str, Box]]
     assert group is not None
     split(network, case.model, world, rank, group, case.sp)
     assert [name for name, _ in network.named_parameters()] == names
-    boxes = {
-        one.name: tensor_part(one.name, one.shape, case.model, world, rank).box
-        for one in llama_parameters(case.model)
-    }
+    boxes = {one.name: tensor_part(one, world, rank).box for one in llama_parameters(case.model)}
     for name, parameter in network.named_parameters():
         assert parameter.is_meta and parameter.dtype == torch.float64
         assert tuple(parameter.shape) == boxes[name].shape, name
@@ -155,7 +152,7 @@ def tensor_parallel(rank: int, world: int, cases: list[Case]) -> list[tuple[Outc
 
 def put_together(name: str, parts: list[tuple[Box, Tensor]], case: Case) -> Tensor:
     """The whole gradient, summed where ``facts.boxes`` says so; elsewhere the copies of a box must agree."""
-    summing = summed_over(name, case.model, len(parts), case.sp) != "nobody"
+    summing = summed_over(by_name(case.model)[name], len(parts), case.sp) != "nobody"
     whole = torch.full(parts[0][0].whole, torch.nan, dtype=torch.float64)
     for box, gradient in parts:
         copies = torch.stack([one for other, one in parts if other == box])
@@ -248,11 +245,9 @@ def pruned(model: Model, layers: list[str], rank: int, world: int, sp: bool) -> 
     group = dist.group.WORLD
     assert group is not None
     split(network, model, world, rank, group, sp)
-    shapes = {one.name: one.shape for one in llama_parameters(model)}
 
     def slice_of(name: str, parameter: nn.Parameter) -> Slice:
-        whole = shapes[name.replace("lm_head", "model.embed_tokens")]
-        box = tensor_part(name, whole, model, world, rank).box
+        box = tensor_part(by_name(model)[name], world, rank).box
         return Slice(parameter.data, box.whole, box.offset)
 
     give_values(network.to_empty(device="cpu"), slice_of)

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from shoal.facts.model import Model
-
-# Projections whose output features are split, and those whose input features are, which then add up.
-COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-ROW = ("o_proj", "down_proj")
-VOCABULARY = ("embed_tokens", "lm_head")
-HEAD_NORMS = ("q_norm", "k_norm")
+from shoal.facts.parameters import Parameter
 
 # Nobody; the ranks that hold the same key/value head; all ranks of the tensor group.
 SummedOver = Literal["nobody", "copies", "tensor"]
@@ -50,34 +44,28 @@ class TensorPart:
     copy: int = 0  # which of them this is
 
 
-def tensor_part(name: str, shape: tuple[int, ...], model: Model, tp: int, index: int) -> TensorPart:
-    """The part of the parameter ``name`` (canonical, ``shape`` when whole) on rank ``index`` of ``tp``."""
-    module, leaf = name.rsplit(".", 2)[-2:]
-    if module in ("k_proj", "v_proj") and tp > model.kv_heads:
+def tensor_part(parameter: Parameter, tp: int, index: int) -> TensorPart:
+    """The part of a canonical parameter on rank ``index`` of ``tp``."""
+    shape, heads = parameter.shape, parameter.heads
+    if parameter.split == "none":
+        return TensorPart(Box(shape, (0,) * len(shape), shape), tp, index)
+    if heads is not None and tp > heads:
         # Fewer heads than ranks: neighbours share one, the one that their query heads attend to.
-        copies = tp // model.kv_heads
-        return TensorPart(_cut(shape, 0, model.kv_heads, index // copies), copies, index % copies)
-    if module in COLUMN or module in VOCABULARY:
-        return TensorPart(_cut(shape, 0, tp, index))
-    if module in ROW and leaf == "weight":
-        return TensorPart(_cut(shape, 1, tp, index))
-    return TensorPart(Box(shape, (0,) * len(shape), shape), tp, index)
+        copies = tp // heads
+        return TensorPart(_cut(shape, 0, heads, index // copies), copies, index % copies)
+    return TensorPart(_cut(shape, 1 if parameter.split == "row" else 0, tp, index))
 
 
-def summed_over(name: str, model: Model, tp: int, sp: bool) -> SummedOver:
-    """Whose gradients of this parameter add up to the whole, beyond those of other data ranks."""
-    module, leaf = name.rsplit(".", 2)[-2:]
+def summed_over(parameter: Parameter, tp: int, sp: bool) -> SummedOver:
+    """Whose gradients of a canonical parameter add up to the whole, beyond those of other data ranks."""
     if tp == 1:
         return "nobody"
-    if module in HEAD_NORMS:
-        return "tensor"  # every rank norms its own heads with the same weight
-    if module in ("k_proj", "v_proj") and tp > model.kv_heads:
-        return "copies"  # the same head, each rank with its own queries
-    if module in COLUMN or module in VOCABULARY or (module in ROW and leaf == "weight"):
-        return "nobody"
-    # Norms, biases after a row split, learned positions: with sequence parallelism a rank sees some of the tokens,
-    # without it all of them, as every other rank does.
-    return "tensor" if sp else "nobody"
+    if parameter.split == "none":
+        # Norms, biases after a row split, learned positions: with sequence parallelism a rank sees some of the tokens,
+        # without it all of them, as every other rank does.
+        return "tensor" if sp or parameter.partial else "nobody"
+    # The same head, each rank with its own queries.
+    return "copies" if parameter.heads is not None and tp > parameter.heads else "nobody"
 
 
 def _cut(shape: tuple[int, ...], dimension: int, parts: int, index: int) -> Box:

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from shoal.facts.config import Lora
 from shoal.facts.model import Experts, Family, Latent, Model
 
-Kind = Literal["embedding", "position", "attention", "mlp", "expert", "router", "norm", "head"]
+Kind = Literal["embedding", "position", "attention", "mlp", "expert", "router", "norm", "head", "adapter"]
+# How tensor ranks split it: by output features, which stay apart; by input features, whose products add up; by rows of
+# the vocabulary; or every rank has all of it.
+Split = Literal["column", "row", "vocabulary", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One trained tensor. Buffers, such as deepseek_v3's router correction, are none."""
+    """One tensor. Buffers, such as deepseek_v3's router correction, are none.
+
+    How it is split is said of the canonical tensors alone (``llama_parameters``), for only these are computed with.
+    """
 
     name: str
     shape: tuple[int, ...]
     layer: int | None  # None: outside the layers
     kind: Kind  # "expert" is a routed expert; a shared one, which every token uses, is "mlp"
     decayed: bool  # whether weight decay applies: not to norms and biases
+    split: Split = "none"
+    heads: int | None = (
+        None  # key/value heads are not cut: where there are more tensor ranks, neighbours share one
+    )
+    partial: bool = False  # whole on every tensor rank, each of which sees but some of the features or heads
+    trained: bool = True
 
     @property
     def size(self) -> int:
@@ -37,11 +51,52 @@ def parameters(model: Model) -> Iterator[Parameter]:
 
 
 def llama_parameters(model: Model) -> Iterator[Parameter]:
-    """The same network under Llama's names and layout, whatever its family. Dense families only."""
+    """The same network under Llama's names and layout, whatever its family; routed experts are left out."""
     yield from _llama_before(model)
     for layer in range(model.layers):
         yield from _llama_layer(model, layer, 0)
     yield from _llama_after(model)
+
+
+@lru_cache(maxsize=64)
+def by_name(model: Model) -> Mapping[str, Parameter]:
+    """The canonical tensors; of a tied model the head too, which a stage may have a copy of."""
+    return {parameter.name: parameter for parameter in (*llama_parameters(model), *end_parameters(model))}
+
+
+@lru_cache(maxsize=256)
+def block_parameters(model: Model, with_experts: bool) -> tuple[Parameter, ...]:
+    """Those of one block of that kind, as the first one has them; none where there is no such block."""
+    kinds = (layer for layer in range(model.layers) if model.has_experts(layer) == with_experts)
+    return tuple(_llama_layer(model, layer, 0) if (layer := next(kinds, None)) is not None else ())
+
+
+@lru_cache(maxsize=256)
+def end_parameters(model: Model) -> tuple[Parameter, ...]:
+    """Those outside the blocks; of a tied model the head too, for a pipeline's last stage has a copy."""
+    return *_llama_before(model), *_llama_after(model.model_copy(update={"tied": False}))
+
+
+@lru_cache(maxsize=256)
+def expert_parameters(model: Model) -> tuple[Parameter, ...]:
+    """Those of one routed expert."""
+    return tuple(_expert("model.layers.0.mlp.experts.0", model, model.experts, 0)) if model.experts else ()
+
+
+def adapters(parameter: Parameter, lora: Lora) -> Iterator[Parameter]:
+    """LoRA's two factors beside a projection, [rank, in] and [out, rank]; none beside what is no target.
+
+    The one on the split side of its projection is split with it. The other is whole on every tensor rank.
+    """
+    module = parameter.name.rsplit(".", 2)[-2]
+    if module not in lora.targets or len(parameter.shape) != 2:
+        return
+    (outputs, inputs), prefix = parameter.shape, parameter.name.removesuffix(".weight")
+    by_rows = parameter.split == "row"
+    into = ("row", None, False) if by_rows else ("none", None, parameter.split != "none")
+    out = ("none", None, True) if by_rows else (parameter.split, parameter.heads, False)
+    for name, shape, placed in (("lora_A", (lora.rank, inputs), into), ("lora_B", (outputs, lora.rank), out)):
+        yield Parameter(f"{prefix}.{name}.weight", shape, parameter.layer, "adapter", True, *placed)
 
 
 def parameter_count(model: Model) -> int:
@@ -70,11 +125,12 @@ def _count(model: Model, experts: int) -> int:
     return total
 
 
-# Llama's names, which mistral, qwen2, qwen3, mixtral, qwen3_moe and deepseek_v3 share.
+# Llama's names, which mistral, qwen2, qwen3, qwen3_moe and deepseek_v3 share.
 
 
 def _llama_before(model: Model) -> Iterator[Parameter]:
-    yield Parameter("model.embed_tokens.weight", (model.vocab, model.hidden), None, "embedding", True)
+    shape = (model.vocab, model.hidden)
+    yield Parameter("model.embed_tokens.weight", shape, None, "embedding", True, "vocabulary")
     if model.positions == "learned":
         shape = (model.max_positions, model.hidden)
         yield Parameter("model.embed_positions.weight", shape, None, "position", True)
@@ -103,13 +159,15 @@ def _llama_after(model: Model) -> Iterator[Parameter]:
 def _attention(model: Model, layer: int) -> Iterator[Parameter]:
     prefix = f"model.layers.{layer}.self_attn"
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    yield from _linear(f"{prefix}.q_proj", query, model.hidden, layer, "attention", model.qkv_bias)
-    yield from _linear(f"{prefix}.k_proj", key, model.hidden, layer, "attention", model.qkv_bias)
-    yield from _linear(f"{prefix}.v_proj", key, model.hidden, layer, "attention", model.qkv_bias)
-    yield from _linear(f"{prefix}.o_proj", model.hidden, query, layer, "attention", model.out_bias)
+    hidden, bias, heads = model.hidden, model.qkv_bias, model.kv_heads
+    yield from _linear(f"{prefix}.q_proj", query, hidden, layer, "attention", bias, "column")
+    yield from _linear(f"{prefix}.k_proj", key, hidden, layer, "attention", bias, "column", heads)
+    yield from _linear(f"{prefix}.v_proj", key, hidden, layer, "attention", bias, "column", heads)
+    yield from _linear(f"{prefix}.o_proj", hidden, query, layer, "attention", model.out_bias, "row")
     if model.qk_norm:
-        yield from _norm(f"{prefix}.q_norm", model.head_dim, layer)
-        yield from _norm(f"{prefix}.k_norm", model.head_dim, layer)
+        # Every rank norms its own heads with the same weight.
+        yield from _norm(f"{prefix}.q_norm", model.head_dim, layer, partial=True)
+        yield from _norm(f"{prefix}.k_norm", model.head_dim, layer, partial=True)
 
 
 def _latent_attention(model: Model, latent: Latent, layer: int) -> Iterator[Parameter]:
@@ -117,41 +175,54 @@ def _latent_attention(model: Model, latent: Latent, layer: int) -> Iterator[Para
     hidden, bias = model.hidden, model.qkv_bias
     query = model.heads * (latent.nope_dim + latent.rope_dim)
     if latent.q_rank is None:
-        yield from _linear(f"{prefix}.q_proj", query, hidden, layer, "attention")
+        yield from _linear(f"{prefix}.q_proj", query, hidden, layer, "attention", split="column")
     else:
         yield from _linear(f"{prefix}.q_a_proj", latent.q_rank, hidden, layer, "attention", bias)
         yield from _norm(f"{prefix}.q_a_layernorm", latent.q_rank, layer)
-        yield from _linear(f"{prefix}.q_b_proj", query, latent.q_rank, layer, "attention")
+        yield from _linear(f"{prefix}.q_b_proj", query, latent.q_rank, layer, "attention", split="column")
     compressed = latent.kv_rank + latent.rope_dim
     yield from _linear(f"{prefix}.kv_a_proj_with_mqa", compressed, hidden, layer, "attention", bias)
     yield from _norm(f"{prefix}.kv_a_layernorm", latent.kv_rank, layer)
     expanded = model.heads * (latent.nope_dim + latent.value_dim)
-    yield from _linear(f"{prefix}.kv_b_proj", expanded, latent.kv_rank, layer, "attention")
+    yield from _linear(f"{prefix}.kv_b_proj", expanded, latent.kv_rank, layer, "attention", split="column")
     value = model.heads * latent.value_dim
-    yield from _linear(f"{prefix}.o_proj", hidden, value, layer, "attention", model.out_bias)
+    yield from _linear(f"{prefix}.o_proj", hidden, value, layer, "attention", model.out_bias, "row")
 
 
 def _mlp(prefix: str, model: Model, width: int, layer: int) -> Iterator[Parameter]:
+    hidden, bias = model.hidden, model.mlp_bias
     if model.gated:
-        yield from _linear(f"{prefix}.gate_proj", width, model.hidden, layer, "mlp", model.mlp_bias)
-    yield from _linear(f"{prefix}.up_proj", width, model.hidden, layer, "mlp", model.mlp_bias)
-    yield from _linear(f"{prefix}.down_proj", model.hidden, width, layer, "mlp", model.mlp_bias)
+        yield from _linear(f"{prefix}.gate_proj", width, hidden, layer, "mlp", bias, "column")
+    yield from _linear(f"{prefix}.up_proj", width, hidden, layer, "mlp", bias, "column")
+    yield from _linear(f"{prefix}.down_proj", hidden, width, layer, "mlp", bias, "row")
 
 
 def _experts(model: Model, experts: Experts, layer: int, count: int) -> Iterator[Parameter]:
-    if model.family == "mixtral":
-        block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
-    else:
-        block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
-    prefix = f"model.layers.{layer}.{block}"
+    prefix = f"model.layers.{layer}.mlp"
     yield from _linear(f"{prefix}.gate", experts.count, model.hidden, layer, "router")
     if experts.shared:
         yield from _mlp(f"{prefix}.shared_experts", model, experts.shared_ffn, layer)
     for expert in range(count):
-        name = f"{prefix}.experts.{expert}"
-        yield from _linear(f"{name}.{gate}", experts.ffn, model.hidden, layer, "expert")
-        yield from _linear(f"{name}.{up}", experts.ffn, model.hidden, layer, "expert")
-        yield from _linear(f"{name}.{down}", model.hidden, experts.ffn, layer, "expert")
+        yield from _expert(f"{prefix}.experts.{expert}", model, experts, layer)
+
+
+def _expert(name: str, model: Model, experts: Experts, layer: int) -> Iterator[Parameter]:
+    yield from _linear(f"{name}.gate_proj", experts.ffn, model.hidden, layer, "expert", split="column")
+    yield from _linear(f"{name}.up_proj", experts.ffn, model.hidden, layer, "expert", split="column")
+    yield from _linear(f"{name}.down_proj", model.hidden, experts.ffn, layer, "expert", split="row")
+
+
+# Mixtral has Llama's tensors under other names, where it has experts.
+_MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def _mixtral_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter]:
+    for parameter in _llama_layer(model, layer, experts):
+        name = parameter.name
+        if parameter.kind in ("router", "expert"):
+            path, module, leaf = name.replace(".mlp.", ".block_sparse_moe.").rsplit(".", 2)
+            name = f"{path}.{_MIXTRAL_NAMES.get(module, module)}.{leaf}"
+        yield replace(parameter, name=name)
 
 
 # GPT-2. Its linear layers are Conv1D: stored [in, out], and with queries, keys and values in one.
@@ -204,11 +275,21 @@ def _neox_after(model: Model) -> Iterator[Parameter]:
 
 
 def _linear(
-    name: str, outputs: int, inputs: int, layer: int | None, kind: Kind, bias: bool = False
+    name: str,
+    outputs: int,
+    inputs: int,
+    layer: int | None,
+    kind: Kind,
+    bias: bool = False,
+    split: Split = "none",
+    heads: int | None = None,
 ) -> Iterator[Parameter]:
-    yield Parameter(f"{name}.weight", (outputs, inputs), layer, kind, True)
+    yield Parameter(f"{name}.weight", (outputs, inputs), layer, kind, True, split, heads)
     if bias:
-        yield Parameter(f"{name}.bias", (outputs,), layer, kind, False)
+        # After a row split it is added once, to the sum.
+        yield Parameter(
+            f"{name}.bias", (outputs,), layer, kind, False, "none" if split == "row" else split, heads
+        )
 
 
 def _conv1d(name: str, inputs: int, outputs: int, layer: int, kind: Kind) -> Iterator[Parameter]:
@@ -216,15 +297,17 @@ def _conv1d(name: str, inputs: int, outputs: int, layer: int, kind: Kind) -> Ite
     yield Parameter(f"{name}.bias", (outputs,), layer, kind, False)
 
 
-def _norm(name: str, width: int, layer: int | None, bias: bool = False) -> Iterator[Parameter]:
-    yield Parameter(f"{name}.weight", (width,), layer, "norm", False)
+def _norm(
+    name: str, width: int, layer: int | None, bias: bool = False, partial: bool = False
+) -> Iterator[Parameter]:
+    yield Parameter(f"{name}.weight", (width,), layer, "norm", False, partial=partial)
     if bias:
         yield Parameter(f"{name}.bias", (width,), layer, "norm", False)
 
 
 def _head(name: str, model: Model) -> Iterator[Parameter]:
     if not model.tied:
-        yield from _linear(name, model.vocab, model.hidden, None, "head")
+        yield from _linear(name, model.vocab, model.hidden, None, "head", split="vocabulary")
 
 
 class _Table(NamedTuple):
@@ -236,5 +319,6 @@ class _Table(NamedTuple):
 _LLAMA = _Table(_llama_before, _llama_layer, _llama_after)
 _TABLES: dict[Family, _Table] = {
     "gpt2": _Table(_gpt2_before, _gpt2_layer, _gpt2_after),
+    "mixtral": _Table(_llama_before, _mixtral_layer, _llama_after),
     "gpt_neox": _Table(_neox_before, _neox_layer, _neox_after),
 }

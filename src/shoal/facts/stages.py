@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from shoal.facts.layout import ONE_CHUNK, SCHEDULES, V_SHAPED
 from shoal.facts.model import Model
-from shoal.facts.parameters import parameters
+from shoal.facts.parameters import block_parameters, expert_parameters
 from shoal.facts.problem import BadInput, did_you_mean
 
 
@@ -79,18 +79,9 @@ def head_cost(model: Model, seq: int) -> int:
 @lru_cache(maxsize=64)
 def _matrix_parameters(model: Model, with_experts: bool) -> int:
     """Weights of one layer that a token is multiplied with: of the routed experts, those it is sent to."""
-    experts = model.experts
-    if experts is not None:
-        experts = experts.model_copy(update={"dense_layers": () if with_experts else (0,)})
-    total = routed = 0
-    for parameter in parameters(model.model_copy(update={"layers": 1, "experts": experts})):
-        if parameter.layer is None or len(parameter.shape) != 2:
-            continue
-        if parameter.kind == "expert":
-            routed += parameter.size
-        else:
-            total += parameter.size
-    return total + (routed * experts.active // experts.count if experts else 0)
+    matrices = [one for one in block_parameters(model, with_experts) if len(one.shape) == 2]
+    routed = model.experts.active if model.experts and with_experts else 0
+    return sum(one.size for one in matrices) + routed * sum(one.size for one in expert_parameters(model))
 
 
 def _least_bottleneck(costs: list[int], count: int) -> int:

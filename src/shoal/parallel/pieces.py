@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal.facts.boxes import Box, TensorPart, tensor_part
 from shoal.facts.model import Model
-from shoal.facts.parameters import llama_parameters
+from shoal.facts.parameters import by_name
 from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.segment import EMBEDDING, HEAD, Segment
@@ -62,10 +62,10 @@ class Piece:
 
 def held_parameters(segments: Iterable[Segment], model: Model, mesh: Mesh) -> list[Held]:
     """Every parameter of the segments on this rank, in forward order."""
-    shapes = {parameter.name: parameter.shape for parameter in llama_parameters(model)}
+    canonical = by_name(model)
     tp, index = mesh.layout.tp, mesh.place["tp"]
     return [
-        Held(name, segment.stage.index, parameter, tensor_part(name, shapes[name], model, tp, index), copied)
+        Held(name, segment.stage.index, parameter, tensor_part(canonical[name], tp, index), copied)
         for segment in segments
         for name, parameter, copied in _named(segment)
     ]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.facts.boxes import summed_over
 from shoal.facts.model import Model
+from shoal.facts.parameters import by_name
 from shoal.facts.stages import rank_of_stage
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pieces import Piece, gradient
@@ -50,7 +51,7 @@ class Shared:
                 self._sum_ends([gradient(piece) for piece in pieces if piece.name == EMBEDDING])
 
     def _kind(self, piece: Piece) -> str:
-        return summed_over(piece.name, self.model, self.tp, self.sp)
+        return summed_over(by_name(self.model)[piece.name], self.tp, self.sp)
 
     def _sum_ends(self, gradients: list[Tensor]) -> None:
         if len(gradients) == 2:  # both ends are here

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shoal.facts.boxes import tensor_part
 from shoal.facts.model import Model
+from shoal.facts.parameters import by_name
 from shoal.models.decoder import Block, Network
 from shoal.models.linear import Linear
 from shoal.parallel.sequence import Stream
@@ -42,8 +43,9 @@ def split(network: Network, model: Model, tp: int, index: int, group: dist.Proce
 
 def cut_parameters(network: Network, model: Model, tp: int, index: int) -> None:
     """Put this rank's box of every parameter in its place."""
+    canonical = by_name(model)
     for name, whole in list(network.named_parameters()):
-        box = tensor_part(name, tuple(whole.shape), model, tp, index).box
+        box = tensor_part(canonical[name], tp, index).box
         module, _, leaf = name.rpartition(".")
         owner = network.get_submodule(module)
         setattr(owner, leaf, nn.Parameter(whole.new_empty(box.shape), requires_grad=whole.requires_grad))
@@ -65,8 +67,7 @@ def split_block(block: Block, stream: Stream) -> None:
 def split_ends(network: Network, model: Model, stream: Stream) -> None:
     decoder = network.model
     embedding, head = decoder.embed_tokens, network.lm_head
-    whole = (model.vocab, model.hidden)
-    box = tensor_part("model.embed_tokens.weight", whole, model, stream.ranks, stream.index).box
+    box = tensor_part(by_name(model)["model.embed_tokens.weight"], stream.ranks, stream.index).box
     if embedding is not None:
         decoder.embed_tokens = VocabularyEmbedding(embedding, box, stream)
         decoder.embedding_dropout.register_forward_pre_hook(at_local_positions(stream))

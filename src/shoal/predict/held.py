@@ -6,6 +6,7 @@ Routed experts are not among them: they live on other ranks than the rest, and `
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,7 @@ from shoal.facts.boxes import SummedOver, summed_over, tensor_part
 from shoal.facts.groups import buckets_by_kind, even_share, flat_kind
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
-from shoal.facts.parameters import llama_parameters
+from shoal.facts.parameters import Parameter, block_parameters, end_parameters
 from shoal.facts.stages import Stage, cut, rank_of_stage, stages_of_rank
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -96,7 +97,7 @@ def _held(
     first, last = stages[0].first, stages[-1].last
     sparse = sum(model.has_experts(layer) for one in stages for layer in one.layers)
     dense = sum(len(one.layers) for one in stages) - sparse
-    nothing = _component(())
+    nothing = component_of(())
     body = _body(model, tp, sp, index)
     embedding = body.embedding if first else nothing
     norm = body.norm if last else nothing
@@ -162,33 +163,30 @@ class _Body(NamedTuple):
 def _body(model: Model, tp: int, sp: bool, index: int) -> _Body:
     """The parts of a network on one rank of a tensor group. Blocks are alike, but for having experts or not."""
 
-    def tensors(layer: bool, with_experts: bool = False) -> list[Tensor]:
-        experts = model.experts
-        if experts is not None:
-            experts = experts.model_copy(update={"dense_layers": () if with_experts else (0,)})
-        one = model.model_copy(update={"layers": 1, "experts": experts})
-        found = []
-        for parameter in llama_parameters(one):
-            if (parameter.layer is not None) == layer:
-                name = parameter.name
-                part = tensor_part(name, parameter.shape, model, tp, index)
-                summed = summed_over(name, model, tp, sp)
-                found.append(Tensor(name, name, part.box.shape, part.copies, summed))
-        return found
+    def component(parameters: Iterable[Parameter]) -> Component:
+        return component_of(tensor_on(parameter, tp, sp, index) for parameter in parameters)
 
-    ends = tensors(layer=False)
-    table = next(tensor for tensor in ends if tensor.name == EMBEDDING)
+    ends: dict[str, list[Parameter]] = {kind: [] for kind in ("embedding", "norm", "head")}
+    for parameter in end_parameters(model):
+        ends["embedding" if parameter.kind == "position" else parameter.kind].append(parameter)
+    embedding = component(ends["embedding"])
     return _Body(
-        embedding=_component(tensor for tensor in ends if ".embed_" in tensor.name),
-        dense=_component(tensors(layer=True)),
-        sparse=_component(tensors(layer=True, with_experts=True)),
-        norm=_component(tensor for tensor in ends if tensor.name.startswith("model.norm.")),
-        head=_component(tensor for tensor in ends if tensor.name == HEAD),
-        copied_head=_component([table._replace(label=HEAD)]),
+        embedding=embedding,
+        dense=component(block_parameters(model, False)),
+        sparse=component(block_parameters(model, True)),
+        norm=component(ends["norm"]),
+        head=component(ends["head"]),
+        copied_head=component_of([embedding.tensors[0]._replace(label=HEAD)]),
     )
 
 
-def _component(tensors: Iterable[Tensor]) -> Component:
+def tensor_on(parameter: Parameter, tp: int, sp: bool, index: int) -> Tensor:
+    """A rank's part of a parameter."""
+    part, name = tensor_part(parameter, tp, index), parameter.name
+    return Tensor(name, name, part.box.shape, part.copies, summed_over(parameter, tp, sp))
+
+
+def component_of(tensors: Iterable[Tensor]) -> Component:
     listed = tuple(tensors)
     return Component(
         listed,
@@ -204,9 +202,14 @@ def named_tensors(here: Held, model: Model, stage: Stage) -> list[Tensor]:
     for layer in stage.layers:
         block = here.sparse_block if model.has_experts(layer) else here.dense_block
         for tensor in block.tensors:
-            name = tensor.name.replace("layers.0.", f"layers.{layer}.", 1)
+            name = in_layer(tensor.name, layer)
             found.append(tensor._replace(name=name, label=name))
     return [*found, *here.norm.tensors, *here.head.tensors] if stage.last else found
+
+
+def in_layer(name: str, layer: int) -> str:
+    """The name that a block's tensor has in another layer."""
+    return re.sub(r"^model\.layers\.\d+\.", f"model.layers.{layer}.", name)
 
 
 # Sizes on the way.

@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from shoal.facts.boxes import ROW
-from shoal.predict.held import Component, Held
+from shoal.facts.config import Lora
+from shoal.facts.model import Model
+from shoal.facts.parameters import adapters, block_parameters
+from shoal.predict.held import Component, Held, component_of, tensor_on
 from shoal.predict.question import Question
 
 
@@ -19,28 +21,29 @@ class Trained(NamedTuple):
 
 
 def trained(question: Question, here: Held) -> Trained:
-    """All of them; with ``lora`` two factors [rank, in] and [out, rank] for each targeted projection.
-
-    Under tensor parallelism the factor on the projection's split side is split with it. The other one is whole on
-    every rank, sees some of the features, and so has its gradient summed over the group.
-    """
+    """All of them; with ``lora`` the factors beside the targeted projections of every block."""
     if question.lora is None:
         return Trained(here.elements, here.tensor_summed, here.copies_summed)
-    rank, targets = question.lora.rank, tuple(question.lora.targets)
-    dense = adapters(here.dense_block, rank, targets)
-    sparse = adapters(here.sparse_block, rank, targets)
-    elements, whole = (here.dense * dense[i] + here.sparse * sparse[i] for i in range(2))
-    return Trained(elements, whole if question.layout.tp > 1 else 0, 0)
+    layout, lora = question.layout, (question.lora.rank, tuple(question.lora.targets))
+    found = [
+        (count, _factors(question.model, with_experts, lora, layout.tp, layout.sp))
+        for count, with_experts in ((here.dense, False), (here.sparse, True))
+    ]
+    return Trained(
+        sum(count * one.elements for count, one in found),
+        sum(count * one.tensor_summed for count, one in found),
+        sum(count * one.copies_summed for count, one in found),
+    )
 
 
 @cache
-def adapters(block: Component, rank: int, targets: tuple[str, ...]) -> tuple[int, int]:
-    """Elements of a block's low-rank factors on one rank, and of those factors that tensor ranks hold whole."""
-    elements = whole = 0
-    for tensor in block.tensors:
-        module = tensor.name.split(".")[-2]
-        if module in targets and len(tensor.shape) == 2:
-            outputs, inputs = tensor.shape
-            elements += rank * (outputs + inputs)
-            whole += rank * (outputs if module in ROW else inputs)
-    return elements, whole
+def _factors(
+    model: Model, with_experts: bool, lora: tuple[int, tuple[str, ...]], tp: int, sp: bool
+) -> Component:
+    """Of one block, on a rank of a tensor group."""
+    added = Lora(rank=lora[0], targets=list(lora[1]))
+    return component_of(
+        tensor_on(factor, tp, sp, 0)
+        for parameter in block_parameters(model, with_experts)
+        for factor in adapters(parameter, added)
+    )

@@ -13,7 +13,7 @@ from shoal.facts.stages import Stage, rank_of_stage, stages_of_rank
 from shoal.predict.held import cut_once
 from shoal.predict.inflight import bottom
 from shoal.predict.question import Question
-from shoal.predict.weights import Ends, Part, Split, adapters, block, ends
+from shoal.predict.weights import Ends, Part, Split, adapter_key, block, ends
 
 
 class Run(NamedTuple):
@@ -63,7 +63,7 @@ def places(question: Question) -> Pipeline:
     return pipeline_of(
         question.model,
         split_of(question),
-        adapters(question.lora),
+        adapter_key(question.lora),
         (layout.schedule, layout.pp, layout.chunks),
         question.recipe.seq,
         question.stack.even_stages,

@@ -16,6 +16,7 @@ from typing import Any
 from shoal.facts.boxes import summed_over
 from shoal.facts.config import Config
 from shoal.facts.layout import Layout
+from shoal.facts.parameters import by_name
 from shoal.launch.ranks import RankFailed, run_ranks
 from shoal.parallel.segment import EMBEDDING
 from shoal.plan.resolve import Job, resolve
@@ -131,7 +132,9 @@ class Prover:
         """Where a strategy lives, or that part of it that the first wrong tensor points to."""
         layout, model = verdict.layout, self.job(verdict.layout).model
         at_first = {one.tensor for one in verdict.differing if one.what == "gradient" and one.step == 1}
-        summed = {name for name in at_first if summed_over(name, model, layout.tp, layout.sp) != "nobody"}
+        summed = {
+            name for name in at_first if summed_over(by_name(model)[name], layout.tp, layout.sp) != "nobody"
+        }
         tied = at_first & {EMBEDDING} if model.tied else set()
         if at_first and at_first == {"tp": summed, "pp": tied}.get(key):
             return "parallel/shared.py"  # nothing but sums over ranks that hold the same parameter

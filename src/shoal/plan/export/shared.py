@@ -8,7 +8,7 @@ from math import gcd
 from shoal.facts.layout import Offload, divisors
 from shoal.facts.legality import nearest_multiple
 from shoal.facts.model import Family
-from shoal.facts.parameters import parameters
+from shoal.facts.parameters import block_parameters, expert_parameters
 from shoal.predict.question import Question
 
 # The class of one transformer block in ``transformers``: what its FSDP wraps.
@@ -68,12 +68,10 @@ def bucket_elements(question: Question) -> int:
 def unit_elements(question: Question) -> int:
     """Parameters that one sharded group of blocks gathers on a rank; of a mixture, blocks with experts."""
     model, layout = question.model, question.layout
-    experts = model.experts and model.experts.model_copy(update={"dense_layers": ()})
-    block = model.model_copy(update={"layers": 1, "experts": experts})
-    inside = [parameter for parameter in parameters(block) if parameter.layer is not None]
+    dense = sum(one.size // layout.tp for one in block_parameters(model, model.experts is not None))
     # Routed experts are spread over expert ranks, everything else over tensor ranks.
-    split = (part.size // (layout.ep if part.kind == "expert" else layout.tp) for part in inside)
-    return layout.unit * sum(split)
+    count = model.experts.count if model.experts else 0
+    return layout.unit * (dense + count * sum(one.size // layout.ep for one in expert_parameters(model)))
 
 
 def offloads(question: Question) -> dict[str, Offload]:

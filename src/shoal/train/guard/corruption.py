@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.facts.boxes import tensor_part
+from shoal.facts.parameters import by_name
 from shoal.facts.traffic import name_ranks
 from shoal.parallel.pieces import Piece
 from shoal.parallel.segment import EMBEDDING
@@ -237,11 +238,11 @@ class CorruptionGuard:
 
     @cached_property
     def _weights(self) -> list[Kept]:
-        model, tp, index = self.placed.shared.model, self.mesh.layout.tp, self.mesh.place["tp"]
+        canonical, tp, index = by_name(self.placed.shared.model), self.mesh.layout.tp, self.mesh.place["tp"]
         found: list[Kept] = []
         embeddings = 0
         for name, part in self.placed.slices:
-            copies = tensor_part(name, part.global_shape, model, tp, index).copies
+            copies = tensor_part(canonical[name], tp, index).copies
             embeddings += name == EMBEDDING
             kept_as = _kept_as(name, copies, tp, second=embeddings == 2)
             found.append(Kept(WEIGHT, name, (part.offset, tuple(part.local.shape)), kept_as, part.local))
