@@ -110,6 +110,11 @@ class Layout(BaseModel):
         return self.dp * self.fsdp
 
     @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the states: context ranks shard with those of ``fsdp``."""
+        return self.fsdp * self.cp
+
+    @property
     def degrees(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in ("dp", "fsdp", "tp", "cp", "pp", "ep")}
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd
 from typing import NamedTuple
 
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout, Offload, Recompute
-from shoal.plan.exchange import Exchange, Ranks, Sums, exchanged
-from shoal.plan.space import Order, Share, Split, States, layout_of
+from shoal.plan.exchange import Exchange, Sums, exchanged
+from shoal.plan.space import Order, Share, Split, States, layout_of, placed
 from shoal.predict import context, expert, host, layer, tensor
 from shoal.predict.bubble import Idle, follows, idle
 from shoal.predict.call import Call, compute_width
@@ -27,7 +26,6 @@ from shoal.predict.lora import trained
 from shoal.predict.question import Question
 from shoal.predict.setting import setting_of
 from shoal.predict.step import ALWAYS, Bench, Kind, stage_kinds, update_seconds
-from shoal.predict.traffic import span
 from shoal.predict.transfer import transfer
 
 
@@ -141,7 +139,7 @@ class Bounds:
         return worked + left + exchange.alone + self._update(split, share, order, states)
 
     def handled(self, split: Split, share: Share, states: States) -> Passes:
-        sharded = states.zero == 3 and states.fsdp * split.cp > 1
+        sharded = states.zero == 3 and placed(split, states).sharded.size > 1
         times = self.recipe.batch // (split.data * share.micro)
         return self.on.handling(sharded, times)
 
@@ -192,8 +190,8 @@ class Bounds:
         return Costs(seconds[0], seconds[1], first, last, max(forwards), max(backwards))
 
     def _seconds(self, question: Question, call: Call) -> float:
-        ranks, stride = span(call.group, question)
-        return call.count * self.on.links.seconds(call.op, call.bytes, ranks, stride)
+        ranks = question.ranks_of(call.group)
+        return call.count * self.on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
 
     def _body(self, tp: int, sp: bool) -> Held:
         """All layers, without the ends."""
@@ -220,25 +218,21 @@ class Bounds:
         sums = Sums(
             self.on, self.tune.persist_below > 0, self.lora is not None, times, split.pp > 1, states.zero
         )
-        shards = states.fsdp * split.cp
         elements = min(
             kind.dense * body.dense_block.elements + kind.sparse * body.sparse_block.elements
             for kind in kinds
         )
-        found = exchanged(sums, elements, Ranks(shards, split.tp, states.dp, split.tp * shards))
+        found = exchanged(sums, elements, placed(split, states))
         routed = min(kind.sparse for kind in kinds) * expert.expert_elements(self.model, split.tp, share.ep)
         if not routed:
             return found
-        within = gcd(share.ep, shards)
-        copies = states.dp * within // share.ep
-        apart = split.tp * shards * share.ep // within
-        more = exchanged(sums, routed, Ranks(shards // within, split.tp * within, copies, apart))
+        more = exchanged(sums, routed, placed(split, states, share.ep))
         return Exchange(*(a + b for a, b in zip(found, more, strict=True)))
 
     def _update(self, split: Split, share: Share, order: Order, states: States) -> float:
         """The optimizer on the device; where something waits elsewhere, its travels as well."""
         elements, layers = self._on_first_rank(split, share, order)
-        owned = elements / (states.fsdp * split.cp)
+        owned = elements / placed(split, states).sharded.size
         seconds = update_seconds(self.on, owned)
         if not states.offload:
             return seconds

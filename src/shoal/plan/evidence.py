@@ -51,7 +51,7 @@ def claims(question: Question) -> list[str]:
     layout, model, cluster = question.layout, question.model, question.cluster
     found = [f"precision={question.recipe.precision}", f"{DEVICE}{cluster.device.name}"]
     found += of_order(layout.pp, layout.schedule, layout.recompute)
-    found += of_states(layout.dp, layout.fsdp * layout.cp, layout.zero, layout.offload)
+    found += of_states(layout.dp, layout.shards, layout.zero, layout.offload)
     found += of_share(layout.cp, layout.cp_kind, layout.ep)
     if layout.tp > 1:
         found.append("tp")

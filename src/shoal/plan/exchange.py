@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shoal.facts.parameter_groups import Placement
 from shoal.plan.space import UNITS
 from shoal.predict.call import compute_width, reduce_width, state_width
 from shoal.predict.step import Bench
@@ -17,15 +18,6 @@ class Exchange(NamedTuple):
     alone: float
 
 
-class Ranks(NamedTuple):
-    """Those that share a copy, those that hold the same part of other copies, and how far apart each lie."""
-
-    shards: int
-    stride: int
-    copies: int
-    copies_stride: int
-
-
 class Sums(NamedTuple):
     """What decides how often something is exchanged."""
 
@@ -37,21 +29,20 @@ class Sums(NamedTuple):
     zero: int
 
 
-def exchanged(sums: Sums, elements: int, ranks: Ranks) -> Exchange:
+def exchanged(sums: Sums, elements: int, placed: Placement) -> Exchange:
     """Of so many parameters on a rank."""
     recipe, seconds = sums.on.recipe, sums.on.links.seconds
+    (_, shards, stride), (_, copies, copies_stride) = placed
     passes = 1 if sums.piped else sums.times
     reduced = 0 if sums.frozen else elements * reduce_width(recipe)
     backward = 0.0
     if reduced:
-        backward = seconds("all_reduce", reduced // ranks.shards, ranks.copies, ranks.copies_stride)
-    if ranks.shards == 1:
+        backward = seconds("all_reduce", reduced // shards, copies, copies_stride)
+    if shards == 1:
         return Exchange(0.0, backward, 0.0)
-    scattered = seconds("reduce_scatter", reduced, ranks.shards, ranks.stride) if reduced else 0.0
+    scattered = seconds("reduce_scatter", reduced, shards, stride) if reduced else 0.0
     if sums.zero == 3:
-        gathered = passes * seconds(
-            "all_gather", elements * compute_width(recipe), ranks.shards, ranks.stride
-        )
+        gathered = passes * seconds("all_gather", elements * compute_width(recipe), shards, stride)
         # The last group of blocks stays gathered for the backward pass; so may those that are told to persist.
         again = 0.0
         if not sums.piped and not sums.persists:
@@ -59,5 +50,5 @@ def exchanged(sums: Sums, elements: int, ranks: Ranks) -> Exchange:
         return Exchange(gathered, again + backward + passes * scattered, 0.0)
     if not reduced:
         return Exchange(0.0, 0.0, 0.0)
-    updated = seconds("all_gather", elements * state_width(recipe), ranks.shards, ranks.stride)
+    updated = seconds("all_gather", elements * state_width(recipe), shards, stride)
     return Exchange(0.0, backward + (passes if sums.zero == 2 else 1) * scattered, updated)

@@ -8,7 +8,6 @@ from shoal.facts.layout import Layout
 from shoal.facts.ledger import Ledger
 from shoal.plan.judge import Plan
 from shoal.predict.question import Question
-from shoal.predict.traffic import span
 
 GIB = 2**30
 # Parts below this share of a step are not worth a word.
@@ -65,7 +64,7 @@ def parts(plan: Plan) -> list[Part]:
 def link(group: str, question: Question) -> str:
     """The slowest link that a group of ranks has to cross."""
     cluster = question.cluster
-    ranks, stride = span(group, question)
+    _, ranks, stride = question.ranks_of(group)
     fast = cluster.fast
     if fast is not None and ranks * stride <= cluster.fast_domain:
         return fast.kind
@@ -139,7 +138,7 @@ def percent(share: float | None) -> str:
 
 def strategy(layout: Layout, lora: bool = False) -> str:
     """A layout's strategy, as people call it."""
-    data = layout.fsdp * layout.cp
+    data = layout.shards
     if data > 1:
         sharded = {1: "ZeRO-1", 2: "ZeRO-2", 3: "FSDP (ZeRO-3)"}[layout.zero]
         names = [f"HSDP, {sharded} in groups of {data}" if layout.dp > 1 else sharded]

@@ -28,6 +28,7 @@ from shoal.plan.space import (
     Space,
     Split,
     States,
+    placed,
 )
 from shoal.predict.memory import ledger
 from shoal.predict.question import Question
@@ -217,7 +218,7 @@ class Hunt:
             return
         if alike not in self._tried:
             self._tried.add(alike)
-            most = split.data if states.fsdp * split.cp > 1 else 1
+            most = split.data if placed(split, states).sharded.size > 1 else 1
             frugal = States(split.data // most, most, states.zero, offload)
             if not self._fits(self._priced(Candidate(split, share, order, frugal, 1))):
                 return
@@ -268,7 +269,7 @@ class Hunt:
 
 
 def strategy_of(split: Split, share: Share, states: States) -> Strategy:
-    shared = states.zero if states.fsdp * split.cp > 1 else 0
+    shared = states.zero if placed(split, states).sharded.size > 1 else 0
     return split.tp, split.cp, split.pp, share.ep, shared, bool(states.offload)
 
 

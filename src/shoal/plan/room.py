@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
 from operator import mul
 from typing import NamedTuple
 
@@ -19,10 +18,11 @@ from shoal.facts.config import Lora
 from shoal.facts.holdings import holdings
 from shoal.facts.layout import RECOMPUTES, V_SHAPED, Offload, Recompute, Zero
 from shoal.facts.model import Model
+from shoal.facts.parameter_groups import placement
 from shoal.facts.recipe import Recipe
 from shoal.facts.schedule import SPLIT_BACKWARD
 from shoal.facts.stack import Stack
-from shoal.plan.space import Order, Share, Split, States, layout_of
+from shoal.plan.space import Order, Share, Split, States, layout_of, placed
 from shoal.predict import weights
 from shoal.predict.activations import Block
 from shoal.predict.device import on_top
@@ -137,7 +137,7 @@ class Room:
 
     def _of_rank(self, split: Split, share: Share, order: Order, ways: list[States], rank: int) -> float:
         """With the most frugal of several ways, each part by itself; they differ in ``zero`` alone."""
-        shards, offload = ways[0].fsdp * split.cp, ways[0].offload
+        shards, offload = placed(split, ways[0]).sharded.size, ways[0].offload
         sizes = self._on_rank(split, share, order, ways[0].fsdp, rank)
         any_sharded = any_scattered = False
         before = later = float("inf")
@@ -164,7 +164,7 @@ class Room:
         followed = any(part.what == "optimizer" for part in states.offload)  # gradients follow the states
         if sharded:
             return hold.gradient * sizes.trained_share if begun and not followed else 0.0
-        if states.fsdp * split.cp > 1:
+        if placed(split, states).sharded.size > 1:
             if states.zero == 2 and split.pp == 1:
                 return 0.0 if followed else hold.gradient * sizes.trained_share
             return hold.gradient * sizes.trained
@@ -195,8 +195,8 @@ class Room:
     def _sizes(
         self, split: Split, ep: int, fsdp: int, blocks: Blocks, embedding: bool = False, head: bool = False
     ) -> Sizes:
-        ranks = fsdp * split.cp
-        key = weights.Split(split.tp, ep, ranks, ranks // gcd(ranks, ep))
+        dense, routed = (placement(split.tp, split.cp, fsdp, split.data // fsdp, each) for each in (1, ep))
+        key = weights.Split(split.tp, ep, dense.sharded.size, routed.sharded.size)
         whole = share = 0.0
         for experts, count in ((False, blocks.dense), (True, blocks.sparse)):
             if count:

@@ -18,7 +18,7 @@ from shoal.plan import evidence, parts
 from shoal.plan.bounds import Bounds
 from shoal.plan.hunt import COUNTED, PRICED, PRICED_SHARE, Priced, alike_of
 from shoal.plan.room import Room
-from shoal.plan.space import NOTHING, Candidate, Order, Share, Space, Split, States, layout_of
+from shoal.plan.space import NOTHING, Candidate, Order, Share, Space, Split, States, layout_of, placed
 from shoal.predict.memory import ledger
 from shoal.predict.question import Question
 from shoal.predict.step import step
@@ -194,7 +194,9 @@ class Simplest:
         split, share, _, order, states, _ = node
         assert share is not None and order is not None and states is not None
         added = parts.of_states(split, share, states)
-        doubts = _doubts(evidence.of_states(states.dp, states.fsdp * split.cp, states.zero, states.offload))
+        doubts = _doubts(
+            evidence.of_states(states.dp, placed(split, states).sharded.size, states.zero, states.offload)
+        )
         bound = self.bounds.of_states(split, share, order, states, worked)
         alone, both = parts.replicas_alone(split, share, states), int(states.dp > 1 and states.fsdp > 1)
         for unit in self.space.units(split, states):

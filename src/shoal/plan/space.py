@@ -30,6 +30,7 @@ from shoal.facts.layout import (
 )
 from shoal.facts.legality import Case, broken
 from shoal.facts.model import Model
+from shoal.facts.parameter_groups import Placement, placement
 from shoal.facts.recipe import Recipe
 
 # Where a key has no natural end, these values are searched.
@@ -90,6 +91,11 @@ class States(NamedTuple):
     fsdp: int
     zero: Zero
     offload: tuple[Offload, ...] = NOTHING
+
+
+def placed(split: Split, states: States, ep: int = 1) -> Placement:
+    """Who shards and who copies parameters of which ``ep`` data ranks hold one set."""
+    return placement(split.tp, split.cp, states.fsdp, states.dp, ep)
 
 
 class Candidate(NamedTuple):
@@ -190,7 +196,7 @@ class Space:
 
     def units(self, split: Split, states: States) -> tuple[int, ...]:
         """Blocks in a sharded group; it means nothing where parameters are whole."""
-        if states.zero < 3 or states.fsdp * split.cp == 1:
+        if states.zero < 3 or placed(split, states).sharded.size == 1:
             return (1,)
         most = -(-self.model.layers // split.pp)
         return tuple(unit for unit in UNITS if unit <= most)

@@ -51,5 +51,5 @@ def host_share(cluster: Cluster) -> int:
 def communicators(question: Question) -> int:
     """One for each axis that has several ranks; a pipeline has one for either direction."""
     layout = question.layout
-    axes = [layout.dp, layout.fsdp * layout.cp, layout.tp, layout.pp, layout.pp, layout.ep]
+    axes = [layout.dp, layout.shards, layout.tp, layout.pp, layout.pp, layout.ep]
     return sum(1 for ranks in axes if ranks > 1)

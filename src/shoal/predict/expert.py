@@ -15,15 +15,14 @@ features.
 
 from __future__ import annotations
 
-from math import gcd
-
 from shoal.facts.groups import Unit, even_share
 from shoal.facts.model import Model
+from shoal.facts.parameter_groups import EXPERTS
 from shoal.predict.call import Call, Phase, compute_width, reduce_width, state_width
 from shoal.predict.held import Held
 from shoal.predict.question import Question
 from shoal.predict.replicate import bucket_bytes
-from shoal.predict.shard import Over, Travelling, bucket_calls, unit_calls
+from shoal.predict.shard import Travelling, bucket_calls, unit_calls
 
 
 def calls(question: Question, here: Held) -> tuple[Call, ...]:
@@ -52,36 +51,25 @@ def expert_elements(model: Model, tp: int, ep: int) -> int:
     return experts.count // ep * 3 * model.hidden * even_share(experts.ffn, tp)
 
 
-def over(question: Question) -> Over:
-    """Who holds the same experts: of the ranks of a copy and of the copies, what ``ep`` has left."""
-    layout = question.layout
-    ranks = layout.fsdp * layout.cp
-    within = gcd(layout.ep, ranks)
-    suffix = "/ep" if layout.ep > 1 else ""
-    group = "fsdp" if layout.cp == 1 else "fsdp·cp"
-    return Over(group + suffix, ranks // within, "dp" + suffix, layout.dp * within // layout.ep)
-
-
 def _states(question: Question, here: Held) -> list[Call]:
-    layout, recipe, ranks = question.layout, question.recipe, over(question)
+    recipe, group = question.recipe, question.groups[EXPERTS]
+    shards, copies = group.sharded.size, group.replicated
     elements = expert_elements(question.model, question.layout.tp, question.layout.ep)
-    if question.lora is not None and not (ranks.ranks > 1 and layout.zero == 3):
-        return []  # frozen
-    if ranks.ranks == 1:
-        if ranks.copies == 1:
+    if not group.trained and not (shards > 1 and group.zero == 3):
+        return []
+    if shards == 1:
+        if copies.size == 1:
             return []
         count = _bucket_count(question, here)
         size = elements * here.sparse * reduce_width(recipe) // count
-        return [Call("all_reduce", ranks.copies_group, size, count, "gradients")]
-    if layout.zero == 3:
-        count = even_share(here.sparse, layout.unit)
-        each = even_share(elements * here.sparse, count * ranks.ranks) * ranks.ranks
-        gathers = Unit(()).gathers(each, question.tune.persist_below)
-        gradients = 0 if question.lora is not None else each
-        return unit_calls(question, [Travelling(each, gradients, count, gathers)], ranks)
-    count = _bucket_count(question, here)
-    each = even_share(elements * here.sparse, count * ranks.ranks) * ranks.ranks
-    return bucket_calls(question, [Travelling(each, each, count, 0)], ranks)
+        return [Call("all_reduce", copies.name, size, count, "gradients")]
+    count = (
+        even_share(here.sparse, question.layout.unit) if group.zero == 3 else _bucket_count(question, here)
+    )
+    each = even_share(elements * here.sparse, count * shards) * shards
+    gathers = Unit(()).gathers(each, question.tune.persist_below)
+    travelling = [Travelling(each, each if group.trained else 0, count, gathers)]
+    return (unit_calls if group.zero == 3 else bucket_calls)(question, travelling, group)
 
 
 def _bucket_count(question: Question, here: Held) -> int:

@@ -57,14 +57,14 @@ class Gradients(NamedTuple):
     def standing(self) -> float:
         """With zero=2 in a pipeline: whole gradients add up to the end of the step beside this rank's share."""
         layout = self.question.layout
-        waits = self.way == "whole" and layout.zero == 2 and layout.fsdp * layout.cp > 1
+        waits = self.way == "whole" and layout.zero == 2 and layout.shards > 1
         return self.hold.gradient * self.whole if waits else 0.0
 
     @property
     def complete(self) -> float:
         """At the update."""
         layout = self.question.layout
-        shards = layout.zero >= 2 and layout.fsdp * layout.cp > 1
+        shards = layout.zero >= 2 and layout.shards > 1
         return self.hold.gradient * (self.share if shards else self.whole) * self.stay
 
     @property
@@ -462,7 +462,7 @@ def gradients_of(setting: Setting, place: Place) -> Gradients:
     way: Way = "alone"
     if setting.sharded:
         way = "units" if layout.pp == 1 else "piped units"
-    elif layout.fsdp * layout.cp > 1:
+    elif layout.shards > 1:
         way = "chunks" if layout.zero == 2 and layout.pp == 1 else "whole"
     elif layout.dp > 1:
         way = "whole"

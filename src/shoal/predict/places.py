@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import groupby
-from math import gcd
 from typing import NamedTuple
 
 from shoal.facts.model import Model
+from shoal.facts.parameter_groups import placement
 from shoal.facts.schedule import SPLIT_BACKWARD
 from shoal.facts.stages import Stage, rank_of_stage, stages_of_rank
 from shoal.predict.held import cut_once
@@ -45,10 +45,9 @@ class Place(NamedTuple):
 
 
 def split_of(question: Question) -> Split:
-    """Experts live on ``ep`` of the data ranks; as far as these shard parameters, the rest of them shard experts."""
     layout = question.layout
-    ranks = layout.fsdp * layout.cp
-    return Split(layout.tp, layout.ep, ranks, ranks // gcd(ranks, layout.ep))
+    dense, routed = (placement(layout.tp, layout.cp, layout.fsdp, layout.dp, ep) for ep in (1, layout.ep))
+    return Split(layout.tp, layout.ep, dense.sharded.size, routed.sharded.size)
 
 
 class Pipeline(NamedTuple):

@@ -9,6 +9,7 @@ from shoal.facts.cluster import Cluster
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
+from shoal.facts.parameter_groups import ParameterGroup, Ranks, communicators, parameter_groups
 from shoal.facts.recipe import Recipe
 from shoal.facts.stack import SHOAL, Stack
 
@@ -41,6 +42,18 @@ class Question:
     def tokens(self) -> int:
         """Tokens of a micro-batch that one rank attends for: its part of the sequences under context parallelism."""
         return self.micro * self.recipe.seq // self.layout.cp
+
+    @cached_property
+    def groups(self) -> dict[str, ParameterGroup]:
+        return parameter_groups(self.layout, self.model.experts is not None, self.lora is not None)
+
+    @cached_property
+    def _communicators(self) -> dict[str, Ranks]:
+        return communicators(self.layout, self.model.kv_heads)
+
+    def ranks_of(self, group: str) -> Ranks:
+        """The ranks of a call's group; all of them where it has no name of its own."""
+        return self._communicators.get(group) or self._communicators["control"]
 
     @property
     def cut_by(self) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.facts.groups import even_share
+from shoal.facts.parameter_groups import DENSE
 from shoal.predict.call import Call, reduce_width, state_width
 from shoal.predict.held import Held, Tensor, bucket_count, bucket_names
 from shoal.predict.lora import trained
@@ -15,8 +16,8 @@ from shoal.predict.question import Question
 
 
 def applies(question: Question) -> bool:
-    layout = question.layout
-    return layout.dp > 1 and layout.fsdp * layout.cp == 1
+    group = question.groups[DENSE]
+    return group.replicated.size > 1 and group.sharded.size == 1
 
 
 def calls(question: Question, here: Held) -> tuple[Call, ...]:

@@ -18,21 +18,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from shoal.facts.groups import Unit, even_share, units
+from shoal.facts.parameter_groups import DENSE, ParameterGroup
 from shoal.facts.stages import Stage
 from shoal.predict.call import Call, compute_width, reduce_width, state_width
 from shoal.predict.held import Held, Tensor, bucket_names, padded, padded_size
 from shoal.predict.lora import trained
 from shoal.predict.question import Question
 from shoal.predict.replicate import bucket_bytes, even_buckets
-
-
-class Over(NamedTuple):
-    """The ranks that share a copy, and those that hold the same part of other copies."""
-
-    group: str
-    ranks: int
-    copies_group: str
-    copies: int
 
 
 class Travelling(NamedTuple):
@@ -44,51 +36,47 @@ class Travelling(NamedTuple):
     gathers: int  # a micro-batch's, of a unit
 
 
-def over(question: Question) -> Over:
-    layout = question.layout
-    return Over("fsdp" if layout.cp == 1 else "fsdp·cp", layout.fsdp * layout.cp, "dp", layout.dp)
-
-
 def calls(question: Question, here: Held) -> tuple[Call, ...]:
     """Close and cheap: all bytes, in about as many buckets as there are; units of the same size."""
-    ranks = over(question)
-    if ranks.ranks == 1:
+    group = question.groups[DENSE]
+    shards = group.sharded.size
+    if shards == 1:
         return ()
-    if question.layout.zero == 3:
-        return tuple(unit_calls(question, _even_units(question, here, ranks.ranks), ranks))
+    if group.zero == 3:
+        return tuple(unit_calls(question, _even_units(question, here, shards), group))
     elements, count = even_buckets(question, here, by_kind=True)
-    each = even_share(elements, ranks.ranks * count) * ranks.ranks
-    return tuple(bucket_calls(question, [Travelling(each, each, count, 0)], ranks))
+    each = even_share(elements, shards * count) * shards
+    return tuple(bucket_calls(question, [Travelling(each, each, count, 0)], group))
 
 
-def bucket_calls(question: Question, travelling: Iterable[Travelling], ranks: Over) -> list[Call]:
+def bucket_calls(question: Question, travelling: Iterable[Travelling], group: ParameterGroup) -> list[Call]:
     """zero=1|2."""
-    layout, recipe = question.layout, question.recipe
-    passes = question.accumulation if layout.zero == 2 and layout.pp == 1 else 1
+    recipe, sharded, copies = question.recipe, group.sharded, group.replicated
+    passes = question.accumulation if group.zero == 2 and question.layout.pp == 1 else 1
     found = []
     for elements, _, count, _ in travelling:
         reduced = elements * reduce_width(recipe)
-        found.append(Call("reduce_scatter", ranks.group, reduced, count * passes, "gradients"))
-        if ranks.copies > 1:
-            found.append(Call("all_reduce", ranks.copies_group, reduced // ranks.ranks, count, "gradients"))
-        found.append(Call("all_gather", ranks.group, elements * state_width(recipe), count, "update"))
+        found.append(Call("reduce_scatter", sharded.name, reduced, count * passes, "gradients"))
+        if copies.size > 1:
+            found.append(Call("all_reduce", copies.name, reduced // sharded.size, count, "gradients"))
+        found.append(Call("all_gather", sharded.name, elements * state_width(recipe), count, "update"))
     return found
 
 
-def unit_calls(question: Question, travelling: Iterable[Travelling], ranks: Over) -> list[Call]:
+def unit_calls(question: Question, travelling: Iterable[Travelling], group: ParameterGroup) -> list[Call]:
     """zero=3."""
-    recipe = question.recipe
+    recipe, sharded, copies = question.recipe, group.sharded, group.replicated
     passes = question.accumulation if question.layout.pp == 1 else 1
     found = []
     for elements, gradients, count, gathers in travelling:
         gathered, reduced = elements * compute_width(recipe), gradients * reduce_width(recipe)
-        found.append(Call("all_gather", ranks.group, gathered, count * passes, "gather forward"))
+        found.append(Call("all_gather", sharded.name, gathered, count * passes, "gather forward"))
         if gathers == 2 and question.layout.pp == 1:
-            found.append(Call("all_gather", ranks.group, gathered, count * passes, "gather backward"))
+            found.append(Call("all_gather", sharded.name, gathered, count * passes, "gather backward"))
         if gradients:
-            found.append(Call("reduce_scatter", ranks.group, reduced, count * passes, "gradients"))
-        if gradients and ranks.copies > 1:
-            found.append(Call("all_reduce", ranks.copies_group, reduced // ranks.ranks, count, "gradients"))
+            found.append(Call("reduce_scatter", sharded.name, reduced, count * passes, "gradients"))
+        if gradients and copies.size > 1:
+            found.append(Call("all_reduce", copies.name, reduced // sharded.size, count, "gradients"))
     return found
 
 
@@ -130,24 +118,25 @@ def _even_units(question: Question, here: Held, ranks: int) -> list[Travelling]:
 
 def exact(question: Question, here: Held, stages: Sequence[Sequence[Tensor]]) -> list[Call]:
     """Bucket by bucket or unit by unit, of each of a rank's stages."""
-    ranks = over(question)
-    if ranks.ranks == 1:
+    group = question.groups[DENSE]
+    shards = group.sharded.size
+    if shards == 1:
         return []
-    if question.layout.zero == 3:
+    if group.zero == 3:
         made = [
             travelling
             for stage, tensors in zip(here.stages, stages, strict=True)
-            for travelling in _units(question, here, stage, tensors, ranks.ranks)
+            for travelling in _units(question, here, stage, tensors, shards)
         ]
-        return unit_calls(question, made, ranks)
+        return unit_calls(question, made, group)
     filled = [_flat_size(bucket) for tensors in stages for bucket in _buckets(question, tensors)]
-    sizes = [ranks.ranks * even_share(size, ranks.ranks) for size in filled]
-    return bucket_calls(question, [Travelling(size, size, 1, 0) for size in sizes], ranks)
+    sizes = [shards * even_share(size, shards) for size in filled]
+    return bucket_calls(question, [Travelling(size, size, 1, 0) for size in sizes], group)
 
 
 def owned(question: Question, stages: Sequence[Sequence[Tensor]], index: int) -> list[tuple[Tensor, int]]:
     """The tensors of which rank ``index`` of those that share a copy updates some elements, and how many."""
-    ranks = over(question).ranks
+    ranks = question.groups[DENSE].sharded.size
     found = []
     for tensors in stages:
         if ranks == 1:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from shoal.facts.holdings import Holdings, holdings
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
+from shoal.facts.parameter_groups import DENSE
 from shoal.facts.parameters import parameter_count
 from shoal.facts.recipe import Recipe
 from shoal.facts.stack import SHOAL
@@ -44,8 +45,8 @@ def resting(question: Question, hold: Holdings, place: Place, in_shards: bool) -
 
 def sharded(question: Question) -> bool:
     """Whether parameters rest in shards."""
-    layout = question.layout
-    return layout.fsdp * layout.cp > 1 and (layout.zero == 3 or question.stack.unsharded == "fsdp")
+    group = question.groups[DENSE]
+    return group.sharded.size > 1 and (group.zero == 3 or question.stack.unsharded == "fsdp")
 
 
 def replica_states(model: Model, recipe: Recipe) -> dict[str, int]:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from shoal.facts.model import Model
+from shoal.facts.parameter_groups import DENSE
 from shoal.facts.recipe import Recipe
 from shoal.facts.stack import Stack
 from shoal.predict import host as hosts
@@ -26,7 +27,7 @@ from shoal.predict.lora import trained
 from shoal.predict.measured import MeasuredKernels
 from shoal.predict.question import Question
 from shoal.predict.setting import setting_of
-from shoal.predict.traffic import calls, span
+from shoal.predict.traffic import calls
 from shoal.predict.transfer import transfer
 
 # Bytes an optimizer moves for each parameter it updates: AdamW reads gradient, weight and two moments and writes all
@@ -189,7 +190,8 @@ def _computed(question: Question, on: Bench, here: Held) -> tuple[Seconds, Secon
     """Device time of one micro-batch: of this rank's layers; of embedding and head."""
     layout, model = question.layout, question.model
     tokens = question.tokens
-    sharded = layout.zero == 3 and layout.fsdp * layout.cp > 1
+    group = question.groups[DENSE]
+    sharded = group.zero == 3 and group.sharded.size > 1
     handled = on.handling(sharded, question.accumulation)
     between = tokens / layout.tp if layout.sp else float(tokens)
     sums = [0.0] * 5
@@ -230,8 +232,8 @@ def _communicated(question: Question, on: Bench, stage: int) -> tuple[Spent, Spe
     for call in calls(question, stage):
         if call.phase in ("message", "control"):
             continue
-        ranks, stride = span(call.group, question)
-        each = on.links.seconds(call.op, call.bytes, ranks, stride)
+        ranks = question.ranks_of(call.group)
+        each = on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
         seconds = call.count * each
         place, divided = _place(call, each_time, question.layout.zero)
         table = spent[place] if divided else once[place]
@@ -261,7 +263,7 @@ def _message(question: Question, on: Bench) -> float:
     """One message between neighbours in the pipeline."""
     layout = question.layout
     size = question.tokens * question.model.hidden * compute_width(question.recipe)
-    ranks, stride = span("pp", question)
+    _, ranks, stride = question.ranks_of("pp")
     if layout.sp and layout.tp > 1:
         return on.links.seconds("send", size // layout.tp, ranks, stride)
     if on.stack.parts_messages and layout.tp > 1:
@@ -272,10 +274,8 @@ def _message(question: Question, on: Bench) -> float:
 
 def _optimizer(question: Question, on: Bench) -> float:
     """The update of what the fullest rank owns."""
-    layout = question.layout
-    here = held(layout, question.model, question.cut_by, 0)
-    shared = layout.fsdp * layout.cp
-    return update_seconds(on, _trained(question, here) / shared)
+    here = held(question.layout, question.model, question.cut_by, 0)
+    return update_seconds(on, _trained(question, here) / question.groups[DENSE].sharded.size)
 
 
 def update_seconds(on: Bench, elements: float) -> float:
@@ -298,7 +298,7 @@ def _offloadable(question: Question) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
     here = held(layout, question.model, question.cut_by, 0)
     elements = _trained(question, here)
-    owned = elements / (layout.fsdp * layout.cp)
+    owned = elements / question.groups[DENSE].sharded.size
     kept = sum(
         count
         * max(

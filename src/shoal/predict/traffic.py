@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shoal.facts.parameter_groups import DENSE
 from shoal.facts.ranks import AXES, coordinates, line, stride
 from shoal.facts.traffic import Traffic, show_ranks
 from shoal.predict import context, control, expert, pipeline, replicate, shard, tensor
@@ -41,7 +42,7 @@ def _exchanges(question: Question, here: Held) -> tuple[Call, ...]:
 
 def _even_sums(question: Question, here: Held) -> list[Call]:
     """The sums beyond the data ranks, each of which takes an even share where states are sharded."""
-    ranks = shard.over(question).ranks
+    ranks = question.groups[DENSE].sharded.size
     _, over_tensor, over_copies = trained(question, here)
     found = tensor.shared(question, over_tensor // ranks or None, over_copies // ranks or None)
     if here.end and question.lora is None:
@@ -121,26 +122,3 @@ def _control(question: Question) -> str:
     """On CPUs the group of all ranks is also that of the only axis, where there is but one."""
     axes = [axis for axis in AXES if getattr(question.layout, axis) > 1]
     return axes[0] if len(axes) == 1 and question.cluster.device.name == "cpu" else "world"
-
-
-def span(group: str, question: Question) -> tuple[int, int]:
-    """How many ranks a call's group has, and how far apart in rank two neighbours in it are."""
-    layout, tp = question.layout, question.layout.tp
-    if group in AXES:
-        return getattr(layout, group), stride(group, layout)
-    copies = expert.over(question)
-    shards = layout.fsdp * layout.cp
-    within = shards // copies.ranks  # of the ranks of a copy, those that have different experts
-    if group == "fsdp·cp":
-        return shards, tp
-    if group == "ep":
-        return layout.ep, tp
-    if group == copies.group:
-        return copies.ranks, tp * within
-    if group == copies.copies_group:
-        return copies.copies, tp * shards * layout.ep // within
-    if group == "tp copies":
-        return tp // question.model.kv_heads, 1
-    if group == "pp ends":
-        return 2, (layout.pp - 1) * stride("pp", layout)
-    return layout.world, 1

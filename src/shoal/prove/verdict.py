@@ -9,7 +9,6 @@ from shoal.facts.devices import Link
 from shoal.facts.layout import ONE_CHUNK
 from shoal.predict.memory import ledger
 from shoal.predict.question import Question
-from shoal.predict.traffic import span
 from shoal.prove.bubble import Pipeline
 
 # From these shares of a step on, a part of it is worth a person's time.
@@ -129,7 +128,7 @@ def _communication(evidence: Evidence) -> str:
 def _link(question: Question, group: str) -> Link:
     """What the ranks of a group talk over; the slowest of it, where they are far apart."""
     cluster = question.cluster
-    ranks, stride = span(group, question)
+    _, ranks, stride = question.ranks_of(group)
     domain = cluster.fast_domain if cluster.fast else cluster.devices_per_node
     return (cluster.fast or cluster.device.host_link) if ranks * stride <= domain else cluster.network
 

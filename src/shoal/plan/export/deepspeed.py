@@ -122,7 +122,7 @@ def _zero(question: Question) -> dict[str, Any]:
         zero["stage3_max_live_parameters"] = max(10**9, (1 + tune.prefetch) * unit)
         zero["stage3_param_persistence_threshold"] = tune.persist_below
         if layout.dp > 1:
-            zero["zero_hpz_partition_size"] = layout.fsdp * layout.cp
+            zero["zero_hpz_partition_size"] = layout.shards
     return zero | _offload(question)
 
 

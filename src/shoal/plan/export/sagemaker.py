@@ -44,7 +44,7 @@ def distribution(question: Question) -> dict[str, Any]:
         return {"torch_distributed": {"enabled": True}}
     parameters: dict[str, Any] = {
         # Context ranks hold different shards too, so they count here.
-        "hybrid_shard_degree": layout.fsdp * layout.cp,
+        "hybrid_shard_degree": layout.shards,
         "tensor_parallel_degree": layout.tp,
         "context_parallel_degree": layout.cp,
         "expert_parallel_degree": layout.ep,

@@ -56,7 +56,7 @@ def torchrun(question: Question) -> str:
 
 def sharding(question: Question) -> int:
     """What data ranks shard: 0 nothing, else ``zero``."""
-    return question.layout.zero if question.layout.fsdp * question.layout.cp > 1 else 0
+    return question.layout.zero if question.layout.shards > 1 else 0
 
 
 def bucket_elements(question: Question) -> int:

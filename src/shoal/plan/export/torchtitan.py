@@ -50,7 +50,7 @@ def write(question: Question) -> Exported:
 def _nearest(question: Question) -> tuple[Question, list[str]]:
     """The closest layout that torchtitan takes, and what was changed."""
     layout, notes = question.layout, []
-    if layout.dp > 1 and layout.fsdp * layout.cp == 1 and layout.tp * layout.pp > 1:
+    if layout.dp > 1 and layout.shards == 1 and layout.tp * layout.pp > 1:
         notes.append(f"dp={layout.dp} beside tp or pp: its DDP goes alone; nearest: fsdp={layout.dp}")
         layout = layout.replace(dp=1, fsdp=layout.dp)
     if layout.pp > 1 and layout.schedule == "zb" and layout.chunks == 1:
