@@ -21,7 +21,7 @@ from shoal.predict import pipeline
 from shoal.predict.call import Call
 from shoal.predict.held import held
 from shoal.predict.question import Question
-from shoal.predict.traffic import busiest_stage, calls, merged, span, traffic
+from shoal.predict.traffic import busiest_stage, calls, merged, traffic
 
 LAYOUTS = [
     "dp=8",
@@ -203,11 +203,11 @@ def test_experts_are_sharded_over_the_ranks_that_are_left() -> None:
     left = only(calls(asked), "fsdp/ep")
     assert left[("all_gather", "gather forward")] == (32, 32 * 2 * expert * 2)  # two experts a rank, in bf16
     assert left[("reduce_scatter", "gradients")] == (32, 32 * 2 * expert * 4)
-    assert span("fsdp/ep", asked) == (2, 4) and span("ep", asked) == (4, 1)
+    assert asked.ranks_of("fsdp/ep")[1:] == (2, 4) and asked.ranks_of("ep")[1:] == (4, 1)
     # All of a copy's ranks have different experts, and so have two of the copies.
     spread = question("dp=4,fsdp=2,ep=4", "mixtral-8x7b")
     assert only(calls(spread), "dp/ep")[("all_reduce", "gradients")][1] == 32 * 2 * expert * 4
-    assert span("dp/ep", spread) == (2, 4)
+    assert spread.ranks_of("dp/ep")[1:] == (2, 4)
     # Nobody is left.
     assert not {"fsdp/ep", "dp/ep"} & {call.group for call in calls(question("fsdp=8,ep=8", "mixtral-8x7b"))}
 
@@ -243,7 +243,7 @@ def test_groups_have_a_span() -> None:
     asked = question(
         "dp=2,fsdp=2,tp=4,pp=2", PRESETS["tiny"].model_copy(update={"kv_heads": 2, "tied": True})
     )
-    spans = {call.group: span(call.group, asked) for call in calls(asked)}
+    spans = {call.group: asked.ranks_of(call.group)[1:] for call in calls(asked)}
     assert spans == {
         "dp": (2, 8),
         "fsdp": (2, 4),
@@ -253,4 +253,4 @@ def test_groups_have_a_span() -> None:
         "pp ends": (2, 16),
         "control": (32, 1),
     }
-    assert span("fsdp·cp", question("fsdp=2,cp=2,tp=2")) == (4, 2)
+    assert question("fsdp=2,cp=2,tp=2").ranks_of("fsdp·cp")[1:] == (4, 2)
