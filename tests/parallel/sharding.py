@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -23,6 +23,7 @@ from shoal.observe.collectives import CollectiveCounter
 from shoal.observe.memory import MemoryTracker
 from shoal.parallel.apply import Placed, apply
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.pieces import GroupOf
 from shoal.parallel.segment import MicroBatch
 
 SEQ = 6
@@ -57,6 +58,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     compute: torch.dtype | None = None  # None: the parameters' dtype
     strict: bool = False
+    groups: Callable[[Layout], GroupOf] | None = None  # other ones than the layout's
 
     @property
     def model(self) -> Model:
@@ -85,7 +87,8 @@ def place(case: Case, rank: int) -> tuple[Placed, Mesh]:
     network = build(case.model, compute=case.compute or case.dtype, dtype=case.dtype)
     tune = TuneSection(**case.tune)
     values = partial(fill, model=case.model, seed=0)
-    return apply(network, mesh, tune, values, SEQ, case.reduce_dtype, case.strict), mesh
+    group_of = None if case.groups is None else case.groups(layout)
+    return apply(network, mesh, tune, values, SEQ, case.reduce_dtype, case.strict, group_of), mesh
 
 
 def rows(model: Model, first: int, count: int) -> MicroBatch:

@@ -12,6 +12,7 @@ from math import gcd
 from typing import NamedTuple
 
 from shoal.facts.layout import Layout, Offload, Zero
+from shoal.facts.parameters import Parameter
 from shoal.facts.ranks import AXES, stride
 
 DENSE, EXPERTS, ADAPTERS = "dense", "experts", "adapters"
@@ -72,6 +73,11 @@ def parameter_groups(layout: Layout, experts: bool, lora: bool) -> dict[str, Par
     found += [group(EXPERTS, layout.ep, not lora)] if experts else []
     found += [group(ADAPTERS, 1, True)] if lora else []
     return {one.name: one for one in found}
+
+
+def group_name(parameter: Parameter) -> str:
+    """The group that a parameter belongs to."""
+    return {"expert": EXPERTS, "adapter": ADAPTERS}.get(parameter.kind, DENSE)
 
 
 def communicators(layout: Layout, kv_heads: int) -> dict[str, Ranks]:

@@ -15,7 +15,7 @@ from shoal.parallel import tensor
 from shoal.parallel.exact import Exact
 from shoal.parallel.execute import Executor
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.pieces import Alone, Gradients, held_parameters
+from shoal.parallel.pieces import Alone, Composed, Gradients, GroupOf, Held, held_parameters
 from shoal.parallel.pipeline import my_stages
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
@@ -48,10 +48,12 @@ def apply(
     seq: int,
     reduce_dtype: torch.dtype | None = None,
     strict: bool = False,
+    group_of: GroupOf | None = None,
 ) -> Placed:
     """Place a network that was built on the meta device; ``fill`` gives the parameters held here their values.
 
     No rank ever holds more than its part. ``reduce_dtype`` is the type gradients travel in, None for their own.
+    ``group_of``: to which group a parameter belongs, if not to those of the layout.
     """
     layout, model = mesh.layout, network.shape
     compute = network.model.compute
@@ -69,7 +71,7 @@ def apply(
 
     recompute(blocks, layout.recompute)
 
-    # Shard or replicate: who holds, sums and updates what among the data ranks.
+    # Shard or replicate, group by group: who holds, sums and updates what among the data ranks.
     fully = layout.fsdp > 1 and layout.zero == 3
     summed = reduce_dtype or next(network.parameters()).dtype
     if fully:
@@ -77,17 +79,22 @@ def apply(
             shard(segment, mesh, tune, compute, summed)
     for segment in segments:
         take_room(segment, mesh.device)
-    held = held_parameters(segments, model, mesh)
+    held = held_parameters(segments, model, mesh, group_of)
     bucket_bytes = round(tune.bucket_mb * 2**20)
-    gradients: Gradients
-    if fully:
-        gradients = FullyShard(segments, held, mesh, summed)
-    elif layout.fsdp > 1 and layout.zero != 3:
-        gradients = ShardedStates(held, mesh, layout.zero, bucket_bytes, reduce_dtype)
-    elif layout.dp > 1 and not strict:
-        gradients = Replicate(held, mesh, bucket_bytes, reduce_dtype)
-    else:
-        gradients = Alone(held, mesh)
+
+    def reducer(held: list[Held]) -> Gradients:
+        group = held[0].group
+        if group.sharded.size > 1 and group.zero == 3:
+            return FullyShard(segments, held, mesh, summed)
+        if group.sharded.size > 1:
+            return ShardedStates(held, mesh, bucket_bytes, reduce_dtype)
+        if group.replicated.size > 1 and not strict:
+            return Replicate(held, mesh, bucket_bytes, reduce_dtype)
+        return Alone(held, mesh)
+
+    groups = dict.fromkeys(one.group for one in held)
+    reducers = [reducer([one for one in held if one.group == group]) for group in groups]
+    gradients = reducers[0] if len(reducers) == 1 else Composed(held, reducers)
     exact = Exact(gradients, held, mesh) if strict else None
     slices = gradients.slices()
     fill(slices)

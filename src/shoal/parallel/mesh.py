@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.facts.layout import Layout
+from shoal.facts.parameter_groups import Ranks
 from shoal.facts.ranks import AXES, coordinates, stride
 from shoal.parallel.signed import SignedStore
 
@@ -53,6 +54,7 @@ class Mesh:
         self.transport = transport
         self.control: dist.ProcessGroup | None = None
         self._axes: DeviceMesh | None = None
+        self._others: dict[Ranks, dist.ProcessGroup | None] = {}
         if self.world > 1:
             backend = dist.get_backend()
             self.transport = transport or backend
@@ -69,6 +71,25 @@ class Mesh:
         if self._axes is None or getattr(self.layout, axis) == 1:
             return None
         return self._axes.get_group(axis)
+
+    def index_in(self, ranks: Ranks) -> int:
+        """Where this rank stands among evenly spaced ones."""
+        return self.rank // ranks.stride % ranks.size
+
+    def group_of(self, ranks: Ranks) -> dist.ProcessGroup | None:
+        """The ranks of that kind that this one is among; all ranks have to ask, in the same order."""
+        if ranks.size == 1:
+            return None
+        if ranks == Ranks(ranks.name, getattr(self.layout, ranks.name, 0), self._stride(ranks.name)):
+            return self.group(ranks.name)
+        if ranks not in self._others:
+            starts = [rank for rank in range(self.world) if rank // ranks.stride % ranks.size == 0]
+            every = [[start + index * ranks.stride for index in range(ranks.size)] for start in starts]
+            self._others[ranks], _ = dist.new_subgroups_by_enumeration(every, timeout=self.timeout)
+        return self._others[ranks]
+
+    def _stride(self, axis: str) -> int:
+        return stride(axis, self.layout) if axis in AXES else 0
 
     def axes(self, *names: str) -> DeviceMesh:
         """Those of the named axes that have more than one rank, as torch's strategies take them."""

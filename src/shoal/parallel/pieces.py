@@ -5,7 +5,7 @@ They differ where parameters are whole and only the optimizer's work is shared o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 from shoal.facts.boxes import Box, TensorPart, tensor_part
 from shoal.facts.model import Model
-from shoal.facts.parameters import by_name
+from shoal.facts.parameter_groups import ParameterGroup, group_name, parameter_groups
+from shoal.facts.parameters import Parameter, by_name
 from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.segment import EMBEDDING, HEAD, Segment
+
+GroupOf = Callable[[Parameter], ParameterGroup]
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Held:
     stage: int
     parameter: nn.Parameter
     part: TensorPart
+    group: ParameterGroup
     copied: bool  # a head's own copy of a tied embedding
 
     @property
@@ -60,12 +64,20 @@ class Piece:
         return len(self.box.whole) >= 2
 
 
-def held_parameters(segments: Iterable[Segment], model: Model, mesh: Mesh) -> list[Held]:
-    """Every parameter of the segments on this rank, in forward order."""
-    canonical = by_name(model)
+def held_parameters(
+    segments: Iterable[Segment], model: Model, mesh: Mesh, group_of: GroupOf | None = None
+) -> list[Held]:
+    """Every parameter of the segments on this rank, in forward order. ``group_of``: other groups than the layout's."""
+    canonical, groups = by_name(model), parameter_groups(mesh.layout, model.experts is not None, lora=False)
     tp, index = mesh.layout.tp, mesh.place["tp"]
+
+    def held(name: str, stage: int, parameter: nn.Parameter, copied: bool) -> Held:
+        whole = canonical[name]
+        group = groups[group_name(whole)] if group_of is None else group_of(whole)
+        return Held(name, stage, parameter, tensor_part(whole, tp, index), group, copied)
+
     return [
-        Held(name, segment.stage.index, parameter, tensor_part(canonical[name], tp, index), copied)
+        held(name, segment.stage.index, parameter, copied)
         for segment in segments
         for name, parameter, copied in _named(segment)
     ]
@@ -84,7 +96,7 @@ def whole_pieces(held: Iterable[Held], mesh: Mesh) -> list[Piece]:
 
 def counts(held: Held, mesh: Mesh) -> bool:
     """Whether this rank's copy of a part is the one that counts."""
-    return held.part.copy == 0 and not held.copied and mesh.place["dp"] == 0
+    return held.part.copy == 0 and not held.copied and mesh.index_in(held.group.replicated) == 0
 
 
 class Gradients(Protocol):
@@ -138,6 +150,43 @@ class Alone:
 
     def computed_with(self) -> list[nn.Parameter]:
         return [one.parameter for one in self.held]
+
+
+class Composed:
+    """Several groups of parameters, each with a way of its own."""
+
+    def __init__(self, held: list[Held], parts: list[Gradients]) -> None:
+        """The parts' pieces, together in the order of the network."""
+        self.parts = parts
+        order = {one.label: number for number, one in enumerate(held)}
+        pieces = [piece for part in parts for piece in part.pieces]
+        self.pieces = sorted(pieces, key=lambda piece: order[piece.held.label])
+
+    def start_step(self) -> None:
+        for part in self.parts:
+            part.start_step()
+
+    def before_backward(self, stage: int, last: bool) -> None:
+        for part in self.parts:
+            part.before_backward(stage, last)
+
+    def after_backward(self, stage: int, last: bool) -> None:
+        for part in self.parts:
+            part.after_backward(stage, last)
+
+    def finish_step(self) -> None:
+        for part in self.parts:
+            part.finish_step()
+
+    def after_update(self) -> None:
+        for part in self.parts:
+            part.after_update()
+
+    def slices(self) -> list[tuple[str, Slice]]:
+        return [one for part in self.parts for one in part.slices()]
+
+    def computed_with(self) -> list[nn.Parameter]:
+        return [one for part in self.parts for one in part.computed_with()]
 
 
 def whole_slices(held: Iterable[Held]) -> list[tuple[str, Slice]]:

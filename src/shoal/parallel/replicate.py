@@ -51,7 +51,7 @@ class Replicate:
     ) -> None:
         self.held = held
         self.pieces = whole_pieces(held, mesh)
-        self.group = mesh.group("dp")
+        self.group = mesh.group_of(held[0].group.replicated)
         self.reduce_dtype = reduce_dtype
         # A stage of a pipeline is complete at its own time, so it has its own buckets.
         self.stages: dict[int, Queue[Bucket]] = {}
@@ -70,11 +70,12 @@ class Replicate:
                 bucket.flat.zero_()
 
     def before_backward(self, stage: int, last: bool) -> None:
-        self.stages[stage].reset(listening=last)
+        if (queue := self.stages.get(stage)) is not None:
+            queue.reset(listening=last)
 
     def after_backward(self, stage: int, last: bool) -> None:
-        if last:
-            self.stages[stage].send_rest()
+        if last and (queue := self.stages.get(stage)) is not None:
+            queue.send_rest()
 
     def finish_step(self) -> None:
         """Wait until every bucket has been summed."""

@@ -13,7 +13,7 @@ reduce-scatters nor shards gradients.
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -102,13 +102,13 @@ class ShardedStates:
         self,
         held: list[Held],
         mesh: Mesh,
-        zero: Literal[1, 2],
         bucket_bytes: int,
         reduce_dtype: torch.dtype | None,
     ) -> None:
-        self.held, self.zero, self.reduce_dtype = held, zero, reduce_dtype
-        self.group, self.replicas = mesh.group("fsdp"), mesh.group("dp")
-        self.every_pass = zero == 2 and mesh.layout.pp == 1
+        group = held[0].group
+        self.held, self.zero, self.reduce_dtype = held, group.zero, reduce_dtype
+        self.group, self.replicas = mesh.group_of(group.sharded), mesh.group_of(group.replicated)
+        self.every_pass = group.zero == 2 and mesh.layout.pp == 1
         self.stages: dict[int, Queue[Bucket]] = {}
         self._flying: list[Flying] = []
         places: dict[str, tuple[Piece, Bucket, slice]] = {}
@@ -134,11 +134,12 @@ class ShardedStates:
                     bucket.shard.zero_()
 
     def before_backward(self, stage: int, last: bool) -> None:
-        self.stages[stage].reset(listening=last or self.every_pass)
+        if (queue := self.stages.get(stage)) is not None:
+            queue.reset(listening=last or self.every_pass)
 
     def after_backward(self, stage: int, last: bool) -> None:
-        if last or self.every_pass:
-            self.stages[stage].send_rest()
+        if (last or self.every_pass) and (queue := self.stages.get(stage)) is not None:
+            queue.send_rest()
 
     def finish_step(self) -> None:
         """Wait for the sums over the ranks of this replica; add those of the other replicas."""
@@ -213,12 +214,12 @@ class ShardedStates:
 
 
 def _cut(held: list[Held], mesh: Mesh, bucket_bytes: int) -> list[Bucket]:
-    by_label = {one.label: one for one in held}
+    by_label, shards = {one.label: one for one in held}, held[0].group.sharded
     sizes = [
         (label, one.parameter.nbytes, flat_kind(label, one.name, one.part.copies))
         for label, one in by_label.items()
     ]
     return [
-        Bucket([by_label[label] for label in labels], mesh.layout.fsdp, mesh.place["fsdp"])
+        Bucket([by_label[label] for label in labels], shards.size, mesh.index_in(shards))
         for labels in buckets_by_kind(sizes, bucket_bytes)
     ]
