@@ -43,7 +43,7 @@ def is_pairs_alone(layout: Layout) -> bool:
 
 
 # The rest of the full proof's: every schedule, units, whole sequences, larger degrees.
-LAYOUTS = [layout for layout in FULL if not is_pairs_alone(Layout.parse(layout))]
+LAYOUTS = [(number, layout) for number, layout in enumerate(FULL) if not is_pairs_alone(Layout.parse(layout))]
 SMALL: dict[str, Any] = {
     "hidden": 64,
     "ffn": 160,
@@ -54,7 +54,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("number", "layout"), list(enumerate(LAYOUTS)), ids=LAYOUTS)
+@pytest.mark.parametrize(("number", "layout"), LAYOUTS, ids=str)
 def test_a_layout_of_the_full_proof_costs_what_is_predicted(number: int, layout: str) -> None:
     parsed = Layout.parse(layout)
     changes = {**SMALL, "layers": max(3, parsed.unit, parsed.pp * parsed.chunks)}
