@@ -8,15 +8,19 @@ import pytest
 import torch
 
 from shoal.facts.boxes import Box, TensorPart
+from shoal.facts.layout import Layout
+from shoal.facts.parameter_groups import DENSE, parameter_groups
 from shoal.facts.recipe import Recipe
 from shoal.parallel.pieces import Held, Piece
 from shoal.train.optimizer import LossScale, build, clip, squared_norm, unscale
+
+ALONE = parameter_groups(Layout(), experts=False, lora=False)[DENSE]
 
 
 def piece_of(parameter: torch.nn.Parameter, name: str = "") -> Piece:
     """All of a parameter."""
     box = Box(tuple(parameter.shape), (0,) * parameter.dim(), tuple(parameter.shape))
-    held = Held(name, 0, parameter, TensorPart(box), copied=False)
+    held = Held(name, 0, parameter, TensorPart(box), ALONE, copied=False)
     return Piece(held, parameter, 0, parameter.numel(), counted=True)
 
 
@@ -32,7 +36,7 @@ def test_norms_and_biases_are_not_decayed() -> None:
 def test_a_flat_piece_of_a_matrix_is_decayed() -> None:
     """Where states are sharded a piece is a range of elements: what it is a part of decides."""
     whole = torch.nn.Parameter(torch.zeros(4, 6))
-    held = Held("", 0, whole, TensorPart(Box((4, 6), (0, 0), (4, 6))), copied=False)
+    held = Held("", 0, whole, TensorPart(Box((4, 6), (0, 0), (4, 6))), ALONE, copied=False)
     flat = Piece(held, torch.nn.Parameter(torch.zeros(9)), 3, 12, counted=True)
     (decayed,) = build([flat], Recipe(weight_decay=0.3)).param_groups
     assert decayed["weight_decay"] == 0.3 and decayed["params"] == [flat.tensor]
