@@ -131,7 +131,6 @@ def _of_config(path: Path, layout: str | None, changes: list[str], others: dict[
     from shoal.facts.configfile import load
     from shoal.facts.problem import BadInput
     from shoal.plan.resolve import resolve
-    from shoal.predict.question import Question
 
     given = {name: value for name, value in others.items() if value is not None}
     if given:
@@ -148,7 +147,7 @@ def _of_config(path: Path, layout: str | None, changes: list[str], others: dict[
                 "--set run.strict=false",
             )
         job = resolve(config, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return Question(job.model, job.cluster, config.recipe, job.layout, tune=config.tune)
+    return job.workload()
 
 
 def _of_model(

@@ -18,7 +18,6 @@ from shoal.plan.decide import duration
 from shoal.plan.judge import as_json, judge
 from shoal.plan.resolve import Job
 from shoal.predict.flops import flops_per_token
-from shoal.predict.question import Question
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "blake3")
 
@@ -47,8 +46,7 @@ def describe_run(job: Job, dataset: Path) -> dict[str, Any]:
 
 def describe_plan(job: Job) -> dict[str, Any]:
     """plan.json: the layout with its prediction, as ``shoal plan --layout`` judges it."""
-    config, recipe = job.config, job.config.recipe
-    asked = Question(job.model, job.cluster, recipe, job.layout, tune=config.tune, lora=config.model.lora)
+    config, recipe, asked = job.config, job.config.recipe, job.workload()
     rates = calibration.find(job.cluster)
     plan = judge(asked)
     plan.called = config.model.path or config.model.preset

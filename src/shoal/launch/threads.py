@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 from shoal.facts.local import usable_threads
 from shoal.plan.resolve import Job
-from shoal.predict.question import Question
 
 GIVEN = "OMP_NUM_THREADS"
 # A thread is worth its while from so many FLOPs of a layer's square matrix product, 2 · tokens · hidden². Threads wait
@@ -38,7 +37,7 @@ def thread_count(
 
 def work(job: Job) -> float:
     """FLOPs of a square matrix product of a layer, of one micro-batch on one rank."""
-    tokens = Question(job.model, job.cluster, job.config.recipe, job.layout).tokens
+    tokens = job.workload().tokens
     return 2.0 * tokens * job.model.hidden**2 / job.layout.tp
 
 

@@ -25,6 +25,13 @@ class Job:
     cluster: Cluster
     layout: Layout
 
+    def workload(self) -> Question:
+        """What predictions are asked about, with all of the config that changes a cost."""
+        config = self.config
+        return Question(
+            self.model, self.cluster, config.recipe, self.layout, tune=config.tune, lora=config.model.lora
+        )
+
 
 def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
     """Look up model and cluster, choose the layout where it is ``auto``, and report every problem at once.

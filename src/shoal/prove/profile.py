@@ -19,7 +19,6 @@ from shoal.launch import local
 from shoal.observe.kinds import COPIES
 from shoal.plan.judge import Plan, as_json, judge
 from shoal.plan.resolve import Job
-from shoal.predict.question import Question
 from shoal.prove.bubble import Pipeline, compare
 from shoal.prove.drift import of_run
 from shoal.prove.verdict import Evidence, verdict
@@ -271,7 +270,7 @@ def profile(
     local.check_devices(job, visible)
     local.check_memory(job)
     run.check_place()
-    plan = judge(question_of(job))
+    plan = judge(job.workload())
     with ExitStack() as held:
         if run.path.exists():
             held.enter_context(run.held())
@@ -296,13 +295,6 @@ def profile(
         measured = Profile(job, plan, seen, run)
         replace_text(run.profile, json.dumps(measured.document(), indent=2) + "\n")
         return measured
-
-
-def question_of(job: Job) -> Question:
-    config = job.config
-    return Question(
-        job.model, job.cluster, config.recipe, job.layout, tune=config.tune, lora=config.model.lora
-    )
 
 
 def _rank(rank: Seen) -> dict[str, Any]:

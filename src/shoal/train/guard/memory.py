@@ -21,7 +21,6 @@ from shoal.plan.judge import judge
 from shoal.plan.remedy import Remedy, for_layout
 from shoal.plan.resolve import Job
 from shoal.predict.memory import ledgers
-from shoal.predict.question import Question
 from shoal.train.program import Program
 
 GIB = 2**30
@@ -121,7 +120,7 @@ def _explained(job: Job, mesh: Mesh, training: Underway | None, message: str) ->
     if training:
         # The others may wait for us a little longer.
         training.announce(EXPLAIN, step)
-    predicted = ledgers(_question(job))[mesh.place["pp"]]
+    predicted = ledgers(job.workload())[mesh.place["pp"]]
     return OutOfMemory(verdict(job, predicted, measured), step, predicted, measured)
 
 
@@ -255,7 +254,7 @@ def nearest(job: Job, predicted: Ledger, measured: Measured) -> Remedy | None:
 
 def _slower(job: Job, found: Remedy) -> str:
     """How much longer a step takes with a change than it would without, had it fitted."""
-    change = found.plan.step.seconds / judge(_question(job)).step.seconds - 1
+    change = found.plan.step.seconds / judge(job.workload()).step.seconds - 1
     if abs(change) < SAME_TIME:
         return "a step takes as long as without"
     return f"a step takes {abs(change):.1%} {'longer' if change > 0 else 'less time'} than without"
@@ -273,13 +272,6 @@ def _capacity(job: Job, predicted: Ledger, measured: Measured) -> int:
     if measured.capacity is not None:
         return measured.capacity
     return predicted.capacity // (job.layout.world if job.cluster.device.name == "cpu" else 1)
-
-
-def _question(job: Job) -> Question:
-    config = job.config
-    return Question(
-        job.model, job.cluster, config.recipe, job.layout, tune=config.tune, lora=config.model.lora
-    )
 
 
 def amount(count: int) -> str:

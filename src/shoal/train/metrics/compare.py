@@ -7,7 +7,6 @@ from typing import Any
 
 from shoal.plan.resolve import Job
 from shoal.predict.memory import ledgers
-from shoal.predict.question import Question
 
 # Steps of a process that are compared. The first makes optimizer states and loads kernels, the second may be observed.
 FIRST, LAST = 3, 6
@@ -44,12 +43,8 @@ class Comparison:
         else:
             self.predicted["step_s"] = plan["step"]["seconds"]
         if on_gpu:
-            config = job.config
-            question = Question(
-                job.model, job.cluster, config.recipe, job.layout, tune=config.tune, lora=config.model.lora
-            )
             # The first rank is in the first stage; the plan's own number is that of the fullest.
-            self.predicted["memory_peak"] = ledgers(question)[0].peak_allocated
+            self.predicted["memory_peak"] = ledgers(job.workload())[0].peak_allocated
         else:
             self.missing["memory_peak"] = ON_CPU
         self._count = 0
