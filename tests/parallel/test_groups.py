@@ -17,7 +17,7 @@ from shoal.parallel.zero import ShardedStates
 
 
 def ends_apart(layout: Layout) -> GroupOf:
-    """Blocks as the layout has them; embedding, norm and head copied to all data ranks, as nobody's shards."""
+    """Blocks as the layout has them; embedding, norm and head unsharded, a copy on every data rank."""
     blocks = parameter_groups(layout, experts=False, lora=False)[DENSE]
     everyone = Ranks("data", layout.dp * layout.fsdp, layout.tp)
     ends = ParameterGroup("ends", Ranks("nobody", 1, 1), everyone, layout.zero, trained=True)
@@ -47,6 +47,7 @@ CASES = [
     Case("fsdp=2,zero=2,pp=2", {"tied": True}, micro_batches=4, groups=ends_apart),
     Case("dp=2,fsdp=2,zero=1", {"tied": True}, groups=attention_apart),
     Case("dp=2,fsdp=2,zero=2", micro_batches=2, groups=attention_apart),
+    Case("dp=2,fsdp=2,zero=1", {"tied": True}, strict=True, groups=attention_apart),
 ]
 
 

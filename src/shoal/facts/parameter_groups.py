@@ -50,7 +50,7 @@ def placement(tp: int, cp: int, fsdp: int, dp: int, ep: int = 1) -> Placement:
     """Of parameters of which ``ep`` data ranks hold one set: 1 for all but routed experts.
 
     Context ranks shard with the ranks of ``fsdp``. Experts are spread over the ranks of a copy first, and where these
-    are not enough over copies; whoever has the same experts shards and copies them.
+    are not enough over copies. The ranks that hold the same experts shard and copy them.
     """
     shards = fsdp * cp
     within = gcd(ep, shards)  # of the ranks of a copy, those that have different experts

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from shoal.facts.config import Lora
 from shoal.facts.model import Experts, Family, Latent, Model
 
 Kind = Literal["embedding", "position", "attention", "mlp", "expert", "router", "norm", "head", "adapter"]
@@ -30,9 +29,8 @@ class Parameter:
     kind: Kind  # "expert" is a routed expert; a shared one, which every token uses, is "mlp"
     decayed: bool  # whether weight decay applies: not to norms and biases
     split: Split = "none"
-    heads: int | None = (
-        None  # key/value heads are not cut: where there are more tensor ranks, neighbours share one
-    )
+    # In how many parts at most: key/value heads are not cut; where there are more tensor ranks, neighbours share one.
+    heads: int | None = None
     partial: bool = False  # whole on every tensor rank, each of which sees but some of the features or heads
     trained: bool = True
 
@@ -61,7 +59,7 @@ def llama_parameters(model: Model) -> Iterator[Parameter]:
 @lru_cache(maxsize=64)
 def by_name(model: Model) -> Mapping[str, Parameter]:
     """The canonical tensors; of a tied model the head too, which a stage may have a copy of."""
-    return {parameter.name: parameter for parameter in (*llama_parameters(model), *end_parameters(model))}
+    return {one.name: one for one in (*llama_parameters(model), *end_parameters(model).head)}
 
 
 @lru_cache(maxsize=256)
@@ -71,10 +69,18 @@ def block_parameters(model: Model, with_experts: bool) -> tuple[Parameter, ...]:
     return tuple(_llama_layer(model, layer, 0) if (layer := next(kinds, None)) is not None else ())
 
 
+class EndParameters(NamedTuple):
+    embedding: tuple[Parameter, ...]  # with learned positions
+    norm: tuple[Parameter, ...]
+    head: tuple[Parameter, ...]
+
+
 @lru_cache(maxsize=256)
-def end_parameters(model: Model) -> tuple[Parameter, ...]:
+def end_parameters(model: Model) -> EndParameters:
     """Those outside the blocks; of a tied model the head too, for a pipeline's last stage has a copy."""
-    return *_llama_before(model), *_llama_after(model.model_copy(update={"tied": False}))
+    after = tuple(_llama_after(model.model_copy(update={"tied": False})))
+    norm, head = (tuple(one for one in after if one.kind == kind) for kind in ("norm", "head"))
+    return EndParameters(tuple(_llama_before(model)), norm, head)
 
 
 @lru_cache(maxsize=256)
@@ -83,19 +89,19 @@ def expert_parameters(model: Model) -> tuple[Parameter, ...]:
     return tuple(_expert("model.layers.0.mlp.experts.0", model, model.experts, 0)) if model.experts else ()
 
 
-def adapters(parameter: Parameter, lora: Lora) -> Iterator[Parameter]:
+def adapters(parameter: Parameter, rank: int, targets: Collection[str]) -> Iterator[Parameter]:
     """LoRA's two factors beside a projection, [rank, in] and [out, rank]; none beside what is no target.
 
     The one on the split side of its projection is split with it. The other is whole on every tensor rank.
     """
     module = parameter.name.rsplit(".", 2)[-2]
-    if module not in lora.targets or len(parameter.shape) != 2:
+    if module not in targets or len(parameter.shape) != 2:
         return
     (outputs, inputs), prefix = parameter.shape, parameter.name.removesuffix(".weight")
     by_rows = parameter.split == "row"
     into = ("row", None, False) if by_rows else ("none", None, parameter.split != "none")
     out = ("none", None, True) if by_rows else (parameter.split, parameter.heads, False)
-    for name, shape, placed in (("lora_A", (lora.rank, inputs), into), ("lora_B", (outputs, lora.rank), out)):
+    for name, shape, placed in (("lora_A", (rank, inputs), into), ("lora_B", (outputs, rank), out)):
         yield Parameter(f"{prefix}.{name}.weight", shape, parameter.layer, "adapter", True, *placed)
 
 

@@ -93,8 +93,8 @@ def apply(
         return Alone(held, mesh)
 
     groups = dict.fromkeys(one.group for one in held)
-    reducers = [reducer([one for one in held if one.group == group]) for group in groups]
-    gradients = reducers[0] if len(reducers) == 1 else Composed(held, reducers)
+    reducers = {group: reducer([one for one in held if one.group == group]) for group in groups}
+    gradients = Composed(held, reducers) if len(reducers) > 1 else reducers[held[0].group]
     exact = Exact(gradients, held, mesh) if strict else None
     slices = gradients.slices()
     fill(slices)

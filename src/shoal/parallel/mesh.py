@@ -80,16 +80,14 @@ class Mesh:
         """The ranks of that kind that this one is among; all ranks have to ask, in the same order."""
         if ranks.size == 1:
             return None
-        if ranks == Ranks(ranks.name, getattr(self.layout, ranks.name, 0), self._stride(ranks.name)):
-            return self.group(ranks.name)
+        axis = ranks.name
+        if axis in AXES and ranks == Ranks(axis, getattr(self.layout, axis), stride(axis, self.layout)):
+            return self.group(axis)
         if ranks not in self._others:
             starts = [rank for rank in range(self.world) if rank // ranks.stride % ranks.size == 0]
             every = [[start + index * ranks.stride for index in range(ranks.size)] for start in starts]
             self._others[ranks], _ = dist.new_subgroups_by_enumeration(every, timeout=self.timeout)
         return self._others[ranks]
-
-    def _stride(self, axis: str) -> int:
-        return stride(axis, self.layout) if axis in AXES else 0
 
     def axes(self, *names: str) -> DeviceMesh:
         """Those of the named axes that have more than one rank, as torch's strategies take them."""

@@ -155,11 +155,11 @@ class Alone:
 class Composed:
     """Several groups of parameters, each with a way of its own."""
 
-    def __init__(self, held: list[Held], parts: list[Gradients]) -> None:
-        """The parts' pieces, together in the order of the network."""
-        self.parts = parts
+    def __init__(self, held: list[Held], by_group: dict[ParameterGroup, Gradients]) -> None:
+        """Pieces and parameters are those of the parts, together in the order of the network."""
+        self.held, self.by_group, self.parts = held, by_group, [*by_group.values()]
         order = {one.label: number for number, one in enumerate(held)}
-        pieces = [piece for part in parts for piece in part.pieces]
+        pieces = [piece for part in self.parts for piece in part.pieces]
         self.pieces = sorted(pieces, key=lambda piece: order[piece.held.label])
 
     def start_step(self) -> None:
@@ -186,7 +186,8 @@ class Composed:
         return [one for part in self.parts for one in part.slices()]
 
     def computed_with(self) -> list[nn.Parameter]:
-        return [one for part in self.parts for one in part.computed_with()]
+        found = {group: iter(part.computed_with()) for group, part in self.by_group.items()}
+        return [next(found[one.group]) for one in self.held]
 
 
 def whole_slices(held: Iterable[Held]) -> list[tuple[str, Slice]]:

@@ -28,6 +28,7 @@ class Shared:
         """``reduce_dtype``: the type gradients travel in, None for their own."""
         layout, self.reduce_dtype = mesh.layout, reduce_dtype
         self.model, self.tp, self.sp = model, layout.tp, layout.sp
+        self.canonical = by_name(model)
         self.tensor = mesh.group("tp")
         self.copies: dist.ProcessGroup | None = None
         count = layout.tp // model.kv_heads
@@ -51,7 +52,7 @@ class Shared:
                 self._sum_ends([gradient(piece) for piece in pieces if piece.name == EMBEDDING])
 
     def _kind(self, piece: Piece) -> str:
-        return summed_over(by_name(self.model)[piece.name], self.tp, self.sp)
+        return summed_over(self.canonical[piece.name], self.tp, self.sp)
 
     def _sum_ends(self, gradients: list[Tensor]) -> None:
         if len(gradients) == 2:  # both ends are here

@@ -166,16 +166,14 @@ def _body(model: Model, tp: int, sp: bool, index: int) -> _Body:
     def component(parameters: Iterable[Parameter]) -> Component:
         return component_of(tensor_on(parameter, tp, sp, index) for parameter in parameters)
 
-    ends: dict[str, list[Parameter]] = {kind: [] for kind in ("embedding", "norm", "head")}
-    for parameter in end_parameters(model):
-        ends["embedding" if parameter.kind == "position" else parameter.kind].append(parameter)
-    embedding = component(ends["embedding"])
+    ends = end_parameters(model)
+    embedding = component(ends.embedding)
     return _Body(
         embedding=embedding,
         dense=component(block_parameters(model, False)),
         sparse=component(block_parameters(model, True)),
-        norm=component(ends["norm"]),
-        head=component(ends["head"]),
+        norm=component(ends.norm),
+        head=component(ends.head),
         copied_head=component_of([embedding.tensors[0]._replace(label=HEAD)]),
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from shoal.facts.config import Lora
 from shoal.facts.model import Model
 from shoal.facts.parameters import adapters, block_parameters
 from shoal.predict.held import Component, Held, component_of, tensor_on
@@ -24,9 +23,9 @@ def trained(question: Question, here: Held) -> Trained:
     """All of them; with ``lora`` the factors beside the targeted projections of every block."""
     if question.lora is None:
         return Trained(here.elements, here.tensor_summed, here.copies_summed)
-    layout, lora = question.layout, (question.lora.rank, tuple(question.lora.targets))
+    layout, rank, targets = question.layout, question.lora.rank, tuple(question.lora.targets)
     found = [
-        (count, _factors(question.model, with_experts, lora, layout.tp, layout.sp))
+        (count, _factors(question.model, with_experts, rank, targets, layout.tp, layout.sp))
         for count, with_experts in ((here.dense, False), (here.sparse, True))
     ]
     return Trained(
@@ -38,12 +37,11 @@ def trained(question: Question, here: Held) -> Trained:
 
 @cache
 def _factors(
-    model: Model, with_experts: bool, lora: tuple[int, tuple[str, ...]], tp: int, sp: bool
+    model: Model, with_experts: bool, rank: int, targets: tuple[str, ...], tp: int, sp: bool
 ) -> Component:
     """Of one block, on a rank of a tensor group."""
-    added = Lora(rank=lora[0], targets=list(lora[1]))
     return component_of(
         tensor_on(factor, tp, sp, 0)
         for parameter in block_parameters(model, with_experts)
-        for factor in adapters(parameter, added)
+        for factor in adapters(parameter, rank, targets)
     )

@@ -57,10 +57,7 @@ def block(model: Model, experts: bool, split: Split, lora: tuple[int, tuple[str,
     """One block, with routed experts or with an ordinary MLP."""
     parameters = block_parameters(model, experts)
     routed = expert_parameters(model) * (model.experts.count // split.ep) if experts and model.experts else ()
-    added: list[Parameter] = []
-    if lora is not None:
-        factors = Lora(rank=lora[0], targets=list(lora[1]))
-        added = [factor for parameter in parameters for factor in adapters(parameter, factors)]
+    added = [factor for parameter in parameters for factor in adapters(parameter, *lora)] if lora else []
     dense, routed_shapes, added_shapes = (_local(one, split.tp) for one in (parameters, routed, added))
     return Part(
         _size(dense),
@@ -75,10 +72,7 @@ def block(model: Model, experts: bool, split: Split, lora: tuple[int, tuple[str,
 @lru_cache(maxsize=1024)
 def ends(model: Model, split: Split) -> Ends:
     """What stands before the first block and after the last one."""
-    parts: dict[str, list[Parameter]] = {"embedding": [], "norm": [], "head": []}
-    for parameter in end_parameters(model):
-        parts["embedding" if parameter.kind == "position" else parameter.kind].append(parameter)
-    found = [_local(parameters, split.tp) for parameters in parts.values()]
+    found = [_local(parameters, split.tp) for parameters in end_parameters(model)]
     return Ends(*(Part(_size(shapes), 0, 0, _share(shapes, split.ranks)) for shapes in found))
 
 
