@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # How many processes run tests.
-WORKERS ?= 4
+WORKERS ?= 3
 # Hundreds of processes import the same modules: compiled once.
 export PYTHONDONTWRITEBYTECODE :=
 

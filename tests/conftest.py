@@ -14,6 +14,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+import torch._dynamo  # which torch imports on first use, here before what is there is frozen
 from blake3 import blake3
 from rich.console import Console
 
