@@ -116,6 +116,19 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
         {"model": MIXTRAL, "batch": 12},
     ),
     ("dp=2,ep=8", "ep=8 must divide dp·fsdp·cp = 2", "ep=2", {"model": MIXTRAL}),
+    # Ranks with the same experts would be {0, 4, 8}, {1, 5, 9}, …: neither within a copy of six nor across copies.
+    (
+        "dp=2,fsdp=6,ep=4",
+        "ep=4 and the 6 ranks of fsdp·cp that share one copy: neither divides the other",
+        "ep=2 or fsdp=4",
+        {"model": MIXTRAL, "batch": 48},
+    ),
+    (
+        "dp=4,cp=3,ep=4",
+        "ep=4 and the 3 ranks of fsdp·cp that share one copy: neither divides the other",
+        "ep=1 or fsdp=4",
+        {"model": MIXTRAL, "seq": 384},
+    ),
     ("tp=2", "run.strict: tp=2 sums in another order", "tp=1", {"strict": True}),
     ("cp=2", "run.strict: cp=2 sums in another order", "cp=1", {"strict": True}),
     ("dp=2,ep=2", "run.strict: ep=2 sums in another order", "ep=1", {"strict": True, "model": MIXTRAL}),
@@ -184,6 +197,8 @@ def test_the_named_value_puts_it_right_and_breaks_nothing_else(
         ("pp=4,schedule=interleaved,micro=1", {"batch": 6}),  # any number of micro-batches
         ("dp=4,ep=4", {"model": MIXTRAL}),
         ("cp=2,dp=4,ep=8", {"model": MIXTRAL}),
+        ("dp=2,fsdp=6,ep=2", {"model": MIXTRAL, "batch": 12}),
+        ("dp=4,fsdp=2,ep=8", {"model": MIXTRAL}),
         ("dp=2,fsdp=2,pp=2,micro=1", {"strict": True}),
         ("dp=8", {"cluster": H100}),
         ("tp=2,dp=2", {"cluster": LOCAL}),  # two devices stay idle

@@ -77,7 +77,7 @@ def test_bounds_are_never_above_what_they_bound(name: str, on: str, seq: int, ba
         for _ in range(40):
             split = chance.choice(splits)
             share, order = chance.choice(list(space.shares(split))), chance.choice(space.orders(split))
-            states = chance.choice(list(space.states(split, chance.choice((NOTHING, *OFFLOADS)))))
+            states = chance.choice(list(space.states(split, share.ep, chance.choice((NOTHING, *OFFLOADS)))))
             unit = chance.choice(space.units(split, states))
             layout = Candidate(split, share, order, states, unit).layout()
             question = Question(model, cluster, asked, layout, stack)
@@ -96,14 +96,19 @@ def test_bounds_are_never_above_what_they_bound(name: str, on: str, seq: int, ba
                 assert room.of_states(split, share, order, states) <= peak, layout
 
 
-def test_every_layout_of_the_space_is_legal_canonical_and_there_once() -> None:
-    asked = recipe(16, 4)
-    space = Space(MIXED, asked, 4)
+# Of 12 data ranks, 6 can share one copy and 4 divide the experts, but not both.
+@pytest.mark.parametrize(("on", "experts"), [("4xH100", 2), ("3x4xH100", 4)])
+def test_every_layout_of_the_space_is_legal_canonical_and_there_once(on: str, experts: int) -> None:
+    assert MIXED.experts is not None
+    model = MIXED.model_copy(update={"experts": MIXED.experts.model_copy(update={"count": experts})})
+    cluster = clusters.find(on)
+    asked = recipe(16, cluster.devices)
+    space = Space(model, asked, cluster.devices, apart=cluster.nodes == 1)
     layouts = [candidate.layout() for candidate in space.everything()]
     assert len(layouts) == len({str(layout) for layout in layouts}) == space.size()
     for layout in random.Random(0).sample(layouts, 200):
         assert Layout.parse(str(layout)) == layout
-        assert not list(broken(Case(layout, MIXED, asked.seq, asked.batch, clusters.find("4xH100"), False)))
+        assert not list(broken(Case(layout, model, asked.seq, asked.batch, cluster, False)))
 
 
 def brute_force(model: Model, cluster: Cluster, asked: Recipe, runnable: bool) -> float | None:

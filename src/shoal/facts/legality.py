@@ -13,6 +13,7 @@ from math import lcm
 from shoal.facts.cluster import Cluster
 from shoal.facts.layout import DEFAULT_CHUNKS, ONE_CHUNK, V_SHAPED, Layout, divisors
 from shoal.facts.model import Model
+from shoal.facts.parameter_groups import experts_fit
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.recipe import Recipe
 
@@ -200,6 +201,11 @@ def _experts(case: Case) -> Iterator[Violation]:
     if ranks % ep:
         what = f"ep={ep} must divide dp·fsdp·cp = {ranks}: experts live on those ranks"
         yield Violation("expert ranks", what, ("ep",))
+    elif not experts_fit(ep, layout.shards):
+        what = (
+            f"ep={ep} and the {layout.shards} ranks of fsdp·cp that share one copy: neither divides the other"
+        )
+        yield Violation("expert ranks", what, ("ep", "fsdp"))
 
 
 def _strict(case: Case) -> Iterator[Violation]:

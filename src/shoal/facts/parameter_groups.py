@@ -45,12 +45,19 @@ class ParameterGroup:
     offload: tuple[Offload, ...] = ()
 
 
+def experts_fit(ep: int, shards: int) -> bool:
+    """Whether the ranks that hold the same experts are evenly spaced, and so can shard and copy them as groups, where
+    ``shards`` ranks share one copy of everything else.
+    """
+    return shards % ep == 0 or ep % shards == 0
+
+
 @lru_cache(maxsize=8192)
 def placement(tp: int, cp: int, fsdp: int, dp: int, ep: int = 1) -> Placement:
     """Of parameters of which ``ep`` data ranks hold one set: 1 for all but routed experts.
 
     Context ranks shard with the ranks of ``fsdp``. Experts are spread over the ranks of a copy first, and where these
-    are not enough over copies. The ranks that hold the same experts shard and copy them.
+    are not enough over copies. The ranks that hold the same experts shard and copy them (``experts_fit``).
     """
     shards = fsdp * cp
     within = gcd(ep, shards)  # of the ranks of a copy, those that have different experts

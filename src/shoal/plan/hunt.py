@@ -173,7 +173,7 @@ class Hunt:
         assert share is not None and order is not None
         self._worked += 2
         fits = self._may_hold(split, share, order, offload)
-        for alike in self.space.sharings(split, offload) if fits else ():
+        for alike in self.space.sharings(split, share.ep, offload) if fits else ():
             if strategy_of(split, share, alike[0]) in self.settled:
                 continue
             worked = None

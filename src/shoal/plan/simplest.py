@@ -179,7 +179,7 @@ class Simplest:
             self._worked += 2
             if not self.room.holds(split, share, order, self.room.frugal(split, offload)):
                 continue
-            for alike in self.space.sharings(split, offload):
+            for alike in self.space.sharings(split, share.ep, offload):
                 worked = None
                 for states in alike:
                     self._worked += 1

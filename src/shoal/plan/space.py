@@ -30,7 +30,7 @@ from shoal.facts.layout import (
 )
 from shoal.facts.legality import Case, broken
 from shoal.facts.model import Model
-from shoal.facts.parameter_groups import Placement, placement
+from shoal.facts.parameter_groups import Placement, experts_fit, placement
 from shoal.facts.recipe import Recipe
 
 # Where a key has no natural end, these values are searched.
@@ -176,13 +176,13 @@ class Space:
             ]
         return found
 
-    def sharings(self, split: Split, offload: tuple[Offload, ...] = NOTHING) -> list[list[States]]:
+    def sharings(self, split: Split, ep: int, offload: tuple[Offload, ...] = NOTHING) -> list[list[States]]:
         """By what is shared out; each from the most ranks to the fewest, and so from the least memory to the most."""
-        key = split.data, split.cp > 1, offload
+        key = split.data, split.cp, ep, offload
         found = self._known_sharings.get(key)
         if found is None:
             degrees = divisors(split.data)[::-1][: 1 if self.frugal else None]
-            shared = [fsdp for fsdp in degrees if fsdp * split.cp > 1]
+            shared = [fsdp for fsdp in degrees if fsdp * split.cp > 1 and experts_fit(ep, fsdp * split.cp)]
             zeros: tuple[Zero, ...] = (3, 2, 1) if shared else ()
             found = [[States(split.data // fsdp, fsdp, zero, offload) for fsdp in shared] for zero in zeros]
             if split.cp == 1:
@@ -190,8 +190,8 @@ class Space:
             self._known_sharings[key] = found
         return found
 
-    def states(self, split: Split, offload: tuple[Offload, ...] = NOTHING) -> Iterator[States]:
-        for alike in self.sharings(split, offload):
+    def states(self, split: Split, ep: int, offload: tuple[Offload, ...] = NOTHING) -> Iterator[States]:
+        for alike in self.sharings(split, ep, offload):
             yield from alike
 
     def units(self, split: Split, states: States) -> tuple[int, ...]:
@@ -211,7 +211,7 @@ class Space:
             for share in self.shares(split):
                 for order in self.orders(split):
                     for offload in (NOTHING, *self.offloads):
-                        for states in self.states(split, offload):
+                        for states in self.states(split, share.ep, offload):
                             for unit in self.units(split, states):
                                 yield Candidate(split, share, order, states, unit)
 
@@ -219,10 +219,13 @@ class Space:
         """How many that are, without going through them."""
         total = 0
         for split in self.splits():
-            shares = len(self._ways(split.tp, split.cp)) * len(self._expert_degrees(split))
-            shares *= len(self._micros(split))
-            kept = sum(len(self.units(split, states)) for states in self.states(split))
-            total += shares * len(self.orders(split)) * kept * (1 + len(self.offloads))
+            alike = len(self._ways(split.tp, split.cp)) * len(self._micros(split)) * len(self.orders(split))
+            kept = sum(
+                len(self.units(split, states))
+                for ep in self._expert_degrees(split)
+                for states in self.states(split, ep)
+            )
+            total += alike * kept * (1 + len(self.offloads))
         return total
 
     def _ways(self, tp: int, cp: int) -> list[tuple[bool, ContextKind]]:
@@ -242,7 +245,7 @@ class Space:
         return {}
 
     @cached_property
-    def _known_sharings(self) -> dict[tuple[int, bool, tuple[Offload, ...]], list[list[States]]]:
+    def _known_sharings(self) -> dict[tuple[object, ...], list[list[States]]]:
         return {}
 
     @cached_property
