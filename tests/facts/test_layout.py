@@ -18,6 +18,7 @@ from shoal.facts.layout import (
     SCHEDULES,
     Layout,
     Offload,
+    accumulation,
     divisors,
 )
 from shoal.facts.problem import BadInput
@@ -241,3 +242,13 @@ def test_any_text_is_read_or_refused_in_our_words(text: str) -> None:
         assert all(problem.fix for problem in error.problems)
     else:
         assert Layout.parse(str(layout)) == layout
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from([None, 1, 2, 3]), st.integers(1, 4))
+def test_data_ranks_micro_batches_and_accumulation_make_up_the_batch(
+    dp: int, fsdp: int, micro: int | None, each: int
+) -> None:
+    layout, batch = Layout(dp=dp, fsdp=fsdp, micro=micro), dp * fsdp * (micro or 1) * each
+    size = layout.micro_batch(batch)
+    assert layout.data_ranks * size * layout.accumulation(batch) == batch
+    assert layout.accumulation(batch) == accumulation(batch, layout.data_ranks, size)

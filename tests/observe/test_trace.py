@@ -71,7 +71,7 @@ def test_a_step_on_a_cpu_is_shared_out_to_the_second() -> None:
     assert result.optimizer == 16
     assert result.communication == 32
     # The rest of it lies beside the last product; the first sum is a part of waiting for input.
-    assert result.exposed == {"all-reduce dp": 70 - 48}
+    assert result.exposed == {"all_reduce dp": 70 - 48}
     assert result.input_wait == 5
     assert result.bubble == 0
     assert result.host_gaps == 1 + 4 + 1 + 2 + 12  # before and between operators, and after the update
@@ -100,7 +100,7 @@ def test_ranges_of_python_and_waits_in_them_are_not_computed() -> None:
     )
     result = spent(recording)
     assert result.kinds == {"elementwise": 1 + 1}
-    assert result.exposed == {"all-gather fsdp": 2 + 5, "reduce-scatter fsdp": 1 + 13}
+    assert result.exposed == {"all_gather fsdp": 2 + 5, "reduce_scatter fsdp": 1 + 13}
     assert result.communication == 21
     assert result.host_gaps == 40 - 2 - 21
 
@@ -170,7 +170,7 @@ def test_a_step_on_a_gpu_counts_kernels_by_the_operator_that_started_them() -> N
     assert milliseconds == {"matrix products": 6 + 1 + 4, "attention": 1, "elementwise": 2 + 0.5}
     assert result.recompute == pytest.approx(2e-3)
     assert result.optimizer == pytest.approx(4e-3 + 1e-3)
-    assert result.exposed == pytest.approx({"all-reduce tp": 5.5e-3, "all-reduce world": 0.5e-3})
+    assert result.exposed == pytest.approx({"all_reduce tp": 5.5e-3, "all_reduce world": 0.5e-3})
     assert result.communication == pytest.approx(8e-3 + 2e-3)
     assert result.input_wait == pytest.approx(2e-3)
     assert result.host_gaps == pytest.approx((1.5 + 4 + 6 + 19) / 1e3)
@@ -332,13 +332,13 @@ def test_names_of_kernels(name: str, kind: str | None) -> None:
 @pytest.mark.parametrize(
     ("name", "talks", "operation"),
     [
-        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", True, "all-reduce"),
-        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", True, "reduce-scatter"),
-        ("ncclKernel_AllGather_RING_LL_Sum_int8_t", True, "all-gather"),
-        ("ncclSymkDevKernel_AllGather_LL", True, "all-gather"),
-        ("ncclDevKernel_SendRecv", True, "all-to-all"),
-        ("gloo:all_to_all", True, "all-to-all"),
-        ("nccl:all_reduce", False, "all-reduce"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", True, "all_reduce"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", True, "reduce_scatter"),
+        ("ncclKernel_AllGather_RING_LL_Sum_int8_t", True, "all_gather"),
+        ("ncclSymkDevKernel_AllGather_LL", True, "all_gather"),
+        ("ncclDevKernel_SendRecv", True, "all_to_all"),
+        ("gloo:all_to_all", True, "all_to_all"),
+        ("nccl:all_reduce", False, "all_reduce"),
         ("nvjet_hsh_128x256", False, "other"),
     ],
 )

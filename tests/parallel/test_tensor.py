@@ -152,7 +152,7 @@ def tensor_parallel(rank: int, world: int, cases: list[Case]) -> list[tuple[Outc
 
 def put_together(name: str, parts: list[tuple[Box, Tensor]], case: Case) -> Tensor:
     """The whole gradient, summed where ``facts.boxes`` says so; elsewhere the copies of a box must agree."""
-    summing = summed_over(by_name(case.model)[name], len(parts), case.sp) != "nobody"
+    summing = summed_over(by_name(case.model)[name], len(parts), case.sp) is not None
     whole = torch.full(parts[0][0].whole, torch.nan, dtype=torch.float64)
     for box, gradient in parts:
         copies = torch.stack([one for other, one in parts if other == box])

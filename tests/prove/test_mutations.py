@@ -65,8 +65,8 @@ def wrong_stage_order() -> None:
 def norm_not_summed_over_tp() -> None:
     kind = Shared._kind
 
-    def forgetful(self: Shared, piece: Piece) -> str:
-        return "nobody" if "norm" in piece.name else kind(self, piece)
+    def forgetful(self: Shared, piece: Piece) -> str | None:
+        return None if "norm" in piece.name else kind(self, piece)
 
     Shared._kind = forgetful  # type: ignore[method-assign]
 
@@ -74,8 +74,8 @@ def norm_not_summed_over_tp() -> None:
 def shared_heads_not_summed() -> None:
     kind = Shared._kind
 
-    def forgetful(self: Shared, piece: Piece) -> str:
-        return "nobody" if kind(self, piece) == "copies" else kind(self, piece)
+    def forgetful(self: Shared, piece: Piece) -> str | None:
+        return None if kind(self, piece) == "copies" else kind(self, piece)
 
     Shared._kind = forgetful  # type: ignore[method-assign]
 

@@ -92,7 +92,7 @@ def test_one_profile_of_two_ranks_says_all_of_it(settings: Settings, tmp_path: P
     for rank in document["ranks"]:
         spent = rank["spent"]
         assert 0 < rank["exposed_comm"] <= spent["communication"]
-        assert {"all-gather fsdp", "reduce-scatter fsdp"} <= set(spent["exposed"])
+        assert {"all_gather fsdp", "reduce_scatter fsdp"} <= set(spent["exposed"])
         assert spent["recompute"] > 0 and spent["optimizer"] > 0 and spent["bubble"] == 0
         assert {"matrix products", "attention", "elementwise", "embedding", "loss"} <= set(spent["kinds"])
         assert parts(seen.seen[rank["rank"]].spent) == pytest.approx(spent["seconds"])

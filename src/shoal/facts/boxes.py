@@ -15,7 +15,7 @@ from typing import Literal
 from shoal.facts.parameters import Parameter
 
 # Nobody; the ranks that hold the same key/value head; all ranks of the tensor group.
-SummedOver = Literal["nobody", "copies", "tensor"]
+SummedOver = Literal["copies", "tensor"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ def tensor_part(parameter: Parameter, tp: int, index: int) -> TensorPart:
 def summed_over(parameter: Parameter, tp: int, sp: bool) -> SummedOver:
     """Whose gradients of a canonical parameter add up to the whole, beyond those of other data ranks."""
     if tp == 1:
-        return "nobody"
+        return None
     if parameter.split == "none":
         # Norms, biases after a row split, learned positions: with sequence parallelism a rank sees some of the tokens,
         # without it all of them, as every other rank does.
-        return "tensor" if sp or parameter.partial else "nobody"
+        return "tensor" if sp or parameter.partial else None
     # The same head, each rank with its own queries.
-    return "copies" if parameter.heads is not None and tp > parameter.heads else "nobody"
+    return "copies" if parameter.heads is not None and tp > parameter.heads else None
 
 
 def _cut(shape: tuple[int, ...], dimension: int, parts: int, index: int) -> Box:

@@ -5,14 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shoal.facts.precision import COMPUTE_BYTES, REDUCE_BYTES, STATE_BYTES
 from shoal.facts.recipe import OPTIMIZER_STATES, Precision
 from shoal.facts.stack import Stack
-
-# fp8 is a precision of products: what lies between them, and what autograd keeps, is bf16.
-COMPUTE_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-# int8 states come in blocks of 256 values that share one fp32 scale.
-STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}
-REDUCE_BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -49,11 +44,11 @@ def holdings(precision: Precision, states: str, reduce: str, optimizer: str, sta
     kept = len(OPTIMIZER_STATES[optimizer])
     if precision == "fp64":  # a reference: everything is fp64
         return Holdings(8, 8, 8 * kept, 0, 8, 8)
-    state = STATE_BYTES[states]
+    state = float(STATE_BYTES[states])
     if stack.weights == "master":
         # Gradients beside a master copy travel as they are.
         gradient = stack.gradient_bytes or compute
         return Holdings(compute, gradient, state * kept, 4, compute, gradient)
-    # Nobody sums gradients in int8.
+    # int8 is no precision to add gradients up in.
     trained = compute if states == "int8" else state
     return Holdings(state, trained, state * kept, 0, compute, REDUCE_BYTES[reduce])

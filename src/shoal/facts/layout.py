@@ -130,7 +130,7 @@ class Layout(BaseModel):
 
     def accumulation(self, batch: int) -> int:
         """Micro-batches that one data rank works through in a step."""
-        return batch // (self.data_ranks * self.micro_batch(batch))
+        return accumulation(batch, self.data_ranks, self.micro_batch(batch))
 
     def written(self) -> dict[str, Any]:
         """The fields that differ from their defaults, in canonical order."""
@@ -177,6 +177,11 @@ class Layout(BaseModel):
         if problems:
             raise BadInput(problems)
         return cls(**fields)
+
+
+def accumulation(batch: int, data_ranks: int, micro: int) -> int:
+    """Micro-batches of ``micro`` sequences that each data rank works through in a step: what every part counts by."""
+    return batch // (data_ranks * micro)
 
 
 def divisors(total: int) -> list[int]:

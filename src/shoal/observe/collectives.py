@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.facts.collectives import collective
 from shoal.facts.traffic import Traffic, show_ranks
 from shoal.observe.lines import line_of_ours
 from shoal.observe.subclasses import plain_tensors, takes_itself_apart
@@ -26,40 +27,6 @@ from shoal.observe.subclasses import plain_tensors, takes_itself_apart
 Namer = Callable[[str, tuple[int, ...]], str | None]
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-
-# Torch's names, without the underscores that only say "in place".
-OPERATIONS = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "all_reduce": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "allgather": "all_gather",
-    "allgather_base": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "send": "send",
-    "isend": "send",
-    "recv": "receive",
-    "recv_any_source": "receive",
-    "irecv": "receive",
-    "barrier": "barrier",
-    "monitored_barrier": "barrier",
-}
 
 
 @dataclass(frozen=True)
@@ -163,10 +130,10 @@ def _operations(
     if name == "batch_p2p_ops":
         kinds, tensors = args[0], args[3]
         for kind, peer, tensor in zip(kinds, args[1], tensors, strict=True):
-            yield OPERATIONS[kind], [[tensor]], peer
+            yield collective(kind) or kind, [[tensor]], peer
         return
     # An operation that torch adds one day still shows, under torch's name.
-    operation = OPERATIONS.get(name, name)
+    operation = collective(name) or name
     # A barrier's tensor only says which device waits.
     values = () if operation == "barrier" else (*args, *kwargs.values(), result)
     peer = args[2] if operation in ("send", "receive") and isinstance(args[2], int) else None

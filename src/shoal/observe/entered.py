@@ -16,35 +16,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.facts.collectives import collective
 from shoal.facts.traffic import show_ranks
 from shoal.observe.flight import LONGEST_PLACE, Channel, Flight
 
 # The methods of a process group, as torch 2.11 to 2.13 call them; those that a version lacks are left out.
-METHODS = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "allgather": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "_allgather_base": "all_gather",
-    "all_gather_single": "all_gather",
-    "all_gather_single_coalesced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_single_coalesced": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "receive",
-}
+METHODS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+    "send",
+    "recv",
+)
 
 # What a group is described as that works beside training, at its own pace: what is late there holds nobody up.
 BACKGROUND = "shoal-background"
@@ -62,9 +63,9 @@ def recording(flight: Flight, names: Mapping[str, str]) -> Iterator[None]:
     before = {
         method: vars(dist.ProcessGroup)[method] for method in METHODS if method in vars(dist.ProcessGroup)
     }
-    for method, op in METHODS.items():
-        if method in before:
-            setattr(dist.ProcessGroup, method, recorder.wrap(op, getattr(dist.ProcessGroup, method)))
+    for method in before:
+        entered = recorder.wrap(collective(method) or method, getattr(dist.ProcessGroup, method))
+        setattr(dist.ProcessGroup, method, entered)
     try:
         yield
     finally:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from shoal.facts.collectives import collective
+
 MATRIX, ATTENTION, EMBEDDING, LOSS = "matrix products", "attention", "embedding", "loss"
 MEMORY_BOUND = "elementwise"
 COPIES = "copies to and from the host"
@@ -29,15 +31,6 @@ _LOSS_NODE = re.compile(r"NllLoss|LogSoftmax|CrossEntropy")
 # Operators that only hold others, or that talk to other ranks.
 _TALKING = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _NOT_COMPUTING = ("autograd", "profiler", "torch", *_TALKING)
-# Longer names first: a reduce-scatter is no reduce.
-_OPERATIONS = {
-    "reducescatter": "reduce-scatter",
-    "allreduce": "all-reduce",
-    "allgather": "all-gather",
-    "alltoall": "all-to-all",
-    "sendrecv": "all-to-all",  # as NCCL does it; messages of a pipeline are told apart before
-    "broadcast": "broadcast",
-}
 
 
 def of_operator(name: str) -> str | None:
@@ -82,5 +75,5 @@ def is_message(name: str) -> bool:
 
 def operation(name: str) -> str:
     """Which collective it is, whoever carries it out."""
-    letters = "".join(letter for letter in name.lower() if letter.isalpha())
-    return next((said for key, said in _OPERATIONS.items() if key in letters), "other")
+    # NCCL sends and receives to do an all-to-all; messages of a pipeline are told apart before.
+    return "all_to_all" if "SendRecv" in name else collective(name) or "other"

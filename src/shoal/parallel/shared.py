@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.facts.boxes import summed_over
+from shoal.facts.boxes import SummedOver, summed_over
 from shoal.facts.model import Model
 from shoal.facts.parameters import by_name
 from shoal.facts.stages import rank_of_stage
@@ -51,7 +51,7 @@ class Shared:
             if self.tied:
                 self._sum_ends([gradient(piece) for piece in pieces if piece.name == EMBEDDING])
 
-    def _kind(self, piece: Piece) -> str:
+    def _kind(self, piece: Piece) -> SummedOver:
         return summed_over(self.canonical[piece.name], self.tp, self.sp)
 
     def _sum_ends(self, gradients: list[Tensor]) -> None:

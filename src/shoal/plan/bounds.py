@@ -12,12 +12,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shoal.facts.config import Lora, TuneSection
-from shoal.facts.layout import Layout, Offload, Recompute
+from shoal.facts.layout import Layout, Offload, Recompute, accumulation
+from shoal.facts.precision import compute_width
 from shoal.plan.exchange import Exchange, Sums, exchanged
 from shoal.plan.space import Order, Share, Split, States, layout_of, placed
 from shoal.predict import context, expert, host, layer, tensor
 from shoal.predict.bubble import Idle, follows, idle
-from shoal.predict.call import Call, compute_width
+from shoal.predict.call import Call
 from shoal.predict.flops import matrix_parameters
 from shoal.predict.held import Held
 from shoal.predict.held import held as held_by
@@ -80,7 +81,7 @@ class Bounds:
         costs = self.costs(split, share, recompute, layer.NONE)
         (whole,) = self.kinds(1, 1, "1f1b")
         total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.first + costs.last
-        times = self.recipe.batch // (split.data * share.micro)
+        times = accumulation(self.recipe.batch, split.data, share.micro)
         return times * total / split.pp
 
     def of_order(
@@ -103,7 +104,7 @@ class Bounds:
             seconds = max(seconds, hosts * (dense + sparse))
             total += ranks * seconds
             slowest = max(slowest, seconds)
-        times = self.recipe.batch // (split.data * share.micro)
+        times = accumulation(self.recipe.batch, split.data, share.micro)
         if split.pp == 1:
             return times * slowest
         waits = Idle((split.pp - 1) / (3 * order.chunks), 0.0)  # the least that any schedule can have
@@ -129,7 +130,7 @@ class Bounds:
     def of_states(self, split: Split, share: Share, order: Order, states: States, worked: float) -> float:
         """``worked``: ``of_order``, with what these states move of weights."""
         exchange = self._exchange(split, share, order, states)
-        times = self.recipe.batch // (split.data * share.micro)
+        times = accumulation(self.recipe.batch, split.data, share.micro)
         costs = self.costs(split, share, order.recompute, self.handled(split, share, states))
         layers = max(kind.dense + kind.sparse for kind in self.kinds(split.pp, order.chunks, order.schedule))
         # It hides behind every micro-batch's pass, and once more what comes at the end of a step.
@@ -140,7 +141,7 @@ class Bounds:
 
     def handled(self, split: Split, share: Share, states: States) -> Passes:
         sharded = states.zero == 3 and placed(split, states).sharded.size > 1
-        times = self.recipe.batch // (split.data * share.micro)
+        times = accumulation(self.recipe.batch, split.data, share.micro)
         return self.on.handling(sharded, times)
 
     def costs(self, split: Split, share: Share, recompute: Recompute, held: Passes) -> Costs:
@@ -214,7 +215,7 @@ class Bounds:
         """Each rank's blocks as one message; embedding and head are left out."""
         body = self._body(split.tp, share.sp)
         kinds = self.kinds(split.pp, order.chunks, order.schedule)
-        times = self.recipe.batch // (split.data * share.micro)
+        times = accumulation(self.recipe.batch, split.data, share.micro)
         sums = Sums(
             self.on, self.tune.persist_below > 0, self.lora is not None, times, split.pp > 1, states.zero
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.facts.parameter_groups import Placement
+from shoal.facts.precision import compute_width, reduce_width, state_width
 from shoal.plan.space import UNITS
-from shoal.predict.call import compute_width, reduce_width, state_width
 from shoal.predict.step import Bench
 
 
@@ -50,5 +50,5 @@ def exchanged(sums: Sums, elements: int, placed: Placement) -> Exchange:
         return Exchange(gathered, again + backward + passes * scattered, 0.0)
     if not reduced:
         return Exchange(0.0, 0.0, 0.0)
-    updated = seconds("all_gather", elements * state_width(recipe), shards, stride)
+    updated = seconds("all_gather", int(elements * state_width(recipe)), shards, stride)
     return Exchange(0.0, backward + (passes if sums.zero == 2 else 1) * scattered, updated)

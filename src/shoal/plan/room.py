@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shoal.facts.cluster import Cluster
 from shoal.facts.config import Lora
 from shoal.facts.holdings import holdings
-from shoal.facts.layout import RECOMPUTES, V_SHAPED, Offload, Recompute, Zero
+from shoal.facts.layout import RECOMPUTES, V_SHAPED, Offload, Recompute, Zero, accumulation
 from shoal.facts.model import Model
 from shoal.facts.parameter_groups import placement
 from shoal.facts.recipe import Recipe
@@ -150,7 +150,7 @@ class Room:
         weight, optimizer, gradient = self._resting(sizes, any_sharded, any_scattered, offload)
         kept = self._kept(split, share, order, offload, not any_sharded, rank)
         # The last backward pass of all finds everyone's gradients, whatever little else is left.
-        once = self.recipe.batch == split.data * share.micro
+        once = accumulation(self.recipe.batch, split.data, share.micro) == 1
         full = max(gradient, kept.before + before, before if once else later)
         if kept.later:
             full = max(full, kept.later + later)
@@ -230,7 +230,7 @@ class Room:
 
     def _counted(self, split: Split, share: Share, order: Order, stay: bool, cast: bool, rank: int) -> Kept:
         chunks = self._chunks_of(split.pp, order, rank)
-        times = self.recipe.batch // (split.data * share.micro)
+        times = accumulation(self.recipe.batch, split.data, share.micro)
         part = weights.Split(split.tp, share.ep, 1, 1)
         each, put_off, largest, working = [], [], 0.0, float("inf")
         for blocks in chunks:

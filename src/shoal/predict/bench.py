@@ -9,11 +9,11 @@ from shoal.facts import calibration
 from shoal.facts.calibration import Calibration
 from shoal.facts.cluster import Cluster
 from shoal.facts.model import Model
+from shoal.facts.precision import compute_width, state_width
 from shoal.facts.recipe import Recipe
 from shoal.facts.stack import SHOAL, Stack
 from shoal.predict import counted
 from shoal.predict import layer as layers
-from shoal.predict.call import compute_width, state_width
 from shoal.predict.eager import Widths
 from shoal.predict.kernels import Kernels
 from shoal.predict.layer import Passes, Seconds, Share

@@ -1,11 +1,9 @@
-"""Call: a collective, as often as one rank issues it in a step, and how wide the numbers are that travel in it."""
+"""Call: a collective, as often as one rank issues it in a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
-
-from shoal.facts.recipe import Recipe
 
 Phase = Literal[
     "forward",
@@ -35,23 +33,3 @@ class Call:
     bytes: int
     count: int
     phase: Phase
-
-
-# fp8 is what matrix products read; what travels between ranks stays in bf16.
-_COMPUTE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-_STATES = {"fp32": 4, "bf16": 2, "int8": 1}
-
-
-def compute_width(recipe: Recipe) -> int:
-    """Bytes of an activation, and of a parameter where it is used."""
-    return _COMPUTE[recipe.precision]
-
-
-def state_width(recipe: Recipe) -> int:
-    """Bytes of a parameter at rest, and of its gradient; fp64 keeps everything in fp64."""
-    return 8 if recipe.precision == "fp64" else _STATES[recipe.states]
-
-
-def reduce_width(recipe: Recipe) -> int:
-    """Bytes of a gradient on its way between ranks."""
-    return 8 if recipe.precision == "fp64" else _STATES[recipe.reduce]

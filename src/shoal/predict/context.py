@@ -16,7 +16,8 @@ of parameters are summed over context ranks together with ``fsdp``: see ``shard`
 from __future__ import annotations
 
 from shoal.facts.model import Model
-from shoal.predict.call import Call, Phase, compute_width
+from shoal.facts.precision import compute_width
+from shoal.predict.call import Call, Phase
 from shoal.predict.held import Held
 from shoal.predict.question import Question
 

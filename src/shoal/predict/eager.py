@@ -31,7 +31,7 @@ class Widths(NamedTuple):
     """Bytes of an element."""
 
     compute: int  # activations
-    states: int  # parameters and their gradients
+    states: float  # parameters and their gradients
 
     @property
     def wide(self) -> int:

@@ -18,7 +18,8 @@ from __future__ import annotations
 from shoal.facts.groups import Unit, even_share
 from shoal.facts.model import Model
 from shoal.facts.parameter_groups import EXPERTS
-from shoal.predict.call import Call, Phase, compute_width, reduce_width, state_width
+from shoal.facts.precision import compute_width, gradient_width, reduce_width
+from shoal.predict.call import Call, Phase
 from shoal.predict.held import Held
 from shoal.predict.question import Question
 from shoal.predict.replicate import bucket_bytes
@@ -77,6 +78,6 @@ def _bucket_count(question: Question, here: Held) -> int:
     size = (
         expert_elements(question.model, question.layout.tp, question.layout.ep)
         // 3
-        * state_width(question.recipe)
+        * gradient_width(question.recipe)
     )
     return even_share(3 * here.sparse, max(1, bucket_bytes(question) // size))

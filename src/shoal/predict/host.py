@@ -9,9 +9,9 @@ from math import log, sqrt
 from typing import NamedTuple
 
 from shoal.facts.measurements import HostWork
+from shoal.facts.precision import compute_width, state_width
 from shoal.predict import eager
 from shoal.predict.bench import Bench
-from shoal.predict.call import compute_width, state_width
 from shoal.predict.eager import Widths
 from shoal.predict.measured import MeasuredKernels
 from shoal.predict.question import Question

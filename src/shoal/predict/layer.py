@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from shoal.facts.logits import tokens_at_once
 from shoal.facts.model import Model
+from shoal.facts.precision import compute_width, state_width
 from shoal.facts.recipe import Recipe
 from shoal.facts.stack import Stack
 from shoal.predict.flops import attention_flops
@@ -55,7 +56,7 @@ def handling(stack: Stack, recipe: Recipe, sharded: bool, micro_batches: int) ->
     """
     if sharded:
         return NONE
-    wide = stack.weights == "cast" and recipe.states == "fp32" and recipe.precision in ("bf16", "fp16", "fp8")
+    wide = stack.weights == "cast" and state_width(recipe) > compute_width(recipe)
     forward, backward = CAST if wide else NONE
     return Passes(forward, backward + (ADD[stack.weights] if micro_batches > 1 else 0))
 

@@ -10,7 +10,8 @@ In a V both ends are on one rank, and nothing is sent.
 
 from __future__ import annotations
 
-from shoal.predict.call import Call, compute_width, reduce_width
+from shoal.facts.precision import compute_width, reduce_width
+from shoal.predict.call import Call
 from shoal.predict.held import Held
 from shoal.predict.question import Question
 

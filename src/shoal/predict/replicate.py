@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from shoal.facts.groups import even_share
 from shoal.facts.parameter_groups import DENSE
-from shoal.predict.call import Call, reduce_width, state_width
+from shoal.facts.precision import gradient_width, reduce_width
+from shoal.predict.call import Call
 from shoal.predict.held import Held, Tensor, bucket_count, bucket_names
 from shoal.predict.lora import trained
 from shoal.predict.question import Question
@@ -36,7 +37,7 @@ def exact(question: Question, stages: Sequence[Sequence[Tensor]]) -> list[Call]:
     for tensors in stages:
         sizes = {tensor.label: tensor.size for tensor in tensors}
         for labels in bucket_names(
-            tensors, state_width(question.recipe), bucket_bytes(question), by_kind=False
+            tensors, gradient_width(question.recipe), bucket_bytes(question), by_kind=False
         ):
             found.append(
                 Call("all_reduce", "dp", sum(sizes[label] for label in labels) * width, 1, "gradients")
@@ -50,7 +51,7 @@ def bucket_bytes(question: Question) -> int:
 
 def even_buckets(question: Question, here: Held, by_kind: bool) -> tuple[int, int]:
     """All elements that have gradients, and about how many buckets they fill."""
-    elements, width = trained(question, here).elements, state_width(question.recipe)
+    elements, width = trained(question, here).elements, gradient_width(question.recipe)
     if question.lora is not None:  # many small tensors, which fill their buckets
         return elements, even_share(elements * width, bucket_bytes(question))
     return elements, bucket_count(here, width, bucket_bytes(question), by_kind)

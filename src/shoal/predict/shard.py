@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 from shoal.facts.groups import Unit, even_share, units
 from shoal.facts.parameter_groups import DENSE, ParameterGroup
+from shoal.facts.precision import compute_width, gradient_width, reduce_width, state_width
 from shoal.facts.stages import Stage
-from shoal.predict.call import Call, compute_width, reduce_width, state_width
+from shoal.predict.call import Call
 from shoal.predict.held import Held, Tensor, bucket_names, padded, padded_size
 from shoal.predict.lora import trained
 from shoal.predict.question import Question
@@ -59,7 +60,7 @@ def bucket_calls(question: Question, travelling: Iterable[Travelling], group: Pa
         found.append(Call("reduce_scatter", sharded.name, reduced, count * passes, "gradients"))
         if copies.size > 1:
             found.append(Call("all_reduce", copies.name, reduced // sharded.size, count, "gradients"))
-        found.append(Call("all_gather", sharded.name, elements * state_width(recipe), count, "update"))
+        found.append(Call("all_gather", sharded.name, round(elements * state_width(recipe)), count, "update"))
     return found
 
 
@@ -160,7 +161,7 @@ def owned(question: Question, stages: Sequence[Sequence[Tensor]], index: int) ->
 
 def _buckets(question: Question, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     of = {tensor.label: tensor for tensor in tensors}
-    width = state_width(question.recipe)
+    width = gradient_width(question.recipe)
     names = bucket_names(tensors, width, bucket_bytes(question), by_kind=True)
     return [[of[label] for label in labels] for labels in names]
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from shoal.facts.model import Model
 from shoal.facts.parameter_groups import DENSE
+from shoal.facts.precision import compute_width, state_width
 from shoal.facts.recipe import Recipe
 from shoal.facts.stack import Stack
 from shoal.predict import host as hosts
@@ -19,7 +20,7 @@ from shoal.predict import host as hosts
 from shoal.predict.bench import Bench as Bench
 from shoal.predict.bench import bench as bench
 from shoal.predict.bubble import idle
-from shoal.predict.call import Call, compute_width, state_width
+from shoal.predict.call import Call
 from shoal.predict.expert import expert_elements
 from shoal.predict.held import Held, held, stages_here
 from shoal.predict.layer import Seconds, Share

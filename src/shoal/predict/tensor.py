@@ -18,7 +18,8 @@ group, and over the ranks that share a key/value head.
 from __future__ import annotations
 
 from shoal.facts.logits import tokens_at_once
-from shoal.predict.call import Call, compute_width, reduce_width
+from shoal.facts.precision import compute_width, reduce_width
+from shoal.predict.call import Call
 from shoal.predict.held import Held
 from shoal.predict.question import Question
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.facts.layout import Offload
-from shoal.predict.call import compute_width, state_width
+from shoal.facts.precision import compute_width, state_width
 from shoal.predict.question import Question
 
 # Bytes/s of a device's share of its machine: memory as a CPU's AdamW uses it, and a local NVMe disk. Measured beside

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shoal.facts.holdings import COMPUTE_BYTES
 from shoal.facts.kernels import AttentionKernel, answers_by_token, attention_kernel
+from shoal.facts.precision import COMPUTE_BYTES
 from shoal.observe.subclasses import takes_itself_apart
 from shoal.predict.question import Question
 from shoal.prove.fake import Mode

@@ -133,7 +133,7 @@ class Prover:
         layout, model = verdict.layout, self.job(verdict.layout).model
         at_first = {one.tensor for one in verdict.differing if one.what == "gradient" and one.step == 1}
         summed = {
-            name for name in at_first if summed_over(by_name(model)[name], layout.tp, layout.sp) != "nobody"
+            name for name in at_first if summed_over(by_name(model)[name], layout.tp, layout.sp) is not None
         }
         tied = at_first & {EMBEDDING} if model.tied else set()
         if at_first and at_first == {"tp": summed, "pp": tied}.get(key):

@@ -41,9 +41,9 @@ class Program:
 
     def positions(self) -> list[range]:
         """This rank's places in the global batch, one range a micro-batch."""
-        share = self.job.config.recipe.batch // self.job.layout.data_ranks
-        first = self.mesh.data_index * share
-        return [range(start, start + self.micro) for start in range(first, first + share, self.micro)]
+        count = self.job.layout.accumulation(self.job.config.recipe.batch)
+        first = self.mesh.data_index * count
+        return [range(one * self.micro, (one + 1) * self.micro) for one in range(first, first + count)]
 
     def own_targets(self, batches: list[Batch]) -> int:
         """What this rank adds to the step's number of targets: rows that several ranks work on count once."""

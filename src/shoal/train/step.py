@@ -45,7 +45,7 @@ class Step:
         self.scale = scale
         self.pieces = placed.gradients.pieces
         # Called before the weights change: whoever still reads them has this moment to say so.
-        self.before_update: Callable[[], None] = _nobody
+        self.before_update: Callable[[], None] = _nothing
         # Asked with the norm of the gradients, and must answer alike on all ranks.
         self.refuses: Callable[[float], bool] = _never
 
@@ -131,7 +131,7 @@ class Step:
         return torch.tensor(keys, dtype=torch.int64, device=self.mesh.device)
 
 
-def _nobody() -> None: ...
+def _nothing() -> None: ...
 
 
 def _never(norm: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shoal.facts.precision import REDUCE_BYTES
 from shoal.plan.foreign.ranks import find_share, written_layout
 from shoal.plan.foreign.reading import Reading
 
@@ -169,8 +170,7 @@ def _tune(reading: Reading, recipe: dict[str, Any]) -> dict[str, Any]:
     tune: dict[str, Any] = {}
     bucket = reading.count("zero_optimization.reduce_bucket_size")
     if bucket:
-        size = 2 if recipe["reduce"] == "bf16" else 4
-        tune["bucket_mb"] = bucket * size / 2**20
+        tune["bucket_mb"] = bucket * REDUCE_BYTES[recipe["reduce"]] / 2**20
     reading.count("zero_optimization.allgather_bucket_size")  # Shoal's buckets are the same both ways
     ahead = reading.count("zero_optimization.stage3_prefetch_bucket_size")
     if ahead is not None:

@@ -9,6 +9,7 @@ from shoal.facts import calibration
 from shoal.facts.calibration import Attention, DeviceRates
 from shoal.facts.devices import Device, Precision
 from shoal.facts.measurements import Attended, Measurements, Product
+from shoal.facts.precision import COMPUTE_BYTES
 from shoal.predict.kernels import Kernels
 
 # Inner lengths that a tile's start and end may cost.
@@ -29,7 +30,7 @@ def fitted(device: Device, seen: Measurements, precision: Precision, multiproces
         }
     )
     peak, attention = seen.peaks[precision], seen.attention.get(precision, ())
-    width = 2 if precision in ("bf16", "fp16") else 4
+    width = COMPUTE_BYTES[precision]
     matmul, ramp = _products(start, peak, seen.bandwidth, width, seen.products[precision])
     shares = _attention(base, attention, peak)
     update = {"matmul": matmul, "ramp": ramp, "flash": shares, "fused": shares, **_narrow(attention)}

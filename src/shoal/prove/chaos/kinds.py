@@ -30,7 +30,7 @@ class Kind:
     words: str = ""  # which the row's message has
     least_world: int = 1
     least_nodes: int = 1
-    whose: Literal["rank", "peers", "nobody"] = "rank"  # whom the row has to name
+    whose: Literal["rank", "peers", "none"] = "rank"  # whom the row has to name
 
 
 # Where somebody else will wait for a rank that does not come, or wait inside of it.
@@ -49,30 +49,30 @@ KINDS = (
     Kind("hang", "rank", ("stall",), WAITED_FOR, 2, "", 2),
     Kind("hang with the lock", "rank", ("stall",), WAITED_FOR, 1, "", 2),
     Kind("closed connections", "rank", ("connection",), WAITED_FOR, 2, "", 2, whose="peers"),
-    Kind("network cut", "network", ("stall", "connection"), WAITED_FOR, 1, "", 2, whose="nobody"),
+    Kind("network cut", "network", ("stall", "connection"), WAITED_FOR, 1, "", 2, whose="none"),
     # A rank computes what is wrong.
     Kind("NaN in a gradient", "rank", ("nonfinite",), (STEP,), 2),
     Kind("bit flip in a weight", "rank", ("corruption",), (STEP, FORWARD, INPUT), 2),
     Kind("clock jump", "rank", (), POINTS, 2),
     # Storage.
-    Kind("disk full", "rank", ("commit failed",), (STEP,), 2, "full", whose="nobody"),
+    Kind("disk full", "rank", ("commit failed",), (STEP,), 2, "full", whose="none"),
     Kind("flipped bit", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2, "BLAKE3"),
     Kind("truncated file", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2, "bytes"),
     Kind("swapped files", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2),
     Kind("missing file", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2, "missing"),
     Kind("torn manifest", "checkpoint", ("damaged checkpoint",), (RESTORE,), 2, "manifest"),
     # The launcher, and all that runs on its machine.
-    Kind("launcher SIGKILL", "launcher", ("launcher lost",), whose="nobody"),
-    Kind("launcher SIGSEGV", "launcher", ("launcher lost",), whose="nobody"),
-    Kind("launcher SIGTERM", "launcher", (), whose="nobody"),
-    Kind("launcher SIGUSR1", "launcher", (), whose="nobody"),
-    Kind("launcher SIGSTOP", "launcher", (), whose="nobody"),
-    Kind("node SIGKILL", "node", ("launcher lost",), whose="nobody"),
-    Kind("node SIGTERM", "node", (), whose="nobody"),
+    Kind("launcher SIGKILL", "launcher", ("launcher lost",), whose="none"),
+    Kind("launcher SIGSEGV", "launcher", ("launcher lost",), whose="none"),
+    Kind("launcher SIGTERM", "launcher", (), whose="none"),
+    Kind("launcher SIGUSR1", "launcher", (), whose="none"),
+    Kind("launcher SIGSTOP", "launcher", (), whose="none"),
+    Kind("node SIGKILL", "node", ("launcher lost",), whose="none"),
+    Kind("node SIGTERM", "node", (), whose="none"),
     # One of several nodes, which comes back: any of them; and one that follows, for nobody could take a lock from a
     # captain that is stopped.
-    Kind("one node SIGKILL", "one node", ("node lost", "launcher lost"), least_nodes=2, whose="nobody"),
-    Kind("one node SIGSTOP", "one node", ("node lost",), least_nodes=2, whose="nobody"),
+    Kind("one node SIGKILL", "one node", ("node lost", "launcher lost"), least_nodes=2, whose="none"),
+    Kind("one node SIGSTOP", "one node", ("node lost",), least_nodes=2, whose="none"),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 

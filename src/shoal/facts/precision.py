@@ -1,0 +1,32 @@
+"""Precisions: bytes of a value, by what it is used for. The one table that memory, traffic and time read."""
+
+from __future__ import annotations
+
+from shoal.facts.recipe import Recipe
+
+# fp8 is a precision of matrix products: what lies or travels between them, and what autograd keeps, is bf16. A device
+# that is fast in tf32 multiplies fp32 values.
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+# int8 states come in blocks of 256 values that share one fp32 scale, which is kept and sent with them.
+STATE_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}
+REDUCE_BYTES = {"fp32": 4, "bf16": 2}
+
+
+def compute_width(recipe: Recipe) -> int:
+    """Bytes of an activation, and of a parameter where it is used."""
+    return COMPUTE_BYTES[recipe.precision]
+
+
+def state_width(recipe: Recipe) -> float:
+    """Bytes of a parameter at rest, and of each of its optimizer states; fp64 keeps everything in fp64."""
+    return 8 if recipe.precision == "fp64" else STATE_BYTES[recipe.states]
+
+
+def gradient_width(recipe: Recipe) -> int:
+    """Bytes of a parameter's gradient: as the parameter rests, but int8 is no precision to add up in."""
+    return compute_width(recipe) if recipe.states == "int8" else int(state_width(recipe))
+
+
+def reduce_width(recipe: Recipe) -> int:
+    """Bytes of a gradient on its way between ranks."""
+    return 8 if recipe.precision == "fp64" else REDUCE_BYTES[recipe.reduce]

@@ -1,0 +1,46 @@
+"""One table of precisions: memory, traffic and the engine count the same bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.facts import clusters, presets
+from shoal.facts.holdings import holdings
+from shoal.facts.layout import Layout
+from shoal.facts.precision import compute_width, gradient_width, reduce_width, state_width
+from shoal.facts.recipe import Recipe
+from shoal.facts.stack import SHOAL
+from shoal.predict.question import Question
+from shoal.predict.traffic import calls
+from shoal.train.precision import compute_dtype, parameter_dtype, reduce_dtype
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+def test_memory_and_traffic_count_the_same_bytes(precision: str, states: str, reduce: str) -> None:
+    recipe = Recipe.model_validate({"precision": precision, "states": states, "reduce": reduce})
+    held = holdings(recipe.precision, recipe.states, recipe.reduce, "sgd", SHOAL)
+    assert held.compute == compute_width(recipe)
+    assert held.weight == (8 if precision == "fp64" else state_width(recipe))
+    assert held.gradient == gradient_width(recipe)
+    assert held.reduce == reduce_width(recipe)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("states", ["fp32", "bf16"])
+def test_the_engine_uses_tensors_of_that_width(precision: str, states: str) -> None:
+    recipe = Recipe.model_validate({"precision": precision, "states": states})
+    assert compute_dtype(recipe).itemsize == compute_width(recipe)
+    assert parameter_dtype(recipe).itemsize == state_width(recipe) == gradient_width(recipe)
+    reduced: torch.dtype = reduce_dtype(recipe) or parameter_dtype(recipe)
+    assert reduced.itemsize == reduce_width(recipe)
+
+
+def test_int8_states_travel_with_their_scales() -> None:
+    """One fp32 scale for 256 values, in memory and on the way alike."""
+    recipe = Recipe.model_validate({"precision": "bf16", "states": "int8", "seq": 512, "batch": 8})
+    of = Question(presets.find("tiny"), clusters.find("8xH100"), recipe, Layout(fsdp=8, zero=1))
+    sent = {call.phase: call.bytes * call.count for call in calls(of, 0) if call.group == "fsdp"}
+    assert sent["update"] / sent["gradients"] == pytest.approx((1 + 4 / 256) / 4, rel=1e-4)
