@@ -1,4 +1,4 @@
-"""Shoal: many GPUs, one training run."""
+"""Shoal's library interface: ``shoal.plan``, ``shoal.predict``, ``Layout``, ``Cluster``, ``Model``."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_json(runs: Path, capsys: Capture) -> None:
 def test_for_people(runs: Path, capsys: Capture) -> None:
     code, out, _ = bench(capsys, "--runs", str(runs))
     assert code == 0
-    assert "mean error" in out and "here" in out and "furthest off, of 2:" in out
+    assert "mean error" in out and "here" in out and "largest errors of 2:" in out
 
 
 @pytest.mark.parametrize("text", ["", "id,source\n1,2\n"])

@@ -78,13 +78,13 @@ def test_a_table_for_people(run: RunDirectory, capsys: Output) -> None:
         "tensors",
         "pieces",
         "files",
-        "held-out",
+        "validation",
         "loss",
         "written",
         "where",
     ]
     assert [row.split()[0] for row in rows[:4]] == ["2", "4", "6", "7"]
-    assert "continues here" in rows[3] and "2.5000" in rows[2]
+    assert "resumes here" in rows[3] and "2.5000" in rows[2]
     assert rows[4].endswith("damaged-step-00000002: a bit was flipped")
 
 

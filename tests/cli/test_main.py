@@ -38,7 +38,7 @@ def shoal_(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
         (["--bogus"], "--bogus", "shoal --help"),
         (["config", "bogus"], 'Unknown command "bogus"', "shoal config --help"),
         (["config", "show", "--bogus"], "Unknown option: --bogus", "shoal config show --help"),
-        (["launch", "my.toml"], 'Unknown command "launch": it is not there yet', "shoal train"),
+        (["launch", "my.toml"], 'Unknown command "launch": not implemented yet', "shoal train"),
         (["trian"], 'Unknown command "trian"', "did you mean 'train'?"),
         (["train", "--learning_rate", "3"], "Unknown option: --learning_rate", "--set recipe.lr=…"),
         (["train", "--tensor-parallel-size=2"], "--tensor-parallel-size=2", "--layout tp=…"),

@@ -102,10 +102,10 @@ COLUMNS = (
     "job",
     "textbook",
     "the planner's choice",
-    "tokens/s a GPU",
+    "tokens/s/GPU",
     "MFU",
-    "against DDP",
-    "best of the textbook's family",
+    "vs DDP",
+    "best of the textbook family",
 )
 
 
@@ -121,7 +121,7 @@ def compared(plan: Plan, family: Plan | None) -> str:
 
 
 def beside_ddp(plan: Plan) -> str:
-    return f"{plan.vs_ddp:.2f}" + ("" if plan.ddp_fits else ", which does not fit")
+    return f"{plan.vs_ddp:.2f}" + ("" if plan.ddp_fits else " (DDP does not fit)")
 
 
 def row(scenario: Scenario) -> str:
@@ -168,7 +168,7 @@ def line(plan: Plan) -> str:
 def herd() -> str:
     found: Answer = answer(HERD)
     judged = [judge(HERD.question(Layout.parse(layout))) for layout in PUBLISHED]
-    head = "| layout | GiB of 79.1 | step | TFLOP/s a GPU | MFU | what binds |\n|---|---|---|---|---|---|"
+    head = "| layout | GiB of 79.1 | step | TFLOP/s/GPU | MFU | bottleneck |\n|---|---|---|---|---|---|"
     rather = "\n".join([head, *map(line, [*judged, *filter(None, [found.choice])])])
     return f"{rather}\n\nThe decision, out of {found.searched:,} layouts: {found.decision.text}"
 

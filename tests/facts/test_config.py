@@ -30,7 +30,7 @@ def test_everything_has_a_default_and_a_meaning() -> None:
 
 
 def test_keys_are_looked_up_by_their_dotted_name() -> None:
-    assert describe("model.lora.rank") == "width of the trained addition"
+    assert describe("model.lora.rank") == "rank of the adapters"
     for nothing in ("", "nothing", "run.nothing", "run.name.deeper", "recipe.lr.", ".lr"):
         assert find_field(nothing) is None
         assert describe(nothing) == ""

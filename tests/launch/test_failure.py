@@ -62,7 +62,7 @@ def test_a_silent_rank_was_killed(stores: Stores) -> None:
     """Whoever died first; without its exit code, the one that has told nothing."""
     tell(*stores, 0, describe(0, PEER_GONE))
     tell(*stores, 2, describe(2, PEER_GONE))
-    assert str(cause(*stores, 3)) == "rank 1 failed: killed, or crashed without a word"
+    assert str(cause(*stores, 3)) == "rank 1 failed: killed, or crashed without an error message"
     assert str(cause(*stores, 3, died((1, -9), (0, -15), (2, 1)))) == "rank 1 failed: killed by SIGKILL"
     assert str(cause(*stores, 3, died((0, 1), (2, 1), (1, -11)))) == "rank 1 failed: killed by SIGSEGV"
     assert not stores[0].has(FATAL)
@@ -121,7 +121,7 @@ def test_a_death_that_we_caused_is_not_the_cause(stores: Stores) -> None:
 
 def test_who_died_without_a_word_is_not_who_we_ended(stores: Stores) -> None:
     ended = died((0, -9), (1, 1), (2, -9), by_us=(0, 2))
-    assert str(cause(*stores, 3, ended)) == "rank 1 failed: killed, or crashed without a word"
+    assert str(cause(*stores, 3, ended)) == "rank 1 failed: killed, or crashed without an error message"
     # With no other explanation at all, somebody has to be named.
     assert cause(*stores, 2, died((1, -9), (0, -9), by_us=(0, 1))).rank == 0
 
@@ -129,7 +129,7 @@ def test_who_died_without_a_word_is_not_who_we_ended(stores: Stores) -> None:
 def test_a_reason_is_with_the_launcher_before_the_rank_ends() -> None:
     """A network that is cut holds back what ranks say, and then their ends are seen before their reasons.
 
-    As it happened: ranks that had lost each other were "killed, or crashed without a word".
+    As it happened: ranks that had lost each other were "killed, or crashed without an error message".
     """
     held, secret = threading.Event(), new_secret()
     plain = TCPStore(LOOPBACK, 0, is_master=True, timeout=timedelta(seconds=20))

@@ -64,7 +64,7 @@ def test_a_killed_launcher_takes_its_workers_along_and_the_run_goes_on(start: St
     continued = start(**options)
     _, errors = continued.communicate(timeout=120)
     assert continued.returncode == 0, errors
-    assert "continuing" in errors
+    assert "resuming" in errors
     assert [row["step"] for row in read_rows(metrics)] == list(range(1, 121))
 
 

@@ -48,7 +48,7 @@ def test_the_run_goes_on_with_the_devices_that_are_left(
     assert lost.rows[-1]["layout"].startswith("dp=2")
     faults = [json.loads(line) for line in lost.directory.faults.read_text().splitlines()]
     assert [row["kind"] for row in faults] == ["killed", "devices", "restart"]
-    assert faults[1]["message"].startswith("3 devices are left, and dp=2,fsdp=2")
+    assert faults[1]["message"].startswith("3 devices are left, but dp=2,fsdp=2")
     assert lost.directory.read_plan()["layout"] == lost.rows[-1]["layout"]
     whole = train("whole", "dp=1", **options)
     assert lost.hexes == whole.hexes and lost.tensors() == whole.tensors()
@@ -70,7 +70,7 @@ def test_what_is_left_is_laid_out_as_the_plan_would() -> None:
     left = refit(whole, 7)
     planned = answer(ask("llama3-8b", "4xH100", seq=4096, batch=64)).chosen
     assert planned is not None and left.layout == planned.plan.layout
-    with pytest.raises(BadInput, match="no layout of llama3-8b is left on 1 devices"):
+    with pytest.raises(BadInput, match="no layout of llama3-8b runs on 1 device"):
         refit(whole, 1)  # one device holds neither its weights nor anything that the engine runs of it
 
 

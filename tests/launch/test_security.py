@@ -447,7 +447,7 @@ def test_memory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
     place = memory.memory_place("drawn").path.parent
     (tmp_path / "elsewhere").mkdir()
     place.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(BadInput, match="belongs to somebody else"):
+    with pytest.raises(BadInput, match="belongs to another user"):
         memory.memory_place("drawn")
     place.unlink()
     place.mkdir()
@@ -455,7 +455,7 @@ def test_memory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
     another = place.stat().st_uid + 1
     monkeypatch.setattr(os, "getuid", lambda: another)
     place.rename(memory.memory_place("drawn").path.parent)
-    with pytest.raises(BadInput, match="belongs to somebody else"):
+    with pytest.raises(BadInput, match="belongs to another user"):
         memory.memory_place("drawn")
 
 

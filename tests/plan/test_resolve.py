@@ -58,7 +58,7 @@ def test_auto_on_a_named_cluster_uses_all_of_it_also_where_the_batch_does_not_di
     found = answered("tiny", "8xH100", 128, 12, precision="fp32")
     assert str(job.layout) == found.as_json()["chosen"]["layout"]
     assert any(
-        "The batch of 12 does not divide over 8 GPUs" in reason and "8 or 16" in reason
+        "The batch of 12 does not divide evenly over the 8 GPUs" in reason and "8 or 16" in reason
         for reason in found.decision.reasons
     )
 
@@ -70,7 +70,7 @@ def test_auto_where_nothing_fits_is_refused_and_says_what_to_do() -> None:
         recipe={"seq": 4096, "batch": 64, "precision": "bf16"},
     )
     assert found == {
-        "layout: auto: nothing that the engine runs is predicted to fit 8xH100": (
+        "layout: auto: no layout that the engine runs is predicted to fit 8xH100": (
             "shoal plan llama3-70b --on 8xH100 --seq 4096 --batch 64 says what would; "
             "a layout that you name is tried in any case"
         )
@@ -110,7 +110,7 @@ def test_problems_of_several_sources_come_together() -> None:
         'recipe.precision = "fp8"',
         "batch=16 does not divide by dp·fsdp·micro = 3·1 = 3",
         "tp=3 does not divide the 32 attention heads of mixtral-8x7b",
-        "run.strict: tp=3 sums in another order",
+        "run.strict: tp=3 sums in a different order",
     ):
         assert part in said
     assert all(found.values())

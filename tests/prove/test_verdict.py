@@ -35,25 +35,29 @@ def test_a_clean_bill() -> None:
     ("given", "said", "fix"),
     [
         (evidence(input_wait=0.18), "input wait 18% of the step", "loader"),
-        (evidence("tp=8", exposed_comm=0.22, links=("tp",)), "tensor parallelism exposed 22%", "smaller tp"),
+        (
+            evidence("tp=8", exposed_comm=0.22, links=("tp",)),
+            "tensor-parallel collectives exposed for 22%",
+            "smaller tp",
+        ),
         (
             evidence(exposed_comm=0.22, links=("dp",)),
-            "gradient sums exposed 22% of the step: this link is NVLink 3",
+            "gradient all-reduce exposed for 22% of the step, over NVLink 3",
             "batch",
         ),
         (
             evidence("tp=2", question=question("tp=2", "2xA100-PCIe-80GB"), exposed_comm=0.22, links=("tp",)),
-            "tensor parallelism exposed 22% of the step: this link is PCIe 4.0 x16",
+            "tensor-parallel collectives exposed for 22% of the step, over PCIe 4.0 x16",
             "smaller tp",
         ),
         (
             evidence(question=question("dp=16,micro=2", "16xA100-80GB"), exposed_comm=0.2, links=("dp",)),
-            "this link is InfiniBand",
+            "over InfiniBand",
             "recipe.reduce=bf16",
         ),
-        (evidence("fsdp=8", exposed_comm=0.3, links=("fsdp·cp",)), "gathered weights", "zero=2"),
+        (evidence("fsdp=8", exposed_comm=0.3, links=("fsdp·cp",)), "weight all-gather", "zero=2"),
         (evidence(host_gaps=0.25), "host gaps 25% of the step: the device waits", "micro=4"),
-        (evidence(question=question("dp=2,micro=2", "2xcpu"), host_gaps=0.25), "Python takes it", "micro=4"),
+        (evidence(question=question("dp=2,micro=2", "2xcpu"), host_gaps=0.25), "Python overhead", "micro=4"),
         (evidence("dp=8,micro=4", host_gaps=0.25), "host gaps 25%", "larger recipe.batch"),
         (evidence("tp=8", host_gaps=0.25), "host gaps 25%", "smaller tp"),
         (evidence(optimizer=0.3), "optimizer 30%", "fsdp"),
@@ -65,15 +69,15 @@ def test_a_clean_bill() -> None:
         (evidence(seconds=4.08), "takes 4.0 times as long as predicted", "--calibrate"),
         (
             evidence(seconds=1.5, rates="measured here", rates_measured=True),
-            "rates: measured here; this machine has changed",
+            "rates: measured here; the machine has changed",
             "--calibrate",
         ),
         (
             evidence(seconds=40.0, shared=True, exposed_comm=0.8, host_gaps=0.3, links=("dp",)),
             "ranks share a device",
-            "times cannot",
+            "times are not",
         ),
-        (evidence(predicted_peak=9 * 10**8), "peak memory is predicted 10.0% too low", "room"),
+        (evidence(predicted_peak=9 * 10**8), "peak memory is predicted 10.0% too low", "allow for that"),
     ],
 )
 def test_what_stands_out_comes_with_a_fix(given: Evidence, said: str, fix: str) -> None:
@@ -88,7 +92,7 @@ def test_what_stands_out_comes_with_a_fix(given: Evidence, said: str, fix: str) 
         ("pp=2,micro=4", Pipeline(0.31, 0.3, 0.3, [1, 1]), "micro=2) or schedule=zbv"),
         ("pp=2,micro=1", Pipeline(0.31, 0.3, 0.3, [1, 1]), "a larger recipe.batch"),
         ("pp=2,micro=1", Pipeline(0.4, 0.2, 0.2, [1, 1]), "messages arrive late"),
-        ("pp=2,micro=1", Pipeline(0.4, 0.4, 0.2, [1, 3]), "rank 1 of the pipeline computes 1.5 times"),
+        ("pp=2,micro=1", Pipeline(0.4, 0.4, 0.2, [1, 3]), "pipeline rank 1 computes 1.5 times"),
     ],
 )
 def test_a_bubble_is_the_schedules_or_the_links_or_the_cuts(

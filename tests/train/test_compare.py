@@ -116,7 +116,7 @@ def test_a_calibrated_cpu_is_told_in_one_short_line(tmp_path: Any) -> None:
     with Progress(console, run, 10):
         pass
     first = console.export_text().splitlines()[0]
-    assert first == "step      6  predicted 2 s a step, measured 4 (-50.0%; rates: built in (assumed))"
+    assert first == "step      6  predicted 2 s/step, measured 4 (-50.0%; rates: built in (assumed))"
 
 
 def test_the_progress_shows_time_and_memory(tmp_path: Any) -> None:
@@ -136,6 +136,6 @@ def test_the_progress_shows_time_and_memory(tmp_path: Any) -> None:
     with Progress(console, run, 10):
         pass
     assert (
-        "predicted 0.45 s a step, measured 0.5 (-10.0%; rates: measured here); "
+        "predicted 0.45 s/step, measured 0.5 (-10.0%; rates: measured here); "
         "predicted 2.00 GiB, measured 2.00 (+0.0%)"
     ) in console.export_text()

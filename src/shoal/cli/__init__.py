@@ -1,1 +1,1 @@
-"""The command line: one file a command. Parse, call, print."""
+"""The command line, one file per command: parse, call, print."""

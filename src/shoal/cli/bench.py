@@ -1,4 +1,4 @@
-"""``shoal bench``."""
+"""``shoal bench``: compare the planner with published runs."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-app = App(
-    name="bench", help="Measure the planner against runs that others published.", help_format="plaintext"
-)
+app = App(name="bench", help="Compare the planner with published runs.", help_format="plaintext")
 
 WORST = 10
 
 
 @app.command
 def plan(*, runs: Path, json: Annotated[bool, Parameter(negative=())] = False) -> int:
-    """The planner against published runs: for every row of a table its predicted step time and memory.
+    """Compare the planner with published runs: predicted step time and memory for every row of a table.
 
     Example: shoal bench plan --runs published_runs.csv
 
-    What a row leaves blank is unknown; there the planner makes its own choice.
+    Where a row leaves a value blank, the planner chooses it.
 
     Parameters
     ----------
     runs
-        A CSV table: shape, GPUs, layout and measured step time of one run a row.
+        A CSV table with one run per row: model shape, GPUs, layout and measured step time.
     json
         Print one JSON document: {rows, sources}.
     """
@@ -61,7 +59,7 @@ def plan(*, runs: Path, json: Annotated[bool, Parameter(negative=())] = False) -
             ),
         ]
     )
-    print(f"\nfurthest off, of {len(rows)}:")
+    print(f"\nlargest errors of {len(rows)}:")
     print_columns(
         [
             ("id", "layout", "predicted s", "measured s", "error"),

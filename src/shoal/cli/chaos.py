@@ -1,4 +1,4 @@
-"""``shoal chaos``."""
+"""``shoal chaos``: inject faults into a run and compare."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ def chaos(
     set: Annotated[list[str] | None, Parameter(negative=())] = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Inject faults into a real run, and show that the curve did not change.
+    """Inject faults into a real run and prove that the loss curve did not change.
 
     Example: shoal chaos examples/chaos.toml --faults 300
 
-    The run is made once without faults, by shoal train; then again, and ranks, the launcher and checkpoints are struck
-    at seeded points of its steps. Losses, weights, optimizer states and the samples used are compared. Exit code 1 if
-    anything differs. faults.jsonl, curve.svg and both runs stay in the directory of --run.
+    Trains once without faults, then again while killing, stopping and corrupting ranks, the launcher and checkpoints at
+    seeded points. Compares losses, weights, optimizer states and the samples used. Exit code 1 if anything differs.
+    faults.jsonl, curve.svg and both runs stay in the directory of --run.
 
     Parameters
     ----------
     config
         A TOML file; without one the embedded default is run.
     faults
-        How many.
+        Number of faults.
     seed
-        Which faults, where and when.
+        Seed that decides which faults strike, where and when.
     layouts
-        Separated by ";". Whenever the launcher is struck, it is started again in the next one.
+        Layouts separated by ";". After every fault of the launcher, the run resumes in the next one.
     kinds
-        Only these kinds of faults, separated by ","; without it all.
+        Only these kinds of faults, separated by ","; by default all.
     nodes
-        Run layouts that have as many ranks on each on so many nodes, each with a launcher of its own on this machine;
-        single ones are lost and come back.
+        Number of nodes, each with its own launcher on this machine; single nodes are lost and come back. Layouts
+        need the same number of ranks on every node.
     strict
-        Compare bit by bit (dp, fsdp, pp); otherwise within the rounding of fp32.
+        Compare bit by bit (dp, fsdp, pp); otherwise within fp32 rounding.
     run
-        Where both runs are kept. An earlier campaign there is replaced.
+        Directory for both runs. An earlier campaign there is replaced.
     set
         Override one value, as in recipe.lr=0.001. May be given several times.
     json
@@ -71,7 +71,7 @@ def chaos(
     from shoal.prove.chaos.campaign import Broken
 
     if faults < 1:
-        raise BadInput(f"--faults {faults}: there has to be one", "--faults 40")
+        raise BadInput(f"--faults {faults}: must be 1 or more", "--faults 40")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     chosen = [layout.strip() for layout in layouts.split(";") if layout.strip()]
     values = campaign.settings(faults, strict, set or [])
@@ -105,7 +105,9 @@ def _make_room(folder: Path) -> None:
 
     ours = {"reference", "run", "run.chaos", "faults.jsonl", "curve.svg"}
     if folder.exists() and any(entry.name not in ours for entry in folder.iterdir()):
-        raise BadInput(f"{folder} holds something else than a campaign", "another place: --run DIR")
+        raise BadInput(
+            f"{folder} holds something other than a chaos campaign", "another directory: --run DIR"
+        )
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -115,7 +117,7 @@ def _line(one: Struck) -> str:
     second = " while recovering" if one.in_recovery else ""
     seconds = "" if one.recovered_s is None else f"recovered in {one.recovered_s:5.2f} s"
     what = f"{one.kind}{whom} at {one.point}{second}, {one.layout}"
-    named = "left alone: the only sound copy" if one.spared else named
+    named = "skipped: it was the only sound copy" if one.spared else named
     return f"{one.number + 1:4}  step {one.step:5}  {what}: {seconds}  {named}"
 
 
@@ -157,7 +159,7 @@ def _table(verdict: Verdict) -> None:
     console.print(f"samples: {once}", markup=False)
     gone = sum(one.gone for one in verdict.struck)
     console.print(
-        f"committed steps lost: {verdict.steps_lost} (of {gone} every copy was destroyed on purpose); "
-        f"steps done again: {proof.redone}, at most {verdict.most_redone} that was not committed a fault",
+        f"committed steps lost: {verdict.steps_lost} (every copy of {gone} was destroyed on purpose); "
+        f"steps recomputed: {proof.redone}, at most {verdict.most_redone} uncommitted per fault",
         markup=False,
     )

@@ -1,4 +1,4 @@
-"""``shoal checkpoint``."""
+"""``shoal checkpoint``: list and verify checkpoints."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ app = App(name="checkpoint", help="A run's checkpoints.", help_format="plaintext
 
 @app.command
 def ls(path: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False) -> int:
-    """Every checkpoint of a run: on disk, in memory, and those that were set aside for they are damaged.
+    """List every checkpoint of a run: on disk, in memory, and those set aside as damaged.
 
     Example: shoal checkpoint ls runs/tiny
 
-    Manifests are checked, and that files have the length they should; shoal checkpoint verify reads every byte.
+    Checks manifests and file sizes; shoal checkpoint verify reads every byte.
 
     Parameters
     ----------
@@ -38,7 +38,18 @@ def ls(path: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False) 
     if not found:
         print(f"{path} has no checkpoint yet")
         return 0
-    head = ("step", "samples", "size", "tensors", "pieces", "files", "held-out loss", "written", "where", "")
+    head = (
+        "step",
+        "samples",
+        "size",
+        "tensors",
+        "pieces",
+        "files",
+        "validation loss",
+        "written",
+        "where",
+        "",
+    )
     print_columns([head, *(_row(one) for one in found)])
     for one in found:
         if one.damage:
@@ -48,11 +59,11 @@ def ls(path: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False) 
 
 @app.command
 def verify(path: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False) -> int:
-    """Read every byte of every checkpoint; exit 1 if any is damaged, and say what of it.
+    """Read every byte of every checkpoint; exit 1 and name the damage if there is any.
 
     Example: shoal checkpoint verify runs/tiny/checkpoints/step-00000100
 
-    Those that were set aside are known to be damaged: they are only verified when they are named.
+    Checkpoints that were set aside are known to be damaged and verified only when named.
 
     Parameters
     ----------
@@ -101,7 +112,7 @@ def _row(found: Found) -> tuple[str, ...]:
         loss = "" if manifest.heldout_loss is None else f"{manifest.heldout_loss:.4f}"
         counts = (len(manifest.shapes), len(manifest.pieces), len(manifest.file_sizes()))
         facts = (f"{manifest.samples:,}", _size(manifest.bytes), *map(str, counts), loss)
-    note = "damaged" if found.damage else "continues here" if found.continued else ""
+    note = "damaged" if found.damage else "resumes here" if found.continued else ""
     return (str(found.step), *facts, _time(found.written, "%Y-%m-%d %H:%M:%S"), found.where, note)
 
 

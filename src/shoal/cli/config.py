@@ -1,4 +1,4 @@
-"""``shoal config show``."""
+"""``shoal config show``: every value and where it came from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-app = App(name="config", help="Look at a config.", help_format="plaintext")
+app = App(name="config", help="Show a config.", help_format="plaintext")
 
 
 @app.command
@@ -19,7 +19,7 @@ def show(
     layout: str | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Every value of a config and where it came from.
+    """Show every value of a config and where it came from.
 
     Example: shoal config show examples/tiny.toml --set recipe.lr=0.001
 
@@ -30,7 +30,7 @@ def show(
     set
         Override one value, as in recipe.lr=0.001. May be given several times.
     layout
-        Where the work happens, as in dp=2, or auto.
+        The parallel layout, as in dp=2, or auto.
     json
         Print one JSON document: {key: {value, origin}}.
     """

@@ -1,4 +1,4 @@
-"""``shoal data prepare``."""
+"""``shoal data prepare``: tokenise ahead of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def prepare(
     set: Annotated[list[str] | None, Parameter(negative=())] = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Tokenise a config's data now; runs that use the same data find it.
+    """Tokenise a config's data ahead of time; runs that use the same data reuse it.
 
     Example: shoal data prepare --set data.source="corpus/*.jsonl" --set data.tokenizer=tokenizer.json
 

@@ -1,4 +1,4 @@
-"""``shoal doctor``."""
+"""``shoal doctor``: is this machine ready to train?"""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from cyclopts import Parameter
 
 
 def doctor(*, run: Path = Path("runs"), json: Annotated[bool, Parameter(negative=())] = False) -> int:
-    """Is this machine ready: versions, devices, links, ports, disk, limits.
+    """Check whether this machine is ready to train: versions, devices, links, ports, disk, limits.
 
     Example: shoal doctor
 
     Parameters
     ----------
     run
-        Where runs are to be kept; its file system is examined.
+        The directory for runs; its file system is checked.
     json
         Print one JSON document.
     """
@@ -38,5 +38,5 @@ def doctor(*, run: Path = Path("runs"), json: Annotated[bool, Parameter(negative
         console.print(f"{check.status:<8} {check.name}: {check.detail}", markup=False)
         if check.fix and check.status != "ok":
             console.print(f"         fix: {check.fix}", markup=False)
-    console.print("not ready: see the failed checks above" if failed else "ready: try shoal train")
+    console.print("not ready: see the failed checks above" if failed else "ready to train: try shoal train")
     return int(failed)

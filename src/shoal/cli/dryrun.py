@@ -1,4 +1,4 @@
-"""``shoal dryrun``."""
+"""``shoal dryrun``: one rank of any world without hardware."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def dryrun(
     set: Annotated[list[str] | None, Parameter(negative=())] = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """The real parallel code of one rank of a world of any size, without hardware: its memory and every collective.
+    """Run the real parallel code of one rank, in a world of any size, without hardware: memory and every collective.
 
     Example: shoal dryrun llama3-405b --on 16384xH100 --seq 8192 --batch 2048 --layout fsdp=128,tp=8,pp=16,micro=1
 
     Example: shoal dryrun examples/tiny.toml --layout fsdp=2,pp=2
 
     One training step (forward, backward, the pipeline's schedule, clipping, update), after a warm-up step, on tensors
-    without data, with the attention kernel that the device would use. What it holds at its fullest and what it sends
-    is set against the prediction, line by line. Exit code 1 if something differs: traffic at all, memory by over 1 %.
+    without data, with the attention kernel that the device would use. Peak memory and traffic are compared with the
+    prediction, line by line. Exit code 1 on any difference in traffic, or more than 1 % in memory.
 
     Parameters
     ----------
@@ -58,17 +58,17 @@ def dryrun(
     on
         With a model, the cluster: 64xH100, 2x8xA100-80GB (nodes x devices), local, or a TOML file.
     seq
-        With a model: tokens a sequence.
+        With a model: tokens per sequence.
     batch
-        With a model: sequences a step, over all ranks.
+        With a model: sequences per step, over all ranks.
     layout
-        Which layout; else the config's, or the one that shoal plan would choose.
+        The layout; by default the config's, or the one that shoal plan chooses.
     rank
-        Which rank; else the first one of the stage that needs the most memory.
+        The rank; by default the first rank of the stage that needs the most memory.
     stages
-        One rank of every pipeline stage, and whether their sends and receives fit together.
+        Run one rank of every pipeline stage and match their sends with their receives.
     precision
-        With a model, of the computation: bf16 unless said.
+        With a model: compute precision, bf16 by default.
     set
         With a config, override one value, as in recipe.batch=64. May be given several times.
     json
@@ -94,7 +94,7 @@ def dryrun(
             f"--rank {rank}: the layout {question.layout} has {world} ranks", f"--rank {world - 1}"
         )
     if rank is not None and stages:
-        raise BadInput("--rank and --stages exclude each other", "one of the two")
+        raise BadInput("--rank and --stages are mutually exclusive", "use one of them")
     warn_of_length(question.model, question.recipe.seq)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     where = f"{question.model.name} on {question.cluster.name}, {question.layout}"
@@ -143,7 +143,7 @@ def _of_config(path: Path, layout: str | None, changes: list[str], others: dict[
     with loaded.located():
         if config.run.strict:
             raise BadInput(
-                "run.strict: its order of sums has traffic of its own, which is not predicted",
+                "run.strict: its order-independent sums cause extra traffic that is not predicted",
                 "--set run.strict=false",
             )
         job = resolve(config, os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -1,4 +1,4 @@
-"""``shoal init``."""
+"""``shoal init``: write a commented config, or convert another tool's."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def init(
     path
         Where to write it.
     from_
-        A DeepSpeed JSON or an Accelerate YAML: what it says is set, what has no counterpart is listed.
+        A DeepSpeed JSON or Accelerate YAML to convert; settings without a counterpart are listed.
     gpus
-        How many ranks, where that file does not say.
+        Number of ranks, if that file does not say.
     on
-        The cluster to run on, as in 8xH100; it also says how many ranks.
+        The cluster to run on, as in 8xH100; also sets the number of ranks.
     force
-        Replace a file that is there.
+        Overwrite an existing file.
     """
     import shlex
     import sys

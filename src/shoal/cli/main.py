@@ -1,4 +1,4 @@
-"""``shoal``: the commands, each imported only when it is called."""
+"""``shoal``: all commands, each imported only when it is called; exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BAD_INPUT = 2
 
 app = App(
     name="shoal",
-    help="Many GPUs, one training run: plan, prove, run and keep distributed training.",
+    help="Many GPUs, one training run: plan, prove, run and recover distributed training.",
     version=__version__,
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # an interrupted command says so, and its exit code is ours
@@ -31,22 +31,34 @@ app = App(
 # What each does is said here as well as there, so that the list of commands needs none of them imported.
 for command, place, does in (
     ("plan", "shoal.cli.plan:plan", "What fits, what is fastest, and why not the others."),
-    ("train", "shoal.cli.train:train", "Train here; continue where the run left off."),
-    ("dryrun", "shoal.cli.dryrun:dryrun", "One rank of any world without hardware, against the prediction."),
-    ("parity", "shoal.cli.parity:parity", "Prove that layouts change nothing: each against one process."),
-    ("profile", "shoal.cli.profile:profile", "Where a step's time and memory go, beside the prediction."),
-    ("schedule", "shoal.cli.schedule:schedule", "A pipeline schedule as a timeline, checked."),
+    ("train", "shoal.cli.train:train", "Train; resume where the run left off."),
+    (
+        "dryrun",
+        "shoal.cli.dryrun:dryrun",
+        "Run one rank of any layout without hardware and check the prediction.",
+    ),
+    (
+        "parity",
+        "shoal.cli.parity:parity",
+        "Prove that layouts train the same model: compare each with one process.",
+    ),
+    (
+        "profile",
+        "shoal.cli.profile:profile",
+        "Show where a step's time and memory go, next to the prediction.",
+    ),
+    ("schedule", "shoal.cli.schedule:schedule", "Check a pipeline schedule and draw its timeline."),
     (
         "chaos",
         "shoal.cli.chaos:chaos",
-        "Faults injected into a run, and the proof that they changed nothing.",
+        "Inject faults into a run and prove that they changed nothing.",
     ),
     ("init", "shoal.cli.init:init", "Write a commented config."),
     ("config", "shoal.cli.config:app", "Show every value of a config and where it came from."),
     ("data", "shoal.cli.data:app", "Tokenise data ahead of a run."),
-    ("checkpoint", "shoal.cli.checkpoint:app", "List a run's checkpoints; verify every byte of them."),
-    ("bench", "shoal.cli.bench:app", "The planner against runs that others published."),
-    ("doctor", "shoal.cli.doctor:doctor", "Is this machine ready?"),
+    ("checkpoint", "shoal.cli.checkpoint:app", "List a run's checkpoints; verify every byte."),
+    ("bench", "shoal.cli.bench:app", "Compare the planner with published runs."),
+    ("doctor", "shoal.cli.doctor:doctor", "Check whether this machine is ready to train."),
 ):
     app.command(place, name=command, help=does)
 
@@ -90,7 +102,7 @@ def _run(words: list[str]) -> int:
         what = f"{in_words(error)}; {MAKE_ROOM}" if disk_is_full(error) else str(error)
         code = fail([Problem(what)], FAILED, as_json)
     except Exception as error:
-        # Ours to mend. The interpreter would print the same, but secrets with it.
+        # A bug of ours. The interpreter would print the same traceback, but without redacting secrets.
         traceback.print_exc()
         code = FAILED
         if as_json:
@@ -114,7 +126,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _write_what_the_terminal_can() -> None:
     """A letter that the terminal does not have is written as its code, not answered with a traceback."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # whoever replaced the stream decides
+        with contextlib.suppress(AttributeError):  # a replaced stream keeps its own error handling
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 

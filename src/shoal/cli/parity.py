@@ -1,4 +1,4 @@
-"""``shoal parity``."""
+"""``shoal parity``: compare layouts with one process."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def parity(
     set: Annotated[list[str] | None, Parameter(negative=())] = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """The same run in each layout against one process: losses, gradients, parameters, first point of difference.
+    """Compare the same run in each layout with one process: losses, gradients, weights, first point of difference.
 
     Example: shoal parity examples/tiny.toml --layouts "fsdp=2;tp=2;dp=2,pp=2,schedule=zbv"
 
-    Every layout runs for real, one process a rank; on a CPU any world runs on any machine. A layout that differs is
-    taken apart until the strategy that brings the difference in can be named. Exit code 1 if one differs.
+    Every layout runs for real, one process per rank; on CPU, any machine runs any world size. If a layout differs,
+    parity narrows the difference down to the strategy that causes it. Exit code 1 if a layout differs.
 
     Parameters
     ----------
@@ -40,9 +40,9 @@ def parity(
         A TOML file; without one the embedded default is run.
     layouts
         Layouts separated by ";", or quick (one of each strategy, up to 4 ranks), or full (every value, every pair
-        and 3D, up to 8 ranks; minutes). Of these two, those that the model and the batch can take.
+        and 3D, up to 8 ranks; takes minutes). Both leave out layouts that the model or the batch does not allow.
     steps
-        How many steps of the run.
+        How many steps to run.
     precision
         fp64 is judged to 1e-12 in the first step's gradients and, relative to a loss above 1, in losses; fp32 to its
         rounding.
@@ -53,7 +53,7 @@ def parity(
     json
         Print one JSON document on standard output, everything else on standard error.
     """
-    from shoal.cli.show import print_json, warn_of_length
+    from shoal.cli.show import counted, print_json, warn_of_length
     from shoal.facts.configfile import load
     from shoal.launch.report import FAILED, FINISHED
     from shoal.plan.resolve import resolve
@@ -73,7 +73,10 @@ def parity(
         dataset = prepare.ready(job, chosen, precisions, steps, visible, console)
     warn_of_length(job.model, loaded.recipe.seq)
     where = f"{job.model.name} on {job.cluster.device.name}"
-    console.print(f"{where}: {len(chosen)} layouts, {steps} steps each, against one process", markup=False)
+    console.print(
+        f"{where}: {counted(len(chosen), 'layout')}, {counted(steps, 'step')} each, compared with one process",
+        markup=False,
+    )
 
     from shoal.prove.parity import Prover
 

@@ -1,4 +1,4 @@
-"""``shoal plan``."""
+"""``shoal plan``: options and output files."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def plan(
     calibration: bool = True,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """What fits, what is fastest, and why not the others: every layout of a model on a cluster, priced and ranked.
+    """Price every layout of a model on a cluster and rank them: what fits, what is fastest, and why not the others.
 
     Example: shoal plan llama3-8b --on 64xH100 --seq 8192 --batch 512 --tokens 1T
 
     Example: shoal plan llama3-70b --on 8xH100 --seq 4096 --batch 64 --layout fsdp=8,recompute=full
 
-    Nothing is run, and no GPU is needed.
+    Runs nothing and needs no GPU.
 
     Parameters
     ----------
@@ -54,43 +54,43 @@ def plan(
     on
         The cluster: 64xH100, 2x8xA100-80GB (nodes x devices), local, or a TOML file.
     seq
-        Tokens a sequence.
+        Tokens per sequence.
     batch
-        Sequences a step, over all ranks.
+        Sequences per step, over all ranks (the global batch).
     layout
-        Judge this layout alone, also one that does not fit.
+        Judge only this layout, even if it does not fit.
     tokens
         Length of the run, as in 15T: adds days and GPU-hours.
     price
-        Of a GPU for an hour: with tokens, adds the cost.
+        Price of a GPU-hour; with --tokens, adds the cost.
     top
         How many layouts to show.
     explain
-        Also say where each step's time goes and why the nearest losers lose.
+        Also show where each layout's step time goes and why the runners-up lose.
     curve
         Also plan for fewer and more GPUs, and for other sequence lengths.
     html
-        Write a page with all of it, in one file.
+        Write the whole plan as one HTML file.
     save
         Write a config that shoal train runs.
     export
         Write the same layout for deepspeed, accelerate, megatron, torchtitan, nemo or sagemaker.
     to
-        The directory that exported files go to.
+        Directory for the exported files.
     force
-        Replace files that are there.
+        Overwrite existing files.
     precision
-        Of the computation: bf16, fp16, fp32, fp64 or fp8.
+        Compute precision: bf16, fp16, fp32, fp64 or fp8.
     optimizer
         adamw or sgd.
     states
         Precision of weights and optimizer states at rest: fp32, bf16 or int8.
     reduce
-        Precision of gradients as they are summed: fp32 or bf16.
+        Precision of the gradient reduction: fp32 or bf16.
     lora
-        Train low-rank additions of this rank, not the weights.
+        Train LoRA adapters of this rank instead of the weights.
     calibration
-        Use what shoal profile --calibrate measured of this device kind here, where it did.
+        Use the rates that shoal profile --calibrate measured for this kind of device, if there are any.
     json
         Print one JSON document on standard output.
     """
@@ -125,7 +125,7 @@ def plan(
         reduce=reduce,
     )
     if price is not None and tokens is None:
-        raise BadInput("--price needs the length of the run", "--tokens 15T --price 2.5")
+        raise BadInput("--price needs the length of the run in tokens", "--tokens 15T --price 2.5")
     if export is not None:
         _known_stack(export)
     if save is not None:
@@ -160,7 +160,7 @@ def _known_stack(name: str) -> None:
     from shoal.plan.export import STACKS
 
     if name not in STACKS:
-        raise BadInput(f"--export {name}: there is no export to it", did_you_mean(name, STACKS))
+        raise BadInput(f"--export {name}: unknown stack", did_you_mean(name, STACKS))
 
 
 def _files(
@@ -178,7 +178,7 @@ def _files(
         from shoal.plan.export import export as export_to
 
         if found.choice is None or not found.choice.fits:
-            raise BadInput("--export: nothing fits, so there is nothing to export", found.decision.text)
+            raise BadInput("--export: no layout fits, so there is nothing to export", found.decision.text)
         exported = export_to(export, found.choice.question)
         files.update({to / name: text for name, text in exported.files.items()})
     if html is not None:

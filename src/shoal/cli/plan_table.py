@@ -1,22 +1,22 @@
-"""What ``shoal plan`` prints: the decision, the table, the curves, and what stands below them."""
+"""The output of ``shoal plan``: decision, table, curves and footnotes."""
 
 from __future__ import annotations
 
-from shoal.cli.show import print_columns
+from shoal.cli.show import counted, print_columns
 from shoal.plan.answer import Answer
 from shoal.plan.decide import duration
 from shoal.plan.explain import GIB, against, binds, percent
 from shoal.plan.judge import Plan
 from shoal.plan.scale import Point
 
-HEAD = ("", "GiB", "step s", "tokens/s/GPU", "MFU", "vs DDP", "binds", "engine", "layout")
-CURVE = ("GPUs", "seq", "batch", "step s", "tokens/s", "speed-up", "efficiency", "GPU-hours", "layout")
+HEAD = ("", "GiB", "s/step", "tokens/s/GPU", "MFU", "vs DDP", "binds", "engine", "layout")
+CURVE = ("GPUs", "seq", "batch", "s/step", "tokens/s", "speed-up", "efficiency", "GPU-hours", "layout")
 
 
 def show(found: Answer, explain: bool) -> None:
     asked = found.asked
     print(
-        f"{asked.model.name} on {asked.cluster}, {asked.recipe.batch} sequences of {asked.recipe.seq} a step\n"
+        f"{asked.model.name} on {asked.cluster}, {asked.recipe.batch} sequences of {asked.recipe.seq} tokens per step\n"
     )
     print(found.decision.text)
     for reason in found.decision.reasons:
@@ -79,7 +79,7 @@ def _explain(found: Answer) -> None:
         if best is not None and plan is not best:
             print(f"  {against(plan, best)}")
     if found.rejected:
-        print("\nnearest losers")
+        print("\nrunners-up")
     for layout, reason in found.rejected:
         print(f"  {layout}: {reason}")
 
@@ -88,24 +88,26 @@ def _below(found: Answer) -> None:
     chosen = found.choice
     print()
     if chosen is not None and (total := found.cost(chosen)):
-        price = f", costs {total.cost:,.0f}" if total.cost is not None else ""
+        price = f", cost {total.cost:,.0f}" if total.cost is not None else ""
         print(
             f"{total.tokens:,} tokens: {total.steps:,} steps, {duration(total.seconds)} "
             f"± {chosen.error_bar:.0%}, {_amount(total.gpu_hours)} GPU-hours{price}"
         )
     for remedy in found.remedies:
-        print(f"also: {remedy}" if chosen and chosen.fits else f"would fit: {remedy}")
+        print(f"alternative: {remedy}" if chosen and chosen.fits else f"would fit: {remedy}")
+    if ties := sum(plan.tie and plan is not chosen for plan in found.plans):
+        print(f"{counted(ties, 'layout')} (=) within the error bar of the fastest")
     if found.unmeasured:
-        print(f"in no published run, hence a wider error bar: {', '.join(found.unmeasured)}")
+        print(f"not covered by published runs (wider error bar): {', '.join(found.unmeasured)}")
     asked = found.asked
     if asked.layout is None:
         print(
-            f"searched a space of {found.searched:,} layouts in {found.seconds:.2f} s: {found.evaluated:,} priced, "
-            "the others bounded away"
+            f"searched {counted(found.searched, 'layout')} in {found.seconds:.2f} s: {found.evaluated:,} priced, "
+            "the rest pruned by bounds"
             + (
                 ""
                 if found.at_best is None
-                else f", or left: none of those can take under {found.at_best:.4g} s"
+                else f" or left unsearched (none can be faster than {found.at_best:.4g} s/step)"
             )
         )
     if chosen is not None and chosen.fits:

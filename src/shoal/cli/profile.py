@@ -1,4 +1,4 @@
-"""``shoal profile``."""
+"""``shoal profile``: time and memory of one step next to the prediction."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ def profile(
     calibration: bool = True,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """One profiled step: where time and memory went, beside the prediction, and what to change.
+    """Profile one step: where time and memory went, next to the prediction, and what to change.
 
     Example: shoal profile examples/tiny.toml --layout fsdp=2
 
-    Runs a few ordinary steps of the config from its first weights, on the hardware at hand. Writes profile.json and
-    a trace of every rank (open it at ui.perfetto.dev) to the run directory, and touches nothing else there.
+    Runs a few ordinary steps from the initial weights on the hardware at hand. Writes profile.json and a trace of
+    every rank (open it at ui.perfetto.dev) to the run directory, and touches nothing else there.
 
     Parameters
     ----------
     config
         A TOML file; without one the embedded default is profiled.
     layout
-        Where the work happens, as in fsdp=2, or auto.
+        The parallel layout, as in fsdp=2, or auto.
     set
         Override one value, as in recipe.batch=8. May be given several times.
     steps
         Warm-up steps before anything is measured.
     out
-        The directory for all of it; by default that of the run, [run] dir and name.
+        Output directory; by default the run directory ([run] dir and name).
     calibrate
-        First measure what this machine's device and links reach, and keep it for plan. Without a config, only that.
+        First measure the rates of this machine's device and links, and save them for plan; without a config, only that.
     calibration
-        Predict with what --calibrate measured here, where it did.
+        Predict with the rates that --calibrate measured here, if there are any.
     json
         Print one JSON document on standard output, everything else on standard error.
     """
@@ -126,11 +126,11 @@ def _show(measured: Profile) -> None:
     print()
     if measured.pipeline is not None:
         shares = measured.pipeline
-        schedule = f"{shares.scheduled:.1%} ({shares.apart:+.1%}), with equally long ones {shares.even:.1%}"
+        schedule = f"{shares.scheduled:.1%} ({shares.apart:+.1%}); with equally long stages {shares.even:.1%}"
         print(
-            f"pipeline idle {shares.measured:.1%} of its time; its schedule alone, with these computations {schedule}"
+            f"pipeline idle {shares.measured:.1%} of the time; the schedule alone, with these compute times, {schedule}"
         )
-    print(f"times are rank {measured.busiest.rank}'s, which computes longest; rates: {measured.rates.words}")
+    print(f"times of rank {measured.busiest.rank}, which computes longest; rates: {measured.rates.words}")
     for sentence in measured.verdict:
         print(f"- {sentence}")
     print(f"traces for ui.perfetto.dev: {measured.run.profiles}")

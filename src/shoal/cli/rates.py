@@ -1,4 +1,4 @@
-"""What a command's predictions rest on: rates measured on this machine where there are any, else those built in."""
+"""Whether a command predicts with rates measured on this machine or with the built-in ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``shoal schedule``."""
+"""``shoal schedule``: check a pipeline schedule and draw it."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def schedule(
     svg: Path | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """A pipeline's schedule: who computes what when, checked, as a timeline.
+    """Check a pipeline schedule and draw its timeline: which rank computes what, and when.
 
     Example: shoal schedule pp=4,schedule=zbv --micro-batches 8
 
-    F is a forward pass, B a backward pass; split, I is the input's gradient and W the weights'. Drawn with F, I and W
-    of equal length and B of twice that, and with messages that take no time.
+    F is a forward pass, B a backward pass. Split backward passes show as I (input gradient) and W (weight gradient).
+    F, I and W are drawn with equal length, B with twice that; messages take no time.
 
     Parameters
     ----------
     layout
-        With pp, schedule and chunks; other keys play no part.
+        The layout: pp, schedule and chunks; other keys are ignored.
     micro_batches
-        Of one step.
+        Micro-batches per step.
     instructions
-        Also list every rank's instructions, sends and receives among them.
+        Also list every rank's instructions, including sends and receives.
     svg
-        Draw the timeline into this file as well.
+        Also write the timeline to this file as SVG.
     json
         Print one JSON document on standard output.
     """
@@ -50,7 +50,7 @@ def schedule(
     given = Layout.parse(layout)
     require_chunks(given.schedule, given.chunks)
     if micro_batches < 1:
-        raise BadInput(f"--micro-batches {micro_batches}: at least one is needed", "--micro-batches 8")
+        raise BadInput(f"--micro-batches {micro_batches}: must be 1 or more", "--micro-batches 8")
     if given.pp * given.chunks * micro_batches > MOST_PASSES:
         raise BadInput(
             f"{layout} with {micro_batches} micro-batches: more than {MOST_PASSES:,} passes of a chunk to draw",
@@ -66,6 +66,6 @@ def schedule(
         print_json({"layout": str(given), "idle": idle, "in_flight": held, "programs": listed})
         return
     print(as_text(timeline))
-    print(f"idle {idle:.1%}; micro-batches held at once: {', '.join(map(str, held))}")
+    print(f"idle {idle:.1%}; micro-batches in flight: {', '.join(map(str, held))}")
     if instructions:
         print(schedules.text(programs))

@@ -1,4 +1,4 @@
-"""What commands print in common."""
+"""Output shared by commands: JSON, columns, plurals."""
 
 from __future__ import annotations
 
@@ -48,6 +48,11 @@ def warn_of_length(model: Model, seq: int) -> None:
 
     if warning := beyond_positions(model, seq):
         print(f"warning: {warning}", file=sys.stderr)
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 layout``, ``9 layouts``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def print_columns(rows: list[tuple[str, ...]]) -> None:

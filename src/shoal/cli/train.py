@@ -1,4 +1,4 @@
-"""``shoal train``."""
+"""``shoal train``: train or resume."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from shoal.cli.show import counted
 from shoal.launch.report import FAILED, FINISHED, Report
 from shoal.launch.screen import Console
 
@@ -25,17 +26,17 @@ def train(
     calibration: bool = True,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Train; continue by itself when the run directory has a checkpoint.
+    """Train; resume automatically if the run directory has a checkpoint.
 
     Example: shoal train examples/tiny.toml --set recipe.steps=200 --layout dp=2
 
-    Ctrl-C (or SIGTERM, USR1) finishes the step, commits and exits with 75; the same command continues.
+    Ctrl-C (or SIGTERM, SIGUSR1) finishes the step, writes a checkpoint and exits with 75; the same command resumes.
 
-    On several machines that share the run's directory, run the same command on each, with --nodes 2; or with --nodes
-    1:2 to go on with those that are left when one is lost, and to take it in when it is back. How: docs/nodes.md.
+    On several machines that share the run directory, run the same command on each with --nodes 2; with --nodes 1:2
+    the run continues on the machines that are left when one is lost, and takes it back when it returns: docs/nodes.md.
 
-    A rank that keeps the others waiting for fault.stall seconds (0: never mind) is named with the collective and its
-    line; one that runs out of memory, with the nearest change that fits. How to read that: docs/faults.md.
+    A rank that keeps its peers waiting for fault.stall seconds (0: never report) is named with the collective and the
+    line of code; a rank that runs out of memory, with the nearest change that fits: docs/faults.md.
 
     Parameters
     ----------
@@ -44,17 +45,17 @@ def train(
     set
         Override one value, as in recipe.lr=0.001. May be given several times.
     layout
-        Where the work happens, as in dp=2, or auto.
+        The parallel layout, as in dp=2, or auto.
     run
         The run directory itself; by default [run] dir and name.
     fresh
-        Start anew; an old run in the same place is moved aside.
+        Start over; an old run in the same directory is moved aside.
     nodes
-        How many machines run this command together: a number, or the least and the most, as in 2:4.
+        How many machines run this command: a number, or minimum:maximum, as in 2:4.
     node
-        What this machine is called among them; by default its host's name.
+        This machine's name among them; by default its host name.
     calibration
-        Predict with what shoal profile --calibrate measured here, where it did.
+        Predict with the rates that shoal profile --calibrate measured here, if there are any.
     json
         Print one JSON document on standard output, everything else on standard error.
     """
@@ -86,7 +87,7 @@ def train(
         console.print(rates, markup=False)
     if job.cluster.device.name == "cpu" and loaded.recipe.precision in ("bf16", "fp16"):
         console.print(
-            f"note: {loaded.recipe.precision} is very slow on CPUs without units for it; fp32 is not"
+            f"note: {loaded.recipe.precision} is very slow on CPUs without native support; use fp32"
         )
     with given.located():
         if together:
@@ -114,17 +115,19 @@ def _summary(report: Report, console: Console) -> None:
     if report.code != FINISHED:
         return
     if report.row:
-        heldout = f", {report.heldout_loss:.4f} on held-out text" if report.heldout_loss is not None else ""
-        loss = "not finite" if report.row["loss"] is None else f"{report.row['loss']:.4f} nats a token"
-        console.print(f"loss {loss} in training{heldout}")
+        heldout = f", validation {report.heldout_loss:.4f}" if report.heldout_loss is not None else ""
+        loss = "not finite" if report.row["loss"] is None else f"{report.row['loss']:.4f}"
+        console.print(f"final loss: training {loss}{heldout} (nats/token)")
     if report.skipped:
-        console.print(f"{report.skipped} updates were skipped: gradients were not finite (faults.jsonl)")
-    console.print("look at")
+        console.print(
+            f"skipped {counted(report.skipped, 'update')}: gradients were not finite (faults.jsonl)"
+        )
+    console.print("see")
     for file, what in (
         ("metrics.jsonl", "every step: loss, rate, memory"),
-        ("samples.jsonl", "what the model wrote on the way"),
-        ("checkpoints", "weights under Hugging Face's names, every byte hashed"),
-        ("config.toml", "every value of the run"),
+        ("samples.jsonl", "text that the model generated during training"),
+        ("checkpoints", "weights with Hugging Face names, every byte hashed"),
+        ("config.toml", "the complete, resolved config"),
     ):
         path = report.run / file
         if any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size:

@@ -1,4 +1,4 @@
-"""What to say of an option or a command that there is none of: another tool's word for it, or a slip."""
+"""Unknown options and commands: suggest the right one, also from another tool's name for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def refused(error: CycloptsError) -> Problem:
     if isinstance(error, UnknownCommandError) and error.unused_tokens and error.app is not None:
         word = error.unused_tokens[0]
         if chain == "shoal" and word in LATER_COMMANDS:
-            return Problem(f'Unknown command "{word}": it is not there yet', LATER_COMMANDS[word])
+            return Problem(f'Unknown command "{word}": not implemented yet', LATER_COMMANDS[word])
         guess = did_you_mean(word, [name for name in error.app if not name.startswith("-")])
         return Problem(f'Unknown command "{word}"', f"{guess}; {chain} --help lists them")
     if isinstance(error, UnknownOptionError):

@@ -1,1 +1,1 @@
-"""What is given and what is decided once: model, cluster, recipe, layout, config. Never imports torch."""
+"""Inputs and decisions that every package shares: model, cluster, recipe, layout, config. Never imports torch."""

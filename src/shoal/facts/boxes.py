@@ -1,4 +1,4 @@
-"""Which part of a parameter tensor parallelism gives a rank, and with whom that part's gradient has to be summed.
+"""Which slice of a parameter a tensor rank holds, and over which ranks its gradient is summed.
 
 Decided here once: ``parallel`` obeys it, ``predict`` prices it, checkpoints and ``parity`` put parts together by it.
 """

@@ -1,4 +1,4 @@
-"""Calibration: what devices and links really reach of what their makers promise.
+"""Calibration: the rates that devices and links reach in practice, built in or measured.
 
 Every number belongs to a device kind or a kind of link and has a physical meaning. Those here come with Shoal; what
 ``shoal profile --calibrate`` measured of a device kind (``facts/measurements.py``) takes their place, where it was

@@ -1,4 +1,4 @@
-"""Where measured calibrations are kept: one JSON file a device kind, in ``calibration/`` of Shoal's cache.
+"""Measured calibrations on disk: one JSON file per kind of device in ``calibration/`` of Shoal's cache.
 
 Predictions read none of these by themselves. A command that predicts calls ``use`` at its start, once in every
 process that predicts; from then on ``calibration.find`` knows what the files say. A library or a test that does not

@@ -1,4 +1,4 @@
-"""A cluster as the user writes one: ``8xH100``, ``2x8xA100-80GB``, ``local``, or a TOML file.
+"""Parse a cluster as the user writes it: ``8xH100``, ``2x8xA100-80GB``, ``local`` or a TOML file.
 
 A file describes what the catalogue does not know. Everything but ``device`` has a default; what is left out
 of a link keeps the device's value::

@@ -1,4 +1,4 @@
-"""Config: everything a run needs, with a default for each value, so that an empty file trains the embedded default."""
+"""Config: everything a run needs. Every value has a default, so an empty file trains the embedded default."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    name: str = Field("default", min_length=1, description="free text; its slug is the run's directory")
-    dir: str = Field("runs", min_length=1, description="where run directories live")
+    name: str = Field("default", min_length=1, description="free text; its slug names the run directory")
+    dir: str = Field("runs", min_length=1, description="parent directory of run directories")
     strict: bool = Field(
         False, description="bit-identical losses and weights across dp, fsdp, pp and world sizes"
     )
     observe: bool = Field(
         False,
-        description="count one step's collectives and live bytes: observed/rank-*.json in the run's directory",
+        description="record one step's collectives and live bytes in observed/rank-*.json of the run directory",
     )
 
     ledger: bool = Field(
         False,
-        description="write down which samples every step used: ledger/rank-*.jsonl in the run's directory",
+        description="record the samples of every step in ledger/rank-*.jsonl of the run directory",
     )
     environment: list[str] = Field(
         [],
-        description="names of variables that ranks get of your environment, beside those that they need; MY_* is "
-        "all that begin so",
+        description="environment variables passed on to ranks, beyond those they need; MY_* matches all that start "
+        "with MY_",
     )
 
     @field_validator("environment")
     @classmethod
     def _names_alone(cls, names: list[str]) -> list[str]:
         if not all(re.fullmatch(r"[A-Za-z_*?][A-Za-z0-9_*?]*", name) for name in names):
-            raise ValueError("must be names of variables, without their values")
+            raise ValueError("must be names of environment variables, without values")
         return names
 
     @property
@@ -63,27 +63,27 @@ class RunSection(Section):
 
 
 class Lora(Section):
-    rank: int = Field(16, ge=1, le=MOST_RANKS, description="width of the trained addition")
-    alpha: float = Field(32.0, gt=0, description="the addition is scaled by alpha / rank")
+    rank: int = Field(16, ge=1, le=MOST_RANKS, description="rank of the adapters")
+    alpha: float = Field(32.0, gt=0, description="adapters are scaled by alpha / rank")
     targets: list[str] = Field(
-        ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1, description="projections that get one"
+        ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1, description="projections that get an adapter"
     )
 
 
 class ModelSection(Section):
-    preset: str = Field("tiny", min_length=1, description="shape by name, such as tiny or llama3-8b")
+    preset: str = Field("tiny", min_length=1, description="model shape by name, such as tiny or llama3-8b")
     path: str | None = Field(
         None,
         min_length=1,
-        description="shape from a Hugging Face model directory or config.json, in place of preset",
+        description="model shape from a Hugging Face directory or config.json, instead of preset",
     )
     init_from: str | None = Field(
         None,
         min_length=1,
-        description="weights, and unless named the shape, from a Hugging Face model directory",
+        description="Hugging Face model directory to load weights from (and the shape, unless preset or path is set)",
     )
     lora: Lora | None = Field(
-        None, description="a table of rank, alpha, targets: train a low-rank addition, not the weights"
+        None, description="train LoRA adapters instead of the weights: a table of rank, alpha, targets"
     )
 
     @model_validator(mode="before")
@@ -101,45 +101,54 @@ class DataSection(Section):
     mix: list[dict[str, str | float]] = Field([], description="several sources with weights")
     tokenizer: str = Field("bytes", description='"bytes" or the path of a tokenizer.json')
     end_token: str | None = Field(
-        None, description="the token that closes a document, where the tokenizer has no obvious one"
+        None, description="the token that ends a document, if the tokenizer has no obvious one"
     )
-    field: str = Field("text", description="of a JSONL row")
-    packing: bool = Field(
-        True, description="documents fill rows end to end; false: one document a row, padded"
+    field: str = Field("text", description="the field of a JSONL row that holds the text")
+    packing: bool = Field(True, description="pack documents end to end; false: one document per row, padded")
+    within_documents: bool = Field(
+        False, description="attention and targets do not cross document boundaries"
     )
-    within_documents: bool = Field(False, description="attention and targets stay inside a document")
-    heldout: float = Field(0.02, ge=0, lt=1, description="share of the documents kept for evaluation")
+    heldout: float = Field(0.02, ge=0, lt=1, description="fraction of documents held out for validation")
     max_bad_rows: float = Field(
-        0.01, ge=0, le=1, description="share of broken rows that is tolerated, and always a few; 0: none"
+        0.01,
+        ge=0,
+        le=1,
+        description="fraction of broken rows to tolerate (a few are always tolerated); 0: none",
     )
-    cache: str = Field("~/.cache/shoal", min_length=1, description="where tokenised data is kept")
-    workers: int = Field(0, ge=0, le=4096, description="processes that tokenise; 0: one a core")
+    cache: str = Field("~/.cache/shoal", min_length=1, description="directory for tokenised data")
+    workers: int = Field(0, ge=0, le=4096, description="tokenizer processes; 0: one per core")
 
 
 class EvaluateSection(Section):
-    every: int = Field(100, ge=0, description="steps; 0: only after the last one")
-    batches: int = Field(16, ge=0, le=10**9, description="held-out batches an evaluation; 0: none")
-    samples: int = Field(1, ge=0, le=1000, description="texts generated at each evaluation")
-    sample_tokens: int = Field(80, ge=1, le=10**6, description="tokens of a generated text")
-    temperature: float = Field(0.8, ge=0, le=1e6, description="of generated texts; 0: the likeliest token")
+    every: int = Field(100, ge=0, description="steps between evaluations; 0: only after the last step")
+    batches: int = Field(16, ge=0, le=10**9, description="validation batches per evaluation; 0: none")
+    samples: int = Field(1, ge=0, le=1000, description="texts to generate per evaluation")
+    sample_tokens: int = Field(80, ge=1, le=10**6, description="tokens per generated text")
+    temperature: float = Field(0.8, ge=0, le=1e6, description="sampling temperature; 0: greedy")
 
 
 class CheckpointSection(Section):
-    every: int = Field(100, ge=0, description="steps; 0: never; otherwise the last step is committed too")
+    every: int = Field(
+        100,
+        ge=0,
+        description="steps between checkpoints; 0: never; otherwise the last step is checkpointed too",
+    )
     to: str | None = Field(
         None,
         min_length=1,
-        description="a URL such as s3://bucket/runs: checkpoints lie below it under the name of the run's directory, "
-        "in place of the directory itself",
+        description="fsspec URL for checkpoints, such as s3://bucket/runs; they go to a folder named after the run "
+        "directory, instead of the directory itself",
     )
-    keep: int = Field(2, ge=1, description="the last ones are kept")
-    keep_every: int = Field(0, ge=0, description="steps; those of every n-th step are kept for good; 0: none")
-    keep_best: int = Field(0, ge=0, description="those with the lowest held-out loss are kept as well")
-    background: bool = Field(True, description="write while training goes on")
+    keep: int = Field(2, ge=1, description="how many of the latest checkpoints to keep")
+    keep_every: int = Field(
+        0, ge=0, description="keep every checkpoint whose step is a multiple of this, for good; 0: none"
+    )
+    keep_best: int = Field(0, ge=0, description="also keep this many with the lowest validation loss")
+    background: bool = Field(True, description="write checkpoints in the background while training continues")
     memory: int = Field(
         0,
         ge=0,
-        description="steps between copies of the state in this machine's memory, where they outlive a lost rank; "
+        description="steps between in-memory copies of the state, which survive a lost rank; "
         "0: none, 1: a lost rank costs one step",
     )
 
@@ -149,30 +158,28 @@ class CompileSection(Section):
 
 
 class TuneSection(Section):
-    bucket_mb: float = Field(25.0, gt=0, le=1e6, description="gradients summed at once, in MiB")
-    prefetch: int = Field(1, ge=0, le=10**4, description="sharded groups gathered ahead")
+    bucket_mb: float = Field(25.0, gt=0, le=1e6, description="gradient bucket size, in MiB")
+    prefetch: int = Field(1, ge=0, le=10**4, description="FSDP units to all-gather ahead")
     persist_below: int = Field(
-        0, ge=0, description="sharded groups with fewer elements stay gathered until their backward pass"
+        0, ge=0, description="FSDP units with fewer elements stay gathered until their backward pass"
     )
 
 
 class FaultSection(Section):
-    timeout: float = Field(
-        60.0, gt=0, le=1e7, description="seconds a collective may take before its rank is given up"
-    )
+    timeout: float = Field(60.0, gt=0, le=1e7, description="seconds before a collective times out")
     stall: float = Field(
         30.0,
         ge=0,
         le=1e7,
-        description="seconds a rank may keep its peers waiting within a step before the run says who and where; "
+        description="seconds that a rank may keep its peers waiting before the run reports which rank and where; "
         "at least 1, at most half of timeout; 0: never",
     )
-    max_restarts: int = Field(3, ge=0, le=10**6, description="times that workers are restarted after a fault")
+    max_restarts: int = Field(3, ge=0, le=10**6, description="maximum number of restarts after a fault")
     check_every: int = Field(
         100,
         ge=0,
-        description="steps between looks for weights or optimizer states that changed by themselves, or that differ "
-        "between ranks which hold the same; 0: never",
+        description="steps between checks for silent corruption: weights or optimizer states that changed outside an "
+        "update, or differ between replicas; 0: never",
     )
     nonfinite: Literal["skip", "retry", "stop"] = Field(
         "skip", description="when a gradient is not finite: skip the update, retry the step once, or stop"
@@ -180,13 +187,13 @@ class FaultSection(Section):
     spike: float = Field(
         10.0,
         ge=0,
-        description="robust deviations above the usual that make a loss, or a gradient, a spike; 0: none",
+        description="a loss or gradient norm this many robust deviations above the usual is a spike; 0: never",
     )
     on_spike: Literal["warn", "skip"] = Field(
-        "warn", description="note spikes of the loss; or also skip updates whose gradient is one"
+        "warn", description="warn: only report spikes; skip: also skip updates with a gradient spike"
     )
     straggler: float = Field(
-        2.0, ge=0, description="a rank that takes so many times as long as its peers is named; 0: none"
+        2.0, ge=0, description="name a rank that takes this many times as long as its peers; 0: never"
     )
 
 
@@ -200,12 +207,12 @@ class TrackSection(Section):
 class ClusterSection(Section):
     on: str = Field("local", description='"local", "64xH100", "4xcpu" or a file')
     share: bool = Field(
-        False, description="several ranks may share a GPU: for proofs and memory, not for speed"
+        False, description="allow several ranks to share a GPU: for parity and memory, not for speed"
     )
     interface: str | None = Field(
         None,
         min_length=1,
-        description="the network interface at which ranks meet, such as eth0; by default loopback alone",
+        description="network interface that ranks listen on, such as eth0; by default loopback only",
     )
 
 

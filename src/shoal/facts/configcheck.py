@@ -1,4 +1,4 @@
-"""What is wrong with the values of a config, in words that a stranger can act on."""
+"""Error messages for bad config values, each with its fix."""
 
 from __future__ import annotations
 

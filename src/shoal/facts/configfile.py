@@ -1,4 +1,4 @@
-"""Config files: read, overridden and validated, with the place where each value came from."""
+"""Config files: read, override, validate, and record where each value came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Input paths of a config: which values are paths, and what they are relative to.
+"""Which config values are input paths, and what they are relative to.
 
 What a file says is relative to the file's directory, what ``--set`` says to the working directory, as in any command.
 Both become absolute when a config is loaded, so that a run's own config.toml can be used from anywhere. ``run.dir`` and

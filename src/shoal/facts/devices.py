@@ -1,4 +1,4 @@
-"""The catalogue of devices: what each can hold, compute and send, as its maker publishes it.
+"""The device catalogue: memory, peak rates and links from the vendors' datasheets.
 
 Units are bytes, bytes/s, FLOP/s, seconds and watts. Peaks are dense, never with sparsity. Links are per
 direction and per device: what a vendor calls a 900 GB/s NVLink is 450e9 here.

@@ -1,4 +1,4 @@
-"""JSON and TOML files that others wrote, read within limits: of their length, their depth and what is in them.
+"""Read untrusted JSON and TOML within limits on size, depth and content.
 
 What is wrong with one is a ``ValueError`` in one line; the caller knows what the file is, and what would be right.
 """

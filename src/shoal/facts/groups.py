@@ -1,4 +1,4 @@
-"""Which parameters travel together. Decided here, priced by ``predict`` and obeyed by ``parallel``."""
+"""Buckets and FSDP units: which parameters are communicated together; priced in ``predict``, used by ``parallel``."""
 
 from __future__ import annotations
 

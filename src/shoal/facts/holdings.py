@@ -1,4 +1,4 @@
-"""What a parameter weighs: the bytes of its weight, gradient and optimizer states, by recipe and stack."""
+"""Bytes per parameter: weight, gradient and optimizer states, by recipe and stack."""
 
 from __future__ import annotations
 

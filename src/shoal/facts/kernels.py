@@ -1,4 +1,4 @@
-"""Which kernel computes attention on a device: memory depends on it, so who predicts and who runs dry must agree."""
+"""Which attention kernel a device uses; prediction and dry run must agree, because memory depends on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line of every key in a TOML file. The standard parser keeps none, and a message to a person needs one."""
+"""The line number of every key in a TOML file, for error messages; the standard parser keeps none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layout: where the work happens. Degrees and policies, written ``fsdp=4,tp=2`` and never changing the mathematics."""
+"""Layout: degrees and policies, written ``fsdp=4,tp=2``. A layout never changes the mathematics."""
 
 from __future__ import annotations
 

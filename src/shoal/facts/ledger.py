@@ -1,4 +1,4 @@
-"""Ledger: what one rank holds at the fullest moment of a step, in bytes, by what it is for."""
+"""Ledger: bytes that one rank holds at the peak of a step, by category."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The algebra of legality: which layouts a model, a recipe and a cluster can take.
+"""Legality rules: which layouts a model, a recipe and a cluster allow.
 
 Every rule is checked and every violation reported at once, each with the nearest legal value. That value is
 found by trying: it is named only where it puts the rule right and, if at all possible, breaks no other.
@@ -97,8 +97,8 @@ def beyond_positions(model: Model, seq: int) -> str | None:
     if model.positions == "learned" or seq <= model.max_positions:
         return None
     return (
-        f"seq={seq} is longer than the {model.max_positions:,} positions of {model.name}, beyond which it may not learn"
-        f" or know anything: recipe.seq = {model.max_positions} or less, or a model with a larger max_positions"
+        f"seq={seq} is longer than the {model.max_positions:,} positions of {model.name}, beyond which it"
+        f" has not been trained: recipe.seq = {model.max_positions} or less, or a model with a larger max_positions"
     )
 
 
@@ -175,10 +175,10 @@ def _pipeline(case: Case) -> Iterator[Violation]:
         return
     needed = DEFAULT_CHUNKS.get(layout.schedule, 1)
     if layout.schedule in (*ONE_CHUNK, *V_SHAPED) and layout.chunks != needed:
-        what = f"schedule={layout.schedule} has {needed} chunk(s) a rank, not {layout.chunks}"
+        what = f"schedule={layout.schedule} has {needed} chunk(s) per rank, not {layout.chunks}"
         yield Violation("chunks", what, ("chunks",), f"chunks={needed}")
     if layout.schedule == "interleaved" and layout.chunks < 2:
-        what = "schedule=interleaved needs at least 2 chunks a rank"
+        what = "schedule=interleaved needs at least 2 chunks per rank"
         yield Violation("interleaved", what, ("chunks", "schedule"))
     stages = layout.pp * layout.chunks
     if model.layers < stages:
@@ -214,7 +214,7 @@ def _strict(case: Case) -> Iterator[Violation]:
     for axis in ("tp", "cp", "ep"):
         degree = getattr(case.layout, axis)
         if degree > 1:
-            what = f"run.strict: {axis}={degree} sums in another order than one rank does"
+            what = f"run.strict: {axis}={degree} sums in a different order than one rank"
             yield Violation(f"strict {axis}", what, (axis,), f"{axis}=1, or run.strict = false")
     if case.layout.micro not in (None, 1):
         what = f"run.strict works on one sequence at a time; micro={case.layout.micro}"

@@ -1,4 +1,4 @@
-"""What is here: this machine as a cluster of one node, found without torch and without waiting."""
+"""Detect this machine as a cluster of one node, without torch and without delay."""
 
 from __future__ import annotations
 

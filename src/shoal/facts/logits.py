@@ -1,4 +1,4 @@
-"""How many logits a rank holds at once, which decides into how many chunks the loss cuts its tokens."""
+"""How many logits a rank holds at once, which sets the number of chunks in the loss."""
 
 from __future__ import annotations
 

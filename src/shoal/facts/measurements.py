@@ -1,4 +1,4 @@
-"""Measurements: how long kernels, copies and the host took on one machine, as ``shoal profile --calibrate`` saw them.
+"""Measurements of one machine by ``shoal profile --calibrate``: kernels, copies, host.
 
 Seconds and sizes as they were measured, not what was fitted to them, so that a better model can use an older file.
 """

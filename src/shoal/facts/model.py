@@ -1,4 +1,4 @@
-"""Model: the shape of a network. Shapes only; the network itself is in ``models/``."""
+"""Model: the shape of a network. The network itself is in ``models/``."""
 
 from __future__ import annotations
 

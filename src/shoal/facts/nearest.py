@@ -1,4 +1,4 @@
-"""Which complete layouts are legal and nearest to one that is not.
+"""The legal layouts nearest to an illegal one.
 
 Distance is the sum of |log2(new degree / old degree)| over all degrees: doubling or halving one costs 1. Equally far
 layouts are ordered by how few policies change, then by keeping the number of ranks, then by how few degrees change.

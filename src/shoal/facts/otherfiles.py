@@ -1,4 +1,4 @@
-"""What a file or a directory is that was given for a config and is none: another tool's settings, a model, a run."""
+"""Recognise a file given as a config that is something else: another tool's settings, a model, a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameter groups: parameters whose states are sharded over, and copied to, the same ranks. Decided here once.
+"""Parameter groups: parameters whose states are sharded over, and replicated on, the same ranks.
 
 The engine makes one reducer for each group; ``predict`` and the planner price the same list. Routed experts are a group
 because ``ep`` data ranks hold one set of them together. LoRA's factors are one because they alone are trained.

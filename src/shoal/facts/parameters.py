@@ -1,4 +1,4 @@
-"""The one table of tensors: names and shapes in the checkpoints of each family on the Hugging Face hub."""
+"""The table of tensors: names, shapes, how tensor ranks split each, and whether it is trained."""
 
 from __future__ import annotations
 

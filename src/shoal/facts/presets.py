@@ -1,4 +1,4 @@
-"""Well-known models by name. Shapes as in the ``config.json`` that each model's authors published."""
+"""Well-known models by name, with the shapes of their published ``config.json``."""
 
 from __future__ import annotations
 

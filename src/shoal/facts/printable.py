@@ -1,4 +1,4 @@
-"""Text that others wrote, as a terminal may show it: what would move its cursor, or hide what is there, is a code."""
+"""Make untrusted text safe for a terminal: escape control characters and hidden text."""
 
 from __future__ import annotations
 

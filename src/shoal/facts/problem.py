@@ -1,4 +1,4 @@
-"""Bad input, as the user meets it: everything that is wrong, at once, each with its fix."""
+"""Bad input: all problems at once, each with its fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a rank stands on each axis of a layout, and who stands beside it."""
+"""A rank's coordinate on each axis of a layout, and its neighbours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipe: what defines the mathematics of a run. Change it and it is another run; change the layout and it is not."""
+"""Recipe: what defines the mathematics of a run. Changing it makes another run; changing the layout does not."""
 
 from __future__ import annotations
 
@@ -50,51 +50,55 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    seq: int = Field(128, ge=1, le=10**9, description="tokens a sequence")
-    batch: int = Field(16, ge=1, le=10**9, description="sequences a step, over all ranks")
-    steps: int = Field(300, ge=1, le=MOST, description="steps of the run")
+    seq: int = Field(128, ge=1, le=10**9, description="tokens per sequence")
+    batch: int = Field(16, ge=1, le=10**9, description="sequences per step, over all ranks (global batch)")
+    steps: int = Field(300, ge=1, le=MOST, description="optimizer steps")
     tokens: int | None = Field(
         None,
         ge=1,
         le=MOST,
-        description='length of the run in tokens, in place of steps ("15T", "300M"); rounded up to whole steps',
+        description='length of the run in tokens, instead of steps ("15T", "300M"); rounded up to whole steps',
     )
 
     optimizer: Literal["adamw", "sgd"] = Field("adamw", description='"adamw" or "sgd"')
     lr: float = Field(
-        1e-2, gt=0, description="peak learning rate; the default suits the tiny model, larger ones want less"
+        1e-2,
+        gt=0,
+        description="peak learning rate; the default suits the tiny model, larger models need less",
     )
     lr_reference_batch: int | None = Field(
         None,
         ge=1,
-        description="linear scaling rule: lr was tuned at this batch and is multiplied by batch / it",
+        description="linear scaling: the batch size that lr was tuned at; lr is multiplied by batch / this",
     )
-    beta1: float = Field(0.9, ge=0, lt=1, description="of AdamW: memory of the gradient")
-    beta2: float = Field(0.95, ge=0, lt=1, description="of AdamW: memory of the squared gradient")
-    eps: float = Field(1e-8, gt=0, description="of AdamW: added to the divisor")
-    momentum: float = Field(0.9, ge=0, lt=1, description="of SGD")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW: decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="AdamW: added to the denominator")
+    momentum: float = Field(0.9, ge=0, lt=1, description="SGD momentum")
     weight_decay: float = Field(0.1, ge=0, description="not applied to norms and biases")
 
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "cosine", description='of the learning rate: "constant", "linear", "cosine" or "wsd"'
+        "cosine", description='learning-rate schedule: "constant", "linear", "cosine" or "wsd"'
     )
     warmup: int | float | str = Field("5%", description='steps (100), share (0.05) or percent ("5%")')
     decay: int | float | str = Field(
         "20%", description='last phase of the wsd schedule: steps (100), share (0.05) or percent ("5%")'
     )
-    lr_min: float = Field(0.0, ge=0, le=1, description="where linear, cosine and wsd end, as a share of lr")
+    lr_min: float = Field(
+        0.0, ge=0, le=1, description="final learning rate of linear, cosine and wsd, as a fraction of lr"
+    )
 
-    clip: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clipping")
-    seed: int = Field(0, ge=0, lt=2**63, description="of initial weights, sample order and dropout")
-    dropout: float = Field(0.0, ge=0, lt=1, description="share of activations dropped in training")
+    clip: float = Field(1.0, ge=0, description="maximum gradient norm; 0: no clipping")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of initial weights, sample order and dropout")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability")
     precision: Precision = Field(
-        "fp32", description='of the computation: "fp32", "bf16", "fp16", "fp64" or "fp8"'
+        "fp32", description='compute precision: "fp32", "bf16", "fp16", "fp64" or "fp8"'
     )
     states: Literal["fp32", "bf16", "int8"] = Field(
-        "fp32", description='of weights and optimizer states at rest: "fp32", "bf16" or "int8"'
+        "fp32", description='precision of weights and optimizer states at rest: "fp32", "bf16" or "int8"'
     )
     reduce: Literal["fp32", "bf16"] = Field(
-        "fp32", description='of gradients as they are summed over ranks: "fp32" or "bf16"'
+        "fp32", description='precision of the gradient reduction: "fp32" or "bf16"'
     )
 
     @field_validator("tokens", mode="before")

@@ -1,4 +1,4 @@
-"""What looks like a secret is taken out of all that Shoal writes or prints. It reads ``[redacted]`` there.
+"""Redact secrets from everything that Shoal writes or prints.
 
 A secret is known by its name (the values of environment variables such as ``HF_TOKEN``), by its place (a password in a
 URL, a signature in its query, ``password=…``) or by its shape (``ghp_…``, a JSON web token, a private key). Hashes,

@@ -1,4 +1,4 @@
-"""A pipeline schedule is data: for every rank a list of instructions that is printed, checked, simulated and obeyed.
+"""Pipeline schedules as data: a list of instructions per rank that is printed, checked, simulated and executed.
 
 ``compute_order`` decides who computes what when, ``instructions`` adds the messages between ranks, ``check`` proves
 that the result cannot hang, ``simulate`` says how long it takes and ``in_flight`` what it holds.

@@ -1,4 +1,4 @@
-"""Stack: the software that carries out a step, as far as it changes what the step costs.
+"""Stack: the training software, as far as it changes the cost of a step.
 
 Shoal's own engine is one; others are here because their published runs are what the planner is judged by, and because
 a plan can be exported to them. What a stack *does* (which kernels, what rests in which precision) is known from its

@@ -159,8 +159,8 @@ def require_chunks(schedule: str, chunks: int) -> None:
     if schedule not in SCHEDULES:
         raise BadInput(f"unknown pipeline schedule {schedule!r}", did_you_mean(schedule, SCHEDULES))
     if schedule in V_SHAPED and chunks != 2:
-        raise BadInput(f"schedule={schedule} has 2 chunks a rank, not {chunks}", "chunks=2")
+        raise BadInput(f"schedule={schedule} has 2 chunks per rank, not {chunks}", "chunks=2")
     if schedule in ONE_CHUNK and chunks != 1:
-        raise BadInput(f"schedule={schedule} has 1 chunk a rank, not {chunks}", "chunks=1")
+        raise BadInput(f"schedule={schedule} has 1 chunk per rank, not {chunks}", "chunks=1")
     if chunks < (2 if schedule == "interleaved" else 1):
-        raise BadInput(f"schedule={schedule} cannot have {chunks} chunk(s) a rank", "chunks=2")
+        raise BadInput(f"schedule={schedule} cannot have {chunks} chunk(s) per rank", "chunks=2")

@@ -1,4 +1,4 @@
-"""What a target says where there is nothing to predict. Data writes it, the loss leaves it out."""
+"""The target value that marks positions without a target. Data writes it, the loss ignores it."""
 
 from __future__ import annotations
 

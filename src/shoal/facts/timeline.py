@@ -1,4 +1,4 @@
-"""Drawings of a simulated pipeline: one row a rank, time from left to right, as text or as an SVG picture."""
+"""Draw a simulated pipeline as text or SVG: one row per rank, time from left to right."""
 
 from __future__ import annotations
 

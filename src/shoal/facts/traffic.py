@@ -1,4 +1,4 @@
-"""Traffic: what one rank sends and receives in a step, by operation and group, announced or counted alike."""
+"""Traffic: what one rank sends and receives per step, by operation and group, predicted or counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How checkpoint tensors and Shoal's parameters correspond: boxes of one that are boxes of the other.
+"""How checkpoint tensors map to Shoal's parameters: which box of one is which box of the other.
 
 Inside Shoal every dense model carries Llama's names, torch's [out, in] layout and separate projections; a
 checkpoint carries whatever its family carries on the Hugging Face hub.

@@ -1,4 +1,4 @@
-"""What other tools call things, in Shoal's words: Hugging Face, DeepSpeed, Megatron, torchtitan, Accelerate, nanotron.
+"""Translate other tools' terms into Shoal's: Hugging Face, DeepSpeed, Megatron, torchtitan, Accelerate, nanotron.
 
 Whoever comes from one of them writes its words first. Each is answered with the key of a config, the key of a layout or
 a sentence; a word that merely looks alike would send them to another setting.

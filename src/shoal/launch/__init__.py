@@ -1,1 +1,1 @@
-"""How workers are started: on this machine, and on the schedulers that run larger ones."""
+"""Start workers on this machine and on several."""

@@ -1,4 +1,4 @@
-"""torchrun's agent, which starts workers and starts them again, and a watch over the order in which they end."""
+"""torchrun's elastic agent, extended to record in which order workers exit."""
 
 from __future__ import annotations
 

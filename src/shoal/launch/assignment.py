@@ -1,4 +1,4 @@
-"""What a launcher gives every worker, and what it has them call: by name, for only workers need to import it."""
+"""What a launcher passes to every worker, including the function to call, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``shoal train`` once all is checked: torchrun's agent runs the workers; we watch, and say how it ended."""
+"""One attempt of ``shoal train``: torchrun's agent runs the workers; the launcher watches and reports how it ended."""
 
 from __future__ import annotations
 
@@ -222,8 +222,8 @@ class Attempt:
         self.run.note_fault(
             kind="devices",
             step=self.run.step(),
-            action=f"going on with {self.job.layout}",
-            message=f"{there} devices are left, and {before} wants {before.world}",
+            action=f"continuing with {self.job.layout}",
+            message=f"{there} devices are left, but {before} needs {before.world}",
         )
 
     def _cause(self) -> Failure:
@@ -302,7 +302,7 @@ class Attempt:
 
     def _last_commit(self) -> str:
         step = self.run.step()
-        return f"the last commit is step {step}" if step else "nothing was committed yet"
+        return f"the last commit is step {step}" if step else "nothing has been committed yet"
 
     def _report(self, code: int, message: str) -> Report:
         progress = self.progress

@@ -1,4 +1,4 @@
-"""Tokenising a run's data, with a bar to watch."""
+"""Tokenise a run's data with a progress bar."""
 
 from __future__ import annotations
 

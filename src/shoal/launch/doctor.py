@@ -1,4 +1,4 @@
-"""Is this machine ready to train? Each check looks at one thing and says what would put it right."""
+"""Checks behind ``shoal doctor``; each looks at one thing and says how to fix it."""
 
 from __future__ import annotations
 

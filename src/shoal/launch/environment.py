@@ -1,4 +1,4 @@
-"""What the process of a rank gets of the environment: what it needs, and nothing else.
+"""The environment variables that a rank's process gets: an allow-list.
 
 Whoever starts a run has the keys of half a company in their environment. A rank runs other people's code (a model's, a
 library's, a compiler's) and needs almost none of them, so there is a list of what passes. All else stays with the

@@ -1,4 +1,4 @@
-"""An exception in a worker as its reader needs it: which kind of failure it is, in plain words where we know them."""
+"""Classify a worker's exception as a kind of failure, in plain words where possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What went wrong in a worker, told to the launcher: one rank's own error, not the echoes of it in its peers."""
+"""Find the root cause among failures: one rank's own error, not its echoes on peers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def cause(store: SignedStore, attempt: SignedStore, world: int, deaths: Sequence
     silent = [rank for rank in silent if rank not in ours] or (silent if connection is None else [])
     if silent or connection is None:
         first = silent[0] if silent else 0
-        return Failure(first, "killed, or crashed without a word", False, time.time(), kind=CRASHED)
+        return Failure(first, "killed, or crashed without an error message", False, time.time(), kind=CRASHED)
     return connection
 
 

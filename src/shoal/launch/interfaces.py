@@ -1,4 +1,4 @@
-"""Which address ranks meet at: loopback's, or that of the network interface that a config names. Never all of them."""
+"""The address that ranks listen on: loopback, or the interface that the config names. Never all interfaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process becomes a rank: its device, its threads, its process group, its place in the mesh."""
+"""Initialise a process as a rank: device, threads, process group, mesh."""
 
 from __future__ import annotations
 

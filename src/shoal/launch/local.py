@@ -1,4 +1,4 @@
-"""Training on this machine: everything is checked, then torchrun's elastic agent runs one worker a rank."""
+"""Train on this machine: check everything, then start one worker per rank."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def prepare(
         run.check_continues(job, fingerprint)
     check_weights(job, run if not fresh else None)
     if fresh and run.begun:
-        console.print(f"moved the old run to {run.move_aside()}", markup=False)
+        console.print(f"moved the previous run to {run.move_aside()}", markup=False)
     if not run.path.exists():
         held.enter_context(run.held())
         run.check_continues(job, fingerprint)  # somebody else may have been faster
@@ -92,7 +92,7 @@ def prepare(
     if run.finished(steps, commits=job.config.checkpoint.every > 0):
         rows = read_rows(run.metrics)
         row = rows[-1] if rows else None
-        done = f"finished already: {steps} steps are done"
+        done = f"already finished: {steps} steps"
         return Report(FINISHED, run.path, steps, done, row, row.get("heldout_loss") if row else None)
     return {**describe_run(job, dataset.path), "identity": identity(job, fingerprint)}
 
@@ -103,7 +103,7 @@ def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) 
     with private_files():
         run.adopt_memory()
         if run.step():
-            console.print(f"continuing {run.path} after step {run.step()}", markup=False)
+            console.print(f"resuming {run.path} after step {run.step()}", markup=False)
         run.write_start(job, start, describe_plan(job))
         with run.alive():
             yield
@@ -143,7 +143,7 @@ def check_devices(job: Job, visible: str | None, nodes: int = 1) -> None:
         found = "no GPU" if here.device.name == "cpu" else f"{here.devices}x{here.device.name}"
         on_each = " on each node" if nodes > 1 else ""
         raise BadInput(
-            f"layout {job.layout} wants {wanted} x {job.cluster.device.name}{on_each}; this machine has {found}",
+            f"layout {job.layout} needs {wanted} x {job.cluster.device.name}{on_each}; this machine has {found}",
             "--set cluster.on=local, or --set cluster.on=4xcpu for processes on the CPU",
         )
 
@@ -156,7 +156,7 @@ def check_memory(job: Job, nodes: int = 1) -> None:
     if needed > job.cluster.device.memory_bytes:
         raise BadInput(
             f"weights, gradients and optimizer states of {job.model.name} take {needed / 2**30:.1f} GiB, "
-            f"activations not counted; {job.cluster.device.name} has {job.cluster.device.memory_bytes / 2**30:.1f}",
+            f"without activations; {job.cluster.device.name} has {job.cluster.device.memory_bytes / 2**30:.1f}",
             "a smaller model, or --set recipe.states=bf16",
         )
 
@@ -180,9 +180,7 @@ def tokenised(job: Job, console: Console) -> Dataset:
         console.print(f"left out {rows} ({reasons}); see {dataset.path / QUARANTINE}", markup=False)
     _, heldout = cut_samples(dataset, data, job.config.recipe.seq, tokenizer.end)
     if heldout is None:
-        console.print(
-            "too little held-out text for a single sample: there will be no evaluation", markup=False
-        )
+        console.print("not enough validation text for one sample: evaluation is off", markup=False)
     return dataset
 
 

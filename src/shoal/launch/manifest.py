@@ -1,4 +1,4 @@
-"""What a run directory says of its beginning: where it ran, with what, and what was expected of it."""
+"""What a run directory records at its start: machine, versions, plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one live line, and what is worth keeping above it."""
+"""Progress on the terminal: one live line, and notable events above it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Progress:
             self._recent.append(row["step_s"])
             if row.get("heldout_loss") is not None:
                 self.heldout = row
-                self.say(f"step {row['step']:>6}  held-out loss {row['heldout_loss']:.4f} nats a token")
+                self.say(f"step {row['step']:>6}  validation loss {row['heldout_loss']:.4f} nats/token")
             if "compared" in row and row["compared"].get("told", True):
                 self.say(f"step {row['step']:>6}  {_compared(row['compared'])}")
                 if drift := row["compared"].get("drift"):
@@ -235,7 +235,7 @@ def _compared(found: dict[str, Any]) -> str:
     """What was predicted beside what came of it; of what was not compared, why not."""
     parts = []
     if "step_s" in found:
-        times = f"{found['predicted_step_s']:.3g} s a step, measured {found['step_s']:.3g}"
+        times = f"{found['predicted_step_s']:.3g} s/step, measured {found['step_s']:.3g}"
         parts.append(f"predicted {times} ({found['step_s_error']:+.1%}; rates: {found['rates']})")
     if "memory_peak" in found:
         predicted, measured = found["predicted_memory_peak"] / 2**30, found["memory_peak"] / 2**30

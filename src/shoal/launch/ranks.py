@@ -1,4 +1,4 @@
-"""A function in several processes of one machine, each a rank of a small world: for proofs, not for training runs.
+"""Run a function in several local processes, each a rank of a small world: for proofs, not for training.
 
 A training run has torchrun's agent to watch and restart its workers; here the first failure ends them all.
 """

@@ -1,4 +1,4 @@
-"""Output without secrets: of this process as it is written, and of others afterwards, in the files that they wrote.
+"""Redact secrets from this process's output as it is written, and from other processes' log files afterwards.
 
 A rank's output goes straight to its log, with nothing in between that could lose a crash's last words. So Python's own
 streams redact each text as it is written, and what came another way (C++ code, a subprocess) is redacted in the file by

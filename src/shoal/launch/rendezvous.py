@@ -1,4 +1,4 @@
-"""Where workers meet: a store of the launcher's that outlives them, with fresh keys for every attempt.
+"""The rendezvous: the launcher's store, which outlives workers, with fresh keys for every attempt.
 
 torch's own rendezvous listens on every interface, and after a crash its next attempt finds the keys of the last one
 and hangs more often than not on gloo. Here the store belongs to a launcher, is bound to one address alone, and each

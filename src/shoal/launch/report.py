@@ -1,4 +1,4 @@
-"""How a call of ``shoal train`` ended, and the exit code that says so."""
+"""How a call of ``shoal train`` ended, and its exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether workers are started again after a failure, and from where: what a launcher knows, put to ``guard.loops``."""
+"""Whether to restart workers after a failure, and from which checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A console that shows text as text: the only commands that reach the terminal are rich's own."""
+"""A console that prints untrusted text as text: only rich's own control sequences reach the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imported last by the server that workers are forked from: what is there by now stays, and is no garbage.
+"""Last import of the fork server: freeze everything imported so far out of garbage collection.
 
 A worker's collector does not look at it again. To look at an object is to write to its page, and workers would copy
 the server's memory page by page.

@@ -1,4 +1,4 @@
-"""Signals, handled for as long as something lasts."""
+"""Handle signals for the duration of a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads a rank on a CPU computes with.
+"""How many threads a rank computes with on a CPU.
 
 A function of the run and of the machine, never of the moment's load: the bits of a matrix product depend on how many
 threads share it, so a resume on the same machine has to come to the same number.

@@ -1,4 +1,4 @@
-"""One rank's process: it joins the others, trains, and reports how it ended. Here torchrun's environment is read."""
+"""A rank's process: reads torchrun's environment, joins its peers, trains, and reports how it ended."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Tampered(RuntimeError):
 
     def __init__(self, key: str) -> None:
         super().__init__(
-            f"{key} of the run's store is overwritten or deleted again and again by somebody who is not part of this "
+            f"{key} of the run's store keeps being overwritten or deleted by a process that is not part of this "
             "run: another user of this machine, or of its network; see docs/security.md"
         )
 
@@ -217,7 +217,7 @@ class SignedStore:
         if not shared.said:
             shared.said = True
             shared.say(
-                f"somebody who is not part of this run writes to its store ({whole!r}); that is ignored: "
+                f"a process that is not part of this run writes to its store ({whole!r}); its writes are ignored: "
                 "docs/security.md"
             )
 

@@ -1,4 +1,4 @@
-"""Which layout. Never imports torch. The room itself can be called: ``shoal.plan("llama3-8b", "8xH100", …)``."""
+"""Choose a layout. Never imports torch. Callable: ``shoal.plan("llama3-8b", "8xH100", …)``."""
 
 from __future__ import annotations
 

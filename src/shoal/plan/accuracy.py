@@ -1,4 +1,4 @@
-"""How wrong the planner is: its answer for every row of a table of published runs, against what was measured."""
+"""The planner's error on every row of a table of published runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner's whole answer to one question: plans, losers, the decision in words, cost and curves."""
+"""The planner's complete answer: plans, runners-up, the decision in words, cost and curves."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _chosen(found: Answer) -> dict[str, Any]:
     if chosen is None:
         plan = found.best if found.best and found.best.fits else None
         layout = str(plan.layout) if plan else None
-        why = "It is the layout that was asked for." if plan else found.decision.text
+        why = "It is the layout you asked for." if plan else found.decision.text
         return {"layout": layout, "why": why, "fastest": layout, "runs": plan is not None and plan.runs}
     return {
         "layout": str(chosen.plan.layout),

@@ -1,4 +1,4 @@
-"""What a planner is asked: a model, a cluster and a recipe, as names or as values, checked all at once."""
+"""A planning request: model, cluster and recipe, as names or values, validated together."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def ask(
         values["tokens"] = total
     found_recipe = _recipe(values, problems)
     if price is not None and not (math.isfinite(price) and price > 0):
-        problems.append(Problem(f"--price {price}: must be above 0", "--price 2.5, for a GPU and an hour"))
+        problems.append(Problem(f"--price {price}: must be above 0", "--price 2.5, per GPU-hour"))
     if lora is not None and not 1 <= lora <= MOST_RANKS:
         problems.append(Problem(f"--lora {lora}: must be from 1 to {MOST_RANKS}", "--lora 16"))
     chosen: Layout | None = None

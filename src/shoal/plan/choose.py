@@ -1,4 +1,4 @@
-"""What to run: one rule for ``shoal plan``, for ``layout = "auto"`` and for a run that has lost devices.
+"""Choose the layout to run: one rule for ``shoal plan``, ``layout = "auto"`` and runs that have lost devices.
 
 Of the layouts within the error bar of the fastest, the one with the fewest parts, then the one on the best evidence,
 then the one with the fewest axes, then the fastest. What the engine does not run is chosen only where nothing that it
@@ -43,12 +43,16 @@ class Chosen:
     def why(self) -> str:
         """Within which error bar, and what it saves."""
         fastest, within = self.fastest, f"its error bar of ±{self.fastest.error_bar:.0%}"
-        of_all = "the fastest that fits and that the engine runs" if fastest.runs else "the fastest that fits"
+        of_all = (
+            "the fastest layout that fits and that the engine runs"
+            if fastest.runs
+            else "the fastest layout that fits"
+        )
         if replicas_only(self.plan.question.cluster):
-            return "Processes on a CPU are plain replicas."
+            return "On a CPU, every process is a plain replica."
         if self.plan.layout == fastest.layout:
-            return f"It is {of_all}, and nothing within {within} has fewer parts."
-        faster = f"{self.slower:.1%} faster" if self.slower >= 0.0005 else "as fast"
+            return f"It is {of_all}; no layout within {within} has fewer parts."
+        faster = f"{self.slower:.1%} faster" if self.slower >= 0.0005 else "equally fast"
         return (
             f"{of_all[0].upper()}{of_all[1:]}, {fastest.layout}, is predicted to be {faster}, within {within}; "
             f"this one {' and '.join(self._better())}."
@@ -59,21 +63,21 @@ class Chosen:
         # Replicas are no part by themselves, and yet not saved where they are all there is.
         if saved := [part for part in others if part not in mine and part not in self.plan.layout.written()]:
             added = [part for part in mine if part not in others]
-            instead = f", with {_listed(added)} instead" if added else ""
-            yield f"does without {_listed(saved)}{instead}"
+            instead = f", using {_listed(added)} instead" if added else ""
+            yield f"needs no {_listed(saved, 'or')}{instead}"
         if unsure := [claim for claim in self.fastest.unmeasured if claim not in self.plan.unmeasured]:
-            yield f"does not rest on {_listed(unsure)}, which no published run supports"
+            yield f"does not depend on {_listed(unsure)}, which no published run has measured"
         if len(mine) >= len(others) and not unsure:
-            yield "has fewer axes, or a key less to write"
+            yield "has fewer axes or fewer keys"
 
 
 def _parts(plan: Plan) -> list[str]:
     return parts(plan.question)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str], last_word: str = "and") -> str:
     *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
+    return f"{', '.join(first)} {last_word} {last}" if first else last
 
 
 def replicas_only(cluster: Cluster) -> bool:

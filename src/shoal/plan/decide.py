@@ -1,4 +1,4 @@
-"""The decision in plain words: what to run and why; and when not to distribute at all."""
+"""The decision in plain words: what to run and why, and when not to distribute at all."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _numbers(plan: Plan) -> str:
     memory = plan.memory
     return (
         f"{strategy(plan.layout, plan.question.lora is not None)}, "
-        f"{duration(plan.step.seconds)} a step ± {plan.error_bar:.0%}, "
-        f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {percent(plan.mfu)}, "
+        f"{duration(plan.step.seconds)}/step ± {plan.error_bar:.0%}, "
+        f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {percent(plan.mfu)}, "
         f"{memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f} GiB; {binds(plan)}."
     )
 
@@ -66,15 +66,15 @@ def _unrun(plan: Plan, remedies: list[Remedy]) -> Iterator[str]:
     if plan.layout.offload:
         yield _offloaded(plan, remedies)
     if not plan.runs:
-        yield f"It is {UNRUN} ({plan.lacks}); --export writes it for others."
+        yield f"It is {UNRUN} ({plan.lacks}); --export writes it for another stack."
 
 
 def _beside_ddp(plan: Plan) -> str:
     if plan.world == 1:
-        return "There is one GPU: nothing to distribute."
+        return "One GPU: nothing to distribute."
     if plan.ddp_fits:
-        return f"That is {plan.vs_ddp:.2f} times the throughput of plain DDP, which fits too."
-    return f"Plain DDP does not fit; if it did, this would be {plan.vs_ddp:.2f} times as fast."
+        return f"Throughput is {plan.vs_ddp:.2f} times that of plain DDP, which also fits."
+    return f"Plain DDP does not fit; if it did, this layout would be {plan.vs_ddp:.2f} times as fast."
 
 
 def _offloaded(plan: Plan, remedies: list[Remedy]) -> str:
@@ -82,19 +82,19 @@ def _offloaded(plan: Plan, remedies: list[Remedy]) -> str:
     places = {"memory": memory.host * per_node, "disks": memory.nvme * per_node}
     waiting = " and ".join(f"{size / GIB:,.0f} GiB of {place}" for place, size in places.items() if size)
     without = next((remedy for remedy in remedies if remedy.what.endswith("without offload")), None)
-    said = f"Offload takes {waiting} of each node."
+    said = f"Offload uses {waiting} per node."
     return f"{said} Without it: {without}." if without else said
 
 
 def _nothing_fits(asked: Asked, plans: list[Plan], remedies: list[Remedy]) -> str:
     named = asked.layout or (f"{asked.model.name} on {asked.cluster}")
-    text = f"Nothing fits: {named} has no layout that the memory holds."
+    text = f"Nothing fits: no layout of {named} fits in memory."
     if plans:
         memory = plans[0].memory
         text = f"{plans[0].layout} does not fit: {lacks(memory)}."
     if remedies:
-        return f"{text} The smallest change that makes it fit: {remedies[0]}."
-    return f"{text} No change that was tried makes it fit."
+        return f"{text} Smallest change that fits: {remedies[0]}."
+    return f"{text} None of the changes tried makes it fit."
 
 
 # When not to distribute.
@@ -109,31 +109,29 @@ def _not_to_distribute(asked: Asked, plan: Plan) -> tuple[bool, list[str]]:
         return True, [*_slow_network(asked, plan), *_lora(asked)]
     faster = plan.tokens_per_s / one.tokens_per_s
     if faster <= 1:
-        reason = (
-            f"{plan.world} GPUs together are slower than one ({faster:.2f} times): the links are too slow."
-        )
+        reason = f"{plan.world} GPUs are slower than one ({faster:.2f} times its throughput): the links are too slow."
         return False, [reason]
     reasons, distribute = [], True
-    where = f"It fits one GPU ({one.layout}, {one.memory.device_p90 / GIB:.1f} GiB)"
+    where = f"It fits on one GPU ({one.layout}, {one.memory.device_p90 / GIB:.1f} GiB)"
     gain = f"{plan.world} GPUs are {faster:.1f} times as fast"
     if asked.tokens is not None:
         seconds = cost(one, asked.tokens).seconds
         if seconds < HOUR:
-            reasons.append(f"The job is short: {duration(seconds)} on one GPU. Do not distribute it.")
+            reasons.append(f"The job is short ({duration(seconds)} on one GPU): do not distribute it.")
             distribute = False
         elif seconds < DAY:
             reasons.append(
-                f"{where} and takes {duration(seconds)} there, under 24 h: distribute only if you cannot wait; {gain}."
+                f"{where} and takes {duration(seconds)} there: distribute only if you cannot wait a day; {gain}."
             )
             distribute = False
         else:
-            reasons.append(f"{where}, but would take {duration(seconds)} there; {gain}.")
+            reasons.append(f"{where}, but takes {duration(seconds)} there; {gain}.")
     else:
-        reasons.append(f"{where}; {gain}. A job of less than a day there need not be distributed.")
-    if faster < plan.world / 2:
         reasons.append(
-            f"Communication and small shares eat more than half: {plan.world} GPUs do the work of {faster:.1f}."
+            f"{where}; {gain}. A job that takes less than a day on one GPU need not be distributed."
         )
+    if faster < plan.world / 2:
+        reasons.append(f"Scaling efficiency is below 50%: {plan.world} GPUs do the work of {faster:.1f}.")
     return distribute, [*reasons, *_slow_network(asked, plan)]
 
 
@@ -149,9 +147,11 @@ def _slow_network(asked: Asked, plan: Plan) -> list[str]:
     faster = plan.tokens_per_s / inside.tokens_per_s
     if faster <= 1:
         return [
-            f"One node alone is faster ({1 / faster:.2f} times): the network, {cluster.network.kind}, is too slow."
+            f"One node alone is {1 / faster:.2f} times as fast: the network ({cluster.network.kind}) is too slow."
         ]
-    return [f"{cluster.nodes} nodes are {faster:.1f} times as fast as one: the network takes the rest."]
+    return [
+        f"{cluster.nodes} nodes are only {faster:.1f} times as fast as one: the network is the bottleneck."
+    ]
 
 
 def _lora(asked: Asked) -> list[str]:
@@ -164,7 +164,7 @@ def _lora(asked: Asked) -> list[str]:
         return []
     marked = "" if plan.runs else f" ({UNRUN})"
     return [
-        f"To adapt the model and not to pretrain it, LoRA would do: rank {Lora().rank} fits one GPU, "
+        f"For fine-tuning, LoRA with rank {Lora().rank} fits on one GPU: "
         f"{plan.memory.device_p90 / GIB:.1f} GiB, {plan.tokens_per_s_per_gpu:,.0f} tokens/s{marked}."
     ]
 
@@ -176,11 +176,11 @@ def _batch(asked: Asked, plan: Plan) -> list[str]:
         return []
     less, more = batch // devices * devices, -(-batch // devices) * devices
     others = f"{less} or {more}" if less else str(more)
-    limit = "is the limit of" if batch < devices else "does not divide over"
+    limit = "is smaller than" if batch < devices else "does not divide evenly over"
     ranks = plan.layout.data_ranks
     return [
-        f"The batch of {batch} {limit} {devices} GPUs, which make {ranks} data rank{'s' * (ranks > 1)} here; "
-        f"with a batch of {others} each could be one."
+        f"The batch of {batch} {limit} the {devices} GPUs, so there are only {ranks} data rank{'s' * (ranks > 1)}; "
+        f"with a batch of {others}, every GPU could be one."
     ]
 
 
@@ -190,12 +190,12 @@ def _input(plan: Plan) -> list[str]:
     if plan.step.other > MUCH * plan.step.seconds:
         share = plan.step.other / plan.step.seconds
         hints.append(
-            f"{share:.0%} of a step waits for the host to start kernels: a larger micro-batch or compilation helps."
+            f"{share:.0%} of the step is kernel-launch overhead on the host: use a larger micro-batch or compile."
         )
     if plan.step.seconds < HASTY:
         rate = plan.tokens_per_s
         hints.append(
-            f"At {1 / plan.step.seconds:.0f} steps/s and {rate:,.0f} tokens/s input may bind: "
+            f"At {1 / plan.step.seconds:.0f} steps/s and {rate:,.0f} tokens/s, input may be the bottleneck: "
             "tokenise ahead with shoal data prepare."
         )
     return hints

@@ -1,4 +1,4 @@
-"""How well supported a prediction is: which of its parts were ever held against a published run, and what follows.
+"""How well a prediction is supported by published runs, and the error bar that follows.
 
 Every axis and policy of a layout is a claim with a name. How many of the 908 published rows of Shoal's collection
 support each one is written down here; a test counts them again.

@@ -1,4 +1,4 @@
-"""Why a plan is as fast as it is: what its step waits for, what fills its memory, what sets it apart from others."""
+"""Explain a plan: where its step time goes, what fills its memory, how it compares with others."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def parts(plan: Plan) -> list[Part]:
             named += waits
             seconds[f"{group} over {link(group, plan.question)}"] = waits
     # What is exchanged once a step, such as gradients at the end, belongs to no micro-batch's group.
-    seconds["exchange of gradients and weights"] = max(0.0, spent.exposed_comm - named)
+    seconds["gradient and weight exchange"] = max(0.0, spent.exposed_comm - named)
     found = [Part(name, each, each / spent.seconds) for name, each in seconds.items() if each > 0]
     return sorted(found, key=lambda part: -part.seconds)
 
@@ -87,12 +87,12 @@ def binds(plan: Plan) -> str:
 def lacks(memory: Ledger) -> str:
     """What of a plan that does not fit is too large, and where: on the device, or in its machine's memory."""
     if not memory.device_fits:
-        return f"{memory.device_p90 / GIB:.1f} GiB of {memory.capacity / GIB:.1f}, of which {largest_part(memory)}"
+        return f"needs {memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f} GiB, mostly {largest_part(memory)}"
     return _host(memory)
 
 
 def _host(memory: Ledger) -> str:
-    return f"host memory: {memory.host / GIB:.0f} of {memory.host_capacity / GIB:.0f} GiB a device"
+    return f"host memory: {memory.host / GIB:.0f} of {memory.host_capacity / GIB:.0f} GiB per device"
 
 
 def largest_part(memory: Ledger) -> str:
@@ -104,7 +104,7 @@ def why(plan: Plan) -> str:
     """What binds, in sentences."""
     spent = [part for part in parts(plan) if part.share >= WORTH_SAYING]
     time = ", ".join(f"{part.name} {part.share:.0%}" for part in spent)
-    return f"A step is {time}. {_memory(plan)}"
+    return f"Step time: {time}. {_memory(plan)}"
 
 
 def _memory(plan: Plan) -> str:
@@ -113,8 +113,8 @@ def _memory(plan: Plan) -> str:
     if not plan.fits:
         return f"It does not fit: {lacks(memory)}."
     if memory.device_p90 > FULL * memory.capacity:
-        return f"Memory binds too: {sizes} are taken, {largest_part(memory)} the most."
-    return f"Memory is not the limit: {sizes} are taken."
+        return f"Memory is nearly full: {sizes}, mostly {largest_part(memory)}."
+    return f"Memory is not the limit: {sizes}."
 
 
 def against(plan: Plan, best: Plan) -> str:
@@ -127,8 +127,8 @@ def against(plan: Plan, best: Plan) -> str:
     most = [f"{words} +{gap / best.step.seconds:.0%}" for gap, words in costs[:2] if gap > 0.005]
     reason = f": {', '.join(most)}" if most else ""
     if slower <= best.error_bar:
-        return f"a tie, {slower:+.1%} is within the error bar{reason}"
-    return f"slower by {slower:.0%}{reason}"
+        return f"tie: {slower:+.1%} is within the error bar{reason}"
+    return f"{slower:.0%} slower{reason}"
 
 
 def percent(share: float | None) -> str:
@@ -149,7 +149,7 @@ def strategy(layout: Layout, lora: bool = False) -> str:
     if layout.cp > 1:
         names.append(f"context parallelism ({layout.cp_kind})")
     if layout.pp > 1:
-        names.append(f"a pipeline ({layout.schedule})")
+        names.append(f"pipeline ({layout.schedule})")
     if layout.ep > 1:
         names.append("expert parallelism")
     if len(names) >= 3 and layout.tp > 1 and layout.pp > 1:

@@ -1,4 +1,4 @@
-"""Best first through the space of layouts: always the part that may hold the fastest is taken up next.
+"""Best-first search of the layout space: always expand the part that may hold the fastest layout.
 
 A layout is decided step by step (``plan/space.py``). Whatever is undecided, ``plan/bounds.py`` says how long a step
 takes at least and ``plan/room.py`` how much memory it needs at least. A part of the space that cannot fit is dropped

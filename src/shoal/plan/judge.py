@@ -1,4 +1,4 @@
-"""Judging one layout: does it fit, how fast is it, and how much faster than plain replicas."""
+"""Judge one layout: does it fit, how fast is it, and how does it compare with plain DDP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.predict.traffic import traffic
 RUNS = "runs"
 PLANNED = "planned only: "
 # What stands beside everything that is only planned.
-UNRUN = "priced, not run by the engine yet"
+UNRUN = "priced but not run by the engine yet"
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A plan as one HTML page: no script, no network, small enough to mail."""
+"""A plan as one self-contained HTML page without scripts."""
 
 from __future__ import annotations
 
@@ -31,19 +31,17 @@ def page(found: Answer) -> str:
     title = f"{asked.model.name} on {asked.cluster}"
     body = [
         f"<h1>{escape(title)}</h1>",
-        f"<p>{asked.recipe.batch} sequences of {asked.recipe.seq} tokens a step, {asked.recipe.precision}.</p>",
+        f"<p>{asked.recipe.batch} sequences of {asked.recipe.seq} tokens per step, {asked.recipe.precision}.</p>",
         f'<p class="decision">{escape(found.decision.text)}</p>',
         _list(found.decision.reasons),
         _cost(found),
         _plans(found),
-        _curve("Over GPUs: the same step on fewer and on more", found.over_devices),
-        _curve("Over sequence lengths, at the same tokens a step", found.over_sequences),
+        _curve("Scaling: the same step on fewer and more GPUs", found.over_devices),
+        _curve("Sequence length, at the same tokens per step", found.over_sequences),
         _titled("What would make it fit", _list(map(str, found.remedies))),
-        _titled(
-            "Nearest losers", _list(f"{layout}: {reason}" for layout, reason in found.rejected), folded=True
-        ),
-        _titled("In no published run, hence a wider error bar", _list(found.unmeasured)),
-        f"<p>{found.searched:,} layouts, searched in {found.seconds:.2f} s. Times and sizes are predictions.</p>",
+        _titled("Runners-up", _list(f"{layout}: {reason}" for layout, reason in found.rejected), folded=True),
+        _titled("Not covered by published runs (wider error bar)", _list(found.unmeasured)),
+        f"<p>{found.searched:,} layouts searched in {found.seconds:.2f} s. Times and sizes are predictions.</p>",
     ]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
@@ -73,7 +71,7 @@ def _cost(found: Answer) -> str:
     total = found.cost(found.choice) if found.choice else None
     if total is None:
         return ""
-    price = f", costs {total.cost:,.0f}" if total.cost is not None else ""
+    price = f", cost {total.cost:,.0f}" if total.cost is not None else ""
     return (
         f"<p>{total.tokens:,} tokens: {total.steps:,} steps, {duration(total.seconds)}, "
         f"{total.gpu_hours:,.0f} GPU-hours{price}.</p>"

@@ -1,4 +1,4 @@
-"""What a layout is made of: the parts that someone has to understand, tune and debug.
+"""What a layout is made of: the parts that its user has to understand, tune and debug.
 
 Plain replicas have none. Every other axis is a part, replicas beside it too, and so is every policy that differs from
 its default: a schedule, chunks, units, a stage of ZeRO, a micro-batch of one's own, recomputation, each offload.

@@ -1,4 +1,4 @@
-"""Published runs as questions: rows of a table, each with what was measured, for the planner to be judged by.
+"""Published runs as workloads: rows of a table, each with what was measured.
 
 Columns are those of Shoal's collection: shape, cluster, layout, precision; a blank cell is unknown, and there the
 planner makes its own choice.

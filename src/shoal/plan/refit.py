@@ -1,4 +1,4 @@
-"""Another layout for the same run, when devices are gone: the run stays the same, so only the layout may change."""
+"""Choose another layout for the same run when devices are lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def refit(job: Job, devices: int, nodes: int = 1) -> Job:
         if found is not None:
             return found
     raise BadInput(
-        f"no layout of {job.model.name} is left on {devices} devices", "wait for the others to come back"
+        f"no layout of {job.model.name} runs on {devices} device{'s' * (devices != 1)}",
+        "wait for the others to come back",
     )
 
 

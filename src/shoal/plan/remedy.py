@@ -1,4 +1,4 @@
-"""What would make it fit: for a layout the smallest changes to it, for a model more GPUs, offload or LoRA."""
+"""What would make it fit: the smallest changes to a layout; for a model, more GPUs, offload or LoRA."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Remedy:
         memory = self.plan.memory
         return (
             f"{self.what}: {memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f} GiB, "
-            f"{self.plan.step.seconds:.3g} s a step ({self.plan.layout})"
+            f"{self.plan.step.seconds:.3g} s/step ({self.plan.layout})"
             f"{'' if self.plan.runs else f'; {UNRUN}'}"
         )
 
@@ -68,10 +68,10 @@ def for_layout(asked: Asked, layout: Layout) -> list[Remedy]:
     if asked.lora is None:
         lora = judge(replace(asked.question(layout), lora=Lora()))
         if lora.fits:
-            found.append(Remedy(f"LoRA of rank {Lora().rank}", lora))
+            found.append(Remedy(f"LoRA with rank {Lora().rank}", lora))
     elsewhere = best(replace(asked, layout=None))
     if elsewhere:
-        found.append(Remedy("another layout of these GPUs", elsewhere))
+        found.append(Remedy("another layout on these GPUs", elsewhere))
     return _run_first([*found, *_grown(asked, layout)])
 
 
@@ -84,7 +84,7 @@ def for_model(asked: Asked, runnable: bool = False) -> list[Remedy]:
     if asked.lora is None:
         plan = best(replace(asked, lora=Lora(), layout=None))
         if plan:
-            found.append(Remedy(f"LoRA of rank {Lora().rank} on these GPUs", plan))
+            found.append(Remedy(f"LoRA with rank {Lora().rank} on these GPUs", plan))
     more = more_devices(asked, runnable)
     if more:
         resting = " without offload" if runnable else ""
@@ -125,7 +125,7 @@ def _changes(layout: Layout, asked: Asked) -> Iterator[tuple[str, dict[str, Any]
         yield f"recompute={recompute}", {"recompute": recompute}
         yield f"recompute={recompute},micro=1", {"recompute": recompute, "micro": 1}
     if layout.dp > 1:
-        yield "sharding over all data ranks", {"dp": 1, "fsdp": layout.data_ranks, "zero": 3}
+        yield "shard over all data ranks", {"dp": 1, "fsdp": layout.data_ranks, "zero": 3}
     for zero in range(layout.zero + 1, 4):
         yield f"zero={zero}", {"zero": zero}
     for parts in ("optimizer", "optimizer+params", "activations"):

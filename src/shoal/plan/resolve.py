@@ -1,4 +1,4 @@
-"""From a config to a job: names looked up, the layout chosen, everything checked; nothing spawned or written."""
+"""From a config to a job: look up names, choose the layout, check everything; spawn and write nothing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def choose(config: Config, cluster: Cluster, model: Model | None = None) -> Layo
         path = config.model.path
         asked = ask(question, str(path) if path is not None else None)
         raise BadInput(
-            f"auto: nothing that the engine runs is predicted to fit {cluster}",
+            f"auto: no layout that the engine runs is predicted to fit {cluster}",
             f"shoal plan {asked} says what would; a layout that you name is tried in any case",
         )
     return chosen.plan.layout

@@ -1,4 +1,4 @@
-"""A plan as a config that ``shoal train`` runs: never one that the engine does not run yet."""
+"""Save a plan as a config that ``shoal train`` runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def saved(asked: Asked, chosen: Chosen | None, folder: Path) -> tuple[str, Plan]
     if asked.layout is not None:
         plan = judge(asked.question(asked.layout))
     if plan is None or not plan.fits or not plan.runs:
-        what = f"--save: nothing that the engine runs fits {asked.cluster}"
+        what = f"--save: no layout that the engine runs fits {asked.cluster}"
         raise BadInput(Problem(what, "more GPUs; shoal plan without --save says how many"))
     return _text(tables(asked, plan.layout, folder), plan), plan
 
@@ -66,11 +66,11 @@ def tables(asked: Asked, layout: Layout, folder: Path = Path()) -> dict[str, Any
 def _text(found: dict[str, Any], plan: Plan) -> str:
     memory = plan.memory
     head = [
-        "# Written by shoal plan. Everything that is not here has its default; shoal config show lists all of it.",
-        f"# Predicted: {duration(plan.step.seconds)} a step ± {plan.error_bar:.0%}, "
-        f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s a device, "
+        "# Written by shoal plan. Values not listed here keep their defaults; shoal config show lists them all.",
+        f"# Predicted: {duration(plan.step.seconds)}/step ± {plan.error_bar:.0%}, "
+        f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
         f"{memory.peak_allocated / GIB:.3g} GiB allocated of {memory.capacity / GIB:.3g}.",
-        "# The plan chose the layout alone: learning rate, length of the run and data are yours to set.",
+        "# The planner chose only the layout: set the learning rate, the length of the run and the data yourself.",
         "",
         "",
     ]

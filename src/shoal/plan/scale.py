@@ -1,4 +1,4 @@
-"""What a run takes, and how that changes: days, GPU-hours and cost; curves over GPU counts and sequence lengths."""
+"""Cost of a run (days, GPU-hours, price), and curves over GPU counts and sequence lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layout is the fastest that fits, of everything that is legal: the hunts, and what they bring home.
+"""Find the fastest legal layouts that fit.
 
 A strategy (degrees, and what data ranks share) is answered with its fastest layout, so that a list of plans is not one
 plan with ten small differences. What the engine runs is searched first and by itself, then everything.

@@ -1,4 +1,4 @@
-"""The simplest layout that is fast enough: the same walk through the space as ``plan/hunt.py``, in another order.
+"""Find the simplest layout that is fast enough: the walk of ``plan/hunt.py`` in another order.
 
 What has the fewest parts is taken up first (``plan/parts.py``); of as many parts, what rests on the best evidence; of
 as good evidence, what has the fewest axes; and then the fastest. A decision adds parts or none, so the first whole

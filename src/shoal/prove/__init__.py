@@ -1,1 +1,1 @@
-"""Proof that a layout changes nothing, before or beside a run."""
+"""Prove that layouts change nothing: parity, dry run, profile, chaos."""

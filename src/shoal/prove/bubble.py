@@ -1,4 +1,4 @@
-"""A pipeline's measured idle time, and what its schedule would leave idle with computations of the measured length."""
+"""A pipeline's measured idle time, next to what its schedule implies for the measured compute times."""
 
 from __future__ import annotations
 

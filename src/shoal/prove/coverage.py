@@ -1,4 +1,4 @@
-"""Which layouts a proof runs when none are named: every value of every key, every pair of strategies, and 3D."""
+"""The layouts of a proof that names none: every value of every key, every pair of strategies, and 3D."""
 
 from __future__ import annotations
 

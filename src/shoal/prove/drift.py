@@ -1,4 +1,4 @@
-"""Drift: kernels of a profiled step that take longer than they did when the device was calibrated.
+"""Kernels of a profiled step that are slower than when the device was calibrated.
 
 Two calibrations are compared in ``calibrate/drift.py``.
 """
@@ -35,6 +35,6 @@ def of_run(question: Question, kinds: Mapping[str, float], seconds: float) -> li
         if taken > LITTLE * seconds and taken / expected - 1 > NOTABLE:
             found.append(
                 f"{kind} {taken / expected - 1:.0%} slower than when calibrated on {measured.date[:10]}: "
-                "shoal profile --calibrate again, or the device is throttled or shared"
+                "run shoal profile --calibrate again, or check whether the device is throttled or shared"
             )
     return found

@@ -1,4 +1,4 @@
-"""A dry run: the real parallel code of one rank of a world of any size, without hardware, against the prediction.
+"""Dry run: the real parallel code of one rank in a world of any size, without hardware, against the prediction.
 
 The network is built, placed and stepped by the code that trains. What it holds at its fullest and every collective that
 it issues are counted, and set line by line against what ``predict`` announced.

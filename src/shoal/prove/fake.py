@@ -1,4 +1,4 @@
-"""A world that is not there: one rank of any number of ranks runs here alone, on tensors that have no data.
+"""A fake world: one rank of any number runs alone, on tensors without data.
 
 The rank's own code runs as it always does. Its process group answers every collective at once and carries nothing; its
 tensors have shapes, types and storages of the right size, and no values.

@@ -1,4 +1,4 @@
-"""The kernels that the target device would use, pinned for a dry run; a run that used others proves nothing."""
+"""Pin the attention kernels of the target device for a dry run, and fail if others were used."""
 
 from __future__ import annotations
 

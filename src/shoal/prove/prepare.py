@@ -1,4 +1,4 @@
-"""What is checked and made ready before a proof starts its first process."""
+"""What a proof checks and prepares before it starts a process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ready(
 
     problems = []
     if steps < 1:
-        problems.append(Problem(f"--steps {steps}: at least one is needed", "--steps 3"))
+        problems.append(Problem(f"--steps {steps}: must be 1 or more", "--steps 3"))
     for layout in chosen:
         try:
             local.check_devices(job_of(job.config, layout, precisions[0], visible), visible)

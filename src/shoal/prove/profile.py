@@ -1,4 +1,4 @@
-"""Profile: a few steps of a config on the hardware at hand, beside what was predicted of them."""
+"""Profile: a few steps on the hardware at hand, next to their prediction."""
 
 from __future__ import annotations
 

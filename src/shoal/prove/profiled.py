@@ -1,4 +1,4 @@
-"""A few steps of a run under the eyes of a clock, of torch's profiler and of the memory tracker: one rank's part."""
+"""One rank's part of a profile: steps under a clock, torch's profiler and the memory tracker."""
 
 from __future__ import annotations
 

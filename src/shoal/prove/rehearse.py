@@ -1,4 +1,4 @@
-"""A few steps of a run in one layout, with every gradient and every weight looked at: what one rank does of it."""
+"""One rank's part of a parity run: a few steps, with every gradient and weight recorded."""
 
 from __future__ import annotations
 

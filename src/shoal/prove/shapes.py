@@ -1,4 +1,4 @@
-"""What an operator makes of tensors without data, remembered: a step does the same to the same shapes over and over.
+"""Cache what operators do to tensor shapes in a dry run, which repeats the same shapes over and over.
 
 torch remembers too, but looks at so much of every argument that finding what it remembers takes most of a dry run.
 Remembered here is only what is simple: operators whose results are new tensors, views of their first argument, or that

@@ -1,4 +1,4 @@
-"""What a profile means, in words: each thing that stands out, and what would change it."""
+"""A profile's verdict in words: what stands out, and what to change."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def verdict(evidence: Evidence) -> list[str]:
     found += _prediction(evidence)
     if evidence.spread > SPREAD:
         found.append(
-            f"timed steps differ by {evidence.spread:.0%}: something else uses this machine; profile again when "
+            f"timed steps differ by {evidence.spread:.0%}: something else is using this machine; profile again when "
             "it is idle"
         )
     return found or ["nothing stands out"]
@@ -72,7 +72,7 @@ def _parts(evidence: Evidence) -> Iterator[tuple[float, str]]:
     if evidence.input_wait >= INPUT_WAIT:
         yield (
             evidence.input_wait,
-            f"input wait {evidence.input_wait:.0%} of the step: batches come late; keep data.cache on a faster disk, "
+            f"input wait {evidence.input_wait:.0%} of the step: batches arrive late; keep data.cache on a faster disk, "
             "or leave a core free for every rank's loader",
         )
     if evidence.exposed_comm >= EXPOSED:
@@ -80,24 +80,22 @@ def _parts(evidence: Evidence) -> Iterator[tuple[float, str]]:
     if evidence.pipeline is not None and evidence.pipeline.measured >= BUBBLE:
         yield evidence.pipeline.measured, _bubble(evidence, evidence.pipeline)
     if evidence.optimizer >= OPTIMIZER:
-        spread = "" if layout.fsdp > 1 else ", or fsdp, so that each rank updates a part"
+        spread = "" if layout.fsdp > 1 else ", or fsdp, so that each rank updates only a shard"
         yield (
             evidence.optimizer,
-            f"optimizer {evidence.optimizer:.0%} of the step: more tokens a step (recipe.batch){spread}",
+            f"optimizer {evidence.optimizer:.0%} of the step: more tokens per step (recipe.batch){spread}",
         )
     if evidence.recompute >= RECOMPUTE:
         kept = replace(evidence.question, layout=layout.replace(recompute="none"))
         if layout.recompute != "none" and ledger(kept).fits:
             yield (
                 evidence.recompute,
-                f"recomputation {evidence.recompute:.0%} of the step, and memory would do without: recompute=none",
+                f"recomputation {evidence.recompute:.0%} of the step, and it fits without: recompute=none",
             )
     if evidence.host_gaps >= HOST_GAPS:
         on_cpu = evidence.question.cluster.device.name == "cpu"
         lost = (
-            "Python takes it, between operators"
-            if on_cpu
-            else "the device waits for Python to start its kernels"
+            "Python overhead between operators" if on_cpu else "the device waits for Python to launch kernels"
         )
         yield (
             evidence.host_gaps,
@@ -107,7 +105,7 @@ def _parts(evidence: Evidence) -> Iterator[tuple[float, str]]:
         yield (
             evidence.copies,
             f"copies to and from the host {evidence.copies:.0%} of the step: "
-            f"{'a smaller fraction of offload' if layout.offload else 'something reads tensors back every step'}",
+            f"{'offload a smaller fraction' if layout.offload else 'something reads tensors back every step'}",
         )
 
 
@@ -115,14 +113,14 @@ def _communication(evidence: Evidence) -> str:
     group = evidence.links[0] if evidence.links else ""
     link = _link(evidence.question, group)
     what, fix = {
-        "tp": ("sums of tensor parallelism", "a smaller tp and more fsdp"),
-        "dp": ("gradient sums", "more tokens a step (recipe.batch), or recipe.reduce=bf16"),
-        "ep": ("tokens on their way between experts", "a smaller ep"),
+        "tp": ("tensor-parallel collectives", "a smaller tp and more fsdp"),
+        "dp": ("gradient all-reduce", "more tokens per step (recipe.batch), or recipe.reduce=bf16"),
+        "ep": ("expert all-to-all", "a smaller ep"),
     }.get(
         group.partition(" ")[0],
-        ("gathered weights and scattered gradients", "a larger micro, zero=2 or zero=1 if it fits"),
+        ("weight all-gather and gradient reduce-scatter", "a larger micro, or zero=2 or zero=1 if it fits"),
     )
-    return f"{what} exposed {evidence.exposed_comm:.0%} of the step: this link is {link.kind}; {fix}"
+    return f"{what} exposed for {evidence.exposed_comm:.0%} of the step, over {link.kind}: {fix}"
 
 
 def _link(question: Question, group: str) -> Link:
@@ -141,12 +139,12 @@ def _bubble(evidence: Evidence, pipeline: Pipeline) -> str:
     if pipeline.measured > pipeline.scheduled * WAITS_LONGER:
         return (
             f"{text}, where the schedule leaves {pipeline.scheduled:.0%}: messages arrive late, "
-            "so a slower link or too few cores lie between the stages"
+            "so the link between stages is slow or cores are too few"
         )
     if pipeline.busy[slowest] > mean * UNEVEN_STAGES and pipeline.scheduled > pipeline.even * WAITS_LONGER:
         return (
-            f"{text}: rank {slowest} of the pipeline computes {pipeline.busy[slowest] / mean:.1f} times as long as "
-            "the mean; a smaller pp, or more chunks, cuts the layers more evenly"
+            f"{text}: pipeline rank {slowest} computes {pipeline.busy[slowest] / mean:.1f} times as long as "
+            "the mean; a smaller pp or more chunks balances the stages"
         )
     if question.micro > 1:
         fix = f"more micro-batches (micro={question.micro // 2})"
@@ -173,28 +171,28 @@ def _stragglers(evidence: Evidence) -> Iterator[str]:
             longer = ranks[slowest] * len(others) / sum(others) - 1
             stage = f" of stage {number}" if len(evidence.stages) > 1 else ""
             yield (
-                f"rank {slowest} computes {longer:.0%} longer than the other ranks{stage}: look at its clock, its "
-                "temperature and who else uses it"
+                f"rank {slowest} computes {longer:.0%} longer than the other ranks{stage}: check its clock, its "
+                "temperature and what else runs on it"
             )
 
 
 def _prediction(evidence: Evidence) -> Iterator[str]:
     ratio = evidence.seconds / evidence.predicted_seconds
     if evidence.shared:
-        yield "ranks share a device here: memory can be compared, times cannot"
+        yield "ranks share a device: memory is comparable, times are not"
     elif abs(ratio - 1) > STEP_ERROR:
         if ratio > 2:
             apart = f"takes {ratio:.1f} times as long as predicted"
         else:
             apart = f"is {abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'} than predicted"
         because = (
-            "this machine has changed since, or something else uses it" if evidence.rates_measured else ""
+            "the machine has changed since, or something else is using it" if evidence.rates_measured else ""
         )
         reason = "; ".join(part for part in (f"rates: {evidence.rates}", because) if part)
         yield f"the step {apart} ({reason}): shoal profile --calibrate measures this machine"
     off = evidence.predicted_peak / evidence.peak - 1
     if abs(off) > MEMORY_ERROR:
         yield (
-            f"peak memory is predicted {abs(off):.1%} too {'high' if off > 0 else 'low'}: leave that much room when "
+            f"peak memory is predicted {abs(off):.1%} too {'high' if off > 0 else 'low'}: allow for that when "
             "planning"
         )

@@ -1,1 +1,1 @@
-"""Training: the loop, the step, data, checkpoints, metrics."""
+"""Training: loop, step, data, checkpoints, metrics, guards."""

@@ -1,4 +1,4 @@
-"""A run's commits, as one rank takes part in them: when, where to, what is kept, and which one a run continues from."""
+"""One rank's part in commits: when, where, what to keep, and which one to resume from."""
 
 from __future__ import annotations
 

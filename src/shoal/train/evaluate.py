@@ -1,4 +1,4 @@
-"""Loss on held-out text, and texts the model writes. Every rank takes part, for layers may be spread over them."""
+"""Validation loss and generated text; every rank takes part, since layers may be spread over them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written aside, flushed to disk, then renamed into place."""
+"""Atomic files: written aside, flushed to disk, then renamed into place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What first weights are, told without reading them all: a model directory may move between a stop and a resume."""
+"""Fingerprint initial weights without reading them all; a model directory may move between stop and resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop of one rank: from a job to a finished run, or to a commit where it was asked to stop."""
+"""One rank's training loop: from a job to a finished run, or to a commit when asked to stop."""
 
 from __future__ import annotations
 

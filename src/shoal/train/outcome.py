@@ -1,4 +1,4 @@
-"""What a rank tells its launcher. A launcher reads it without importing what trains, which takes seconds."""
+"""What a rank reports to its launcher; importable without the training code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe's names of precisions, as torch's dtypes."""
+"""The recipe's precisions as torch dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Program: one rank's part of a job's computation. Training, proofs and benchmarks all run this one."""
+"""Program: one rank's part of a job's computation, shared by training, proofs and benchmarks."""
 
 from __future__ import annotations
 

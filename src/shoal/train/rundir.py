@@ -1,4 +1,4 @@
-"""A run's directory: what it holds, who holds it, and whether a job may continue what is there. Needs no torch."""
+"""The run directory: its contents, its lock, and whether a job may resume what is there. Needs no torch."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class RunDirectory:
                 ours = False
             except OSError as error:
                 raise BadInput(
-                    f"{self.path} cannot be locked ({error.strerror}), so two runs could meet there",
+                    f"{self.path} cannot be locked ({error.strerror}), so two runs could write to it",
                     "a file system with flock: --run DIR",
                 ) from None
             yield ours
@@ -160,7 +160,7 @@ class RunDirectory:
                     kind="launcher lost",
                     step=self.step(),
                     action=f"continuing after step {self.step()}",
-                    message=f"the launcher before this one ({_whose(before)}) ended without a word",
+                    message=f"the launcher before this one ({_whose(before)}) ended without reporting an error",
                     began=before["time"],
                 )
         replace_text(
@@ -320,7 +320,7 @@ class RunDirectory:
             return content["model"], content["identity"]
         except (OSError, ValueError, KeyError, TypeError):
             raise BadInput(
-                f"{self.manifest} cannot be read, so nobody can tell what run this is",
+                f"{self.manifest} cannot be read, so it is unknown which run this is",
                 "--fresh moves it aside",
             ) from None
 

@@ -1,4 +1,4 @@
-"""What a run is between two steps, and its way into a checkpoint and out of it again, in any layout."""
+"""A run's state between steps: saved to and restored from a checkpoint in any layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training step: forward, backward, sum over ranks, clip, update. The same in every layout."""
+"""One training step: forward, backward, reduce, clip, update; the same in every layout."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_nodes_are_lost_and_come_back_and_the_run_stays_the_same(on_nodes: Start
     assert told["node"] == follows.name and told["rank"] == 2
     assert f"node {follows.name} (ranks 2,3) has not been heard from" in told["message"]
     nodes.wait_for_world(2)
-    assert nodes.wait_for_fault("nodes")["message"] == f"1 of 2 nodes take part: {led.name}"
+    assert nodes.wait_for_fault("nodes")["message"] == f"1 of 2 nodes joined: {led.name}"
     assert nodes.wait_for_fault("restart")["resumed_step"] >= 2
     follows.start()
     nodes.wait_for_world(4)

@@ -174,7 +174,7 @@ def test_at_rest(found: Found) -> None:
         assert (row["ranks"], row["parameters"], row["step"]) == ([flip.rank], [flip.name], 2), layout
         # Step 2's state was taken when ranks had compared it, but may have been committed after it changed.
         assert row["trusted_step"] == 1
-        said = "after the update of step 2 and before the next one, memory changed by itself on rank "
+        said = "after the update of step 2 and before the next one, memory was corrupted on rank "
         assert row["message"].startswith(f"{said}{flip.rank}: {flip.state} of {flip.name} (elements 0-")
 
 
@@ -206,7 +206,7 @@ def test_of_more_the_odd_one_is_named(found: Found) -> None:
     for (layout, flip), ranks in zip(cases, found(4, cases), strict=True):
         assert flip is not None
         assert {row["message"] for _, row, _ in ranks} == {
-            "after step 3 ranks that must hold the same do not: "
+            "after step 3 ranks that must hold identical state differ: "
             f"rank {flip.rank} differs from ranks {','.join(str(r) for r in range(4) if r != flip.rank)} "
             f"in weight of {flip.name}"
         }, layout

@@ -1,4 +1,4 @@
-"""Hugging Face's ``config.json``, read and written: the same shape in their words and in ours."""
+"""Read and write Hugging Face's ``config.json``."""
 
 from shoal.facts.huggingface.read import read_config
 from shoal.facts.huggingface.write import write_config

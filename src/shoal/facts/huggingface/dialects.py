@@ -1,4 +1,4 @@
-"""Families in Hugging Face's words: the keys each spells its own way, and its own defaults."""
+"""Model families in Hugging Face's terms: each family's own keys and defaults."""
 
 from __future__ import annotations
 

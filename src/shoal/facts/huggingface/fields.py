@@ -1,4 +1,4 @@
-"""Typed look-ups in a JSON object that others wrote. What is wrong is noted and told all at once."""
+"""Typed look-ups in an untrusted JSON object; collects all problems before reporting them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rotary part of a ``config.json``: top-level keys in ``transformers`` 4, ``rope_parameters`` in 5."""
+"""Rotary settings of a ``config.json``: top-level keys in ``transformers`` 4, ``rope_parameters`` in 5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Model into the ``config.json`` that ``transformers`` reads back as the same shape."""
+"""Write a Model as a ``config.json`` that ``transformers`` reads back as the same shape."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data; ``facts/schedule.py`` is the way in."""
+"""Pipeline schedules as data; ``facts/schedule.py`` is the entry point."""

@@ -1,4 +1,4 @@
-"""Whether the ranks of a pipeline can carry out their programs together: found out before a run hangs in it."""
+"""Check that the ranks of a pipeline can execute their programs without deadlock, before a run hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One instruction of a pipeline rank, and the tensor that it makes, needs, sends or receives."""
+"""One instruction of a pipeline rank, and the tensor it computes, needs, sends or receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sends and receives, put between the computations of each rank so that every pair of ranks agrees on their order."""
+"""Insert sends and receives between computations so that every pair of ranks agrees on their order."""
 
 from __future__ import annotations
 

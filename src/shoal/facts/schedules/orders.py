@@ -1,4 +1,4 @@
-"""In which order each rank of a pipeline computes. Every schedule is a short rule, written out for one rank.
+"""The order in which each pipeline rank computes: one short rule per schedule.
 
 A rule lists steps: an action and one of the rank's chunks (0 is the first of its stages). Micro-batches are not
 named, because each chunk takes them in order: the third ``F`` of a chunk is the forward of micro-batch 2.

@@ -1,4 +1,4 @@
-"""What a schedule would do in time and hold in memory, without running it."""
+"""Simulate a schedule: its timeline, idle time and micro-batches in flight."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Several machines at one run: each has a launcher with an agent of its own, and one of the launchers leads."""
+"""Train on several machines: one launcher with its own agent per node, one of which leads."""

@@ -1,4 +1,4 @@
-"""How many nodes take part in a run: a number, or from so many to so many. Needs no torch."""
+"""Number of nodes of a run: fixed, or minimum and maximum. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What launchers tell each other: each has one document that it alone writes, and the captain has one for all of them.
+"""Documents that launchers exchange: one written by each launcher, one by the leader for all.
 
 Whatever a launcher needs to know is in the last document of another, so that nothing is lost with a message that was
 not heard, and what is decided is a function of what they say. Plain JSON.

@@ -1,4 +1,4 @@
-"""A launcher that follows: it runs the ranks of its node as the captain says, and tells the captain of them."""
+"""A launcher that follows: runs its node's ranks as the leader says and reports on them."""
 
 from __future__ import annotations
 

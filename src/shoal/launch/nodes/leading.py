@@ -1,4 +1,4 @@
-"""The launcher that leads: it holds the run's directory and the store, and decides who takes part in each round."""
+"""The launcher that leads: holds the run directory and the store, and decides which nodes join each round."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Leading(Attempt):
 
         if not self.captain.wait(gathered, JOIN_SECONDS):
             who = ", ".join(one.name for one in self._ready().values())
-            raise self._over(f"{least} nodes did not come within {JOIN_SECONDS:.0f} s; here are {who}")
+            raise self._over(f"{least} nodes did not join within {JOIN_SECONDS:.0f} s; joined: {who}")
         ready = self._ready()
         if len(ready) < least:
             raise Interrupted
@@ -179,8 +179,8 @@ class Leading(Attempt):
         self.run.note_fault(
             kind="nodes",
             step=self.run.step(),
-            action=f"going on with {job.layout}",
-            message=f"{len(nodes)} of {self.nodes.most} nodes take part: {who}",
+            action=f"continuing with {job.layout}",
+            message=f"{len(nodes)} of {self.nodes.most} nodes joined: {who}",
         )
 
     # Faults.
@@ -232,7 +232,7 @@ class Leading(Attempt):
     def _look_around(self) -> None:
         super()._look_around()
         if self.captain.broken:
-            raise RuntimeError(f"the meeting of the nodes has broken down: {self.captain.broken}")
+            raise RuntimeError(f"the nodes lost their store: {self.captain.broken}")
         if time.monotonic() - self._looked >= PLACE_SECONDS:
             self._looked = time.monotonic()
             if not self.place.stands(self.run.path):
@@ -263,7 +263,7 @@ class Leading(Attempt):
             return
         if larger > self.job.layout.world:
             new = ", ".join(self.captain.name_of(node) for node in there if node not in round.nodes)
-            self.progress.say(f"node {new} has come: making room for it after this step")
+            self.progress.say(f"node {new} has joined: regrouping after this step")
             self.captain.command(regroup=round.number)
             self._store_of(round.number).set(REGROUP, "1")
 

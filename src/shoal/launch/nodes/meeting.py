@@ -1,4 +1,4 @@
-"""Where launchers meet: the captain's store, found through a file in the run's directory, and a thread to talk there.
+"""How launchers meet: the leader's store, found through a file in the run directory, and a thread that talks to it.
 
 Only that thread uses the connection. Whoever wants to say something leaves it with the thread; whoever wants to know
 something reads what was heard last, and when. So nobody hangs where a network has been cut.

@@ -1,4 +1,4 @@
-"""Training on several machines: every one runs the same command, and the one that holds the run's directory leads.
+"""Train on several machines: each runs the same command; the one that locks the run directory leads.
 
 Whoever gets the directory's lock is the captain. Should it be lost, the lock is free, and another one gets it.
 """
@@ -69,7 +69,7 @@ def train(
                 return report
             fresh = False
             time.sleep(LOOK_SECONDS)
-    return Report(STOPPED, run.path, run.step(), "stopped while looking for the node that leads", None, None)
+    return Report(STOPPED, run.path, run.step(), "stopped while looking for the leader", None, None)
 
 
 def check_even(job: Job, nodes: NodeCount) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of all nodes, as the captain's watchdog sees them: its own, and what the other launchers tell of theirs."""
+"""The ranks of all nodes as the leader's watchdog sees them: its own, and those that other launchers report."""
 
 from __future__ import annotations
 

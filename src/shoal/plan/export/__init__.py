@@ -1,4 +1,4 @@
-"""A planned layout as other stacks write it: their files, their launch command, and what they cannot say."""
+"""Export a layout to other stacks: their files, their launch command, and what they cannot express."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What exports have in common: their result, machines and ranks, and sizes in elements."""
+"""Code shared by exports: the result, machines and ranks, sizes in elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe as Hugging Face's ``TrainingArguments``: what a script that uses its Trainer takes on the command line."""
+"""A recipe as Hugging Face ``TrainingArguments``, for scripts that use its Trainer."""
 
 from __future__ import annotations
 

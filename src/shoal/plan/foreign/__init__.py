@@ -1,4 +1,4 @@
-"""An existing DeepSpeed JSON or Accelerate YAML as a Shoal config: what it says, and what has no counterpart."""
+"""Import a DeepSpeed JSON or Accelerate YAML as a Shoal config; list what has no counterpart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``accelerate config`` writes, in Shoal's words."""
+"""Import what ``accelerate config`` writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON file in Shoal's words."""
+"""Import a DeepSpeed JSON file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many ranks read data, and what batch they share: found from whichever of the numbers a file gives."""
+"""Derive data ranks and batch from whichever of these numbers an imported file gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A foreign file's values, each taken once: what nobody takes had no counterpart."""
+"""Read each value of an imported file once; whatever is left has no counterpart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``shoal profile --calibrate``: what this machine reaches under sustained load, measured and kept for predictions."""
+"""``shoal profile --calibrate``: measure this machine's rates under sustained load and save them for predictions."""
 
 from shoal.prove.calibrate.machine import calibrate as calibrate
 from shoal.prove.calibrate.report import Measured as Measured

@@ -1,4 +1,4 @@
-"""Causal attention with shared keys and values, forward and backward, laid out as the network lays it out."""
+"""Time causal attention with shared keys and values, forward and backward, in the network's memory layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under which circumstances a machine was measured: versions, power limit, clock."""
+"""Circumstances of a measurement: versions, power limit, clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies between a device and its host, and to and from the disk that the cache is on."""
+"""Time copies between device and host, and to and from the cache's disk."""
 
 from __future__ import annotations
 

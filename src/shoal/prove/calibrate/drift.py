@@ -1,4 +1,4 @@
-"""Drift: what a machine reaches now against what it reached before, in numbers and in words."""
+"""Compare a new calibration with the previous one, in numbers and words."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ REASONS = {
     "matrix products": "power cap, clock or another tenant",
     "attention": "power cap, clock, another kernel or another tenant",
     "moved bytes": "memory clock or another tenant",
-    "host operators": "a busy or another processor",
-    "disk": "another disk, or others who write to it",
-    "links": "another path between devices, or others who send",
+    "host operators": "a busy or different processor",
+    "disk": "a different or busy disk",
+    "links": "a different or busy path between devices",
 }
 
 

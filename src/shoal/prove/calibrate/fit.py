@@ -1,4 +1,4 @@
-"""The general model's rates, fitted to what was measured: for software other than ours, and for shapes far away."""
+"""Fit the general model's rates to measurements, for other stacks and for shapes far from those measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the host takes to start a step: the real network and the real step, so small that the device waits."""
+"""Time the host: the real network and the real step, so small that the device waits for it."""
 
 from __future__ import annotations
 

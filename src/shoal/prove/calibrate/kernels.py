@@ -1,4 +1,4 @@
-"""All kernels of one device under sustained load: products, attention, what only moves bytes."""
+"""Time all kernels of a device under sustained load: products, attention, memory-bound operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What collectives reach between this machine's ranks: latency and bandwidth, by several operations and sizes."""
+"""Time collectives between this machine's ranks: latency and bandwidth by operation and size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole calibration of a machine, top to bottom: measure, fit, compare with the last one, keep."""
+"""Calibrate a machine from start to end: measure, fit, compare with the last one, save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only moves bytes, as the network runs it: each part with the bytes that its operators move.
+"""Time memory-bound operators as the network runs them, with the bytes they move.
 
 Parts are named and counted as in ``predict/eager.py``; what is timed is the network's own code.
 """

@@ -1,4 +1,4 @@
-"""Matrix products as linear layers have them: the result, the gradient of the input, the gradient of the weight."""
+"""Time matrix products as linear layers run them: output, input gradient, weight gradient."""
 
 from __future__ import annotations
 

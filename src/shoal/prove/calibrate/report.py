@@ -1,4 +1,4 @@
-"""What a calibration says to a person."""
+"""A calibration in words."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Measured:
     def lines(self) -> list[str]:
         found = self.stored.measured
         return [
-            f"{found.device}: measured in {found.seconds:.0f} s, kept in {self.path}",
+            f"{found.device}: measured in {found.seconds:.0f} s, saved to {self.path}",
             *_lines(self.stored),
             *(words(self.drift, self.since) if self.since else []),
         ]

@@ -1,4 +1,4 @@
-"""Samples: pieces of work that are timed in turns, again and again, so that each is seen as a long run would see it.
+"""Samples: kernels timed in turns, again and again, as in a long run.
 
 A device that has computed for a while runs slower than a fresh one: it is at its power limit. So nothing is timed by
 itself. Every round starts all the samples, in another order, one behind the other without a gap, and what counts is

@@ -1,4 +1,4 @@
-"""Which shapes are measured: those of real models on an accelerator, those of small ones on a CPU."""
+"""Shapes to measure: those of real models on an accelerator, of small ones on a CPU."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Faults, injected into a real run, and the proof that they changed nothing."""
+"""Inject faults into a real run and prove that they changed nothing."""

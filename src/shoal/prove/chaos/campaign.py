@@ -1,4 +1,4 @@
-"""A campaign: a real run, faults injected into it one after the other, and what came of each. Needs no torch."""
+"""A campaign: a real run, faults injected one after the other, and the outcome of each. Needs no torch."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class Campaign:
     def _wait_until_told(self, records: list[Struck], before: int) -> int:
         """Wait for the report of each fault; where it does not come, for some steps. The last commit then."""
         last = max(max(record.step, record.committed) for record in records) + TOLD_STEPS
-        for _ in self._patiently("nothing was reported and nothing went on"):
+        for _ in self._patiently("the run reported no fault and made no progress"):
             if self._is_told(records, before) or self._committed() >= last:
                 break
         return self._committed()
@@ -278,7 +278,7 @@ class Campaign:
         self._launch()
 
     def _code_of(self, launcher: subprocess.Popen[bytes]) -> int:
-        for _ in self._patiently("a launcher did not end"):
+        for _ in self._patiently("a launcher did not exit"):
             if (code := launcher.poll()) is not None:
                 return code
         raise AssertionError

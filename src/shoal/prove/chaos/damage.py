@@ -1,4 +1,4 @@
-"""Damage to the newest checkpoint of a run, as disks, people and crashes do it. The last sound copy is never struck."""
+"""Damage the newest checkpoint as disks, people and crashes do; never the last sound copy."""
 
 from __future__ import annotations
 

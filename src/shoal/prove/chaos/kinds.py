@@ -1,4 +1,4 @@
-"""The kinds of faults: whom they strike, at which points of a step, and what the run's report has to say of them.
+"""Kinds of faults: what they hit, at which points of a step, and what the run must report.
 
 Needs no torch.
 """

@@ -1,4 +1,4 @@
-"""A launcher in a process of its own, as ``shoal train`` is: ``python -m shoal.prove.chaos.launcher JSON``.
+"""A launcher in its own process, as ``shoal train`` is: ``python -m shoal.prove.chaos.launcher JSON``.
 
 It starts what ``shoal train`` starts, but for a guest in every rank.
 """

@@ -1,4 +1,4 @@
-"""A network of a run's own, that can be cut: a Linux network namespace with nothing but a loopback. Needs root.
+"""A network that can be cut: a Linux network namespace with only a loopback. Needs root.
 
 All that ranks and their launcher tell each other goes over it. While it is down nothing arrives and nobody is told, as
 when a cable is pulled: connections stay open and silent.

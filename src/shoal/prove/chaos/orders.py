@@ -1,4 +1,4 @@
-"""Orders: how the campaign tells a rank to misbehave, and learns that it has. Files, so that no fault can lose them.
+"""Orders: how a campaign tells a rank to fail and learns that it did; files, so no fault can lose them.
 
 Needs no torch.
 """

@@ -1,4 +1,4 @@
-"""The curve with the faults on it: an SVG, and a few lines of it for a terminal. Needs no torch."""
+"""The loss curve with its faults, as SVG and as terminal text. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A campaign from its beginning to its verdict: the run without faults, the run with them, and the comparison."""
+"""A campaign from start to verdict: the run without faults, the run with faults, the comparison."""
 
 from __future__ import annotations
 
@@ -77,17 +77,19 @@ def check(layouts: list[str], config: Config, kinds: str, nodes: int = 1) -> lis
         if name not in BY_NAME:
             problems.append(Problem(f"--kinds: there is no {name!r}", ", ".join(BY_NAME)))
         elif BY_NAME[name].least_nodes > nodes:
-            problems.append(Problem(f"--kinds: {name} wants several nodes", "--nodes 2"))
+            problems.append(Problem(f"--kinds: {name} needs several nodes", "--nodes 2"))
         elif nodes > 1 and BY_NAME[name].target == "network":
-            problems.append(Problem(f"--kinds: {name} is for one node alone", "leave out --nodes"))
+            problems.append(Problem(f"--kinds: {name} needs a single node", "leave out --nodes"))
     if nodes < 1 or (not problems and all(Layout.parse(text).world % nodes for text in layouts)):
-        problems.append(Problem(f"--nodes {nodes}: no layout has as many ranks on each", "--nodes 2"))
+        problems.append(
+            Problem(f"--nodes {nodes}: no layout has the same number of ranks on every node", "--nodes 2")
+        )
     if problems:
         raise BadInput(problems)
     chosen = [BY_NAME[name] for name in names] or list(KINDS)
     if any(kind.target == "network" for kind in chosen) and not network.possible():
         if names:
-            raise BadInput("--kinds: to cut a network takes root and Linux's namespaces", "other kinds")
+            raise BadInput("--kinds: cutting the network needs root and Linux namespaces", "other kinds")
         chosen = [kind for kind in chosen if kind.target != "network"]
     # Launchers in networks of their own could not meet.
     return [kind for kind in chosen if kind.least_nodes <= nodes and (nodes == 1 or kind.target != "network")]

@@ -1,4 +1,4 @@
-"""A saboteur in a rank's process: it waits for its orders' point of a step, and then does what they say.
+"""The saboteur in a rank's process: waits for its point of a step, then injects the fault.
 
 Training knows nothing of it. It is told what a rank announces, as the flight recorder is, and hooks itself into the
 points between.

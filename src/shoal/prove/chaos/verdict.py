@@ -1,4 +1,4 @@
-"""What a campaign has shown: the same losses, the same weights, every sample once; and how long each fault cost."""
+"""The verdict of a campaign: same losses, same weights, every sample once, and the cost of each fault."""
 
 from __future__ import annotations
 

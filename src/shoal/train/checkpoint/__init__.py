@@ -1,1 +1,1 @@
-"""Checkpoints that know nothing of the layout that wrote them."""
+"""Checkpoints, independent of the layout that wrote them."""

@@ -1,4 +1,4 @@
-"""Whether a manifest agrees with itself: its model with its tensors, its samples with its recipe. Needs no torch.
+"""Check that a manifest is consistent: its model with its tensors, its samples with its recipe. Needs no torch.
 
 Its hash shows what was changed by accident. A change on purpose comes with a new hash, but has to be made everywhere:
 what is written down twice must be the same twice.

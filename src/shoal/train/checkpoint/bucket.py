@@ -1,4 +1,4 @@
-"""Checkpoints on an object store, through fsspec: nothing is renamed there, so the manifest is the commit.
+"""Checkpoints in an object store through fsspec: no rename there, so the manifest is the commit.
 
 Below a URL each checkpoint has a prefix of its own: ``step-00000100/rank-00003-ATTEMPT.bin``, one a rank, and last of
 all ``manifest.json``, which a store puts at once or not at all. Where there is none, there is no checkpoint. A file's

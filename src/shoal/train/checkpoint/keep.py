@@ -1,4 +1,4 @@
-"""Which checkpoints there are to continue from, and which are no longer kept. Needs no torch."""
+"""Which checkpoints can be resumed from, and which to delete. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, piece by piece, every byte hashed, the manifest itself too. Needs no torch."""
+"""The manifest: every piece of a checkpoint with its hash, and its own hash. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last steps' states in this machine's memory, where they outlive the processes that wrote them. Needs no torch.
+"""In-memory checkpoints, which outlive the processes that wrote them. Needs no torch.
 
 They are checkpoints like those on disk, in a file system that lives in memory: a rank that is lost costs what came
 after the last step, and not what came after the last commit to a disk.
@@ -45,5 +45,5 @@ def _root(run_id: str) -> Path:
         return root
     # Anybody may create names there, and whoever owns the directory decides what a run is continued from.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise BadInput(f"{root} belongs to somebody else, or is no directory", "have it removed")
+        raise BadInput(f"{root} belongs to another user, or is not a directory", "have it removed")
     return root

@@ -1,4 +1,4 @@
-"""The last states in the memory of several nodes: each rank's share on its own node, and a copy of it on the next one.
+"""In-memory checkpoints on several nodes: each rank's share on its own node, and a copy on the next.
 
 A node that is lost takes its memory with it; what it held is still on the next. Every node commits the same manifest
 in its own memory, the first rank's last, so that what it has committed is everywhere. Before a run continues from

@@ -1,4 +1,4 @@
-"""Where checkpoints lie. In a directory, be it on a disk or in memory, a rename is the commit. Needs no torch."""
+"""Checkpoint storage in a directory, on disk or in memory: a rename is the commit. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: every byte is checked before a tensor is used, and nothing is read that is not needed."""
+"""Read a checkpoint: verify every byte before use, and read only what is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving: every rank stages what it holds and a thread of it writes that; the first rank's commits when all are done.
+"""Save a checkpoint: every rank stages its share, a thread writes it, the first rank commits.
 
 Training waits for the copy alone. A save that fails, for the disk is full or a server does not answer, leaves the
 commits that were there, and is told to whoever asks.

@@ -1,4 +1,4 @@
-"""Which boxes of which tensors a rank writes: together all ranks write every element once, each what it holds.
+"""Which boxes of which tensors a rank writes, so that every element is written exactly once.
 
 What several ranks hold alike (replicas of ``dp``) they share out: each writes an equal part of it.
 """

@@ -1,4 +1,4 @@
-"""Staging: a copy of what a rank writes, in host memory, laid out as its file. Training goes on once it is made.
+"""Staging: copy a rank's share to host memory, laid out as its file; training continues once it is copied.
 
 On a GPU even the copy runs beside the next step, up to the moment when the optimizer would change what is copied.
 """

@@ -1,4 +1,4 @@
-"""What checkpoints a run has: on disk, in memory and set aside; and whether every byte of them is sound.
+"""List a run's checkpoints, on disk, in memory and set aside, and verify every byte.
 
 Needs no torch, except to verify.
 """

@@ -1,4 +1,4 @@
-"""Bad rows: what could not be read is counted, kept for inspection, and refused when there is too much."""
+"""Bad rows: counted, kept for inspection, and refused when there are too many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dataset: a prepared directory, memory-mapped. Opening reads the manifest and nothing else."""
+"""A prepared, memory-mapped dataset; opening it reads only the manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoding: the documents of some pieces become tokens in spool files. Runs in worker processes."""
+"""Encode documents into token spool files, in worker processes."""
 
 from __future__ import annotations
 

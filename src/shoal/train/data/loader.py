@@ -1,4 +1,4 @@
-"""The loader: samples as tensors. What is in a batch depends on the step and on places in it alone."""
+"""The loader: a batch depends only on the step and the positions in it."""
 
 from __future__ import annotations
 

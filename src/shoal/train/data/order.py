@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of the seed and of how many samples came before.
+"""The order of samples: a pure function of the seed and the number of samples before.
 
 Every epoch is its own pseudo-random permutation of all samples. It is computed, not stored: a small Feistel
 network permutes the numbers of a power of two, and numbers that fall outside the range walk on until they

@@ -1,4 +1,4 @@
-"""Preparing: text is tokenised once into a directory named after its content; later runs find it there."""
+"""Tokenise text once into a directory named after its content, which later runs reuse."""
 
 from __future__ import annotations
 

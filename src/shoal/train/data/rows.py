@@ -1,4 +1,4 @@
-"""Rows: source files cut into pieces that can be read apart, and the documents or faults in each."""
+"""Cut source files into pieces that can be read independently, and read the documents in each."""
 
 from __future__ import annotations
 

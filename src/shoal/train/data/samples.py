@@ -1,4 +1,4 @@
-"""Samples: how the stream of tokens is cut into training sequences. A sample is seq + 1 tokens."""
+"""Cut the token stream into samples of seq + 1 tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards: the spooled tokens become one stream a split, in files of bounded size, with a manifest."""
+"""Merge spooled tokens into one stream per split, in files of bounded size, with a manifest."""
 
 from __future__ import annotations
 

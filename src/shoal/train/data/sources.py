@@ -1,4 +1,4 @@
-"""Sources: which files ``data.source`` names, in an order that depends on their names alone."""
+"""The files that ``data.source`` names, in an order that depends only on their names."""
 
 from __future__ import annotations
 

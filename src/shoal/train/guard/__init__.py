@@ -1,1 +1,1 @@
-"""What keeps a run honest while it goes on."""
+"""Guards: what detects faults while a run is training."""

@@ -1,4 +1,4 @@
-"""Whether all ranks were started for the same run, asked before they first talk in groups.
+"""Check that all ranks were started for the same run before they form groups.
 
 Ranks with different layouts would build different groups and hang in them, so nothing here is a collective: each rank
 leaves its facts in the store, the first one compares them, and all of them read its verdict.

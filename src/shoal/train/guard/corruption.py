@@ -1,4 +1,4 @@
-"""Silent corruption of the live state: a bit that flips in memory, a device that computes wrongly, a broken copy.
+"""Silent corruption of live state: flipped bits, devices that compute wrongly, broken copies.
 
 Two checks. At rest: between two updates nothing may change weights or optimizer states, so their digests are taken
 after one update and again before the next. Across ranks: what several ranks hold alike (replicas, copies of norms and
@@ -149,7 +149,7 @@ class CorruptionGuard:
             for rank, rows in found.items()
         ]
         raise Corrupted(
-            f"after the update of step {step} and before the next one, memory changed by itself on {'; '.join(told)}",
+            f"after the update of step {step} and before the next one, memory was corrupted on {'; '.join(told)}",
             step,
             list(found),
             _names(name for rows in found.values() for _, name, _ in rows),
@@ -205,7 +205,7 @@ class CorruptionGuard:
             for (sure, odd, usual), keys in wrong.items()
         ]
         raise Corrupted(
-            f"after step {step} ranks that must hold the same do not: {'; '.join(sentences)}",
+            f"after step {step} ranks that must hold identical state differ: {'; '.join(sentences)}",
             step,
             sorted({rank for _, odd, _ in wrong for rank in odd}),
             _names(names[key][1] for keys in wrong.values() for key in keys),

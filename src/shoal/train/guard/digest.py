@@ -1,4 +1,4 @@
-"""Digests of live tensors, made on the device where they lie: one number a block, and one a tensor.
+"""Digests of live tensors, computed on their device: one number per block and one per tensor.
 
 A word is an element, or a half of one that has 64 bits. Within a block every word is taken as an integer and counts
 times an odd number of its own, modulo 2⁶⁴. An odd multiple of a difference below 2³² is never 0 there, so a change of

@@ -1,4 +1,4 @@
-"""Crash loops: whether a run that has failed is started again, from which commit, or not at all. Needs no torch.
+"""Crash loops: whether to restart a failed run, and from which commit. Needs no torch.
 
 Faults that come from outside are over after a restart. Those that are not look alike: the same step again, or no step
 at all after the same commit was restored. What is decided is a function of the failures so far and the commits there

@@ -1,4 +1,4 @@
-"""Out of memory, explained: what was predicted beside what was there, and the nearest change that fits."""
+"""Out of memory, explained: prediction next to measurement, and the nearest change that fits."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def verdict(job: Job, predicted: Ledger, measured: Measured) -> str:
     """The ledger beside what was measured, and what to change."""
     capacity = _capacity(job, predicted, measured)
     lines = [
-        f"out of memory: {amount(measured.asked)} more were asked for, of {amount(capacity)}",
+        f"out of memory: tried to allocate another {amount(measured.asked)} of {amount(capacity)}",
         f"  {'':32} {'predicted':>9} {'measured':>9}  GiB",
     ]
     rest = predicted.activations + predicted.logits + predicted.buffers
@@ -211,29 +211,27 @@ def verdict(job: Job, predicted: Ledger, measured: Measured) -> str:
     ):
         lines.append(f"  {name:32} {_gib(foreseen):>9} {_gib(seen):>9}")
     moment = f" ({predicted.instant})" if predicted.instant else ""
-    lines.append(f"  predicted is the fullest moment of a step{moment}, measured the moment of the error")
+    lines.append(f"  predicted: at the step's peak{moment}; measured: at the error")
     if measured.peak_allocated is not None:
-        peaks = f"{_gib(measured.peak_allocated)} GiB, of the allocator {_gib(measured.peak_reserved)} GiB"
-        lines.append(f"  the most that tensors have held so far: {peaks}")
+        peaks = f"{_gib(measured.peak_allocated)} GiB, allocator {_gib(measured.peak_reserved)} GiB"
+        lines.append(f"  peak so far: tensors {peaks}")
     if measured.resident is not None:
-        lines.append(
-            f"  all that this process has in memory, its code included: {_gib(measured.resident)} GiB"
-        )
+        lines.append(f"  resident set of this process, code included: {_gib(measured.resident)} GiB")
     factor = _shortfall(predicted, measured)
     if factor > NOTICEABLE:
         lines.append(
-            f"  more was needed than predicted: at least {factor:.2f} times as much; the change allows for it"
+            f"  the run needs at least {factor:.2f} times the predicted memory; the fix below allows for it"
         )
     if measured.unused and measured.unused >= measured.asked:
         lines.append(
-            f"  the allocator holds {_gib(measured.unused)} GiB that are free, in pieces that are too small: "
-            "PYTORCH_ALLOC_CONF=expandable_segments:True joins them"
+            f"  the allocator holds {_gib(measured.unused)} GiB in free blocks that are too small: "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True avoids that"
         )
     found = nearest(job, predicted, measured)
     if found is None:
-        fix = "no other policy or layout that runs on these devices is predicted to fit; more of them, or less at once"
+        fix = "no other layout is predicted to fit on these devices; use more devices or a smaller batch"
     else:
-        fix = f"the nearest change that is predicted to fit: {found}; {_slower(job, found)}"
+        fix = f"nearest change that is predicted to fit: {found}; {_slower(job, found)}"
     return "\n".join([*lines, f"  fix: {fix}"])
 
 
@@ -256,8 +254,8 @@ def _slower(job: Job, found: Remedy) -> str:
     """How much longer a step takes with a change than it would without, had it fitted."""
     change = found.plan.step.seconds / judge(job.workload()).step.seconds - 1
     if abs(change) < SAME_TIME:
-        return "a step takes as long as without"
-    return f"a step takes {abs(change):.1%} {'longer' if change > 0 else 'less time'} than without"
+        return "the step time stays the same"
+    return f"a step takes {abs(change):.1%} {'longer' if change > 0 else 'less time'}"
 
 
 def _shortfall(predicted: Ledger, measured: Measured) -> float:

@@ -1,4 +1,4 @@
-"""Gradients that are not finite never reach the weights. What happens instead is the recipe's owner's choice."""
+"""Non-finite gradients never reach the weights: skip, retry or stop, as configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a machine, from /proc, and signals to them. Needs no torch."""
+"""Processes of a machine from /proc, and signals to them. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spikes: a loss, or a gradient's norm, that is far above what it usually is.
+"""Spikes: a loss or gradient norm far above the usual.
 
 What is usual is the median of the last steps, and how far they lie from it the median of that: neither is moved by a
 few outliers. Both are a function of the last rows of metrics.jsonl, so a run that was resumed judges as one that was

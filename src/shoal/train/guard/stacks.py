@@ -1,4 +1,4 @@
-"""Where a rank stands: its threads' stacks, written on a signal by C code that needs no Python lock, and read back."""
+"""Stack dumps of a rank's threads, written on a signal without the Python lock, and parsed."""
 
 from __future__ import annotations
 

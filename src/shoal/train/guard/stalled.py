@@ -1,4 +1,4 @@
-"""Who keeps the others waiting: ranks compared by the collectives that they have entered, and the verdict in words.
+"""Which rank keeps its peers waiting, from the collectives that each has entered, in words.
 
 A collective needs all ranks of its group, and every rank enters a group's collectives in the same order. So whoever has
 entered fewer of them than its peers is who the peers wait for; nobody needs to know which of them have completed.

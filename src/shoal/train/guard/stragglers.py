@@ -1,4 +1,4 @@
-"""Stragglers: ranks that are slower than their peers, step after step, and so set the pace of all of them.
+"""Stragglers: ranks that are slower than their peers step after step.
 
 All ranks' steps take equally long, since they wait for each other. What differs is how much of a step a rank does not
 wait. Now and then each rank tells its usual such time, and whoever's is far above that of its peers is named.
@@ -82,7 +82,7 @@ class Stragglers:
             return None
         self._named.update(dict.fromkeys(slow, now))
         told = [
-            f"rank {rank} takes {1000 * busy[rank]:.1f} ms of every step, its peers {1000 * usual:.1f}"
+            f"rank {rank} takes {1000 * busy[rank]:.1f} ms per step, its peers {1000 * usual:.1f}"
             for rank, usual in slow.items()
         ]
         return {

@@ -1,4 +1,4 @@
-"""The launcher's watch over the ranks: from what their flight recorders show, it says who keeps the others waiting."""
+"""The launcher's watchdog: reads the ranks' flight recorders and names the one that stalls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks that a watchdog watches: their flight recorders and, once one keeps the others waiting, their stacks.
+"""The ranks that a watchdog watches: their flight recorders and, after a stall, their stacks.
 
 It needs no help from a rank, and none of its locks: a rank may be stuck in C code, or not be running at all.
 """

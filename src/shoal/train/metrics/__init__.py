@@ -1,1 +1,1 @@
-"""What a run reports of itself, step by step."""
+"""What a run reports, step by step."""

@@ -1,4 +1,4 @@
-"""Predicted and measured, side by side: every run holds its plan to account after its first steps."""
+"""Compare a run's first steps with its plan."""
 
 from __future__ import annotations
 
@@ -78,6 +78,6 @@ class Comparison:
             if longer > DRIFT:
                 found["drift"] = (
                     f"steps take {longer:.0%} longer than the calibration of {self.calibrated[:10]} says: "
-                    "shoal profile --calibrate again, or the device is throttled or shared"
+                    "run shoal profile --calibrate again, or check whether the device is throttled or shared"
                 )
         return found

@@ -1,4 +1,4 @@
-"""Which samples each step used: written by every rank that reads data, and the proof that each was used once.
+"""Record which samples each step used, and prove that each was used once.
 
 A step that a fault undid is done again, and leaves rows of two attempts. The one whose row is in metrics.jsonl counts.
 """

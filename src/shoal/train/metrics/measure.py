@@ -1,4 +1,4 @@
-"""How long a step took, what rate that is, and how much memory was needed. Every number says what it counts."""
+"""Step time, throughput and memory of a step."""
 
 from __future__ import annotations
 

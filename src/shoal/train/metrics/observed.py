@@ -1,4 +1,4 @@
-"""One step under observation: what this rank sent and received, and what it held at its fullest."""
+"""One observed step: what this rank communicated, and what it held at its peak."""
 
 from __future__ import annotations
 

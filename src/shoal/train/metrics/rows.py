@@ -1,4 +1,4 @@
-"""Files with a row a step, such as metrics.jsonl: each step once, in order, whatever happened in between."""
+"""Files with one row per step, such as metrics.jsonl: each step once, in order, across resumes."""
 
 from __future__ import annotations
 
