@@ -22,12 +22,12 @@ from record import record
 from rich.console import Console
 
 from shoal.facts.configfile import load
-from shoal.launch.data import prepared
+from shoal.launch.local import prepared
 from shoal.observe.flight import INPUT
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job, resolve
+from shoal.train.files import read_rows
 from shoal.train.loop import Training, train
-from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory
 
 # Turns before the first save, and between one that is written and the next.

@@ -26,7 +26,7 @@ from shoal.launch import local
 from shoal.launch.report import Report
 from shoal.plan.resolve import resolve
 from shoal.train.checkpoint.read import Checkpoint
-from shoal.train.metrics.rows import read_rows
+from shoal.train.files import read_rows
 from shoal.train.rundir import RunDirectory
 from tests import ranks
 

@@ -7,7 +7,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.facts.printable import printable
+from shoal.facts.redact import printable
 
 
 def test_commands_are_written_out() -> None:

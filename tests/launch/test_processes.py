@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.signals import STOP_SIGNALS
-from shoal.train.metrics.rows import read_rows
+from shoal.train.files import read_rows
 
 Start = Callable[..., subprocess.Popen[str]]
 

@@ -39,7 +39,7 @@ from shoal.launch.report import FINISHED
 from shoal.parallel.signed import SignedStore, new_secret
 from shoal.plan.resolve import resolve
 from shoal.train.checkpoint import memory
-from shoal.train.metrics.rows import read_rows
+from shoal.train.files import read_rows
 from shoal.train.rundir import RunDirectory
 
 SETTLED = 3  # steps after which all ports are open

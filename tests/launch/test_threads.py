@@ -8,8 +8,7 @@ from torch.distributed import HashStore
 
 from shoal.facts.configfile import load
 from shoal.launch import threads
-from shoal.launch.join import join
-from shoal.launch.threads import given_threads, thread_count
+from shoal.launch.join import given_threads, join, thread_count
 from shoal.plan.resolve import Job, resolve
 
 WIDE = ("recipe.seq=1024", "recipe.batch=16", "model.preset=llama3.2-1b")

@@ -16,7 +16,7 @@ from shoal.parallel.pieces import held_parameters, whole_pieces
 from shoal.parallel.segment import carve
 from shoal.predict.states import rank_states, replica_states
 from shoal.train import optimizer as optimizers
-from shoal.train.precision import parameter_dtype
+from shoal.train.program import parameter_dtype
 
 
 @pytest.mark.parametrize(

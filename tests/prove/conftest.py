@@ -13,7 +13,7 @@ from rich.console import Console
 from shoal.facts.configfile import load
 from shoal.facts.huggingface import write_config
 from shoal.facts.presets import PRESETS
-from shoal.launch.data import prepared
+from shoal.launch.local import prepared
 from shoal.prove.parity import Prover, Rehearse
 from shoal.prove.rehearse import rehearse
 

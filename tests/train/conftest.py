@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from shoal.facts.configfile import load
-from shoal.launch.data import prepared
+from shoal.launch.local import prepared
 from shoal.models.decoder import Network
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import resolve

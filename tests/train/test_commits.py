@@ -16,8 +16,8 @@ from shoal.train.checkpoint.keep import doomed
 from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.checkpoint.memory import forget
 from shoal.train.checkpoint.stage import Room, Stage
+from shoal.train.files import read_rows
 from shoal.train.loop import Training
-from shoal.train.metrics.rows import read_rows
 from shoal.train.state import State
 
 MakeTraining = Callable[..., Training]

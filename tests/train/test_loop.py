@@ -12,8 +12,8 @@ import torch
 from tests.train.conftest import network_of
 
 from shoal.train.data.loader import Batch, _collate
+from shoal.train.files import read_rows
 from shoal.train.loop import Training
-from shoal.train.metrics.rows import read_rows
 from shoal.train.outcome import Outcome
 
 MakeTraining = Callable[..., Training]

@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.ranks import run_ranks
 
 from shoal.facts.configfile import load
-from shoal.launch.data import prepared
+from shoal.launch.local import prepared
 from shoal.parallel.execute import Executor
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job, resolve

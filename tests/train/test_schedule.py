@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.facts.recipe import Recipe
-from shoal.train.schedule import learning_rate
+from shoal.train.optimizer import learning_rate
 
 SHAPES = ("constant", "linear", "cosine", "wsd")
 

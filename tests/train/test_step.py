@@ -11,7 +11,7 @@ from tests.train.conftest import network_of
 from torch.nn import functional as F
 
 from shoal.train.loop import Training
-from shoal.train.schedule import learning_rate
+from shoal.train.optimizer import learning_rate
 
 MakeTraining = Callable[..., Training]
 

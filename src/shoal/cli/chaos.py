@@ -123,7 +123,7 @@ def _line(one: Struck) -> str:
 
 def _draw(folder: Path, verdict: Verdict, console: Console) -> None:
     from shoal.prove.chaos import picture
-    from shoal.train.metrics.rows import read_rows
+    from shoal.train.files import read_rows
     from shoal.train.rundir import RunDirectory
 
     rows = read_rows(RunDirectory(folder / "run").metrics)

@@ -33,7 +33,7 @@ def prepare(
     """
     from shoal.cli.show import print_json
     from shoal.facts.configfile import load
-    from shoal.launch.data import prepared
+    from shoal.launch.local import prepared
     from shoal.launch.screen import Console
     from shoal.train.data.dataset import QUARANTINE, read_manifest
 

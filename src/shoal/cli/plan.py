@@ -100,8 +100,7 @@ def plan(
     gc.disable()  # a search makes a million small things and no circles: looking for these is a tenth of its time
 
     from shoal.cli.plan_table import show
-    from shoal.cli.rates import measured_rates, use_calibration
-    from shoal.cli.show import print_json, warn_of_length
+    from shoal.cli.show import measured_rates, print_json, use_calibration, warn_of_length
     from shoal.facts.problem import BadInput
     from shoal.plan.answer import answer
     from shoal.plan.asked import ask

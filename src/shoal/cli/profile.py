@@ -63,8 +63,7 @@ def profile(
     json
         Print one JSON document on standard output, everything else on standard error.
     """
-    from shoal.cli.rates import use_calibration
-    from shoal.cli.show import print_json, warn_of_length
+    from shoal.cli.show import print_json, use_calibration, warn_of_length
     from shoal.facts.configfile import load
     from shoal.launch.report import FAILED, FINISHED
     from shoal.plan.resolve import resolve

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.facts.problem import Problem
 
 if TYPE_CHECKING:
+    from shoal.facts.cluster import Cluster
     from shoal.facts.model import Model
 
 
@@ -61,3 +62,20 @@ def print_columns(rows: list[tuple[str, ...]]) -> None:
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(cells).rstrip())
+
+
+def use_calibration(wanted: bool = True) -> None:
+    """To be called before anything is predicted. A file that cannot be used is a warning, with what to do."""
+    from shoal.facts import calibrationfile
+
+    folder = calibrationfile.default_folder() if wanted else None
+    for warning in calibrationfile.use(folder):
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def measured_rates(cluster: Cluster) -> str | None:
+    """One line for a person; None where nothing was measured."""
+    from shoal.facts import calibration
+
+    found = calibration.find(cluster)
+    return f"rates: {found.words}; --no-calibration ignores them" if found.measured is not None else None

@@ -59,8 +59,7 @@ def train(
     json
         Print one JSON document on standard output, everything else on standard error.
     """
-    from shoal.cli.rates import measured_rates, use_calibration
-    from shoal.cli.show import print_json, warn_of_length
+    from shoal.cli.show import measured_rates, print_json, use_calibration, warn_of_length
     from shoal.facts.configfile import load
     from shoal.launch import local
     from shoal.launch.manifest import predicted_time

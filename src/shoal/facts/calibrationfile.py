@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from shoal.facts import calibration
 from shoal.facts.calibration import Calibration, DeviceRates, LinkRates
 from shoal.facts.devices import Hardware
-from shoal.facts.documents import read_bytes
+from shoal.facts.documents import first_fault, read_bytes
 from shoal.facts.measurements import Measurements
 
 FORMAT = 1
@@ -77,9 +77,7 @@ def read(path: Path) -> Stored:
     try:
         stored = Stored.model_validate_json(read_bytes(path))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+        raise ValueError(first_fault(error)) from None
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from None
     if stored.format != FORMAT:

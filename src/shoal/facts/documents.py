@@ -11,6 +11,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 # A model's config has kilobytes, a tokenizer's settings a few megabytes.
 LARGEST_JSON = 16 << 20
 # The longest config that makes sense lists a thousand sources; the parser takes a second for as much.
@@ -43,6 +45,13 @@ def parse_json(content: bytes | str) -> Any:
         raise ValueError(f"it is nested deeper than {DEEPEST} levels") from None
     check_plain(value)
     return value
+
+
+def first_fault(error: ValidationError) -> str:
+    """What pydantic finds wrong first, in one line."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    key = ".".join(map(str, first["loc"]))
+    return f"{key}: {first['msg']}" if key else first["msg"]
 
 
 def read_settings(path: Path) -> str:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from shoal.facts import local as machine
-from shoal.facts.config import Config
+from shoal.facts.config import Config, DataSection
 from shoal.facts.problem import BadInput
-from shoal.launch.data import prepared
 from shoal.launch.environment import passed_on
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan, describe_run
@@ -26,10 +26,10 @@ from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.plan.resolve import Job
 from shoal.predict.states import rank_states
 from shoal.train.data.dataset import QUARANTINE, Dataset, check_vocabulary
+from shoal.train.data.prepare import prepare as prepare_data
 from shoal.train.data.samples import cut_samples
 from shoal.train.data.tokenizers import open_tokenizer
-from shoal.train.files import private_files
-from shoal.train.metrics.rows import read_rows
+from shoal.train.files import private_files, read_rows
 from shoal.train.rundir import RunDirectory, identity
 
 WORKER = "shoal.launch.worker:work"
@@ -210,3 +210,21 @@ def warm_workers(preload: Sequence[str], config: Config | None = None) -> None:
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def prepared(data: DataSection, console: Console) -> Path:
+    """The directory of the tokenised data, made now or found."""
+    columns = (TextColumn("tokenising {task.fields[source]}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("tokenising", total=None, source=data.source)
+        return prepare_data(
+            data.source,
+            tokenizer=data.tokenizer,
+            end_token=data.end_token,
+            field=data.field,
+            cache=Path(data.cache).expanduser() / "data",
+            heldout=data.heldout,
+            max_bad_rows=data.max_bad_rows,
+            workers=data.workers,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from shoal.facts.printable import printable
-from shoal.facts.redact import Redactor
+from shoal.facts.redact import Redactor, printable
 
 # Of a log that is read at once, up to the end of a line.
 BLOCK = 1 << 22

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from shoal.launch.failure import Failure
 from shoal.parallel.signed import SignedStore
+from shoal.train.files import last_row
 from shoal.train.guard.loops import Decision, Failed, decide
-from shoal.train.metrics.rows import last_row
 from shoal.train.outcome import RESUMED, TRUSTED
 from shoal.train.rundir import RunDirectory
 

@@ -8,7 +8,7 @@ from typing import IO
 from rich import console
 from rich.segment import Segment
 
-from shoal.facts.printable import printable
+from shoal.facts.redact import printable
 
 
 class Console(console.Console):

@@ -16,8 +16,7 @@ from shoal.train.checkpoint.peers import Peers
 from shoal.train.checkpoint.place import Place, Unreachable
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.save import Saved, Saver
-from shoal.train.files import MAKE_ROOM
-from shoal.train.metrics.rows import last_row
+from shoal.train.files import MAKE_ROOM, last_row
 from shoal.train.rundir import RunDirectory
 from shoal.train.state import State
 

@@ -16,6 +16,7 @@ from shoal.train.commits import Commits
 from shoal.train.data.dataset import Dataset
 from shoal.train.data.loader import Batch
 from shoal.train.evaluate import heldout_loss, write_samples
+from shoal.train.files import StepFile, read_rows
 from shoal.train.guard.corruption import CorruptionGuard
 from shoal.train.guard.memory import explaining
 from shoal.train.guard.nonfinite import NonFiniteGuard
@@ -25,7 +26,6 @@ from shoal.train.metrics.compare import Comparison
 from shoal.train.metrics.ledger import Ledger
 from shoal.train.metrics.measure import Meter, finite
 from shoal.train.metrics.observed import OBSERVED_STEP, observed
-from shoal.train.metrics.rows import StepFile, read_rows
 from shoal.train.outcome import RESUMED, Outcome
 from shoal.train.program import Program, first_weights, no_weights
 from shoal.train.rundir import RunDirectory, identity

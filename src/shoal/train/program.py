@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from shoal.facts.config import TuneSection
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
@@ -19,7 +21,6 @@ from shoal.train.data.dataset import Dataset
 from shoal.train.data.loader import Batch, Loader
 from shoal.train.data.samples import cut_samples
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
-from shoal.train.precision import compute_dtype, parameter_dtype, reduce_dtype
 from shoal.train.step import Step
 
 
@@ -81,3 +82,22 @@ def first_weights(job: Job) -> Fill:
 
 def no_weights(slices: list[tuple[str, Slice]]) -> None:
     """Where a checkpoint is about to give the weights, their first values need not be known."""
+
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def compute_dtype(recipe: Recipe) -> torch.dtype:
+    """Of activations and, where they are used, of weights."""
+    return DTYPES[recipe.precision]
+
+
+def parameter_dtype(recipe: Recipe) -> torch.dtype:
+    """Of weights and optimizer states at rest; fp64 is a reference and keeps everything in it."""
+    return torch.float64 if recipe.precision == "fp64" else DTYPES[recipe.states]
+
+
+def reduce_dtype(recipe: Recipe) -> torch.dtype | None:
+    """Of gradients on their way between ranks; None where that is how they are."""
+    wanted = torch.float64 if recipe.precision == "fp64" else DTYPES[recipe.reduce]
+    return None if wanted == parameter_dtype(recipe) else wanted

@@ -28,9 +28,8 @@ from shoal.train.checkpoint.keep import newest_first, whole
 from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.checkpoint.memory import forget, memory_place, other_places
 from shoal.train.checkpoint.place import Directory, Place, manifest_of
-from shoal.train.files import replace_text
+from shoal.train.files import read_rows, replace_text
 from shoal.train.fingerprint import weights_fingerprint
-from shoal.train.metrics.rows import read_rows
 
 # Where the data came from. What it is, its hash says; so files may move between a stop and a resume.
 DATA_ORIGIN = ("source", "mix", "tokenizer", "end_token", "field", "heldout")

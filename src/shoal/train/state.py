@@ -15,8 +15,7 @@ from shoal.models.initial import Slice
 from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pieces import Piece, weight
-from shoal.train.checkpoint.agree import check_agrees
-from shoal.train.checkpoint.manifest import Damaged, Manifest, identity_hash
+from shoal.train.checkpoint.manifest import Damaged, Manifest, check_agrees, identity_hash
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.share import parts, piece_slices
 from shoal.train.checkpoint.stage import Stage, States

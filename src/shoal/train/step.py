@@ -17,8 +17,7 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.pieces import gradient
 from shoal.parallel.segment import MicroBatch
 from shoal.train.data.loader import Batch
-from shoal.train.optimizer import LossScale, clip, squared_norm, unscale
-from shoal.train.schedule import learning_rate
+from shoal.train.optimizer import LossScale, clip, learning_rate, squared_norm, unscale
 
 
 @dataclass(frozen=True)

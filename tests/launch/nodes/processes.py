@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.observe.flight import FlightReader
+from shoal.train.files import read_rows
 from shoal.train.guard.processes import descendants, send
-from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory
 
 SECONDS = 90.0

@@ -12,7 +12,7 @@ from shoal.cli.main import main
 from shoal.prove.chaos import picture
 from shoal.prove.chaos.campaign import Struck
 from shoal.prove.chaos.prove import judge
-from shoal.train.metrics.rows import read_rows
+from shoal.train.files import read_rows
 from shoal.train.rundir import RunDirectory
 
 FAULTS = 11  # one of each kind

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from shoal.facts.configfile import load
-from shoal.launch.data import prepared
+from shoal.launch.local import prepared
 from shoal.observe.flight import RESTORE, STEP
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import resolve
@@ -25,8 +25,8 @@ from shoal.prove.chaos.saboteur import FULL_SECONDS, Saboteur
 from shoal.prove.chaos.schedule import Fault
 from shoal.prove.chaos.verdict import steps_lost
 from shoal.train.commits import CommitFailed
+from shoal.train.files import read_rows
 from shoal.train.loop import Training
-from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory
 
 

@@ -23,7 +23,7 @@ from tests.train.checkpoint.states import make_state
 
 from shoal.facts.configfile import load
 from shoal.facts.layout import Layout
-from shoal.launch.data import prepared
+from shoal.launch.local import prepared
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.signed import SignedStore
 from shoal.plan.resolve import Job, resolve
@@ -34,8 +34,8 @@ from shoal.train.checkpoint.place import Directory, Place
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.save import Saver
 from shoal.train.commits import CommitFailed
+from shoal.train.files import read_rows
 from shoal.train.loop import Training
-from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory
 
 ATTEMPT = "one-1"

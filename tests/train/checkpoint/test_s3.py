@@ -22,7 +22,7 @@ from shoal.train.checkpoint.bucket import Bucket
 from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.checkpoint.place import Unreachable
 from shoal.train.checkpoint.read import Checkpoint
-from shoal.train.metrics.rows import read_rows
+from shoal.train.files import read_rows
 from shoal.train.rundir import RunDirectory
 
 pytestmark = pytest.mark.system

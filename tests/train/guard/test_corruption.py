@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.facts.configfile import load
 from shoal.facts.layout import Layout
-from shoal.launch.data import prepared
+from shoal.launch.local import prepared
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job, resolve
 from shoal.train.data.dataset import Dataset

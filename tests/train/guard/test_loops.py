@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.train.files import read_rows
 from shoal.train.guard.loops import CORRUPTION, Decision, Failed, decide, from_rows
-from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory
 
 PLENTY = 100

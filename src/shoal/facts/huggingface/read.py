@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from shoal.facts.documents import first_fault
 from shoal.facts.huggingface.dialects import ACTIVATIONS, DIALECTS, EXPERT_COUNT, GPT, OPTIONAL_BIAS
 from shoal.facts.huggingface.fields import Fields, load
 from shoal.facts.huggingface.rope import read_rope
@@ -51,9 +52,7 @@ def read_config(source: str | Path | Mapping[str, Any], name: str | None = None)
     except ValidationError as error:
         # Each number may be right and what follows from two of them still beyond all limits.
         fields.raise_problems()
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        raise BadInput(f"{where}: what follows for {key}: {first['msg']}", "correct the sizes") from None
+        raise BadInput(f"{where}: what follows for {first_fault(error)}", "correct the sizes") from None
 
 
 def _family(config: Mapping[str, Any], where: str) -> Family:

@@ -21,8 +21,7 @@ from shoal.parallel.recompute import recompute
 from shoal.predict import eager
 from shoal.predict.eager import Widths
 from shoal.train.data.loader import Batch
-from shoal.train.precision import compute_dtype
-from shoal.train.program import assemble, blueprint
+from shoal.train.program import assemble, blueprint, compute_dtype
 
 # Two depths: what differs between them is a layer's, the rest is everything else's.
 SHALLOW, DEEP = 2, 8

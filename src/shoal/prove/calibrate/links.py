@@ -15,9 +15,9 @@ import torch.distributed as dist
 from shoal.facts.calibration import LinkRates
 from shoal.facts.local import usable_threads
 from shoal.launch.interfaces import LOOPBACK_INTERFACE
+from shoal.launch.join import given_threads
 from shoal.launch.local import PRELOAD, warm_workers
 from shoal.launch.ranks import run_ranks
-from shoal.launch.threads import given_threads
 from shoal.parallel.sequence import all_gather_single, reduce_scatter_single
 from shoal.parallel.signed import SignedStore
 from shoal.predict.links import ROUNDS

@@ -19,8 +19,8 @@ from shoal.prove.chaos.kinds import BY_NAME, ENDS_LAUNCHER, RENAME, named_right
 from shoal.prove.chaos.network import cut
 from shoal.prove.chaos.orders import Order, Orders
 from shoal.prove.chaos.schedule import Fault, nodes_for
+from shoal.train.files import read_rows
 from shoal.train.guard.processes import descendants, parent_of, send
-from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import ALONE, RunDirectory
 
 LOOK_SECONDS = 0.01

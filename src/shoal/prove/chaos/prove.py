@@ -23,8 +23,8 @@ from shoal.prove.chaos.verdict import Verdict, difference, steps_lost, weights_d
 from shoal.train.data.dataset import Dataset
 from shoal.train.data.samples import cut_samples
 from shoal.train.data.tokenizers import open_tokenizer
+from shoal.train.files import read_rows
 from shoal.train.metrics.ledger import prove as prove_ledger
-from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory
 
 # Steps that a fault takes of the run: from the last recovery to the strike, and from there to the next commit.

@@ -13,8 +13,8 @@ import torch
 from shoal.prove.chaos.campaign import Struck
 from shoal.prove.chaos.kinds import BY_NAME
 from shoal.train.checkpoint.read import Checkpoint
+from shoal.train.files import read_rows
 from shoal.train.metrics.ledger import Proof
-from shoal.train.metrics.rows import read_rows
 from shoal.train.rundir import RunDirectory
 
 # Two curves of sums in another order are the same within this, relative.

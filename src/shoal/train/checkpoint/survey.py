@@ -12,8 +12,7 @@ from pathlib import Path
 
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, closest
-from shoal.train.checkpoint.agree import check_agrees
-from shoal.train.checkpoint.manifest import NAME, Damaged, Manifest
+from shoal.train.checkpoint.manifest import NAME, Damaged, Manifest, check_agrees
 from shoal.train.checkpoint.place import DAMAGED, REASON, Directory, Place, manifest_of, step_of
 from shoal.train.rundir import UNKNOWN, RunDirectory
 
