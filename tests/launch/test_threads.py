@@ -7,7 +7,7 @@ import torch
 from torch.distributed import HashStore
 
 from shoal.facts.configfile import load
-from shoal.launch import threads
+from shoal.launch import join as joining
 from shoal.launch.join import given_threads, join, thread_count
 from shoal.plan.resolve import Job, resolve
 
@@ -54,7 +54,7 @@ def test_what_is_no_number_of_threads_says_nothing(text: str) -> None:
 def test_a_rank_computes_with_them(given: str, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
-    monkeypatch.setattr(threads, "usable_threads", lambda: 16)
+    monkeypatch.setattr(joining, "usable_threads", lambda: 16)
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(variable, "")

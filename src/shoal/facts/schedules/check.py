@@ -18,6 +18,7 @@ from shoal.facts.schedules.instruction import (
     tensor_made,
     tensor_needed,
 )
+from shoal.facts.schedules.simulate import computations, play
 from shoal.facts.stages import rank_of_stage
 
 
@@ -150,29 +151,14 @@ def _matched(programs: list[Program]) -> None:
 
 def _runs(programs: list[Program], stages: int) -> None:
     """Carry the computations out in order; where all that is left waits, report who waits for whom."""
-    work = [[instruction for instruction in program if instruction.computes] for program in programs]
+    work = computations(programs)
     makers = {
         tensor: (rank, instruction)
         for rank, program in enumerate(work)
         for instruction in program
         if (tensor := tensor_made(instruction)) is not None
     }
-    done = [0] * len(work)
-    made: set[Tensor] = set()
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in enumerate(work):
-            while done[rank] < len(program):
-                instruction = program[done[rank]]
-                needed = tensor_needed(instruction, stages)
-                if needed is not None and needed not in made:
-                    break
-                result = tensor_made(instruction)
-                if result is not None:
-                    made.add(result)
-                done[rank] += 1
-                moved = True
+    done = [len(events) for events in play(work)]
     stuck = [rank for rank, program in enumerate(work) if done[rank] < len(program)]
     if not stuck:
         return

@@ -47,46 +47,49 @@ class Instruction:
 
 
 Program = list[Instruction]
+Kind = Literal["activation", "gradient"]
 
 
 class Tensor(NamedTuple):
     """What passes between two stages, named after the stage that makes it."""
 
-    kind: Literal["activation", "gradient"]
+    kind: Kind
     stage: int
     micro: int
 
 
+# What a computation makes for another stage, and needs of one.
+_OF_COMPUTATION: dict[Action, Kind] = {
+    Action.FORWARD: "activation",
+    Action.BACKWARD: "gradient",
+    Action.INPUT: "gradient",
+}
+# What a message carries, and how far the stage that makes it is from the one that the message is named after.
+_OF_MESSAGE: dict[Action, tuple[Kind, int]] = {
+    Action.SEND_FORWARD: ("activation", 0),
+    Action.SEND_BACKWARD: ("gradient", 0),
+    Action.RECEIVE_FORWARD: ("activation", -1),
+    Action.RECEIVE_BACKWARD: ("gradient", 1),
+}
+
+
 def tensor_made(instruction: Instruction) -> Tensor | None:
     """What a computation makes for another stage."""
-    if instruction.action is Action.FORWARD:
-        return Tensor("activation", instruction.stage, instruction.micro)
-    if instruction.action in (Action.BACKWARD, Action.INPUT):
-        return Tensor("gradient", instruction.stage, instruction.micro)
-    return None
+    kind = _OF_COMPUTATION.get(instruction.action)
+    return Tensor(kind, instruction.stage, instruction.micro) if kind else None
 
 
 def tensor_needed(instruction: Instruction, stages: int) -> Tensor | None:
     """What a computation takes from another stage; the first stage reads tokens, the last one has the loss."""
-    if instruction.action is Action.FORWARD and instruction.stage > 0:
-        return Tensor("activation", instruction.stage - 1, instruction.micro)
-    if instruction.action in (Action.BACKWARD, Action.INPUT) and instruction.stage < stages - 1:
-        return Tensor("gradient", instruction.stage + 1, instruction.micro)
-    return None
+    kind = _OF_COMPUTATION.get(instruction.action)
+    stage = instruction.stage + (-1 if kind == "activation" else 1)
+    return Tensor(kind, stage, instruction.micro) if kind and 0 <= stage < stages else None
 
 
 def tensor_carried(instruction: Instruction) -> Tensor:
     """What a send or a receive carries. A receive is named after the stage that will use the tensor."""
-    stage, micro = instruction.stage, instruction.micro
-    if instruction.action is Action.SEND_FORWARD:
-        return Tensor("activation", stage, micro)
-    if instruction.action is Action.SEND_BACKWARD:
-        return Tensor("gradient", stage, micro)
-    if instruction.action is Action.RECEIVE_FORWARD:
-        return Tensor("activation", stage - 1, micro)
-    if instruction.action is Action.RECEIVE_BACKWARD:
-        return Tensor("gradient", stage + 1, micro)
-    raise ValueError(f"{instruction} carries nothing")
+    kind, away = _OF_MESSAGE[instruction.action]
+    return Tensor(kind, instruction.stage + away, instruction.micro)
 
 
 def consumer(tensor: Tensor) -> int:

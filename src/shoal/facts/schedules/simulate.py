@@ -49,7 +49,22 @@ def simulate(
     ``transfer`` is how long a tensor travels to another rank; it travels beside the computations. Works with and
     without sends and receives in the programs: what depends on what follows from the stages.
     """
-    work = [[instruction for instruction in program if instruction.computes] for program in programs]
+    ranks = play(computations(programs), durations, transfer)
+    for rank, (program, events) in enumerate(zip(computations(programs), ranks, strict=True)):
+        if len(events) < len(program):
+            raise ScheduleError(f"rank {rank}: {program[len(events)]} waits for ever; check() says why")
+    return Timeline(ranks)
+
+
+def computations(programs: list[Program]) -> list[Program]:
+    """The programs without their messages."""
+    return [[instruction for instruction in program if instruction.computes] for program in programs]
+
+
+def play(
+    work: list[Program], durations: Callable[[Instruction], float] = unit_durations, transfer: float = 0.0
+) -> list[list[Event]]:
+    """How far every rank comes with its computations, and when."""
     holder = {instruction.stage: rank for rank, program in enumerate(work) for instruction in program}
     made: dict[Tensor, float] = {}
     ranks: list[list[Event]] = [[] for _ in work]
@@ -71,10 +86,7 @@ def simulate(
                 if result is not None:
                     made[result] = events[-1].end
                 moved = True
-    for rank, (program, events) in enumerate(zip(work, ranks, strict=True)):
-        if len(events) < len(program):
-            raise ScheduleError(f"rank {rank}: {program[len(events)]} waits for ever; check() says why")
-    return Timeline(ranks)
+    return ranks
 
 
 def bubble(timeline: Timeline) -> float:
