@@ -121,12 +121,10 @@ class Shown:
         self.channel = Channel("0", "dp", (0, 1))
         self.starved = 0.0
 
-    def look(self) -> list[Snapshot]:
+    def look(self, entries: bool = False) -> list[Snapshot]:
         entry = Entry(self.channel, 4, "all_reduce", 8, time.monotonic(), "step.py:1")
         first = Snapshot(10, 0, 7, STEP, 1, {self.channel: 4}, (entry,))
         return [first, replace(first, pid=11, counts={self.channel: 3}, entries=(), starved=self.starved)]
-
-    look_closely = look
 
     def any_stopped(self) -> bool:
         return False

@@ -8,7 +8,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -124,11 +124,8 @@ class Attempt:
 
     def _watch_over(self, limits: Limits) -> None:
         """The ranks of the next round."""
-        ranks = LocalRanks(self.run, range(self.job.layout.world), self._processes)
+        ranks = LocalRanks(self.run, range(self.job.layout.world), self.agent.processes)
         self.watchdog = Watchdog(ranks, limits) if self.job.config.fault.stall else None
-
-    def _processes(self) -> Mapping[int, int]:
-        return self.agent.processes()
 
     def run_to_end(self) -> Report:
         thread = threading.Thread(target=self._run_agent, name="shoal-agent", daemon=True)

@@ -25,6 +25,7 @@ from typing import Any, Literal
 from shoal.facts.cluster import Cluster
 from shoal.facts.devices import GIB
 from shoal.facts.local import look
+from shoal.train.files import sync_directory
 
 Status = Literal["ok", "warning", "failed"]
 
@@ -301,11 +302,7 @@ def _commit(scratch: Path) -> tuple[float, float]:
         os.fsync(file.fileno())
         now = time.time()
     (scratch / "piece").rename(scratch / "committed")
-    directory = os.open(scratch, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(scratch)
     return time.perf_counter() - started, (scratch / "committed").stat().st_mtime - now
 
 

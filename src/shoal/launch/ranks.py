@@ -11,7 +11,6 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -36,13 +35,6 @@ class RankFailed(RuntimeError):
         super().__init__(f"rank {rank}: {text.rstrip().splitlines()[-1]}")
 
 
-@dataclass
-class _Rank:
-    number: int
-    process: BaseProcess
-    pipe: Connection
-
-
 def run_ranks(
     world: int, function: Callable[..., Any], arguments: tuple[Any, ...] = (), seconds: float = 600.0
 ) -> list[Any]:
@@ -53,7 +45,8 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     meeting = rendezvous.LoopbackRendezvous("ranks", seconds)
-    ranks = []
+    processes: list[BaseProcess] = []
+    pipes: dict[Connection, int] = {}
     for number in range(world):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
@@ -63,35 +56,34 @@ def run_ranks(
         )
         process.start()
         theirs.close()
-        ranks.append(_Rank(number, process, ours))
+        processes.append(process)
+        pipes[ours] = number
     try:
-        return _results(ranks, seconds)
+        return _results(pipes, seconds)
     finally:
-        for rank in ranks:
-            rank.process.kill()
-            rank.process.join()
+        for process in processes:
+            process.kill()
+            process.join()
 
 
-def _results(ranks: list[_Rank], seconds: float) -> list[Any]:
+def _results(waiting: dict[Connection, int], seconds: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: list[RankFailed] = []
     deadline = time.monotonic() + seconds
-    waiting = {rank.pipe: rank for rank in ranks}
     while waiting and (left := deadline - time.monotonic()) > 0:
         for pipe in wait(list(waiting), left):
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             fine, answer, echo = _receive(pipe)
             if fine:
-                results[rank.number] = answer
+                results[rank] = answer
             else:
-                failures.append(RankFailed(rank.number, answer, echo))
+                failures.append(RankFailed(rank, answer, echo))
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     if failures:
         raise min(failures, key=lambda failure: failure.echo)
     if waiting:
-        silent = min(rank.number for rank in waiting.values())
-        raise RankFailed(silent, f"no answer within {seconds:.0f} s")
+        raise RankFailed(min(waiting.values()), f"no answer within {seconds:.0f} s")
     return [results[number] for number in sorted(results)]
 
 

@@ -8,7 +8,6 @@ attempt writes under a prefix of its own.
 from __future__ import annotations
 
 import socket
-from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -29,22 +28,33 @@ class Rendezvous(RendezvousHandler):
     An attempt at the run is called by the number of its round.
     """
 
-    def __init__(self, run_id: str, store: SignedStore, address: str, port: int) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        store: SignedStore,
+        address: str,
+        port: int,
+        gather: Callable[[int], tuple[int, int, int]],
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``gather``, given the number of the next round, says which one begins, and which of how many nodes this is.
+
+        It is called before the workers of a round are started, and ``look`` while they run; both may refuse by raising.
+        """
         self.store, self.address, self.port = store, address, port
+        self._gather, self._look = gather, look
         self.round = 0
         self._run_id = run_id
         self._closed = False
 
-    @abstractmethod
-    def next_rendezvous(self) -> RendezvousInfo: ...
+    def next_rendezvous(self) -> RendezvousInfo:
+        self.round, node, nodes = self._gather(self.round + 1)
+        own = PrefixStore(f"agent-{self.round}", self.store.plain)
+        return RendezvousInfo(own, node, nodes, RendezvousStoreInfo(self.address, self.port))
 
     def attempt(self) -> SignedStore:
         """What the workers of the present attempt wrote."""
         return attempt_store(self.store, self.round)
-
-    def info(self, node: int, nodes: int) -> RendezvousInfo:
-        own = PrefixStore(f"agent-{self.round}", self.store.plain)
-        return RendezvousInfo(own, node, nodes, RendezvousStoreInfo(self.address, self.port))
 
     def get_backend(self) -> str:
         return "shoal"
@@ -63,6 +73,8 @@ class Rendezvous(RendezvousHandler):
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
+        """Asked by the agent while all is well."""
+        self._look()
         return 0
 
     def shutdown(self) -> bool:
@@ -84,13 +96,12 @@ class LoopbackRendezvous(Rendezvous):
 
         ``address``: where the store listens, and nowhere else.
         """
-        self._before_round = before_round
-        super().__init__(run_id, *open_store(address, timeout))
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        self._before_round(self.round + 1)
-        self.round += 1
-        return self.info(0, 1)
+        def alone(number: int) -> tuple[int, int, int]:
+            before_round(number)
+            return number, 0, 1
+
+        super().__init__(run_id, *open_store(address, timeout), alone)
 
 
 def open_store(address: str, timeout: float) -> tuple[SignedStore, str, int]:

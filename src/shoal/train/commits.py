@@ -54,7 +54,8 @@ class Commits:
         if mesh.nodes > 1 and config.memory:
             self.peers = Peers(mesh, run.memory(), attempt, set_aside)
         self.committed = 0  # the last step that is on disk, on the first rank
-        self.before_commit: Callable[[], None] = _nothing
+        # On the first rank: rows up to a commit must survive whatever the commit survives.
+        self.before_commit: Callable[[], None] = lambda: None
         self._last_error = ""
         self._saving = 0  # the step that is being saved
         self._told: set[str] = set()
@@ -71,7 +72,7 @@ class Commits:
                 state.new_stage(often, tell=self._tell),
                 mesh,
                 attempt,
-                self._prepare,
+                lambda: self.before_commit(),
                 partial(self._tidy, place),
                 peers,
             )
@@ -246,10 +247,6 @@ class Commits:
         manifest = self.state.manifest(step, step * self.batch, self.identity, heldout_loss)
         self._savers[place].start(manifest, self.state.states())
 
-    def _prepare(self) -> None:
-        """On the first rank: rows up to a commit must survive whatever the commit survives."""
-        self.before_commit()
-
     def _tell(self, trouble: str) -> None:
         """Once. The first rank speaks for all: others have the same trouble, as a rule, and a log of their own."""
         if trouble in self._told:
@@ -281,6 +278,3 @@ class Commits:
         """After a commit this is done in the background as well: an object store takes its time."""
         with contextlib.suppress(OSError):
             self._keepers[place].tidy()
-
-
-def _nothing() -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class State:
 
     def states(self) -> States:
         """Weights, and those of the optimizer's states that there are."""
-        return [("weight", weight), *((kind, self._state(kind)) for kind in self._kinds_here())]
+        return [("weight", weight), *((kind, partial(self._state, kind)) for kind in self._kinds_here())]
 
     def manifest(
         self, step: int, samples: int, identity: dict[str, Any], heldout_loss: float | None = None
@@ -81,8 +82,9 @@ class State:
                 f"{checkpoint.place.name(checkpoint.step)} holds {', '.join(sorted(found))}; "
                 f"this optimizer needs {', '.join(self.kinds)}"
             )
+        weights = [("weight", name, part) for name, part in self.placed.slices]
         self.optimizer.state.clear()
-        checkpoint.fill(self.model, [*self._weights(), *self._states_to_fill(found)])
+        checkpoint.fill(self.model, [*weights, *self._states_to_fill(found)])
         if "exp_avg" in found:
             for piece in self.pieces:
                 # A tensor, as torch's fused AdamW keeps it: on the parameter's device.
@@ -91,10 +93,6 @@ class State:
         self.scale.value = scalars["loss_scale"]
         self.scale.quiet = int(scalars["quiet_steps"])
         return checkpoint.manifest.step
-
-    def _weights(self) -> Iterator[tuple[str, str, Slice]]:
-        for name, part in self.placed.slices:
-            yield "weight", name, part
 
     def _states_to_fill(self, kinds: set[str]) -> Iterator[tuple[str, str, Slice]]:
         for kind in sorted(kinds):
@@ -109,12 +107,9 @@ class State:
         states = [self.optimizer.state.get(piece.tensor, {}) for piece in self.pieces]
         return tuple(kind for kind in self.kinds if any(state.get(kind) is not None for state in states))
 
-    def _state(self, kind: str) -> Callable[[Piece], Tensor]:
-        def value(piece: Piece) -> Tensor:
-            state: Tensor = self.optimizer.state[piece.tensor][kind]
-            return state
-
-        return value
+    def _state(self, kind: str, piece: Piece) -> Tensor:
+        state: Tensor = self.optimizer.state[piece.tensor][kind]
+        return state
 
     def _updates(self) -> float:
         """Updates made so far; fewer than steps where some were skipped."""

@@ -44,9 +44,9 @@ class Step:
         self.scale = scale
         self.pieces = placed.gradients.pieces
         # Called before the weights change: whoever still reads them has this moment to say so.
-        self.before_update: Callable[[], None] = _nothing
+        self.before_update: Callable[[], None] = lambda: None
         # Asked with the norm of the gradients, and must answer alike on all ranks.
-        self.refuses: Callable[[float], bool] = _never
+        self.refuses: Callable[[float], bool] = lambda norm: False
 
     def __call__(self, step: int, batches: list[Batch], targets: int) -> StepResult:
         """Work through this rank's micro-batches of one step.
@@ -128,13 +128,6 @@ class Step:
             return None
         keys = [key(self.recipe.seed, step, f"row {row}") for row in batch.rows.tolist()]
         return torch.tensor(keys, dtype=torch.int64, device=self.mesh.device)
-
-
-def _nothing() -> None: ...
-
-
-def _never(norm: float) -> bool:
-    return False
 
 
 def own_losses(losses: list[Tensor], mesh: Mesh) -> list[Tensor]:

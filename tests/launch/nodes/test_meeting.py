@@ -261,10 +261,8 @@ class Ranks:
         entries = tuple(Entry(channel, number, "all_reduce", 8, 0.0, "loop.py:1") for number in range(1, 30))
         self.seen = [Snapshot(first + rank, 1, 7, "step", 3, {channel: 29}, entries) for rank in (0, 1)]
 
-    def look(self) -> list[Snapshot] | None:
+    def look(self, entries: bool = False) -> list[Snapshot] | None:
         return self.seen
-
-    look_closely = look
 
     def any_stopped(self) -> bool:
         return False
@@ -285,7 +283,7 @@ def test_the_captain_sees_the_ranks_of_other_nodes(together: Meeting) -> None:
     witness = Witness(Ranks(2), patience=0.1, asked=0)
     follower.say(round=3, **witness.tell(0))
     assert together.hears(lambda: every.look() is not None)
-    seen = every.look_closely()
+    seen = every.look(entries=True)
     assert seen is not None and [one.pid for one in seen] == [0, 1, 2, 3]
     assert seen[3].counts == Ranks(2).seen[1].counts and seen[3].entries == Ranks(2).seen[1].entries[-16:]
 

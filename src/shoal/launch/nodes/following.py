@@ -7,8 +7,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousInfo
-
 from shoal.facts.cluster import Cluster
 from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput
@@ -39,25 +37,6 @@ class Ended(Exception):
         super().__init__(end.message)
 
 
-class FollowerRendezvous(Rendezvous):
-    """Waits for a round that this node takes part in."""
-
-    def __init__(self, following: Following, *where: Any) -> None:
-        super().__init__(following.run.path.name, *where)
-        self.following = following
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        round = self.following.next_round()
-        self.round = round.number
-        return self.info(round.nodes.index(self.following.follower.number), len(round.nodes))
-
-    def num_nodes_waiting(self) -> int:
-        """Asked by the agent while all is well."""
-        if (over := self.following.over()) is not None:
-            raise over
-        return 0
-
-
 class Following(Attempt):
     """``shoal train --nodes`` on a node whose captain is elsewhere."""
 
@@ -83,15 +62,16 @@ class Following(Attempt):
         except RuntimeError:  # as torch says it
             raise CaptainLost from None
         self.follower.start()
-        return FollowerRendezvous(self, store, self.place.address, self.place.port)
+        name, place = self.run.path.name, self.place
+        return Rendezvous(name, store, place.address, place.port, self.next_round, self._stay)
 
     # A round.
 
-    def next_round(self) -> Round:
-        """Called by the agent: its workers, if there were any, have ended."""
+    def next_round(self, number: int) -> tuple[int, int, int]:
+        """Wait for a round that this node takes part in, ``number`` or later: its workers, if any, have ended."""
         follower = self.follower
         deaths, devices = tuple(self.agent.crew.deaths()), self.devices() or 1
-        follower.say(ready=self.rendezvous.round + 1, deaths=deaths, devices=devices, seen={}, stopped=False)
+        follower.say(ready=number, deaths=deaths, devices=devices, seen={}, stopped=False)
         follower.wait(
             lambda: self._something_to_do() is not None or (bool(self.asked) and not self._took_part)
         )
@@ -109,7 +89,7 @@ class Following(Attempt):
         follower.say(ready=0, round=todo.number, deaths=(), failed=False, seen={}, standings={})
         ranks = name_ranks(self._my_ranks())
         self.progress.say(f"node {self._status.name}: {ranks} of {job.layout}, led from {self.place.host}")
-        return todo
+        return todo.number, self._index, len(todo.nodes)
 
     def _something_to_do(self) -> Round | Exception | None:
         """What the captain wants of this node; None while it wants nothing."""
@@ -133,13 +113,17 @@ class Following(Attempt):
             return Ended(call.end)
         return CaptainLost() if self.follower.lost else None
 
+    def _stay(self) -> None:
+        if (over := self.over()) is not None:
+            raise over
+
     def _my_ranks(self) -> range:
         here = self.spec.local_world_size
         return range(self._index * here, (self._index + 1) * here)
 
     def _watch_over(self, limits: Limits) -> None:
         """The captain has a watchdog, and is told of these."""
-        local = LocalRanks(self.run, self._my_ranks(), self._processes)
+        local = LocalRanks(self.run, self._my_ranks(), self.agent.processes)
         self._witness = Witness(local, limits.step * OF_THE_LIMIT, self.follower.call.ask)
 
     # While workers run.

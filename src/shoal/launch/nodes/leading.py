@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousInfo
-
 from shoal.facts.problem import BadInput
 from shoal.facts.traffic import name_ranks
 from shoal.launch.attempt import Attempt
@@ -20,7 +18,6 @@ from shoal.launch.nodes.watched import EveryRank
 from shoal.launch.rendezvous import REGROUP, Rendezvous, attempt_store, connect, open_store
 from shoal.launch.report import Report
 from shoal.launch.restart import GaveUp, Interrupted
-from shoal.parallel.signed import SignedStore
 from shoal.plan.refit import refit
 from shoal.plan.resolve import Job
 from shoal.train.guard.watchdog import Limits, Watchdog
@@ -34,19 +31,6 @@ SETTLE_SECONDS = 30.0
 JOIN_SECONDS = 600.0
 # For how long the others may take to hear that it is over.
 FAREWELL_SECONDS = 5.0
-
-
-class CaptainRendezvous(Rendezvous):
-    """Asks its launcher to gather the nodes of each round."""
-
-    def __init__(self, leading: Leading, *where: Any) -> None:
-        super().__init__(leading.run.path.name, *where)
-        self.leading = leading
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        nodes = self.leading.begin_round(self.round + 1)
-        self.round += 1
-        return self.info(0, nodes)
 
 
 class Leading(Attempt):
@@ -69,7 +53,7 @@ class Leading(Attempt):
         self.captain.start()
         self.place = new_place(address, port, store)
         self.place.write(self.run.path)
-        return CaptainRendezvous(self, store, address, port)
+        return Rendezvous(self.run.path.name, store, address, port, self.begin_round)
 
     def run_to_end(self) -> Report:
         try:
@@ -82,8 +66,8 @@ class Leading(Attempt):
 
     # A round.
 
-    def begin_round(self, number: int) -> int:
-        """End the round before, see why it failed, gather nodes, and say what they do; how many they are."""
+    def begin_round(self, number: int) -> tuple[int, int, int]:
+        """End the round before, see why it failed, gather nodes, and say what they do; this node is the first."""
         captain, ended = self.captain, self.captain.call.round
         set_aside: tuple[int, ...] = ()  # the others have copies of their own
         if ended is not None:
@@ -110,10 +94,7 @@ class Leading(Attempt):
         )
         self._assign(job, number, len(taking_part), self._round.attempt, set_aside)
         captain.command(round=self._round)
-        return len(taking_part)
-
-    def _store_of(self, number: int) -> SignedStore:
-        return attempt_store(self.rendezvous.store, number)
+        return number, 0, len(taking_part)
 
     def _settled(self, node: int, ended: Round) -> bool:
         """Whether a node has no workers of that round left, or is lost."""
@@ -223,7 +204,7 @@ class Leading(Attempt):
         return GaveUp(Failure(0, message, False, time.time(), final=True), "")
 
     def _watch_over(self, limits: Limits) -> None:
-        local = LocalRanks(self.run, range(self.spec.local_world_size), self._processes)
+        local = LocalRanks(self.run, range(self.spec.local_world_size), self.agent.processes)
         every = EveryRank(self.captain, self._round, local)
         self.watchdog = Watchdog(every, limits) if self.job.config.fault.stall else None
 
@@ -265,7 +246,7 @@ class Leading(Attempt):
             new = ", ".join(self.captain.name_of(node) for node in there if node not in round.nodes)
             self.progress.say(f"node {new} has joined: regrouping after this step")
             self.captain.command(regroup=round.number)
-            self._store_of(round.number).set(REGROUP, "1")
+            attempt_store(self.rendezvous.store, round.number).set(REGROUP, "1")
 
     def _goes_on(self) -> bool:
         outcomes = [] if self.result is None else list(self.result.return_values.values())

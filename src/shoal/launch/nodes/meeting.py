@@ -122,15 +122,15 @@ def new_place(address: str, port: int, store: SignedStore) -> Place:
 class Talk(ABC):
     """One launcher's side of the meeting. Subclasses say what is exchanged at every tick."""
 
-    def __init__(self, store: SignedStore, status: Status) -> None:
-        self.store = store
+    def __init__(self, store: SignedStore, status: Status, timeout: float) -> None:
+        self.store, self.status, self.patience = store, status, silence(timeout)
         self.number = _join(store, status)
-        self._status = status
+        self.call = Call()
         self._changed = threading.Condition()
         self._wake = threading.Event()
         self._over = False
-        self._talked = time.monotonic()
-        self._broken = ""
+        self._talked = time.monotonic()  # when the store last answered
+        self.broken = ""  # why nothing will be heard any more; empty as long as something may
         self._thread = threading.Thread(target=self._run, name="shoal-meeting", daemon=True)
 
     def start(self) -> None:
@@ -142,29 +142,16 @@ class Talk(ABC):
         self._wake.set()
         self._thread.join(CONNECT_SECONDS)
 
-    @property
-    def status(self) -> Status:
-        return self._status
-
     def say(self, **changes: Any) -> None:
         """Change what is said of this node, and say it soon."""
         with self._changed:
-            self._status = self._status.model_copy(update=changes)
+            self.status = self.status.model_copy(update=changes)
         self._wake.set()
 
     def wait(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait until something holds, which may change with whatever is heard; False where the time is over."""
         with self._changed:
             return self._changed.wait_for(until, seconds)
-
-    def quiet_for(self) -> float:
-        """Seconds since the store last answered."""
-        return time.monotonic() - self._talked
-
-    @property
-    def broken(self) -> str:
-        """Why nothing will be heard any more; empty as long as something may."""
-        return self._broken
 
     def _run(self) -> None:
         last = False
@@ -174,7 +161,7 @@ class Talk(ABC):
                 self._exchange()
                 self._talked = time.monotonic()
             except Exception as error:  # torch has several, and all mean the same
-                self._broken = self._broken or f"{type(error).__name__}: {error}"
+                self.broken = self.broken or f"{type(error).__name__}: {error}"
                 last = True
             with self._changed:
                 self._changed.notify_all()
@@ -188,8 +175,8 @@ class Talk(ABC):
 
     def _tell_status(self) -> None:
         with self._changed:
-            self._status = self._status.model_copy(update={"beat": self._status.beat + 1})
-            told = self._status.model_dump_json()
+            self.status = self.status.model_copy(update={"beat": self.status.beat + 1})
+            told = self.status.model_dump_json()
         self.store.set(node_key(self.number), told)
 
 
@@ -206,17 +193,15 @@ class Follower(Talk):
     """Says what its node does, and hears what the captain wants."""
 
     def __init__(self, store: SignedStore, status: Status, timeout: float) -> None:
-        super().__init__(store, status)
-        self.patience = silence(timeout)
-        self.call = Call()
+        super().__init__(store, status, timeout)
         self._called = time.monotonic()  # when the captain's document was last there
 
     @property
     def lost(self) -> bool:
         """Whether the captain is; once and for all, for others have gone on without this node."""
-        if not self._broken and max(self.quiet_for(), time.monotonic() - self._called) > self.patience:
-            self._broken = f"no answer for {self.patience:.0f} s"
-        return bool(self._broken)
+        if not self.broken and time.monotonic() - min(self._talked, self._called) > self.patience:
+            self.broken = f"no answer for {self.patience:.0f} s"
+        return bool(self.broken)
 
     def _exchange(self) -> None:
         self._tell_status()
@@ -242,9 +227,7 @@ class Captain(Talk):
     """Hears all nodes, and says what is to be done. Its own node is one of them, the first."""
 
     def __init__(self, store: SignedStore, status: Status, timeout: float) -> None:
-        super().__init__(store, status)
-        self.patience = silence(timeout)
-        self.call = Call()
+        super().__init__(store, status, timeout)
         self._heard: dict[int, Heard] = {}
         store.set(CALL, self.call.model_dump_json())
 
@@ -262,7 +245,7 @@ class Captain(Talk):
                 for number, one in sorted(self._heard.items())
                 if now - one.at < self.patience and number not in self.call.refused
             }
-            return {self.number: self._status, **others}
+            return {self.number: self.status, **others}
 
     def silent_for(self, number: int) -> float:
         heard = self._heard.get(number)
@@ -275,7 +258,7 @@ class Captain(Talk):
     def last_of(self, number: int) -> Status | None:
         """What a node said last, be it long ago."""
         if number == self.number:
-            return self._status
+            return self.status
         heard = self._heard.get(number)
         return heard.status if heard else None
 
@@ -330,10 +313,10 @@ class Captain(Talk):
     def _refuse_others(self) -> None:
         """Whose ranks would train something else."""
         for number, status in self.alive().items():
-            names = sorted(self._status.facts.keys() | status.facts.keys())
-            differ = [name for name in names if self._status.facts.get(name) != status.facts.get(name)]
+            names = sorted(self.status.facts.keys() | status.facts.keys())
+            differ = [name for name in names if self.status.facts.get(name) != status.facts.get(name)]
             if differ:
-                leader = f"node {self._status.name}, which leads"
+                leader = f"node {self.status.name}, which leads"
                 self._refuse(number, f"node {status.name} differs from {leader}, in {', '.join(differ)}")
 
     def _refuse(self, number: int, why: str) -> None:

@@ -24,11 +24,12 @@ class EveryRank:
     def __init__(self, captain: Captain, round: Round, local: LocalRanks) -> None:
         self.captain, self.round, self.local = captain, round, local
 
-    def look(self) -> list[Snapshot] | None:
-        return self._with_others(self.local.look())
-
-    def look_closely(self) -> list[Snapshot] | None:
-        return self._with_others(self.local.look_closely())
+    def look(self, entries: bool = False) -> list[Snapshot] | None:
+        """In the order of ranks, which is that of nodes; None where some node shows nothing."""
+        mine, others = self.local.look(entries), [status.seen for status in self._others()]
+        if mine is None or not all(others):
+            return None
+        return mine + [Snapshot.from_json(row) for seen in others for _, row in sorted(seen.items())]
 
     def any_stopped(self) -> bool:
         return self.local.any_stopped() or any(status.stopped for status in self._others())
@@ -59,13 +60,6 @@ class EveryRank:
             found.append(told if told is not None and fresh and told.round == self.round.number else nothing)
         return found
 
-    def _with_others(self, mine: list[Snapshot] | None) -> list[Snapshot] | None:
-        """In the order of ranks, which is that of nodes; None where some node shows nothing."""
-        others = [status.seen for status in self._others()]
-        if mine is None or not all(others):
-            return None
-        return mine + [Snapshot.from_json(row) for seen in others for _, row in sorted(seen.items())]
-
 
 class Witness:
     """For a launcher that follows: tells of its ranks, and answers questions."""
@@ -77,7 +71,7 @@ class Witness:
 
     def tell(self, asked: int) -> dict[str, Any]:
         """What has changed of a status."""
-        ranks, seen = self.local.readers, self.local.look_closely() or []
+        ranks, seen = self.local.readers, self.local.look(entries=True) or []
         brief = [replace(one, entries=one.entries[-TOLD:]).as_json() for one in seen]
         told: dict[str, Any] = {
             "seen": dict(zip(ranks, brief, strict=False)),

@@ -129,7 +129,8 @@ class Directory:
                 _write_all(handle.fileno(), part)
                 self._send_off(handle.fileno(), position, part.nbytes)
                 position += part.nbytes
-            self._sync(handle.fileno())
+            if self.durable:
+                os.fsync(handle.fileno())
         return file
 
     def commit(self, step: int, attempt: str, manifest: str) -> None:
@@ -209,10 +210,6 @@ class Directory:
         if self.durable and hasattr(os, "posix_fadvise"):
             # To Linux this says: write it out, wait for nothing.
             os.posix_fadvise(handle, position, size, os.POSIX_FADV_DONTNEED)
-
-    def _sync(self, handle: int) -> None:
-        if self.durable:
-            os.fsync(handle)
 
 
 def _write_all(handle: int, content: memoryview) -> None:

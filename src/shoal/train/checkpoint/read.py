@@ -6,7 +6,6 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -44,14 +43,6 @@ class Wanted(NamedTuple):
     tensor: str
     offset: tuple[int, ...]
     into: Tensor
-
-
-@dataclass
-class _Reading:
-    """A piece, and who wants some of it."""
-
-    piece: Piece
-    wanted: list[Wanted] = field(default_factory=list)
 
 
 class _Pieces:
@@ -137,7 +128,7 @@ class Checkpoint:
 
     def read(self, wanted: Iterable[Wanted]) -> None:
         """Read every piece that somebody wants some of, once, and check it; several at a time."""
-        readings: dict[Piece, _Reading] = {}
+        readings: dict[Piece, list[Wanted]] = {}
         for one in wanted:
             pieces = self._pieces.get((one.state, one.tensor))
             if pieces is None:
@@ -145,10 +136,10 @@ class Checkpoint:
             _check_within(one, self.manifest.shapes[one.tensor])
             for piece in pieces.near(one):
                 if meet(piece.offset, piece.size, one.offset, tuple(one.into.shape)):
-                    readings.setdefault(piece, _Reading(piece)).wanted.append(one)
-        in_order = sorted(readings.values(), key=lambda reading: _place_of(reading.piece))
+                    readings.setdefault(piece, []).append(one)
+        in_order = sorted(readings, key=_place_of)
         with self._pool() as pool:
-            for _ in pool.map(self._deliver, in_order):
+            for _ in pool.map(self._deliver, in_order, map(readings.__getitem__, in_order)):
                 pass
 
     def damages(self) -> list[Damaged]:
@@ -175,10 +166,9 @@ class Checkpoint:
         return ThreadPoolExecutor(self.threads + 1, "shoal-read")
 
     @torch.no_grad()
-    def _deliver(self, reading: _Reading) -> None:
-        piece = reading.piece
+    def _deliver(self, piece: Piece, wanted: list[Wanted]) -> None:
         content = self._read(piece)
-        for one in reading.wanted:
+        for one in wanted:
             common = meet(piece.offset, piece.size, one.offset, tuple(one.into.shape))
             assert common is not None
             theirs, ours = (

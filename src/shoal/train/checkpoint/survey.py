@@ -13,7 +13,7 @@ from pathlib import Path
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, closest
 from shoal.train.checkpoint.manifest import NAME, Damaged, Manifest, check_agrees
-from shoal.train.checkpoint.place import DAMAGED, REASON, Directory, Place, manifest_of, step_of
+from shoal.train.checkpoint.place import DAMAGED, REASON, Directory, Place, check_file, manifest_of, step_of
 from shoal.train.rundir import UNKNOWN, RunDirectory
 
 DISK, MEMORY, ASIDE = "disk", "memory", "set aside"
@@ -57,11 +57,6 @@ class Verdict:
     seconds: float
     damages: tuple[str, ...]
 
-    @property
-    def rate(self) -> float:
-        """Bytes a second."""
-        return self.bytes / self.seconds if self.seconds else 0.0
-
 
 class _One(Directory):
     """A directory that holds one checkpoint, whatever it is called."""
@@ -80,14 +75,14 @@ def survey(path: Path) -> list[Found]:
     return _continued(list(_of_run(_run(path))))
 
 
-def verify(found: Found, threads: int | None = None) -> Verdict:
+def verify(found: Found) -> Verdict:
     """Read and check every byte."""
     # Who only lists does not wait for torch.
     from shoal.train.checkpoint.read import Checkpoint
 
     began = time.perf_counter()
     try:
-        checkpoint = Checkpoint(found.place, found.step, threads)
+        checkpoint = Checkpoint(found.place, found.step)
         check_agrees(checkpoint.manifest, found.name, found.of_run)
         damages, size = checkpoint.damages(), checkpoint.manifest.bytes
     except Damaged as error:
@@ -105,7 +100,7 @@ def _run(path: Path) -> RunDirectory:
     signs = (path / "config.toml", path / "checkpoints")
     if path.is_dir() and any(sign.exists() for sign in signs):
         return RunDirectory(path)
-    if path.is_dir() and (path.name == "checkpoints" or any(_steps_in(path))):
+    if path.is_dir() and (path.name == "checkpoints" or any(map(_is_checkpoint, path.iterdir()))):
         run = RunDirectory(path.parent)
         # Checkpoints that were copied somewhere have no run around them; and it is these that are meant.
         run.checkpoints = path
@@ -121,13 +116,8 @@ def _run(path: Path) -> RunDirectory:
     )
 
 
-def _steps_in(path: Path) -> Iterator[int]:
-    for entry in path.iterdir():
-        step = step_of(entry.name)
-        if step is None:
-            step = _step_aside(entry)
-        if step is not None:
-            yield step
+def _is_checkpoint(path: Path) -> bool:
+    return step_of(path.name) is not None or _step_aside(path) is not None
 
 
 def _step_aside(path: Path) -> int | None:
@@ -174,8 +164,7 @@ def _look(place: Place, step: int, where: str, of_run: Model | None) -> Found:
             raise Damaged(f"{name} is the checkpoint of step {manifest.step}")
         check_agrees(manifest, name, of_run)
         for file, size in manifest.file_sizes().items():
-            if (there := place.size(step, file)) != size:
-                raise Damaged(f"{name}/{file} has {there} bytes, and {size} were written")
+            check_file(place, step, file, size)
     except Damaged as error:
         return Found(place, step, where, manifest, of_run, str(error))
     return Found(place, step, where, manifest, of_run)

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,27 +79,29 @@ def encode_all(
     total, done = sum(task.bytes for task in tasks), 0
     results: dict[int, Encoded] = {}
     if workers <= 1 or len(tasks) == 1 or total <= INLINE_BYTES:
-        for task in tasks:
-            results[task.number] = encode(task, tokenizer)
-            done += task.bytes
-            if progress:
-                progress(done, total)
-        return [results[task.number] for task in tasks]
+        encoded = ((task, encode(task, tokenizer)) for task in tasks)
+    else:
+        encoded = _encode_in_pool(tasks, min(workers, len(tasks)), tokenizer_text, end_token)
+    for task, result in encoded:
+        results[task.number] = result
+        done += task.bytes
+        if progress:
+            progress(done, total)
+    return [results[task.number] for task in tasks]
 
+
+def _encode_in_pool(
+    tasks: list[Task], workers: int, tokenizer_text: str, end_token: str | None
+) -> Generator[tuple[Task, Encoded]]:
     # spawn, not fork: the caller may hold threads and a GPU.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(workers, len(tasks)), mp_context=context, initializer=_start_worker)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
     try:
         waiting = {pool.submit(_encode_in_worker, task, tokenizer_text, end_token): task for task in tasks}
         for future in as_completed(waiting):
-            task = waiting[future]
-            results[task.number] = future.result()
-            done += task.bytes
-            if progress:
-                progress(done, total)
+            yield waiting[future], future.result()
     finally:
         pool.shutdown(cancel_futures=True)
-    return [results[task.number] for task in tasks]
 
 
 def encode(task: Task, tokenizer: Tokenizer) -> Encoded:

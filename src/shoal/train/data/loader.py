@@ -37,18 +37,9 @@ class Batch:
     samples: tuple[int, ...] = ()  # which of all samples the rows are
 
     def to(self, device: torch.device | str) -> Batch:
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, non_blocking=True)
-
-        return Batch(
-            tokens=move(self.tokens),
-            targets=move(self.targets),
-            positions=move(self.positions),
-            documents=None if self.documents is None else move(self.documents),
-            rows=move(self.rows),
-            count=self.count,
-            samples=self.samples,
-        )
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        return replace(self, **moved)
 
 
 class Loader:

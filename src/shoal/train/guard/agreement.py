@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from itertools import groupby
-from typing import Any
 
 import torch.distributed as dist
 
+from shoal.facts.configfile import flatten
+from shoal.facts.problem import shorten
 from shoal.parallel.signed import SignedStore
 
 FACTS, DIGEST, VERDICT = "agreement/facts", "agreement/digest", "agreement/verdict"
@@ -132,18 +133,10 @@ def _leaves(facts: dict[str, str]) -> dict[str, str]:
         except ValueError:
             value = text
         if isinstance(value, dict):
-            leaves.update((f"{name} {key}", json.dumps(inner)) for key, inner in _dotted(value))
+            leaves.update((f"{name} {key}", json.dumps(inner)) for key, inner in flatten(value).items())
         else:
             leaves[name] = text
     return leaves
-
-
-def _dotted(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from _dotted(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 # Words.
@@ -151,7 +144,7 @@ def _dotted(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 def _spread(ordered: list[tuple[str, list[int]]]) -> str:
     """``dp=4 on ranks 0-1, 3 but tp=4 on rank 2``."""
-    (usual, most), *others = ((_shortened(value), _named(ranks)) for value, ranks in ordered)
+    (usual, most), *others = ((shorten(value, LONGEST_VALUE), _named(ranks)) for value, ranks in ordered)
     return f"{usual} on {most} but " + ", ".join(
         _capped([f"{value} on {ranks}" for value, ranks in others], MOST_VALUES)
     )
@@ -169,7 +162,3 @@ def _named(ranks: Iterable[int]) -> str:
 
 def _capped(texts: list[str], most: int) -> list[str]:
     return texts if len(texts) <= most else [*texts[:most], f"and {len(texts) - most} more"]
-
-
-def _shortened(value: str) -> str:
-    return value if len(value) <= LONGEST_VALUE else value[: LONGEST_VALUE - 1] + "…"

@@ -107,11 +107,11 @@ class CorruptionGuard:
         self._compare(step, kept, found.totals.tolist())
         self._taken = step, found
 
-    def before_update(self) -> None:
-        """To be called when nothing but the update is left of a step: has anything changed since the last one?"""
-        self._check()
+    def before_update(self) -> Digests | None:
+        """To be called when nothing but the update is left of a step: has anything changed since the last one?
 
-    def _check(self) -> Digests | None:
+        What it is now, where something was remembered.
+        """
         if self._taken is None:
             return None
         step, before = self._taken
@@ -131,7 +131,7 @@ class CorruptionGuard:
 
         What changes later does not cast doubt on that commit.
         """
-        found = self._check()
+        found = self.before_update()
         assert found is not None
         self._taken = step, found
 

@@ -2,12 +2,12 @@
 
 Faults that come from outside are over after a restart. Those that are not look alike: the same step again, or no step
 at all after the same commit was restored. What is decided is a function of the failures so far and the commits there
-are, so that a launcher which was itself restarted decides alike.
+are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class Failed:
     set_aside: tuple[int, ...] = ()  # what was decided then
 
     def row(self) -> dict[str, Any]:
-        """As a row of faults.jsonl, which ``from_rows`` reads back. It has the step that was not completed."""
+        """As a row of faults.jsonl. It has the step that was not completed."""
         return {
             "kind": self.kind,
             "step": self.reached + 1,
@@ -54,26 +54,6 @@ class Decision:
     again: bool
     set_aside: tuple[int, ...] = ()
     why: str = ""
-
-
-def from_rows(rows: Iterable[Mapping[str, Any]], since: float = 0.0) -> list[Failed]:
-    """The failures among the rows of faults.jsonl that were written at ``since`` or later.
-
-    A person who starts a run again has changed something, so older ones than the launch count for nothing.
-    """
-    return [
-        Failed(
-            row["resumed_step"],
-            row["reached_step"],
-            row["kind"],
-            row["rank"],
-            row["message"],
-            row["trusted_step"],
-            tuple(row["set_aside"]),
-        )
-        for row in rows
-        if "reached_step" in row and row.get("time", 0.0) >= since
-    ]
 
 
 def decide(failures: Sequence[Failed], commits: Sequence[int], most: int) -> Decision:

@@ -77,7 +77,7 @@ class Watchdog:
             return None
         self._count(passed, snapshots)
         explain = self._stall(snapshots)
-        last = self.ranks.look_closely() if explain else None
+        last = self.ranks.look(entries=True) if explain else None
         if explain is None or last is None:
             return None
         found = self.ranks.evidence(last, self.limits.step * OF_THE_LIMIT)
@@ -135,7 +135,7 @@ class Watchdog:
         if phases <= set(WATCHED) and self._quiet >= self.limits.step:
             if self.ranks.any_stopped():
                 return partial(stalled.explain_silence, self._quiet)
-            last = self.ranks.look_closely() or []
+            last = self.ranks.look(entries=True) or []
             for channel in dict.fromkeys(channel for one in last for channel in one.counts):
                 if difference := stalled.first_difference(last, channel):
                     return partial(stalled.explain_difference, channel, difference)

@@ -33,11 +33,8 @@ LISTED = 40
 class Ranks(Protocol):
     """All ranks of an attempt, wherever they run."""
 
-    def look(self) -> list[Snapshot] | None:
-        """What their recorders show, without entries; None while some process has not begun, or has ended."""
-
-    def look_closely(self) -> list[Snapshot] | None:
-        """With entries, which takes longer."""
+    def look(self, entries: bool = False) -> list[Snapshot] | None:
+        """What their recorders show; None while some process has not begun, or has ended. ``entries`` take longer."""
 
     def any_stopped(self) -> bool:
         """Whether a signal or a debugger has stopped one of them."""
@@ -57,16 +54,10 @@ class LocalRanks:
         self.readers = {rank: FlightReader(run.flight(rank)) for rank in ranks}
         self.processes = processes
 
-    def look(self) -> list[Snapshot] | None:
-        return self._look(entries=False)
-
-    def look_closely(self) -> list[Snapshot] | None:
-        return self._look(entries=True)
-
     def any_stopped(self) -> bool:
         return any(map(is_stopped, self.processes().values()))
 
-    def _look(self, entries: bool) -> list[Snapshot] | None:
+    def look(self, entries: bool = False) -> list[Snapshot] | None:
         """None where a rank has no record yet, or one that is not of the process that runs now: it means nothing."""
         processes = self.processes()
         seen = {rank: reader.look(entries) for rank, reader in self.readers.items()}
