@@ -371,3 +371,9 @@ def test_everything_wrong_is_reported_at_once(file: File) -> None:
         f'{path}:4: recipe.seq = "a": must be a whole number',
         "--set: tune.prefetch = -1: must be at least 0",
     ]
+
+
+def test_shares_of_the_data_are_checked_together() -> None:
+    with pytest.raises(BadInput) as caught:
+        load(None, ["data.heldout=1.0", "data.max_bad_rows=-1"])
+    assert len(caught.value.problems) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import product
+from math import log2
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from shoal.facts.cluster import Cluster, assemble
 from shoal.facts.layout import SCHEDULES, Layout, Offload
 from shoal.facts.legality import violations
 from shoal.facts.model import Model
-from shoal.facts.nearest import distance, nearest_layouts, problems
+from shoal.facts.nearest import nearest_layouts, problems
 from shoal.facts.presets import PRESETS
 from shoal.facts.recipe import Recipe
 
@@ -23,6 +24,11 @@ TINY, GPT2, MIXTRAL = PRESETS["tiny"], PRESETS["gpt2"], PRESETS["mixtral-8x7b"]
 LARGE = PRESETS["llama3-405b"]
 H100 = clusters.find("8xH100")
 LOCAL = assemble("local", H100.device, nodes=1, devices_per_node=6)
+
+
+def distance(old: Layout, new: Layout) -> float:
+    """Doubling or halving a degree costs 1."""
+    return round(sum(abs(log2(new.degrees[axis] / before)) for axis, before in old.degrees.items()), 9)
 
 
 def near(layout: str, model: Model = TINY, seq: int = 256, batch: int = 16, **given: Any) -> str:

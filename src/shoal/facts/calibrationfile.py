@@ -56,22 +56,6 @@ def file_of(folder: Path, device: str) -> Path:
     return folder / (re.sub(r"[^A-Za-z0-9._-]+", "-", device).strip("-.") + ".json")
 
 
-def write(folder: Path, stored: Stored) -> Path:
-    """Whole or not at all: a reader sees the old file or the new one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = file_of(folder, stored.measured.device)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(stored.model_dump_json(indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    return path
-
-
 def read(path: Path) -> Stored:
     """Raises ``ValueError`` in one line where the file is not a calibration that this version knows."""
     try:

@@ -74,14 +74,19 @@ def look(visible: str | None = None, run: Runner | None = None) -> Cluster:
     return assemble("local", device, 1, count, fast_domain=_joined(device, count), host_memory=host_memory)
 
 
-def nvidia_smi() -> str:
+def nvidia_smi(*query: str) -> str:
     """What nvidia-smi prints; nothing where there is none, where it fails, or where it hangs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
     try:
         answer = subprocess.run(
-            [program, *QUERY], capture_output=True, text=True, errors="replace", timeout=PATIENCE, check=False
+            [program, *(query or QUERY)],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PATIENCE,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -84,10 +84,6 @@ def nearest_layouts(
     return near[:NAMED]
 
 
-def distance(old: Layout, new: Layout) -> float:
-    return _sum(_steps(before, new.degrees[axis]) for axis, before in old.degrees.items())
-
-
 def _steps(old: int, new: int) -> float:
     return abs(log2(new / old))
 

@@ -32,7 +32,7 @@ def describe_run(job: Job, dataset: Path) -> dict[str, Any]:
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
         "host": {"name": socket.gethostname(), "system": platform.platform(), "cores": os.cpu_count()},
         "cluster": job.cluster.model_dump(mode="json"),
-        "git": _git(),
+        "git": git_commit(Path.cwd()),
         "model": job.model.model_dump(mode="json"),
         "parameters": parameter_count(job.model),
         "data": str(dataset),
@@ -78,10 +78,11 @@ def predicted_time(job: Job) -> str:
     return f"predicted: {step} s/step, {whole} ({trust})"
 
 
-def _git() -> str | None:
-    """The commit of the directory we were started in, with a mark if it had changes; None outside a repository."""
+def git_commit(folder: Path, digits: int = 40) -> str | None:
+    """The commit of a directory, with a mark if it had changes; None outside a repository."""
     try:
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+        command = ["git", "describe", "--always", "--dirty", f"--abbrev={digits}"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True, cwd=folder)
+        return found.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

@@ -61,9 +61,9 @@ def run_ranks(
     try:
         return _results(pipes, seconds)
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        for one in processes:
+            one.kill()
+            one.join()
 
 
 def _results(waiting: dict[Connection, int], seconds: float) -> list[Any]:

@@ -357,12 +357,6 @@ def test_a_bad_piece_of_a_long_text_does_not_join_its_neighbours(tmp_path, small
     assert all(row["reason"] == "invalid UTF-8" and row["line"] > 50 for row in kept)
 
 
-def test_fractions_are_checked_together(tmp_path):
-    with pytest.raises(BadInput) as caught:
-        prepare("stdlib", cache=tmp_path, heldout=1.0, max_bad_rows=-1)
-    assert len(caught.value.problems) == 2
-
-
 def test_a_prepared_directory_must_match_the_tokenizer(tmp_path):
     write_lines(tmp_path / "a.jsonl", ["cat " * 9])
     vocabulary = {"cat": 0, "</s>": 1} | {f"word{number}": number for number in range(2, 70_000)}

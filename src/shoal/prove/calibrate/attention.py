@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from shoal.facts.measurements import Attended
 from shoal.models.attention import attend
+from shoal.prove.calibrate.parts import Made
 from shoal.prove.calibrate.sampling import Pool, Sample
 
 KIND = "attention"
@@ -27,11 +26,6 @@ def samples(
         yield Sample((KIND, precision, "backward", *shape), partial(_backward, pool, *shape))
 
 
-class Made(NamedTuple):
-    call: Callable[[], Tensor]
-    operands: tuple[Tensor, Tensor, Tensor]
-
-
 def _made(pool: Pool, head_dim: int, heads: int, key_heads: int, seq: int, sequences: int) -> Made:
     """Rotation leaves queries and keys head by head; values are still token by token, as they were projected."""
     query = pool.take(sequences, heads, seq, head_dim).detach().requires_grad_()
@@ -40,20 +34,20 @@ def _made(pool: Pool, head_dim: int, heads: int, key_heads: int, seq: int, seque
     positions = torch.arange(seq, device=pool.device).expand(sequences, seq)
     scale = head_dim**-0.5
     call = partial(attend, query, key, value, positions, None, scale=scale, window=None)
-    return Made(call, (query, key, value))
+    return call, (query, key, value)
 
 
 def _forward(pool: Pool, *shape: int) -> Callable[[], object]:
-    return _made(pool, *shape).call
+    return _made(pool, *shape)[0]
 
 
 def _backward(
     pool: Pool, head_dim: int, heads: int, key_heads: int, seq: int, sequences: int
 ) -> Callable[[], object]:
-    made = _made(pool, head_dim, heads, key_heads, seq, sequences)
+    call, operands = _made(pool, head_dim, heads, key_heads, seq, sequences)
     # The projection's gradient comes token by token.
     grad = pool.take(sequences, seq, heads, head_dim).transpose(1, 2)
-    return partial(torch.autograd.grad, made.call(), made.operands, grad, retain_graph=True)
+    return partial(torch.autograd.grad, call(), operands, grad, retain_graph=True)
 
 
 def found(measured: Sequence[Sample], precision: str) -> tuple[Attended, ...]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import platform
-import shutil
-import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from shoal import __version__
+from shoal.facts.local import nvidia_smi
+from shoal.launch.manifest import git_commit
 
-PATIENCE = 20.0
 QUERY = ("driver_version", "power.limit", "clocks.sm")
 
 
@@ -25,22 +24,10 @@ class Driver(NamedTuple):
 
 
 def driver(device: torch.device) -> Driver:
-    program = shutil.which("nvidia-smi")
-    if device.type != "cuda" or program is None:
+    if device.type != "cuda":
         return Driver()
     which = [f"--id={uuid}"] if (uuid := _uuid(device)) else []
-    try:
-        answer = subprocess.run(
-            [program, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits", *which],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=PATIENCE,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return Driver()
-    return parse(answer.stdout) if answer.returncode == 0 else Driver()
+    return parse(nvidia_smi(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits", *which))
 
 
 def _uuid(device: torch.device) -> str:
@@ -65,23 +52,10 @@ def _number(cell: str) -> float | None:
 def versions(device: torch.device, driver_version: str) -> dict[str, str]:
     found = {
         "shoal": __version__,
-        "commit": _commit(),
+        "commit": git_commit(Path(__file__).parent, digits=12) or "",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cuda": (torch.version.cuda or "") if device.type == "cuda" else "",
         "driver": driver_version,
     }
     return {name: version for name, version in found.items() if version}
-
-
-def _commit() -> str:
-    """Where Shoal runs out of its repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        here = Path(__file__).parent
-        answer = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=here, timeout=PATIENCE
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout.strip() if answer.returncode == 0 else ""

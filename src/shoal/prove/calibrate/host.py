@@ -20,6 +20,7 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.recompute import recompute
 from shoal.predict import eager
 from shoal.predict.eager import Widths
+from shoal.prove.calibrate.sampling import wait
 from shoal.train.data.loader import Batch
 from shoal.train.program import assemble, blueprint, compute_dtype
 
@@ -107,7 +108,7 @@ def _passes(device: torch.device, layers: int, kind: Recompute) -> Spent:
 def _pass(network: Network, batch: Batch, device: torch.device) -> Spent:
     for parameter in network.parameters():
         parameter.grad = None
-    _wait(device)
+    wait(device)
     start = time.perf_counter()
     loss, _ = network.lm_head(network(batch.tokens, batch.positions), batch.targets)
     middle = time.perf_counter()
@@ -126,14 +127,9 @@ def _step(device: torch.device, layers: int) -> float:
     batch = _batch(device)
     found = []
     for number in range(TIMES):
-        _wait(device)
+        wait(device)
         start = time.perf_counter()
         step(number + 1, [batch], SEQ)
-        _wait(device)
+        wait(device)
         found.append(time.perf_counter() - start)
     return statistics.median(found[TIMES // 3 :])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -21,6 +21,7 @@ from shoal.launch.ranks import run_ranks
 from shoal.parallel.sequence import all_gather_single, reduce_scatter_single
 from shoal.parallel.signed import SignedStore
 from shoal.predict.links import ROUNDS
+from shoal.prove.calibrate.sampling import wait
 
 SMALL, LARGE = 2**12, {"nccl": 2**28, "gloo": 2**23}
 TIMES = 9
@@ -67,18 +68,13 @@ def measure(rank: int, world: int, store: SignedStore, backend: str) -> list[Cal
             taken = []
             for _ in range(TIMES):
                 dist.barrier(device_ids=None if device.index is None else [device.index])
-                _wait(device)
+                wait(device)
                 start = time.perf_counter()
                 run()
-                _wait(device)
+                wait(device)
                 taken.append(time.perf_counter() - start)
             found.append(Call(op, whole.nbytes, statistics.median(taken[2:])))
     return found
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _call(op: str, rank: int, whole: torch.Tensor, part: torch.Tensor) -> Callable[[], object]:
@@ -102,7 +98,10 @@ def _call(op: str, rank: int, whole: torch.Tensor, part: torch.Tensor) -> Callab
 
 def fitted(calls: list[Call], world: int, source: str) -> LinkRates:
     """Small messages give the latency: of one start and, for each rank that is passed, a hop. Large ones the rate."""
-    small, large = ({call.op: call for call in calls if call.bytes == size} for size in _ends(calls))
+    sizes = [call.bytes for call in calls]
+    small, large = (
+        {call.op: call for call in calls if call.bytes == size} for size in (min(sizes), max(sizes))
+    )
     latency = {op: small[op].seconds / (2 if op == "send" else 1) for op in OPERATIONS}
     passes = {op: ROUNDS.get(op, 1.0) * (world - 1 if op in ROUNDS else 1) for op in OPERATIONS}
     between = passes["all_reduce"] - passes["all_gather"]
@@ -113,8 +112,3 @@ def fitted(calls: list[Call], world: int, source: str) -> LinkRates:
         moved = call.bytes * (2.0 if op == "send" else ROUNDS[op] * (world - 1) / world)
         rates.append(moved / max(1e-9, call.seconds - small[op].seconds))
     return LinkRates(share=1.0, hop=hop, start=start, bandwidth=statistics.median(rates), source=source)
-
-
-def _ends(calls: list[Call]) -> tuple[int, int]:
-    sizes = [call.bytes for call in calls]
-    return min(sizes), max(sizes)

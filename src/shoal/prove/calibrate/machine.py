@@ -25,6 +25,7 @@ from shoal.prove.calibrate.circumstances import versions
 from shoal.prove.calibrate.drift import Rate, compared, words
 from shoal.prove.calibrate.kernels import EFFORT, Effort, Seen
 from shoal.prove.calibrate.sizes import Sizes, sizes
+from shoal.train.files import replace_text
 
 Part = TypeVar("Part")
 
@@ -51,7 +52,9 @@ def calibrate(
 
     chosen = chosen or sizes(on, cluster.device.memory_bytes)
     stored = _measured(cluster, on, chosen, effort or EFFORT[on.type], folder, tell)
-    path = calibrationfile.write(folder, stored)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = calibrationfile.file_of(folder, stored.measured.device)
+    replace_text(path, stored.model_dump_json(indent=1) + "\n")
     for warning in calibrationfile.use(folder):
         console.print(warning, markup=False)
     if before is None:

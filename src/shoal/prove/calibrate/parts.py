@@ -109,17 +109,12 @@ def _norm(pool: Pool, load: Load, norm: type[RMSNorm | LayerNorm], tokens: int, 
 def _rotary(pool: Pool, tokens: int, hidden: int, head_dim: int) -> Made:
     x = _leaf(pool, 1, tokens, hidden)
     cosine, sine = torch.rand(2, 1, 1, tokens, head_dim // 2, device=pool.device)
-    return partial(_rotated, x, cosine, sine, head_dim), (x,)
-
-
-def _rotated(projected: Tensor, cosine: Tensor, sine: Tensor, head_dim: int) -> Tensor:
-    by_token = projected.view(*projected.shape[:-1], -1, head_dim)
-    return rotate(by_token.transpose(1, 2), (cosine, sine))
+    return lambda: rotate(x.view(1, tokens, -1, head_dim).transpose(1, 2), (cosine, sine)), (x,)
 
 
 def _gate(pool: Pool, tokens: int, inner: int) -> Made:
     gate, up = _leaf(pool, 1, tokens, inner), _leaf(pool, 1, tokens, inner)
-    return partial(_gated, gate, up), (gate, up)
+    return lambda: F.silu(gate) * up, (gate, up)
 
 
 def _add(pool: Pool, tokens: int, hidden: int) -> Made:
@@ -133,10 +128,6 @@ def _copy(pool: Pool, tokens: int, hidden: int, head_dim: int) -> Made:
 
 def _sum(pool: Pool, tokens: int, hidden: int) -> Made:
     return partial(torch.sum, pool.take(tokens, hidden), 0), ()
-
-
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
 
 
 def _ends(pool: Pool, load: Load, sizes: Sizes, widths: Widths) -> Iterator[Ways]:
@@ -158,12 +149,8 @@ def _ends(pool: Pool, load: Load, sizes: Sizes, widths: Widths) -> Iterator[Ways
 def _scores(pool: Pool, tokens: int, vocabulary: int) -> Made:
     scores = _leaf(pool, tokens, vocabulary)
     wanted = torch.randint(vocabulary, (tokens,), device=pool.device)
-    return partial(_loss, scores, wanted), (scores,)
-
-
-def _loss(scores: Tensor, wanted: Tensor) -> Tensor:
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return F.cross_entropy(wide, wanted, reduction="sum")
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return lambda: F.cross_entropy(scores.to(wide), wanted, reduction="sum"), (scores,)
 
 
 def _lookup(pool: Pool, load: Load, tokens: int, vocabulary: int, hidden: int) -> Made:
@@ -198,15 +185,11 @@ def _parameters(elements: int, states: torch.dtype, device: torch.device) -> lis
 
 
 def _adamw(trained: Callable[[], list[nn.Parameter]]) -> Callable[[], object]:
-    return partial(_update, torch.optim.AdamW(trained(), lr=1e-6, fused=True))
+    return torch.optim.AdamW(trained(), lr=1e-6, fused=True).step
 
 
 def _clipping(trained: Callable[[], list[nn.Parameter]]) -> Callable[[], object]:
     return partial(_clip, trained())
-
-
-def _update(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
 
 
 def _clip(parameters: list[nn.Parameter]) -> None:

@@ -8,6 +8,7 @@ bytes, mixed.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -113,7 +114,7 @@ class Rounds:
                 for _ in range(max(1, min(MOST_QUEUED, round(0.05 / max(large.seconds, 1e-6))))):
                     large.run()
                     count += 1
-                self._wait()
+                wait(self.device)
         return spent / count
 
     def load(self, seconds: float) -> None:
@@ -149,16 +150,12 @@ class Rounds:
 
     def _once(self, run: Callable[[], object]) -> tuple[float, float]:
         """Seconds until it is done, and until it is started."""
-        self._wait()
+        wait(self.device)
         start = time.perf_counter()
         run()
         started = time.perf_counter()
-        self._wait()
+        wait(self.device)
         return time.perf_counter() - start, started - start
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _cpu_round(self) -> None:
         for sample in self.samples:
@@ -188,9 +185,15 @@ class Rounds:
             clocks.append((sample, start, end))
             expected = sample.seen[-1] * sample.repeats if sample.seen else 0.0
             busy_until = max(busy_until, time.perf_counter()) + expected
-        self._wait()
+        wait(self.device)
         for sample, start, end in clocks:
             sample.seen.append(start.elapsed_time(end) / 1e3 / sample.repeats)
+
+
+def wait(device: torch.device) -> None:
+    """Until it has done all that it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Pool:
@@ -206,9 +209,7 @@ class Pool:
 
     def take(self, *size: int) -> torch.Tensor:
         """A tensor of that size, to be read and not written; several may overlap."""
-        count = 1
-        for one in size:
-            count *= one
+        count = math.prod(size)
         if self._next + count > self.buffer.numel():
             self._next = 0
         found = self.buffer[self._next : self._next + count].view(size)

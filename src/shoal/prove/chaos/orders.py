@@ -14,6 +14,8 @@ from pathlib import Path
 from time import time as now
 from typing import Any
 
+from shoal.train.files import replace_text
+
 
 @dataclass(frozen=True)
 class Order:
@@ -41,10 +43,7 @@ class Orders:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def give(self, order: Order) -> None:
-        _write(self.waiting / f"{order.number}.json", asdict(order))
-
-    def withdraw(self, order: Order) -> None:
-        (self.waiting / f"{order.number}.json").unlink(missing_ok=True)
+        replace_text(self.waiting / f"{order.number}.json", json.dumps(asdict(order)))
 
     def for_rank(self, rank: int, began: float) -> list[Order]:
         """What a process that began then has to do, at some point."""
@@ -54,13 +53,10 @@ class Orders:
                 order = Order(**json.loads(path.read_text()))
             except FileNotFoundError:
                 continue
-            if order.rank != rank:
-                continue
-            if order.after is not None:
-                before = self.strike_of(order.after)
-                if before is None or before["time"] > began:
-                    continue
-            found.append(order)
+            before = None if order.after is None else self.strike_of(order.after)
+            due = order.after is None or (before is not None and before["time"] <= began)
+            if order.rank == rank and due:
+                found.append(order)
         return found
 
     def strike(self, order: Order, step: int, point: str, committed: int) -> None:
@@ -76,13 +72,13 @@ class Orders:
             "time": now(),
             "process": os.getpid(),
         }
-        _write(self.struck / f"{order.number}.json", found)
-        self.withdraw(order)
+        replace_text(self.struck / f"{order.number}.json", json.dumps(found))
+        (self.waiting / f"{order.number}.json").unlink(missing_ok=True)
 
     def add(self, order: Order, **more: Any) -> None:
         """What came of it, where the one who struck lives to tell."""
         found = self.strike_of(order.number) or {}
-        _write(self.struck / f"{order.number}.json", {**found, **more})
+        replace_text(self.struck / f"{order.number}.json", json.dumps({**found, **more}))
 
     def strike_of(self, number: int) -> dict[str, Any] | None:
         try:
@@ -90,9 +86,3 @@ class Orders:
         except FileNotFoundError:
             return None
         return content
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    aside = path.with_suffix(f".{os.getpid()}.new")
-    aside.write_text(json.dumps(content))
-    aside.rename(path)

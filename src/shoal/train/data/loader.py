@@ -7,6 +7,7 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +39,9 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        moved: dict[str, Any] = {
+            name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()
+        }
         return replace(self, **moved)
 
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 from blake3 import blake3
 
 from shoal.facts.local import usable_threads
-from shoal.facts.problem import BadInput, Problem
+from shoal.facts.problem import BadInput
 from shoal.train.data.badrows import BadRows, count_bad_rows, located, read_bad_rows, refuse_too_many
 from shoal.train.data.dataset import MANIFEST, QUARANTINE, Dataset
 from shoal.train.data.encode import Encoded, Task, encode_all, group, token_type
@@ -57,7 +57,6 @@ def prepare(
     ``max_bad_rows`` are fractions of all documents and of all rows; ``workers`` = 0 means one a core;
     ``progress`` gets the bytes done and the bytes in all.
     """
-    _check_fractions(heldout, max_bad_rows)
     cache = cache.expanduser()
     opened = open_tokenizer(tokenizer, end_token)
     given = Path(source).expanduser()
@@ -90,16 +89,6 @@ def prepare(
         write_manifest(directory / MANIFEST, manifest)
         _publish(directory, target)
     return target
-
-
-def _check_fractions(heldout: float, max_bad_rows: float) -> None:
-    problems = []
-    if not 0 <= heldout < 1:
-        problems.append(Problem(f"data.heldout is {heldout}", "set it to at least 0 and less than 1"))
-    if not 0 <= max_bad_rows <= 1:
-        problems.append(Problem(f"data.max_bad_rows is {max_bad_rows}", "set it to at least 0 and at most 1"))
-    if problems:
-        raise BadInput(problems)
 
 
 def _prepared_before(path: Path, tokenizer: Tokenizer) -> Path:
