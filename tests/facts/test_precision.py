@@ -13,7 +13,7 @@ from shoal.facts.recipe import Recipe
 from shoal.facts.stack import SHOAL
 from shoal.predict.question import Question
 from shoal.predict.traffic import calls
-from shoal.train.precision import compute_dtype, parameter_dtype, reduce_dtype
+from shoal.train.program import compute_dtype, parameter_dtype, reduce_dtype
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16", "fp8"])
