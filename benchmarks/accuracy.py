@@ -26,8 +26,8 @@ from shoal.facts.recipe import Recipe
 from shoal.plan import evidence
 from shoal.plan.accuracy import Row, judged
 from shoal.plan.published import FITTED, fitted, read
-from shoal.predict.device import WORKSPACE
 from shoal.predict.memory import ledger
+from shoal.predict.memory.device import WORKSPACE
 from shoal.predict.question import Question
 from shoal.predict.step import step
 

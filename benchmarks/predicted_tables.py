@@ -20,8 +20,8 @@ from predicted import BLIND as BLIND_CASES
 from shoal.facts import calibrationfile
 from shoal.facts.measurements import Measurements
 from shoal.facts.ranks import coordinates
-from shoal.predict.device import WORKSPACE
 from shoal.predict.memory import ledgers
+from shoal.predict.memory.device import WORKSPACE
 from shoal.predict.question import Question
 from shoal.predict.step import step
 

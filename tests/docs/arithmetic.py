@@ -22,9 +22,9 @@ from shoal.predict.bubble import idle
 from shoal.predict.flops import flops_per_token
 from shoal.predict.links import ROUNDS
 from shoal.predict.memory import ledger, ledgers
+from shoal.predict.memory.micro_batch import micro_batch_bytes
+from shoal.predict.memory.states import rank_states
 from shoal.predict.question import Question
-from shoal.predict.setting import setting_of
-from shoal.predict.states import rank_states
 from shoal.predict.traffic import traffic
 
 PAGE = Path(__file__).parents[2] / "docs" / "arithmetic.md"
@@ -237,7 +237,7 @@ FLASH = replace(SHOAL, kernel="flash")
 def kept(stack: Stack = FLASH, recompute: str = "none", command: str = ACTIVATIONS) -> float:
     """Bytes that all blocks keep of a micro-batch."""
     question = asked(f"{command},recompute={recompute}", stack)
-    return question.model.layers * setting_of(question).common.blocks[False, False].resting
+    return question.model.layers * micro_batch_bytes(question).blocks[False, False].resting
 
 
 def a_token(model: str, stack: Stack) -> float:

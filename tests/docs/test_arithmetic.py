@@ -35,8 +35,8 @@ from shoal.facts.stack import MEGATRON, SHOAL
 from shoal.predict.bubble import idle
 from shoal.predict.flops import attention_flops, flops_per_token, matrix_parameters
 from shoal.predict.memory import ledger
-from shoal.predict.places import places
-from shoal.predict.states import resting
+from shoal.predict.memory.inventory import rank_inventories
+from shoal.predict.memory.states import optimizer_states, parameters, updated_gradients
 
 PAGE = arithmetic.PAGE.read_text()
 
@@ -83,9 +83,9 @@ def test_textbooks_count_12_to_20_bytes_and_so_does_the_ledger() -> None:
     assert [weighs(hold) for hold in TEXTBOOKS.values()] == [12, 16, 16, 18, 20]
     for stack in (MEGATRON, SHOAL, WIDE_GRADIENTS, BOTH_GRADIENTS):
         question = asked("shoal plan llama2-7b --on 1xH100 --seq 4096 --batch 1 --layout dp=1", stack)
-        states = resting(question, of(stack), places(question).ranks[0], in_shards=False)
-        count = parameter_count(question.model)
-        assert states.params + states.grads + states.optimizer == weighs(of(stack)) * count
+        (rank,) = rank_inventories(question)
+        states = parameters(rank).device + updated_gradients(rank) + optimizer_states(rank).device
+        assert states == weighs(of(stack)) * parameter_count(question.model)
 
 
 def test_nothing_of_70b_or_175b_fits_eight_without_offload() -> None:

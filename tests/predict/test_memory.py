@@ -14,8 +14,8 @@ from shoal.facts.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.facts.schedule import in_flight as most_in_flight
 from shoal.facts.schedule import instructions
-from shoal.predict.inflight import moments
 from shoal.predict.memory import ledger, ledgers
+from shoal.predict.memory.in_flight import moments
 from shoal.predict.question import Question
 
 

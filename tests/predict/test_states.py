@@ -14,7 +14,7 @@ from shoal.models.initial import initialise
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pieces import held_parameters, whole_pieces
 from shoal.parallel.segment import carve
-from shoal.predict.states import rank_states, replica_states
+from shoal.predict.memory.states import rank_states, replica_states
 from shoal.train import optimizer as optimizers
 from shoal.train.program import parameter_dtype
 

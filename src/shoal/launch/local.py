@@ -24,7 +24,7 @@ from shoal.launch.manifest import describe_plan, describe_run
 from shoal.launch.report import FINISHED, Report
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.plan.resolve import Job
-from shoal.predict.states import rank_states
+from shoal.predict.memory.states import rank_states
 from shoal.train.data.dataset import QUARANTINE, Dataset, check_vocabulary
 from shoal.train.data.prepare import prepare as prepare_data
 from shoal.train.data.samples import cut_samples

@@ -24,8 +24,8 @@ from shoal.predict.held import Held
 from shoal.predict.held import held as held_by
 from shoal.predict.layer import Passes
 from shoal.predict.lora import trained
+from shoal.predict.memory.micro_batch import micro_batch_bytes
 from shoal.predict.question import Question
-from shoal.predict.setting import setting_of
 from shoal.predict.step import ALWAYS, Bench, Kind, stage_kinds, update_seconds
 from shoal.predict.transfer import transfer
 
@@ -256,7 +256,7 @@ class Bounds:
             layout = layout_of(
                 tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, micro=1, recompute=recompute
             )
-            blocks = setting_of(self._question(layout)).common.blocks.values()
+            blocks = micro_batch_bytes(self._question(layout)).blocks.values()
             known = self._resting[key] = min(block.resting for block in blocks)
         return known
 

@@ -24,12 +24,12 @@ from shoal.facts.schedule import SPLIT_BACKWARD
 from shoal.facts.stack import Stack
 from shoal.plan.space import Order, Share, Split, States, layout_of, placed
 from shoal.predict import weights
-from shoal.predict.activations import Block
-from shoal.predict.device import on_top
 from shoal.predict.held import stages_here
-from shoal.predict.instants import BATCH_BYTES
+from shoal.predict.memory.activations import BlockActivations
+from shoal.predict.memory.device import on_top
+from shoal.predict.memory.micro_batch import micro_batch_bytes
+from shoal.predict.memory.peaks import BATCH_BYTES
 from shoal.predict.question import Question
-from shoal.predict.setting import setting_of
 
 
 class Blocks(NamedTuple):
@@ -44,15 +44,6 @@ class Kept(NamedTuple):
 
     before: float
     later: float
-
-
-class Sizes(NamedTuple):
-    """Parameters on a rank."""
-
-    whole: float
-    share: float  # of which it keeps so many where they are sharded
-    trained: float
-    trained_share: float
 
 
 @dataclass
@@ -71,11 +62,11 @@ class Room:
         self.capacity = self.cluster.device.memory_bytes
         self.cut_by = None if self.stack.even_stages else recipe.seq
         self._most: dict[Split, float] = {}
-        self._parts: dict[tuple[object, ...], weights.Part] = {}
-        self._blocks: dict[tuple[object, ...], Block] = {}
+        self._parts: dict[tuple[object, ...], weights.ParameterCount] = {}
+        self._blocks: dict[tuple[object, ...], BlockActivations] = {}
         self._least: dict[tuple[object, ...], float] = {}
         self._held: dict[tuple[object, ...], Kept] = {}
-        self._sized: dict[tuple[object, ...], Sizes] = {}
+        self._sized: dict[tuple[object, ...], weights.ParameterCount] = {}
         self._cut: dict[tuple[object, ...], tuple[Blocks, ...]] = {}
 
     def fits(self, split: Split, peak: float) -> bool:
@@ -156,7 +147,9 @@ class Room:
             full = max(full, kept.later + later)
         return weight + optimizer + full
 
-    def _during(self, split: Split, sizes: Sizes, sharded: bool, states: States, begun: bool) -> float:
+    def _during(
+        self, split: Split, sizes: weights.ParameterCount, sharded: bool, states: States, begun: bool
+    ) -> float:
         """Gradients and gathered weights in the backward pass."""
         hold = self.hold
         if sharded and split.pp > 1:
@@ -171,7 +164,7 @@ class Room:
         return hold.gradient * sizes.trained if states.dp > 1 or begun else 0.0
 
     def _resting(
-        self, sizes: Sizes, sharded: bool, scattered: bool, offload: tuple[Offload, ...]
+        self, sizes: weights.ParameterCount, sharded: bool, scattered: bool, offload: tuple[Offload, ...]
     ) -> tuple[float, float, float]:
         """Bytes of weights, of the optimizer's states, and of gradients at the update."""
         hold, away = self.hold, {part.what for part in offload}
@@ -181,7 +174,9 @@ class Room:
         gradient = hold.gradient * (sizes.trained_share if scattered else sizes.trained)
         return weight, optimizer, 0.0 if scattered and "optimizer" in away else gradient
 
-    def _on_rank(self, split: Split, share: Share, order: Order, fsdp: int, rank: int) -> Sizes:
+    def _on_rank(
+        self, split: Split, share: Share, order: Order, fsdp: int, rank: int
+    ) -> weights.ParameterCount:
         key = split.tp, split.cp, split.pp, share.ep, order.schedule, order.chunks, fsdp, rank
         known = self._sized.get(key)
         if known is None:
@@ -194,23 +189,18 @@ class Room:
 
     def _sizes(
         self, split: Split, ep: int, fsdp: int, blocks: Blocks, embedding: bool = False, head: bool = False
-    ) -> Sizes:
+    ) -> weights.ParameterCount:
         dense, routed = (placement(split.tp, split.cp, fsdp, split.data // fsdp, each) for each in (1, ep))
-        key = weights.Split(split.tp, ep, dense.sharded.size, routed.sharded.size)
-        whole = share = 0.0
-        for experts, count in ((False, blocks.dense), (True, blocks.sparse)):
-            if count:
-                part = self._part(experts, key)
-                whole += count * (part.dense + part.expert)
-                share += count * (part.share + part.expert_share)
+        key = weights.ShardDegrees(split.tp, ep, dense.sharded.size, routed.sharded.size)
+        blocks_here = ((False, blocks.dense), (True, blocks.sparse))
+        counts = [self._part(experts, key).times(count) for experts, count in blocks_here if count]
         ends = weights.ends(self.model, key)
-        for part, there in ((ends.embedding, embedding), (ends.head, head)):
-            if there:
-                whole, share = whole + part.dense, share + part.share
+        counts += [ends.embedding] * embedding + [ends.head] * head
+        found = weights.total(counts)
         # Adapters are next to nothing.
-        return Sizes(whole, share, whole, share) if self.lora is None else Sizes(whole, share, 0.0, 0.0)
+        return found if self.lora is None else found._replace(trained=0, trained_share=0)
 
-    def _part(self, experts: bool, split: weights.Split) -> weights.Part:
+    def _part(self, experts: bool, split: weights.ShardDegrees) -> weights.ParameterCount:
         known = self._parts.get((experts, split))
         if known is None:
             known = self._parts[experts, split] = weights.block(self.model, experts, split, None)
@@ -231,7 +221,7 @@ class Room:
     def _counted(self, split: Split, share: Share, order: Order, stay: bool, cast: bool, rank: int) -> Kept:
         chunks = self._chunks_of(split.pp, order, rank)
         times = accumulation(self.recipe.batch, split.data, share.micro)
-        part = weights.Split(split.tp, share.ep, 1, 1)
+        part = weights.ShardDegrees(split.tp, share.ep, 1, 1)
         each, put_off, largest, working = [], [], 0.0, float("inf")
         for blocks in chunks:
             held = late = 0.0
@@ -261,7 +251,7 @@ class Room:
             most[begun] = max(most[begun], fixed + max(0.0, flying))
         return Kept(*most)
 
-    def _block(self, split: Split, share: Share, recompute: Recompute, experts: bool) -> Block:
+    def _block(self, split: Split, share: Share, recompute: Recompute, experts: bool) -> BlockActivations:
         """With one sequence; everything of it grows in proportion to the micro-batch."""
         key = split.tp, split.cp, share.sp, share.cp_kind, recompute, experts
         known = self._blocks.get(key)
@@ -275,7 +265,7 @@ class Room:
                 recompute=recompute,
             )
             question = Question(self.model, self.cluster, self.recipe, layout, self.stack, lora=self.lora)
-            alike = [one for kind, one in setting_of(question).common.blocks.items() if kind[0] == experts]
+            alike = [one for kind, one in micro_batch_bytes(question).blocks.items() if kind[0] == experts]
             known = self._blocks[key] = min(alike, key=lambda one: one.resting)
         return known
 
@@ -309,7 +299,7 @@ def _fullest(
     """Moments of the first or the last rank: of each chunk, micro-batches that are kept, and of which only weight
     gradients are left to compute; and whether an earlier backward pass has left gradients.
 
-    A schedule holds at least as much at one of its moments (``predict/inflight.py`` plays them one by one).
+    A schedule holds at least as much at one of its moments (``predict/memory/in_flight.py`` plays them one by one).
     """
     chunks = order.chunks
     none, reached = (0,) * chunks, min(times, pp)

@@ -26,8 +26,8 @@ from shoal.predict.held import Held, held, stages_here
 from shoal.predict.layer import Seconds, Share
 from shoal.predict.lora import trained
 from shoal.predict.measured import MeasuredKernels
+from shoal.predict.memory.micro_batch import micro_batch_bytes
 from shoal.predict.question import Question
-from shoal.predict.setting import setting_of
 from shoal.predict.traffic import calls
 from shoal.predict.transfer import transfer
 
@@ -304,7 +304,7 @@ def _offloadable(question: Question) -> tuple[float, float, float]:
         count
         * max(
             block.resting
-            for (sparse, _), block in setting_of(question).common.blocks.items()
+            for (sparse, _), block in micro_batch_bytes(question).blocks.items()
             if sparse == kind
         )
         for count, kind in ((here.dense, False), (here.sparse, True))

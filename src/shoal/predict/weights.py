@@ -19,31 +19,28 @@ from shoal.facts.parameters import (
     expert_parameters,
 )
 
-Shape = tuple[int, ...]
+AdapterKey = tuple[int, tuple[str, ...]]
 
 
-class Part(NamedTuple):
-    """Parameters of one rank of a tensor group, the one that holds the most."""
+class ParameterCount(NamedTuple):
+    """Parameters of one rank of a tensor group, the one that holds the most. LoRA's factors are only ``trained``."""
 
-    dense: int = 0  # every data rank has these
-    expert: int = 0  # routed experts, shared out over ``ep`` ranks
-    adapter: int = 0  # LoRA's additions
-    share: int = 0  # of ``dense``, the rows that the first of the ranks that shard it holds
-    expert_share: int = 0
-    adapter_share: int = 0
+    whole: int = 0  # as they are used
+    share: int = 0  # the rows of them that the first of the ranks that shard them keeps
+    trained: int = 0
+    trained_share: int = 0
 
-    @property
-    def whole(self) -> int:
-        return self.dense + self.expert
+    def times(self, count: int) -> ParameterCount:
+        return ParameterCount(*(count * value for value in self))
 
 
-class Ends(NamedTuple):
-    embedding: Part  # with learned positions
-    norm: Part
-    head: Part  # of a tied model too: where it is a copy
+class NetworkEnds(NamedTuple):
+    embedding: ParameterCount  # with learned positions
+    norm: ParameterCount
+    head: ParameterCount  # of a tied model too: where it is a copy
 
 
-class Split(NamedTuple):
+class ShardDegrees(NamedTuple):
     """Over how many ranks parameters are shared out."""
 
     tp: int
@@ -52,43 +49,42 @@ class Split(NamedTuple):
     expert_ranks: int  # that shard an expert
 
 
+def total(counts: Iterable[ParameterCount]) -> ParameterCount:
+    return ParameterCount(*map(sum, zip(*counts, strict=True)))
+
+
 @lru_cache(maxsize=4096)
-def block(model: Model, experts: bool, split: Split, lora: tuple[int, tuple[str, ...]] | None) -> Part:
+def block(model: Model, experts: bool, degrees: ShardDegrees, lora: AdapterKey | None) -> ParameterCount:
     """One block, with routed experts or with an ordinary MLP."""
     parameters = block_parameters(model, experts)
-    routed = expert_parameters(model) * (model.experts.count // split.ep) if experts and model.experts else ()
-    added = [factor for parameter in parameters for factor in adapters(parameter, *lora)] if lora else []
-    dense, routed_shapes, added_shapes = (_local(one, split.tp) for one in (parameters, routed, added))
-    return Part(
-        _size(dense),
-        _size(routed_shapes),
-        _size(added_shapes),
-        _share(dense, split.ranks),
-        _share(routed_shapes, split.expert_ranks),
-        _share(added_shapes, split.ranks),
-    )
+    found = _counted(parameters, degrees.tp, degrees.ranks, lora is None)
+    if experts and model.experts:
+        each = _counted(expert_parameters(model), degrees.tp, degrees.expert_ranks, lora is None)
+        found = total((found, each.times(model.experts.count // degrees.ep)))
+    if lora is None:
+        return found
+    factors = [factor for parameter in parameters for factor in adapters(parameter, *lora)]
+    added = _counted(factors, degrees.tp, degrees.ranks)
+    return found._replace(trained=added.trained, trained_share=added.trained_share)
 
 
 @lru_cache(maxsize=1024)
-def ends(model: Model, split: Split) -> Ends:
+def ends(model: Model, degrees: ShardDegrees, trained: bool = True) -> NetworkEnds:
     """What stands before the first block and after the last one."""
-    found = [_local(parameters, split.tp) for parameters in end_parameters(model)]
-    return Ends(*(Part(_size(shapes), 0, 0, _share(shapes, split.ranks)) for shapes in found))
+    found = end_parameters(model)
+    return NetworkEnds(*(_counted(one, degrees.tp, degrees.ranks, trained) for one in found))
 
 
-def adapter_key(lora: Lora | None) -> tuple[int, tuple[str, ...]] | None:
+def adapter_key(lora: Lora | None) -> AdapterKey | None:
     """What matters of LoRA here, as a key that can be hashed."""
     return None if lora is None else (lora.rank, tuple(lora.targets))
 
 
-def _local(parameters: Iterable[Parameter], tp: int) -> list[Shape]:
-    return [tensor_part(parameter, tp, 0).box.shape for parameter in parameters]
-
-
-def _size(shapes: Iterable[Shape]) -> int:
-    return sum(math.prod(shape) for shape in shapes)
-
-
-def _share(shapes: Iterable[Shape], ranks: int) -> int:
+def _counted(parameters: Iterable[Parameter], tp: int, ranks: int, trained: bool = True) -> ParameterCount:
     """Every parameter is cut by rows; rows that do not divide are padded."""
-    return sum(even_share(shape[0], ranks) * math.prod(shape[1:]) for shape in shapes)
+    whole = share = 0
+    for parameter in parameters:
+        rows, *rest = tensor_part(parameter, tp, 0).box.shape
+        width = math.prod(rest)
+        whole, share = whole + rows * width, share + even_share(rows, ranks) * width
+    return ParameterCount(whole, share, *((whole, share) if trained else (0, 0)))

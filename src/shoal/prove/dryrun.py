@@ -25,8 +25,8 @@ from shoal.models.initial import Slice
 from shoal.observe.collectives import Call
 from shoal.observe.memory import Place
 from shoal.observe.origin import Origin
-from shoal.predict.device import on_top, workspace
 from shoal.predict.memory import ledger, ledgers
+from shoal.predict.memory.device import on_top, workspace
 from shoal.predict.question import Question
 from shoal.predict.traffic import traffic
 from shoal.prove.fake import SumsInPlace, fake_rank, without_data

@@ -18,18 +18,18 @@ from shoal.facts.model import Model
 from shoal.facts.stack import Stack
 
 
-class Working(NamedTuple):
+class BlockPeak(NamedTuple):
     """A moment of a block's backward pass."""
 
     bytes: float  # beyond what rests; a repeated forward pass included
     made: int | None  # how many of the MLP's weights have their gradients by then; None: all of the block's
 
 
-class Block(NamedTuple):
+class BlockActivations(NamedTuple):
     """Bytes of one block and one micro-batch on one rank."""
 
     resting: float  # kept between the passes
-    working: tuple[Working, ...]  # the fullest moments of its backward pass
+    working: tuple[BlockPeak, ...]  # the fullest moments of its backward pass
     opening: float  # at that pass's first product, when the first weight gradient is made, beyond what rests
     inner: float  # the MLP's product
     put_off: float  # of its weights' gradients, what those that are put off still need
@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class BlockWorkload:
     """Everything besides the model that decides what a block keeps."""
 
     tokens: int  # that a rank attends for; with tensor parallelism its group's
@@ -58,7 +58,7 @@ class Work:
     cpu: bool
     dropout: bool
     context: ContextKind | None  # how ranks that share a sequence exchange it; None: none do
-    trained: tuple[str, ...] | None  # projections with an adapter; None: all weights are trained
+    adapters: tuple[str, ...] | None  # projections with an adapter; None: all weights are trained
 
     @property
     def stream(self) -> float:
@@ -70,7 +70,7 @@ class Work:
         return max(self.compute, 4)
 
 
-class Parts(NamedTuple):
+class KeptTensors(NamedTuple):
     """What autograd keeps of a block, place by place, in bytes."""
 
     norm: float  # one of the two norms on the residual stream
@@ -86,7 +86,7 @@ class Parts(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def block(model: Model, experts: bool, window: bool, work: Work) -> Block:
+def block_activations(model: Model, experts: bool, window: bool, work: BlockWorkload) -> BlockActivations:
     """One block, with experts in it or without, with a window that is shorter than the sequence or without."""
     parts = _parts(model, experts, window, work)
     c, tokens = work.compute, work.tokens
@@ -117,55 +117,62 @@ def block(model: Model, experts: bool, window: bool, work: Work) -> Block:
     if window and work.recompute != "none" and work.stack.attention != "unfused":
         # Attention's forward pass, as it is repeated: who sees whom, as truth values too.
         seen = parts.norm + parts.entered + parts.attention + tokens * work.seq
-        working = (Working(seen + stream, 0), *working)
+        working = (BlockPeak(seen + stream, 0), *working)
     if gathered and work.rows > 1 and work.recompute == "none":
         # Ranks send their parts of all sequences one after the other: they are put in order. Where the forward pass is
         # repeated, that comes later.
-        working = (Working(parts.all + stream + 2 * gathered, 0), *working)
-    return Block(
-        resting,
-        tuple(Working(size - shared, made) for size, made in working),
-        opening - shared,
-        c * inner,
-        c * inner + gathered,
-        deferred,
-        exchange,
-        held_input,
+        working = (BlockPeak(parts.all + stream + 2 * gathered, 0), *working)
+    return BlockActivations(
+        resting=resting,
+        working=tuple(BlockPeak(size - shared, made) for size, made in working),
+        opening=opening - shared,
+        inner=c * inner,
+        put_off=c * inner + gathered,
+        deferred=deferred,
+        exchange=exchange,
+        held_input=held_input,
     )
 
 
-def _parts(model: Model, experts: bool, window: bool, work: Work) -> Parts:
+def _parts(model: Model, experts: bool, window: bool, work: BlockWorkload) -> KeptTensors:
     c, tokens, stack = work.compute, work.tokens, work.stack
-    frozen = work.trained is not None
+    frozen = work.adapters is not None
     has_input = model.norm == "layer" or stack.norms == "fused" or c >= 4
     norm = norm_keeps(model, work) * work.stream
     entered = c * model.hidden * (work.stream if stack.regathers else tokens)
     if model.parallel_residual and has_input:
         norm -= c * model.hidden * work.stream / 2  # both norms keep the same input
-    if frozen and not {"gate_proj", "up_proj"} & set(work.trained or ()):
+    if frozen and not {"gate_proj", "up_proj"} & set(work.adapters or ()):
         entered /= 2  # nobody needs the MLP's input
     inner, values, _ = _mlp(model, experts, work)
-    if frozen and "down_proj" not in (work.trained or ()):
+    if frozen and "down_proj" not in (work.adapters or ()):
         values -= c * inner
     dropout = 2 * model.hidden * work.stream if work.dropout or stack.dropout else 0.0
-    return Parts(norm, entered, _attention(model, window, work), values, dropout, has_input)
+    return KeptTensors(
+        norm=norm,
+        entered=entered,
+        attention=_attention(model, window, work),
+        mlp=values,
+        dropout=dropout,
+        has_input=has_input,
+    )
 
 
-def norm_keeps(model: Model, work: Work) -> float:
+def norm_keeps(model: Model, work: BlockWorkload) -> float:
     """A token's bytes that a norm on the residual stream keeps, but for its result."""
     if model.norm == "layer":
         return work.compute * model.hidden + 8
     return _norm(model.hidden, work)
 
 
-def norm_backward(model: Model, work: Work) -> float:
+def norm_backward(model: Model, work: BlockWorkload) -> float:
     """The fullest moment of a norm's backward pass. Step by step: its input, and five tensors of that width."""
     if model.norm == "rms" and work.stack.norms == "eager":
         return (6 * work.wide * model.hidden + work.wide) * work.stream
     return (norm_keeps(model, work) + 2 * work.compute * model.hidden) * work.stream
 
 
-def _norm(width: int, work: Work) -> float:
+def _norm(width: int, work: BlockWorkload) -> float:
     """A token's bytes that an RMS norm keeps, but for its result.
 
     In steps: the input in at least fp32 (a copy, unless it is that wide already), 1 / root mean square, and the scaled
@@ -173,7 +180,7 @@ def _norm(width: int, work: Work) -> float:
     """
     if work.stack.norms == "fused":
         return work.compute * width + 4
-    scaled = work.compute * width if work.trained is None else 0
+    scaled = work.compute * width if work.adapters is None else 0
     return work.wide * (width + 1) + scaled
 
 
@@ -187,7 +194,7 @@ def _widths(model: Model, tp: int) -> tuple[int, int, int]:
     return even_share(model.heads, tp) * model.head_dim, key, key
 
 
-def _attention(model: Model, window: bool, work: Work) -> float:
+def _attention(model: Model, window: bool, work: BlockWorkload) -> float:
     c, stack = work.compute, work.stack
     query, key, value = _widths(model, work.tp)
     heads, normed = even_share(model.heads, work.tp), query + key
@@ -217,7 +224,7 @@ def _attention(model: Model, window: bool, work: Work) -> float:
     return kept * work.tokens
 
 
-def _mlp(model: Model, experts: bool, work: Work) -> tuple[float, float, float]:
+def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float, float]:
     """Values of one inner tensor; bytes kept of the whole MLP; bytes on their way to other ranks' experts."""
     c, fused = work.compute, work.stack.activation == "fused"
     # Gate, its activation, up, their product; without a gate: up and its activation. Fused: that is made anew.
@@ -234,7 +241,7 @@ def _mlp(model: Model, experts: bool, work: Work) -> tuple[float, float, float]:
     return inner, tensors * c * inner + 2 * travelling + scores, 2.0 * travelling
 
 
-def _selected(model: Model, parts: Parts, inner: float, work: Work) -> tuple[float, float]:
+def _selected(model: Model, parts: KeptTensors, inner: float, work: BlockWorkload) -> tuple[float, float]:
     """Bytes that selective recomputation keeps besides the input, and which of them ``parts`` counts as well."""
     c, tokens = work.compute, work.tokens
     query, key, value = _widths(model, work.tp)
@@ -253,8 +260,8 @@ def _selected(model: Model, parts: Parts, inner: float, work: Work) -> tuple[flo
 
 
 def _working(
-    model: Model, parts: Parts, stream: float, inner: float, mlp: float, work: Work
-) -> tuple[Working, ...]:
+    model: Model, parts: KeptTensors, stream: float, inner: float, mlp: float, work: BlockWorkload
+) -> tuple[BlockPeak, ...]:
     """What is there of the block's own tensors and their gradients, in the order of time."""
     c, tokens = work.compute, work.tokens
     query, key, value = _widths(model, work.tp)
@@ -272,4 +279,4 @@ def _working(
     activation = parts.all + stream + ways_in * inner
     # The first norm, when nothing else of the block is left and all of its weights' gradients are there.
     end = norm_backward(model, work) + (stream if work.wide > c else 0.0)
-    return Working(activation, 1), Working(max(later), 1 + ways_in), Working(end, None)
+    return BlockPeak(activation, 1), BlockPeak(max(later), 1 + ways_in), BlockPeak(end, None)

@@ -1,4 +1,4 @@
-"""How many micro-batches a rank of a pipeline holds at once: whenever a backward pass begins, of every chunk."""
+"""How many micro-batches a rank of a pipeline holds at once: whenever a backward pass begins, of every stage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.facts.stages import stages_of_rank
 
 
 class Begun(IntEnum):
-    """What earlier backward passes have left of a chunk's gradients."""
+    """What earlier backward passes have left of a stage's gradients."""
 
     NOTHING = 0
     ENDS = 1  # those of embedding and head alone: their blocks' were put off
@@ -24,24 +24,27 @@ class Begun(IntEnum):
 class Moment(NamedTuple):
     """The start of a backward pass, or of its first half."""
 
-    chunk: int  # whose backward pass it is, of the rank's chunks
-    held: tuple[int, ...]  # micro-batches of every chunk whose activations are kept, this one included
+    held: tuple[int, ...]  # micro-batches of every stage here whose activations are kept, this one included
     deferred: tuple[int, ...]  # and of which only weight gradients are still to be computed
-    begun: tuple[Begun, ...]  # of every chunk
-    split: bool  # whether this one leaves its weight gradients for later
-    waiting: int  # messages that are being received, or have been, for computations after it
-    sent: int  # gradients that were sent before
-    just_sent: bool  # whether one of them was the last message
+    begun: tuple[Begun, ...]  # of every stage
+    stage: int = 0  # whose backward pass it is, of the rank's stages
+    split: bool = False  # whether this one leaves its weight gradients for later
+    waiting: int = 0  # messages that are being received, or have been, for computations after it
+    sent: int = 0  # gradients that were sent before
+    just_sent: bool = False  # whether one of them was the last message
     passed: int = 0  # gradients that one stage has left for another one here
+
+    @property
+    def before(self) -> Begun:
+        """What earlier passes have left of this stage's gradients."""
+        return self.begun[self.stage]
 
 
 @lru_cache(maxsize=8192)
 def moments(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
     """Those that no other one exceeds in everything."""
     if pp == 1:
-        return (
-            Moment(0, (1,), (0,), (Begun.ALL if micro_batches > 1 else Begun.NOTHING,), False, 0, 0, False),
-        )
+        return (Moment(held=(1,), deferred=(0,), begun=(Begun.ALL if micro_batches > 1 else Begun.NOTHING,)),)
     if schedule in ("gpipe", "1f1b"):
         return tuple(_plain(micro_batches, pp - rank if schedule == "1f1b" else micro_batches, rank, pp))
     # Beyond it a pipeline is as full as it gets; whole rounds, as some schedules want them.
@@ -63,26 +66,27 @@ def _plain(micro_batches: int, room: int, rank: int, pp: int) -> Iterator[Moment
     """Forward passes as long as there is room, then one backward and one forward pass in turn, then the rest."""
     held, inner, sends = min(micro_batches, room), rank < pp - 1, rank > 0
     left = micro_batches - held  # forward passes still to come when the first backward pass begins
+    first = Moment(held=(held,), deferred=(0,), begun=(Begun.NOTHING,))
+    later = first._replace(begun=(Begun.ALL,))
     # What comes next is a forward pass, which all but the first rank receive for, or a backward pass.
-    following = sends if left else inner and held > 1
-    yield Moment(0, (held,), (0,), (Begun.NOTHING,), False, int(following), 0, False)
+    yield first._replace(waiting=int(sends if left else inner and held > 1))
     # The last message was the forward pass's, where that has one.
+    just_sent = sends and not inner
     if left > 1:
-        yield Moment(
-            0, (held,), (0,), (Begun.ALL,), False, int(sends), sends * (left - 1), sends and not inner
-        )
+        yield later._replace(waiting=int(sends), sent=sends * (left - 1), just_sent=just_sent)
     if left:
-        following = inner and held > 1
-        yield Moment(0, (held,), (0,), (Begun.ALL,), False, int(following), sends * left, sends and not inner)
+        yield later._replace(waiting=int(inner and held > 1), sent=sends * left, just_sent=just_sent)
     elif held > 1:
-        yield Moment(0, (held - 1,), (0,), (Begun.ALL,), False, int(inner and held > 2), int(sends), sends)
+        yield later._replace(
+            held=(held - 1,), waiting=int(inner and held > 2), sent=int(sends), just_sent=sends
+        )
 
 
 @lru_cache(maxsize=1024)
 def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
     split = schedule in SPLIT_BACKWARD
     stages = stages_of_rank(pp, chunks, schedule, rank)
-    place = {stage: chunk for chunk, stage in enumerate(stages)}
+    place = {stage: number for number, stage in enumerate(stages)}
     held, deferred = [0] * len(stages), [0] * len(stages)
     left = [Begun.NOTHING] * len(stages)
     waiting = sent = passed = 0
@@ -90,31 +94,38 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
     # And how many gradients had been sent, when it was so for the last time.
     seen: dict[Moment, int] = {}
     for instruction in rank_program(schedule, pp, chunks, micro_batches, rank):
-        action, chunk = instruction.action, place[instruction.stage]
+        action, here = instruction.action, place[instruction.stage]
         if action in RECEIVES:
             waiting += 1
         elif action in SENDS:
             just_sent = action is Action.SEND_BACKWARD
             sent += just_sent
         elif action is Action.FORWARD:
-            held[chunk] += 1
+            held[here] += 1
             waiting -= instruction.stage > 0 and instruction.stage - 1 not in place
         elif action is Action.WEIGHT:
-            deferred[chunk] -= 1
-            left[chunk] = Begun.ALL
+            deferred[here] -= 1
+            left[here] = Begun.ALL
         else:
             waiting -= instruction.stage < pp * chunks - 1 and instruction.stage + 1 not in place
             passed -= instruction.stage + 1 in place
             half = split and action is Action.INPUT
             moment = Moment(
-                chunk, tuple(held), tuple(deferred), tuple(left), half, waiting, 0, just_sent, passed
+                held=tuple(held),
+                deferred=tuple(deferred),
+                begun=tuple(left),
+                stage=here,
+                split=half,
+                waiting=waiting,
+                just_sent=just_sent,
+                passed=passed,
             )
             seen.pop(moment, None)  # so that they are in the order of their last time
             seen[moment] = sent
             passed += instruction.stage - 1 in place
-            left[chunk] = max(left[chunk], Begun.ENDS if half else Begun.ALL)
-            held[chunk] -= 1
-            deferred[chunk] += half
+            left[here] = max(left[here], Begun.ENDS if half else Begun.ALL)
+            held[here] -= 1
+            deferred[here] += half
     outermost = _outermost(seen)
     # In the order of time: of two that are as full, the first one is the peak.
     return tuple(one._replace(sent=sent) for one, sent in seen.items() if one in outermost)
@@ -123,7 +134,7 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
 def _outermost(seen: Iterable[Moment]) -> list[Moment]:
     def exceeds(one: Moment, other: Moment) -> bool:
         return (
-            one.chunk == other.chunk
+            one.stage == other.stage
             and one.split >= other.split
             and one.waiting >= other.waiting
             and one.just_sent >= other.just_sent

@@ -1,0 +1,72 @@
+"""The memory ledger: what a rank holds at the fullest moment of a step.
+
+From top to bottom: the inventory of a rank (``inventory``: its stages, their parameters, bytes per parameter and per
+micro-batch) → what each category holds of it (``states``: parameters and optimizer states; ``gradients``, with what
+reducing them puts into buffers: ``replicate``, ``zero``, ``shard``, by the strategy's name; ``activations``;
+``logits``) → the few moments that can be the fullest (``peaks``) → the ledger, with what the device holds beyond its
+tensors (``device``). A ledger is the largest sum of what is there together, not a sum of maxima.
+"""
+
+from __future__ import annotations
+
+from shoal.facts.ledger import Ledger
+from shoal.predict.memory.device import host_share, on_top, workspace
+from shoal.predict.memory.gradients import RankGradients
+from shoal.predict.memory.inventory import RankInventory, fullest_ranks, rank_inventories
+from shoal.predict.memory.peak import Peak
+from shoal.predict.memory.peaks import peaks
+from shoal.predict.memory.replicate import ReplicatedGradients
+from shoal.predict.memory.shard import PipelinedShards, ShardedGradients
+from shoal.predict.memory.states import optimizer_states, parameters, waiting_gradients
+from shoal.predict.memory.zero import ScatteredGradients
+from shoal.predict.question import Question
+
+
+def ledger(question: Question) -> Ledger:
+    """Of the rank of the pipeline that needs the most."""
+    return max(map(_rank_ledger, fullest_ranks(question)), key=lambda one: one.peak_allocated)
+
+
+def ledgers(question: Question) -> list[Ledger]:
+    """Of every rank of the pipeline."""
+    return [_rank_ledger(rank) for rank in rank_inventories(question)]
+
+
+def rank_gradients(rank: RankInventory) -> RankGradients:
+    """As the strategy keeps them that shards or replicates this rank's parameters."""
+    layout = rank.question.layout
+    if rank.sharded:
+        return ShardedGradients(rank) if layout.pp == 1 else PipelinedShards(rank)
+    if layout.shards > 1 and layout.zero == 2 and layout.pp == 1:
+        return ScatteredGradients(rank)
+    return ReplicatedGradients(rank) if layout.dp * layout.shards > 1 else RankGradients(rank)
+
+
+def _rank_ledger(rank: RankInventory) -> Ledger:
+    question, gradients = rank.question, rank_gradients(rank)
+    states, optimizer = parameters(rank), optimizer_states(rank)
+    peak = max(peaks(gradients), key=Peak.total)
+    device = {
+        "params": round(states.device),
+        "grads": round(peak.grads),
+        "optimizer": round(optimizer.device),
+        "activations": round(peak.activations),
+        "logits": round(peak.logits),
+        "buffers": round(peak.buffers) + workspace(question),
+    }
+    allocated = sum(device.values())
+    band = on_top(question, allocated + round(gradients.in_other_streams(peak.grads)))
+    return Ledger(
+        **device,
+        peak_allocated=allocated,
+        reserved=band.reserved,
+        device_total=band.total,
+        device_p90=band.p90,
+        capacity=question.cluster.device.memory_bytes,
+        worst_stage=rank.number,
+        master=round(optimizer.master),
+        instant=peak.name,
+        host=round(states.host + optimizer.host + waiting_gradients(rank) + peak.host),
+        host_capacity=host_share(question.cluster),
+        nvme=round(states.nvme + optimizer.nvme + peak.nvme),
+    )

@@ -1,0 +1,229 @@
+"""The inventory of a rank of a pipeline: its stages, how many parameters they have, how many bytes each thing takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import NamedTuple
+
+from shoal.facts.holdings import Holdings
+from shoal.facts.model import Model
+from shoal.facts.parameter_groups import DENSE, EXPERTS
+from shoal.facts.schedule import SPLIT_BACKWARD
+from shoal.facts.stages import Stage, rank_of_stage, stages_of_rank
+from shoal.predict.held import cut_once
+from shoal.predict.memory.in_flight import bottom
+from shoal.predict.memory.micro_batch import (
+    MicroBatchBytes,
+    bytes_per_parameter,
+    micro_batch_bytes,
+    parameters_are_sharded,
+)
+from shoal.predict.question import Question
+from shoal.predict.weights import (
+    AdapterKey,
+    NetworkEnds,
+    ParameterCount,
+    ShardDegrees,
+    adapter_key,
+    block,
+    ends,
+    total,
+)
+
+
+class BlockRun(NamedTuple):
+    """Neighbouring blocks of one kind."""
+
+    experts: bool
+    window: bool  # shorter than the sequence
+    layers: int
+    block: ParameterCount  # one of them
+
+
+class RankStage(NamedTuple):
+    """One stage on a rank."""
+
+    first: bool
+    last: bool
+    runs: tuple[BlockRun, ...]  # in the order of the network
+    layers: int
+    blocks: ParameterCount  # all of them
+    ends: ParameterCount  # embedding, final norm, head, as far as they are here
+
+
+class InFlight(NamedTuple):
+    """What a micro-batch in flight holds of one stage, in bytes."""
+
+    blocks: float
+    others: float  # tables of rotary positions; the final norm and its result
+    logits: float
+    casts: float  # the blocks' weights in the compute precision, where autograd keeps them
+    head_cast: float  # and the head's
+    messages: float  # to and from other stages
+    deferred: float  # once only weight gradients are left to compute
+
+
+@dataclass(frozen=True)
+class RankInventory:
+    question: Question
+    number: int  # among the ranks of the pipeline
+    stages: tuple[RankStage, ...]
+    ends: NetworkEnds  # of the whole network
+    hold: Holdings  # bytes per parameter
+    micro_batch: MicroBatchBytes
+    sharded: bool  # parameters rest in shards
+
+    @cached_property
+    def total(self) -> ParameterCount:
+        return total(count for stage in self.stages for count in (stage.blocks, stage.ends))
+
+    @cached_property
+    def casts(self) -> bool:
+        """Whether blocks' weights are cast to the compute precision where they are used."""
+        return self.hold.cast and not self.sharded and self.question.lora is None
+
+    @cached_property
+    def casts_again(self) -> bool:
+        """For the backward pass, because it repeats the forward pass; else autograd keeps them."""
+        return self.casts and self.question.layout.recompute != "none"
+
+    @cached_property
+    def bottom(self) -> bool:
+        """Whether both sides of a V's lower end are here: one stage passes to the next without a message."""
+        return bottom(self.question.layout.schedule, self.question.layout.pp, self.number)
+
+    @cached_property
+    def in_flight(self) -> list[InFlight]:
+        return [self._in_flight(number, stage) for number, stage in enumerate(self.stages)]
+
+    def offloaded(self, what: str) -> float:
+        """The fraction of optimizer, params or activations that waits off the device."""
+        return next((part.fraction for part in self.question.layout.offload if part.what == what), 0.0)
+
+    def on_nvme(self, what: str) -> bool:
+        return any(part.what == what and part.nvme for part in self.question.layout.offload)
+
+    def hears_from_next(self, number: int) -> bool:
+        """Whether a stage's successor is on another rank, which it sends activations to and has gradients from."""
+        return not self.stages[number].last and not (self.bottom and number == 0)
+
+    def hears_from_previous(self, number: int) -> bool:
+        """Whether its predecessor is, which it has activations from and sends gradients to."""
+        return not self.stages[number].first and not (self.bottom and number == 1)
+
+    def _in_flight(self, number: int, stage: RankStage) -> InFlight:
+        micro, hidden = self.micro_batch, self.question.model.hidden
+        kinds = [(run.layers, micro.blocks[run.experts, run.window]) for run in stage.runs]
+        blocks = sum(layers * one.resting for layers, one in kinds)
+        others = micro.tables + (micro.norm if stage.last else 0.0)
+        messages = 0.0
+        if self.question.layout.pp > 1:
+            if not stage.first and kinds[0][1].held_input:
+                blocks -= micro.stream  # it counts as what it came as
+            messages = micro.stream * (self.hears_from_previous(number) + self.hears_from_next(number))
+            if self.bottom and number == 0:
+                others += micro.stream  # what it hands to the stage beside it
+        kept = self.casts and not self.casts_again
+        return InFlight(
+            blocks=blocks,
+            others=others,
+            logits=micro.logits.resting if stage.last else 0.0,
+            casts=self.hold.compute * (stage.blocks.whole + hidden * stage.last) if kept else 0.0,
+            head_cast=micro.logits.cast if stage.last else 0.0,
+            messages=messages,
+            deferred=sum(layers * one.deferred for layers, one in kinds),
+        )
+
+
+def rank_inventories(question: Question) -> Iterator[RankInventory]:
+    """Of every rank of the pipeline."""
+    return _inventories(question, range(question.layout.pp))
+
+
+def fullest_ranks(question: Question) -> Iterator[RankInventory]:
+    """Of those ranks that can be the fullest."""
+    return _inventories(question, _pipeline(question).fullest)
+
+
+class PipelineStages(NamedTuple):
+    """Every rank's, and which ranks can be the fullest."""
+
+    ranks: tuple[tuple[RankStage, ...], ...]
+    ends: NetworkEnds
+    fullest: tuple[int, ...]
+
+
+def _inventories(question: Question, ranks: Iterable[int]) -> Iterator[RankInventory]:
+    pipeline, micro_batch = _pipeline(question), micro_batch_bytes(question)
+    hold, sharded = bytes_per_parameter(question), parameters_are_sharded(question)
+    for rank in ranks:
+        yield RankInventory(question, rank, pipeline.ranks[rank], pipeline.ends, hold, micro_batch, sharded)
+
+
+def _pipeline(question: Question) -> PipelineStages:
+    layout, groups = question.layout, question.groups
+    routed = groups.get(EXPERTS, groups[DENSE])
+    return _cut(
+        question.model,
+        ShardDegrees(layout.tp, layout.ep, groups[DENSE].sharded.size, routed.sharded.size),
+        adapter_key(question.lora),
+        (layout.schedule, layout.pp, layout.chunks),
+        question.recipe.seq,
+        question.stack.even_stages,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _cut(
+    model: Model,
+    degrees: ShardDegrees,
+    lora: AdapterKey | None,
+    pipeline: tuple[str, int, int],
+    seq: int,
+    even: bool,
+) -> PipelineStages:
+    schedule, pp, chunks = pipeline
+    stages = cut_once(model, pp * chunks, None if even else seq)
+    at_the_ends = ends(model, degrees, trained=lora is None)
+
+    def stage_of(stage: Stage) -> RankStage:
+        def kind(layer: int) -> tuple[bool, bool]:
+            return model.has_experts(layer), (model.layer_window(layer) or seq) < seq
+
+        runs = tuple(
+            BlockRun(*one, len(list(layers)), block(model, one[0], degrees, lora))
+            for one, layers in groupby(stage.layers, key=kind)
+        )
+        here = [at_the_ends.embedding] * stage.first + [at_the_ends.norm] * stage.last
+        # In a pipeline a tied head is a copy of the embedding.
+        here += [at_the_ends.head] * (stage.last and not (model.tied and pp == 1))
+        blocks = total(run.block.times(run.layers) for run in runs)
+        return RankStage(stage.first, stage.last, runs, len(stage.layers), blocks, total(here))
+
+    ranks = tuple(
+        tuple(stage_of(stages[number]) for number in stages_of_rank(pp, chunks, schedule, rank))
+        for rank in range(pp)
+    )
+    last = rank_of_stage(pp, chunks, schedule, pp * chunks - 1)
+    return PipelineStages(ranks, at_the_ends, _fullest(ranks, last, schedule))
+
+
+def _fullest(ranks: tuple[tuple[RankStage, ...], ...], last: int, schedule: str) -> tuple[int, ...]:
+    """The two ends, and of ranks with equal blocks the first, which holds the most micro-batches.
+
+    The first rank is a kind of its own: it receives no activations. So is the bottom of a V, where the two stages of a
+    rank send each other nothing. Where the backward pass is split also the last of each kind, which has put off the
+    most of it.
+    """
+    first: dict[tuple[object, ...], int] = {}
+    final: dict[tuple[object, ...], int] = {}
+    for rank, stages in enumerate(ranks):
+        end = "first" if rank == 0 else "bottom" if bottom(schedule, len(ranks), rank) else ""
+        kind = end, *(stage.runs for stage in stages)
+        first.setdefault(kind, rank)
+        final[kind] = rank
+    late = final.values() if schedule in SPLIT_BACKWARD else ()
+    return tuple(sorted({0, last, *first.values(), *late}))

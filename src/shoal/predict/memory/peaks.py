@@ -1,0 +1,262 @@
+"""The moments of a step that can be the fullest, with all that is held then beside parameters and optimizer states.
+
+In the order of time: the end of a forward pass; the loss and the head; the norm before them; the last blocks of every
+run of equal ones, and the first block of all; the embedding; the end of the step. Of two that are as full, the first
+one is the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.predict.memory.activations import BlockActivations
+from shoal.predict.memory.gradients import RankGradients
+from shoal.predict.memory.in_flight import Begun, Moment, moments
+from shoal.predict.memory.inventory import BlockRun, RankInventory
+from shoal.predict.memory.peak import Peak
+from shoal.predict.question import Question
+
+# Tokens, positions and targets, int64, of every micro-batch of the step.
+BATCH_BYTES = 3 * 8
+
+
+def peaks(gradients: RankGradients) -> Iterator[Peak]:
+    """All candidates of one rank of the pipeline."""
+    for kind in gradients.passes():
+        yield from _peaks_of_passes(kind)
+
+
+def _peaks_of_passes(gradients: RankGradients) -> Iterator[Peak]:
+    question, layout = gradients.rank.question, gradients.layout
+    fullest: dict[tuple[int, tuple[Begun, ...], bool], BackwardPass] = {}
+    for moment in moments(
+        layout.schedule, layout.pp, layout.chunks, question.accumulation, gradients.rank.number
+    ):
+        # What comes on top depends on these three alone.
+        kind = moment.stage, moment.begun, moment.split
+        found = BackwardPass(gradients, moment)
+        if kind not in fullest or found.start.total() > fullest[kind].start.total():
+            fullest[kind] = found
+    for found in fullest.values():
+        yield from found.peaks()
+    batch = Peak(activations=_batch(question))
+    yield from gradients.at_end(batch)
+    yield batch.plus("update", grads=gradients.complete)
+
+
+def _batch(question: Question) -> float:
+    return float(BATCH_BYTES * question.tokens * question.accumulation)
+
+
+def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
+    """What is there when a backward pass begins, but for gradients."""
+    micro, question = rank.micro_batch, rank.question
+    activations, blocks, logits, buffers = _batch(question), 0.0, 0.0, standing
+    for kept, held, deferred in zip(rank.in_flight, moment.held, moment.deferred, strict=True):
+        blocks += held * kept.blocks
+        activations += held * kept.others + deferred * kept.deferred
+        logits += held * kept.logits
+        buffers += held * (kept.casts + kept.head_cast + kept.messages)
+    runs = rank.stages[moment.stage].runs
+    if question.layout.pp > 1:
+        # What is received for later computations; the gradient that came for this one; those that were sent. gloo,
+        # which cannot be asked whether a message has gone, keeps all of them to the end of the step; NCCL's go with
+        # the next message.
+        sent = moment.sent if micro.work.cpu else moment.just_sent
+        messages = moment.waiting + rank.hears_from_next(moment.stage) + sent
+        passed = moment.passed
+        if not micro.work.sp:
+            # The gradient that a stage was given is among what it still needs where weights' gradients are put off;
+            # unless that was gathered from the tensor ranks.
+            given = sum(count for number, count in enumerate(moment.deferred) if rank.hears_from_next(number))
+            messages, passed = messages + given, passed - given
+        buffers += messages * micro.stream
+        activations += passed * micro.stream
+    if not rank.sharded:
+        # Weights that rest elsewhere come in block by block, one ahead.
+        block = max(run.block.whole for run in runs)
+        buffers += 2 * rank.hold.compute * block * rank.offloaded("params")
+    offloaded = rank.offloaded("activations") * blocks
+    if offloaded:
+        # One block's tensors are used while another's are on their way.
+        buffers += 2 * micro.blocks[runs[-1].experts, runs[-1].window].resting
+    host, nvme = (0.0, offloaded) if rank.on_nvme("activations") else (offloaded, 0.0)
+    return Peak("", 0.0, activations + blocks - offloaded, logits, buffers, host, nvme)
+
+
+class BackwardPass:
+    """One backward pass of a stage: what is there as it begins (``start``), and its moments."""
+
+    def __init__(self, gradients: RankGradients, moment: Moment) -> None:
+        self.gradients, self.moment, self.rank = gradients, moment, gradients.rank
+        self.stage, self.kept = self.rank.stages[moment.stage], self.rank.in_flight[moment.stage]
+        self.micro, self.work = self.rank.micro_batch, self.rank.micro_batch.work
+        self.offloaded = self.rank.offloaded("activations")
+        self.start = held_at_start(self.rank, moment, gradients.standing)
+
+    def peaks(self) -> Iterator[Peak]:
+        if self.work.tp > 1 and not self.stage.last:
+            yield self._end_of_forward()
+        if self.stage.last:
+            yield from self._head()
+        # What is left of the start once the head is done.
+        left = self.start.plus("", logits=-self.kept.logits, buffers=-self.kept.head_cast)
+        if self.stage.last:
+            left = left.plus("", activations=-self.micro.norm)
+            yield left.plus(
+                "last norm",
+                grads=self.gradients.held(self.moment, 0),
+                activations=self.micro.norm_backward,
+                buffers=self.gradients.in_norm(self.moment),
+            )
+        yield from self._blocks(left)
+        if self.stage.first:
+            yield from self._embedding(left)
+
+    def _end_of_forward(self) -> Peak:
+        """Of the pass before: what the last projection leaves on a tensor rank, and a copy to be summed."""
+        stream, sp = self.micro.stream, self.work.sp
+        copies = 2 if self.work.rows > 1 or not sp else 1
+        came = stream if self.rank.hears_from_next(self.moment.stage) else 0.0
+        return self.start.plus(
+            "forward",
+            grads=self.gradients.held(self.moment, None),
+            activations=copies * self._gathered_stream + (stream if sp else 0.0),
+            buffers=self.gradients.in_loss(self.moment) - came,
+        )
+
+    @property
+    def _gathered_stream(self) -> float:
+        return self.micro.stream * (self.work.tp if self.work.sp else 1)
+
+    def _head(self) -> Iterator[Peak]:
+        """The loss, with logits and what is made of them; then the head's backward pass, with its weight's gradient."""
+        gradients, moment, found = self.gradients, self.moment, self.micro.logits
+        gathered, gathering = gradients.in_loss(moment), gradients.gathering_head()
+        stays = gradients.stays(moment)  # what this pass makes is the gradient itself
+        start = self.start.plus("loss", grads=gradients.held(moment, None), logits=-found.resting)
+        if found.forward:
+            yield start.plus(
+                "loss",
+                # The tokens of this rank, beside those that were gathered of them.
+                activations=self.micro.stream if self.work.sp else 0.0,
+                logits=found.forward,
+                buffers=gathered + found.weight - found.adding + gradients.behind(),
+            )
+        if gathering:
+            yield start.plus("head", buffers=gathering - found.cast)
+        loss = start.plus("loss", logits=found.hidden, buffers=gathered + found.weight)
+        if stays:
+            loss = loss.plus("loss", grads=found.adding, buffers=-found.adding)
+        yield loss.plus("loss", logits=found.peak)
+        if gradients.adapters_only:
+            return
+        # The weight's product.
+        alone = stays and not found.adding
+        head = loss.plus("head", buffers=found.product)
+        if alone and not found.added:
+            head = loss.plus("head", grads=found.product)
+        yield head.plus("head", logits=found.given)
+        # The logits' gradients have gone, and with them the weight as it was multiplied and what it was multiplied by.
+        gone, bucket = found.hidden + found.entering, gradients.head_bucket()
+        if found.adding:
+            beside = max(found.added, bucket - found.product)
+        else:
+            beside = bucket + (0.0 if alone else found.added)
+        head = head.plus(
+            "head",
+            grads=found.added if alone else 0.0,
+            activations=-gone,
+            logits=found.entering,
+            buffers=beside - found.cast,
+        )
+        yield head
+        left = start.plus("head", activations=-gone, logits=gone, buffers=-found.cast)
+        yield from gradients.after_head(moment, left)
+        if self.work.sp and self.work.rows > 1:
+            # Ranks are sent their parts of all sequences one after the other: they are put in order.
+            product = 0.0 if stays else found.product
+            yield head.plus("head", activations=gone + self.micro.stream, buffers=-product)
+
+    def _blocks(self, left: Peak) -> Iterator[Peak]:
+        """The last blocks of every run of equal ones, and the first block of all."""
+        done = 0  # blocks whose backward pass is over
+        for run in reversed(self.stage.runs):
+            freed = self._freed(self._kind(run))
+            cast = run.block.whole * self.rank.hold.compute if self.kept.casts else 0
+            for count in self.gradients.blocks_looked_at(run, done):
+                there = left.plus("", activations=-count * freed, buffers=-count * cast)
+                yield from self._block(run, done + count, there)
+            left = left.plus("", activations=-run.layers * freed, buffers=-run.layers * cast)
+            done += run.layers
+
+    def _block(self, run: BlockRun, done: int, left: Peak) -> Iterator[Peak]:
+        """Its first product; its fullest activations; under zero=3, its end."""
+        gradients, moment, hold = self.gradients, self.moment, self.rank.hold
+        block, stream = self._kind(run), self.micro.stream
+        name = "first block" if done == self.stage.layers - 1 else "block" if done else "last block"
+        left = left.plus(name, activations=self._given(done))
+        if self._is_sent_on(done):
+            left = left.plus(name, activations=-stream, buffers=stream)
+        buffers = block.exchange + (run.block.whole * hold.compute if self.rank.casts_again else 0)
+        grads = gradients.held(moment, done, gradients.made(run, 1))
+        passing = buffers + gradients.in_block(moment, run, done, 1)
+        for size, gone in gradients.first_product(moment, run, block):
+            yield left.plus(name, grads=grads, activations=block.opening - gone, buffers=passing + size)
+        put_off = block.put_off if moment.split else 0.0
+        if moment.split and self.work.recompute == "selective":
+            # The last product, which nothing uses again, is not kept where its weight's gradient is put off.
+            put_off -= hold.compute * self.rank.question.model.hidden * self.work.tokens
+        for size, count in block.working:
+            # By then some projections are done, unless their weights' gradients are put off.
+            made = gradients.made(run, count)
+            used = made * hold.compute if self.rank.casts else 0
+            # What was kept elsewhere is not there to go.
+            fresh = max(0.0, size) if self.offloaded else size
+            yield left.plus(
+                name,
+                grads=gradients.held(moment, done, made),
+                activations=fresh + put_off,
+                buffers=buffers - used + gradients.in_block(moment, run, done, count),
+            )
+        end = left.plus(name, activations=stream - self._freed(block))
+        yield from gradients.after_block(moment, run, done, end)
+
+    def _embedding(self, left: Peak) -> Iterator[Peak]:
+        """Nothing of the micro-batch is left but the gradient that enters."""
+        freed = sum(run.layers * self._freed(self._kind(run)) for run in self.stage.runs)
+        others = self.kept.others - (self.micro.norm if self.stage.last else 0.0)
+        left = left.plus(
+            "embedding",
+            grads=self.gradients.held(self.moment, self.stage.layers),
+            activations=-freed - others,
+            buffers=-self.kept.casts,
+        )
+        wide = self._gathered_stream * self.rank.hold.wide / self.rank.hold.compute
+        yield from self.gradients.in_embedding(self.moment, left, wide)
+
+    def _kind(self, run: BlockRun) -> BlockActivations:
+        return self.micro.blocks[run.experts, run.window]
+
+    def _freed(self, block: BlockActivations) -> float:
+        """What a block's backward pass frees on the device. If it is split, some is still needed."""
+        return block.resting * (1 - self.offloaded) - (block.deferred if self.moment.split else 0.0)
+
+    def _given(self, done: int) -> float:
+        """The gradient that a stage was given: the first block counts it as its own, and a message is in buffers."""
+        if self.stage.last:
+            return 0.0
+        begun = done > 0
+        # Where weights' gradients are put off, the first block goes on counting it as well.
+        twice = begun and self.moment.split and not self.work.sp
+        return self.micro.stream * (begun - twice - self.rank.hears_from_next(self.moment.stage))
+
+    def _is_sent_on(self, done: int) -> bool:
+        """Gradients of the residual stream are added up in place, so what a stage will send is there from early on.
+
+        From the first sum on, if the gradient was received; not where something else holds it as well.
+        """
+        if self.rank.question.layout.pp == 1 or not self.rank.hears_from_previous(self.moment.stage):
+            return False
+        held = self.moment.split and not self.work.sp
+        return not held and (self.stage.last or done > 0)

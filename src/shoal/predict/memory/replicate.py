@@ -1,0 +1,69 @@
+"""Whole gradients from the start: replicas (dp), zero=1, and zero=2 in a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.predict.memory.gradients import RankGradients
+from shoal.predict.memory.in_flight import Moment
+from shoal.predict.memory.inventory import BlockRun
+from shoal.predict.memory.peak import Peak
+
+
+class ReplicatedGradients(RankGradients):
+    """In another precision a bucket travels as a copy, and all copies wait for the end of the step."""
+
+    @property
+    def complete(self) -> float:
+        return self.hold.gradient * (self.total.trained_share if self.scatters else self.total.trained)
+
+    def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
+        return self.complete
+
+    def stays(self, moment: Moment) -> bool:
+        return False
+
+    def stays_in_block(self, moment: Moment) -> bool:
+        return False
+
+    @property
+    def scatters(self) -> bool:
+        return self.layout.zero == 2 and self.layout.shards > 1
+
+    @property
+    def standing(self) -> float:
+        """With zero=2 in a pipeline whole gradients add up to the end of the step beside this rank's share."""
+        return self.hold.gradient * self.total.trained if self.scatters else 0.0
+
+    @property
+    def travels_as_copy(self) -> bool:
+        return self.hold.reduce != self.hold.gradient
+
+    def copies(self, count: float) -> float:
+        return self.hold.reduce * count if self.travels_as_copy and self.layout.pp == 1 else 0.0
+
+    def in_block(self, moment: Moment, run: BlockRun, done: int, made: int | None) -> float:
+        return self.tied_head(moment) + self.copies(self.reduced(moment, done))
+
+    def reduced(self, moment: Moment, done: int) -> float:
+        """Parameters whose gradients are complete after so many blocks."""
+        stage = self.stage(moment)
+        return (0 if self.model.tied else self.ends.head.trained) + stage.blocks.trained * done / stage.layers
+
+    def at_end(self, batch: Peak) -> Iterator[Peak]:
+        if not self.travels_as_copy:
+            return
+        hold, rank = self.hold, self.rank
+        copies = hold.reduce * self.total.trained
+        yield batch.plus("reduce", grads=self.complete, buffers=copies)
+        if not self.scatters:
+            # The embedding's gradient has been computed and not been copied yet.
+            table = self.ends.embedding.trained if rank.stages[0].first else 0
+            left = rank.micro_batch.norm_backward + rank.micro_batch.stream
+            buffers = copies - hold.reduce * table + hold.gradient * table
+            yield batch.plus("reduce", grads=self.complete, activations=left, buffers=buffers)
+        elif rank.stages[-1].last and not self.adapters_only:
+            # A bucket goes as soon as it is copied. The first one is the head's.
+            left = rank.in_flight[-1].blocks + rank.in_flight[-1].others
+            buffers = self.standing + hold.reduce * self.ends.head.trained
+            yield batch.plus("reduce", grads=self.complete, activations=left, buffers=buffers)

@@ -1,0 +1,333 @@
+"""zero=3: shards of gradients appear; units of weights are gathered, and their gradients pass by whole.
+
+In a pipeline both stay whole to the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shoal.facts.schedule import SPLIT_BACKWARD
+from shoal.predict.memory.activations import BlockActivations
+from shoal.predict.memory.gradients import RankGradients
+from shoal.predict.memory.in_flight import Moment
+from shoal.predict.memory.inventory import BlockRun, RankInventory, RankStage
+from shoal.predict.memory.peak import Peak
+
+
+class UnitOfBlocks(NamedTuple):
+    """The unit of the block whose backward pass comes next."""
+
+    blocks: int  # in it
+    done: int  # of these, those whose backward pass is over
+
+
+def next_unit(stage: RankStage, done: int, unit: int) -> UnitOfBlocks:
+    """What does not fill a unit is the last one."""
+    block = max(0, stage.layers - 1 - done)
+    first = block // unit * unit
+    blocks = min(unit, stage.layers - first)
+    return UnitOfBlocks(blocks, first + blocks - 1 - block if done < stage.layers else 0)
+
+
+class ShardedGradients(RankGradients):
+    """Without a pipeline: a rank has one stage."""
+
+    def __init__(self, rank: RankInventory, partial: bool = False) -> None:
+        super().__init__(rank)
+        self.one, self.unit = rank.stages[0], self.layout.unit
+        # Replicas of shards: a pass between the first and the last, where they sum nothing.
+        self.partial = partial
+        # Units are freed between their forward and their backward pass.
+        first = self.unit * self.one.runs[0].block.whole
+        self.frees = self.layout.zero == 3 and self.tune.persist_below <= first
+        # Replicas of shards sum gradients in another precision than they are kept in.
+        self.cast_sums = (
+            self.layout.dp > 1 and not self.adapters_only and self.hold.reduce != self.hold.gradient
+        )
+        self.handed_on = self.hold.compute
+        # Where the host updates, shards of gradients follow the optimizer's states there as they are summed.
+        self.stay = 1.0 - rank.offloaded("optimizer")
+
+    def passes(self) -> Iterator[RankGradients]:
+        """Replicas of shards cast their sums in the last pass. Until then these add up as they travel."""
+        if self.cast_sums and self.rank.question.accumulation > 2:
+            yield ShardedGradients(self.rank, partial=True)
+        yield self
+
+    @property
+    def complete(self) -> float:
+        count = self.total.trained_share if self.layout.zero >= 2 else self.total.trained
+        return self.hold.gradient * count * self.stay
+
+    def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
+        if not moment.before:
+            return self.hold.gradient * self.stay * self._arrived(done)
+        everything = self.total.trained_share * self.stay
+        if not self.cast_sums:
+            return self.hold.gradient * everything
+        cast = 0.0 if self.partial else self._arrived(done) * self.stay
+        return self.hold.gradient * cast + self.hold.reduce * (everything - cast)
+
+    def _arrived(self, done: int | None) -> int:
+        """Parameters of this rank whose gradients a first backward pass has left."""
+        if done is None:
+            return 0
+        stage, ends = self.one, self.ends
+        units = done - next_unit(stage, done, self.unit).done
+        # A matrix that the embedding shares is one unit with it, which is done at the very end.
+        arrived = ends.norm.trained_share + (0 if self.model.tied else ends.head.trained_share)
+        return arrived + stage.blocks.trained_share * units // stage.layers
+
+    def stays(self, moment: Moment) -> bool:
+        return False
+
+    def in_other_streams(self, grads: float) -> float:
+        """torch's allocator keeps a pool for each stream: what the computation frees, gradients cannot be put into."""
+        if self.adapters_only:
+            return 0.0
+        ahead = self.hold.compute * self.tune.prefetch
+        unit = self._full_unit(self.one.runs[-1])
+        return max(0.0, self.complete - grads) + (self.hold.reduce + ahead) * unit
+
+    # Gathered weights.
+
+    def gathering_head(self) -> float:
+        """The unit before a head of its own, and the head, both also in one piece."""
+        if not self.frees or self.model.tied:
+            return 0.0
+        return 2 * self.hold.compute * (self._unit(self.one.runs[-1], 0) + self.ends.head.whole)
+
+    def behind(self) -> float:
+        """In a forward pass FSDP keeps what it gathered last in one piece as well, until it gathers again."""
+        if not self.frees:
+            return 0.0
+        last = self._full_unit(self.one.runs[-1]) if self.model.tied else self.ends.head.whole
+        return self.hold.compute * last
+
+    def in_loss(self, moment: Moment) -> float:
+        """The last blocks' and the head's; prefetching asks for more at the first backward hook."""
+        if not self.frees:
+            return self.hold.compute * self.total.whole
+        last, ahead = self.one.runs[-1], max(1, self.tune.prefetch)
+        return self.hold.compute * (self._root + self._unit(last, 0) + self._full_unit(last) * (ahead - 1))
+
+    def _gathered(self, run: BlockRun, done: int) -> float:
+        """This unit, and those asked for ahead, as far as there are any; and a matrix that embedding and head share."""
+        if not self.frees:
+            return self.hold.compute * self.total.whole
+        gathered = self._root if self.model.tied else 0
+        if done < self.one.layers:
+            left = (self.one.layers - done - 1) // self.unit
+            gathered += self._unit(run, done) + min(left, self.tune.prefetch) * self._full_unit(run)
+        return self.hold.compute * gathered
+
+    @property
+    def _root(self) -> int:
+        """What stays from the forward pass to the backward pass: the head, or the matrix that it shares."""
+        return self.ends.embedding.whole if self.model.tied else self.ends.head.whole
+
+    def _full_unit(self, run: BlockRun) -> int:
+        return run.block.whole * min(self.unit, run.layers)
+
+    def _unit(self, run: BlockRun, done: int) -> int:
+        return run.block.whole * next_unit(self.one, done, self.unit).blocks
+
+    # Gradients on their way.
+
+    def in_norm(self, moment: Moment) -> float:
+        """The head's gradient is on its way."""
+        last = self.one.runs[-1]
+        head = 0.0 if self.model.tied else self.hold.reduce * self.ends.head.trained
+        return self._gathered(last, 0) + head + self.tied_head(moment) + self._landing(last, 0)
+
+    def in_block(self, moment: Moment, run: BlockRun, done: int, made: int | None) -> float:
+        """Of this unit's gradients those of its later blocks; the unit before is on its way."""
+        gathered, of_unit = self._gathered(run, done), next_unit(self.one, done, self.unit).done
+        if self.adapters_only:
+            return gathered
+        if done > of_unit:
+            before = self._unit(run, done - of_unit - 1)
+        else:
+            before = 0 if self.model.tied else self.ends.head.trained + self.ends.norm.trained
+        own = self.hold.compute * (of_unit * run.block.whole + self.made(run, made))
+        return gathered + own + self.hold.reduce * before + self.tied_head(moment) + self._landing(run, done)
+
+    def _landing(self, run: BlockRun, done: int, count: int = 2) -> float:
+        """The replicas' sums of the two units before this one, which stay in the precision that they travelled in."""
+        if not self.cast_sums or self.partial:
+            return 0.0
+        sums: list[int] = []
+        done -= next_unit(self.one, done, self.unit).done
+        while done and len(sums) < count:
+            blocks = next_unit(self.one, done - 1, self.unit).blocks
+            sums.append(run.block.trained_share * blocks)
+            done -= blocks
+        if not self.model.tied:
+            sums.append(self.ends.head.trained_share)
+        return self.hold.reduce * sum(sums[:count])
+
+    def _summed(self, moment: Moment, share: int) -> tuple[float, float]:
+        """A unit's sum as it lands, beside the gradients before it: what is one by then, and what goes at once."""
+        hold = self.hold
+        cast = hold.reduce != hold.gradient
+        kept, travelled = hold.gradient * share * self.stay, hold.reduce * share
+        if self.partial:
+            return 0.0, travelled
+        if moment.before and self.layout.dp == 1:
+            return 0.0, travelled + (kept if cast else 0.0)
+        return kept, travelled if cast else 0.0
+
+    # Moments.
+
+    def first_product(
+        self, moment: Moment, run: BlockRun, block: BlockActivations
+    ) -> Iterator[tuple[float, float]]:
+        yield 0.0, 0.0
+
+    def blocks_looked_at(self, run: BlockRun, done: int) -> list[int]:
+        """Beside the blocks next to the ends more is gathered and sent than beside those at the ends.
+
+        Where several blocks are a unit, its first block is its end.
+        """
+        last = run.layers - 1
+        found = {0, 1, last - 1, (self.one.layers - 1 - done) % self.unit}
+        if self.unit > 1 or self.cast_sums:
+            found |= {2, last}
+        return sorted({max(0, min(one, last)) for one in found})
+
+    def after_head(self, moment: Moment, left: Peak) -> Iterator[Peak]:
+        if self.adapters_only or self.model.tied:
+            return
+        hold, head = self.hold, self.ends.head
+        stays, going = self._summed(moment, head.trained_share)
+        gathered = self.in_loss(moment) - (hold.compute * head.whole if self.frees else 0.0)
+        passing = gathered + (hold.compute + hold.reduce) * head.trained + going
+        yield left.plus("head", grads=stays, buffers=passing)
+
+    def after_block(self, moment: Moment, run: BlockRun, done: int, left: Peak) -> Iterator[Peak]:
+        """As a unit is reduced and the next one, which was gathered before, is taken apart."""
+        if (self.one.layers - 1 - done) % self.unit:
+            return
+        hold, grads, name = self.hold, self.held(moment, done), left.name
+        following, kept = 0.0, self._gathered(run, self.one.layers)
+        if self.frees and done + 1 < self.one.layers:
+            following = hold.compute * self._unit(run, done + 1)
+        if self.adapters_only:
+            yield left.plus(name, grads=grads, buffers=kept + 2 * following)
+            return
+        unit, blocks = self._unit(run, done), next_unit(self.one, done, self.unit).blocks
+        passing = kept + following + hold.reduce * unit + self.tied_head(moment)
+        # The unit's gradients, whole, and their copy on the way; then beside that copy this rank's share of the sum.
+        whole = hold.compute * unit + self._landing(run, done)
+        yield left.plus(name, grads=grads, buffers=passing + whole)
+        stays, going = self._summed(moment, run.block.trained_share * blocks)
+        going += self._landing(run, done, 1)
+        yield left.plus(name, grads=grads + stays, buffers=passing + going)
+        landing = self._landing(run, done + 1)
+        yield left.plus(name, grads=self.held(moment, done + 1), buffers=passing + following + landing)
+
+    def in_embedding(self, moment: Moment, left: Peak, entering: float) -> Iterator[Peak]:
+        hold, table, layers, run = self.hold, self.ends.embedding, self.one.layers, self.one.runs[0]
+        kept = self._gathered(run, layers)
+        before = 0 if self.adapters_only else hold.reduce * self._unit(run, layers - 1)
+        passing = kept + before + hold.compute * table.trained + self.tied_head(moment)
+        passing += self._landing(run, layers)
+        yield left.plus("embedding", activations=entering, buffers=passing)
+        if self.head_is_view:
+            yield left.plus("embedding", buffers=passing + hold.compute * self.table)
+        stays, passing = self._summed(moment, table.trained_share)
+        # What is reduced is no longer gathered; a sum goes as it is copied.
+        passing += (0.0 if self.frees else kept) + hold.reduce * table.trained
+        passing += 0.0 if self.model.tied else hold.compute * table.trained
+        yield left.plus("embedding", grads=stays, buffers=passing + self._landing(run, layers, 1))
+
+
+class PipelinedShards(RankGradients):
+    """Units stay gathered, and their gradients add up whole, as wide as they will travel."""
+
+    def __init__(self, rank: RankInventory) -> None:
+        super().__init__(rank)
+        self.width = self.hold.reduce
+        self.gathered = self.hold.compute * self.total.whole
+
+    @property
+    def complete(self) -> float:
+        count = self.total.trained_share if self.layout.zero >= 2 else self.total.trained
+        return self.hold.gradient * count
+
+    def stays(self, moment: Moment) -> bool:
+        return False
+
+    def in_loss(self, moment: Moment) -> float:
+        return self.gathered
+
+    def in_block(self, moment: Moment, run: BlockRun, done: int, made: int | None) -> float:
+        return self.gathered
+
+    def first_product(
+        self, moment: Moment, run: BlockRun, block: BlockActivations
+    ) -> Iterator[tuple[float, float]]:
+        if self.adapters_only or moment.split:
+            yield 0.0, 0.0
+            return
+        matrix = self.made(run, 1)
+        product = self.hold.compute * matrix
+        added = 0.0 if self.stays_in_block(moment) else self.hold.reduce * matrix
+        if self.hold.compute == self.hold.reduce:
+            yield added, 0.0
+            return
+        yield product, 0.0
+        if added:
+            # A split product widens its gradient itself, before its input goes.
+            yield product + added, 0.0 if self.layout.schedule in SPLIT_BACKWARD else block.inner
+
+    def _widened(self, moment: Moment, matrix: int, left: Peak) -> Iterator[Peak]:
+        """A gradient and its copy in the precision that it adds up in, where the first stays as the gradient itself."""
+        if self.hold.compute == self.hold.reduce:
+            return
+        product, widened = self.hold.compute * matrix, self.hold.reduce * matrix
+        grads, buffers = (0.0, product + widened) if moment.before else (widened, product)
+        yield left.plus(left.name, grads=grads, buffers=self.gathered + buffers)
+
+    def after_head(self, moment: Moment, left: Peak) -> Iterator[Peak]:
+        """It is only widened, to be added up."""
+        if not self.adapters_only:
+            yield from self._widened(moment, self.ends.head.trained, left)
+
+    def in_embedding(self, moment: Moment, left: Peak, entering: float) -> Iterator[Peak]:
+        passing = self.gathered + self.hold.compute * self.ends.embedding.trained
+        yield left.plus("embedding", activations=entering, buffers=passing)
+        yield from self._widened(moment, self.table, left)
+
+    def at_end(self, batch: Peak) -> Iterator[Peak]:
+        """Units are reduced one after the other, in the order of the network."""
+        if self.adapters_only:
+            return
+        hold, ends, stage = self.hold, self.ends, self.rank.stages[0]
+        run, unit, cast = stage.runs[0], self.layout.unit, hold.reduce != hold.gradient
+        others = hold.gradient * sum(
+            one.blocks.trained_share + one.ends.trained_share for one in self.rank.stages[1:]
+        )
+        whole = stage.blocks.trained + stage.ends.trained
+        if stage.first:
+            first, share = ends.embedding.trained, ends.embedding.trained_share
+        else:
+            first, share = run.block.whole * next_unit(stage, stage.layers - 1, unit).blocks, 0
+        yield batch.plus(
+            "reduce",
+            grads=others + hold.reduce * whole + hold.gradient * share,
+            buffers=hold.compute * (whole - first) + hold.reduce * (first + share * cast),
+        )
+        if stage.last:
+            head = ends.head
+            travelled = head.trained + head.trained_share * cast
+            if cast and self.layout.dp > 1:
+                travelled += run.block.trained_share * next_unit(stage, 0, unit).blocks
+            landed = hold.gradient * (stage.blocks.trained_share + head.trained_share)
+            yield batch.plus(
+                "reduce",
+                grads=others + hold.reduce * head.trained + landed,
+                buffers=hold.reduce * travelled,
+            )

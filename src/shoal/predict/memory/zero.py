@@ -1,0 +1,66 @@
+"""zero=2 without a pipeline: a rank's own share of the gradients from the start, and a few buckets that pass by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.predict.memory.in_flight import Moment
+from shoal.predict.memory.inventory import BlockRun
+from shoal.predict.memory.peak import Peak
+from shoal.predict.memory.replicate import ReplicatedGradients
+
+
+class ScatteredGradients(ReplicatedGradients):
+    @property
+    def complete(self) -> float:
+        """Where the host updates, shares follow the optimizer's states there as they are summed."""
+        return super().complete * (1.0 - self.rank.offloaded("optimizer"))
+
+    @property
+    def standing(self) -> float:
+        return 0.0
+
+    @property
+    def bucket(self) -> float:
+        """Parameters of a full one."""
+        return self.tune.bucket_mb * 2**20 / self.hold.gradient
+
+    @property
+    def others(self) -> int:
+        """A token embedding has a bucket of its own."""
+        return self.total.trained - self.ends.embedding.trained
+
+    def in_loss(self, moment: Moment) -> float:
+        """The last bucket of a backward pass, the embedding's, lands when the next one is sent."""
+        return self.hold.reduce * self.ends.embedding.trained if moment.before else 0.0
+
+    def head_bucket(self) -> float:
+        if self.model.tied:
+            return 0.0
+        head = self.ends.head.trained
+        bucket = self.hold.reduce * min(max(self.bucket, head), self.others)
+        # Where the product is cast it has gone by then.
+        return max(0.0, bucket - self.hold.compute * head) if self.hold.cast else bucket
+
+    def in_block(self, moment: Moment, run: BlockRun, done: int, made: int | None) -> float:
+        """One bucket fills and one is sent; as long as the first one fills, the last one of the pass before may be."""
+        if self.reduced(moment, done) + self.made(run, made) <= self.bucket:
+            return self.tied_head(moment) + self.buckets(1) + self.in_loss(moment)
+        return self.tied_head(moment) + self.buckets(2)
+
+    def buckets(self, count: int) -> float:
+        largest = max(self.bucket, self.down_projection(False), self.down_projection(True))
+        return self.hold.reduce * min(count * largest, self.others)
+
+    def in_embedding(self, moment: Moment, left: Peak, entering: float) -> Iterator[Peak]:
+        product = self.hold.gradient * self.table
+        if self.model.tied:
+            yield left.plus("embedding", buffers=self.tied_head(moment) + product + self.third_tensor)
+        yield left.plus(
+            "embedding",
+            activations=0.0 if self.model.tied else entering,
+            buffers=product + self.hold.reduce * self.ends.embedding.trained + self.buckets(1),
+        )
+
+    def at_end(self, batch: Peak) -> Iterator[Peak]:
+        yield from ()
