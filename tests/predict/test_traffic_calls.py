@@ -19,8 +19,8 @@ from shoal.facts.schedule import Action, programs
 from shoal.facts.traffic import show_ranks
 from shoal.predict import pipeline
 from shoal.predict.call import Call
-from shoal.predict.held import held
 from shoal.predict.question import Question
+from shoal.predict.rank_parameters import rank_parameters
 from shoal.predict.traffic import busiest_stage, calls, merged, traffic
 
 LAYOUTS = [
@@ -113,7 +113,7 @@ def test_messages_are_those_of_the_programs(schedule: str) -> None:
             made = programs(schedule, pp, number, asked.accumulation)
             for stage, program in enumerate(made):
                 listed = Counter(instruction.action for instruction in program)
-                here = held(asked.layout, asked.model, asked.recipe.seq, stage)
+                here = rank_parameters(asked.layout, asked.model, asked.recipe.seq, stage)
                 sent = {call.op: call.count for call in pipeline.calls(asked, here)}
                 assert sent == {
                     "send": listed[Action.SEND_FORWARD] + listed[Action.SEND_BACKWARD],

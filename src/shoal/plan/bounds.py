@@ -20,12 +20,15 @@ from shoal.predict import context, expert, host, layer, tensor
 from shoal.predict.bubble import Idle, follows, idle
 from shoal.predict.call import Call
 from shoal.predict.flops import matrix_parameters
-from shoal.predict.held import Held
-from shoal.predict.held import held as held_by
 from shoal.predict.layer import Passes
-from shoal.predict.lora import trained
 from shoal.predict.memory.micro_batch import micro_batch_bytes
 from shoal.predict.question import Question
+from shoal.predict.rank_parameters import (
+    RankParameters,
+    expert_elements,
+    rank_parameters,
+    trained_with_experts,
+)
 from shoal.predict.step import ALWAYS, Bench, Kind, stage_kinds, update_seconds
 from shoal.predict.transfer import transfer
 
@@ -55,7 +58,7 @@ class Bounds:
         self.cut_by = None if self.stack.even_stages else self.recipe.seq
         self._costs: dict[tuple[object, ...], Costs] = {}
         self._kinds: dict[tuple[int, int, str], tuple[Kind, ...]] = {}
-        self._held: dict[tuple[int, bool], Held] = {}
+        self._held: dict[tuple[int, bool], RankParameters] = {}
         self._first: dict[tuple[object, ...], tuple[float, int]] = {}
         self._questions: dict[tuple[object, ...], Question] = {}
         self._resting: dict[tuple[object, ...], float] = {}
@@ -194,11 +197,11 @@ class Bounds:
         ranks = question.ranks_of(call.group)
         return call.count * self.on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
 
-    def _body(self, tp: int, sp: bool) -> Held:
+    def _body(self, tp: int, sp: bool) -> RankParameters:
         """All layers, without the ends."""
         known = self._held.get((tp, sp))
         if known is None:
-            whole = held_by(layout_of(tp=tp, sp=sp), self.model, self.cut_by, 0)
+            whole = rank_parameters(layout_of(tp=tp, sp=sp), self.model, self.cut_by, 0)
             known = self._held[tp, sp] = replace(whole, first=False, last=False)
         return known
 
@@ -224,7 +227,7 @@ class Bounds:
             for kind in kinds
         )
         found = exchanged(sums, elements, placed(split, states))
-        routed = min(kind.sparse for kind in kinds) * expert.expert_elements(self.model, split.tp, share.ep)
+        routed = min(kind.sparse for kind in kinds) * expert_elements(self.model, split.tp, share.ep)
         if not routed:
             return found
         more = exchanged(sums, routed, placed(split, states, share.ep))
@@ -284,9 +287,7 @@ class Bounds:
                 chunks=order.chunks,
                 ep=share.ep,
             )
-            here = held_by(layout, self.model, self.cut_by, 0)
-            elements = float(trained(self._question(layout), here).elements)
-            if self.lora is None:
-                elements += here.sparse * expert.expert_elements(self.model, split.tp, share.ep)
+            here = rank_parameters(layout, self.model, self.cut_by, 0)
+            elements = float(trained_with_experts(self._question(layout), here))
             known = self._first[key] = elements, here.layers
         return known

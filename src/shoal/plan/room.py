@@ -23,13 +23,19 @@ from shoal.facts.recipe import Recipe
 from shoal.facts.schedule import SPLIT_BACKWARD
 from shoal.facts.stack import Stack
 from shoal.plan.space import Order, Share, Split, States, layout_of, placed
-from shoal.predict import weights
-from shoal.predict.held import stages_here
 from shoal.predict.memory.activations import BlockActivations
 from shoal.predict.memory.device import on_top
 from shoal.predict.memory.micro_batch import micro_batch_bytes
 from shoal.predict.memory.peaks import BATCH_BYTES
 from shoal.predict.question import Question
+from shoal.predict.rank_parameters import (
+    ParameterCount,
+    ShardDegrees,
+    block_count,
+    end_counts,
+    stages_here,
+    total,
+)
 
 
 class Blocks(NamedTuple):
@@ -62,11 +68,11 @@ class Room:
         self.capacity = self.cluster.device.memory_bytes
         self.cut_by = None if self.stack.even_stages else recipe.seq
         self._most: dict[Split, float] = {}
-        self._parts: dict[tuple[object, ...], weights.ParameterCount] = {}
+        self._parts: dict[tuple[object, ...], ParameterCount] = {}
         self._blocks: dict[tuple[object, ...], BlockActivations] = {}
         self._least: dict[tuple[object, ...], float] = {}
         self._held: dict[tuple[object, ...], Kept] = {}
-        self._sized: dict[tuple[object, ...], weights.ParameterCount] = {}
+        self._sized: dict[tuple[object, ...], ParameterCount] = {}
         self._cut: dict[tuple[object, ...], tuple[Blocks, ...]] = {}
 
     def fits(self, split: Split, peak: float) -> bool:
@@ -148,7 +154,7 @@ class Room:
         return weight + optimizer + full
 
     def _during(
-        self, split: Split, sizes: weights.ParameterCount, sharded: bool, states: States, begun: bool
+        self, split: Split, sizes: ParameterCount, sharded: bool, states: States, begun: bool
     ) -> float:
         """Gradients and gathered weights in the backward pass."""
         hold = self.hold
@@ -164,7 +170,7 @@ class Room:
         return hold.gradient * sizes.trained if states.dp > 1 or begun else 0.0
 
     def _resting(
-        self, sizes: weights.ParameterCount, sharded: bool, scattered: bool, offload: tuple[Offload, ...]
+        self, sizes: ParameterCount, sharded: bool, scattered: bool, offload: tuple[Offload, ...]
     ) -> tuple[float, float, float]:
         """Bytes of weights, of the optimizer's states, and of gradients at the update."""
         hold, away = self.hold, {part.what for part in offload}
@@ -174,9 +180,7 @@ class Room:
         gradient = hold.gradient * (sizes.trained_share if scattered else sizes.trained)
         return weight, optimizer, 0.0 if scattered and "optimizer" in away else gradient
 
-    def _on_rank(
-        self, split: Split, share: Share, order: Order, fsdp: int, rank: int
-    ) -> weights.ParameterCount:
+    def _on_rank(self, split: Split, share: Share, order: Order, fsdp: int, rank: int) -> ParameterCount:
         key = split.tp, split.cp, split.pp, share.ep, order.schedule, order.chunks, fsdp, rank
         known = self._sized.get(key)
         if known is None:
@@ -189,21 +193,21 @@ class Room:
 
     def _sizes(
         self, split: Split, ep: int, fsdp: int, blocks: Blocks, embedding: bool = False, head: bool = False
-    ) -> weights.ParameterCount:
+    ) -> ParameterCount:
         dense, routed = (placement(split.tp, split.cp, fsdp, split.data // fsdp, each) for each in (1, ep))
-        key = weights.ShardDegrees(split.tp, ep, dense.sharded.size, routed.sharded.size)
+        key = ShardDegrees(split.tp, ep, dense.sharded.size, routed.sharded.size)
         blocks_here = ((False, blocks.dense), (True, blocks.sparse))
         counts = [self._part(experts, key).times(count) for experts, count in blocks_here if count]
-        ends = weights.ends(self.model, key)
+        ends = end_counts(self.model, key)
         counts += [ends.embedding] * embedding + [ends.head] * head
-        found = weights.total(counts)
+        found = total(counts)
         # Adapters are next to nothing.
         return found if self.lora is None else found._replace(trained=0, trained_share=0)
 
-    def _part(self, experts: bool, split: weights.ShardDegrees) -> weights.ParameterCount:
+    def _part(self, experts: bool, split: ShardDegrees) -> ParameterCount:
         known = self._parts.get((experts, split))
         if known is None:
-            known = self._parts[experts, split] = weights.block(self.model, experts, split, None)
+            known = self._parts[experts, split] = block_count(self.model, experts, split, None)
         return known
 
     def _kept(
@@ -221,7 +225,7 @@ class Room:
     def _counted(self, split: Split, share: Share, order: Order, stay: bool, cast: bool, rank: int) -> Kept:
         chunks = self._chunks_of(split.pp, order, rank)
         times = accumulation(self.recipe.batch, split.data, share.micro)
-        part = weights.ShardDegrees(split.tp, share.ep, 1, 1)
+        part = ShardDegrees(split.tp, share.ep, 1, 1)
         each, put_off, largest, working = [], [], 0.0, float("inf")
         for blocks in chunks:
             held = late = 0.0

@@ -18,11 +18,11 @@ from __future__ import annotations
 from shoal.facts.model import Model
 from shoal.facts.precision import compute_width
 from shoal.predict.call import Call, Phase
-from shoal.predict.held import Held
 from shoal.predict.question import Question
+from shoal.predict.rank_parameters import RankParameters
 
 
-def calls(question: Question, here: Held) -> tuple[Call, ...]:
+def calls(question: Question, here: RankParameters) -> tuple[Call, ...]:
     layout = question.layout
     if layout.cp == 1:
         return ()

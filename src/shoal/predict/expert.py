@@ -16,23 +16,22 @@ features.
 from __future__ import annotations
 
 from shoal.facts.groups import Unit, even_share
-from shoal.facts.model import Model
 from shoal.facts.parameter_groups import EXPERTS
 from shoal.facts.precision import compute_width, gradient_width, reduce_width
 from shoal.predict.call import Call, Phase
-from shoal.predict.held import Held
 from shoal.predict.question import Question
+from shoal.predict.rank_parameters import RankParameters, expert_elements
 from shoal.predict.replicate import bucket_bytes
 from shoal.predict.shard import Travelling, bucket_calls, unit_calls
 
 
-def calls(question: Question, here: Held) -> tuple[Call, ...]:
+def calls(question: Question, here: RankParameters) -> tuple[Call, ...]:
     if not here.sparse:
         return ()
     return (*_tokens(question, here), *_states(question, here))
 
 
-def _tokens(question: Question, here: Held) -> list[Call]:
+def _tokens(question: Question, here: RankParameters) -> list[Call]:
     layout, experts = question.layout, question.model.experts
     if layout.ep == 1 or experts is None:
         return []
@@ -43,16 +42,7 @@ def _tokens(question: Question, here: Held) -> list[Call]:
     return found + [Call("all_to_all", "ep", size, 2 * times, phase) for phase in (*passes, "backward")]
 
 
-def expert_elements(model: Model, tp: int, ep: int) -> int:
-    """Parameters of the routed experts of one layer on one rank, before any sharding."""
-    experts = model.experts
-    if experts is None:
-        return 0
-    # Gate, up and down.
-    return experts.count // ep * 3 * model.hidden * even_share(experts.ffn, tp)
-
-
-def _states(question: Question, here: Held) -> list[Call]:
+def _states(question: Question, here: RankParameters) -> list[Call]:
     recipe, group = question.recipe, question.groups[EXPERTS]
     shards, copies = group.sharded.size, group.replicated
     elements = expert_elements(question.model, question.layout.tp, question.layout.ep)
@@ -73,7 +63,7 @@ def _states(question: Question, here: Held) -> list[Call]:
     return (unit_calls if group.zero == 3 else bucket_calls)(question, travelling, group)
 
 
-def _bucket_count(question: Question, here: Held) -> int:
+def _bucket_count(question: Question, here: RankParameters) -> int:
     """Three tensors a layer, each of all its experts; a bucket takes as many as fit, and at least one."""
     size = (
         expert_elements(question.model, question.layout.tp, question.layout.ep)

@@ -11,9 +11,8 @@ from shoal.facts.groups import even_share
 from shoal.facts.parameter_groups import DENSE
 from shoal.facts.precision import gradient_width, reduce_width
 from shoal.predict.call import Call
-from shoal.predict.held import Held, Tensor, bucket_count, bucket_names
-from shoal.predict.lora import trained
 from shoal.predict.question import Question
+from shoal.predict.rank_parameters import RankParameters, Tensor, bucket_count, bucket_names, trained
 
 
 def applies(question: Question) -> bool:
@@ -21,7 +20,7 @@ def applies(question: Question) -> bool:
     return group.replicated.size > 1 and group.sharded.size == 1
 
 
-def calls(question: Question, here: Held) -> tuple[Call, ...]:
+def calls(question: Question, here: RankParameters) -> tuple[Call, ...]:
     """Close and cheap: all bytes, in about as many buckets as there are."""
     if not applies(question):
         return ()
@@ -49,7 +48,7 @@ def bucket_bytes(question: Question) -> int:
     return round(question.tune.bucket_mb * 2**20)
 
 
-def even_buckets(question: Question, here: Held, by_kind: bool) -> tuple[int, int]:
+def even_buckets(question: Question, here: RankParameters, by_kind: bool) -> tuple[int, int]:
     """All elements that have gradients, and about how many buckets they fill."""
     elements, width = trained(question, here).elements, gradient_width(question.recipe)
     if question.lora is not None:  # many small tensors, which fill their buckets

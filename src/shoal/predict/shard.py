@@ -22,9 +22,8 @@ from shoal.facts.parameter_groups import DENSE, ParameterGroup
 from shoal.facts.precision import compute_width, gradient_width, reduce_width, state_width
 from shoal.facts.stages import Stage
 from shoal.predict.call import Call
-from shoal.predict.held import Held, Tensor, bucket_names, padded, padded_size
-from shoal.predict.lora import trained
 from shoal.predict.question import Question
+from shoal.predict.rank_parameters import RankParameters, Tensor, bucket_names, padded, padded_size, trained
 from shoal.predict.replicate import bucket_bytes, even_buckets
 
 
@@ -37,7 +36,7 @@ class Travelling(NamedTuple):
     gathers: int  # a micro-batch's, of a unit
 
 
-def calls(question: Question, here: Held) -> tuple[Call, ...]:
+def calls(question: Question, here: RankParameters) -> tuple[Call, ...]:
     """Close and cheap: all bytes, in about as many buckets as there are; units of the same size."""
     group = question.groups[DENSE]
     shards = group.sharded.size
@@ -81,7 +80,7 @@ def unit_calls(question: Question, travelling: Iterable[Travelling], group: Para
     return found
 
 
-def _even_units(question: Question, here: Held, ranks: int) -> list[Travelling]:
+def _even_units(question: Question, here: RankParameters, ranks: int) -> list[Travelling]:
     """Units, as ``facts.groups`` makes them, if all blocks were alike."""
     size, lora = question.layout.unit, question.lora
     count = sum(even_share(len(stage.layers), size) for stage in here.stages)
@@ -117,7 +116,7 @@ def _even_units(question: Question, here: Held, ranks: int) -> list[Travelling]:
 # Tensor by tensor.
 
 
-def exact(question: Question, here: Held, stages: Sequence[Sequence[Tensor]]) -> list[Call]:
+def exact(question: Question, here: RankParameters, stages: Sequence[Sequence[Tensor]]) -> list[Call]:
     """Bucket by bucket or unit by unit, of each of a rank's stages."""
     group = question.groups[DENSE]
     shards = group.sharded.size
@@ -171,7 +170,7 @@ def _flat_size(bucket: Iterable[Tensor]) -> int:
 
 
 def _units(
-    question: Question, here: Held, stage: Stage, tensors: Sequence[Tensor], ranks: int
+    question: Question, here: RankParameters, stage: Stage, tensors: Sequence[Tensor], ranks: int
 ) -> list[Travelling]:
     """The units of a stage; one whose path is empty is the root, and has what no other has."""
     made = units(stage.layers, question.layout.unit, stage.first, stage.last, here.root)

@@ -21,13 +21,11 @@ from shoal.predict.bench import Bench as Bench
 from shoal.predict.bench import bench as bench
 from shoal.predict.bubble import idle
 from shoal.predict.call import Call
-from shoal.predict.expert import expert_elements
-from shoal.predict.held import Held, held, stages_here
 from shoal.predict.layer import Seconds, Share
-from shoal.predict.lora import trained
 from shoal.predict.measured import MeasuredKernels
 from shoal.predict.memory.micro_batch import micro_batch_bytes
 from shoal.predict.question import Question
+from shoal.predict.rank_parameters import RankParameters, rank_parameters, stages_here, trained_with_experts
 from shoal.predict.traffic import calls
 from shoal.predict.transfer import transfer
 
@@ -139,7 +137,7 @@ def stage_kinds(model: Model, pp: int, chunks: int, schedule: str, seq: int | No
 def _rank(question: Question, on: Bench, stage: int) -> Rank:
     """What one micro-batch takes on one rank, and what it does once a step."""
     layout, model, stack = question.layout, question.model, on.stack
-    here = held(layout, model, question.cut_by, stage)
+    here = rank_parameters(layout, model, question.cut_by, stage)
     body, ends = _computed(question, on, here)
     forward, backward, again = body.forward, body.backward, 0.0
     if layout.recompute != "none":
@@ -187,7 +185,7 @@ def _rank(question: Question, on: Bench, stage: int) -> Rank:
     )
 
 
-def _computed(question: Question, on: Bench, here: Held) -> tuple[Seconds, Seconds]:
+def _computed(question: Question, on: Bench, here: RankParameters) -> tuple[Seconds, Seconds]:
     """Device time of one micro-batch: of this rank's layers; of embedding and head."""
     layout, model = question.layout, question.model
     tokens = question.tokens
@@ -275,8 +273,8 @@ def _message(question: Question, on: Bench) -> float:
 
 def _optimizer(question: Question, on: Bench) -> float:
     """The update of what the fullest rank owns."""
-    here = held(question.layout, question.model, question.cut_by, 0)
-    return update_seconds(on, _trained(question, here) / question.groups[DENSE].sharded.size)
+    here = rank_parameters(question.layout, question.model, question.cut_by, 0)
+    return update_seconds(on, trained_with_experts(question, here) / question.groups[DENSE].sharded.size)
 
 
 def update_seconds(on: Bench, elements: float) -> float:
@@ -297,8 +295,8 @@ def _offloadable(question: Question) -> tuple[float, float, float]:
     layout, recipe = question.layout, question.recipe
     if not layout.offload:
         return 0.0, 0.0, 0.0
-    here = held(layout, question.model, question.cut_by, 0)
-    elements = _trained(question, here)
+    here = rank_parameters(layout, question.model, question.cut_by, 0)
+    elements = trained_with_experts(question, here)
     owned = elements / question.groups[DENSE].sharded.size
     kept = sum(
         count
@@ -312,12 +310,3 @@ def _offloadable(question: Question) -> tuple[float, float, float]:
     )
     resting = (owned if layout.zero == 3 else elements) * compute_width(recipe)
     return owned, kept * question.accumulation, resting
-
-
-def _trained(question: Question, here: Held) -> float:
-    experts = (
-        expert_elements(question.model, question.layout.tp, question.layout.ep) * here.sparse
-        if question.lora is None
-        else 0
-    )
-    return trained(question, here).elements + experts

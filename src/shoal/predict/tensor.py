@@ -20,11 +20,11 @@ from __future__ import annotations
 from shoal.facts.logits import tokens_at_once
 from shoal.facts.precision import compute_width, reduce_width
 from shoal.predict.call import Call
-from shoal.predict.held import Held
 from shoal.predict.question import Question
+from shoal.predict.rank_parameters import RankParameters
 
 
-def calls(question: Question, here: Held) -> tuple[Call, ...]:
+def calls(question: Question, here: RankParameters) -> tuple[Call, ...]:
     layout, recipe = question.layout, question.recipe
     if layout.tp == 1:
         return ()

@@ -13,14 +13,13 @@ from shoal.facts.ranks import AXES, coordinates, line, stride
 from shoal.facts.traffic import Traffic, show_ranks
 from shoal.predict import context, control, expert, pipeline, replicate, shard, tensor
 from shoal.predict.call import Call
-from shoal.predict.held import EMBEDDING, Held, held, named_tensors
-from shoal.predict.lora import trained
 from shoal.predict.question import Question
+from shoal.predict.rank_parameters import EMBEDDING, RankParameters, named_tensors, rank_parameters, trained
 
 
 def calls(question: Question, stage: int = 0) -> tuple[Call, ...]:
     """What a rank of pipeline rank ``stage`` issues in a step, all its chunks together, equal calls merged."""
-    here = held(question.layout, question.model, question.cut_by, stage)
+    here = rank_parameters(question.layout, question.model, question.cut_by, stage)
     return (
         *replicate.calls(question, here),
         *shard.calls(question, here),
@@ -29,7 +28,7 @@ def calls(question: Question, stage: int = 0) -> tuple[Call, ...]:
     )
 
 
-def _exchanges(question: Question, here: Held) -> tuple[Call, ...]:
+def _exchanges(question: Question, here: RankParameters) -> tuple[Call, ...]:
     """What needs no list of tensors."""
     return (
         *tensor.calls(question, here),
@@ -40,7 +39,7 @@ def _exchanges(question: Question, here: Held) -> tuple[Call, ...]:
     )
 
 
-def _even_sums(question: Question, here: Held) -> list[Call]:
+def _even_sums(question: Question, here: RankParameters) -> list[Call]:
     """The sums beyond the data ranks, each of which takes an even share where states are sharded."""
     ranks = question.groups[DENSE].sharded.size
     _, over_tensor, over_copies = trained(question, here)
@@ -76,7 +75,7 @@ def _exact(question: Question, rank: int) -> list[Call]:
     place = coordinates(rank, layout)
     if question.lora is not None:
         return list(calls(question, place["pp"]))
-    here = held(layout, model, question.cut_by, place["pp"], place["tp"])
+    here = rank_parameters(layout, model, question.cut_by, place["pp"], place["tp"])
     stages = [named_tensors(here, model, stage) for stage in here.stages]
     mine = shard.owned(question, stages, place["fsdp"] * layout.cp + place["cp"])
     sums = {kind: [size for one, size in mine if one.summed == kind] for kind in ("tensor", "copies")}

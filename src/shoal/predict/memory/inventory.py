@@ -13,7 +13,6 @@ from shoal.facts.model import Model
 from shoal.facts.parameter_groups import DENSE, EXPERTS
 from shoal.facts.schedule import SPLIT_BACKWARD
 from shoal.facts.stages import Stage, rank_of_stage, stages_of_rank
-from shoal.predict.held import cut_once
 from shoal.predict.memory.in_flight import bottom
 from shoal.predict.memory.micro_batch import (
     MicroBatchBytes,
@@ -22,14 +21,15 @@ from shoal.predict.memory.micro_batch import (
     parameters_are_sharded,
 )
 from shoal.predict.question import Question
-from shoal.predict.weights import (
+from shoal.predict.rank_parameters import (
     AdapterKey,
     NetworkEnds,
     ParameterCount,
     ShardDegrees,
     adapter_key,
-    block,
-    ends,
+    block_count,
+    cut_once,
+    end_counts,
     total,
 )
 
@@ -187,14 +187,14 @@ def _cut(
 ) -> PipelineStages:
     schedule, pp, chunks = pipeline
     stages = cut_once(model, pp * chunks, None if even else seq)
-    at_the_ends = ends(model, degrees, trained=lora is None)
+    at_the_ends = end_counts(model, degrees, trained=lora is None)
 
     def stage_of(stage: Stage) -> RankStage:
         def kind(layer: int) -> tuple[bool, bool]:
             return model.has_experts(layer), (model.layer_window(layer) or seq) < seq
 
         runs = tuple(
-            BlockRun(*one, len(list(layers)), block(model, one[0], degrees, lora))
+            BlockRun(*one, len(list(layers)), block_count(model, one[0], degrees, lora))
             for one, layers in groupby(stage.layers, key=kind)
         )
         here = [at_the_ends.embedding] * stage.first + [at_the_ends.norm] * stage.last

@@ -1,6 +1,5 @@
-"""What one rank of a pipeline holds of the parameters, tensor by tensor and in totals that are counted once.
-
-Routed experts are not among them: they live on other ranks than the rest, and ``expert`` prices them.
+"""The parameters of one rank: tensor by tensor, in counts, and how many of them are trained. Traffic, memory and time
+read this one inventory.
 """
 
 from __future__ import annotations
@@ -9,15 +8,23 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from shoal.facts.boxes import SummedOver, summed_over, tensor_part
+from shoal.facts.config import Lora
 from shoal.facts.groups import buckets_by_kind, even_share, flat_kind
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
-from shoal.facts.parameters import Parameter, block_parameters, end_parameters
+from shoal.facts.parameters import (
+    Parameter,
+    adapters,
+    block_parameters,
+    end_parameters,
+    expert_parameters,
+)
 from shoal.facts.stages import Stage, cut, rank_of_stage, stages_of_rank
+from shoal.predict.question import Question
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -51,8 +58,8 @@ class Component:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """What one rank of the pipeline holds, all its chunks together."""
+class RankParameters:
+    """What one rank of the pipeline holds, all its stages together, but for routed experts: other ranks share them."""
 
     stages: tuple[Stage, ...]
     dense: int  # layers with an ordinary MLP
@@ -67,22 +74,23 @@ class Held:
     sparse_block: Component
     norm: Component
     head: Component
-    elements: int
-    tensor_summed: int
-    copies_summed: int
 
     @property
     def layers(self) -> int:
         return self.dense + self.sparse
 
 
-def held(layout: Layout, model: Model, seq: int | None, stage: int, index: int = 0) -> Held:
+def rank_parameters(
+    layout: Layout, model: Model, seq: int | None, stage: int, index: int = 0
+) -> RankParameters:
     """What pipeline rank ``stage`` holds, on rank ``index`` of its tensor group; the first has the largest parts."""
-    return _held(model, layout.tp, layout.sp, layout.pp, layout.chunks, layout.schedule, seq, stage, index)
+    return _rank_parameters(
+        model, layout.tp, layout.sp, layout.pp, layout.chunks, layout.schedule, seq, stage, index
+    )
 
 
 @cache
-def _held(
+def _rank_parameters(
     model: Model,
     tp: int,
     sp: bool,
@@ -92,7 +100,7 @@ def _held(
     seq: int | None,
     stage: int,
     index: int,
-) -> Held:
+) -> RankParameters:
     stages = stages_here(model, pp, chunks, schedule, seq, stage)
     first, last = stages[0].first, stages[-1].last
     sparse = sum(model.has_experts(layer) for one in stages for layer in one.layers)
@@ -106,18 +114,10 @@ def _held(
         head = body.head
     elif last and pp > 1:
         head = body.copied_head
-    totals = [
-        getattr(embedding, what)
-        + dense * getattr(body.dense, what)
-        + sparse * getattr(body.sparse, what)
-        + getattr(norm, what)
-        + getattr(head, what)
-        for what in ("elements", "tensor_summed", "copies_summed")
-    ]
     neighbours = [
         number for one in stages for number in (one.index - 1, one.index + 1) if 0 <= number < pp * chunks
     ]
-    return Held(
+    return RankParameters(
         stages=stages,
         dense=dense,
         sparse=sparse,
@@ -131,9 +131,6 @@ def _held(
         sparse_block=body.sparse,
         norm=norm,
         head=head,
-        elements=totals[0],
-        tensor_summed=totals[1],
-        copies_summed=totals[2],
     )
 
 
@@ -157,6 +154,7 @@ class _Body(NamedTuple):
     norm: Component
     head: Component
     copied_head: Component
+    expert: Component  # one of the routed ones
 
 
 @cache
@@ -175,6 +173,7 @@ def _body(model: Model, tp: int, sp: bool, index: int) -> _Body:
         norm=component(ends.norm),
         head=component(ends.head),
         copied_head=component_of([embedding.tensors[0]._replace(label=HEAD)]),
+        expert=component(expert_parameters(model)),
     )
 
 
@@ -194,7 +193,7 @@ def component_of(tensors: Iterable[Tensor]) -> Component:
     )
 
 
-def named_tensors(here: Held, model: Model, stage: Stage) -> list[Tensor]:
+def named_tensors(here: RankParameters, model: Model, stage: Stage) -> list[Tensor]:
     """Every tensor of one of the stages, in forward order and by its own name."""
     found = list(here.embedding.tensors) if stage.first else []
     for layer in stage.layers:
@@ -208,6 +207,122 @@ def named_tensors(here: Held, model: Model, stage: Stage) -> list[Tensor]:
 def in_layer(name: str, layer: int) -> str:
     """The name that a block's tensor has in another layer."""
     return re.sub(r"^model\.layers\.\d+\.", f"model.layers.{layer}.", name)
+
+
+# Trained parameters.
+
+AdapterKey = tuple[int, tuple[str, ...]]
+
+
+def adapter_key(lora: Lora | None) -> AdapterKey | None:
+    """What matters of LoRA here, as a key that can be hashed."""
+    return None if lora is None else (lora.rank, tuple(lora.targets))
+
+
+@cache
+def _factors(model: Model, experts: bool, lora: AdapterKey, tp: int, sp: bool) -> Component:
+    """LoRA's, of one block."""
+    return component_of(
+        tensor_on(factor, tp, sp, 0)
+        for parameter in block_parameters(model, experts)
+        for factor in adapters(parameter, *lora)
+    )
+
+
+class Trained(NamedTuple):
+    """Parameters on a rank that have gradients, and how many of these are summed beyond the data ranks."""
+
+    elements: int
+    tensor_summed: int
+    copies_summed: int
+
+
+def trained(question: Question, here: RankParameters) -> Trained:
+    """All of them but routed experts; with ``lora`` the factors beside the targeted projections of every block."""
+    lora, layout = adapter_key(question.lora), question.layout
+    if lora is None:
+        blocks, others = [here.dense_block, here.sparse_block], [here.embedding, here.norm, here.head]
+    else:
+        others = []
+        blocks = [_factors(question.model, experts, lora, layout.tp, layout.sp) for experts in (False, True)]
+    counted = [(here.dense, blocks[0]), (here.sparse, blocks[1]), *((1, one) for one in others)]
+    return Trained(*(sum(count * getattr(one, what) for count, one in counted) for what in Trained._fields))
+
+
+def trained_with_experts(question: Question, here: RankParameters) -> int:
+    found, layout = trained(question, here).elements, question.layout
+    if question.lora is not None:
+        return found
+    return found + here.sparse * expert_elements(question.model, layout.tp, layout.ep)
+
+
+def expert_elements(model: Model, tp: int, ep: int) -> int:
+    """Parameters of the routed experts of one layer on one rank, before any sharding."""
+    return model.experts.count // ep * _body(model, tp, False, 0).expert.elements if model.experts else 0
+
+
+# Counts, and what a rank keeps of them where its group is sharded.
+
+
+class ParameterCount(NamedTuple):
+    """Parameters of one rank of a tensor group, the one that holds the most. LoRA's factors are only ``trained``."""
+
+    whole: int = 0  # as they are used
+    share: int = 0  # the rows of them, padded, that each of the ranks that shard them keeps
+    trained: int = 0
+    trained_share: int = 0
+
+    def times(self, count: int) -> ParameterCount:
+        return ParameterCount(*(count * value for value in self))
+
+
+class NetworkEnds(NamedTuple):
+    embedding: ParameterCount  # with learned positions
+    norm: ParameterCount
+    head: ParameterCount  # of a tied model too: where it is a copy
+
+
+class ShardDegrees(NamedTuple):
+    """Over how many ranks parameters are shared out."""
+
+    tp: int
+    ep: int
+    ranks: int  # that shard what every data rank has
+    expert_ranks: int  # that shard an expert
+
+
+def total(counts: Iterable[ParameterCount]) -> ParameterCount:
+    return ParameterCount(*map(sum, zip(*counts, strict=True)))
+
+
+@lru_cache(maxsize=4096)
+def block_count(
+    model: Model, experts: bool, degrees: ShardDegrees, lora: AdapterKey | None
+) -> ParameterCount:
+    """One block, with routed experts or with an ordinary MLP."""
+    body = _body(model, degrees.tp, False, 0)
+    found = _counted(body.sparse if experts else body.dense, degrees.ranks, lora is None)
+    if experts and model.experts:
+        each = _counted(body.expert, degrees.expert_ranks, lora is None)
+        found = total((found, each.times(model.experts.count // degrees.ep)))
+    if lora is None:
+        return found
+    factors = _counted(_factors(model, experts, lora, degrees.tp, False), degrees.ranks)
+    return found._replace(trained=factors.trained, trained_share=factors.trained_share)
+
+
+@lru_cache(maxsize=1024)
+def end_counts(model: Model, degrees: ShardDegrees, trained: bool = True) -> NetworkEnds:
+    """What stands before the first block and after the last one."""
+    body = _body(model, degrees.tp, False, 0)
+    return NetworkEnds(
+        *(_counted(one, degrees.ranks, trained) for one in (body.embedding, body.norm, body.head))
+    )
+
+
+def _counted(component: Component, ranks: int, trained: bool = True) -> ParameterCount:
+    found = component.elements, padded(component, ranks) // ranks
+    return ParameterCount(*found, *(found if trained else (0, 0)))
 
 
 # Sizes on the way.
@@ -224,7 +339,7 @@ def padded_size(tensor: Tensor, ranks: int) -> int:
     return ranks * even_share(rows, ranks) * math.prod(rest)
 
 
-def bucket_count(here: Held, width: int, bucket_bytes: int, by_kind: bool) -> int:
+def bucket_count(here: RankParameters, width: int, bucket_bytes: int, by_kind: bool) -> int:
     """About how many buckets a rank's gradients fill, from the cut of a few layers."""
     ends = _buckets_in(here.embedding, width, bucket_bytes, by_kind)
     ends += _buckets_in(here.head, width, bucket_bytes, by_kind)
