@@ -15,18 +15,38 @@ from shoal.predict.memory.activations import BlockActivations
 from shoal.predict.memory.in_flight import Begun, Moment
 from shoal.predict.memory.inventory import BlockRun, RankInventory, RankStage
 from shoal.predict.memory.peak import Peak
+from shoal.predict.memory.states import updated_gradients
 
 
 class RankGradients:
     """Gradients appear as they are computed."""
 
+    alone = True  # what a first pass computes is the gradient itself
+    piecemeal = True  # a block's gradients appear as it is computed
+
     def __init__(self, rank: RankInventory) -> None:
-        question = rank.question
-        self.rank, self.hold, self.total, self.ends = rank, rank.hold, rank.total, rank.ends
+        question, hold = rank.question, rank.hold
+        self.rank, self.hold, self.total, self.ends = rank, hold, rank.total, rank.ends
         self.model, self.layout, self.tune = question.model, question.layout, question.tune
         self.adapters_only = question.lora is not None
-        # Bytes of a gradient as it adds up, and as autograd hands it on.
-        self.width, self.handed_on = self.hold.gradient, self.hold.gradient
+        # Bytes of a gradient as it adds up, and as autograd hands it on; whether it is cast in between.
+        self.width, self.handed_on, self.widens = hold.gradient, hold.gradient, hold.cast
+        # Where the host updates, shards of gradients follow the optimizer's states there as they are summed.
+        self.stay = 1.0
+        model, routed, tp = self.model, self.model.experts, self.layout.tp
+        # Of the projection out of a block's MLP, without and with experts: its gradient comes first.
+        count, width = (routed.count // self.layout.ep, routed.ffn) if routed else (0, 0)
+        self.down = even_share(model.ffn, tp) * model.hidden, count * even_share(width, tp) * model.hidden
+        # The embedding's matrix. The gradient of learned positions, which lie beside it, comes by itself.
+        self.table = min(self.ends.embedding.trained, even_share(model.vocab, tp) * model.hidden)
+        # A head that is the embedding: whether its gradient is a view, as a single product gives it. Then the two
+        # gradients are added up in a third tensor.
+        tied = model.tied and self.layout.pp == 1 and not self.adapters_only
+        self.head_is_view = tied and not rank.micro_batch.logits.adding
+        self.third_tensor = hold.gradient * self.table if self.head_is_view and not hold.cast else 0.0
+        # In buffers: from the first backward pass of a step to its end; as a forward pass comes to the head; what it
+        # still holds, in the loss, of what it gathered; what the head's gradient is put into.
+        self.standing = self.gathering_head = self.behind = self.head_bucket = 0.0
 
     def passes(self) -> Iterator[RankGradients]:
         """Kinds of backward passes that leave different gradients."""
@@ -37,7 +57,7 @@ class RankGradients:
     @property
     def complete(self) -> float:
         """At the update."""
-        return self.hold.gradient * self.total.trained
+        return updated_gradients(self.rank) * self.stay
 
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
         """``made``: of the next block, parameters whose gradients have been computed."""
@@ -57,22 +77,12 @@ class RankGradients:
         return self.width * arrived
 
     def stays(self, moment: Moment) -> bool:
-        """Whether what is computed is the gradient itself: nothing is there yet that it would be added to."""
-        return not moment.before
+        """Nothing is there yet that a gradient would be added to."""
+        return self.alone and not moment.before
 
     def made(self, run: BlockRun, count: int | None) -> int:
         """Of a block's weights whose gradients come first: the MLP's, from its way out; None: of all of them."""
-        if count is None:
-            return run.block.whole
-        return count * self.down_projection(run.experts)
-
-    def down_projection(self, experts: bool) -> int:
-        """Its gradient comes first."""
-        width, routed = self.model.ffn, self.model.experts
-        count = 1
-        if experts and routed:
-            width, count = routed.ffn, routed.count // self.layout.ep
-        return count * even_share(width, self.layout.tp) * self.model.hidden
+        return run.block.whole if count is None else count * self.down[run.experts]
 
     def in_other_streams(self, grads: float) -> float:
         """What is allocated in streams of its own, beyond ``grads`` that are there at the fullest moment."""
@@ -80,24 +90,7 @@ class RankGradients:
 
     # Buffers.
 
-    @property
-    def standing(self) -> float:
-        """From the first backward pass of a step to its end."""
-        return 0.0
-
-    def gathering_head(self) -> float:
-        """As a forward pass comes to the head."""
-        return 0.0
-
-    def behind(self) -> float:
-        """What a forward pass still holds of what it gathered, in the loss."""
-        return 0.0
-
     def in_loss(self, moment: Moment) -> float:
-        return 0.0
-
-    def head_bucket(self) -> float:
-        """What the head's gradient is put into."""
         return 0.0
 
     def in_norm(self, moment: Moment) -> float:
@@ -126,18 +119,17 @@ class RankGradients:
         if self.adapters_only or moment.split:
             yield 0.0, 0.0
             return
-        matrix = self.made(run, 1)
-        added = 0.0 if self.stays_in_block(moment) else self.width * matrix
-        if self.hold.cast:
-            yield self.hold.compute * matrix, 0.0
-            # By then the weight as it was multiplied has gone as well, as wide as the product.
-            yield added, block.put_off
+        matrix, first = self.made(run, 1), self.piecemeal and moment.before is not Begun.ALL
+        product, added = self.hold.compute * matrix, 0.0 if first else self.width * matrix
+        if self.widens:
+            yield product, 0.0
+            yield self.added_up(product, added, block)
         else:
             yield added, 0.0
 
-    def stays_in_block(self, moment: Moment) -> bool:
-        """As ``stays``: of the blocks' weights, whose gradients may come later than those of the ends."""
-        return moment.before is not Begun.ALL
+    def added_up(self, product: float, added: float, block: BlockActivations) -> tuple[float, float]:
+        """By then the weight as it was multiplied has gone as well, as wide as the product."""
+        return added, block.put_off
 
     def blocks_looked_at(self, run: BlockRun, done: int) -> list[int]:
         """How many blocks of a run are done when one can be the fullest: none, or all but one."""
@@ -152,15 +144,15 @@ class RankGradients:
 
     def in_embedding(self, moment: Moment, left: Peak, entering: float) -> Iterator[Peak]:
         """The last gradient of all, from the one that enters; then that the pass is over."""
-        product, third = self.hold.gradient * self.table, self.third_tensor
+        product = self.hold.gradient * self.table
         if self.stays(moment) and not self.model.tied:
             yield left.plus("embedding", grads=product, activations=entering)
             return
         passing = self.copies(self.total.trained - self.ends.embedding.trained) + product
         passing += self.tied_head(moment)
         yield left.plus("embedding", activations=entering, buffers=passing)
-        if third:
-            yield left.plus("embedding", buffers=passing + third)
+        if self.third_tensor:
+            yield left.plus("embedding", buffers=passing + self.third_tensor)
 
     def copies(self, count: float) -> float:
         """Gradients that travel as copies."""
@@ -170,24 +162,5 @@ class RankGradients:
         """As the last gradients of a step are reduced."""
         yield from ()
 
-    # What the moments have in common.
-
     def stage(self, moment: Moment) -> RankStage:
         return self.rank.stages[moment.stage]
-
-    @property
-    def table(self) -> int:
-        """The embedding's matrix. The gradient of learned positions, which lie beside it, comes by itself."""
-        matrix = even_share(self.model.vocab, self.layout.tp) * self.model.hidden
-        return min(self.ends.embedding.trained, matrix)
-
-    @property
-    def head_is_view(self) -> bool:
-        """Whether the gradient of a head that is the embedding is a view, as a single product gives it."""
-        whole = self.model.tied and self.layout.pp == 1 and not self.adapters_only
-        return whole and not self.rank.micro_batch.logits.adding
-
-    @property
-    def third_tensor(self) -> float:
-        """Two gradients are added up in a third tensor where the head's is a view."""
-        return self.hold.gradient * self.table if self.head_is_view and not self.hold.cast else 0.0

@@ -91,6 +91,7 @@ class BackwardPass:
         self.gradients, self.moment, self.rank = gradients, moment, gradients.rank
         self.stage, self.kept = self.rank.stages[moment.stage], self.rank.in_flight[moment.stage]
         self.micro, self.work = self.rank.micro_batch, self.rank.micro_batch.work
+        self.gathered_stream = self.micro.stream * (self.work.tp if self.work.sp else 1)
         self.offloaded = self.rank.offloaded("activations")
         self.start = held_at_start(self.rank, moment, gradients.standing)
 
@@ -121,18 +122,14 @@ class BackwardPass:
         return self.start.plus(
             "forward",
             grads=self.gradients.held(self.moment, None),
-            activations=copies * self._gathered_stream + (stream if sp else 0.0),
+            activations=copies * self.gathered_stream + (stream if sp else 0.0),
             buffers=self.gradients.in_loss(self.moment) - came,
         )
-
-    @property
-    def _gathered_stream(self) -> float:
-        return self.micro.stream * (self.work.tp if self.work.sp else 1)
 
     def _head(self) -> Iterator[Peak]:
         """The loss, with logits and what is made of them; then the head's backward pass, with its weight's gradient."""
         gradients, moment, found = self.gradients, self.moment, self.micro.logits
-        gathered, gathering = gradients.in_loss(moment), gradients.gathering_head()
+        gathered, gathering = gradients.in_loss(moment), gradients.gathering_head
         stays = gradients.stays(moment)  # what this pass makes is the gradient itself
         start = self.start.plus("loss", grads=gradients.held(moment, None), logits=-found.resting)
         if found.forward:
@@ -141,7 +138,7 @@ class BackwardPass:
                 # The tokens of this rank, beside those that were gathered of them.
                 activations=self.micro.stream if self.work.sp else 0.0,
                 logits=found.forward,
-                buffers=gathered + found.weight - found.adding + gradients.behind(),
+                buffers=gathered + found.weight - found.adding + gradients.behind,
             )
         if gathering:
             yield start.plus("head", buffers=gathering - found.cast)
@@ -158,7 +155,7 @@ class BackwardPass:
             head = loss.plus("head", grads=found.product)
         yield head.plus("head", logits=found.given)
         # The logits' gradients have gone, and with them the weight as it was multiplied and what it was multiplied by.
-        gone, bucket = found.hidden + found.entering, gradients.head_bucket()
+        gone, bucket = found.hidden + found.entering, gradients.head_bucket
         if found.adding:
             beside = max(found.added, bucket - found.product)
         else:
@@ -232,7 +229,7 @@ class BackwardPass:
             activations=-freed - others,
             buffers=-self.kept.casts,
         )
-        wide = self._gathered_stream * self.rank.hold.wide / self.rank.hold.compute
+        wide = self.gathered_stream * self.rank.hold.wide / self.rank.hold.compute
         yield from self.gradients.in_embedding(self.moment, left, wide)
 
     def _kind(self, run: BlockRun) -> BlockActivations:

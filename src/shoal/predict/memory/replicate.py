@@ -6,38 +6,25 @@ from collections.abc import Iterator
 
 from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.in_flight import Moment
-from shoal.predict.memory.inventory import BlockRun
+from shoal.predict.memory.inventory import BlockRun, RankInventory
 from shoal.predict.memory.peak import Peak
 
 
 class ReplicatedGradients(RankGradients):
     """In another precision a bucket travels as a copy, and all copies wait for the end of the step."""
 
-    @property
-    def complete(self) -> float:
-        return self.hold.gradient * (self.total.trained_share if self.scatters else self.total.trained)
+    alone = piecemeal = False
+
+    def __init__(self, rank: RankInventory) -> None:
+        super().__init__(rank)
+        self.travels_as_copy = self.hold.reduce != self.hold.gradient
+        self.scatters = self.layout.zero == 2 and self.layout.shards > 1
+        if self.scatters:
+            # In a pipeline whole gradients add up to the end of the step beside this rank's share.
+            self.standing = self.hold.gradient * self.total.trained
 
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
         return self.complete
-
-    def stays(self, moment: Moment) -> bool:
-        return False
-
-    def stays_in_block(self, moment: Moment) -> bool:
-        return False
-
-    @property
-    def scatters(self) -> bool:
-        return self.layout.zero == 2 and self.layout.shards > 1
-
-    @property
-    def standing(self) -> float:
-        """With zero=2 in a pipeline whole gradients add up to the end of the step beside this rank's share."""
-        return self.hold.gradient * self.total.trained if self.scatters else 0.0
-
-    @property
-    def travels_as_copy(self) -> bool:
-        return self.hold.reduce != self.hold.gradient
 
     def copies(self, count: float) -> float:
         return self.hold.reduce * count if self.travels_as_copy and self.layout.pp == 1 else 0.0

@@ -34,6 +34,8 @@ def next_unit(stage: RankStage, done: int, unit: int) -> UnitOfBlocks:
 class ShardedGradients(RankGradients):
     """Without a pipeline: a rank has one stage."""
 
+    alone = False
+
     def __init__(self, rank: RankInventory, partial: bool = False) -> None:
         super().__init__(rank)
         self.one, self.unit = rank.stages[0], self.layout.unit
@@ -46,20 +48,22 @@ class ShardedGradients(RankGradients):
         self.cast_sums = (
             self.layout.dp > 1 and not self.adapters_only and self.hold.reduce != self.hold.gradient
         )
-        self.handed_on = self.hold.compute
-        # Where the host updates, shards of gradients follow the optimizer's states there as they are summed.
-        self.stay = 1.0 - rank.offloaded("optimizer")
+        self.handed_on, self.stay = self.hold.compute, 1.0 - rank.offloaded("optimizer")
+        # What stays gathered from the forward pass to the backward pass: the head, or the matrix that it shares.
+        self.root = self.ends.embedding.whole if self.model.tied else self.ends.head.whole
+        if self.frees:
+            last, head = self.one.runs[-1], self.ends.head.whole
+            # In a forward pass FSDP keeps what it gathered last in one piece as well, until it gathers again.
+            self.behind = self.hold.compute * (self._full_unit(last) if self.model.tied else head)
+            if not self.model.tied:
+                # The unit before the head, and the head, both also in one piece.
+                self.gathering_head = 2 * self.hold.compute * (self._unit(last, 0) + head)
 
     def passes(self) -> Iterator[RankGradients]:
         """Replicas of shards cast their sums in the last pass. Until then these add up as they travel."""
         if self.cast_sums and self.rank.question.accumulation > 2:
             yield ShardedGradients(self.rank, partial=True)
         yield self
-
-    @property
-    def complete(self) -> float:
-        count = self.total.trained_share if self.layout.zero >= 2 else self.total.trained
-        return self.hold.gradient * count * self.stay
 
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
         if not moment.before:
@@ -80,9 +84,6 @@ class ShardedGradients(RankGradients):
         arrived = ends.norm.trained_share + (0 if self.model.tied else ends.head.trained_share)
         return arrived + stage.blocks.trained_share * units // stage.layers
 
-    def stays(self, moment: Moment) -> bool:
-        return False
-
     def in_other_streams(self, grads: float) -> float:
         """torch's allocator keeps a pool for each stream: what the computation frees, gradients cannot be put into."""
         if self.adapters_only:
@@ -93,40 +94,22 @@ class ShardedGradients(RankGradients):
 
     # Gathered weights.
 
-    def gathering_head(self) -> float:
-        """The unit before a head of its own, and the head, both also in one piece."""
-        if not self.frees or self.model.tied:
-            return 0.0
-        return 2 * self.hold.compute * (self._unit(self.one.runs[-1], 0) + self.ends.head.whole)
-
-    def behind(self) -> float:
-        """In a forward pass FSDP keeps what it gathered last in one piece as well, until it gathers again."""
-        if not self.frees:
-            return 0.0
-        last = self._full_unit(self.one.runs[-1]) if self.model.tied else self.ends.head.whole
-        return self.hold.compute * last
-
     def in_loss(self, moment: Moment) -> float:
         """The last blocks' and the head's; prefetching asks for more at the first backward hook."""
         if not self.frees:
             return self.hold.compute * self.total.whole
         last, ahead = self.one.runs[-1], max(1, self.tune.prefetch)
-        return self.hold.compute * (self._root + self._unit(last, 0) + self._full_unit(last) * (ahead - 1))
+        return self.hold.compute * (self.root + self._unit(last, 0) + self._full_unit(last) * (ahead - 1))
 
     def _gathered(self, run: BlockRun, done: int) -> float:
         """This unit, and those asked for ahead, as far as there are any; and a matrix that embedding and head share."""
         if not self.frees:
             return self.hold.compute * self.total.whole
-        gathered = self._root if self.model.tied else 0
+        gathered = self.root if self.model.tied else 0
         if done < self.one.layers:
             left = (self.one.layers - done - 1) // self.unit
             gathered += self._unit(run, done) + min(left, self.tune.prefetch) * self._full_unit(run)
         return self.hold.compute * gathered
-
-    @property
-    def _root(self) -> int:
-        """What stays from the forward pass to the backward pass: the head, or the matrix that it shares."""
-        return self.ends.embedding.whole if self.model.tied else self.ends.head.whole
 
     def _full_unit(self, run: BlockRun) -> int:
         return run.block.whole * min(self.unit, run.layers)
@@ -247,18 +230,12 @@ class ShardedGradients(RankGradients):
 class PipelinedShards(RankGradients):
     """Units stay gathered, and their gradients add up whole, as wide as they will travel."""
 
+    alone = False
+
     def __init__(self, rank: RankInventory) -> None:
         super().__init__(rank)
-        self.width = self.hold.reduce
+        self.width, self.widens = self.hold.reduce, self.hold.compute != self.hold.reduce
         self.gathered = self.hold.compute * self.total.whole
-
-    @property
-    def complete(self) -> float:
-        count = self.total.trained_share if self.layout.zero >= 2 else self.total.trained
-        return self.hold.gradient * count
-
-    def stays(self, moment: Moment) -> bool:
-        return False
 
     def in_loss(self, moment: Moment) -> float:
         return self.gathered
@@ -266,26 +243,13 @@ class PipelinedShards(RankGradients):
     def in_block(self, moment: Moment, run: BlockRun, done: int, made: int | None) -> float:
         return self.gathered
 
-    def first_product(
-        self, moment: Moment, run: BlockRun, block: BlockActivations
-    ) -> Iterator[tuple[float, float]]:
-        if self.adapters_only or moment.split:
-            yield 0.0, 0.0
-            return
-        matrix = self.made(run, 1)
-        product = self.hold.compute * matrix
-        added = 0.0 if self.stays_in_block(moment) else self.hold.reduce * matrix
-        if self.hold.compute == self.hold.reduce:
-            yield added, 0.0
-            return
-        yield product, 0.0
-        if added:
-            # A split product widens its gradient itself, before its input goes.
-            yield product + added, 0.0 if self.layout.schedule in SPLIT_BACKWARD else block.inner
+    def added_up(self, product: float, added: float, block: BlockActivations) -> tuple[float, float]:
+        """A split product widens its gradient itself, before its input goes."""
+        return product + added, 0.0 if self.layout.schedule in SPLIT_BACKWARD else block.inner
 
     def _widened(self, moment: Moment, matrix: int, left: Peak) -> Iterator[Peak]:
         """A gradient and its copy in the precision that it adds up in, where the first stays as the gradient itself."""
-        if self.hold.compute == self.hold.reduce:
+        if not self.widens:
             return
         product, widened = self.hold.compute * matrix, self.hold.reduce * matrix
         grads, buffers = (0.0, product + widened) if moment.before else (widened, product)

@@ -5,42 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.predict.memory.in_flight import Moment
-from shoal.predict.memory.inventory import BlockRun
+from shoal.predict.memory.inventory import BlockRun, RankInventory
 from shoal.predict.memory.peak import Peak
 from shoal.predict.memory.replicate import ReplicatedGradients
 
 
 class ScatteredGradients(ReplicatedGradients):
-    @property
-    def complete(self) -> float:
-        """Where the host updates, shares follow the optimizer's states there as they are summed."""
-        return super().complete * (1.0 - self.rank.offloaded("optimizer"))
-
-    @property
-    def standing(self) -> float:
-        return 0.0
-
-    @property
-    def bucket(self) -> float:
-        """Parameters of a full one."""
-        return self.tune.bucket_mb * 2**20 / self.hold.gradient
-
-    @property
-    def others(self) -> int:
-        """A token embedding has a bucket of its own."""
-        return self.total.trained - self.ends.embedding.trained
+    def __init__(self, rank: RankInventory) -> None:
+        super().__init__(rank)
+        self.stay, self.standing = 1.0 - rank.offloaded("optimizer"), 0.0
+        # Parameters of a full bucket. A token embedding has one of its own.
+        self.bucket = self.tune.bucket_mb * 2**20 / self.hold.gradient
+        self.others = self.total.trained - self.ends.embedding.trained
+        if not self.model.tied:
+            head = self.ends.head.trained
+            bucket = self.hold.reduce * min(max(self.bucket, head), self.others)
+            # Where the product is cast it has gone by then.
+            self.head_bucket = max(0.0, bucket - self.hold.compute * head) if self.hold.cast else bucket
 
     def in_loss(self, moment: Moment) -> float:
         """The last bucket of a backward pass, the embedding's, lands when the next one is sent."""
         return self.hold.reduce * self.ends.embedding.trained if moment.before else 0.0
-
-    def head_bucket(self) -> float:
-        if self.model.tied:
-            return 0.0
-        head = self.ends.head.trained
-        bucket = self.hold.reduce * min(max(self.bucket, head), self.others)
-        # Where the product is cast it has gone by then.
-        return max(0.0, bucket - self.hold.compute * head) if self.hold.cast else bucket
 
     def in_block(self, moment: Moment, run: BlockRun, done: int, made: int | None) -> float:
         """One bucket fills and one is sent; as long as the first one fills, the last one of the pass before may be."""
@@ -49,8 +34,7 @@ class ScatteredGradients(ReplicatedGradients):
         return self.tied_head(moment) + self.buckets(2)
 
     def buckets(self, count: int) -> float:
-        largest = max(self.bucket, self.down_projection(False), self.down_projection(True))
-        return self.hold.reduce * min(count * largest, self.others)
+        return self.hold.reduce * min(count * max(self.bucket, *self.down), self.others)
 
     def in_embedding(self, moment: Moment, left: Peak, entering: float) -> Iterator[Peak]:
         product = self.hold.gradient * self.table
