@@ -1,6 +1,4 @@
-"""The parameters of one rank: tensor by tensor, in counts, and how many of them are trained. Traffic, memory and time
-read this one inventory.
-"""
+"""What one rank holds of the parameters: tensor by tensor, in counts, and which are trained; read by all three parts."""
 
 from __future__ import annotations
 

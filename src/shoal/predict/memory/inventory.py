@@ -1,4 +1,4 @@
-"""The inventory of a rank of a pipeline: its stages, how many parameters they have, how many bytes each thing takes."""
+"""A pipeline rank's inventory: its stages, their parameter counts, bytes per parameter and per micro-batch."""
 
 from __future__ import annotations
 

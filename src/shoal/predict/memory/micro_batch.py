@@ -1,4 +1,4 @@
-"""What one micro-batch holds on any rank of a pipeline, in bytes; worked out once for all that ask."""
+"""What one micro-batch holds on any rank of a pipeline: its blocks, logits, norm and residual stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is held at one moment of a step beside parameters and optimizer states, by category of the ledger."""
+"""One moment of a step: bytes by category of the ledger, besides parameters and optimizer states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters and optimizer states between two steps, in bytes: on the device, and where ``offload`` puts them."""
+"""Memory of parameters and optimizer states between steps, and where ``offload`` puts them."""
 
 from __future__ import annotations
 
