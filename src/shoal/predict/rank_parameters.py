@@ -1,4 +1,6 @@
-"""What one rank holds of the parameters: tensor by tensor, in counts, and which are trained; read by all three parts."""
+"""What one rank holds of the parameters: tensor by tensor, in counts, and which are trained; traffic, memory and time
+read it.
+"""
 
 from __future__ import annotations
 

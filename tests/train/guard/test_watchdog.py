@@ -7,6 +7,7 @@ import ctypes
 import inspect
 import os
 import queue
+import re
 import signal
 import threading
 import time
@@ -115,6 +116,13 @@ def _stop(rank: int, flight: Flight) -> None:
     dist.all_reduce(torch.ones(2000))
 
 
+def waited(text: str) -> int:
+    """Seconds: more than it takes, where whoever looks has to wait for a turn on a busy machine."""
+    found = re.search(r" for (\d+) s", text)
+    assert found is not None, text
+    return int(found[1])
+
+
 @pytest.mark.parametrize(
     ("function", "word", "doing"),
     [
@@ -133,7 +141,7 @@ def test_the_missing_rank_its_collective_and_all_lines_are_named(
     what, standing, waiting = verdict.message.splitlines()
     line = _line_of(function, "all_reduce")
     assert what.startswith("in step 7, it has not joined all_reduce #4 of group dp (ranks 0,1, 8.0 kB) ")
-    assert f"at {line}, where rank 0 has waited for 1 s" in what
+    assert f"at {line}, where rank 0 has waited for " in what and waited(what) >= 1
     assert standing == f"  rank 1: {doing}at {_line_of(function, word)} in {function.__name__}"
     assert waiting == f"  rank 0: at {line} in {function.__name__}"
     assert verdict.row["collective"] == {
@@ -249,7 +257,8 @@ def _alone(rank: int, flight: Flight) -> None:
 def test_a_rank_alone_that_does_not_go_on_is_seen(tmp_path: Path) -> None:
     verdict = judged(1, _alone, tmp_path / "run")
     assert verdict is not None
-    assert "no rank has entered a collective or ended its step for 3 s" in verdict.message
+    assert "no rank has entered a collective or ended its step for " in verdict.message
+    assert waited(verdict.message) >= 3
     assert f"rank 0: sleeping, at {_line_of(_alone, 'sleep')} in _alone" in verdict.message
 
 
