@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from shoal.cli.show import print_columns, print_json
+
 if TYPE_CHECKING:
     from shoal.train.checkpoint.survey import Found, Verdict
 
@@ -28,7 +30,6 @@ def ls(path: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False) 
     json
         Print one JSON document.
     """
-    from shoal.cli.show import print_columns, print_json
     from shoal.train.checkpoint.survey import survey
 
     found = survey(path)
@@ -72,7 +73,6 @@ def verify(path: Path, /, *, json: Annotated[bool, Parameter(negative=())] = Fal
     json
         Print one JSON document.
     """
-    from shoal.cli.show import print_json
     from shoal.train.checkpoint.survey import ASIDE, survey, verify
 
     found = survey(path)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from shoal.cli.show import print_columns, print_json, warn_of_length
 from shoal.launch.screen import Console
 
 if TYPE_CHECKING:
@@ -77,7 +78,6 @@ def dryrun(
     import time
 
     from shoal.cli.main import fail
-    from shoal.cli.show import print_json, warn_of_length
     from shoal.facts.local import usable_threads
     from shoal.facts.problem import BadInput, Problem
     from shoal.launch.report import FAILED, FINISHED
@@ -193,7 +193,6 @@ def _line(seen: Seen) -> str:
 
 
 def _show(seen: Seen) -> None:
-    from shoal.cli.show import print_columns
     from shoal.prove.findings import CATEGORIES
     from shoal.train.metrics.observed import by_module
 
@@ -212,8 +211,6 @@ def _show(seen: Seen) -> None:
 
 
 def _show_traffic(seen: Seen) -> None:
-    from shoal.cli.show import print_columns
-
     said = {(row.op, row.group): row for row in seen.predicted_traffic}
     found = {(row.op, row.group): row for row in seen.traffic}
     rows: list[tuple[str, ...]] = [("collective", "group", "predicted", "", "dry run", "", "")]

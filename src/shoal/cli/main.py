@@ -141,15 +141,9 @@ def _prefer_own_help(words: list[str]) -> None:
 def fail(problems: Sequence[Problem], code: int, as_json: bool) -> int:
     """Tell a person what is wrong and, where it was asked for, a program; the exit code."""
     for problem in problems:
-        complain(problem.what, problem.fix)
+        print(f"error: {problem}", file=sys.stderr)
     if as_json:
         with contextlib.suppress(OSError):  # a full disk, a reader that has gone: the person has been told
             print_problems(problems, code)
             sys.stdout.flush()
     return code
-
-
-def complain(what: str, fix: str = "") -> None:
-    print(f"error: {what}", file=sys.stderr)
-    if fix:
-        print(f"  fix: {fix}", file=sys.stderr)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from shoal.cli.show import print_columns, print_json, use_calibration, warn_of_length
 from shoal.launch.screen import Console
 
 if TYPE_CHECKING:
@@ -63,7 +64,6 @@ def profile(
     json
         Print one JSON document on standard output, everything else on standard error.
     """
-    from shoal.cli.show import print_json, use_calibration, warn_of_length
     from shoal.facts.configfile import load
     from shoal.launch.report import FAILED, FINISHED
     from shoal.plan.resolve import resolve
@@ -117,8 +117,6 @@ def _calibrate(console: Console, visible: str | None) -> dict[str, Any]:
 
 
 def _show(measured: Profile) -> None:
-    from shoal.cli.show import print_columns
-
     print_columns(_times(measured))
     print()
     print_columns(_memory(measured))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -19,19 +19,11 @@ from shoal.facts.presets import PRESETS
 MAGIC = frozenset("*?[")
 
 
-def _names_no_preset(text: str, base: Path) -> bool:
-    return text.lower() not in PRESETS and (base / text).exists()
-
-
-def _always(text: str, base: Path) -> bool:
-    return True
-
-
 # Whether a value is a path: some are also words.
 INPUTS: dict[str, Callable[[str, Path], bool]] = {
-    "model.preset": _names_no_preset,
-    "model.path": _always,
-    "model.init_from": _always,
+    "model.preset": lambda text, base: text.lower() not in PRESETS and (base / text).exists(),
+    "model.path": lambda text, base: True,
+    "model.init_from": lambda text, base: True,
     "data.source": lambda text, base: text != "stdlib",
     "data.tokenizer": lambda text, base: text != "bytes",
     "cluster.on": lambda text, base: text.strip().lower().endswith(".toml"),
@@ -41,11 +33,8 @@ SOURCE = "data.source"
 
 def resolve_paths(values: dict[str, Any], base_of: Callable[[str], Path]) -> None:
     """Make the input paths among a config's values absolute, in place; ``base_of`` a key, what it is relative to."""
-    for key in INPUTS:
-        section, _, name = key.partition(".")
-        table = values.get(section)
-        if isinstance(table, dict) and isinstance(table.get(name), str):
-            table[name] = _absolute(key, table[name], base_of(key))
+    for key, table, name in _given(values):
+        table[name] = _absolute(key, table[name], base_of(key))
     data = values.get("data")
     mix = data.get("mix") if isinstance(data, dict) else None
     for part in mix if isinstance(mix, list) else ():
@@ -80,12 +69,18 @@ def seen_from(folder: Path, path: str) -> str:
 def of_any_place(values: dict[str, Any]) -> dict[str, Any]:
     """A config's values with only the last part of each input path: what machines with other mounts have in common."""
     kept = {section: dict(table) if isinstance(table, dict) else table for section, table in values.items()}
+    for _, table, name in _given(kept):
+        table[name] = PurePath(table[name]).name or table[name]
+    return kept
+
+
+def _given(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The input paths among a config's values: each one's key, its table and its name in that."""
     for key in INPUTS:
         section, _, name = key.partition(".")
-        table = kept.get(section)
+        table = values.get(section)
         if isinstance(table, dict) and isinstance(table.get(name), str):
-            table[name] = PurePath(table[name]).name or table[name]
-    return kept
+            yield key, table, name
 
 
 def _absolute(key: str, text: str, base: Path) -> str:

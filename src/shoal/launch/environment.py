@@ -65,15 +65,11 @@ ON_DISK = ("file", "local", "memory")
 
 def passes(name: str, config: Config | None = None) -> bool:
     """Whether a rank of this job gets a variable. What has the name of a secret passes only where it was asked for."""
-    asked = _asked_for(config) if config is not None else ()
+    # By the user, or by what the user wants done.
+    asked = () if config is None else (*config.run.environment, *_of_store(config.checkpoint.to))
     if any(fnmatchcase(name, pattern) for pattern in asked):
         return True
     return not is_secret_name(name) and any(fnmatchcase(name, pattern) for pattern in PASSED_ON)
-
-
-def _asked_for(config: Config) -> Sequence[str]:
-    """By the user, or by what the user wants done."""
-    return (*config.run.environment, *_of_store(config.checkpoint.to))
 
 
 def _of_store(url: str | None) -> Sequence[str]:

@@ -163,12 +163,11 @@ class _Together:
     def _status(self) -> Status:
         from shoal.launch.nodes.documents import Status
 
-        devices = self.room()
         return Status(
             name=self.run.node,
             host=socket.gethostname(),
             process=os.getpid(),
-            devices=devices,
+            devices=self.room(),
             facts=self._facts(),
         )
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from shoal.facts.devices import Precision
 from shoal.facts.measurements import Attended, Curve, Product
-from shoal.prove.calibrate import attention, parts, products
+from shoal.models.attention import attend
+from shoal.prove.calibrate import parts
 from shoal.prove.calibrate.circumstances import Driver, driver
+from shoal.prove.calibrate.parts import Made
 from shoal.prove.calibrate.sampling import Filler, Pool, Rounds, Sample
-from shoal.prove.calibrate.sizes import Load, Sizes
+from shoal.prove.calibrate.sizes import Load, Sizes, Widths
 
 NAMES: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -33,8 +37,9 @@ EFFORT = {"cuda": Effort((5.0, 2.0), (30.0, 14.0), 4.0), "cpu": Effort((2.0,), (
 # Seconds of load while the driver is asked for its clock.
 LOADED = 1.0
 
-# The large product, among the samples.
-LARGE = "large"
+# Kinds of samples; the large product stands among them.
+PRODUCT, ATTENTION, LARGE = "product", "attention", "large"
+KEY_HEADS_A_QUERY_HEAD = 4
 
 
 @dataclass
@@ -90,9 +95,9 @@ def _measure_load(
     if not samples:
         return
     tell(f"{name}: {len(samples)} kernels, {len(samples[0].seen)} rounds")
-    if made := products.found(samples, name):
+    if made := _products(samples, name):
         seen.products[name] = made
-    if attended := attention.found(samples, name):
+    if attended := _attended(samples, name):
         seen.attention[name] = attended
     if moved := parts.found(samples, name):
         seen.parts[name] = moved
@@ -109,7 +114,7 @@ def _measure_load(
 def _largest(load: Load, sizes: Sizes) -> int:
     """Elements that hold any one sample's operands."""
     return max(
-        products.largest(load.widths),
+        _largest_product(load.widths),
         2 * max(sizes.filler, sizes.side**2),
         2 * sizes.inner * max(load.tokens),
         *(tokens * vocabulary for tokens, vocabulary in load.losses),
@@ -125,8 +130,8 @@ def _samples(pool: Pool, load: Load, sizes: Sizes, side: int) -> list[Sample]:
     """Everything that takes turns."""
     name = NAMES[load.precision]
     return [
-        *products.samples(pool, name, load.widths),
-        *attention.samples(pool, name, sizes.heads, load.attention),
+        *_product_samples(pool, name, load.widths),
+        *_attention_samples(pool, name, sizes.heads, load.attention),
         *parts.samples(pool, load, sizes, name),
         Sample((LARGE, name), partial(_large, pool, side)),
     ]
@@ -141,3 +146,104 @@ def _fillers(pool: Pool, side: int, elements: int) -> list[Filler]:
     total = torch.empty(elements, dtype=pool.dtype, device=pool.device)
     bytes_moved = partial(torch.add, pool.take(elements), pool.take(elements), out=total)
     return [Filler(_large(pool, side), product=True), Filler(bytes_moved, product=False)]
+
+
+# Matrix products as linear layers run them: output, input gradient, weight gradient.
+
+
+def _product_samples(pool: Pool, precision: str, widths: Widths) -> Iterator[Sample]:
+    """Laid out in memory as autograd has them."""
+    for inner, columns, tokens in widths:
+        for rows in tokens:
+            size = rows, inner, columns
+            yield Sample(
+                (PRODUCT, precision, "forward", rows, inner, columns), partial(_product, pool, *size)
+            )
+            yield Sample(
+                (PRODUCT, precision, "input", rows, columns, inner), partial(_input_gradient, pool, *size)
+            )
+            yield Sample(
+                (PRODUCT, precision, "weight", inner, rows, columns), partial(_weight_gradient, pool, *size)
+            )
+
+
+def _product(pool: Pool, rows: int, inner: int, columns: int) -> partial[Tensor]:
+    return partial(F.linear, pool.take(rows, inner), pool.take(columns, inner))
+
+
+def _input_gradient(pool: Pool, rows: int, inner: int, columns: int) -> partial[Tensor]:
+    return partial(torch.mm, pool.take(rows, columns), pool.take(columns, inner))
+
+
+def _weight_gradient(pool: Pool, rows: int, inner: int, columns: int) -> partial[Tensor]:
+    return partial(torch.mm, pool.take(rows, columns).t(), pool.take(rows, inner))
+
+
+def _largest_product(widths: Widths) -> int:
+    """Elements of the operands of the largest product."""
+    return max(
+        rows * inner + inner * columns + rows * columns
+        for inner, columns, tokens in widths
+        for rows in tokens
+    )
+
+
+def _products(measured: Sequence[Sample], precision: str) -> tuple[Product, ...]:
+    rows = [sample for sample in measured if sample.key[:2] == (PRODUCT, precision)]
+    return tuple(
+        Product.model_validate(
+            dict(zip(("way", "rows", "inner", "columns"), sample.key[2:], strict=True))
+            | {"seconds": sample.seconds}
+        )
+        for sample in sorted(rows, key=lambda sample: str(sample.key))
+    )
+
+
+# Causal attention with shared keys and values, forward and backward, in the network's memory layout.
+
+
+def _attention_samples(
+    pool: Pool, precision: str, heads: int, shapes: Sequence[tuple[int, int, int]]
+) -> Iterator[Sample]:
+    for head_dim, seq, sequences in shapes:
+        key_heads = max(1, heads // KEY_HEADS_A_QUERY_HEAD)
+        shape = (head_dim, heads, key_heads, seq, sequences)
+        yield Sample((ATTENTION, precision, "forward", *shape), partial(_attention, pool, *shape))
+        yield Sample((ATTENTION, precision, "backward", *shape), partial(_attention_gradient, pool, *shape))
+
+
+def _attention_of(pool: Pool, head_dim: int, heads: int, key_heads: int, seq: int, sequences: int) -> Made:
+    """Rotation leaves queries and keys head by head; values are still token by token, as they were projected."""
+    query = pool.take(sequences, heads, seq, head_dim).detach().requires_grad_()
+    key = pool.take(sequences, key_heads, seq, head_dim).detach().requires_grad_()
+    value = pool.take(sequences, seq, key_heads, head_dim).transpose(1, 2).detach().requires_grad_()
+    positions = torch.arange(seq, device=pool.device).expand(sequences, seq)
+    scale = head_dim**-0.5
+    call = partial(attend, query, key, value, positions, None, scale=scale, window=None)
+    return call, (query, key, value)
+
+
+def _attention(pool: Pool, *shape: int) -> Callable[[], object]:
+    return _attention_of(pool, *shape)[0]
+
+
+def _attention_gradient(
+    pool: Pool, head_dim: int, heads: int, key_heads: int, seq: int, sequences: int
+) -> Callable[[], object]:
+    call, operands = _attention_of(pool, head_dim, heads, key_heads, seq, sequences)
+    # The projection's gradient comes token by token.
+    grad = pool.take(sequences, seq, heads, head_dim).transpose(1, 2)
+    return partial(torch.autograd.grad, call(), operands, grad, retain_graph=True)
+
+
+def _attended(measured: Sequence[Sample], precision: str) -> tuple[Attended, ...]:
+    ways: dict[tuple[object, ...], dict[str, float]] = {}
+    for sample in measured:
+        if sample.key[:2] == (ATTENTION, precision):
+            ways.setdefault(sample.key[3:], {})[str(sample.key[2])] = sample.seconds
+    names = ("head_dim", "heads", "kv_heads", "seq", "sequences")
+    return tuple(
+        Attended.model_validate(dict(zip(names, shape, strict=True)) | both)
+        for shape, both in sorted(ways.items(), key=lambda pair: str(pair[0]))
+        if len(both) == 2
+    )

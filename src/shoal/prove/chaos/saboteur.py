@@ -107,23 +107,10 @@ class Saboteur:
         if kind.target == "checkpoint":
             gone = damage(self.run, order.kind, random.Random(order.seed))
             self.orders.add(order, gone=gone or 0, spared=gone is None)
-        elif order.kind == "SIGSEGV":
-            ctypes.string_at(0)
-        elif order.kind.startswith("SIG"):
-            os.kill(os.getpid(), signal.Signals[order.kind])
-            # A stopped process goes on when it is told to; by then it is to end.
-        elif order.kind == "hang":
-            time.sleep(3600)
-        elif order.kind == "hang with the lock":
-            ctypes.PyDLL(None).sleep(3600)
-        elif order.kind == "closed connections":
-            _close_connections()
-        elif order.kind == "clock jump":
-            _jump(random.Random(order.seed).choice((-1, 1)) * JUMP_SECONDS)
         elif order.kind == "disk full":
             self._fill_disk()
-        elif order.kind == "out of memory":
-            _use_all_memory()
+        elif order.kind in STRIKES:
+            STRIKES[order.kind](order)
         else:
             assert self.training is not None
             _wrong(self.training, order)
@@ -172,6 +159,23 @@ def _use_all_memory() -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used, resource.getrlimit(resource.RLIMIT_AS)[1]))
     torch.empty(1 << 30, dtype=torch.uint8).zero_()
+
+
+def _send_itself(order: Order) -> None:
+    # A stopped process goes on when it is told to; by then it is to end.
+    os.kill(os.getpid(), signal.Signals[order.kind])
+
+
+# What befalls a whole process, whatever it trains.
+STRIKES: dict[str, Callable[[Order], object]] = {
+    **dict.fromkeys(("SIGKILL", "SIGTERM", "SIGABRT", "SIGSTOP"), _send_itself),
+    "SIGSEGV": lambda order: ctypes.string_at(0),
+    "hang": lambda order: time.sleep(3600),
+    "hang with the lock": lambda order: ctypes.PyDLL(None).sleep(3600),
+    "closed connections": lambda order: _close_connections(),
+    "clock jump": lambda order: _jump(random.Random(order.seed).choice((-1, 1)) * JUMP_SECONDS),
+    "out of memory": lambda order: _use_all_memory(),
+}
 
 
 def _wrong(training: Training, order: Order) -> None:
