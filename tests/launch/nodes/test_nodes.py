@@ -51,7 +51,7 @@ def test_nodes_are_lost_and_come_back_and_the_run_stays_the_same(on_nodes: Start
     assert nodes.wait_for_fault("restart")["resumed_step"] >= 2
     follows.start()
     nodes.wait_for_world(4)
-    assert f"node {follows.name} has come" in led.words()
+    assert f"node {follows.name} has joined" in led.words()
     nodes.wait_for_steps(3)
 
     before = nodes.step()
