@@ -11,9 +11,10 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from shoal.facts import problem
 from shoal.facts.config import Config, describe, find_field, table_of, type_of
 from shoal.facts.layout import READERS
-from shoal.facts.problem import Problem, closest, did_you_mean, shorten
+from shoal.facts.problem import Problem, closest, did_you_mean
 from shoal.facts.redact import holds_password, redact
 from shoal.facts.words import BESIDE, LATER, VALUES, Meaning, layout_pair, meaning
 
@@ -169,9 +170,7 @@ def _refused(key: str, details: list[ErrorDetails]) -> tuple[str, str]:
         ours = _MUST.get(detail["type"])
         must = ours.format(**detail.get("ctx", {})) if ours else detail["msg"]
     shown = (
-        ""
-        if isinstance(given, dict) or key in _NOT_QUOTED
-        else f" = {shorten(redact(toml_value(given)), _LONGEST_VALUE)}"
+        "" if isinstance(given, dict) or key in _NOT_QUOTED else f" = {shorten(redact(toml_value(given)))}"
     )
     what = f"{key}{shown}: {must}"
     if field is None:
@@ -217,3 +216,7 @@ def toml_value(value: Any) -> str:
         pairs = (f"{name} = {toml_value(inner)}" for name, inner in value.items())
         return "{" + ", ".join(pairs) + "}"
     return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
+
+
+def shorten(text: str) -> str:
+    return problem.shorten(text, _LONGEST_VALUE)
