@@ -16,6 +16,11 @@ SIOCGIFADDR = 0x8915
 LONGEST_NAME = 15
 
 
+def interface_of(interface: str | None) -> str:
+    """The interface that gloo and NCCL are told: ``cluster.interface``, or loopback."""
+    return LOOPBACK_INTERFACE if interface is None else interface
+
+
 def address_of(interface: str | None) -> str:
     """The IPv4 address of an interface; without one, loopback's."""
     if interface is None or interface == LOOPBACK_INTERFACE:

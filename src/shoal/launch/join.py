@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.facts.local import usable_threads
-from shoal.launch.interfaces import LOOPBACK_INTERFACE
+from shoal.launch.interfaces import interface_of
 from shoal.parallel import context
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.signed import SignedStore
@@ -22,7 +22,7 @@ def join(job: Job, rank: int, local_rank: int, store: SignedStore, nodes: int = 
     here = job.layout.world // nodes
     timeout = timedelta(seconds=job.config.fault.timeout)
     # Left to themselves they listen wherever the host's name points to.
-    interface = job.config.cluster.interface or LOOPBACK_INTERFACE
+    interface = interface_of(job.config.cluster.interface)
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     if job.cluster.device.name == "cpu":
         device = torch.device("cpu")
