@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import NamedTuple
+from math import inf
+from typing import Any, NamedTuple
 
 from shoal.facts.layout import RECOMPUTES, Offload, Recompute
 from shoal.facts.ledger import Ledger
@@ -73,15 +75,87 @@ class Priced:
 
 
 @dataclass
-class Hunt:
-    """One search on its way."""
+class Walk:
+    """What every way through the space has in common: the queue of what comes next, and what may fit of it."""
 
     asked: Question
     bounds: Bounds
     room: Room
     space: Space
+
+    def __post_init__(self) -> None:
+        self.evaluated = 0
+        self._heap: list[tuple[Any, int, Any]] = []
+        self._number = count()
+        self._worked = 0
+        self._failed: dict[tuple[object, ...], int] = {}
+
+    def _push(self, bound: Any, item: Any) -> None:
+        self._worked += 1
+        heapq.heappush(self._heap, (bound, next(self._number), item))
+
+    def _may_fit(
+        self, split: Split, shares: list[Share], offloads: Iterable[tuple[Offload, ...]]
+    ) -> list[Share]:
+        """Of shares that differ only in the micro-batch: what rests may fit, and a backward pass beside it."""
+        room = self.room
+        needs = [room.of_split(split, shares[0].ep, offload) for offload in offloads]
+        resting = min((rest for rest, peak in needs if room.fits(split, peak)), default=inf)
+        fitting = bisect(shares, 0, key=lambda one: not room.fits(split, room.of_share(split, one, resting)))
+        self._worked += PRICED_SHARE * fitting
+        return shares[:fitting]
+
+    def _states(
+        self, split: Split, share: Share, order: Order, alike: list[States]
+    ) -> Iterator[tuple[States, float]]:
+        """Those that may fit, each with how long a step takes at least. Over fewer ranks they need more."""
+        held = self.bounds.handled(split, share, alike[0])
+        worked = None
+        for states in alike:
+            self._worked += 1
+            if not self.room.holds(split, share, order, [states]):
+                return
+            if worked is None:
+                worked = self.bounds.of_order(split, share, order, held, played=True)
+            yield states, self.bounds.of_states(split, share, order, states, worked)
+
+    def _may_hold(self, split: Split, share: Share, order: Order, offload: tuple[Offload, ...]) -> bool:
+        return self.room.holds(split, share, order, self.room.frugal(split, offload))
+
+    def _priced(self, candidate: Candidate) -> Priced:
+        question = replace(self.asked, layout=candidate.layout())
+        self.evaluated += 1
+        self._worked += PRICED
+        return Priced(candidate, question, step(question, self.bounds.on))
+
+    def _too_large(self, candidate: Candidate) -> bool:
+        """Whether something that needs no more memory did not fit."""
+        return candidate.states.fsdp <= self._failed.get(self._alike(candidate), 0)
+
+    def _fits(self, priced: Priced) -> bool:
+        """If not, neither do states over fewer ranks, or larger units."""
+        candidate = priced.candidate
+        self._worked += COUNTED
+        priced.memory = ledger(priced.question)
+        alike = self._alike(candidate)
+        if not priced.memory.fits and alike[-1] == candidate.unit:
+            self._failed[alike] = max(candidate.states.fsdp, self._failed.get(alike, 0))
+        return priced.memory.fits
+
+    def _alike(self, candidate: Candidate) -> tuple[object, ...]:
+        """What is the same in layouts that differ only in how many ranks share states, and in units. Last, of those the
+        unit that needs the least memory; where small units stay gathered, each may.
+        """
+        split, share, order, states, unit = candidate
+        least = unit if self.asked.tune.persist_below else 1
+        return split, share, order, strategy_of(split, share, states)[4], states.offload, least
+
+
+@dataclass
+class Hunt(Walk):
+    """One search on its way."""
+
     top: int
-    evaluated: int = 0
     before: dict[Strategy, float] = field(default_factory=dict)  # strategies with a plan already: its time
     settled: set[Strategy] = field(default_factory=set)  # those that cannot get a better one
     at_best: float | None = None  # where it was broken off: what is left takes at least so long
@@ -89,13 +163,9 @@ class Hunt:
     lost: list[Priced] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._heap: list[tuple[float, int, Node | Priced]] = []
-        self._number = count()
-        self._worked = 0
-        self._offloaded: set[tuple[Split, Share, Order]] = set()
-        self._further: set[tuple[object, ...]] = set()
+        super().__post_init__()
+        self._offloaded: set[tuple[object, ...]] = set()
         self._tried: set[tuple[object, ...]] = set()
-        self._failed: dict[tuple[object, ...], int] = {}
         for split in self.space.splits():
             self._push(self.bounds.of_split(split), Node(split))
 
@@ -110,16 +180,8 @@ class Hunt:
             _, _, item = heapq.heappop(self._heap)
             if isinstance(item, Priced):
                 self._decide(item)
-            elif item.share is None:
-                self._open_split(item)
-            elif item.recompute is None:
-                self._open_share(item)
-            elif item.order is None:
-                self._open_recompute(item)
-            elif item.states is None:
-                self._open_order(item)
             else:
-                self._price(item)
+                self._open(item)
 
     def _enough(self) -> bool:
         """Whether so many strategies have plans that nothing that is left can be among the best."""
@@ -132,150 +194,99 @@ class Hunt:
         """The time of every strategy that has a plan by now."""
         return self.before | {one.strategy: one.step.seconds for one in self.accepted}
 
-    def _push(self, bound: float, item: Node | Priced) -> None:
-        self._worked += 1
-        heapq.heappush(self._heap, (bound, next(self._number), item))
+    def _open(self, node: Node) -> None:
+        """One more decision."""
+        split, share, recompute, order, states, _ = node
+        if share is None:
+            for shares in self.space.shares_by_size(split):
+                for one in self._may_fit(split, shares, (NOTHING, *self.space.offloads)):
+                    self._push(self.bounds.of_share(split, one), Node(split, one))
+        elif recompute is None:
+            for again in RECOMPUTES:
+                self._push(self.bounds.of_share(split, share, again), Node(split, share, again))
+        elif order is None:
+            for each in self.space.orders(split, recompute):
+                self._push(self.bounds.of_order(split, share, each), Node(split, share, recompute, each))
+        elif states is None:
+            self._open_order(node, share, order)
+        else:
+            self._price(split, share, order, states)
 
-    def _open_split(self, node: Node) -> None:
-        split, room = node.split, self.room
-        least: dict[
-            int, float | None
-        ] = {}  # bytes that rest, with so many ranks for experts; None: it cannot fit
-        for shares in self.space.shares_by_size(split):
-            ep = shares[0].ep
-            if ep not in least:
-                needs = [room.of_split(split, ep, offload) for offload in (NOTHING, *self.space.offloads)]
-                least[ep] = min((resting for resting, peak in needs if room.fits(split, peak)), default=None)
-            resting = least[ep]
-            if resting is None:
-                continue
-            fitting = bisect(
-                shares, 0, key=lambda one: not room.fits(split, room.of_share(split, one, resting))
-            )
-            for share in shares[:fitting]:
-                self._worked += PRICED_SHARE
-                self._push(self.bounds.of_share(split, share), Node(split, share))
-
-    def _open_share(self, node: Node) -> None:
-        split, share = node.split, node.share
-        assert share is not None
-        for recompute in RECOMPUTES:
-            self._push(self.bounds.of_share(split, share, recompute), Node(split, share, recompute))
-
-    def _open_recompute(self, node: Node) -> None:
-        split, share, recompute = node.split, node.share, node.recompute
-        assert share is not None
-        for order in self.space.orders(split, recompute):
-            self._push(self.bounds.of_order(split, share, order), Node(split, share, recompute, order))
-
-    def _open_order(self, node: Node) -> None:
-        split, share, recompute, order, _, offload = node
-        assert share is not None and order is not None
+    def _open_order(self, node: Node, share: Share, order: Order) -> None:
+        split, offload = node.split, node.offload
         self._worked += 2
         fits = self._may_hold(split, share, order, offload)
         for alike in self.space.sharings(split, share.ep, offload) if fits else ():
             if strategy_of(split, share, alike[0]) in self.settled:
                 continue
-            worked = None
-            for states in alike:
-                self._worked += 1
-                if not self.room.holds(split, share, order, [states]):
-                    fits = False
-                    break  # over fewer ranks they need more
-                if worked is None:
-                    held = self.bounds.handled(split, share, states)
-                    worked = self.bounds.of_order(split, share, order, held, played=True)
-                bound = self.bounds.of_states(split, share, order, states, worked)
-                self._push(bound, Node(split, share, recompute, order, states, offload))
+            found = list(self._states(split, share, order, alike))
+            for states, bound in found:
+                self._push(bound, node._replace(states=states))
+            fits = fits and len(found) == len(alike)
         if not fits and not offload:
-            self._offload(split, share, order)
+            self._offload(split, share, order, NEAR)
 
-    def _may_hold(self, split: Split, share: Share, order: Order, offload: tuple[Offload, ...]) -> bool:
-        return self.room.holds(split, share, order, self.room.frugal(split, offload))
-
-    def _offload(self, split: Split, share: Share, order: Order) -> None:
+    def _offload(
+        self, split: Split, share: Share, order: Order, ways: tuple[tuple[Offload, ...], ...]
+    ) -> None:
         """The same with something offloaded, which is not asked before something did not fit.
 
         It is never faster: a host updates at a small part of the rate of a device's own memory, and all else only adds.
         """
-        if not self.space.offloads or (split, share, order) in self._offloaded:
+        key = split, share, order, ways
+        if not self.space.offloads or key in self._offloaded:
             return
-        self._offloaded.add((split, share, order))
+        self._offloaded.add(key)
         self._worked += 1
         if not self._may_hold(split, share, order, EVERYTHING):
             return
         worked = self.bounds.of_order(split, share, order)
-        for offload in NEAR:
+        for offload in ways:
             if self._may_hold(split, share, order, offload):
                 bound = self.bounds.of_offload(split, share, order, offload, worked)
                 self._push(bound, Node(split, share, order.recompute, order, None, offload))
 
-    def _price(self, node: Node) -> None:
-        split, share, _, order, states, offload = node
-        assert share is not None and order is not None and states is not None
-        alike = alike_of(split, share, order, states)
-        if strategy_of(split, share, states) in self.settled or states.fsdp <= self._failed.get(alike, 0):
+    def _price(self, split: Split, share: Share, order: Order, states: States) -> None:
+        if strategy_of(split, share, states) in self.settled:
             return
-        if alike not in self._tried:
-            self._tried.add(alike)
-            most = split.data if placed(split, states).sharded.size > 1 else 1
-            frugal = States(split.data // most, most, states.zero, offload)
-            if not self._fits(self._priced(Candidate(split, share, order, frugal, 1))):
-                return
+        most = split.data if placed(split, states).sharded.size > 1 else 1
+        frugal = states._replace(dp=split.data // most, fsdp=most)
         for unit in self.space.units(split, states):
-            priced = self._priced(Candidate(split, share, order, states, unit))
-            self._push(priced.step.seconds, priced)
-
-    def _priced(self, candidate: Candidate) -> Priced:
-        question = replace(self.asked, layout=candidate.layout())
-        self.evaluated += 1
-        self._worked += PRICED
-        return Priced(candidate, question, step(question, self.bounds.on))
+            candidate = Candidate(split, share, order, states, unit)
+            alike = self._alike(candidate)
+            if alike not in self._tried and not self._too_large(candidate):
+                self._tried.add(alike)
+                self._fits(self._priced(candidate._replace(states=frugal)))
+            if not self._too_large(candidate):
+                priced = self._priced(candidate)
+                self._push(priced.step.seconds, priced)
 
     def _decide(self, priced: Priced) -> None:
         """Nothing that is left is faster: if it fits, it is its strategy's best."""
-        split, share, order, states, _ = priced.candidate
         strategy = priced.strategy
         if strategy in self.settled:
             self.lost.append(priced)
-        elif states.fsdp > self._failed.get(alike_of(split, share, order, states), 0) and self._fits(priced):
+        elif not self._too_large(priced.candidate) and self._fits(priced):
             self.accepted.append(priced)
             self.before.pop(strategy, None)
-            self.settled.add(strategy)
-            self.settled.add((*strategy[:-1], True))
+            self.settled |= {strategy, (*strategy[:-1], True)}
 
     def _fits(self, priced: Priced) -> bool:
-        """If not, neither do states over fewer ranks, or larger units."""
-        split, share, order, states, unit = priced.candidate
-        self._worked += COUNTED
-        priced.memory = ledger(priced.question)
-        if priced.memory.fits:
+        if super()._fits(priced):
             return True
         self.lost.append(priced)
-        if unit == 1:
-            alike = alike_of(split, share, order, states)
-            self._failed[alike] = max(states.fsdp, self._failed.get(alike, 0))
+        split, share, order, states, _ = priced.candidate
+        memory = priced.memory
         if not states.offload:
-            self._offload(split, share, order)
-        elif further := ON_NVME.get(states.offload):
-            key = split, share, order, further
-            if key not in self._further and priced.memory.host > priced.memory.host_capacity:
-                self._further.add(key)
-                bound = self.bounds.of_offload(
-                    split, share, order, further, self.bounds.of_order(split, share, order)
-                )
-                self._push(bound, Node(split, share, order.recompute, order, None, further))
+            self._offload(split, share, order, NEAR)
+        elif states.offload in ON_NVME and memory is not None and memory.host > memory.host_capacity:
+            self._offload(split, share, order, (ON_NVME[states.offload],))
         return False
 
 
 def strategy_of(split: Split, share: Share, states: States) -> Strategy:
     shared = states.zero if placed(split, states).sharded.size > 1 else 0
     return split.tp, split.cp, split.pp, share.ep, shared, bool(states.offload)
-
-
-def alike_of(split: Split, share: Share, order: Order, states: States) -> tuple[object, ...]:
-    """What is the same in layouts that differ only in how many ranks share states, and in units."""
-    return split, share, order, strategy_of(split, share, states)[4], states.offload
 
 
 def runs(candidate: Candidate) -> bool:

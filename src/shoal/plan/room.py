@@ -162,7 +162,9 @@ class Room:
             return hold.compute * sizes.whole + (hold.reduce * sizes.trained if begun else 0.0)
         followed = any(part.what == "optimizer" for part in states.offload)  # gradients follow the states
         if sharded:
-            return hold.gradient * sizes.trained_share if begun and not followed else 0.0
+            # Replicas of shards add up in the precision that their sums travel in.
+            width = min(hold.gradient, hold.reduce) if states.dp > 1 else hold.gradient
+            return width * sizes.trained_share if begun and not followed else 0.0
         if placed(split, states).sharded.size > 1:
             if states.zero == 2 and split.pp == 1:
                 return 0.0 if followed else hold.gradient * sizes.trained_share
@@ -317,8 +319,9 @@ def _fullest(
         first = min(times, 2 * pp - 1) if order.schedule == "interleaved" else reached
         yield (first, *(reached,) * (chunks - 1)), none, times >= 2 * pp
     elif order.schedule == "zb":
-        # Weights' gradients are put off until as many are waiting.
-        yield (*(reached,) * (chunks - 1), 1), (*none[1:], reached - 1), times > pp
+        # Weights' gradients are put off until as many are waiting: of several chunks, for a whole round.
+        begun = times > pp if chunks == 1 else times >= 2 * pp
+        yield (*(reached,) * (chunks - 1), 1), (*none[1:], reached - 1), begun
     else:
         yield (reached, reached), none, times > pp
         if order.schedule == "zbv" and times >= 2 * pp:

@@ -8,20 +8,13 @@ layout that comes out on top, within the time and the memory that there are, is 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import NamedTuple
 
 from shoal.plan import evidence, parts
-from shoal.plan.bounds import Bounds
-from shoal.plan.hunt import COUNTED, PRICED, PRICED_SHARE, Priced, alike_of
-from shoal.plan.room import Room
-from shoal.plan.space import NOTHING, Candidate, Order, Share, Space, Split, States, layout_of, placed
-from shoal.predict.memory import ledger
-from shoal.predict.question import Question
-from shoal.predict.step import step
+from shoal.plan.hunt import Priced, Walk
+from shoal.plan.space import NOTHING, Candidate, Order, Share, Split, States, layout_of, placed
 
 # What is usual for a micro-batch depends on whether a pipeline's stages run down the ranks or down and back.
 FILLING, FOLDED = Order("1f1b", 1, "none"), Order("zbv", 2, "none")
@@ -67,24 +60,16 @@ def rank_of(priced: Priced) -> Rank:
 
 
 @dataclass
-class Simplest:
+class Simplest(Walk):
     """``limit``: seconds that a step may take. ``best``: a layout within it that fits, and is to be beaten."""
 
-    asked: Question
-    bounds: Bounds
-    room: Room
-    space: Space
     limit: float
     best: Priced
-    evaluated: int = 0
     complete: bool = True
 
     def __post_init__(self) -> None:
-        self._heap: list[tuple[Rank, int, Node | Priced]] = []
-        self._number = count()
-        self._worked = 0
+        super().__post_init__()
         self._to_beat = rank_of(self.best)
-        self._failed: dict[tuple[object, ...], int] = {}
         self._orders: dict[tuple[int, bool, bool], dict[int, list[Order]]] = {}
         # With offload only as it is known to fit: where it is needed, that is a search of its own.
         self._offloads = {NOTHING: None, self.best.candidate.states.offload: None}
@@ -102,57 +87,50 @@ class Simplest:
                 self.complete = False
                 break
             rank, _, item = heapq.heappop(self._heap)
-            if isinstance(item, Priced):
-                if self._fits(item):
-                    return item
-            elif item.share is None:
-                self._open_split(rank, item)
-            elif item.order is None:
-                self._open_share(rank, item)
-            elif item.states is None:
-                self._open_order(rank, item)
-            else:
-                self._price(rank, item)
+            if not isinstance(item, Priced):
+                self._open(rank, item)
+            elif not self._too_large(item.candidate) and self._fits(item):
+                return item
         return self.best
 
-    def _push(self, rank: Rank, item: Node | Priced) -> None:
-        self._worked += 1
-        if rank.seconds <= self.limit and rank < self._to_beat:
-            heapq.heappush(self._heap, (rank, next(self._number), item))
+    def _push(self, bound: Rank, item: Node | Priced) -> None:
+        if bound.seconds <= self.limit and bound < self._to_beat:
+            super()._push(bound, item)
+        else:
+            self._worked += 1
+
+    def _open(self, rank: Rank, node: Node) -> None:
+        """One more decision."""
+        split, share, few, order, states, unit = node
+        if share is None:
+            self._open_split(rank, node)
+        elif order is None:
+            orders = self._orders_of(split, share)
+            for each in orders[few]:
+                doubts = _doubts(evidence.of_order(split.pp, each.schedule, each.recompute))
+                bound = self.bounds.of_order(split, share, each)
+                self._push(rank.more(0, doubts, bound), node._replace(order=each))
+            self._later(rank, node, orders)
+        elif states is None:
+            self._open_order(rank, node, share, order)
+        elif not self._too_large(candidate := Candidate(split, share, order, states, unit)):
+            priced = self._priced(candidate)
+            self._push(rank._replace(seconds=priced.step.seconds), priced)
 
     def _open_split(self, rank: Rank, node: Node) -> None:
-        split, room = node.split, self.room
+        split = node.split
         ways = list(self.space.shares_by_size(split))
         for shares in ways:
             first = shares[0]
             if parts.of_share(first) != node.few:
                 continue
             doubts = _doubts(evidence.of_share(split.cp, first.cp_kind, first.ep))
-            needs = [room.of_split(split, first.ep, offload) for offload in self._offloads]
-            least = min((resting for resting, peak in needs if room.fits(split, peak)), default=None)
-            if least is None:
-                continue
-            resting = least
-            fitting = bisect(
-                shares, 0, key=lambda one: not room.fits(split, room.of_share(split, one, resting))
-            )
-            for share in shares[:fitting]:
-                self._worked += PRICED_SHARE
+            for share in self._may_fit(split, shares, self._offloads):
                 bound = self.bounds.of_share(split, share)
                 fewest = min(self._orders_of(split, share))
                 routed = int(share.ep > 1)
                 self._push(rank.more(fewest, doubts, bound, axes=routed), Node(split, share, fewest))
         self._later(rank, node, [parts.of_share(shares[0]) for shares in ways])
-
-    def _open_share(self, rank: Rank, node: Node) -> None:
-        split, share, few, *_ = node
-        assert share is not None
-        orders = self._orders_of(split, share)
-        for order in orders[few]:
-            doubts = _doubts(evidence.of_order(split.pp, order.schedule, order.recompute))
-            bound = self.bounds.of_order(split, share, order)
-            self._push(rank.more(0, doubts, bound), Node(split, share, few, order))
-        self._later(rank, node, orders)
 
     def _later(self, rank: Rank, node: Node, numbers: Iterable[int]) -> None:
         """What adds more parts waits until it has its turn."""
@@ -172,60 +150,22 @@ class Simplest:
                 known.setdefault(parts.of_order(split, share, order, batch), []).append(order)
         return known
 
-    def _open_order(self, rank: Rank, node: Node) -> None:
-        split, share, few, order, *_ = node
-        assert share is not None and order is not None
+    def _open_order(self, rank: Rank, node: Node, share: Share, order: Order) -> None:
+        split = node.split
         for offload in self._offloads:
             self._worked += 2
-            if not self.room.holds(split, share, order, self.room.frugal(split, offload)):
+            if not self._may_hold(split, share, order, offload):
                 continue
             for alike in self.space.sharings(split, share.ep, offload):
-                worked = None
-                for states in alike:
-                    self._worked += 1
-                    if not self.room.holds(split, share, order, [states]):
-                        break  # over fewer ranks they need more
-                    if worked is None:
-                        held = self.bounds.handled(split, share, states)
-                        worked = self.bounds.of_order(split, share, order, held, played=True)
-                    self._open_states(rank, Node(split, share, few, order, states), worked)
-
-    def _open_states(self, rank: Rank, node: Node, worked: float) -> None:
-        split, share, _, order, states, _ = node
-        assert share is not None and order is not None and states is not None
-        added = parts.of_states(split, share, states)
-        doubts = _doubts(
-            evidence.of_states(states.dp, placed(split, states).sharded.size, states.zero, states.offload)
-        )
-        bound = self.bounds.of_states(split, share, order, states, worked)
-        alone, both = parts.replicas_alone(split, share, states), int(states.dp > 1 and states.fsdp > 1)
-        for unit in self.space.units(split, states):
-            more = rank.more(added + parts.of_unit(unit), doubts, bound, alone, both)
-            self._push(more, node._replace(unit=unit))
-
-    def _price(self, rank: Rank, node: Node) -> None:
-        split, share, _, order, states, unit = node
-        assert share is not None and order is not None and states is not None
-        if states.fsdp <= self._failed.get(alike_of(split, share, order, states), 0):
-            return
-        candidate = Candidate(split, share, order, states, unit)
-        question = replace(self.asked, layout=candidate.layout())
-        self.evaluated += 1
-        self._worked += PRICED
-        priced = Priced(candidate, question, step(question, self.bounds.on))
-        self._push(rank._replace(seconds=priced.step.seconds), priced)
-
-    def _fits(self, priced: Priced) -> bool:
-        """If not, neither do states over fewer ranks, or larger units."""
-        split, share, order, states, unit = priced.candidate
-        alike = alike_of(split, share, order, states)
-        if states.fsdp <= self._failed.get(alike, 0):
-            return False
-        self._worked += COUNTED
-        priced.memory = ledger(priced.question)
-        if not priced.memory.fits and unit == 1:
-            self._failed[alike] = states.fsdp
-        return priced.memory.fits
+                for states, bound in self._states(split, share, order, alike):
+                    shards = placed(split, states).sharded.size
+                    doubts = _doubts(evidence.of_states(states.dp, shards, states.zero, states.offload))
+                    added = parts.of_states(split, share, states)
+                    alone = parts.replicas_alone(split, share, states)
+                    both = int(states.dp > 1 and states.fsdp > 1)
+                    for unit in self.space.units(split, states):
+                        more = rank.more(added + parts.of_unit(unit), doubts, bound, alone, both)
+                        self._push(more, node._replace(states=states, unit=unit))
 
 
 def _doubts(claims: list[str]) -> int:

@@ -1,0 +1,250 @@
+"""Whether what the planner's search assumes holds: for random workloads and layouts, everything that it assumes.
+
+    python benchmarks/plan_bounds.py --cases 20000
+
+A search drops what cannot fit and leaves what cannot be fast, by bounds on layouts that are decided in part
+(``plan/bounds.py``, ``plan/room.py``). Each must stay below what ``predict`` says of every completion. Besides, the
+search takes it that states over fewer ranks and larger units need no less memory, and that offload is never faster.
+
+Each case draws a workload (a model, dense, mixed or with LoRA; a cluster; a recipe; a stack), a whole layout of its
+space, and asks everything of its parts. What fails is printed; exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shoal.facts import clusters, presets
+from shoal.facts.cluster import Cluster
+from shoal.facts.config import Lora, TuneSection
+from shoal.facts.layout import Layout
+from shoal.facts.ledger import Ledger
+from shoal.facts.model import Model
+from shoal.facts.recipe import Recipe
+from shoal.facts.stack import SHOAL, Stack
+from shoal.plan.bounds import Bounds
+from shoal.plan.room import Room
+from shoal.plan.space import NOTHING, Candidate, Space, States
+from shoal.predict.memory import ledger
+from shoal.predict.question import Question
+from shoal.predict.step import bench, step
+
+MODELS = (
+    "tiny",
+    "gpt2",
+    "llama3-8b",
+    "llama3-70b",
+    "llama3.2-1b",
+    "mistral-7b",
+    "qwen2-7b",
+    "pythia-6.9b",
+    "mixtral-8x7b",
+    "qwen3-30b-a3b",
+    "deepseek-v3",
+    "gpt3-175b",
+)
+CLUSTERS = (
+    *("1xH100", "2xA100-80GB", "4xH200", "8xH100", "16xH100", "64xA100-40GB", "256xH100"),
+    *("3x4xH100", "6x2xH200", "4x1xH100", "4xcpu", "8xB200"),
+)
+STACKS = (SHOAL, replace(SHOAL, host=3e-3, overlap=0.2), replace(SHOAL, host=0.0, overlap=1.0))
+# Deeper pipelines take long to play through.
+STAGES = 32
+# Sums in another order.
+ROUNDING = 1 + 1e-9
+
+
+@dataclass
+class Workload:
+    """Everything but a layout, and what a search makes of it."""
+
+    asked: Question
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        asked = self.asked
+        return Bounds(bench(asked), asked.tune, asked.lora, asked.cluster.devices)
+
+    @cached_property
+    def room(self) -> Room:
+        asked = self.asked
+        return Room(asked.model, asked.cluster, asked.recipe, asked.stack, asked.lora)
+
+    @cached_property
+    def space(self) -> Space:
+        asked = self.asked
+        apart = asked.cluster.device.name != "cpu"
+        return Space(asked.model, asked.recipe, asked.cluster.devices, apart=apart)
+
+    def question(self, candidate: Candidate) -> Question:
+        return replace(self.asked, layout=candidate.layout())
+
+    def seconds(self, candidate: Candidate) -> float:
+        return step(self.question(candidate), self.bounds.on).seconds
+
+    def memory(self, candidate: Candidate) -> Ledger:
+        return ledger(self.question(candidate))
+
+
+def workload(draw: random.Random) -> Workload:
+    model, cluster = _model(draw), clusters.find(draw.choice(CLUSTERS))
+    seq = 2 ** draw.randint(8, 13)
+    if model.positions == "learned":
+        seq = min(seq, model.max_positions)
+    recipe = Recipe(
+        seq=seq,
+        batch=cluster.devices * draw.choice([1, 1, 2, 3, 8]) // draw.choice([1, 1, 2]) or 1,
+        precision=draw.choice(["bf16", "bf16", "bf16", "fp32", "fp16"]),
+        states=draw.choice(["fp32", "fp32", "bf16"]),
+        reduce=draw.choice(["fp32", "bf16"]),
+        optimizer=draw.choice(["adamw", "adamw", "sgd"]),
+        clip=draw.choice([0.0, 1.0, 1.0]),
+        dropout=draw.choice([0.0, 0.0, 0.1]),
+    )
+    tune = TuneSection(
+        bucket_mb=draw.choice([25.0, 25.0, 1.0, 400.0]),
+        prefetch=draw.choice([1, 1, 0, 3]),
+        persist_below=draw.choice([0, 0, 0, 10**7, 10**15]),
+    )
+    lora = draw.choice([None, None, None, Lora(), Lora(rank=64, alpha=64.0)])
+    return Workload(Question(model, cluster, recipe, Layout(), draw.choice(STACKS), tune, lora))
+
+
+def _model(draw: random.Random) -> Model:
+    """A preset, often with fewer layers: the ends then weigh more."""
+    model = presets.find(draw.choice(MODELS))
+    if draw.random() < 0.5:
+        layers = draw.randint(1, min(16, model.layers))
+        dense = [
+            number for number in (model.experts.dense_layers if model.experts else ()) if number < layers
+        ]
+        experts = model.experts and model.experts.model_copy(update={"dense_layers": tuple(dense)})
+        windows = model.window_layers and tuple(one for one in model.window_layers if one < layers)
+        update = {"layers": layers, "experts": experts, "window_layers": windows}
+        model = model.model_copy(update=update)
+    return model
+
+
+def candidate(draw: random.Random, space: Space) -> Candidate | None:
+    """A layout of the space, each decision as likely as the others of its kind."""
+    splits = list(space.splits())
+    if not splits:
+        return None  # no batch divides, or no position is left
+    split = draw.choice(splits)
+    share, order = draw.choice(list(space.shares(split))), draw.choice(space.orders(split))
+    offload = draw.choice([NOTHING, *space.offloads]) if draw.random() < 0.4 else NOTHING
+    states = draw.choice(list(space.states(split, share.ep, offload)))
+    return Candidate(split, share, order, states, draw.choice(space.units(split, states)))
+
+
+def too_high(case: Workload, one: Candidate) -> Iterator[str]:
+    """What does not hold of one layout's parts, in words."""
+    split, share, order, states, _ = one
+    bounds, room = case.bounds, case.room
+    seconds = case.seconds(one)
+    # Time, from the first decision to the last.
+    handled = bounds.handled(split, share, states)
+    worked = bounds.of_order(split, share, order, handled, played=True)
+    times = {
+        "of_split": bounds.of_split(split),
+        "of_share": bounds.of_share(split, share),
+        "of_share with recompute": bounds.of_share(split, share, order.recompute),
+        "of_order": bounds.of_order(split, share, order),
+        "of_order played": worked,
+        "of_states": bounds.of_states(split, share, order, states, worked),
+    }
+    if states.offload:
+        undecided = bounds.of_order(split, share, order)
+        times["of_offload"] = bounds.of_offload(split, share, order, states.offload, undecided)
+        kept = case.seconds(one._replace(states=states._replace(offload=NOTHING)))
+        if kept > seconds * ROUNDING:
+            yield f"offload is faster: {kept:.6g} s without it, {seconds:.6g} s with it"
+    for name, bound in times.items():
+        if bound > seconds * ROUNDING:
+            yield f"time {name}: {bound:.6g} s, predicted {seconds:.6g} s"
+    if split.pp * order.chunks > STAGES:
+        return
+    # Memory.
+    memory = case.memory(one)
+    peak = memory.peak_allocated * ROUNDING
+    resting, at_update = room.of_split(split, share.ep, states.offload)
+    needs = {
+        "of_split": at_update,
+        "of_share": room.of_share(split, share, resting),
+        "of_order": room.of_order(split, share, order, states.offload),
+        "of_states": room.of_states(split, share, order, states),
+    }
+    for name, bound in needs.items():
+        if bound > peak:
+            yield f"memory {name}: {bound / 2**20:.3f} MiB, predicted {memory.peak_allocated / 2**20:.3f} MiB"
+    # What fits is not dropped, whatever the device's size: this one fits exactly.
+    exactly = Room(case.asked.model, _sized(case.asked.cluster, memory.device_p90), *_rest(case.asked))
+    if not exactly.fits(split, memory.peak_allocated):
+        yield f"memory fits: {memory.device_p90} bytes are not enough for a plan that needs as many"
+    # Where small units stay gathered, larger ones may need less.
+    smallest = one._replace(unit=1) if case.asked.tune.persist_below == 0 else one
+    for other in (smallest, smallest._replace(states=_frugal(one))):
+        frugal = case.memory(other)
+        if frugal.device_p90 > memory.device_p90 * ROUNDING:
+            yield (
+                f"memory grows with shards: {frugal.device_p90 / 2**20:.3f} MiB in {other.layout()}, "
+                f"{memory.device_p90 / 2**20:.3f} MiB here"
+            )
+
+
+def _frugal(one: Candidate) -> States:
+    most = one.split.data if one.layout().shards > 1 else 1
+    return one.states._replace(dp=one.split.data // most, fsdp=most)
+
+
+def _sized(cluster: Cluster, size: int) -> Cluster:
+    device = cluster.device.model_copy(update={"memory_bytes": size})
+    return cluster.model_copy(update={"device": device})
+
+
+def _rest(asked: Question) -> tuple[Recipe, Stack, Lora | None]:
+    return asked.recipe, asked.stack, asked.lora
+
+
+def found(seed: int, cases: int, each: int = 20) -> Iterator[str]:
+    """What fails in so many layouts, of which ``each`` belong to one workload."""
+    draw = random.Random(seed)
+    for number in range(cases):
+        if number % each == 0:
+            case = workload(draw)
+        one = candidate(draw, case.space)
+        if one is None:
+            continue
+        asked = case.asked
+        for what in too_high(case, one):
+            yield (
+                f"{asked.model.name} with {asked.model.layers} layers on {asked.cluster}, {asked.stack.name}, "
+                f"seq={asked.recipe.seq} batch={asked.recipe.batch} {asked.recipe.precision} {asked.recipe.states} "
+                f"reduce={asked.recipe.reduce} {asked.recipe.optimizer} lora={asked.lora and asked.lora.rank} "
+                f"{asked.tune.bucket_mb:g} {asked.tune.prefetch} {asked.tune.persist_below}, "
+                f"{one.layout()}: {what}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    failed = 0
+    for line in found(options.seed, options.cases):
+        print(line, flush=True)
+        failed += 1
+    print(f"{options.cases} cases, {failed} failures")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
