@@ -187,7 +187,7 @@ class Hunt(Walk):
         """Whether so many strategies have plans that nothing that is left can be among the best."""
         if len(self.accepted) + len(self.before) < self.top:
             return False
-        bound = self._heap[0][0]
+        bound: float = self._heap[0][0]
         return len(self.accepted) + sum(seconds <= bound for seconds in self.before.values()) >= self.top
 
     def plans(self) -> dict[Strategy, float]:
