@@ -8,14 +8,14 @@ pipeline; of orders what data ranks exchange; of states the latency of their man
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout, Offload, Recompute, accumulation
-from shoal.facts.precision import compute_width
-from shoal.plan.exchange import Exchange, Sums, exchanged
-from shoal.plan.space import Order, Share, Split, States, layout_of, placed
+from shoal.facts.parameter_groups import Placement
+from shoal.facts.precision import compute_width, reduce_width, state_width
+from shoal.plan.space import UNITS, Order, Share, Split, States, layout_of, placed
 from shoal.predict import context, expert, host, layer, tensor
 from shoal.predict.bubble import Idle, follows, idle
 from shoal.predict.call import Call
@@ -31,6 +31,14 @@ from shoal.predict.rank_parameters import (
 )
 from shoal.predict.step import ALWAYS, Bench, Kind, stage_kinds, update_seconds
 from shoal.predict.transfer import transfer
+
+
+class Exchange(NamedTuple):
+    """Seconds that data ranks exchange in a step, by what they do it beside."""
+
+    forward: float
+    backward: float
+    alone: float
 
 
 class Costs(NamedTuple):
@@ -55,12 +63,13 @@ class Bounds:
 
     def __post_init__(self) -> None:
         self.model, self.recipe, self.stack = self.on.model, self.on.recipe, self.on.stack
+        # By what each depends on, and not by the model, whose hash takes a while.
+        self.kinds = cache(self._stage_kinds)
+        self._body = cache(self._all_layers)
+        self._offloading = cache(self._with_offload)
         self.cut_by = None if self.stack.even_stages else self.recipe.seq
         self._costs: dict[tuple[object, ...], Costs] = {}
-        self._kinds: dict[tuple[int, int, str], tuple[Kind, ...]] = {}
-        self._held: dict[tuple[int, bool], RankParameters] = {}
         self._first: dict[tuple[object, ...], tuple[float, int]] = {}
-        self._questions: dict[tuple[object, ...], Question] = {}
         self._resting: dict[tuple[object, ...], float] = {}
 
     def of_split(self, split: Split) -> float:
@@ -197,41 +206,53 @@ class Bounds:
         ranks = question.ranks_of(call.group)
         return call.count * self.on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
 
-    def _body(self, tp: int, sp: bool) -> RankParameters:
-        """All layers, without the ends."""
-        known = self._held.get((tp, sp))
-        if known is None:
-            whole = rank_parameters(layout_of(tp=tp, sp=sp), self.model, self.cut_by, 0)
-            known = self._held[tp, sp] = replace(whole, first=False, last=False)
-        return known
+    def _stage_kinds(self, pp: int, chunks: int, schedule: str) -> tuple[Kind, ...]:
+        return stage_kinds(self.model, pp, chunks, schedule, self.cut_by)
 
-    def kinds(self, pp: int, chunks: int, schedule: str) -> tuple[Kind, ...]:
-        known = self._kinds.get((pp, chunks, schedule))
-        if known is None:
-            # By numbers and not by the model, whose hash takes a while.
-            known = self._kinds[pp, chunks, schedule] = stage_kinds(
-                self.model, pp, chunks, schedule, self.cut_by
-            )
-        return known
+    def _all_layers(self, tp: int, sp: bool) -> RankParameters:
+        """Without the ends."""
+        whole = rank_parameters(layout_of(tp=tp, sp=sp), self.model, self.cut_by, 0)
+        return replace(whole, first=False, last=False)
 
     def _exchange(self, split: Split, share: Share, order: Order, states: States) -> Exchange:
         """Each rank's blocks as one message; embedding and head are left out."""
         body = self._body(split.tp, share.sp)
         kinds = self.kinds(split.pp, order.chunks, order.schedule)
         times = accumulation(self.recipe.batch, split.data, share.micro)
-        sums = Sums(
-            self.on, self.tune.persist_below > 0, self.lora is not None, times, split.pp > 1, states.zero
-        )
         elements = min(
             kind.dense * body.dense_block.elements + kind.sparse * body.sparse_block.elements
             for kind in kinds
         )
-        found = exchanged(sums, elements, placed(split, states))
+        passes = 1 if split.pp > 1 else times  # in a pipeline everything is exchanged once a step
+        found = self._exchanged(elements, placed(split, states), passes, split.pp > 1, states.zero)
         routed = min(kind.sparse for kind in kinds) * expert_elements(self.model, split.tp, share.ep)
         if not routed:
             return found
-        more = exchanged(sums, routed, placed(split, states, share.ep))
+        more = self._exchanged(routed, placed(split, states, share.ep), passes, split.pp > 1, states.zero)
         return Exchange(*(a + b for a, b in zip(found, more, strict=True)))
+
+    def _exchanged(self, elements: int, where: Placement, passes: int, piped: bool, zero: int) -> Exchange:
+        """Of so many parameters on a rank: all of a kind as one message, ``passes`` times a step."""
+        recipe, seconds = self.recipe, self.on.links.seconds
+        (_, shards, stride), (_, copies, copies_stride) = where
+        reduced = 0 if self.lora else elements * reduce_width(recipe)
+        backward = 0.0
+        if reduced:
+            backward = seconds("all_reduce", reduced // shards, copies, copies_stride)
+        if shards == 1:
+            return Exchange(0.0, backward, 0.0)
+        scattered = seconds("reduce_scatter", reduced, shards, stride) if reduced else 0.0
+        if zero == 3:
+            gathered = passes * seconds("all_gather", elements * compute_width(recipe), shards, stride)
+            # The last group of blocks stays gathered for the backward pass; so may those that are told to persist.
+            again = 0.0
+            if not piped and not self.tune.persist_below:
+                again = gathered * max(0.0, 1 - UNITS[-1] / self.model.layers)
+            return Exchange(gathered, again + backward + passes * scattered, 0.0)
+        if not reduced:
+            return Exchange(0.0, 0.0, 0.0)
+        updated = seconds("all_gather", int(elements * state_width(recipe)), shards, stride)
+        return Exchange(0.0, backward + (passes if zero == 2 else 1) * scattered, updated)
 
     def _update(self, split: Split, share: Share, order: Order, states: States) -> float:
         """The optimizer on the device; where something waits elsewhere, its travels as well."""
@@ -263,13 +284,9 @@ class Bounds:
             known = self._resting[key] = min(block.resting for block in blocks)
         return known
 
-    def _offloading(self, data: int, micro: int, offload: tuple[Offload, ...]) -> Question:
+    def _with_offload(self, data: int, micro: int, offload: tuple[Offload, ...]) -> Question:
         """A question with as many micro-batches, which is all that transfers ask of a layout besides ``offload``."""
-        known = self._questions.get((data, micro, offload))
-        if known is None:
-            layout = layout_of(dp=data, micro=micro, offload=offload)
-            known = self._questions[data, micro, offload] = self._question(layout)
-        return known
+        return self._question(layout_of(dp=data, micro=micro, offload=offload))
 
     def _question(self, layout: Layout) -> Question:
         return Question(self.model, self.on.cluster, self.recipe, layout, self.stack, self.tune, self.lora)
