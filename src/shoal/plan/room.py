@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from operator import mul
 from typing import NamedTuple
 
@@ -67,24 +67,25 @@ class Room:
         self.hold = holdings(recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, self.stack)
         self.capacity = self.cluster.device.memory_bytes
         self.cut_by = None if self.stack.even_stages else recipe.seq
-        self._most: dict[Split, float] = {}
-        self._parts: dict[tuple[object, ...], ParameterCount] = {}
+        # By what each depends on, and not by the model, whose hash takes a while.
+        self._most = cache(self._allocated)
+        self._part = cache(self._block_count)
+        self._activations = cache(self._counted)
+        self._chunks_of = cache(self._cut)
         self._blocks: dict[tuple[object, ...], BlockActivations] = {}
         self._least: dict[tuple[object, ...], float] = {}
-        self._held: dict[tuple[object, ...], Kept] = {}
         self._sized: dict[tuple[object, ...], ParameterCount] = {}
-        self._cut: dict[tuple[object, ...], tuple[Blocks, ...]] = {}
 
     def fits(self, split: Split, peak: float) -> bool:
         """Whether so many bytes may fit, with as few communicators as this split can have."""
-        most = self._most.get(split)
-        if most is None:
-            layout = layout_of(fsdp=split.data, tp=split.tp, cp=split.cp, pp=split.pp)
-            question = Question(self.model, self.cluster, self.recipe, layout, self.stack)
-            # What comes on top grows in proportion; a few bytes are for rounding.
-            none, much = (on_top(question, size).p90 for size in (0, 2**40))
-            most = self._most[split] = (self.capacity - none) / (much - none) * 2**40 + 16
-        return peak <= most
+        return peak <= self._most(split)
+
+    def _allocated(self, split: Split) -> float:
+        """The most that a device has room for; what comes on top grows in proportion, a few bytes are for rounding."""
+        layout = layout_of(fsdp=split.data, tp=split.tp, cp=split.cp, pp=split.pp)
+        question = Question(self.model, self.cluster, self.recipe, layout, self.stack)
+        none, much = (on_top(question, size).p90 for size in (0, 2**40))
+        return (self.capacity - none) / (much - none) * 2**40 + 16
 
     def holds(self, split: Split, share: Share, order: Order, ways: list[States]) -> bool:
         """Whether ``of_states`` of one of these may fit; they differ in ``zero`` alone."""
@@ -206,11 +207,8 @@ class Room:
         # Adapters are next to nothing.
         return found if self.lora is None else found._replace(trained=0, trained_share=0)
 
-    def _part(self, experts: bool, split: ShardDegrees) -> ParameterCount:
-        known = self._parts.get((experts, split))
-        if known is None:
-            known = self._parts[experts, split] = block_count(self.model, experts, split, None)
-        return known
+    def _block_count(self, experts: bool, split: ShardDegrees) -> ParameterCount:
+        return block_count(self.model, experts, split, None)
 
     def _kept(
         self, split: Split, share: Share, order: Order, offload: tuple[Offload, ...], cast: bool, rank: int
@@ -218,11 +216,7 @@ class Room:
         """Activations in the backward pass of the last block, with the weights that autograd keeps in a cast."""
         stay = not any(one.what == "activations" for one in offload)
         cast = cast and self.hold.cast and self.lora is None and order.recompute == "none"
-        key = split, share, order, stay, cast, rank
-        known = self._held.get(key)
-        if known is None:
-            known = self._held[key] = self._counted(split, share, order, stay, cast, rank)
-        return known
+        return self._activations(split, share, order, stay, cast, rank)
 
     def _counted(self, split: Split, share: Share, order: Order, stay: bool, cast: bool, rank: int) -> Kept:
         chunks = self._chunks_of(split.pp, order, rank)
@@ -275,17 +269,13 @@ class Room:
             known = self._blocks[key] = min(alike, key=lambda one: one.resting)
         return known
 
-    def _chunks_of(self, pp: int, order: Order, rank: int) -> tuple[Blocks, ...]:
-        key = pp, order.chunks, order.schedule, rank
-        known = self._cut.get(key)
-        if known is None:
-            stages = stages_here(self.model, pp, order.chunks, order.schedule, self.cut_by, rank)
-            sparse = [sum(self.model.has_experts(number) for number in stage.layers) for stage in stages]
-            known = self._cut[key] = tuple(
-                Blocks(len(stage.layers) - routed, routed)
-                for stage, routed in zip(stages, sparse, strict=True)
-            )
-        return known
+    def _cut(self, pp: int, order: Order, rank: int) -> tuple[Blocks, ...]:
+        """The chunks of a rank."""
+        stages = stages_here(self.model, pp, order.chunks, order.schedule, self.cut_by, rank)
+        sparse = [sum(self.model.has_experts(number) for number in stage.layers) for stage in stages]
+        return tuple(
+            Blocks(len(stage.layers) - routed, routed) for stage, routed in zip(stages, sparse, strict=True)
+        )
 
     @cached_property
     def _layers(self) -> tuple[int, int]:
