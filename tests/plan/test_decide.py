@@ -32,7 +32,7 @@ def test_all_weights_do_not_fit_one_gpu_but_lora_does() -> None:
     ("tokens", "said", "distribute"),
     [
         ("20M", "The job is short", False),
-        ("2B", "under 24 h", False),
+        ("2B", "only if you cannot wait a day", False),
         ("1T", "but takes", True),
         (None, "It fits on one GPU", True),
     ],

@@ -3,7 +3,7 @@
 Every number belongs to a device kind or a kind of link and has a physical meaning. Those here come with Shoal; what
 ``shoal profile --calibrate`` measured of a device kind (``facts/measurements.py``) takes their place, where it was
 put in with ``install``. Nothing is put in by itself: a command does so at its start (``facts/calibrationfile.py``), so
-that a library's or a test's predictions do not depend on what happens to lie in somebody's home directory. What
+that a library's or a test's predictions do not depend on what happens to lie in a home directory. What
 differs between software stacks is in ``facts/stack.py``.
 """
 

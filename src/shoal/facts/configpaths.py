@@ -90,7 +90,7 @@ def _absolute(key: str, text: str, base: Path) -> str:
         if not INPUTS[key](text, base) or Path(text).is_absolute():
             return text
         return _joined(base.resolve(), text, key == SOURCE)
-    except (OSError, ValueError):  # a name that no file can have: whoever opens it says so
+    except (OSError, ValueError):  # a name that no file can have: opening it reports that
         return text
 
 

@@ -56,7 +56,7 @@ NDR = Link(kind="InfiniBand NDR 400 Gb/s", bandwidth=50e9, latency=5e-6)
 
 
 class Device(Hardware):
-    """One accelerator, or one CPU. What nobody published or measured is None, or absent from ``peaks``."""
+    """One accelerator, or one CPU. What was neither published nor measured is None, or absent from ``peaks``."""
 
     name: str
     aliases: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 LARGEST_JSON = 16 << 20
 # The longest config that makes sense lists a thousand sources; the parser takes a second for as much.
 LARGEST_SETTINGS = 1 << 18
-# Neither we nor anyone else nests settings deeper. Python itself gives up at about a thousand.
+# No real settings are nested deeper. Python itself gives up at about a thousand.
 DEEPEST = 100
 # Beyond what such a file can hold, but not beyond what a few anchors of YAML can stand for.
 MOST_VALUES = 2_000_000

@@ -99,7 +99,7 @@ def harmless(value: str) -> str:
     """What may be told of a value that was refused: as far as it is a plain name or path, and no further."""
     plain = re.match(r"[\w./~ -]{0,60}(?:://[\w./~ -]{0,60})?", value)
     shown = plain[0] if plain else ""
-    # What stands before an @ is somebody's name, and may be more.
+    # Before an @ stands a user name, and possibly a password.
     if "@" in value:
         shown = value.partition("://")[0] if "://" in value[: len(shown) + 3] else ""
     return repr(shown if shown == value else f"{shown}…")
@@ -129,7 +129,7 @@ class Redactor:
         return text
 
     def values(self, value: Any) -> Any:
-        """The same dictionaries and lists with every text in them redacted; numbers are nobody's secret."""
+        """The same dictionaries and lists with every text in them redacted; numbers are not secret."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):

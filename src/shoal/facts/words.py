@@ -1,6 +1,6 @@
 """Translate other tools' terms into Shoal's: Hugging Face, DeepSpeed, Megatron, torchtitan, Accelerate, nanotron.
 
-Whoever comes from one of them writes its words first. Each is answered with the key of a config, the key of a layout or
+Users who come from one of them write its words first. Each is answered with the key of a config, the key of a layout or
 a sentence; a word that merely looks alike would send them to another setting.
 """
 

@@ -95,8 +95,8 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, ended_well: Callable[[int], bool]) -> None:
         """``ended_well``: whether a rank, whose process is over, had nothing left to do."""
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
-        # Each node has as many ranks, so agents need not ask each other which are theirs: in a store that anybody can
-        # write to, and of a node that may have been lost meanwhile.
+        # Each node has the same number of ranks, so agents need not exchange them through a store that any process
+        # can write to, with a node that may have been lost meanwhile.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
         self.ended_well = ended_well
         self.crew = Crew()
@@ -110,7 +110,7 @@ class Agent(LocalElasticAgent):
         found = {ranks[local]: children[pid] for local, pid in started.items() if pid in children}
         crew = Crew(found)
         for rank, process in found.items():
-            # torch calls this as soon as one of its peers has died, and sends a SIGTERM that somebody else might
+            # torch calls this as soon as one of its peers has died, and sends a SIGTERM that another process might
             # have sent; and waits for half a minute for one that is stopped.
             vars(process)["terminate"] = partial(crew.end, rank)
         self.crew = crew

@@ -119,7 +119,7 @@ class Attempt:
         secret, name = self.rendezvous.store.secret, attempt or f"{self.name}-{number}"
         more = number, set_aside, self.run.node, nodes
         self.spec.args = (Assignment(self.entrypoint, job, path, self.dataset, secret, name, *more),)
-        # Without a limit of its own nobody is blamed, but that of torch is there all the same.
+        # Without a limit of its own no rank is blamed, but torch's timeout still applies.
         self._watch_over(Limits.of(fault.stall or fault.timeout, fault.timeout, nodes))
 
     def _watch_over(self, limits: Limits) -> None:

@@ -1,8 +1,8 @@
 """The environment variables that a rank's process gets: an allow-list.
 
-Whoever starts a run has the keys of half a company in their environment. A rank runs other people's code (a model's, a
+The user who starts a run may have many credentials in the environment. A rank runs other people's code (a model's, a
 library's, a compiler's) and needs almost none of them, so there is a list of what passes. All else stays with the
-launcher; the log of each rank names what was left out, so that nobody has to guess why a variable is not there.
+launcher; the log of each rank names what was left out, so that a missing variable is easy to explain.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from shoal.facts.config import Config
 from shoal.facts.redact import is_secret_name
 
-# Names of what was left out, for whoever is started with the rest.
+# Names of what was left out, for the processes started with the rest.
 LEFT_OUT = "SHOAL_LEFT_OUT"
 
 PASSED_ON = (
@@ -84,7 +84,7 @@ def _of_store(url: str | None) -> Sequence[str]:
 def keep_only_passed(
     config: Config | None = None, environment: MutableMapping[str, str] = os.environ
 ) -> list[str]:
-    """Take out what does not pass. The names of all that was left out, here or by whoever started this process."""
+    """Take out what does not pass. The names of all that was left out, here or by the parent process."""
     before = environment.get(LEFT_OUT, "").split()
     doomed = [name for name in environment if not passes(name, config)]
     for name in doomed:

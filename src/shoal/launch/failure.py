@@ -29,7 +29,7 @@ class Failure:
     time: float
     what: str = "failed"
     kind: str = ERROR
-    final: bool = False  # it would come again, so nobody tries again
+    final: bool = False  # it would recur, so there is no restart
     more: dict[str, Any] = field(default_factory=dict)  # for faults.jsonl
 
     def __str__(self) -> str:

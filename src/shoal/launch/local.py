@@ -87,7 +87,7 @@ def prepare(
         console.print(f"moved the previous run to {run.move_aside()}", markup=False)
     if not run.path.exists():
         held.enter_context(run.held())
-        run.check_continues(job, fingerprint)  # somebody else may have been faster
+        run.check_continues(job, fingerprint)  # another launcher may have been faster
     steps = job.config.recipe.steps
     if run.finished(steps, commits=job.config.checkpoint.every > 0):
         rows = read_rows(run.metrics)

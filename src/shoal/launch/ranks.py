@@ -89,7 +89,7 @@ def _results(waiting: dict[Connection, int], seconds: float) -> list[Any]:
 
 def _receive(pipe: Connection) -> tuple[bool, Any, bool]:
     try:
-        # From a process that we forked, through a pipe that nobody else has.
+        # From a process that we forked, through a private pipe.
         answer: tuple[bool, Any, bool] = pickle.loads(pipe.recv_bytes())  # noqa: S301
         return answer
     except EOFError:

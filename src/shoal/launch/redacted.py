@@ -67,7 +67,7 @@ def redact_output() -> None:
 
 
 class LogRedactor:
-    """Takes secrets out of logs that nobody writes to. Remembers how far it was, so that a long log is read once."""
+    """Redact logs that are no longer written to. Remembers its position, so that a long log is read once."""
 
     def __init__(self) -> None:
         self._redactor = Redactor()

@@ -42,7 +42,7 @@ from shoal.train.outcome import TRUSTED, Outcome
 from shoal.train.rundir import RunDirectory
 
 # How long ranks wait for each other to start, at least, whatever a collective may take: it is all processor time, of
-# which a busy machine has little, and whoever dies meanwhile is noticed by the launcher.
+# which a busy machine has little, and the launcher notices a rank that dies meanwhile.
 START_SECONDS = 120.0
 # How long a new attempt waits for the last one's writer to be gone.
 WRITER_SECONDS = 20.0
@@ -151,7 +151,7 @@ def _to_start(job: Job) -> float:
 def _end_with_launcher() -> None:
     """A launcher that was killed cannot stop its workers, so they watch it: its end closes a pipe that they hold.
 
-    Its process id would not do: until somebody asks for its exit code, a dead process still has one.
+    Its process id would not do: until its exit code is read, a dead process still has one.
     """
     launcher = multiprocessing.parent_process()
     assert launcher is not None

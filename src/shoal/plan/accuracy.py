@@ -23,7 +23,7 @@ class Row:
     source: str
     layout: str
     predicted_step_s: float
-    measured_step_s: float | None  # None: it ran out of memory, or nobody said
+    measured_step_s: float | None  # None: it ran out of memory, or no time was published
     error: float | None  # predicted over measured, less one
     fits: bool
     predicted_mem_gib: float  # of the kind that the row reports

@@ -44,7 +44,7 @@ class Plan:
     replicas: Replicas
     why: str = ""
     called: str | None = None  # how the user wrote the model, which its name does not say: a path
-    tie: bool = False  # whether it is as fast as the best plan, as far as anyone can tell
+    tie: bool = False  # whether it is within the error bar of the best plan
 
     @property
     def layout(self) -> Layout:

@@ -48,7 +48,7 @@ class Rejected:
 class Found:
     """The answer of a search."""
 
-    plans: list[Plan]  # best first; those that are as fast as the best, as far as anyone can tell, are marked
+    plans: list[Plan]  # best first; those within the error bar of the best are marked
     rejected: list[Rejected]  # nearest first
     searched: int  # layouts of the space; all of them are decided where the search is complete
     evaluated: int  # of these, how many were priced one by one

@@ -34,7 +34,7 @@ def fake_rank(layout: Layout, rank: int, transport: str) -> Iterator[Mesh]:
         dist.init_process_group("fake", rank=rank, world_size=layout.world)
     mesh = Mesh(layout, rank, torch.device("cpu"), transport=transport)
     try:
-        # A message that nobody carries is never done; who asks must hear that it is.
+        # A message that is never sent never completes; its waiter must be told that it has.
         with patch.object(dist.Work, "is_completed", lambda work: True):
             yield mesh
     finally:
@@ -78,7 +78,7 @@ class SumsInPlace(Mode):
 
 
 def _is_autograds_alone(tensor: Any) -> bool:
-    """As autograd judges it: no view, and nobody else holds it. Reaching us, it is held three times more on its way."""
+    """As autograd judges it: no view, and no other reference. On the way here it gains three more references."""
     if current_node() is None or tensor._is_view():
         return False
     # Not what Python code of a backward pass adds up: autograd's own sums come straight from where it was started.

@@ -79,7 +79,7 @@ class Profile:
     def step(self) -> dict[str, float]:
         """The busiest rank's step in the words of ``Plan.step``.
 
-        What is left over of a step without instruments is ``other``: host gaps, input wait, copies nobody asked for.
+        What is left over of a step without instruments is ``other``: host gaps, input wait, unintended copies.
         """
         spent = self.busiest.spent
         copies = spent.kinds.get(COPIES, 0.0)

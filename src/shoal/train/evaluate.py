@@ -59,7 +59,7 @@ def write_samples(
         return placed.executor.scores(padded(tokens, mesh), tokens.shape[1] - 1)
 
     def padded(tokens: Tensor, mesh: Mesh) -> MicroBatch:
-        """Sequence parallelism wants a length that divides; what comes after the last token nobody sees."""
+        """Sequence parallelism wants a length that divides; padding after the last token is never attended to."""
         length = tokens.shape[1] + -tokens.shape[1] % mesh.layout.tp
         positions = torch.arange(length, device=tokens.device)
         if shape.positions == "learned":

@@ -35,7 +35,7 @@ PROMPT_TOKENS = 32
 
 
 class Guest(Protocol):
-    """Somebody who looks on: told what a rank does, and shown its training before the first step."""
+    """An observer: told what a rank does, and given its training before the first step."""
 
     def enter(self, phase: str, step: int) -> None: ...
 
@@ -154,7 +154,7 @@ class Training:
             result = self.guard.judge(step, attempt(), attempt)
         self.meter.stop()
         self.stragglers.end()
-        # What is committed to disk was looked at: a commit that nobody vouches for is of no use when it is needed.
+        # Check the state before it is committed to disk: an unverified commit is useless when it is needed.
         vouched = self.corruption.due(step) or (config.fault.check_every and self.commits.due(step, last))
         if vouched:
             self.corruption.after_step(step)

@@ -99,7 +99,7 @@ class RunDirectory:
         return self.logs / f"rank-{rank:05d}.log"
 
     def flight(self, rank: int) -> Path:
-        """Where a rank records what it does, for whoever asks when it no longer answers."""
+        """Where a rank records what it does, to be read when it no longer answers."""
         return self.flights / f"rank-{rank:05d}"
 
     def stack_dump(self, rank: int) -> Path:
@@ -119,7 +119,7 @@ class RunDirectory:
 
     @contextmanager
     def held_by_us(self) -> Iterator[bool]:
-        """As ``held``, but false where somebody else holds it.
+        """As ``held``, but false where another process holds it.
 
         The lock goes with the process that holds it, however that ends, so no stale one is ever left.
         """
@@ -135,7 +135,7 @@ class RunDirectory:
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Whoever held it may have moved the whole directory aside while we came.
+                # The previous holder may have moved the whole directory aside in the meantime.
                 ours = os.fstat(handle).st_ino == lock.stat().st_ino
             except (BlockingIOError, FileNotFoundError):
                 ours = False
@@ -197,7 +197,7 @@ class RunDirectory:
         return bool(rows) and rows[-1]["step"] >= steps
 
     def keep_in(self, to: str | None) -> None:
-        """Where a job wants its checkpoints, ``checkpoint.to``. Whoever only looks is told by the run's own config."""
+        """Where a job wants its checkpoints, ``checkpoint.to``. Read-only commands use the run's own config."""
         self._disk = self._place(to)
 
     def check_reachable(self) -> None:
@@ -233,8 +233,7 @@ class RunDirectory:
     def adopt_memory(self) -> None:
         """Make this machine's own what it keeps under another name: it was alone before, or one of several nodes.
 
-        To be called by who leads: where only one machine takes part, nobody else is there; and where several do, nobody
-        is alone.
+        Only the leader calls this: a run on one machine has no other node, and of several nodes none is alone.
         """
         mine = self.memory()
         for other in other_places(self.id, self.node):
@@ -294,7 +293,7 @@ class RunDirectory:
             raise BadInput(problems)
 
     def _check_not_elsewhere(self) -> None:
-        """A job that looked for checkpoints where there are none would begin anew, and nobody would know."""
+        """A job that looked for checkpoints where there are none would silently start over."""
         before = self._disk_before()
         last = max(before.committed(), default=0) if before != self.disk else 0
         if last > self.step():

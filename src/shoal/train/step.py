@@ -43,7 +43,7 @@ class Step:
         self.mesh = mesh
         self.scale = scale
         self.pieces = placed.gradients.pieces
-        # Called before the weights change: whoever still reads them has this moment to say so.
+        # Called before the weights change: the last moment for background readers to finish.
         self.before_update: Callable[[], None] = lambda: None
         # Asked with the norm of the gradients, and must answer alike on all ranks.
         self.refuses: Callable[[float], bool] = lambda norm: False
@@ -59,7 +59,7 @@ class Step:
         return self.update(step, loss, norm)
 
     def agree(self, targets: int, stop: bool = False) -> tuple[int, bool]:
-        """One small sum tells every rank how many targets the step has, and whether anybody asks to stop."""
+        """One small sum tells every rank how many targets the step has, and whether any rank was asked to stop."""
         total, asking = self.mesh.sum_integers([targets, int(stop)])
         return total, asking > 0
 
@@ -94,7 +94,7 @@ class Step:
         return StepResult(loss, norm, lr, updated, () if finite else self._blame())
 
     def _blame(self) -> tuple[int, ...]:
-        """Whose gradients are not finite. Once they are summed they are nobody's; strict mode keeps what was before."""
+        """Which rank's gradients are not finite. After the sum that is lost; strict mode keeps each rank's own."""
         sums = [gradient(piece) for piece in self.pieces if piece.tensor.grad is not None]
         before = self.placed.exact is not None and not math.isfinite(float(self.placed.exact.largest))
         after = not all(bool(torch.isfinite(one).all()) for one in sums)

@@ -26,7 +26,7 @@ def check(programs: list[Program], pp: int, chunks: int, schedule: str, micro_ba
     """Raise a ``ScheduleError`` that names rank, instruction and reason where the programs cannot work.
 
     In this order: every computation is there once and on the right rank; each rank has what it needs when it needs
-    it; sends and receives agree, channel by channel; and nobody waits in a circle.
+    it; sends and receives agree, channel by channel; and no ranks wait for each other in a cycle.
     """
     if len(programs) != pp:
         raise ScheduleError(f"{len(programs)} programs for {pp} ranks")

@@ -15,7 +15,7 @@ class Action(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"  # the whole backward pass of a stage
     INPUT = "I"  # its first half: the gradient of the input, which the stage before is waiting for
-    WEIGHT = "W"  # its second half: the gradients of the weights, which nobody waits for
+    WEIGHT = "W"  # its second half: the gradients of the weights, which no other rank waits for
     SEND_FORWARD = "SF"  # activations
     RECEIVE_FORWARD = "RF"
     SEND_BACKWARD = "SB"  # gradients of activations

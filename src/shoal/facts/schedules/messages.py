@@ -24,7 +24,7 @@ def instructions(schedule: str, pp: int, chunks: int, micro_batches: int) -> lis
     them by order alone, so both ends must list them alike. A send stands right behind the computation that made
     its tensor. A receive is started one computation before the one that needs it, to hide behind it, or earlier
     still, where another message of its channel that was sent later is needed sooner. The two directions between
-    two ranks are two channels: whoever carries this out must not let one wait behind the other.
+    two ranks are two channels: the executor must not let one wait behind the other.
     """
     computed = compute_order(schedule, pp, chunks, micro_batches)
     holder = _holders(schedule, pp, chunks)

@@ -35,7 +35,7 @@ class Status(Document):
     stopped: bool = False  # a signal or a debugger has stopped one of them
     standings: dict[int, dict[str, Any]] = {}  # rank → where it was found when the captain last asked
     answered: int = 0  # which question of the captain's that answers
-    stop: bool = False  # somebody has asked it to stop the run
+    stop: bool = False  # it was asked to stop the run
     heard_end: bool = False
 
 
@@ -53,7 +53,7 @@ class Round(Document):
 
 
 class End(Document):
-    """The run is over for everybody."""
+    """The run is over on all nodes."""
 
     message: str
     code: int = FAILED
@@ -64,7 +64,7 @@ class Call(Document):
 
     beat: int = 0
     round: Round | None = None
-    over: int = 0  # rounds up to this have ended: whoever still has workers ends them
+    over: int = 0  # rounds up to this have ended: a node that still has workers ends them
     regroup: int = 0  # the round whose workers stop, with a commit, to make room for a node
     ask: int = 0  # counts the questions where ranks stand
     refused: dict[int, str] = {}

@@ -1,7 +1,7 @@
 """How launchers meet: the leader's store, found through a file in the run directory, and a thread that talks to it.
 
-Only that thread uses the connection. Whoever wants to say something leaves it with the thread; whoever wants to know
-something reads what was heard last, and when. So nobody hangs where a network has been cut.
+Only that thread uses the connection. Other threads leave messages with it, and read what it heard last
+and when. So no caller hangs where a network has been cut.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONNECTING = "shoal-connect"
 HELLO, CALL = "hello", "call"
 # How often launchers may join while one captain leads.
 MOST_NUMBERS = 1 << 16
-# How many places that somebody else has written to the captain looks beyond.
+# How many keys with foreign values the leader skips at most.
 MOST_STRANGE = 64
 
 
@@ -75,7 +75,7 @@ class Place:
             return None
 
     def stands(self, run: Path) -> bool:
-        """Whether nobody else has written there. A lock on a network can be lost, and then another has it."""
+        """Whether no other launcher has written there. A lock on a network file system can be lost to another."""
         written = Place.read(run)
         return written is None or written == self
 
@@ -90,9 +90,9 @@ class Place:
         return self.address == LOOPBACK and self.host != socket.gethostname()
 
     def connect(self) -> SignedStore | None:
-        """The captain's store; None where there is none, or that of somebody else who has got its port since.
+        """The captain's store; None where there is none, or where another process has taken its port since.
 
-        From a thread, one at a time: where a process is stopped, its machine takes connections, and nobody answers.
+        From a thread, one at a time: where a process is stopped, its machine accepts connections, and no answer comes.
         """
         if any(thread.name == CONNECTING for thread in threading.enumerate()):
             return None
@@ -181,7 +181,7 @@ class Talk(ABC):
 
 
 def _join(store: SignedStore, status: Status) -> int:
-    """The first number that no launcher of this run has. A counter could be set to anything by anybody."""
+    """The first number that no launcher of this run has. A counter could be set to anything by any process."""
     told = status.model_dump_json()
     for number in range(1, MOST_NUMBERS + 1):
         if store.claim(node_key(number), told):
@@ -207,9 +207,7 @@ class Follower(Talk):
         self._tell_status()
         text = self.store.read(CALL)
         call = None if text is None else Call.model_validate_json(text)
-        if (
-            call is not None and call.beat >= self.call.beat
-        ):  # an older one was put there again by somebody else
+        if call is not None and call.beat >= self.call.beat:  # another process has put an older one back
             self._called = time.monotonic()
             with self._changed:
                 self.call = call
@@ -284,7 +282,7 @@ class Captain(Talk):
         self.store.set(CALL, told_all)
 
     def _documents(self) -> Iterator[tuple[int, str]]:
-        """Those of the others: as many as have joined, however many places somebody else has written to."""
+        """Those of the others: as many as have joined, however many foreign values there are."""
         strange = 0
         for number in range(1, MOST_NUMBERS + 1):
             text = self.store.read(node_key(number))

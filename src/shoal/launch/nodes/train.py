@@ -1,6 +1,6 @@
 """Train on several machines: each runs the same command; the one that locks the run directory leads.
 
-Whoever gets the directory's lock is the captain. Should it be lost, the lock is free, and another one gets it.
+The launcher that gets the directory's lock leads. If it is lost, the lock is free, and another one leads.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check_even(job: Job, nodes: NodeCount) -> None:
 
 
 class _Together:
-    """What does not change, whoever leads."""
+    """What does not depend on which launcher leads."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class _Together:
         self.count = partial(local.devices_here, job, visible)
         self.asked: list[int] = []  # signals to stop, while no attempt runs
         self.attempt: Attempt | None = None
-        self.followed = False  # somebody who led before
+        self.followed = False  # another launcher that led before
         self.told: Place | None = None  # who that is, as was said last
 
     def lead(self, fresh: bool, held: ExitStack) -> Report | None:
@@ -141,7 +141,7 @@ class _Together:
             self.attempt.on_signal(number)
 
     def follow(self) -> Report | None:
-        """Until the run ends; None where there is nobody to follow, or no longer."""
+        """Until the run ends; None where there is no leader, or no longer."""
         following = local.load_attempt(FOLLOWING)
         from shoal.launch.nodes.meeting import Place
 

@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
 
 def links(devices: int, on_cpu: bool) -> LinkRates | None:
-    """None where there is nobody to send to."""
+    """None where there is no peer."""
     world = 2 if on_cpu else devices
     if world < 2:
         return None

@@ -242,7 +242,7 @@ class Campaign:
         record.gone, record.spared = found.get("gone", 0), found.get("spared", False)
 
     def _cut_network(self, record: Struck, before: int) -> None:
-        """Once more where nobody was to notice: ranks that have no processor, or commit, do not wait for each other."""
+        """Strike again if no rank could notice: ranks that are descheduled, or commit, do not wait for each other."""
         process = self._running()
         for _ in self._patiently("no cut of the network was noticed"):
             record.committed = self._committed()
@@ -267,7 +267,7 @@ class Campaign:
             process.send_signal(signal.SIGCONT)
             return
         asked = name in ("SIGTERM", "SIGUSR1") and fault.kind.target == "launcher"
-        # Asked to stop, one node's launcher stops them all. Of a campaign's others nobody is to take its place.
+        # Asked to stop, one node's launcher stops them all. No other launcher of the campaign may take its place.
         codes = [self._code_of(one) for one in (self._launchers if asked else [process])]
         self._end(but=1)
         if asked:

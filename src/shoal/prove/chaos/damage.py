@@ -41,7 +41,7 @@ def damage(run: RunDirectory, kind: str, numbers: random.Random) -> int | None:
     """Damage the newest copy in memory; or, where the disk has it too, that on disk, and memory is lost as well.
 
     What is struck, and whether anything at all, is decided by what exists at this moment: some sound copy is left to
-    continue from. Returns how many committed steps are gone for good, whatever anyone does; None where nothing could
+    continue from. Returns how many committed steps are gone for good; None where nothing could
     be struck.
     """
     disk, root = run.disk, run.memory().path.parent

@@ -33,7 +33,7 @@ class Kind:
     whose: Literal["rank", "peers", "none"] = "rank"  # whom the row has to name
 
 
-# Where somebody else will wait for a rank that does not come, or wait inside of it.
+# Where peers will wait for a rank that does not arrive, or wait inside of the call.
 WAITED_FOR = (STEP, FORWARD, BACKWARD, UPDATE)
 
 KINDS = (
@@ -69,7 +69,7 @@ KINDS = (
     Kind("launcher SIGSTOP", "launcher", (), whose="none"),
     Kind("node SIGKILL", "node", ("launcher lost",), whose="none"),
     Kind("node SIGTERM", "node", (), whose="none"),
-    # One of several nodes, which comes back: any of them; and one that follows, for nobody could take a lock from a
+    # One of several nodes, which comes back: any of them; and a follower, for no launcher could take a lock from a
     # captain that is stopped.
     Kind("one node SIGKILL", "one node", ("node lost", "launcher lost"), least_nodes=2, whose="none"),
     Kind("one node SIGSTOP", "one node", ("node lost",), least_nodes=2, whose="none"),

@@ -1,6 +1,6 @@
 """A network that can be cut: a Linux network namespace with only a loopback. Needs root.
 
-All that ranks and their launcher tell each other goes over it. While it is down nothing arrives and nobody is told, as
+Ranks and their launcher communicate only over it. While it is down nothing arrives and no error is raised, as
 when a cable is pulled: connections stay open and silent.
 """
 

@@ -60,7 +60,7 @@ class Orders:
         return found
 
     def strike(self, order: Order, step: int, point: str, committed: int) -> None:
-        """Say that it is done, and then do it: whoever strikes may be dead a moment later.
+        """Report the order as done, then carry it out: this process may be dead a moment later.
 
         ``committed``: the last step that is safe now. The campaign may hear of it when the run has long recovered.
         """

@@ -149,7 +149,7 @@ def _close_connections() -> None:
 
 
 def _jump(seconds: float) -> None:
-    """The system's clock is everybody's; this is what a process that reads it would see."""
+    """The system clock is shared by all processes; this changes only what this one reads."""
     original = time.time
     time.time = lambda: original() + seconds
 

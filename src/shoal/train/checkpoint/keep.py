@@ -19,7 +19,7 @@ def newest_first(places: Sequence[Place]) -> list[tuple[Place, int]]:
 
 
 def whole(place: Place) -> list[int]:
-    """The steps of all checkpoints that have every file, as long as it was written. What is in them nobody has read."""
+    """The steps of all checkpoints that have every file, as long as it was written. Does not read their content."""
     found = []
     for step in place.committed():
         with contextlib.suppress(Damaged):

@@ -43,7 +43,7 @@ def _root(run_id: str) -> Path:
         found = root.lstat()
     except OSError:
         return root
-    # Anybody may create names there, and whoever owns the directory decides what a run is continued from.
+    # Any user may create names there, and the directory's owner decides what a run resumes from.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise BadInput(f"{root} belongs to another user, or is not a directory", "have it removed")
     return root

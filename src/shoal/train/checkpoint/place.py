@@ -48,7 +48,7 @@ def check_name(name: str) -> None:
 
 
 class Place(Protocol):
-    """Checkpoints by their steps. Ranks write files of one in parallel; then one of them commits it, or nobody."""
+    """Checkpoints by their steps. Ranks write files of one in parallel; then one of them commits it, or none does."""
 
     def committed(self) -> list[int]:
         """The steps of all committed checkpoints, oldest first."""
@@ -87,7 +87,7 @@ def manifest_of(place: Place, step: int) -> Manifest:
 
 
 def check_file(place: Place, step: int, file: str, size: int) -> None:
-    """Refuse a file that is missing, or not as long as it was written. What is in it nobody has read."""
+    """Refuse a file that is missing, or not as long as it was written. Does not read its content."""
     found = place.size(step, file)
     if found != size:
         raise Damaged(f"{place.name(step)}/{file} has {found} bytes, and {size} were written")

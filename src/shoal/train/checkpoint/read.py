@@ -127,7 +127,7 @@ class Checkpoint:
         self.read(wanted)
 
     def read(self, wanted: Iterable[Wanted]) -> None:
-        """Read every piece that somebody wants some of, once, and check it; several at a time."""
+        """Read and verify every needed piece once, several at a time."""
         readings: dict[Piece, list[Wanted]] = {}
         for one in wanted:
             pieces = self._pieces.get((one.state, one.tensor))
@@ -205,7 +205,7 @@ class Checkpoint:
 
 
 def _check_within(wanted: Wanted, shape: tuple[int, ...]) -> None:
-    """What lies outside the tensor would be left as it was, and nobody would know."""
+    """What lies outside the tensor would silently be left as it was."""
     ends = [start + size for start, size in zip(wanted.offset, wanted.into.shape, strict=True)]
     if len(ends) != len(shape) or any(end > whole for end, whole in zip(ends, shape, strict=True)):
         raise Damaged(f"{wanted.tensor} has the shape {shape}, and no part that ends at {tuple(ends)}")

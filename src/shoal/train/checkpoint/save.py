@@ -1,7 +1,7 @@
 """Save a checkpoint: every rank stages its share, a thread writes it, the first rank commits.
 
 Training waits for the copy alone. A save that fails, for the disk is full or a server does not answer, leaves the
-commits that were there, and is told to whoever asks.
+commits that were there, and is reported on request.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Saver:
         self.store = mesh.store if mesh.world > 1 else None
         self._number = 0  # of the saves so far: the same step may be saved twice
         self.file = file_of(mesh.rank)
-        self.waited = 0.0  # seconds that training was held up; whoever reads them sets them back
+        self.waited = 0.0  # seconds that training was held up; the reader resets it
         self._writer = ThreadPoolExecutor(1, "shoal-save", _be_nice)
         self._hashers = ThreadPoolExecutor(HASHERS, "shoal-hash", _be_nice)
         self._running: Future[Saved] | None = None

@@ -104,7 +104,7 @@ class Stage:
 
     @torch.no_grad()
     def fill(self, states: States) -> None:
-        """Begin to copy these states. Nobody may change them before ``hold_update`` has returned."""
+        """Start to copy these states. They must not change before ``hold_update`` has returned."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):

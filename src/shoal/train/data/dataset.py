@@ -92,7 +92,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise _no_dataset(path) from None
     except ValueError as error:
         raise _damaged(path, [f"{str(path / MANIFEST)!r} is damaged: it is not JSON ({error})"]) from None
-    # Other directories have a manifest too, a run for one. Nobody shall be told to delete those.
+    # Other directories have a manifest too, a run for one. Never tell the user to delete those.
     if not isinstance(manifest, dict) or not {"blake3", "format", "splits"} <= manifest.keys():
         raise _no_dataset(path)
     if manifest["format"] != FORMAT:

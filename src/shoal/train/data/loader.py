@@ -34,7 +34,7 @@ class Batch:
     positions: torch.Tensor
     documents: torch.Tensor | None  # int64 [rows, seq] where attention stays within documents
     rows: torch.Tensor  # int64 [rows]: each row's position in the global batch
-    count: int  # targets to predict; counted here, on the CPU, so that nobody waits for a device
+    count: int  # targets to predict; counted here, on the CPU, so that no caller waits for a device
     samples: tuple[int, ...] = ()  # which of all samples the rows are
 
     def to(self, device: torch.device | str) -> Batch:

@@ -191,7 +191,7 @@ def _unfinished_directory(cache: Path) -> Iterator[Path]:
 
 
 def _remove_stale(cache: Path) -> None:
-    """Removes what dead runs left: nobody holds the lock, and nothing was written for a while.
+    """Remove what dead runs left: the lock is free, and nothing was written for a while.
 
     The lock alone is not enough, for a shared file system may not carry it to other machines.
     """

@@ -44,7 +44,7 @@ def agree(store: SignedStore, rank: int, world: int, facts: Mapping[str, str], t
     """
     text = json.dumps(dict(facts))
     store.set(f"{FACTS}/{rank}", text)
-    # Last, so that whoever finds it finds the facts as well.
+    # Last, so that a reader who finds it finds the facts as well.
     store.set(f"{DIGEST}/{rank}", hashlib.sha256(text.encode()).hexdigest())
     if rank == 0:
         missing = _wait_for_ranks(store, world, timeout)

@@ -264,7 +264,7 @@ class CorruptionGuard:
 def odd_ones(parties: Sequence[Sequence[int]]) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
     """Of ranks by what they hold: whether one can tell who is wrong, who it is, and who is right.
 
-    The larger party is taken to be right. Where no party is larger than all others, everybody is named.
+    The largest group of equal ranks is taken to be right. Without one, all ranks are named.
     """
     largest = max(map(len, parties))
     right = [party for party in parties if len(party) == largest]

@@ -5,7 +5,7 @@ times an odd number of its own, modulo 2⁶⁴. An odd multiple of a difference 
 one word, be it a single bit, changes its block's number for certain. So do two bits that flip in different words of a
 block, for no two of the odd numbers are alike, or opposite, in their lower 33 bits. Blocks are mixed with their place,
 one to one, and added: what changes one of them changes the sum for certain, and anything else is missed once in 2⁶⁴
-times or so. It detects accidents; it is no defence against somebody who knows it.
+times or so. It detects accidents; it is no defence against an attacker.
 
 A cryptographic hash would need the bytes on the host, and takes several times as long even there. On a GPU one kernel
 reads every word once, as fast as memory gives them; with torch's own operations the products travel too, and twice.
@@ -59,7 +59,7 @@ class Digests:
 
 @torch.no_grad()
 def digest(tensors: Sequence[Tensor], device: torch.device) -> Digests:
-    """Nothing is waited for: on a GPU the work is issued, and done when somebody looks."""
+    """Asynchronous: on a GPU the work is only issued; reading the result waits for it."""
     here = [tensor.to(device) for tensor in tensors]
     counts = tuple(-(-tensor.nbytes // (BLOCK * _word_bytes(tensor))) for tensor in here)
     sizes = torch.tensor(counts, dtype=torch.int64).to(device, non_blocking=True)

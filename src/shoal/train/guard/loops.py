@@ -15,7 +15,7 @@ from typing import Any
 SAME_STEP = 3
 # Failures right after restoring the same commit, before one step was done, after which that commit is not used.
 SAME_COMMIT = 2
-# Kinds that say nothing of the program or of what it has restored: somebody's hand, a machine, a network.
+# Kinds that say nothing of the program or of what it has restored: a user, a machine, a network.
 FROM_OUTSIDE = ("killed", "connection", "stall", "node lost")
 
 CORRUPTION, OUT_OF_MEMORY = "corruption", "oom"

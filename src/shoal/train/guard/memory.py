@@ -24,7 +24,7 @@ from shoal.predict.memory import ledgers
 from shoal.train.program import Program
 
 GIB = 2**30
-# A factor by which a prediction may be too low without anybody mentioning it.
+# A prediction that is too low by less than this factor is not mentioned.
 NOTICEABLE = 1.005
 # A difference between two predicted times that is none.
 SAME_TIME = 0.0005
@@ -52,7 +52,7 @@ class Measured:
     params: int
     grads: int
     optimizer: int
-    asked: int  # what there was no room for; 0 where nobody says
+    asked: int  # the allocation that failed; 0 where unknown
     allocated: int | None = None  # by tensors; a CPU's allocator does not count
     reserved: int | None = None  # by the allocator, for tensors now and later
     capacity: int | None = None  # of the device, without what other processes hold
@@ -149,7 +149,7 @@ def measure(program: Program | None, message: str) -> Measured:
         peaks = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
         found = replace(found, peak_allocated=peaks[0], peak_reserved=peaks[1])
     if allocated is None or unused is None:
-        # Of the moment of the error nobody says anything; it will not have been far from the peak.
+        # The state at the moment of the error is unknown, but it was close to the peak.
         resident = _resident() if found.peak_allocated is None else None
         return replace(found, allocated=found.peak_allocated, reserved=found.peak_reserved, resident=resident)
     return replace(found, reserved=allocated + unused, capacity=_said_capacity(message))

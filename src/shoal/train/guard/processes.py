@@ -21,7 +21,7 @@ def is_stopped(process: int) -> bool:
 
 
 def is_gone(process: int) -> bool:
-    """Whether it has ended, if perhaps nobody has asked for its exit code yet."""
+    """Whether it has ended, including a zombie whose exit code has not been read."""
     return state(process) in ("X", "Z")
 
 

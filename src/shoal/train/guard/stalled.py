@@ -1,7 +1,7 @@
 """Which rank keeps its peers waiting, from the collectives that each has entered, in words.
 
-A collective needs all ranks of its group, and every rank enters a group's collectives in the same order. So whoever has
-entered fewer of them than its peers is who the peers wait for; nobody needs to know which of them have completed.
+A collective needs all ranks of its group, and every rank enters a group's collectives in the same order. So a rank that
+has entered fewer of them than its peers is the one they wait for; which of them have completed does not matter.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def late_collectives(snapshots: Sequence[Snapshot]) -> list[Late]:
 
 
 def root(late: Sequence[Late], standings: Mapping[int, Standing]) -> Late:
-    """Of several, the first where somebody is missing who is not waiting elsewhere; ``late``: the longest first.
+    """Of several, the first that lacks a rank which is not waiting elsewhere; ``late``: the longest first.
 
     A rank that was stopped comes before all others. One that has entered something ahead of time counts as waiting
-    there although it may do something else. So where everybody waits for somebody, those who are seen to wait are left
-    out. Where really everybody waits, they have left the common order, and the fewest that are missing anywhere are
+    there although it may do something else. So where all ranks wait for another, those that are seen to wait are left
+    out. Where really all ranks wait, they have left the common order, and the fewest that are missing anywhere are
     those who did.
     """
     running = {rank for rank, standing in standings.items() if not standing.stopped}
@@ -152,7 +152,7 @@ def explain_difference(
 def explain_silence(
     seconds: float, snapshots: Sequence[Snapshot], standings: Mapping[int, Standing]
 ) -> Verdict:
-    """For ranks none of which goes on although nobody is missing: perhaps one was stopped inside of a collective."""
+    """For ranks that make no progress although none is missing: perhaps one was stopped inside a collective."""
     stopped = [rank for rank, standing in standings.items() if standing.stopped]
     busy = [rank for rank, standing in standings.items() if not standing.waits]
     first = next(iter([*stopped, *busy]), 0)

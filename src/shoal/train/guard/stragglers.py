@@ -1,7 +1,7 @@
 """Stragglers: ranks that are slower than their peers step after step.
 
 All ranks' steps take equally long, since they wait for each other. What differs is how much of a step a rank does not
-wait. Now and then each rank tells its usual such time, and whoever's is far above that of its peers is named.
+wait. From time to time the ranks compare their usual such time; one far above its peers is named.
 
 On a GPU the host does not wait for collectives, the device does. What is compared there is the time of the hosts alone:
 input, Python, a machine that is busy with something else. A slow device is not seen.
@@ -25,7 +25,7 @@ from shoal.parallel.sequence import all_gather_single
 
 # Steps over which a rank's usual time is taken, and between which ranks compare theirs.
 WINDOW = 20
-# Comparisons in a row in which a rank has to be slow: on a machine that is shared, anybody is now and then.
+# Comparisons in a row in which a rank has to be slow: on a shared machine any rank is slow now and then.
 IN_A_ROW = 3
 # Of a step: shorter differences are the noise of clocks and schedulers.
 LEAST_SECONDS = 0.001

@@ -129,7 +129,7 @@ class Watchdog:
         if any(seconds >= self._limit(channel, snapshots) for (channel, _), seconds in self._waited.items()):
             return partial(_explain_late, self._waited)
         phases = {snapshot.phase for snapshot in snapshots}
-        # While there is no input nobody is to blame: a file system that does not answer is no better in a new process.
+        # Without input no rank is to blame: a file system that does not answer is no better in a new process.
         if phases == {STEP} and self._quiet >= max(self.limits.patient, MUCH_LONGER * self._longest):
             return partial(stalled.explain_silence, self._quiet)
         if phases <= set(WATCHED) and self._quiet >= self.limits.step:

@@ -72,7 +72,7 @@ class LocalRanks:
         return dump_stacks(self.run, seen, self._locked(seen, patience))
 
     def _locked(self, seen: Mapping[int, Snapshot], patience: float) -> set[int]:
-        """The ranks whose heart does not beat although nobody has stopped them."""
+        """The ranks whose heartbeat has stopped although no signal stopped them."""
         silent = {rank for rank, one in seen.items() if one.beats and not is_stopped(one.pid)}
         deadline = time.monotonic() + min(HEARTBEAT_SECONDS, patience)
         while silent and time.monotonic() < deadline:
@@ -87,7 +87,7 @@ class LocalRanks:
 def dump_stacks(run: RunDirectory, seen: Mapping[int, Snapshot], locked: set[int]) -> dict[int, Standing]:
     """Have these ranks write down their stacks, and keep them in the run's directory; where each of them stands."""
     stopped = {rank for rank, one in seen.items() if is_stopped(one.pid)}
-    # Before anybody is disturbed.
+    # Before any rank is interrupted.
     states = {rank: state(one.pid) for rank, one in seen.items()}
     running = seen.keys() - stopped
     heard = [rank for rank in running if nccl.ask(run.flights, rank)]

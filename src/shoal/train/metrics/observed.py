@@ -108,7 +108,7 @@ def observed(step: Step, batches: Sequence[Batch], path: Path, number: int) -> I
 
 
 def by_module(places: Mapping[Place, int]) -> dict[str, int]:
-    """Bytes of every module, the largest first; what is nobody's has no name."""
+    """Bytes of every module, the largest first; bytes of no module have no name."""
     total: Counter[str] = Counter()
     for place, size in places.items():
         total[place.module] += size
