@@ -1,6 +1,4 @@
-"""What one rank holds of the parameters: tensor by tensor, in counts, and which are trained; traffic, memory and time
-read it.
-"""
+"""What one rank holds of the parameters: tensor by tensor, as counts, which are trained; used by all three parts."""
 
 from __future__ import annotations
 
