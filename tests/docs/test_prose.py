@@ -63,3 +63,8 @@ def test_the_architecture_names_every_file_once() -> None:
 )
 def test_pages_name_who_acts(page: Path) -> None:
     assert VAGUE.findall(page.read_text()) == []
+
+
+def test_the_source_names_who_acts() -> None:
+    found = [path for path in files.existing() if VAGUE.search((files.SOURCE / path).read_text())]
+    assert found == []

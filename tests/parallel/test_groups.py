@@ -20,7 +20,7 @@ def ends_apart(layout: Layout) -> GroupOf:
     """Blocks as the layout has them; embedding, norm and head unsharded, a copy on every data rank."""
     blocks = parameter_groups(layout, experts=False, lora=False)[DENSE]
     everyone = Ranks("data", layout.dp * layout.fsdp, layout.tp)
-    ends = ParameterGroup("ends", Ranks("nobody", 1, 1), everyone, layout.zero, trained=True)
+    ends = ParameterGroup("ends", Ranks("none", 1, 1), everyone, layout.zero, trained=True)
 
     def group_of(parameter: Parameter) -> ParameterGroup:
         return ends if parameter.layer is None else blocks
@@ -32,7 +32,7 @@ def attention_apart(layout: Layout) -> GroupOf:
     """As experts are: attention sharded within one copy, everything else over the ranks of both."""
     blocks = parameter_groups(layout, experts=False, lora=False)[DENSE]
     everyone = Ranks("data", layout.dp * layout.fsdp, layout.tp)
-    rest = replace(blocks, name="rest", sharded=everyone, replicated=Ranks("nobody", 1, 1))
+    rest = replace(blocks, name="rest", sharded=everyone, replicated=Ranks("none", 1, 1))
 
     def group_of(parameter: Parameter) -> ParameterGroup:
         return blocks if parameter.kind == "attention" else rest

@@ -14,7 +14,7 @@ from typing import Literal
 
 from shoal.facts.parameters import Parameter
 
-# Nobody; the ranks that hold the same key/value head; all ranks of the tensor group.
+# Over no ranks; over those that hold the same key/value head; over the whole tensor group.
 SummedOver = Literal["copies", "tensor"] | None
 
 

@@ -1,4 +1,4 @@
-"""What the engine runs today. A config may name more than that; it is refused here, before anything is spawned."""
+"""What the engine runs today; a config that asks for more is refused before anything is spawned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder: one network that is Llama, Mistral, Qwen2, Qwen3, GPT-2 and NeoX, as its ``Model`` says.
+"""The decoder: one network for Llama, Mistral, Qwen2, Qwen3, GPT-2 and NeoX, configured by its ``Model``.
 
 Parameters carry Llama's Hugging Face names whatever the family, and nothing here knows of parallelism.
 """

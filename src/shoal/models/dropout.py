@@ -1,4 +1,4 @@
-"""Dropout whose mask is a pure function of the sequence's key, the site, the position and the feature."""
+"""Dropout whose mask is a pure function of sequence key, site, position and feature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few tokens from the network, to see during training what it has learned."""
+"""Generate a few tokens, to show during training what the network has learned."""
 
 from __future__ import annotations
 

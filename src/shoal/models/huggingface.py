@@ -1,4 +1,4 @@
-"""Our parameters as Hugging Face's tensors and back, along the views that ``facts`` declares; its weight files."""
+"""Convert parameters to and from Hugging Face's tensors along the views in ``facts``; read weight files."""
 
 from __future__ import annotations
 

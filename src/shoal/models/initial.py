@@ -1,4 +1,4 @@
-"""First weights: each is a hash of the seed, its parameter's name and its index in the whole tensor."""
+"""Initial weights: each is a hash of the seed, the parameter's name and the index in the whole tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers whose weights follow the activations: parameters keep their dtype and are cast where they are used.
+"""Linear layers and embeddings whose parameters keep their dtype and are cast where they are used.
 
 So fp32 parameters train in bf16 without autocast, gradients arrive in the parameter's dtype, and where the
 dtypes already agree (FSDP's mixed precision casts whole groups) the cast costs nothing.

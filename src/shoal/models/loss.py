@@ -1,4 +1,4 @@
-"""The head and the loss: hidden states and targets in, the sum of the losses and the number of targets out.
+"""Head and loss: hidden states and targets in, summed loss and number of targets out.
 
 Sums and counts and not a mean: only the caller knows how many targets the whole step has, over all ranks.
 """

@@ -1,4 +1,4 @@
-"""Normalisation, computed in at least fp32 whatever the dtype of the activations."""
+"""Normalisation in at least fp32, whatever the dtype of the activations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary positions: which frequencies a model turns at, the cosine and sine tables, the rotation itself.
+"""Rotary positions: frequencies, cosine and sine tables, the rotation.
 
 Everything is computed from the positions on the fly: no buffer has to be filled after meta construction.
 """

@@ -1,1 +1,1 @@
-"""What really happens in a run: the collectives it issues, the bytes it holds."""
+"""What a run actually does: the collectives it issues, the bytes it holds, the time it takes."""

@@ -1,4 +1,4 @@
-"""The collective counter: every collective and every message that this rank issues, by operation and group.
+"""Count every collective and message that this rank issues, by operation and group.
 
     with CollectiveCounter({tensor_group.group_name: "tp"}) as counter:
         step()

@@ -1,4 +1,4 @@
-"""Every collective that this process enters is noted in its flight recorder, in ordinary training: microseconds a call.
+"""Record every collective that this process enters in its flight recorder; costs microseconds per call.
 
 A dispatch mode would see all of them as well, but slows every operation down. So the methods of torch's process groups
 are wrapped, through which all of its Python functions for collectives go, FSDP2's included.
@@ -47,7 +47,7 @@ METHODS = (
     "recv",
 )
 
-# What a group is described as that works beside training, at its own pace: what is late there holds nobody up.
+# The description of a group that works beside training at its own pace: a late rank there stalls no step.
 BACKGROUND = "shoal-background"
 
 TORCH = str(Path(torch.__file__).parent)

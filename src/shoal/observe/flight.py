@@ -1,4 +1,4 @@
-"""A flight recorder: what a rank does and which collectives it has entered, in memory that other processes can read.
+"""The flight recorder: a rank's phase and recent collectives, in memory that other processes can read.
 
 It lies in a file that is mapped into memory, so it can be read however its rank ended or whatever holds it up: a lock,
 a C call, a signal. Torch's own recorder was tried first (2.13): on gloo it sees no point-to-point messages and never
@@ -70,7 +70,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank's recorder held when somebody looked."""
+    """A rank's recorder at the moment it was read."""
 
     pid: int
     main_thread: int
@@ -82,7 +82,7 @@ class Snapshot:
     starved: float = 0.0  # seconds that it was ready to run and others had the processors
 
     def as_json(self) -> dict[str, Any]:
-        """For whoever watches from another machine."""
+        """For a watchdog on another machine."""
         counts = [[asdict(channel), count] for channel, count in self.counts.items()]
         return {**asdict(replace(self, counts={})), "counts": counts}
 
@@ -228,4 +228,4 @@ def _channel(row: dict[str, Any]) -> Channel:
 
 
 def unheard(phase: str, step: int) -> None:
-    """An ``Announce`` for where nobody listens."""
+    """An ``Announce`` that does nothing."""

@@ -1,4 +1,4 @@
-"""Arithmetic on stretches of time: lists of (start, end) that are sorted and do not touch each other."""
+"""Arithmetic on sorted, disjoint time intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kind of work an operator or a kernel does, by its name."""
+"""Classify operators and kernels by name."""
 
 from __future__ import annotations
 
@@ -74,6 +74,6 @@ def is_message(name: str) -> bool:
 
 
 def operation(name: str) -> str:
-    """Which collective it is, whoever carries it out."""
+    """Which collective it is, whichever backend runs it."""
     # NCCL sends and receives to do an all-to-all; messages of a pipeline are told apart before.
     return "all_to_all" if "SendRecv" in name else collective(name) or "other"

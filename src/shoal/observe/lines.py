@@ -1,4 +1,4 @@
-"""Which line of Shoal's own code is being carried out."""
+"""Which line of Shoal's own code is executing."""
 
 from __future__ import annotations
 

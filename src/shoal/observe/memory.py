@@ -1,4 +1,4 @@
-"""The live-byte tracker: how many bytes of tensors are held, of which kind, and what the peak was made of.
+"""Track live tensor bytes by category, and what the peak consists of.
 
     with MemoryTracker() as tracker:
         tracker.mark(model.parameters(), "params")

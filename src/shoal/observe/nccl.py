@@ -1,4 +1,4 @@
-"""What NCCL was given and has not finished, from torch's own flight recorder.
+"""NCCL work that was issued and has not finished, from torch's own flight recorder.
 
 On a GPU a rank that enters a collective only asks for it; whether the device has carried it out, torch knows. One of
 its threads, which needs no Python lock, writes that down once something is written to a named pipe. On gloo there is
@@ -42,7 +42,7 @@ def dump_of(directory: Path, rank: int) -> Path:
 
 
 def ask(directory: Path, rank: int) -> bool:
-    """Have a rank's record written to its file; False where nobody listens."""
+    """Ask a rank to write its record to its file; False where it does not listen."""
     dump_of(directory, rank).unlink(missing_ok=True)
     try:
         pipe = os.open(directory / f"nccl-{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)

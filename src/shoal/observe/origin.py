@@ -1,4 +1,4 @@
-"""Where a tensor comes from: the module that made it, in which pass, and what kind of thing it therefore is.
+"""Where a tensor comes from: the module and pass that made it, and so its category.
 
 In the forward pass that is the module being called. In the backward pass autograd runs nodes that a module's forward
 pass has made; nodes are numbered as they are made, so a node's number tells the module.

@@ -1,4 +1,4 @@
-"""What the time of a profiled step went into. Every moment counts once, so the parts add up to the step."""
+"""Break a profiled step's time down by cause; every moment counts once, so the parts add up."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def spent(recording: Recording, pipeline: Interval | None = None) -> Spent:
     left = [recording.step]
 
     def take(pieces: list[Interval]) -> float:
-        """The part of these that nobody has claimed yet."""
+        """The part of these that is not claimed yet."""
         nonlocal left
         mine = common(left, union(pieces))
         left = without(left, mine)

@@ -1,4 +1,4 @@
-"""Tensor subclasses, as an observer meets them: who takes an operator apart, and which plain tensors lie underneath."""
+"""Tensor subclasses under observation: which dispatch unwraps them, and which plain tensors they hold."""
 
 from __future__ import annotations
 

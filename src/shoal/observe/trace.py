@@ -1,4 +1,4 @@
-"""A profiled step as torch.profiler writes it down: which stretches of time were spent on what kind of work.
+"""Read a torch.profiler trace: which intervals went to which kind of work.
 
 Both kinds of devices come out alike. On a GPU work is its kernels, each of the kind of the operator that started it.
 On a CPU work is what the thread that steps does inside of torch's operators, so a wait of that thread is idle time.
@@ -129,7 +129,7 @@ def sort_out(every: Iterable[Span], names: Mapping[str, str] | None = None) -> R
         if span.name.startswith(PREFIX) and span.name not in (STEP, INPUT)
     }
     # A message between stages is on its way from when it is awaited, so it says nothing about who waits. An
-    # all-to-all looks like one, but without a pipeline nobody receives any.
+    # all-to-all looks like one, but without a pipeline no rank receives any.
     piped = any(name.startswith("R") for name in instructions)
     talking = [span for span in (*named, *on_device) if kinds.is_collective(span.name)]
     calls = [] if on_device else [span for span in inside if kinds.talks(span.name)]

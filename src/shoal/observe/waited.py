@@ -1,4 +1,4 @@
-"""How long this process has waited for others: the time spent in the ``wait`` of collectives.
+"""How long this process has waited for its peers in the ``wait`` of collectives.
 
 All of torch's Python functions for collectives wait by that one method, FSDP2's included. On gloo it returns when the
 collective is over. On a GPU it returns at once, for there the device waits and not the host.

@@ -1,1 +1,1 @@
-"""How the work is split: one file a strategy, and apply.py that composes them."""
+"""How the work is split: one file per strategy, composed in ``apply.py``."""

@@ -1,4 +1,4 @@
-"""A network, placed: one function, top to bottom, that applies a layout's strategies from outside the model."""
+"""Apply a layout's strategies to a network from outside the model, in one function from top to bottom."""
 
 from __future__ import annotations
 

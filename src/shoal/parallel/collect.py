@@ -1,4 +1,4 @@
-"""Whole tensors on the first rank, put together from the pieces that all ranks hold."""
+"""Gather whole tensors on the first rank from the shards of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU taken by this process, for all of its threads."""
+"""Create this process's CUDA context for all of its threads."""
 
 from __future__ import annotations
 

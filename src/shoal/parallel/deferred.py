@@ -1,4 +1,4 @@
-"""Weight gradients apart from input gradients, for the schedules that fill a pipeline's bubbles with them.
+"""Split weight gradients from input gradients, for schedules that fill pipeline bubbles with them.
 
 A projection's backward pass computes the gradient of its input, which the stage before is waiting for, and puts
 its weight's gradient aside: two tensors and a multiplication that can be done at any later time. What is small

@@ -1,4 +1,4 @@
-"""Strict mode: sums that no order of adding changes, so that losses and weights are equal to the bit in any layout.
+"""Strict mode: order-independent sums, so losses and weights are equal to the bit in any layout.
 
 Floating-point sums depend on their order, and layouts differ in just that. Integer sums do not: each micro-batch's
 gradient is rounded to whole multiples of 2⁻⁵², added up as 64-bit integers over micro-batches and ranks, and turned

@@ -1,4 +1,4 @@
-"""Carrying out a schedule: this rank's list of instructions, one after the other.
+"""Execute a pipeline schedule: this rank's instructions, one after the other.
 
 Without a pipeline the list reads: forward and backward of the first micro-batch, then of the second, and so on.
 """
@@ -197,7 +197,7 @@ class Executor:
         else:
             gradient = _arrived(underway.arriving_back.pop((stage, micro)))
             if self.channels is not None and stage + 1 not in self.segments:
-                # The gradient of what was sent: whoever made it has received it.
+                # The gradient of what was sent: the rank that computed it has received it.
                 next_rank = self._rank_of(stage + 1)
                 self.channels.has_arrived(Instruction(Action.SEND_FORWARD, stage, micro, next_rank))
             torch.autograd.backward(output, gradient)

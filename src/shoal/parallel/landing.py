@@ -1,4 +1,4 @@
-"""Gradients that replicas of shards have summed in another precision than they are kept in: let go as they land.
+"""HSDP gradients summed in another precision than they are stored in: free each as soon as it is stored.
 
 FSDP2 (torch 2.11 to 2.13) keeps the buffer of every unit's all-reduce to the end of the backward pass, so that the
 allocator does not hand it out while the sum is still under way. Where the sum itself stays as the gradient that costs

@@ -20,7 +20,7 @@ PATIENCE = timedelta(hours=6)
 
 
 class Mesh:
-    """This rank's place in the layout and the groups it talks in. A group of one is None: nobody to talk to.
+    """This rank's coordinates in the layout and its process groups. A group of one rank is None.
 
     ``control`` carries small decisions between hosts over gloo, so that agreeing on them never waits for a GPU.
     """

@@ -1,4 +1,4 @@
-"""What a rank holds of the parameters: slices that are filled with values, and pieces that the optimizer moves.
+"""What a rank holds of the parameters: slices to fill with values, and shards that the optimizer updates.
 
 They differ where parameters are whole and only the optimizer's work is shared out (``zero=1|2``).
 """

@@ -1,4 +1,4 @@
-"""Pipeline parallelism (``pp``): which stages a rank holds, and the channels that hidden states travel along.
+"""Pipeline parallelism (``pp``): the stages that a rank holds, and the channels between them.
 
 Who computes what when is the schedule's business (``facts.schedule``), and ``execute`` follows it. torch's own
 pipelining runtime does not print or check its schedules ahead of a run, refuses fewer micro-batches than stages,

@@ -1,4 +1,4 @@
-"""Gradients on their way out of the backward pass: buckets, sent in one order on every rank.
+"""Reduce gradients in buckets during the backward pass, in the same order on every rank.
 
 Each is sent as soon as it and those before it are complete, behind the computation of earlier layers.
 """

@@ -1,4 +1,4 @@
-"""Recomputation: activations that the backward pass needs are thrown away and computed a second time.
+"""Activation checkpointing: drop activations and recompute them in the backward pass.
 
 ``full`` keeps a block's input alone. ``selective`` also keeps what matrix multiplications gave, which is dear to
 compute, and repeats attention, norms and the elementwise rest, which are cheap for the memory they take.

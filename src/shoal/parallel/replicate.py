@@ -1,4 +1,4 @@
-"""Data parallelism with full replicas (``dp``): every rank holds the model, gradients are summed over ranks.
+"""Data parallelism (``dp``): every rank holds the whole model; gradients are all-reduced.
 
 Gradients live in flat buckets. While the last micro-batch's backward runs, each bucket is all-reduced as soon as
 its last gradient has arrived, behind the computation of earlier layers. Earlier micro-batches only accumulate.

@@ -1,4 +1,4 @@
-"""Segment: the part of the network that one pipeline stage holds. Without a pipeline there is one, and it is all."""
+"""The part of the network that one pipeline stage holds; without a pipeline, all of it."""
 
 from __future__ import annotations
 

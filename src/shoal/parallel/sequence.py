@@ -1,4 +1,4 @@
-"""The residual stream of a tensor-parallel network: whole on every rank, or split along the sequence.
+"""The residual stream under tensor parallelism: whole on every rank, or split along the sequence.
 
 Split projections need the whole sequence and leave partial sums. Each way in and out of the stream is a collective,
 and its gradient is the collective that mirrors it.

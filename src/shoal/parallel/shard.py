@@ -1,4 +1,4 @@
-"""Sharded parameters, gradients and optimizer states (``zero=3``), on torch's FSDP2.
+"""Sharded parameters, gradients and optimizer states (``zero=3``) with torch's FSDP2.
 
 Of every parameter a rank of the ``fsdp`` group holds some rows. A unit of modules (``facts.groups``) is gathered before
 it is used and freed after; its gradients are reduce-scattered behind the backward pass of the units before it. With

@@ -1,4 +1,4 @@
-"""Gradients of parameters that several ranks hold for another reason than data: their sums, once a step.
+"""Gradient sums of parameters that several ranks hold for reasons other than data parallelism, once per step.
 
 Norms under sequence parallelism, key/value heads that neighbours share, and the two copies of a tied embedding at
 the two ends of a pipeline.

@@ -1,11 +1,11 @@
-"""The store that launchers and ranks meet in, with a signature on every value of ours.
+"""The store that launchers and ranks share, with a signature on every value.
 
 A TCPStore answers everyone who reaches its port, and on loopback that is every user of the machine. So what we write
 there carries an HMAC of its key and its content, under a secret that never passes through the store, and what we read
 counts only with it. A secret is drawn for every meeting and the keys of an attempt have a prefix of its own, so no
 value of an earlier attempt passes for one of this.
 
-What others can still do is to overwrite and to delete. A value that is not ours counts as none. Whoever waits looks
+Other processes can still overwrite and delete. A value that is not ours counts as none. A process that waits looks
 after what it has written itself, and gives up where that goes on for longer than ``fault.timeout``.
 
 torch's own keys (gloo, NCCL, process groups) are in ``plain`` and cannot be signed.
@@ -37,7 +37,7 @@ KEPT = 16
 
 
 class Tampered(RuntimeError):
-    """Somebody else writes to the store, and does not stop."""
+    """A foreign process keeps writing to the store."""
 
     def __init__(self, key: str) -> None:
         super().__init__(
@@ -76,7 +76,7 @@ class SignedStore:
     def __init__(self, plain: dist.Store, secret: bytes, timeout: float = 60.0) -> None:
         """``plain`` is for what cannot be signed: torch's own keys.
 
-        ``timeout``: seconds for which somebody else may keep us from our own values.
+        ``timeout``: seconds for which a foreign process may keep us from our own values.
         """
         self.plain = plain
         self.prefix = ""
@@ -94,7 +94,7 @@ class SignedStore:
         return part
 
     def on_forgery(self, say: Callable[[str], None]) -> None:
-        """What is to be done, once, when somebody else is found to write here."""
+        """What to do, once, when a foreign process is found to write here."""
         self._shared.say = say
 
     # Writing.
@@ -122,16 +122,16 @@ class SignedStore:
         self.plain.delete_key(key)
 
     def claim(self, key: str, text: str) -> bool:
-        """Set it if nobody of this run has; whether that was us."""
+        """Set it unless a process of this run has; whether it was us."""
         found, signed = self._look(key), self._signed(key, text)
         if found is not None and self._opened(key, found) is not None:
             return False
-        # What somebody else has put there need not be text, and may be handed over all the same.
+        # A foreign value need not be text, and may be returned all the same.
         now: Any = self.plain.compare_set(key, cast(str, found or ""), signed)
         return bytes(now) == signed.encode()
 
     def look_after(self) -> None:
-        """Write again what we wrote and somebody else has deleted or overwritten. To be called often by who waits."""
+        """Restore what we wrote and a foreign process has deleted or overwritten. Call it often while waiting."""
         shared, now = self._shared, time.monotonic()
         with shared.lock:
             if now - shared.looked_after < LOOK_AFTER_SECONDS:
@@ -159,7 +159,7 @@ class SignedStore:
         return self.read(key) is not None
 
     def strange(self, key: str) -> bool:
-        """Whether somebody else has written there."""
+        """Whether a foreign process has written there."""
         found = self._look(key)
         return found is not None and self._opened(key, found) is None
 

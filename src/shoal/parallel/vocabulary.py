@@ -1,4 +1,4 @@
-"""The two ends of a tensor-parallel network: each rank holds some rows of the embedding and of the head.
+"""Vocabulary parallelism: each tensor rank holds some rows of the embedding and of the head.
 
 The full logits never exist on a rank. What the loss needs of the others is, for each token, the largest logit, the sum
 of the exponentials and the target's logit.

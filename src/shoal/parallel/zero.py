@@ -1,4 +1,4 @@
-"""Sharded optimizer states (``zero=1``) and gradients (``zero=2``): the ``fsdp`` ranks share out the optimizer's work.
+"""Sharded optimizer states (``zero=1``) and gradients (``zero=2``): each ``fsdp`` rank updates its shard.
 
 Every rank holds all parameters, as views of flat buckets. Each bucket is cut into as many equal chunks as there are
 ranks. Gradients are reduce-scattered, so that a rank has the sum of its own chunks; its optimizer moves these, and

@@ -1,4 +1,4 @@
-"""How long a step takes at least, when only some of a layout is decided.
+"""Lower bounds on step time for a partially decided layout.
 
 Bounds are composed of a layer's costs, which are priced once. Each leaves out what is not decided yet, and what takes
 long to say: of a split its latencies and everything but matrix products and tensor ranks' exchange; of shares the idle

@@ -1,4 +1,4 @@
-"""How much memory a rank needs at least, when only some of a layout is decided.
+"""Lower bounds on a rank's memory for a partially decided layout.
 
 The first rank of a pipeline is looked at, and the last one where weight gradients are put off, which it does the most:
 in the backward pass of the last block, and at the update. Of a ledger's parts those are counted that are cheap to say:

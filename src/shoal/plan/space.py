@@ -1,4 +1,4 @@
-"""The space of layouts: every legal value of every key, on a stated grid where a key has no natural end.
+"""The space of layouts: every legal value of every key, on a stated grid where a key has no natural limit.
 
 A layout is decided in four steps, and so is a search over it: how the network is split (``Split``), what one rank then
 works on at a time (``Share``), in which order and what it computes again (``Order``), and who keeps which states

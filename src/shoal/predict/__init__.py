@@ -1,4 +1,4 @@
-"""What it will cost. Never imports torch. The room itself can be called: ``shoal.predict("llama3-8b", …)``."""
+"""Predict cost. Never imports torch. Callable: ``shoal.predict("llama3-8b", …)``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bench: one model on one cluster with one stack, and the kernels and links that all of a search's layouts share."""
+"""Rates of one model on one cluster with one stack, shared by all layouts of a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a pipeline stands idle: fill, drain and messages.
+"""Idle time of a pipeline: fill, drain and messages.
 
 A full pipeline follows the papers' formulas, which the tests hold against schedules that are played through. One that
 never fills, with fewer micro-batches than it takes, is played: the schedule's own list of computations says it.

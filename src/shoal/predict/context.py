@@ -1,4 +1,4 @@
-"""What context parallelism communicates (``cp``): keys and values around a ring, or heads for tokens (Ulysses).
+"""Traffic of context parallelism (``cp``): keys and values around a ring, or heads for tokens (Ulysses).
 
 Announced ahead of the engine, which does not run it yet. t = a rank's tokens of a micro-batch, c = compute width, q and
 k the widths of all query and of all key (value) heads of a tensor rank. For every layer and micro-batch, over ``cp``:

@@ -1,7 +1,7 @@
-"""The small sums that every step has, over all ranks: two messages of two 8-byte numbers.
+"""Control traffic of every step: two all-reduces of two 8-byte numbers over all ranks.
 
-Before the step, how many targets it has and whether anybody asks to stop; after the backward pass, the losses and the
-squares of the gradients. Clipping and the check for gradients that are not finite read that one norm and send nothing.
+Before the step: how many targets it has, and whether a rank was asked to stop. After the backward pass: the losses and
+the squares of the gradients. Clipping and the check for non-finite gradients read that norm and send nothing.
 """
 
 from __future__ import annotations

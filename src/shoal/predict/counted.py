@@ -1,4 +1,4 @@
-"""A layer and the ends of Shoal's own engine on a measured device: every operator, as long as it was seen to take.
+"""Time of Shoal's own layers on a calibrated device: every operator at its measured rate.
 
 The operators that only move bytes are those of ``predict/eager.py``.
 """

@@ -1,4 +1,4 @@
-"""Every operator that Shoal's own network starts beside its matrix products and attention, with the bytes it moves.
+"""Every operator of Shoal's network besides matrix products and attention, with the bytes it moves.
 
 The network runs operator by operator, so each one reads its inputs from memory and writes its result there. What is
 listed here is what torch's autograd really issues; a test counts the operators of the running network and compares.

@@ -1,4 +1,4 @@
-"""What experts communicate (``ep``): tokens to their experts and back, and the gradients and states of the experts.
+"""Traffic of expert parallelism (``ep``): tokens to their experts and back, and the experts' gradients and states.
 
 Announced ahead of the engine, which does not run it yet. Routing is taken to be balanced. t = a rank's tokens of a
 micro-batch, c = compute width. For every layer with experts and every micro-batch, over ``ep``:

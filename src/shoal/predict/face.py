@@ -1,4 +1,4 @@
-"""The library's ``shoal.predict``: one layout's memory and time from names or values."""
+"""``shoal.predict``: memory and time of one layout, from names or values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model FLOPs: the one convention that every rate in Shoal is counted in.
+"""Model FLOPs: the one convention behind every rate that Shoal reports.
 
 Counted are the multiplications and additions of the matrix products that the mathematics needs, forward and
 backward: two a weight and token forward, four backward. Causal attention is counted once (half of the square, and

@@ -1,4 +1,4 @@
-"""How long the host takes to start a step's kernels, and how much of that the device waits for.
+"""Kernel-launch time on the host, and how much of it the device waits for.
 
 Where it was not measured it is a property of the software stack, in layers' forward passes.
 """

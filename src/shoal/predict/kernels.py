@@ -1,4 +1,4 @@
-"""How long kernels take on one device: matrix products by their shape, attention, and what only moves bytes."""
+"""Kernel time on one device: matrix products by shape, attention, memory-bound operators."""
 
 from __future__ import annotations
 

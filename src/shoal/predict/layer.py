@@ -1,4 +1,4 @@
-"""What one rank computes in a layer, and how long it takes: matrix products, attention, and what only moves bytes.
+"""What one rank computes in a layer, and how long it takes.
 
 Elementwise work is counted in passes: a pass reads or writes every element of a tensor once, at the compute width. On
 a device that was measured, Shoal's own engine is counted operator by operator instead (``predict/counted.py``).

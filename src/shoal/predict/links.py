@@ -1,4 +1,4 @@
-"""How long collectives take: latency and bandwidth, by the links that a group of ranks lies on.
+"""Collective time from latency and bandwidth of the links that a group spans.
 
 Ranks fill a cluster in order, so a group is given by its size and by how far apart in rank two neighbours in it are.
 """

@@ -1,4 +1,4 @@
-"""How long kernels take on a device that was measured: what the measurements say of shapes like the one asked for.
+"""Kernel time on a calibrated device, interpolated from measured shapes.
 
 A product or an attention that was measured takes as long as it took. Any other one takes what the general model of
 ``kernels.py`` says, times how far that was off for measured shapes, the nearest counting most.

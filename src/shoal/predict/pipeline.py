@@ -1,4 +1,4 @@
-"""What a pipeline communicates (``pp``): hidden states down, their gradients up, and a tied embedding's gradients.
+"""Traffic of a pipeline (``pp``): hidden states down, their gradients up, and a tied embedding's gradients.
 
 A link is a cut between a stage of this rank and its neighbour on another rank. For every link and micro-batch:
 

@@ -1,4 +1,4 @@
-"""What a prediction is asked about: everything that decides what a step costs, in one value."""
+"""A workload: everything that decides the cost of a step, in one value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What data parallelism with full replicas (``dp``) communicates: every gradient once a step, in buckets.
+"""Traffic of data parallelism (``dp``): every gradient once per step, in buckets.
 
 all-reduce over ``dp``, a bucket: its elements · reduce width
 """

@@ -1,4 +1,4 @@
-"""What sharding over the ranks of a replica communicates (``fsdp``, ``zero=1|2|3``); context ranks shard with them.
+"""Traffic of sharding within a replica (``fsdp``, ``zero=1|2|3``); context ranks shard too.
 
 N ranks share a copy, M = ``dp`` copies exist. A is a data rank's micro-batches; in a pipeline everything below happens
 once a step, as if A were 1. Elements include padding.

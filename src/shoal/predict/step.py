@@ -1,4 +1,4 @@
-"""How long a step takes: computation, communication that does not hide, idle pipelines, the optimizer, offload.
+"""Step time: compute, exposed communication, bubble, optimizer, offload.
 
 Times are those of the rank whose stage takes longest; with the pipeline's idle time they add up to the step.
 """

@@ -1,4 +1,4 @@
-"""What tensor parallelism communicates (``tp``, ``sp``): the residual stream, and a little in the loss.
+"""Traffic of tensor parallelism (``tp``, ``sp``): the residual stream, and a little in the loss.
 
 x = the tokens of a micro-batch · hidden · compute width. For every micro-batch and the layers of a rank, over ``tp``:
 

@@ -1,4 +1,4 @@
-"""What one rank communicates in a training step, composed of what each strategy does.
+"""What one rank communicates in a step, composed from each strategy's traffic.
 
 ``calls`` is for planning: cheap, and close where buckets are concerned. ``traffic`` is to the byte and to the call what
 a rank of the running engine is counted to issue.

@@ -1,4 +1,4 @@
-"""How long offload takes (``offload``): what waits off the device travels to it and back, beside the computation.
+"""Offload time: transfers to the device and back, overlapped with compute.
 
 optimizer    once a step: gradients out, updated weights in; between them a CPU updates, or states pass through a disk
 params       every micro-batch: a rank's part of the weights comes in for the forward pass and for the backward pass

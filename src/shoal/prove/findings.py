@@ -1,4 +1,4 @@
-"""Where a dry run differs from its prediction, in words: the operation, the category, the module, the line."""
+"""Differences between a dry run and its prediction, in words: operation, category, module, line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parity: the same run in each layout against one process. Losses, every gradient, every weight.
+"""Parity: the same run in each layout against one process: losses, every gradient, every weight.
 
 A layout that differs is taken apart: its strategies are switched off one at a time, and the one without which the
 difference is gone is named, with its file.

@@ -232,12 +232,12 @@ class Leading(Attempt):
     def _make_room(self, round: Round) -> None:
         """Have the workers stop after a step, with a commit, where a node has come that is of use."""
         alive = self.captain.alive()
-        everybody = frozenset({*round.nodes, *self._ready()})
+        candidates = frozenset({*round.nodes, *self._ready()})
         running = self.agent.crew.processes and self.agent.crew.first_death is None
-        if not running or everybody in self._considered or self.captain.call.regroup == round.number:
+        if not running or candidates in self._considered or self.captain.call.regroup == round.number:
             return
-        self._considered.add(everybody)
-        there = [node for node in [*round.nodes, *sorted(everybody - set(round.nodes))] if node in alive]
+        self._considered.add(candidates)
+        there = [node for node in [*round.nodes, *sorted(candidates - set(round.nodes))] if node in alive]
         try:
             larger = self._laid_out({node: alive[node] for node in there[: self.nodes.most]}).layout.world
         except BadInput:

@@ -1,4 +1,4 @@
-"""The memory ledger: what a rank holds at the fullest moment of a step.
+"""The memory ledger: what a rank holds at the peak of a step.
 
 From top to bottom: the inventory of a rank (``inventory``: its stages, their parameters, bytes per parameter and per
 micro-batch) → what each category holds of it (``states``: parameters and optimizer states; ``gradients``, with what

@@ -1,4 +1,4 @@
-"""What one block keeps of a micro-batch for its backward pass, and what that pass needs on top.
+"""Activation memory: what one block saves of a micro-batch for its backward pass, and what that pass adds.
 
 Counted tensor by tensor, as autograd keeps them: c bytes a value of the computation, w bytes (at least 4) where norms
 and rotations are computed. A split projection has 1/tp of the features and all of the tensor group's tokens; the
@@ -143,7 +143,7 @@ def _parts(model: Model, experts: bool, window: bool, work: BlockWorkload) -> Ke
     if model.parallel_residual and has_input:
         norm -= c * model.hidden * work.stream / 2  # both norms keep the same input
     if frozen and not {"gate_proj", "up_proj"} & set(work.adapters or ()):
-        entered /= 2  # nobody needs the MLP's input
+        entered /= 2  # the MLP's input is not needed
     inner, values, _ = _mlp(model, experts, work)
     if frozen and "down_proj" not in (work.adapters or ()):
         values -= c * inner
@@ -255,7 +255,7 @@ def _selected(model: Model, parts: KeptTensors, inner: float, work: BlockWorkloa
         used = c * tokens * (query + value + query) + inner
         return used + c * tokens * model.hidden, used
     products = c * tokens * (query + key + value + model.hidden) + gates
-    # Every product is let go as it is used again; the last one, which nobody uses, stays.
+    # Every product is let go as it is used again; the last one, which is not used, stays.
     return products + c * tokens * model.hidden, products
 
 

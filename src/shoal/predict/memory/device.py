@@ -1,4 +1,4 @@
-"""What a device holds beyond its tensors: workspaces, fragments, the driver's context, communicators."""
+"""Device memory beyond tensors: workspaces, fragmentation, CUDA context, communicators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FRAGMENTED_P90 = 1.071
 # A CUDA context with torch's kernels loaded, and a group's NCCL communicator: 0.5 to 0.7 GB were seen.
 CONTEXT = 500 * 2**20
 COMMUNICATOR = 600 * 10**6
-# A device's share of its machine's memory where nobody says: 2 TiB for eight, as in the vendors' reference systems; an
+# A device's share of its machine's memory if not given: 2 TiB for eight, as in the vendors' reference systems; an
 # eighth is left to the system and the data.
 HOST_MEMORY = 256 * 2**30
 HOST_USABLE = 7 / 8

@@ -1,4 +1,4 @@
-"""What the head and the loss hold: logits, their logarithms, their gradients, of the tokens that go through at once."""
+"""Memory of the head and the loss: logits, log-probabilities and gradients of one chunk of tokens."""
 
 from __future__ import annotations
 

@@ -256,10 +256,10 @@ class Campaign:
     def _strike_launcher(self, fault: Fault, record: Struck) -> None:
         process = self._running()
         name = fault.kind.name.split()[1]
-        everybody = descendants(process.pid) if fault.kind.target == "node" else []
+        processes = descendants(process.pid) if fault.kind.target == "node" else []
         record.committed, record.step = self._committed(), self._committed() + 1
         record.time = time.time()
-        send([process.pid, *everybody], signal.Signals[name])
+        send([process.pid, *processes], signal.Signals[name])
         if fault.kind.name not in ENDS_LAUNCHER:
             until = time.monotonic() + STOPPED_SECONDS
             while time.monotonic() < until and self._committed() < record.step + STOPPED_STEPS:
@@ -274,7 +274,7 @@ class Campaign:
             record.named_right = codes == [75] * len(codes)
             if not record.named_right:
                 raise Broken(f"asked to stop, the launchers ended with {codes}: {self._last_words()}")
-        self._wait_until_gone(everybody)
+        self._wait_until_gone(processes)
         self._launch()
 
     def _code_of(self, launcher: subprocess.Popen[bytes]) -> int:
@@ -291,18 +291,18 @@ class Campaign:
         choice = [index for index in range(len(self.nodes)) if not stopped or index != led_by]
         index = choice[int(fault.rank * len(choice))]
         process, node = self._launchers[index], self.nodes[index]
-        everybody = [process.pid, *descendants(process.pid)]
+        processes = [process.pid, *descendants(process.pid)]
         record.node = node
         record.committed, record.step = self._committed(), self._committed() + 1
         record.time = time.time()
         if stopped:
-            send(everybody, signal.SIGSTOP)
+            send(processes, signal.SIGSTOP)
             self._wait_until_told([record], before)
-            send(everybody, signal.SIGCONT)
+            send(processes, signal.SIGCONT)
             return
-        send(everybody, signal.SIGKILL)
+        send(processes, signal.SIGKILL)
         process.wait()
-        self._wait_until_gone(everybody)
+        self._wait_until_gone(processes)
         shutil.rmtree(RunDirectory(self.setting.run, node).memory().path, ignore_errors=True)
         self._launchers[index] = self._launch_on(node)
 
