@@ -34,7 +34,7 @@ USABLE = f"{H100.memory_bytes / 1e9:.0f} GB ({H100.memory_bytes / GIB:.1f} GiB)"
 
 
 def of(stack: Stack) -> Holdings:
-    """Bytes a parameter in bf16 with AdamW."""
+    """Bytes per parameter in bf16 with AdamW."""
     return holdings("bf16", "fp32", "fp32", "adamw", stack)
 
 
@@ -104,7 +104,7 @@ def shown(memory: Ledger) -> str:
 def sum_of_bytes() -> Row:
     parts = f"{WIDE.weight:g} + {WIDE.gradient:g} + {WIDE.master:g} + {WIDE.moments:g}"
     why = f"bf16 weights, fp32 gradients, master weights, moments. {weighs(BOTH):g} keeps bf16 gradients as well"
-    return "2 + 4 + 4 + 8 = 20 bytes a parameter", f"{parts} = {weighs(WIDE):g}", why
+    return "2 + 4 + 4 + 8 = 20 bytes per parameter", f"{parts} = {weighs(WIDE):g}", why
 
 
 def seventy_on_eight() -> Row:
@@ -114,10 +114,10 @@ def seventy_on_eight() -> Row:
     states = sum(rank_states(question.model, question.recipe, question.layout).values())
     why = (
         f"70e9 · {weighs(NO_MASTER):g} / 8, and · {weighs(PLAIN):g} / 8. A program can use {USABLE} of an H100. "
-        f"Llama 3's 70B has {parameter_count(question.model) / 1e9:.1f}e9 parameters, {states / 1e9:.0f} GB a GPU. "
+        f"Llama 3's 70B has {parameter_count(question.model) / 1e9:.1f}e9 parameters, {states / 1e9:.0f} GB per GPU. "
         f"`{command}`: {shown(ledger(question))}"
     )
-    right = f"{lean:.0f} GB a GPU at {weighs(NO_MASTER):g} bytes, {full:.0f} GB at {weighs(PLAIN):g}: neither fits"
+    right = f"{lean:.0f} GB per GPU at {weighs(NO_MASTER):g} bytes, {full:.0f} GB at {weighs(PLAIN):g}: neither fits"
     return "sharded over 8 GPUs of 80 GB, 70B fits", right, why
 
 
@@ -252,7 +252,7 @@ def activations() -> Row:
     states = weighs(ONCE) * parameter_count(PRESETS["llama2-7b"])
     why = (
         f"Beside {states / 1e9:.0f} GB of states. llama2-7b, bf16, flash attention, eager kernels: "
-        f"{a_token('llama2-7b', FLASH):.1f} · width bytes a token and layer ({a_token('llama3-8b', FLASH):.1f} in "
+        f"{a_token('llama2-7b', FLASH):.1f} · width bytes per token and layer ({a_token('llama3-8b', FLASH):.1f} in "
         f"llama3-8b's shape). Norms and SwiGLU fused: {kept(TITAN_COMPILED) / 1e9:.0f} GB; attention not fused, with "
         f"dropout: {kept(MEGATRON) / 1e9:.0f} GB; `recompute=full`: {kept(recompute='full') / 1e9:.1f} GB. The "
         f"{gpt:.0f} · width of Korthikanti et al. (2022) is GPT's block with dropout, without attention's scores. "

@@ -56,7 +56,7 @@ def test_no_figure_stands_outside_the_tables() -> None:
 # What the figures must come out as, whoever computes them.
 KNOWN: dict[Callable[[], Row], str] = {
     sum_of_bytes: "2 + 4 + 4 + 8 = 18",
-    seventy_on_eight: "105 GB a GPU at 12 bytes, 140 GB at 16: neither fits",
+    seventy_on_eight: "105 GB per GPU at 12 bytes, 140 GB at 16: neither fits",
     giant_on_eight: "2.8 TB of states, 0.64 TB of memory: impossible without offload",
     idle_share: "15.8 %",
     sharded_traffic: "1.5 times, in one precision",
