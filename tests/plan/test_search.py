@@ -15,6 +15,7 @@ from shoal.facts.legality import Case, broken
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.facts.stack import SHOAL
+from shoal.facts.strategies import OWNERS
 from shoal.plan.bounds import Bounds
 from shoal.plan.room import Room
 from shoal.plan.search import search
@@ -109,6 +110,19 @@ def test_every_layout_of_the_space_is_legal_canonical_and_there_once(on: str, ex
     for layout in random.Random(0).sample(layouts, 200):
         assert Layout.parse(str(layout)) == layout
         assert not list(broken(Case(layout, model, asked.seq, asked.batch, cluster, False)))
+
+
+def test_what_is_searched_for_the_engine_is_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def used(space: Space) -> set[str]:
+        every = [candidate.layout() for candidate in space.everything()]
+        return {key for key in ("cp", "ep", "offload") if any(OWNERS[key].works(layout) for layout in every)}
+
+    space = Space(MIXED, recipe(16, 4), 4, runnable=True)
+    assert used(space) == set()
+    for key in ("cp", "ep", "offload"):
+        with monkeypatch.context() as patch:
+            patch.setitem(OWNERS, key, replace(OWNERS[key], file="parallel/apply.py"))
+            assert used(space) == {key}
 
 
 def brute_force(model: Model, cluster: Cluster, asked: Recipe, runnable: bool) -> float | None:

@@ -56,6 +56,8 @@ def test_a_clean_bill() -> None:
             "recipe.reduce=bf16",
         ),
         (evidence("fsdp=8", exposed_comm=0.3, links=("fsdp·cp",)), "weight all-gather", "zero=2"),
+        (evidence("cp=8", exposed_comm=0.3, links=("cp",)), "context-parallel", "smaller cp"),
+        (evidence("dp=8", exposed_comm=0.3, links=("dp/ep",)), "gradient all-reduce", "recipe.batch"),
         (evidence(host_gaps=0.25), "host gaps 25% of the step: the device waits", "micro=4"),
         (evidence(question=question("dp=2,micro=2", "2xcpu"), host_gaps=0.25), "Python overhead", "micro=4"),
         (evidence("dp=8,micro=4", host_gaps=0.25), "host gaps 25%", "larger recipe.batch"),

@@ -193,7 +193,7 @@ def _line(seen: Seen) -> str:
 
 
 def _show(seen: Seen) -> None:
-    from shoal.prove.findings import CATEGORIES
+    from shoal.facts.ledger import CATEGORIES
     from shoal.train.metrics.observed import by_module
 
     print(f"rank {seen.rank}, stage {seen.stage}: {seen.seconds:.1f} s\n")

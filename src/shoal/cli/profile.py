@@ -164,7 +164,7 @@ def _times(measured: Profile) -> list[tuple[str, ...]]:
 
 
 def _memory(measured: Profile) -> list[tuple[str, ...]]:
-    from shoal.prove.profile import CATEGORIES
+    from shoal.facts.ledger import CATEGORIES
 
     held, predicted, errors = measured.memory, measured.plan.memory, measured.errors["memory"]
     rows: list[tuple[str, ...]] = [("memory", "measured", "predicted", "error")]

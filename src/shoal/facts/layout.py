@@ -22,6 +22,7 @@ Zero = Literal[1, 2, 3]
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "ulysses")
+DEGREES = ("dp", "fsdp", "tp", "cp", "pp", "ep")
 OFFLOADABLE = ("optimizer", "params", "activations")
 
 # Stages run down the ranks and back up, so rank 0 has the first and the last: two chunks a rank, neither more nor less.
@@ -116,7 +117,7 @@ class Layout(BaseModel):
 
     @property
     def degrees(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("dp", "fsdp", "tp", "cp", "pp", "ep")}
+        return {name: getattr(self, name) for name in DEGREES}
 
     def micro_batch(self, batch: int) -> int:
         """Sequences in one micro-batch of one data rank: as written, else all of them or enough to fill a pipeline."""
@@ -145,7 +146,7 @@ class Layout(BaseModel):
 
     def __str__(self) -> str:
         """Canonical order, defaults left out; what is printed is read back as the same layout."""
-        return ",".join(f"{name}={_printed(value)}" for name, value in self.written().items()) or "dp=1"
+        return ",".join(f"{name}={printed(value)}" for name, value in self.written().items()) or "dp=1"
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -190,7 +191,8 @@ def divisors(total: int) -> list[int]:
     return sorted({*small, *(total // part for part in small)})
 
 
-def _printed(value: Any) -> str:
+def printed(value: Any) -> str:
+    """A value of one of its keys, as a layout prints it."""
     if isinstance(value, bool):
         return str(int(value))
     return "+".join(str(part) for part in value) if isinstance(value, tuple) else str(value)

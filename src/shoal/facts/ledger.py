@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "buffers")
+# What is tracked by itself and is a part of a category.
+PART_OF = {"messages": "buffers"}
+
 
 @dataclass(frozen=True)
 class Ledger:

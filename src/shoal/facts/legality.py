@@ -16,6 +16,7 @@ from shoal.facts.model import Model
 from shoal.facts.parameter_groups import experts_fit
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.recipe import Recipe
+from shoal.facts.strategies import STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def _experts(case: Case) -> Iterator[Violation]:
 def _strict(case: Case) -> Iterator[Violation]:
     if not case.strict:
         return
-    for axis in ("tp", "cp", "ep"):
+    for axis in (one.key for one in STRATEGIES if not one.strict):
         degree = getattr(case.layout, axis)
         if degree > 1:
             what = f"run.strict: {axis}={degree} sums in a different order than one rank"

@@ -17,7 +17,7 @@ from math import log2
 from typing import Any, NamedTuple
 
 from shoal.facts.cluster import Cluster
-from shoal.facts.layout import DEFAULT_CHUNKS, Layout, divisors
+from shoal.facts.layout import DEFAULT_CHUNKS, DEGREES, Layout, divisors
 from shoal.facts.legality import Case, broken, nearest_divisor, nearest_first, violations, worlds
 from shoal.facts.model import Model
 from shoal.facts.problem import Problem
@@ -30,7 +30,7 @@ FEW = 5
 # Combinations whose policies are tried: a bound on the time spent where nothing is legal.
 MOST_TRIED = 200
 
-POLICIES = ("zero", "unit", "sp", "cp_kind", "schedule", "chunks", "micro", "recompute", "offload")
+POLICIES = tuple(key for key in Layout.model_fields if key not in DEGREES)
 # What one degree breaks, and other degrees put right.
 RULES_OF_SEVERAL = {"world", "expert ranks"}
 

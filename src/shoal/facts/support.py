@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shoal.facts import strategies
 from shoal.facts.config import Config
-from shoal.facts.layout import Layout
+from shoal.facts.layout import DEGREES, Layout, printed
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem
 
@@ -25,16 +26,15 @@ def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem
 
 def runs(layout: Layout) -> bool:
     """Whether the engine runs all of a layout."""
-    return not any(_in_layout(layout))
+    return not strategies.missing(layout)
 
 
 def _in_layout(layout: Layout) -> Iterator[tuple[str, str]]:
-    for axis in ("cp", "ep"):
-        degree = getattr(layout, axis)
-        if degree > 1:
-            yield f"layout: {axis}={degree}", f"{axis}=1; dp, fsdp, tp and pp are run"
-    if layout.offload:
-        yield f"layout: offload={'+'.join(str(part) for part in layout.offload)}", "offload=none"
+    *others, last = (axis for axis in DEGREES if strategies.OWNERS[axis].runs)
+    run = f"; {', '.join(others)} and {last} are run"
+    for one in strategies.missing(layout):
+        value = printed(getattr(layout, one.key))
+        yield f"layout: {one.key}={value}", f"{one.key}={one.off}{run if one.key in DEGREES else ''}"
 
 
 def _in_model(model: Model) -> Iterator[tuple[str, str]]:

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from shoal.facts.strategies import STRATEGIES
 from shoal.observe.lines import line_of_ours
 from shoal.observe.subclasses import plain_tensors
 
 # What code makes, by the place that it is in: the innermost one on the stack that is listed here decides.
 PLACES = {
-    "torch/distributed/fsdp/": "buffers",
-    "shoal/parallel/pipeline.py": "messages",
-    "shoal/parallel/sequence.py": "activations",
-    "shoal/parallel/replicate.py": "buffers",
-    "shoal/parallel/zero.py": "buffers",
+    **{
+        place if place.startswith("torch/") else f"shoal/{place}": one.memory
+        for one in STRATEGIES
+        for place in one.made_in
+    },
     "shoal/parallel/shared.py": "buffers",
     "shoal/train/optimizer.py": "buffers",
     "torch/optim/": "buffers",

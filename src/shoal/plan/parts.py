@@ -6,17 +6,15 @@ its default: a schedule, chunks, units, a stage of ZeRO, a micro-batch of one's 
 
 from __future__ import annotations
 
-from shoal.facts.layout import DEFAULT_CHUNKS, Layout
+from shoal.facts.layout import DEFAULT_CHUNKS, DEGREES, Layout
 from shoal.plan.space import Candidate, Order, Share, Split, States, layout_of
 from shoal.predict.question import Question
-
-AXES = ("fsdp", "tp", "cp", "pp", "ep")
 
 
 def parts(question: Question) -> list[str]:
     """By the name of their key, in the order in which a layout is printed."""
     written = plain(question.layout, question.recipe.batch).written()
-    if not any(axis in written for axis in AXES):
+    if not any(axis in written for axis in DEGREES if axis != "dp"):
         written.pop("dp", None)
     offload = written.pop("offload", ())
     return [*written, *(f"offload={part}" for part in offload)]

@@ -9,6 +9,7 @@ from typing import Any
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout, divisors
 from shoal.facts.legality import Case, broken
+from shoal.facts.strategies import OWNERS
 from shoal.plan.asked import Asked
 from shoal.plan.explain import GIB
 from shoal.plan.judge import UNRUN, Plan, judge
@@ -78,7 +79,7 @@ def for_layout(asked: Asked, layout: Layout) -> list[Remedy]:
 def for_model(asked: Asked, runnable: bool = False) -> list[Remedy]:
     """Where nothing fits: LoRA on what is there, or the smallest number of GPUs on which something does.
 
-    ``runnable``: something that the engine runs, hence without offload.
+    ``runnable``: something that the engine runs.
     """
     found = []
     if asked.lora is None:
@@ -87,7 +88,7 @@ def for_model(asked: Asked, runnable: bool = False) -> list[Remedy]:
             found.append(Remedy(f"LoRA with rank {Lora().rank} on these GPUs", plan))
     more = more_devices(asked, runnable)
     if more:
-        resting = " without offload" if runnable else ""
+        resting = " without offload" if runnable and not OWNERS["offload"].runs else ""
         found.append(Remedy(f"{more.world} GPUs{resting}", more))
     return _run_first(found)
 

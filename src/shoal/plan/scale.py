@@ -79,7 +79,7 @@ def cost(plan: Plan, tokens: int, price: float | None = None) -> Cost:
 def best(asked: Asked, runnable: bool = False) -> Plan | None:
     """What to run, something that the engine runs where there is such; None where nothing fits.
 
-    ``runnable``: nothing but what the engine runs, hence no offload.
+    ``runnable``: nothing but what the engine runs.
     """
     chosen = searched(asked.question(Layout()), 1, runnable).chosen
     return chosen.plan if chosen else None

@@ -32,6 +32,7 @@ from shoal.facts.legality import Case, broken
 from shoal.facts.model import Model
 from shoal.facts.parameter_groups import Placement, experts_fit, placement
 from shoal.facts.recipe import Recipe
+from shoal.facts.strategies import OWNERS
 
 # Where a key has no natural end, these values are searched.
 CHUNKS = (1, 2, 3, 4, 6, 8)
@@ -144,8 +145,8 @@ class Space:
         for tp in divisors(self.devices):
             if not self._legal(Layout(tp=tp, sp=False)):
                 continue
-            for cp in divisors(self.devices // tp):
-                if (self.runnable and cp > 1) or not self._ways(tp, cp):
+            for cp in divisors(self.devices // tp) if self._searched("cp") else (1,):
+                if not self._ways(tp, cp):
                     continue
                 for pp in divisors(self.devices // (tp * cp)):
                     data = self.devices // (tp * cp * pp)
@@ -203,7 +204,7 @@ class Space:
 
     @property
     def offloads(self) -> tuple[tuple[Offload, ...], ...]:
-        return OFFLOADS if self.apart and not self.runnable else ()
+        return OFFLOADS if self.apart and self._searched("offload") else ()
 
     def everything(self) -> Iterator[Candidate]:
         """All of it, one by one."""
@@ -267,9 +268,12 @@ class Space:
 
     def _expert_degrees(self, split: Split) -> list[int]:
         experts = self.model.experts
-        if experts is None or self.runnable:
+        if experts is None or not self._searched("ep"):
             return [1]
         return [ep for ep in divisors(experts.count) if split.data * split.cp % ep == 0]
+
+    def _searched(self, key: str) -> bool:
+        return OWNERS[key].runs or not self.runnable
 
     def _legal(self, layout: Layout) -> bool:
         case = Case(layout, self.model, self.recipe.seq, self.recipe.batch, None, strict=False)

@@ -17,7 +17,7 @@ from itertools import repeat
 import torch
 
 from shoal.facts.layout import Layout
-from shoal.facts.ledger import Ledger
+from shoal.facts.ledger import CATEGORIES, PART_OF, Ledger
 from shoal.facts.ranks import coordinates, stride
 from shoal.facts.traffic import Traffic
 from shoal.launch.local import PRELOAD, warm_workers
@@ -30,7 +30,7 @@ from shoal.predict.memory.device import on_top, workspace
 from shoal.predict.question import Question
 from shoal.predict.traffic import traffic
 from shoal.prove.fake import SumsInPlace, fake_rank, without_data
-from shoal.prove.findings import CATEGORIES, FLOOR, Finding, in_memory, in_messages, in_traffic
+from shoal.prove.findings import FLOOR, Finding, in_memory, in_messages, in_traffic
 from shoal.prove.kernels import pinned
 from shoal.train.data.loader import Batch
 from shoal.train.metrics.observed import watched
@@ -146,11 +146,13 @@ def _batch(question: Question) -> Batch:
 
 
 def _ledger(question: Question, stage: int, held: dict[str, int], at: Origin | None) -> Ledger:
-    held["buffers"] = held.get("buffers", 0) + held.pop("messages", 0) + workspace(question)
-    peak = sum(held.values())
+    own = dict.fromkeys(CATEGORIES, 0)
+    for category, size in (*held.items(), ("buffers", workspace(question))):
+        own[PART_OF.get(category, category)] += size
+    peak = sum(own.values())
     band = on_top(question, peak)
     return Ledger(
-        **{name: held.get(name, 0) for name in CATEGORIES},
+        **own,
         peak_allocated=peak,
         reserved=band.reserved,
         device_total=band.total,

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from shoal.facts.ledger import Ledger
+from shoal.facts.ledger import CATEGORIES, PART_OF, Ledger
 from shoal.facts.schedule import RECEIVES, SENDS, Instruction, rank_program
 from shoal.facts.traffic import Traffic
 from shoal.observe.collectives import Call
 from shoal.observe.memory import Place
 from shoal.predict.question import Question
 
-CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "buffers")
 # How far a category, and the peak, may be off; and how little of the peak is not worth a word.
 TOLERANCE = 0.01
 NEGLIGIBLE = 0.002
@@ -95,8 +94,11 @@ def in_memory(
         found, wanted = getattr(seen, category), getattr(predicted, category)
         if abs(found - wanted) <= max(TOLERANCE * wanted, NEGLIGIBLE * predicted.peak_allocated, floor):
             continue
-        kinds = (category, "messages") if category == "buffers" else (category,)
-        held = [(place, size) for place, size in places.items() if place.category in kinds]
+        held = [
+            (place, size)
+            for place, size in places.items()
+            if PART_OF.get(place.category, place.category) == category
+        ]
         most = _most((place.module or "no module", size) for place, size in held)
         # What is kept too long may be little in each module: all that one line has made tells it better.
         lines = _most((place.where, size) for place, size in held if place.where)

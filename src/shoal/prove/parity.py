@@ -7,16 +7,16 @@ difference is gone is named, with its file.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from shoal.facts.boxes import summed_over
 from shoal.facts.config import Config
 from shoal.facts.layout import Layout
 from shoal.facts.parameters import by_name
+from shoal.facts.strategies import STRATEGIES, Strategy
 from shoal.launch.ranks import RankFailed, run_ranks
 from shoal.parallel.segment import EMBEDDING
 from shoal.plan.resolve import Job, resolve
@@ -121,14 +121,14 @@ class Prover:
 
     def _blame(self, verdict: Verdict) -> Verdict:
         """Name the strategy without which the layout is fine; where that is none of them alone, all of them."""
-        strategies = _strategies(verdict.layout)
-        guilty = [key for key, without in strategies if len(strategies) == 1 or self._judge(without).ok] or [
-            key for key, _ in strategies
-        ]
-        files = dict.fromkeys(self._file(key, verdict) for key in guilty)
-        return replace(verdict, strategy=", ".join(guilty), file=", ".join(files))
+        layout = verdict.layout
+        suspects = [one for one in STRATEGIES if one.works(layout)]
+        guilty = [one for one in suspects if len(suspects) == 1 or self._judge(without(one, layout)).ok]
+        guilty = guilty or suspects
+        files = dict.fromkeys(self._file(one, verdict) for one in guilty)
+        return replace(verdict, strategy=", ".join(one.key for one in guilty), file=", ".join(files))
 
-    def _file(self, key: str, verdict: Verdict) -> str:
+    def _file(self, strategy: Strategy, verdict: Verdict) -> str:
         """Where a strategy lives, or that part of it that the first wrong tensor points to."""
         layout, model = verdict.layout, self.job(verdict.layout).model
         at_first = {one.tensor for one in verdict.differing if one.what == "gradient" and one.step == 1}
@@ -136,17 +136,9 @@ class Prover:
             name for name in at_first if summed_over(by_name(model)[name], layout.tp, layout.sp) is not None
         }
         tied = at_first & {EMBEDDING} if model.tied else set()
-        if at_first and at_first == {"tp": summed, "pp": tied}.get(key):
+        if at_first and at_first == {"tp": summed, "pp": tied}.get(strategy.key):
             return "parallel/shared.py"  # nothing but sums over ranks that hold the same parameter
-        if key == "fsdp":
-            return "parallel/shard.py" if layout.zero == 3 else "parallel/zero.py"
-        return {
-            "dp": "parallel/replicate.py",
-            "tp": "parallel/tensor.py",
-            "pp": "parallel/pipeline.py",
-            "recompute": "parallel/recompute.py",
-            "micro": "train/step.py",
-        }[key]
+        return strategy.file_in(layout)
 
 
 def job_of(config: Config, layout: Layout, precision: str, visible: str | None = None) -> Job:
@@ -214,18 +206,7 @@ def _worst(amounts: list[float]) -> float:
     return max((amount if amount == amount else float("inf") for amount in amounts), default=0.0)
 
 
-def _strategies(layout: Layout) -> list[tuple[str, Layout]]:
-    """The strategies at work in a layout, each with the layout that lacks it alone."""
-    return list(_each_off(layout))
-
-
-def _each_off(layout: Layout) -> Iterator[tuple[str, Layout]]:
-    written: dict[str, Any] = layout.written()
-    companions = {"pp": ("schedule", "chunks"), "fsdp": ("zero", "unit"), "tp": ("sp",)}
-    for key in ("recompute", "tp", "pp", "fsdp", "dp", "micro"):
-        if key not in written:
-            continue
-        off = {key, *companions.get(key, ())}
-        # A pipeline's micro-batches would not fit what is left, so they are chosen anew.
-        off |= {"micro"} if key in ("pp", "fsdp", "dp") else set()
-        yield key, Layout(**{name: value for name, value in written.items() if name not in off})
+def without(strategy: Strategy, layout: Layout) -> Layout:
+    """The layout that lacks this strategy alone."""
+    off = {strategy.key, *strategy.policies, *strategy.resets}
+    return Layout(**{key: value for key, value in layout.written().items() if key not in off})

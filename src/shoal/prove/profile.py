@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from shoal.facts import calibration
+from shoal.facts.ledger import CATEGORIES
 from shoal.facts.problem import BadInput
 from shoal.facts.ranks import AXES
+from shoal.facts.strategies import PIPELINE, purpose_of
 from shoal.launch import local
 from shoal.observe.kinds import COPIES
 from shoal.plan.judge import Plan, as_json, judge
@@ -28,8 +30,6 @@ from shoal.train.rundir import RunDirectory
 if TYPE_CHECKING:
     from shoal.prove.profiled import Seen
 
-# What the memory ledger tells apart.
-CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "buffers")
 # Of a part that is so little of the whole, an error in percent says nothing.
 NEXT_TO_NOTHING = 1e-3
 
@@ -194,7 +194,7 @@ class Profile:
         seen = {group: seconds for group, seconds in waits.items() if group in AXES}
         found = seen or self.plan.step.links
         links = sorted(found.items(), key=lambda link: -link[1])
-        return [group for group, seconds in links if seconds and not group.startswith("pp")]
+        return [group for group, seconds in links if seconds and purpose_of(group) != PIPELINE]
 
     @cached_property
     def evidence(self) -> Evidence:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from shoal.facts.devices import Link
 from shoal.facts.layout import ONE_CHUNK
+from shoal.facts.strategies import BY_NAME, CONTROL, SHARD, purpose_of
 from shoal.predict.memory import ledger
 from shoal.predict.question import Question
 from shoal.prove.bubble import Pipeline
@@ -110,16 +111,9 @@ def _parts(evidence: Evidence) -> Iterator[tuple[float, str]]:
 
 
 def _communication(evidence: Evidence) -> str:
-    group = evidence.links[0] if evidence.links else ""
+    group = evidence.links[0] if evidence.links else CONTROL
     link = _link(evidence.question, group)
-    what, fix = {
-        "tp": ("tensor-parallel collectives", "a smaller tp and more fsdp"),
-        "dp": ("gradient all-reduce", "more tokens per step (recipe.batch), or recipe.reduce=bf16"),
-        "ep": ("expert all-to-all", "a smaller ep"),
-    }.get(
-        group.partition(" ")[0],
-        ("weight all-gather and gradient reduce-scatter", "a larger micro, or zero=2 or zero=1 if it fits"),
-    )
+    what, fix = BY_NAME.get(purpose_of(group), BY_NAME[SHARD]).exposed
     return f"{what} exposed for {evidence.exposed_comm:.0%} of the step, over {link.kind}: {fix}"
 
 
