@@ -211,6 +211,65 @@ def test_the_bubble_is_what_lies_between_a_ranks_computations_while_others_compu
     assert result.host_gaps == 40 - 15 - 2 - 5 - 11.25
 
 
+def test_only_messages_between_stages_are_no_communication_of_the_step() -> None:
+    """gloo names no group. What a computation sends goes to another axis, whose step waits for it."""
+    recording = sort_out(
+        [
+            named("shoal step", 0, 40),
+            named("shoal RF1.0<0", 0, 1),
+            operator("c10d::recv_", 0, 1),
+            named("gloo:recv", 0.5, 4),
+            named("shoal F1.0", 1, 20),
+            operator("aten::mm", 4, 6),
+            operator("c10d::send", 6, 7),
+            named("gloo:send", 6.5, 9),
+            operator("c10d::recv_", 7, 8),
+            named("gloo:recv", 7.5, 12),
+            operator("aten::mm", 12, 20),
+            named("shoal SF1.0>2", 20, 21),
+            operator("c10d::send", 20, 21),
+            named("gloo:send", 20.5, 30),
+        ],
+        {"0": "world", "1": "cp", "2": "pp"},
+        {"0": "control", "1": "context", "2": "pipeline", "7": "pipeline"},
+    )
+    assert [(talk.operation, talk.start, talk.end) for talk in recording.talks] == [
+        ("send", 6.5, 9),
+        ("receive", 7.5, 12),
+        ("send", 6, 7),
+        ("receive", 7, 8),
+    ]
+    assert spent(recording).communication == 12 - 6
+
+
+def test_on_a_gpu_the_group_tells_whose_message_it_is() -> None:
+    def kernel(start: float, end: float, group: str, number: int) -> dict[str, Any]:
+        details = {"correlation": number, "Process Group Name": group}
+        return chrome(
+            "kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", start, end, **details
+        )
+
+    def launch(at: float, number: int) -> dict[str, Any]:
+        return chrome("cuda_runtime", "cudaLaunchKernelExC", at, at + 0.1, correlation=number)
+
+    events = [
+        chrome("user_annotation", "shoal step", 0, 60),
+        chrome("user_annotation", "shoal RF1.0<0", 0, 2),
+        launch(1, 1),
+        kernel(1, 9, "7", 1),
+        chrome("user_annotation", "shoal F1.0", 2, 6),
+        launch(3, 2),
+        kernel(10, 14, "3", 2),  # an all-to-all, as NCCL does it
+        chrome("user_annotation", "shoal SF1.0>2", 6, 8),
+        # Of a batch torch does not tell the group; the instruction that launched it does.
+        launch(7, 3),
+        kernel(20, 30, "", 3),
+    ]
+    names, purposes = {"3": "ep"}, {"3": "expert", "7": "pipeline"}
+    recording = sort_out(trace.spans({"traceEvents": events}), names, purposes)
+    assert [(talk.operation, talk.group) for talk in recording.talks] == [("all_to_all", "ep")]
+
+
 def test_a_pipeline_of_two_ranks_from_its_traces() -> None:
     """1f1b with two micro-batches, forward 10 and backward 20 seconds; every message takes a second."""
     made = {

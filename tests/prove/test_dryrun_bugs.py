@@ -8,19 +8,26 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from tests.predict.counted import ask
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.facts.clusters import find
+from shoal.facts.layout import Layout
+from shoal.facts.parameter_groups import placement
 from shoal.facts.schedule import RECEIVES, SENDS, Instruction
 from shoal.models import attention
+from shoal.observe.collectives import CollectiveCounter
 from shoal.parallel import sequence, shard
-from shoal.parallel.execute import Executor
+from shoal.parallel.execute import Executor, Underway
 from shoal.parallel.pipeline import Channels
+from shoal.parallel.shared import Shared
 from shoal.parallel.zero import ShardedStates
 from shoal.predict.question import Question
 from shoal.prove.dryrun import Seen, dryrun
+from shoal.prove.fake import fake_rank
 from shoal.prove.findings import Finding, between_stages
 from shoal.prove.kernels import WrongKernel
 
@@ -193,6 +200,73 @@ def test_a_stage_that_forgets_a_message() -> None:
     calls = [call for call in first.calls if call is not forgotten]
     text = the_one(list(between_stages([calls, second.calls])), "messages")
     assert text == "pipeline rank 0 to 1: 7 messages are sent and 8 received"
+
+
+# Messages of another strategy: not the pipeline's business.
+
+
+def test_a_ring_beside_a_pipeline_is_not_taken_for_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = "tp=2,pp=2,micro=1"
+    usual = [clean(layout, rank) for rank in (0, 2)]
+    forward, kept = Executor._forward, []
+
+    def ring(
+        executor: Executor, stage: int, micro: int, underway: Underway, place: int | None = None
+    ) -> None:
+        """As ring attention will: what a computation holds goes to the neighbour on another axis, and comes back."""
+        forward(executor, stage, micro, underway, place)
+        group, neighbour = executor.mesh.group("tp"), 1 - executor.mesh.place["tp"]
+        kept.append(torch.ones(7, 3))
+        ways = [
+            dist.P2POp(way, kept[-1], group=group, group_peer=neighbour) for way in (dist.isend, dist.irecv)
+        ]
+        dist.batch_isend_irecv(ways)
+
+    monkeypatch.setattr(Executor, "_forward", ring)
+    seen = [dryrun(question_of(layout), rank) for rank in (0, 2)]
+    for ours, before in zip(seen, usual, strict=True):
+        others = [call for call in ours.calls if call.peer is not None and call.purpose != "pipeline"]
+        assert {(call.op, call.group, call.purpose) for call in others} == {
+            ("send", "tp", "tensor"),
+            ("receive", "tp", "tensor"),
+        }
+        assert [call for call in ours.calls if call.purpose == "pipeline"] == [
+            call for call in before.calls if call.purpose == "pipeline"
+        ]
+        # It is not predicted, which is traffic's to say; the schedule has nothing to do with it.
+        assert {finding.kind for finding in ours.findings} == {"traffic"}
+        assert all(" in tp: 8 calls with " in finding.text for finding in ours.findings)
+        messages = [
+            sum(size for place, size in one.places.items() if place.category == "messages")
+            for one in (ours, before)
+        ]
+        assert messages[0] == messages[1] > 0
+    assert list(between_stages([one.calls for one in seen])) == []
+
+
+def test_every_group_of_a_rank_knows_what_it_is_for() -> None:
+    """Also those that strategies make for themselves: the ring's neighbours are not the pipeline's."""
+    layout = Layout(dp=2, fsdp=2, cp=2, tp=4, pp=2, zero=1)
+    model = ask("tp=4", SMALL).model
+    with fake_rank(layout, 5, "gloo") as mesh:
+        Shared(model, mesh, own_head=True)
+        channels = Channels(mesh)
+        sharded = mesh.group_of(placement(tp=4, cp=2, fsdp=2, dp=2).sharded)
+        line, ring = channels.groups[0]["down"], mesh.group("cp")
+        assert sharded is not None and ring is not None
+        with CollectiveCounter(mesh.names, mesh.purposes, log=True) as counter:
+            for group in (line, ring):
+                dist.send(torch.ones(2), group=group, group_dst=1 - dist.get_rank(group))
+            dist.all_reduce(torch.ones(2), group=sharded)
+            dist.all_reduce(torch.ones(2), group=mesh.control)
+        named = {purpose: name for name, purpose in mesh.purposes.items()}
+    assert set(named) == {"replicate", "shard", "context", "tensor", "pipeline", "control"}
+    assert [(call.op, call.purpose) for call in counter.calls] == [
+        ("send", "pipeline"),
+        ("send", "context"),
+        ("all_reduce", "shard"),
+        ("all_reduce", "control"),
+    ]
 
 
 # Wrong shapes and wrong kernels end the dry run.

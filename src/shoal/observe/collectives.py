@@ -39,19 +39,28 @@ class Call:
     dtype: str
     peer: int | None  # whom a message goes to or comes from, as its rank in the group
     where: str  # the innermost line of ours
+    purpose: str  # the strategy that it is issued for; empty where nothing tells
 
 
 class CollectiveCounter(TorchDispatchMode):
     """Counts while it is active; the counts stay readable afterwards, and ``reset`` begins anew.
 
     ``names`` gives groups readable names: by torch's name for the group (``group.group_name``), or as a function of
-    that and its ranks. A group without one is shown by its ranks. With ``log``, ``calls`` keeps every call, in order.
+    that and its ranks. A group without one is shown by its ranks. ``purposes``: what each group is for, by torch's name
+    for it. With ``log``, ``calls`` keeps every call, in order.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, names: Mapping[str, str] | Namer | None = None, *, log: bool = False) -> None:
+    def __init__(
+        self,
+        names: Mapping[str, str] | Namer | None = None,
+        purposes: Mapping[str, str] | None = None,
+        *,
+        log: bool = False,
+    ) -> None:
         super().__init__()
+        self._purposes = purposes or {}
         self._name: Namer = names if callable(names) else lambda name, ranks: (names or {}).get(name)
         self._log = log
         self._known: dict[str, str] = {}
@@ -78,21 +87,27 @@ class CollectiveCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace in NAMESPACES:
-            group = _group(func, args, kwargs)
+            group = group_of_call(func, args, kwargs)
             if group is not None:
                 for operation, buffers, peer in _operations(func, args, kwargs, result):
-                    self._count(operation, self._readable(group), buffers, peer)
+                    self._count(operation, group, buffers, peer)
         return result
 
     def _count(
-        self, operation: str, group: str, buffers: Sequence[list[torch.Tensor]], peer: int | None
+        self,
+        operation: str,
+        group: dist.ProcessGroup,
+        buffers: Sequence[list[torch.Tensor]],
+        peer: int | None,
     ) -> None:
         largest = max((_bytes(buffer) for buffer in buffers), default=0)
-        count, total = self._sums.get((operation, group), (0, 0))
-        self._sums[operation, group] = (count + 1, total + largest)
+        key = operation, self._readable(group)
+        count, total = self._sums.get(key, (0, 0))
+        self._sums[key] = (count + 1, total + largest)
         if self._log:
             dtype = next((str(tensor.dtype) for buffer in buffers for tensor in buffer), "")
-            call = Call(operation, group, largest, dtype.removeprefix("torch."), peer, line_of_ours())
+            purpose = self._purposes.get(group.group_name, "")
+            call = Call(*key, largest, dtype.removeprefix("torch."), peer, line_of_ours(), purpose)
             self.calls.append(call)
 
     def _readable(self, group: dist.ProcessGroup) -> str:
@@ -103,7 +118,7 @@ class CollectiveCounter(TorchDispatchMode):
         return self._known[name]
 
 
-def _group(func: Any, args: tuple, kwargs: dict[str, Any]) -> dist.ProcessGroup | None:
+def group_of_call(func: Any, args: tuple, kwargs: dict[str, Any]) -> dist.ProcessGroup | None:
     """The process group an operator of c10d talks in; None for one that does not communicate (a wait, a check).
 
     The one place that knows how torch hands a group to an operator: boxed as a script object, or by its name, which

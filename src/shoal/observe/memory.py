@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.observe.origin import SENT, Origin, Origins
+from shoal.observe.origin import Origin, Origins
 from shoal.observe.subclasses import is_fake, plain_tensors, takes_itself_apart
 
 
@@ -168,8 +168,8 @@ class MemoryTracker(TorchDispatchMode):
                     self._resized(tensor.untyped_storage())
         for tensor in plain_tensors(result):
             self._follow(tensor, func, args)
-        if self._origins is not None and func._schema.name in SENT:
-            self.mark(plain_tensors(args), "messages")
+        if self._origins is not None and (category := self._origins.sent_as(func, args)):
+            self.mark(plain_tensors(args), category)
         return result
 
     def __enter__(self) -> MemoryTracker:

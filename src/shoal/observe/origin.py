@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, TracebackType
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from shoal.facts.strategies import STRATEGIES
+from shoal.facts.strategies import BY_NAME, PIPELINE, STRATEGIES
+from shoal.observe.collectives import group_of_call
 from shoal.observe.lines import line_of_ours
 from shoal.observe.subclasses import plain_tensors
 
@@ -33,8 +34,8 @@ PLACES = {
 }
 # Whole gradients that FSDP adds up over the micro-batches of a pipeline.
 ADDED_UP = "to_accumulated_grad_if_needed"
-# What is sent becomes a message, whatever it was before.
-SENT = ("c10d::send", "c10d::batch_p2p_ops")
+# What a pipeline sends becomes a message, whatever it was before. Others send what they hold for another reason.
+SENDS = ("c10d::send", "c10d::batch_p2p_ops")
 OF_WEIGHTS = {"params", "buffers", "grads", "optimizer"}
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 LOOKED_UP = (torch.ops.aten.embedding_dense_backward.default,)
@@ -60,8 +61,11 @@ class Origin(NamedTuple):
 class Origins:
     """Follows the modules of some networks while it is active, and says where a new tensor comes from."""
 
-    def __init__(self, networks: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
-        """``parameters`` are those that the networks compute with."""
+    def __init__(
+        self, networks: Iterable[nn.Module], parameters: Iterable[Tensor], purposes: Mapping[str, str]
+    ) -> None:
+        """``parameters`` are those that the networks compute with. ``purposes``: what groups of ranks are for."""
+        self._purposes = purposes
         self._names = {
             module: _short(name) for network in networks for name, module in network.named_modules()
         }
@@ -99,6 +103,14 @@ class Origins:
         if category is None:
             category = "logits" if module == "lm_head" else "activations"
         return Origin(category, module, phase, line_of_ours())
+
+    def sent_as(self, operator: Any, arguments: tuple[Any, ...]) -> str | None:
+        """The category that its arguments have from now on; None where they stay what they are."""
+        if operator._schema.name not in SENDS:
+            return None
+        group = group_of_call(operator, arguments, {})
+        purpose = self._purposes.get(group.group_name) if group is not None else None
+        return BY_NAME[PIPELINE].memory if purpose == PIPELINE else None
 
     def _is_of_a_weight(
         self, operator: Any, arguments: tuple[Any, ...], result: Tensor, phase: str, known: Known

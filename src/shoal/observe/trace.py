@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shoal.facts.strategies import PIPELINE
 from shoal.observe import kinds
 from shoal.observe.intervals import Interval
 
@@ -103,10 +104,12 @@ def _span(event: dict[str, Any], base: float) -> Span:
     )
 
 
-def sort_out(every: Iterable[Span], names: Mapping[str, str] | None = None) -> Recording:
+def sort_out(
+    every: Iterable[Span], names: Mapping[str, str] | None = None, purposes: Mapping[str, str] | None = None
+) -> Recording:
     """What happened from the begin of the one range ``STEP`` to its end.
 
-    ``names``: what torch calls the groups of ranks, and what the layout does.
+    ``names``: what torch calls the groups of ranks, and what the layout does. ``purposes``: what ranks talk for there.
     """
     every = list(every)
     (step,) = [span for span in every if span.name == STEP and span.category == "user_annotation"]
@@ -114,8 +117,8 @@ def sort_out(every: Iterable[Span], names: Mapping[str, str] | None = None) -> R
     named = [span for span in inside if span.category == "user_annotation"]
     on_device = [span for span in inside if span.category in _ON_DEVICE]
     hosts = _frames([span for span in inside if span.category in _ON_HOST])
+    launches = {span.correlation: span for span in inside if span.category in _LAUNCHES}
     if on_device:
-        launches = {span.correlation: span for span in inside if span.category in _LAUNCHES}
         work = [
             _kernel_work(span, launches.get(span.correlation), hosts)
             for span in on_device
@@ -128,15 +131,21 @@ def sort_out(every: Iterable[Span], names: Mapping[str, str] | None = None) -> R
         for span in named
         if span.name.startswith(PREFIX) and span.name not in (STEP, INPUT)
     }
-    # A message between stages is on its way from when it is awaited, so it says nothing about who waits. An
-    # all-to-all looks like one, but without a pipeline no rank receives any.
-    piped = any(name.startswith("R") for name in instructions)
+
+    def between_stages(span: Span) -> bool:
+        """By the group that it is in; gloo tells none, but a computation sends nothing between stages."""
+        if not kinds.is_message(span.name):
+            return False
+        if purposes and span.group in purposes:
+            return purposes[span.group] == PIPELINE
+        issued = launches.get(span.correlation, span).start
+        at = (name for name, (start, end) in instructions.items() if start <= issued < end)
+        return next(at, "")[:1] in ("S", "R")
+
+    # A message between stages is on its way from when it is awaited, so it says nothing about who waits.
     talking = [span for span in (*named, *on_device) if kinds.is_collective(span.name)]
     calls = [] if on_device else [span for span in inside if kinds.talks(span.name)]
-    if piped:
-        talking, calls = (
-            [span for span in spans if not kinds.is_message(span.name)] for spans in (talking, calls)
-        )
+    talking, calls = ([span for span in spans if not between_stages(span)] for spans in (talking, calls))
     talks = [
         Talk(span.start, span.end, operation, _group(span, names or {}, bool(on_device)))
         for span, operation in _called(talking, calls)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shoal.facts.layout import Layout
 from shoal.facts.parameter_groups import Ranks
 from shoal.facts.ranks import AXES, coordinates, stride
+from shoal.facts.strategies import purpose_of
 from shoal.parallel.signed import SignedStore
 
 # For what a rank does alone: far beyond any commit, and still an end.
@@ -55,6 +56,7 @@ class Mesh:
         self.control: dist.ProcessGroup | None = None
         self._axes: DeviceMesh | None = None
         self._others: dict[Ranks, dist.ProcessGroup | None] = {}
+        self._made: dict[str, str] = {}
         if self.world > 1:
             backend = dist.get_backend()
             self.transport = transport or backend
@@ -86,7 +88,7 @@ class Mesh:
         if ranks not in self._others:
             starts = [rank for rank in range(self.world) if rank // ranks.stride % ranks.size == 0]
             every = [[start + index * ranks.stride for index in range(ranks.size)] for start in starts]
-            self._others[ranks], _ = dist.new_subgroups_by_enumeration(every, timeout=self.timeout)
+            self._others[ranks] = self._subgroup(axis, every)
         return self._others[ranks]
 
     def axes(self, *names: str) -> DeviceMesh:
@@ -97,8 +99,13 @@ class Mesh:
 
     def pieces_of(self, axis: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Of every line of ranks along an axis the same parts, each a group: the one that this rank is in, if any."""
+        return self._subgroup(axis, self._parts(axis, parts))
+
+    def _subgroup(self, axis: str, every: list[list[int]]) -> dist.ProcessGroup | None:
         mine: dist.ProcessGroup | None
-        mine, _ = dist.new_subgroups_by_enumeration(self._parts(axis, parts), timeout=self.timeout)
+        mine, _ = dist.new_subgroups_by_enumeration(every, timeout=self.timeout)
+        if mine is not None:
+            self._made[mine.group_name] = axis
         return mine
 
     def line_of(self, axis: str) -> dist.ProcessGroup:
@@ -113,6 +120,7 @@ class Mesh:
             for ranks in self._parts(axis, [line])
         ]
         (mine,) = [group for group in lines if isinstance(group, dist.ProcessGroup)]
+        self._made[mine.group_name] = axis
         return mine
 
     def _parts(self, axis: str, parts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -125,6 +133,11 @@ class Mesh:
         """What torch calls each axis's group, and what we do."""
         groups = {"world": self.control, **{axis: self.group(axis) for axis in AXES}} if self._axes else {}
         return {group.group_name: name for name, group in groups.items() if group is not None}
+
+    @property
+    def purposes(self) -> dict[str, str]:
+        """What ranks talk for in each group, those that strategies made for themselves too, by torch's name for it."""
+        return {name: purpose_of(axis) for name, axis in {**self.names, **self._made}.items()}
 
     def sum_integers(self, values: Sequence[int]) -> list[int]:
         """Each value summed over all ranks, known to the host of every one of them."""

@@ -17,13 +17,17 @@ from shoal.predict.rank_parameters import RankParameters
 
 
 def calls(question: Question, here: RankParameters) -> tuple[Call, ...]:
-    layout = question.layout
     if not here.links:
         return ()
-    tokens = question.tokens // layout.tp if layout.sp else question.tokens
-    size = tokens * question.model.hidden * compute_width(question.recipe)
-    count = question.accumulation * here.links
+    size, count = message_bytes(question), question.accumulation * here.links
     return tuple(Call(op, "pp", size, count, "message") for op in ("send", "receive"))
+
+
+def message_bytes(question: Question) -> int:
+    """Of one message between stages."""
+    layout = question.layout
+    tokens = question.tokens // layout.tp if layout.sp else question.tokens
+    return tokens * question.model.hidden * compute_width(question.recipe)
 
 
 def ends(question: Question, elements: int | None) -> list[Call]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
@@ -69,16 +69,9 @@ class Seen:
         """Everything that is not as predicted, in memory by more than ``floor`` bytes."""
         return [
             *in_traffic(self.traffic, self.predicted_traffic, self.calls),
-            *self._in_messages(),
+            *in_messages(self.question, self.stage, self.calls),
             *in_memory(self.memory, self.predicted, self.places, floor),
         ]
-
-    def _in_messages(self) -> Iterator[Finding]:
-        sends = [row for row in self.predicted_traffic if row.op == "send"]
-        count = sum(row.count for row in sends)
-        if count:
-            size = sum(row.bytes for row in sends) // count
-            yield from in_messages(self.question, self.stage, self.calls, size)
 
 
 def first_rank(layout: Layout, stage: int) -> int:

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from shoal.facts.ledger import CATEGORIES, PART_OF, Ledger
 from shoal.facts.schedule import RECEIVES, SENDS, Instruction, rank_program
+from shoal.facts.strategies import PIPELINE
 from shoal.facts.traffic import Traffic
 from shoal.observe.collectives import Call
 from shoal.observe.memory import Place
+from shoal.predict.pipeline import message_bytes
 from shoal.predict.question import Question
 
 # How far a category, and the peak, may be off; and how little of the peak is not worth a word.
@@ -19,7 +21,6 @@ NEGLIGIBLE = 0.002
 # Nor is anything below this, however small the model: torch takes memory from a device in blocks of 2 MiB, so an eighth
 # of one decides nothing about what fits. It matters for toys alone, whose 1 % is a few numbers a layer.
 FLOOR = 2**18
-MESSAGES = ("send", "receive")
 # Lines and modules that a finding names.
 NAMED = 3
 
@@ -44,12 +45,12 @@ def in_traffic(seen: list[Traffic], predicted: list[Traffic], calls: Sequence[Ca
         yield Finding("traffic", f"{op} in {group}: {_row(found)}, predicted {_row(wanted)}{issued}")
 
 
-def in_messages(question: Question, place: int, calls: Sequence[Call], size: int) -> Iterator[Finding]:
+def in_messages(question: Question, place: int, calls: Sequence[Call]) -> Iterator[Finding]:
     """Whether a pipeline's rank sends and receives in the order of its schedule, and each time as many bytes."""
     layout = question.layout
     program = rank_program(layout.schedule, layout.pp, layout.chunks, question.accumulation, place)
     wanted = [instruction for instruction in program if instruction.action in SENDS | RECEIVES]
-    issued = [call for call in calls if call.op in MESSAGES and call.peer is not None]
+    issued, size = _messages(calls), message_bytes(question)
     for number, (call, instruction) in enumerate(zip(issued, wanted, strict=False), start=1):
         if (call.op, call.peer, call.bytes) != (_op(instruction), instruction.peer, size):
             yield Finding(
@@ -67,9 +68,14 @@ def between_stages(calls: Sequence[Sequence[Call]]) -> Iterator[Finding]:
     """Whether every pair of a pipeline's ranks agrees on what passes between them, in order."""
     for sender, issued in enumerate(calls):
         for receiver, expected in enumerate(calls):
-            sent = [call for call in issued if call.op == "send" and call.peer == receiver]
-            received = [call for call in expected if call.op == "receive" and call.peer == sender]
+            sent = [call for call in _messages(issued) if (call.op, call.peer) == ("send", receiver)]
+            received = [call for call in _messages(expected) if (call.op, call.peer) == ("receive", sender)]
             yield from _pair(sender, receiver, sent, received)
+
+
+def _messages(calls: Sequence[Call]) -> list[Call]:
+    """Those between stages: other strategies send too."""
+    return [call for call in calls if call.purpose == PIPELINE and call.peer is not None]
 
 
 def _pair(sender: int, receiver: int, sent: Sequence[Call], received: Sequence[Call]) -> Iterator[Finding]:

@@ -80,7 +80,7 @@ def take_part(rank: int, world: int, store: SignedStore, order: Order) -> Seen:
         trace_file = order.run.trace(rank)
         _traced(program, steps, trace_file)
         watch = _tracked(program, steps)
-    recording = trace.sort_out(trace.read(trace_file), mesh.names)
+    recording = trace.sort_out(trace.read(trace_file), mesh.names, mesh.purposes)
     if on_gpu and not recording.kernels:
         raise RuntimeError(
             "torch's profiler saw no kernel: CUPTI is missing, or another profiler holds the GPU "

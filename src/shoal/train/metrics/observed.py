@@ -40,11 +40,11 @@ def watched(step: Step, batches: Sequence[Batch], *, aligned: bool, fake: bool =
 
     ``aligned``: sizes as CUDA's allocator has them. ``fake``: the step has tensors without data, and these count.
     """
-    placed = step.placed
+    placed, mesh = step.placed, step.mesh
     networks = [segment.network for segment in placed.segments]
-    origins = Origins(networks, placed.gradients.computed_with())
+    origins = Origins(networks, placed.gradients.computed_with(), mesh.purposes)
     tracker = MemoryTracker(round_to=ALIGNMENT if aligned else 1, fake=fake, origins=origins)
-    with origins, CollectiveCounter(step.mesh.names, log=True) as counter, tracker:
+    with origins, CollectiveCounter(mesh.names, mesh.purposes, log=True) as counter, tracker:
         _mark(tracker, step, batches)
         tracker.reset_peak()
         hooks = _marks_as_they_add_up(tracker, step)
