@@ -13,13 +13,14 @@ from rich.console import Console
 
 from shoal.facts.configfile import load
 from shoal.facts.layout import Layout
+from shoal.facts.ledger import CATEGORIES
 from shoal.facts.problem import BadInput
 from shoal.observe.intervals import Interval
 from shoal.observe.spent import Spent
 from shoal.plan.resolve import resolve
 from shoal.prove import profiled as profiled_module
 from shoal.prove.bubble import compare
-from shoal.prove.profile import CATEGORIES, Failed, Profile, profile
+from shoal.prove.profile import Failed, Profile, profile
 from shoal.prove.profiled import Seen
 from shoal.train.rundir import RunDirectory
 
