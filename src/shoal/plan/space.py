@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from shoal.facts import support
@@ -139,6 +139,11 @@ class Space:
         False  # only what needs little memory: small micro-batches, nothing kept, states over all ranks
     )
 
+    def __post_init__(self) -> None:
+        self._orders = cache(self._orders_of)
+        self._sharings = cache(self._sharings_of)
+        self._ways = cache(self._ways_of)
+
     def splits(self) -> Iterator[Split]:
         if not self._legal(Layout()):
             return  # a sequence that is longer than learned positions
@@ -168,28 +173,25 @@ class Space:
         return tuple(divisors(self.recipe.batch // split.data)[: 1 if self.frugal else None])
 
     def orders(self, split: Split, recompute: Recompute | None = None) -> list[Order]:
-        found = self._known_orders.get((split.pp, recompute))
-        if found is None:
-            found = self._known_orders[split.pp, recompute] = [
-                Order(schedule, chunks, again)
-                for schedule, chunks in self._pipelines[split.pp]
-                for again in ((recompute,) if recompute else RECOMPUTES)
-            ]
-        return found
+        return self._orders(split.pp, recompute)
+
+    def _orders_of(self, pp: int, recompute: Recompute | None) -> list[Order]:
+        return [
+            Order(schedule, chunks, again)
+            for schedule, chunks in self._pipelines[pp]
+            for again in ((recompute,) if recompute else RECOMPUTES)
+        ]
 
     def sharings(self, split: Split, ep: int, offload: tuple[Offload, ...] = NOTHING) -> list[list[States]]:
         """By what is shared out; each from the most ranks to the fewest, and so from the least memory to the most."""
-        key = split.data, split.cp, ep, offload
-        found = self._known_sharings.get(key)
-        if found is None:
-            degrees = divisors(split.data)[::-1][: 1 if self.frugal else None]
-            shared = [fsdp for fsdp in degrees if fsdp * split.cp > 1 and experts_fit(ep, fsdp * split.cp)]
-            zeros: tuple[Zero, ...] = (3, 2, 1) if shared else ()
-            found = [[States(split.data // fsdp, fsdp, zero, offload) for fsdp in shared] for zero in zeros]
-            if split.cp == 1:
-                found.append([States(split.data, 1, 3, offload)])
-            self._known_sharings[key] = found
-        return found
+        return self._sharings(split.data, split.cp, ep, offload)
+
+    def _sharings_of(self, data: int, cp: int, ep: int, offload: tuple[Offload, ...]) -> list[list[States]]:
+        degrees = divisors(data)[::-1][: 1 if self.frugal else None]
+        shared = [fsdp for fsdp in degrees if fsdp * cp > 1 and experts_fit(ep, fsdp * cp)]
+        zeros: tuple[Zero, ...] = (3, 2, 1) if shared else ()
+        found = [[States(data // fsdp, fsdp, zero, offload) for fsdp in shared] for zero in zeros]
+        return [*found, [States(data, 1, 3, offload)]] if cp == 1 else found
 
     def states(self, split: Split, ep: int, offload: tuple[Offload, ...] = NOTHING) -> Iterator[States]:
         for alike in self.sharings(split, ep, offload):
@@ -229,29 +231,14 @@ class Space:
             total += alike * kept * (1 + len(self.offloads))
         return total
 
-    def _ways(self, tp: int, cp: int) -> list[tuple[bool, ContextKind]]:
+    def _ways_of(self, tp: int, cp: int) -> list[tuple[bool, ContextKind]]:
         """Legal values of ``sp`` and ``cp_kind``."""
-        found = self._known_ways.get((tp, cp))
-        if found is None:
-            found = self._known_ways[tp, cp] = [
-                (sp, kind)
-                for sp in ((True, False) if tp > 1 else (True,))
-                for kind in (CONTEXT_KINDS if cp > 1 else CONTEXT_KINDS[:1])
-                if self._legal(Layout(tp=tp, sp=sp, cp=cp, cp_kind=kind))
-            ]
-        return found
-
-    @cached_property
-    def _known_orders(self) -> dict[tuple[int, Recompute | None], list[Order]]:
-        return {}
-
-    @cached_property
-    def _known_sharings(self) -> dict[tuple[object, ...], list[list[States]]]:
-        return {}
-
-    @cached_property
-    def _known_ways(self) -> dict[tuple[int, int], list[tuple[bool, ContextKind]]]:
-        return {}
+        return [
+            (sp, kind)
+            for sp in ((True, False) if tp > 1 else (True,))
+            for kind in (CONTEXT_KINDS if cp > 1 else CONTEXT_KINDS[:1])
+            if self._legal(Layout(tp=tp, sp=sp, cp=cp, cp_kind=kind))
+        ]
 
     @cached_property
     def _pipelines(self) -> dict[int, list[tuple[Schedule, int]]]:
