@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.facts.boxes import Box
 from shoal.facts.config import TuneSection
@@ -59,6 +59,8 @@ class Case:
     compute: torch.dtype | None = None  # None: the parameters' dtype
     strict: bool = False
     groups: Callable[[Layout], GroupOf] | None = None  # other ones than the layout's
+    transform: Callable[[nn.Module], None] | None = None  # of the network, before it is placed
+    transform_placed: Callable[[nn.Module], None] | None = None  # or after
 
     @property
     def model(self) -> Model:
@@ -85,10 +87,16 @@ def place(case: Case, rank: int) -> tuple[Placed, Mesh]:
     layout = Layout.parse(case.layout)
     mesh = Mesh(layout, rank, torch.device("cpu"))
     network = build(case.model, compute=case.compute or case.dtype, dtype=case.dtype)
+    if case.transform is not None:
+        case.transform(network)
     tune = TuneSection(**case.tune)
     values = partial(fill, model=case.model, seed=0)
     group_of = None if case.groups is None else case.groups(layout)
-    return apply(network, mesh, tune, values, SEQ, case.reduce_dtype, case.strict, group_of), mesh
+    placed = apply(network, mesh, tune, values, SEQ, case.reduce_dtype, case.strict, group_of)
+    if case.transform_placed is not None:
+        for segment in placed.segments:
+            case.transform_placed(segment)
+    return placed, mesh
 
 
 def rows(model: Model, first: int, count: int) -> MicroBatch:
@@ -137,12 +145,14 @@ def train(rank: int, world: int, case: Case) -> list[Part]:
 
 def reference(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradients and parameters of the same run in one process that sees the whole batch at once."""
-    return _reference(tuple(sorted(case.changes.items())))
+    return _reference(tuple(sorted(case.changes.items())), case.transform or case.transform_placed)
 
 
 @lru_cache(maxsize=8)
-def _reference(changes: tuple[tuple[str, Any], ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    parts = train(0, 1, Case("dp=1", dict(changes), micro_batches=1))
+def _reference(
+    changes: tuple[tuple[str, Any], ...], transform: Callable[[nn.Module], None] | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    parts = train(0, 1, Case("dp=1", dict(changes), micro_batches=1, transform=transform))
     gradients = {part.name: part.gradient.view(part.box.whole) for part in parts}
     values = {part.name: part.value.view(part.box.whole) for part in parts}
     return gradients, values

@@ -7,27 +7,142 @@ dtypes already agree (FSDP's mixed precision casts whole groups) the cast costs 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Input, weight and bias in, all of one dtype; x·Wᵀ + b out.
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+T = TypeVar("T")
+
+
+class MatrixProduct(Protocol):
+    """How a projection multiplies. No part knows autograd, so that each can be computed when its turn comes."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x·Wᵀ + b, all of one dtype."""
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor: ...
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """Of rows: gradient [N, out], x [N, in]."""
+
+
+class PlainProduct:
+    """In the dtype of its arguments."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        return gradient @ weight
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
+        return gradient.T @ x
+
+
+class TransformSlot(Generic[T]):
+    """Holds one transform of a projection. A second one is an error, for it would replace the first unnoticed."""
+
+    def __init__(self, default: T) -> None:
+        self.default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, linear: Linear, owner: type) -> T:
+        # Not by way of __dict__: the compiler would not notice that a slot has been filled.
+        held: T = getattr(linear, f"_{self.name}", self.default)
+        return held
+
+    def __set__(self, linear: Linear, transform: T) -> None:
+        if (held := self.__get__(linear, Linear)) is not self.default:
+            raise RuntimeError(
+                f"a projection's {self.name} is {held} already; it cannot be {transform} as well"
+            )
+        setattr(linear, f"_{self.name}", transform)
 
 
 class Linear(nn.Linear):
-    """y = x·Wᵀ + b in the dtype of x."""
+    """y = x·Wᵀ + b in the dtype of x.
+
+    It is transformed from outside, through slots. They work in this order, whichever was filled first, and what is in
+    one knows nothing of the others:
+
+    1. ``product``: how x·Wᵀ and its two gradients are computed.
+    2. ``defer``: is offered a weight's gradient before it is computed, and takes it (True) to have it computed later.
+    3. ``adapters``: modules whose outputs for the same x are added, such as a low-rank pair beside a frozen weight.
+    4. ``reduce``: makes a whole of the result where the weight is one rank's part. The bias, which is whole, comes
+       after it.
+
+    Recomputation and compilation take whole blocks, and so go around all of these.
+    """
+
+    product: TransformSlot[MatrixProduct] = TransformSlot(PlainProduct())
+    defer: TransformSlot[Callable[[WeightGradient], bool] | None] = TransformSlot(None)
+    reduce: TransformSlot[Callable[[Tensor], Tensor] | None] = TransformSlot(None)
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.adapters = nn.ModuleList()
 
     def reset_parameters(self) -> None:
         """No values yet: ``initial.initialise`` or a checkpoint gives them."""
 
-    # May be replaced from outside, as attention's ``attend`` may: some schedules compute weight gradients later.
-    product: Product = staticmethod(F.linear)
-
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return self.product(x, self.weight.to(x.dtype), bias)
+        if self.reduce is None:
+            return self.multiply(x, self.bias)
+        output = self.reduce(self.multiply(x, None))
+        return output if self.bias is None else output + self.bias.to(x.dtype)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        bias = None if bias is None else bias.to(x.dtype)
+        weight = self.weight.to(x.dtype)
+        if self.defer is None and isinstance(self.product, PlainProduct):
+            output = self.product(x, weight, bias)  # autograd's own parts cost the host less
+        else:
+            output = _InParts.apply(x, weight, bias, self)
+        for adapter in self.adapters:
+            output = output + adapter(x)
+        return output
+
+
+class WeightGradient(NamedTuple):
+    """The gradients of a projection's weight and bias, still to be computed."""
+
+    linear: Linear
+    x: Tensor | None  # None: the weight is frozen
+    gradient: Tensor  # of the output
+    with_bias: bool
+
+    def compute(self) -> tuple[Tensor | None, Tensor | None]:
+        rows, weight = self.gradient.flatten(0, -2), None
+        if self.x is not None:
+            weight = self.linear.product.weight_gradient(rows, self.x.flatten(0, -2))
+        return weight, rows.sum(0) if self.with_bias else None
+
+
+class _InParts(torch.autograd.Function):
+    """A product whose backward pass computes the gradient of its input, and those of its weight unless deferred."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear) -> Tensor:
+        with_input, with_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if with_weight else None, weight if with_input else None)
+        ctx.linear = linear
+        return linear.product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        back = None if weight is None else ctx.linear.product.input_gradient(gradient, weight)
+        with_bias = ctx.needs_input_grad[2]
+        if x is None and not with_bias:
+            return back, None, None, None
+        # Detached: with x the graph that made it would stay, and with that the stage's input.
+        rest = WeightGradient(ctx.linear, None if x is None else x.detach(), gradient, with_bias)
+        deferred = ctx.linear.defer is not None and ctx.linear.defer(rest)
+        return back, *((None, None) if deferred else rest.compute()), None
 
 
 class Embedding(nn.Embedding):

@@ -7,85 +7,47 @@ its weight's gradient aside: two tensors and a multiplication that can be done a
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from shoal.models.linear import Linear
-
-
-class Task(NamedTuple):
-    """A weight gradient still to be computed."""
-
-    module: Linear
-    inputs: Tensor
-    gradient: Tensor  # of the output
-    with_bias: bool
+from shoal.models.linear import Linear, WeightGradient
 
 
 class Deferred:
     """The weight gradients still to be computed, one heap for each (stage, micro-batch)."""
 
     def __init__(self) -> None:
-        self.heaps: dict[tuple[int, int], list[Task]] = {}
+        self.heaps: dict[tuple[int, int], list[WeightGradient]] = {}
         # Where a backward pass puts what it leaves; None: it leaves nothing.
-        self.open: list[Task] | None = None
+        self.open: list[WeightGradient] | None = None
 
     def watch(self, module: nn.Module) -> None:
         """From now on the projections inside leave their weight gradients here whenever a heap is open."""
+        # Whether a heap is open is a question for each backward pass; the compiler would ask once, while compiling.
+        take = torch.compiler.disable(self.take)
         for child in module.modules():
             if isinstance(child, Linear):
-                child.product = partial(_product, self, child)
+                child.defer = take
 
     def begin(self, stage: int, micro: int) -> None:
         self.open = self.heaps[stage, micro] = []
+
+    def take(self, one: WeightGradient) -> bool:
+        if self.open is not None:
+            self.open.append(one)
+        return self.open is not None
 
     def end(self) -> None:
         self.open = None
 
     @torch.no_grad()
     def compute(self, stage: int, micro: int) -> None:
-        for module, inputs, gradient, with_bias in self.heaps.pop((stage, micro)):
-            weight, bias = _gradients(inputs, gradient, with_bias)
-            _accumulate(module.weight, weight)
+        for one in self.heaps.pop((stage, micro)):
+            weight, bias = one.compute()
+            if weight is not None:
+                _accumulate(one.linear.weight, weight)
             if bias is not None:
-                _accumulate(module.bias, bias)
-
-
-def _product(deferred: Deferred, module: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    output: Tensor = _Product.apply(x, weight, bias, deferred, module)
-    return output
-
-
-class _Product(torch.autograd.Function):
-    """F.linear, whose backward pass may leave the weight's gradient for later."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: Deferred, module: Linear
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.deferred, ctx.module, ctx.with_bias = deferred, module, bias is not None
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        back = gradient @ weight
-        heap = ctx.deferred.open
-        if heap is not None:
-            # Detached: with it the graph that made it would stay, and with that the stage's input.
-            heap.append(Task(ctx.module, x.detach(), gradient, ctx.with_bias))
-            return back, None, None, None, None
-        return back, *_gradients(x, gradient, ctx.with_bias), None, None
-
-
-def _gradients(inputs: Tensor, gradient: Tensor, with_bias: bool) -> tuple[Tensor, Tensor | None]:
-    rows, wanted = inputs.flatten(0, -2), gradient.flatten(0, -2)
-    return wanted.T @ rows, wanted.sum(0) if with_bias else None
+                _accumulate(one.linear.bias, bias)
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.facts.boxes import tensor_part
 from shoal.facts.model import Model
@@ -58,8 +58,9 @@ def split_block(block: Block, stream: Stream) -> None:
     # One gather serves all the projections that read its result.
     for part in (attention, mlp):
         part.register_forward_pre_hook(entering(stream))
-    attention.o_proj = RowLinear(attention.o_proj, stream)
-    mlp.down_proj = RowLinear(mlp.down_proj, stream)
+    # Split by input features: ranks' results are added up, and then the bias, once.
+    for projection in (attention.o_proj, mlp.down_proj):
+        projection.reduce = stream.leave
     for dropout in (block.attention_dropout, block.mlp_dropout):
         dropout.register_forward_pre_hook(at_local_positions(stream))
 
@@ -76,19 +77,6 @@ def split_ends(network: Network, model: Model, stream: Stream) -> None:
     if head is not None:
         tied = decoder.embed_tokens if head.tied else None
         network.lm_head = VocabularyHead(head, tied, box, stream)
-
-
-class RowLinear(Linear):
-    """A projection split by input features: ranks' results are added up, and then the bias, once."""
-
-    def __init__(self, local: Linear, stream: Stream) -> None:
-        super().__init__(local.in_features, local.out_features, bias=local.bias is not None, device="meta")
-        self.weight, self.bias = local.weight, local.bias
-        self.stream = stream
-
-    def forward(self, x: Tensor) -> Tensor:
-        summed = self.stream.leave(self.product(x, self.weight.to(x.dtype), None))
-        return summed if self.bias is None else summed + self.bias.to(x.dtype)
 
 
 # Hooks, so that the model's own modules need not know.
