@@ -134,7 +134,7 @@ class Bench:
         self.train()
         self.gigabytes = sum(piece.tensor.nbytes for piece in self.state.pieces) * 3 / 1e9
         if self.mesh.world > 1:
-            self.gigabytes = self.mesh.sum_floats([self.gigabytes])[0]
+            self.gigabytes = self.mesh.hosts.sum_floats([self.gigabytes])[0]
         self.ours, self.theirs = Directory(folder / "shoal"), folder / "dcp"
         self.saver = Saver("disk", self.ours, self.state.new_stage(), self.mesh, "bench")
         self.step.before_update = self.saver.stage.hold_update
@@ -276,7 +276,7 @@ class Bench:
         action()
         self._together()
         wall = time.perf_counter() - began
-        return wall, self.mesh.sum_floats([time.process_time() - before])[0]
+        return wall, self.mesh.hosts.sum_floats([time.process_time() - before])[0]
 
     def _together(self) -> None:
         if self.mesh.world > 1:

@@ -101,7 +101,7 @@ def write(rank: int, world: int, store: dist.Store, layout: str, folder: Path) -
             saver.start(state.manifest(step, step * 8, {}), state.states())
             saver.finish()
             assert not saver.take_results()[0].error
-    mesh.wait_for_first_rank()
+    mesh.hosts.wait_for_first_rank()
 
 
 def campaign(path: Path, damages: Damages, count: int) -> tuple[Counter[str], Counter[str], list[str]]:

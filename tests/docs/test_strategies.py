@@ -221,7 +221,7 @@ def _sent(rank: int, case: Sent) -> Sums:
     batches = [rows(model, first, case.micro) for first in range(start, start + share, case.micro)]
     step(1, batches, ROWS * SEQ)
     with CollectiveCounter() as counter:
-        mesh.sum_integers([ROWS * SEQ, 0])  # as the loop does
+        mesh.hosts.sum_integers([ROWS * SEQ, 0])  # as the loop does
         step(2, batches, ROWS * SEQ)
     sums: Sums = {}
     for traffic in counter.traffic():

@@ -107,13 +107,13 @@ def test_a_parameter_without_gradient_adds_nothing_and_the_sums_are_right(
 
 def agree(rank: int, world: int) -> tuple[list[int], list[float]]:
     mesh = Mesh(Layout(dp=world), rank, torch.device("cpu"))
-    return mesh.sum_integers([rank, 1]), mesh.sum_floats([0.5, rank])
+    return mesh.hosts.sum_integers([rank, 1]), mesh.hosts.sum_floats([0.5, rank])
 
 
 def test_ranks_agree_on_small_sums() -> None:
     assert run_ranks(3, agree) == [([3, 3], [1.5, 3.0])] * 3
     alone = Mesh(Layout(), 0, torch.device("cpu"))
-    assert alone.sum_integers([7]) == [7] and alone.group("dp") is None
+    assert alone.hosts.sum_integers([7]) == [7] and alone.group("dp") is None
 
 
 def test_ranks_run_from_the_slowest_axis_to_the_fastest() -> None:

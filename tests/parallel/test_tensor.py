@@ -263,12 +263,9 @@ def in_two_stages(rank: int, world: int, case: Case) -> list[tuple[float, Tensor
             last.lm_head.weight.copy_(first.model.embed_tokens.weight)
         given = batch(case)
         targets = given.pop("targets")
-        positions, documents, noise = given["positions"], given["documents"], given["noise"]
-        hidden = first.model.embed(given["tokens"], positions, noise)
-        hidden = first.model.run_layers(hidden, positions, documents, noise)
+        hidden = first(**given)
         assert hidden.shape[1] == (8 // world if sp else 8)
-        hidden = last.model.norm(last.model.run_layers(hidden, positions, documents, noise))
-        loss, _ = last.lm_head(hidden, targets)
+        loss, _ = last.lm_head(last(**{**given, "tokens": hidden}), targets)
         (loss / 7).backward()
         embedding, head = first.model.embed_tokens.weight.grad, last.lm_head.weight.grad
         assert embedding is not None and head is not None

@@ -28,7 +28,7 @@ def poisoned_step(rank: int, world: int, jobs: list[Job], dataset: Path) -> list
         program = Program(job, Dataset.open(dataset), mesh, first_weights(job))
         before = [part.local.clone() for _, part in program.placed.slices]
         batches = [program.loader.rows(1, places) for places in program.positions()]
-        (targets,) = mesh.sum_integers([program.own_targets(batches)])
+        (targets,) = mesh.hosts.sum_integers([program.own_targets(batches)])
         # The last rank holds the end of every pipeline, the last part of every tensor, the last rows of a batch.
         poison = float("nan") if rank == world - 1 else 1.0
         Executor.forward_backward = lambda self, batches, factor, poison=poison: forward_backward(  # type: ignore

@@ -99,7 +99,7 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
                     assignment.set_aside,
                 )
             # Together: who leaves first can no longer look after what others wait for in the store.
-            mesh.sum_integers([0])
+            mesh.hosts.sum_integers([0])
             mesh.close()
             return outcome
     except Exception as error:

@@ -101,14 +101,6 @@ class Decoder(nn.Module):
         self.compute = compute
         self.length = length
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, documents: Tensor | None, noise: Tensor | None
-    ) -> Tensor:
-        hidden = self.embed(tokens, positions, noise)
-        hidden = self.run_layers(hidden, positions, documents, noise)
-        output: Tensor = self.norm(hidden)
-        return output
-
     def embed(self, tokens: Tensor, positions: Tensor, noise: Tensor | None) -> Tensor:
         """Tokens [B, T] → hidden states [B, T, hidden] in the compute dtype."""
         hidden: Tensor = self.embed_tokens(tokens)
@@ -117,10 +109,11 @@ class Decoder(nn.Module):
         output: Tensor = self.embedding_dropout(hidden, positions, noise)
         return output
 
-    def run_layers(
-        self, hidden: Tensor, positions: Tensor, documents: Tensor | None, noise: Tensor | None
+    def forward(
+        self, inputs: Tensor, positions: Tensor, documents: Tensor | None, noise: Tensor | None
     ) -> Tensor:
-        """The hidden states after all the blocks that are here."""
+        """Through all that is here; a pipeline stage without the embedding is given hidden states."""
+        hidden = inputs if self.embed_tokens is None else self.embed(inputs, positions, noise)
         rotation = (
             tables(self.shape, self.length, positions, self.compute)
             if self.shape.positions == "rotary"
@@ -129,7 +122,7 @@ class Decoder(nn.Module):
         for layer, block in self.layers.items():
             own = None if noise is None else bits(noise, torch.full_like(noise, int(layer)))
             hidden = block(hidden, rotation, positions, documents, own)
-        return hidden
+        return hidden if self.norm is None else self.norm(hidden)
 
 
 class Network(nn.Module):
@@ -148,10 +141,11 @@ class Network(nn.Module):
         documents: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [B, T, hidden] after the final norm.
+        """Hidden states [B, T, hidden] after the final norm; of a pipeline stage, after what it has.
 
-        tokens, positions: int64 [B, T]. documents: int64 [B, T], None where every row is one document whose
-        positions ascend. noise: int64 [B], one hashed key for each sequence, None for no dropout.
+        tokens, positions: int64 [B, T]; a stage without the embedding takes hidden states in the tokens' place.
+        documents: int64 [B, T], None where every row is one document whose positions ascend. noise: int64 [B],
+        one hashed key for each sequence, None for no dropout.
         """
         hidden: Tensor = self.model(tokens, positions, documents, noise)
         return hidden

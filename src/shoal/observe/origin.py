@@ -166,7 +166,8 @@ def module_of(parameter: str) -> str:
 
 
 def _short(name: str) -> str:
-    return name.removeprefix("network.").removeprefix("model.")
+    """Without what all names begin with: the decoder itself has none, as the network around it."""
+    return f"{name}.".removeprefix("network.").removeprefix("model.").removesuffix(".")
 
 
 def _either_way(tensor: Tensor) -> tuple[torch.Size, ...]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.facts.boxes import Box
-from shoal.parallel.mesh import PATIENCE, Mesh
+from shoal.parallel.mesh import Mesh
 from shoal.parallel.pieces import Piece
 
 
@@ -50,11 +50,11 @@ class Collector:
         self.tables: list[dict[str, Entry]] = [table] * mesh.world
         if mesh.control is not None:
             # The first rank alone puts tensors together, so it alone has to know who holds what.
-            told = mesh.gather(json.dumps({name: entry.as_json() for name, entry in table.items()}))
+            told = mesh.hosts.gather(json.dumps({name: entry.as_json() for name, entry in table.items()}))
             self.tables = [
                 {name: Entry.from_json(fields) for name, fields in json.loads(text).items()} for text in told
             ]
-        self.name = mesh.new_name("collector")
+        self.name = mesh.hosts.new_key("collector")
         self._asked = 0
 
     def whole(self, name: str, value: Callable[[Piece], Tensor]) -> Tensor | None:
@@ -65,7 +65,8 @@ class Collector:
         self._asked += 1
         if self.mesh.rank != 0:
             if name in self.mine:
-                self._wait_until_asked()
+                # In a message it would take a first rank that is busy writing for a dead one.
+                self.mesh.hosts.wait(f"{self.name}-{self._asked}")
                 # By way of the host: the first rank writes from there, and has no room for all on its device.
                 dist.send(
                     value(self.mine[name]).detach().cpu().reshape(-1), group=self.mesh.control, group_dst=0
@@ -73,7 +74,7 @@ class Collector:
             return None
         holders = [(rank, table[name]) for rank, table in enumerate(self.tables) if name in table]
         if any(rank != 0 for rank, _ in holders):
-            self._ask()
+            self.mesh.hosts.announce(f"{self.name}-{self._asked}")
         return self._assemble(name, holders, value)
 
     def _assemble(
@@ -93,14 +94,3 @@ class Collector:
         for box, values in boxes.items():
             whole[box.slices] = values.view(box.shape)
         return whole
-
-    # A rank that waits in a message would take a first rank that is busy writing for a dead one. So it waits for a
-    # key of the store, as it does for other things that the first rank does alone.
-
-    def _ask(self) -> None:
-        if self.mesh.store is not None:
-            self.mesh.store.set(f"{self.name}-{self._asked}", "")
-
-    def _wait_until_asked(self) -> None:
-        if self.mesh.store is not None:
-            self.mesh.store.wait(f"{self.name}-{self._asked}", PATIENCE)

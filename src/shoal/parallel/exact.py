@@ -63,7 +63,7 @@ class Exact:
 
     def deliver(self, contributions: int) -> None:
         """Turn the sums of that many micro-batches into the pieces' gradients."""
-        most = self.mesh.largest(float(self.largest))
+        most = self.mesh.hosts.largest(float(self.largest))
         if math.isfinite(most) and most * contributions >= LIMIT:
             raise RuntimeError(
                 f"strict mode: a gradient of {most:.3g} is too large for exact sums over {contributions} sequences; "
@@ -101,7 +101,7 @@ def exact_loss(losses: list[Tensor], mesh: Mesh) -> float:
     values = [float(loss) for loss in losses]
     finite = all(math.isfinite(value) for value in values)
     total = sum(round(value / LOSS_UNIT) for value in values) if finite else 0
-    total, broken = mesh.sum_integers([total, int(not finite)])
+    total, broken = mesh.hosts.sum_integers([total, int(not finite)])
     return math.nan if broken else total * LOSS_UNIT
 
 
@@ -111,7 +111,7 @@ def exact_norm(pieces: list[Piece], mesh: Mesh) -> float:
     held = [(piece, grad.double()) for piece in pieces if (grad := piece.tensor.grad) is not None]
     peaks = [float(gradient.abs().max()) for _, gradient in held if gradient.numel()]
     gradients = [gradient for piece, gradient in held if piece.counted]
-    largest = mesh.largest(max(peaks, default=0.0) if all(map(math.isfinite, peaks)) else math.nan)
+    largest = mesh.hosts.largest(max(peaks, default=0.0) if all(map(math.isfinite, peaks)) else math.nan)
     if largest == 0 or not math.isfinite(largest):
         return largest
     coarse = fine = 0
@@ -120,5 +120,5 @@ def exact_norm(pieces: list[Piece], mesh: Mesh) -> float:
         digits = (squares * COARSE).floor()
         coarse += int(digits.to(torch.int64).sum())
         fine += int(((squares - digits / COARSE) * FINE).round().to(torch.int64).sum())
-    coarse, fine = mesh.sum_integers([coarse, fine])
+    coarse, fine = mesh.hosts.sum_integers([coarse, fine])
     return largest * math.sqrt(coarse / COARSE + fine / FINE)

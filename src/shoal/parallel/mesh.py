@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -14,10 +13,8 @@ from shoal.facts.layout import Layout
 from shoal.facts.parameter_groups import Ranks
 from shoal.facts.ranks import AXES, coordinates, stride
 from shoal.facts.strategies import purpose_of
+from shoal.parallel.hosts import HostGroup
 from shoal.parallel.signed import SignedStore
-
-# For what a rank does alone: far beyond any commit, and still an end.
-PATIENCE = timedelta(hours=6)
 
 
 class Mesh:
@@ -44,9 +41,7 @@ class Mesh:
         self.rank = rank
         self.world = layout.world
         self.nodes = nodes
-        self.store = store
         self.timeout = timeout
-        self._names: dict[str, int] = {}
         self.device = device
         self.place = coordinates(rank, layout)
         self.data_index = self.place["dp"] * layout.fsdp + self.place["fsdp"]
@@ -67,6 +62,7 @@ class Mesh:
             names = [axis for axis in AXES if getattr(layout, axis) > 1]
             sizes = [getattr(layout, axis) for axis in names]
             self._axes = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=tuple(names))
+        self.hosts = HostGroup(rank, self.world, self.control, store)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on that axis alone."""
@@ -138,85 +134,6 @@ class Mesh:
     def purposes(self) -> dict[str, str]:
         """What ranks talk for in each group, those that strategies made for themselves too, by torch's name for it."""
         return {name: purpose_of(axis) for name, axis in {**self.names, **self._made}.items()}
-
-    def sum_integers(self, values: Sequence[int]) -> list[int]:
-        """Each value summed over all ranks, known to the host of every one of them."""
-        total = torch.tensor(values, dtype=torch.int64)
-        if self.control is not None:
-            dist.all_reduce(total, group=self.control)
-        return [int(value) for value in total]
-
-    def sum_floats(self, values: Sequence[float]) -> list[float]:
-        """As ``sum_integers``, in double precision."""
-        total = torch.tensor(values, dtype=torch.float64)
-        if self.control is not None:
-            dist.all_reduce(total, group=self.control)
-        return [float(value) for value in total]
-
-    def largest(self, value: float) -> float:
-        """The largest of all ranks' values; not a number if one of them is not finite."""
-        # A flag of its own: whether a maximum keeps a NaN depends on which side of it the NaN stands.
-        finite = math.isfinite(value)
-        most = torch.tensor([value if finite else 0.0, float(not finite)], dtype=torch.float64)
-        if self.control is not None:
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.control)
-        return math.nan if float(most[1]) else float(most[0])
-
-    def wait_for_first_rank(self) -> None:
-        """Wait until the first rank is done with what it does alone, be it a commit that takes an hour.
-
-        In a collective its peers would give up on it, so they wait for a key of the store. Should it die meanwhile,
-        the launcher sees that and ends them all.
-        """
-        if self.store is None or self.world == 1:
-            return
-        key = self.new_name("first-rank-done")
-        if self.rank == 0:
-            self.store.set(key, "")
-        else:
-            self.store.wait(key, PATIENCE)
-
-    def gather(self, text: str) -> list[str]:
-        """Every rank's text, on the first rank; elsewhere nothing. Ranks may come as late as they like."""
-        if self.world == 1:
-            return [text]
-        if self.store is None:
-            every = self.everyones(text)
-            return every if self.rank == 0 else []
-        key = self.new_name("gathered")
-        if self.rank != 0:
-            self.store.set(f"{key}/{self.rank}", text)
-            return []
-        return [text, *self.store.wait_for([f"{key}/{rank}" for rank in range(1, self.world)], PATIENCE)]
-
-    def tell(self, text: str) -> str:
-        """The first rank's text, on every rank."""
-        if self.world == 1:
-            return text
-        if self.store is None:
-            return self.everyones(text)[0]
-        key = self.new_name("told")
-        if self.rank == 0:
-            self.store.set(key, text)
-            return text
-        return self.store.wait(key, PATIENCE)
-
-    def everyones(self, text: str) -> list[str]:
-        """Every rank's text, on every rank. A collective, as bytes: torch's own for objects would unpickle them."""
-        if self.control is None:
-            return [text]
-        content = text.encode()
-        sizes = self.sum_integers([len(content) * (self.rank == rank) for rank in range(self.world)])
-        mine = torch.zeros(max([*sizes, 1]), dtype=torch.uint8)
-        mine[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
-        every = [torch.empty_like(mine) for _ in sizes]
-        dist.all_gather(every, mine, group=self.control)
-        return [bytes(one[:size].tolist()).decode() for one, size in zip(every, sizes, strict=True)]
-
-    def new_name(self, kind: str) -> str:
-        """A name for a key of the store: the same on every rank, for all ask for the same names in the same order."""
-        self._names[kind] = self._names.get(kind, 0) + 1
-        return f"{kind}-{self._names[kind]}"
 
     def close(self) -> None:
         if self.world > 1:

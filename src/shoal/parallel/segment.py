@@ -54,12 +54,9 @@ class Segment(nn.Module):
 
         With ``place`` the end gives the scores of the token after that place.
         """
-        decoder = self.network.model
-        hidden = decoder.embed(inputs, batch.positions, batch.noise) if self.stage.first else inputs
-        hidden = decoder.run_layers(hidden, batch.positions, batch.documents, batch.noise)
+        hidden: Tensor = self.network(inputs, batch.positions, batch.documents, batch.noise)
         if not self.stage.last:
             return hidden
-        hidden = decoder.norm(hidden)
         if place is not None:
             return self.network.lm_head.scores(hidden, place)
         assert batch.targets is not None

@@ -149,4 +149,4 @@ def _pipeline(mesh: Mesh, computations: dict[str, Interval]) -> Interval | None:
     if mesh.layout.pp == 1:
         return None
     first = min(start for start, _ in computations.values())
-    return -mesh.largest(-first), mesh.largest(max(end for _, end in computations.values()))
+    return -mesh.hosts.largest(-first), mesh.hosts.largest(max(end for _, end in computations.values()))

@@ -125,7 +125,7 @@ class Commits:
         if together is not None and (not found or together.step >= found[0][1]):
             found = [(self.memory, together.step)]
         self._note_set_aside(found)
-        text = self.mesh.tell(
+        text = self.mesh.hosts.broadcast(
             f"{'memory' if found[0][0] == self.memory else 'disk'} {found[0][1]}" if found else ""
         )
         if not text:
@@ -151,7 +151,7 @@ class Commits:
             raise
         except (Damaged, OSError) as error:
             trouble = str(error)
-        return self.mesh.tell(next(filter(None, self.mesh.gather(trouble)), ""))
+        return self.mesh.hosts.broadcast(next(filter(None, self.mesh.hosts.gather(trouble)), ""))
 
     def _set_aside(self, place: Place, step: int, reason: str) -> None:
         if place == self.memory:
@@ -191,7 +191,7 @@ class Commits:
             if not self.config.background:
                 self._savers[self.disk].finish()
                 self.hear()
-                self.mesh.wait_for_first_rank()
+                self.mesh.hosts.wait_for_first_rank()
 
     def take_waited(self) -> float:
         """Seconds that training was held up by commits since the last call."""
@@ -227,12 +227,16 @@ class Commits:
         Should the disk refuse it, this is the last chance to say so.
         """
         self._settle()
-        if step and (stopped or self.config.every) and self.mesh.tell(str(self.committed)) != str(step):
+        if (
+            step
+            and (stopped or self.config.every)
+            and self.mesh.hosts.broadcast(str(self.committed)) != str(step)
+        ):
             self._start(self.disk, step, heldout_loss)
             self._settle()
             if self.mesh.rank == 0 and self.committed != step:
                 raise CommitFailed(f"{self._last_error}; {MAKE_ROOM}")
-            self.mesh.wait_for_first_rank()
+            self.mesh.hosts.wait_for_first_rank()
         for saver in self._savers.values():
             saver.close()
 
@@ -240,7 +244,7 @@ class Commits:
         for saver in self._savers.values():
             saver.finish()
         self.hear()
-        self.mesh.wait_for_first_rank()
+        self.mesh.hosts.wait_for_first_rank()
 
     def _start(self, place: Place, step: int, heldout_loss: float | None) -> None:
         self._saving = step

@@ -37,7 +37,7 @@ def heldout_loss(
         losses += placed.executor.forward_only(batches)
         targets += sum(row.count for row in rows)
     loss = summed_loss(losses, placed, mesh)
-    (seen,) = mesh.sum_integers([targets if mesh.first_of_replica else 0])
+    (seen,) = mesh.hosts.sum_integers([targets if mesh.first_of_replica else 0])
     return loss / seen if seen else None
 
 

@@ -61,8 +61,8 @@ def train(
     """
     with explaining(job, mesh) as witness:
         training = Training(job, run, dataset, mesh, announce, attempt, set_aside)
-        if mesh.rank == 0 and mesh.store is not None:
-            mesh.store.set(RESUMED, str(training.done))
+        if mesh.rank == 0 and mesh.hosts.store is not None:
+            mesh.hosts.store.set(RESUMED, str(training.done))
         if restarts and mesh.rank == 0:
             run.note_fault(kind="restart", attempt=restarts, resumed_step=training.done)
         witness.training = training
@@ -192,7 +192,7 @@ class Training:
         rows = read_rows(self.run.metrics) if self.first_rank else []
         kept = [row for row in rows if row["step"] <= self.done][-WINDOW:]
         few = [{name: row[name] for name in ("loss", "grad_norm")} for row in kept]
-        told: list[dict[str, Any]] = json.loads(self.mesh.tell(json.dumps(few)))
+        told: list[dict[str, Any]] = json.loads(self.mesh.hosts.broadcast(json.dumps(few)))
         return told
 
     def _settle_rows(self) -> None:
@@ -235,7 +235,7 @@ class Training:
             if self.first_rank:
                 for prompt, text in written:
                     self.samples.append({"step": self.done, "prompt": prompt, "text": text})
-        self.mesh.wait_for_first_rank()
+        self.mesh.hosts.wait_for_first_rank()
         return loss
 
 

@@ -60,7 +60,7 @@ class Step:
 
     def agree(self, targets: int, stop: bool = False) -> tuple[int, bool]:
         """One small sum tells every rank how many targets the step has, and whether any rank was asked to stop."""
-        total, asking = self.mesh.sum_integers([targets, int(stop)])
+        total, asking = self.mesh.hosts.sum_integers([targets, int(stop)])
         return total, asking > 0
 
     def compute_gradients(self, step: int, batches: list[Batch], targets: int) -> tuple[float, float]:
@@ -99,7 +99,7 @@ class Step:
         before = self.placed.exact is not None and not math.isfinite(float(self.placed.exact.largest))
         after = not all(bool(torch.isfinite(one).all()) for one in sums)
         own = [int(self.mesh.rank == rank) for rank in range(self.mesh.world)]
-        found = self.mesh.sum_integers([*(before * one for one in own), *(after * one for one in own)])
+        found = self.mesh.hosts.sum_integers([*(before * one for one in own), *(after * one for one in own)])
         for part in (found[: self.mesh.world], found[self.mesh.world :]):
             blamed = tuple(rank for rank, guilty in enumerate(part) if guilty)
             if 0 < len(blamed) < max(2, self.mesh.world):
@@ -115,7 +115,7 @@ class Step:
         others = squared_norm([piece for piece in self.pieces if not piece.counted])
         squares = squares if math.isfinite(others) else math.nan
         # One small message for both.
-        loss, total = self.mesh.sum_floats([added(own_losses(losses, self.mesh)), squares])
+        loss, total = self.mesh.hosts.sum_floats([added(own_losses(losses, self.mesh)), squares])
         return loss, math.sqrt(total)
 
     def _micro_batch(self, step: int, batch: Batch) -> MicroBatch:
@@ -143,4 +143,4 @@ def added(losses: list[Tensor]) -> float:
 def summed_loss(losses: list[Tensor], placed: Placed, mesh: Mesh) -> float:
     """All ranks' losses, in strict mode without any rounding."""
     mine = own_losses(losses, mesh)
-    return exact_loss(mine, mesh) if placed.exact is not None else mesh.sum_floats([added(mine)])[0]
+    return exact_loss(mine, mesh) if placed.exact is not None else mesh.hosts.sum_floats([added(mine)])[0]

@@ -63,20 +63,20 @@ def _copy_and_bring(rank: int, world: int, path: Path) -> dict[str, str]:
 
     module.CHUNK = 512
     peers, place = _peers(rank, path)
-    mesh, store = peers.mesh, peers.mesh.store
+    mesh, store = peers.mesh, peers.mesh.hosts.store
     content = bytes([rank]) * (rank * 1000 + 7)
     place.write(3, "first", file_of(rank), [memoryview(content)])
     peers.copy(3, memoryview(content))
-    mesh.gather("")
-    mesh.tell("")
+    mesh.hosts.gather("")
+    mesh.hosts.broadcast("")
     if rank == 0:
         (place.aside(3, "first") / "extra").touch()
         peers.commit_elsewhere(store, "commit", "manifest")
         place.commit(3, "first", "manifest")
     elif peers.leads:
         assert peers.commit_here(store, "commit", 3)
-    mesh.gather("")
-    mesh.tell("")
+    mesh.hosts.gather("")
+    mesh.hosts.broadcast("")
     if rank == 2:
         shutil.rmtree(place.path)
     sizes = {file_of(number): number * 1000 + 7 for number in range(4)} | {NAME: len("manifest")}
@@ -126,13 +126,13 @@ def _set_aside(rank: int, world: int, path: Path) -> tuple[object, list[int]]:
         for step in (7, 8, 9):
             place.write(step, "first", file_of(rank), [memoryview(b"x")])
             place.commit(step, "first", "no manifest")
-    peers.mesh.gather("")
-    peers.mesh.tell("")
+    peers.mesh.hosts.gather("")
+    peers.mesh.hosts.broadcast("")
     # The ninth was done on a node that was away, and the others have undone it.
     found, useless = peers.newest(8)
     assert not useless
-    peers.mesh.gather("")
-    peers.mesh.tell("")
+    peers.mesh.hosts.gather("")
+    peers.mesh.hosts.broadcast("")
     return found, place.committed()
 
 
@@ -156,8 +156,8 @@ def _told_by_a_stranger(rank: int, world: int, path: Path, victim: Path) -> obje
         for number in range(3, 20):
             stranger.set(f"told-{number}", hostile)
         stranger.check(["told-3"])
-    mesh.gather("")
-    mesh.tell("")
+    mesh.hosts.gather("")
+    mesh.hosts.broadcast("")
     sound, useless = peers.newest(8)
     if sound is not None:
         peers.bring(sound)

@@ -112,11 +112,11 @@ def save_thrice(rank: int, kind: str, refused: int, work: str, folder: Path) -> 
         saver.start(state.manifest(step, step, {}), state.states())
         saver.finish()
         (saved,) = saver.take_results()
-        mesh.gather("")
-        mesh.tell("")
+        mesh.hosts.gather("")
+        mesh.hosts.broadcast("")
         results.append((saved.error, place.committed()))
-        mesh.gather("")
-        mesh.tell("")
+        mesh.hosts.gather("")
+        mesh.hosts.broadcast("")
     saver.close()
     return results
 
@@ -158,7 +158,7 @@ def train_with_a_full_disk(
         training.run_to_end(bool)
     except CommitFailed as error:
         trouble = str(error)
-        mesh.wait_for_first_rank()  # as the others do
+        mesh.hosts.wait_for_first_rank()  # as the others do
     return trouble, training.run.memory().committed()
 
 

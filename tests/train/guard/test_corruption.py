@@ -53,7 +53,7 @@ class Rig:
 
     def run(self, step: int, before_check: Callable[[], None] = lambda: None) -> None:
         batches = [self.program.loader.rows(step, places) for places in self.program.positions()]
-        (targets,) = self.mesh.sum_integers([self.program.own_targets(batches)])
+        (targets,) = self.mesh.hosts.sum_integers([self.program.own_targets(batches)])
         self.program.step(step, batches, targets)
         before_check()
         if self.guard.due(step):

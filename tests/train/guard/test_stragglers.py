@@ -30,13 +30,13 @@ def work_together(rank: int, world: int, layout: str, extra: dict[str, list[floa
         for step in range(1, (IN_A_ROW + 1) * WINDOW + 1):
             stragglers.begin()
             time.sleep(extra["input"][rank])
-            mesh.sum_integers([1, 0])
+            mesh.hosts.sum_integers([1, 0])
             time.sleep(WORK)
             time.sleep(extra["compute"][rank])
             work = dist.all_reduce(torch.ones(100), async_op=True)
             assert work is not None
             work.wait()
-            mesh.sum_floats([1.0, 1.0])
+            mesh.hosts.sum_floats([1.0, 1.0])
             stragglers.end()
             if (row := stragglers.compare(step)) is not None:
                 rows.append(row)

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from blake3 import blake3
 
 from shoal.observe.entered import BACKGROUND
-from shoal.parallel.mesh import PATIENCE, Mesh
+from shoal.parallel.hosts import PATIENCE
+from shoal.parallel.mesh import Mesh
 from shoal.parallel.signed import SignedStore
 from shoal.train.checkpoint.manifest import LARGEST_FILE, NAME, Damaged, is_file_name, parse_manifest
 from shoal.train.checkpoint.place import LAST_STEP, Directory, check_file
@@ -126,13 +127,13 @@ class Peers:
         The same on every rank. What is of no use is removed. ``done``, on the first rank: the last step that the run
         knows of; a node that was away may have later ones, which the others have undone.
         """
-        done = int(self.mesh.tell(str(done)))
+        done = int(self.mesh.hosts.broadcast(str(done)))
         for step in self.place.committed() if self.leads else []:
             if step > done or step in self.set_aside:
                 self.place.remove(step)
-        every = self.mesh.gather(json.dumps(self._held()) if self.leads else "")
+        every = self.mesh.hosts.gather(json.dumps(self._held()) if self.leads else "")
         found = _newest([json.loads(text) for text in every[:: self.here]]) if every else None
-        best, useless = _checked(json.loads(self.mesh.tell(json.dumps(found))), self.mesh.nodes)
+        best, useless = _checked(json.loads(self.mesh.hosts.broadcast(json.dumps(found))), self.mesh.nodes)
         for step, _ in useless:
             self.remove(step)
         return best, useless
@@ -175,8 +176,8 @@ class Peers:
             manifest = aside / NAME if (aside / NAME).exists() else here / NAME
             self.place.commit(sound.step, self.attempt, manifest.read_text(encoding="utf-8"))
         # Others of the same node read it too. However long it takes: no collective would wait.
-        self.mesh.gather("")
-        self.mesh.tell("")
+        self.mesh.hosts.gather("")
+        self.mesh.hosts.broadcast("")
 
     def _make_place(self, sound: Sound) -> None:
         """Beside what is here of that step, which is kept where it is of the same checkpoint."""

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from shoal.parallel.mesh import PATIENCE, Mesh
+from shoal.parallel.hosts import PATIENCE
+from shoal.parallel.mesh import Mesh
 from shoal.train.checkpoint.manifest import Manifest, Piece
 from shoal.train.checkpoint.peers import Peers, file_of
 from shoal.train.checkpoint.place import Place
@@ -64,7 +65,7 @@ class Saver:
         self.name, self.place, self.stage, self.attempt = name, place, stage, attempt
         self.rank, self.world = mesh.rank, mesh.world
         self.prepare, self.after_commit, self.peers = prepare, after_commit, peers
-        self.store = mesh.store if mesh.world > 1 else None
+        self.store = mesh.hosts.store if mesh.world > 1 else None
         self._number = 0  # of the saves so far: the same step may be saved twice
         self.file = file_of(mesh.rank)
         self.waited = 0.0  # seconds that training was held up; the reader resets it

@@ -119,7 +119,7 @@ class CorruptionGuard:
         kept = list(self._live())
         now = digest([one.values for one in kept], self.mesh.device)
         same = torch.equal(before.blocks, now.blocks)
-        (broken,) = self.mesh.sum_integers([int(not same)])
+        (broken,) = self.mesh.hosts.sum_integers([int(not same)])
         if broken:
             self._report_change(step, kept, before, now)
         # Only now: until here something that was copied for a commit could have changed before it was.
@@ -213,7 +213,7 @@ class CorruptionGuard:
         )
 
     def _everyones(self, mine: list[Any]) -> list[list[Any]]:
-        return [json.loads(text) for text in self.mesh.everyones(json.dumps(mine))]
+        return [json.loads(text) for text in self.mesh.hosts.all_gather(json.dumps(mine))]
 
     # What there is.
 
