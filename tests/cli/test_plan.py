@@ -36,11 +36,13 @@ def document(capsys: Capture, *arguments: str) -> dict[str, Any]:
 
 def test_the_document_has_every_field_that_is_promised(capsys: Capture) -> None:
     found = document(capsys, *SMALL, "--top", "3", "--tokens", "1B", "--price", "2")
-    assert {"model", "cluster", "recipe", "plans", "rejected", "searched", "seconds"} <= found.keys()
+    promised = {"model", "cluster", "recipe", "plans", "chosen", "rejected", "searched", "proven", "seconds"}
+    assert promised <= found.keys()
+    assert found["proven"] is True  # so small a space is searched to its end
     best = found["plans"][0]
-    promised = """layout degrees world fits memory step tokens_per_s_per_gpu model_tflops_per_gpu mfu vs_ddp traffic
+    of_a_plan = """layout degrees world fits memory step tokens_per_s_per_gpu model_tflops_per_gpu mfu vs_ddp traffic
         error_bar support command why"""
-    assert set(promised.split()) <= best.keys()
+    assert set(of_a_plan.split()) <= best.keys()
     spent = dict(best["step"])
     assert spent.pop("seconds") == pytest.approx(sum(spent.values()))
     held = ("params", "grads", "optimizer", "activations", "logits", "buffers")
@@ -77,6 +79,7 @@ def test_one_layout_is_judged_alone_also_where_it_does_not_fit(capsys: Capture) 
     found = document(capsys, "llama3-8b", *SMALL[1:], "--layout", "dp=2")
     (only,) = found["plans"]
     assert only["layout"] == "dp=2" and not only["fits"] and found["searched"] == 1
+    assert found["proven"] is False  # nothing else was looked at
     assert found["remedies"] and "does not fit" in found["decision"]["text"]
     assert all(remedy["device_p90"] <= remedy["capacity"] for remedy in found["remedies"])
 

@@ -33,6 +33,7 @@ class Answer:
     searched: int
     evaluated: int  # priced one by one
     at_best: float | None  # where the search was broken off: no layout left out is faster than this
+    proven: bool  # no layout of the space is faster than the first plan
     seconds: float
     decision: Decision
     remedies: list[Remedy]
@@ -67,6 +68,7 @@ def answer(asked: Asked, top: int = 10, curve: bool = False) -> Answer:
     rejected: list[tuple[str, str]] = []
     searched = evaluated = 1
     at_best: float | None = None
+    proven = False
     chosen: Chosen | None = None
     if asked.layout is not None:
         plans = [judge(asked.question(asked.layout))]
@@ -75,6 +77,7 @@ def answer(asked: Asked, top: int = 10, curve: bool = False) -> Answer:
         # How much is looked at must not depend on how much is shown.
         found = search.searched(asked.question(Layout()), max(top, search.TOP))
         searched, evaluated, at_best, chosen = found.searched, found.evaluated, found.at_best, found.chosen
+        proven = found.proven
         plans = _shown(found.plans, chosen, top)
         rejected = [(str(loser.layout), loser.reason) for loser in found.rejected]
         remedies = []
@@ -93,6 +96,7 @@ def answer(asked: Asked, top: int = 10, curve: bool = False) -> Answer:
         searched,
         evaluated,
         at_best,
+        proven,
         time.perf_counter() - start,
         decision,
         remedies,
@@ -138,6 +142,7 @@ def _json(found: Answer) -> dict[str, Any]:
         "searched": found.searched,
         "evaluated": found.evaluated,
         "at_best": found.at_best,
+        "proven": found.proven,
         "seconds": found.seconds,
         "chosen": _chosen(found),
         "choice": str(found.choice.layout) if found.choice else None,
