@@ -16,7 +16,9 @@ from shoal.facts.schedule import in_flight as most_in_flight
 from shoal.facts.schedule import instructions
 from shoal.predict.memory import ledger, ledgers
 from shoal.predict.memory.in_flight import moments
+from shoal.predict.memory.inventory import rank_inventories
 from shoal.predict.question import Question
+from shoal.predict.rank_parameters import rank_parameters, trained_with_experts
 
 
 def test_the_categories_add_up_and_the_worst_rank_is_the_worst() -> None:
@@ -85,3 +87,20 @@ def test_in_flight_is_what_the_schedule_holds(schedule: str) -> None:
             found = moments(schedule, pp, chunks, micro_batches, rank)
             most = max(sum(one.held) + sum(one.deferred) for one in found)
             assert most == expected[rank], (pp, micro_batches, rank)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=8)], ids=["all", "lora"])
+@pytest.mark.parametrize("model", ["llama3.2-1b", "qwen3-8b", "mixtral-8x7b", "gpt2"])
+def test_memory_and_traffic_count_the_same_trained_parameters(model: str, lora: Lora | None) -> None:
+    for text in ("dp=2", "fsdp=4,tp=2", "tp=2,pp=4,micro=1", "fsdp=2,pp=2,schedule=zbv,micro=1"):
+        layout = Layout.parse(text)
+        question = Question(
+            PRESETS[model],
+            find(f"{layout.world}xH100"),
+            Recipe(seq=512, batch=64, steps=1),
+            layout,
+            lora=lora,
+        )
+        for rank in rank_inventories(question):
+            here = rank_parameters(layout, question.model, question.cut_by, rank.number)
+            assert rank.total.trained == trained_with_experts(question, here), (text, rank.number)
