@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import IntEnum
 from functools import lru_cache
 from operator import ge
@@ -45,10 +45,8 @@ def moments(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
     """Those that no other one exceeds in everything."""
     if pp == 1:
         return (Moment(held=(1,), deferred=(0,), begun=(Begun.ALL if micro_batches > 1 else Begun.NOTHING,)),)
-    if schedule in ("gpipe", "1f1b"):
-        return tuple(_plain(micro_batches, pp - rank if schedule == "1f1b" else micro_batches, rank, pp))
-    # Beyond it a pipeline is as full as it gets; whole rounds, as some schedules want them.
-    enough = micro_batches if micro_batches < 4 * pp else 3 * pp + micro_batches % pp
+    # Beyond it a pipeline is as full as it gets, but for gpipe's; whole rounds, as some schedules want them.
+    enough = micro_batches if micro_batches < 4 * pp or schedule == "gpipe" else 3 * pp + micro_batches % pp
     played = _played(schedule, pp, chunks, enough, rank)
     senders = sum(1 for stage in stages_of_rank(pp, chunks, schedule, rank) if stage) - bottom(
         schedule, pp, rank
@@ -60,26 +58,6 @@ def moments(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
 def bottom(schedule: str, pp: int, rank: int) -> bool:
     """Whether both sides of a V's lower end are on this rank: one stage passes to the next without a message."""
     return schedule in V_SHAPED and rank == pp - 1
-
-
-def _plain(micro_batches: int, room: int, rank: int, pp: int) -> Iterator[Moment]:
-    """Forward passes as long as there is room, then one backward and one forward pass in turn, then the rest."""
-    held, inner, sends = min(micro_batches, room), rank < pp - 1, rank > 0
-    left = micro_batches - held  # forward passes still to come when the first backward pass begins
-    first = Moment(held=(held,), deferred=(0,), begun=(Begun.NOTHING,))
-    later = first._replace(begun=(Begun.ALL,))
-    # What comes next is a forward pass, which all but the first rank receive for, or a backward pass.
-    yield first._replace(waiting=int(sends if left else inner and held > 1))
-    # The last message was the forward pass's, where that has one.
-    just_sent = sends and not inner
-    if left > 1:
-        yield later._replace(waiting=int(sends), sent=sends * (left - 1), just_sent=just_sent)
-    if left:
-        yield later._replace(waiting=int(inner and held > 1), sent=sends * left, just_sent=just_sent)
-    elif held > 1:
-        yield later._replace(
-            held=(held - 1,), waiting=int(inner and held > 2), sent=int(sends), just_sent=sends
-        )
 
 
 @lru_cache(maxsize=1024)
