@@ -19,17 +19,18 @@ from typing import Any
 import predicted_tables
 from predicted_tables import prose
 
-from shoal.facts import calibration, clusters, stack
+from shoal.facts import calibration
+from shoal.facts.cluster import notation, stack
 from shoal.facts.layout import Layout
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.plan import evidence
-from shoal.plan.accuracy import Row, judged
-from shoal.plan.published import FITTED, fitted, read
+from shoal.plan.accuracy import AccuracyRow, judged
+from shoal.plan.published_runs import FITTED, fitted, read
 from shoal.predict.memory import ledger
 from shoal.predict.memory.device import WORKSPACE
-from shoal.predict.question import Question
-from shoal.predict.step import step
+from shoal.predict.time.step import step
+from shoal.predict.workload import Workload
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "accuracy.md"
@@ -86,20 +87,21 @@ INTRODUCTION = (
     "Written by `python benchmarks/accuracy.py --write`; a test holds it to the code. `shoal bench plan --runs",
     "benchmarks/data/published_runs.csv` prints every row. An error is predicted over measured, less one.",
     "",
-    "Constants belong to device kinds and links (`facts/calibration.py`) and mean something physical. Three properties",
-    "of each software stack (`facts/stack.py`: host, fusion, overlap) say what differs between stacks. All were fitted",
+    "Constants belong to device kinds and links (`facts/calibration/`) and mean something physical. Three properties",
+    "of each software stack (`facts/cluster/stack.py`: host, fusion, overlap) say what differs between stacks. "
+    "All were fitted",
     "by `benchmarks/fit_planner.py` on every fifth row of four sources; what follows is about the others.",
     "",
 )
 
 
-def _errors(rows: Iterable[Row]) -> tuple[int, float, float, float]:
+def _errors(rows: Iterable[AccuracyRow]) -> tuple[int, float, float, float]:
     found = [row.error for row in rows if row.error is not None]
     count = len(found)
     return count, sum(map(abs, found)) / count, sum(found) / count, max(map(abs, found))
 
 
-def _sources(rows: list[Row], chosen: set[str]) -> Iterator[str]:
+def _sources(rows: list[AccuracyRow], chosen: set[str]) -> Iterator[str]:
     yield "| source | rows | mean error | wanted | bias | worst | judged to fit |"
     yield "|---|---|---|---|---|---|---|"
     for source in dict.fromkeys(row.source for row in rows):
@@ -111,12 +113,12 @@ def _sources(rows: list[Row], chosen: set[str]) -> Iterator[str]:
         yield f"| {source} | {count} | {mean:.1%} | {wanted} | {bias:+.1%} | {worst:.0%} | {fit} of {every} |"
 
 
-def _scatter(rows: list[Row], chosen: set[str], layouts: dict[str, Question]) -> Iterator[str]:
+def _scatter(rows: list[AccuracyRow], chosen: set[str], layouts: dict[str, Workload]) -> Iterator[str]:
     multi = [row for row in rows if row.source == "vtrain-multi" and row.id not in chosen]
 
-    def odd(row: Row) -> bool:
-        question = layouts[row.id]
-        return question.layout.tp in (2, 4) and question.model.hidden <= SLOW_WIDTHS
+    def odd(row: AccuracyRow) -> bool:
+        workload = layouts[row.id]
+        return workload.layout.tp in (2, 4) and workload.model.hidden <= SLOW_WIDTHS
 
     _, mean, bias, _ = _errors(row for row in multi if not odd(row))
     count, off, leaning, _ = _errors(row for row in multi if odd(row))
@@ -160,7 +162,7 @@ def _cross_validated() -> Iterator[str]:
     )
 
 
-def _memory(rows: list[Row]) -> Iterator[str]:
+def _memory(rows: list[AccuracyRow]) -> Iterator[str]:
     measured = [row for row in rows if row.measured_mem_gib is not None]
     yield "Reserved memory that torchtitan published, GiB:"
     yield ""
@@ -183,7 +185,7 @@ def _memory(rows: list[Row]) -> Iterator[str]:
     )
 
 
-def own_rows() -> Iterator[tuple[dict[str, Any], Question]]:
+def own_rows() -> Iterator[tuple[dict[str, Any], Workload]]:
     """What ``step.py`` measured on an H200, with the question for each."""
     seen: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in (HERE / "results" / "step.jsonl").open():
@@ -201,8 +203,8 @@ def own_rows() -> Iterator[tuple[dict[str, Any], Question]]:
                 "states": said.get("recipe.states", "fp32"),
             }
         )
-        cluster = clusters.find(f"1x{layout.world}xH200")
-        yield row, Question(PRESETS[said["model.preset"]], cluster, recipe, layout)
+        cluster = notation.find(f"1x{layout.world}xH200")
+        yield row, Workload(PRESETS[said["model.preset"]], cluster, recipe, layout)
 
 
 def _own() -> Iterator[str]:
@@ -211,18 +213,18 @@ def _own() -> Iterator[str]:
     yield "| model | seq | layout | states | step s | measured | error | peak GiB | measured | error |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     times, peaks = [], []
-    for row, question in own_rows():
-        spent, held = step(question).seconds, ledger(question).peak_allocated / 2**30
+    for row, workload in own_rows():
+        spent, held = step(workload).seconds, ledger(workload).peak_allocated / 2**30
         peak = held / row["memory_peak_gib"] - 1
         peaks.append(abs(peak))
         timed = "– | – | –"
-        if question.layout.world == 1:
+        if workload.layout.world == 1:
             error = spent / row["step_s"] - 1
             times.append(abs(error))
             timed = f"{spent:.3f} | {row['step_s']:.3f} | {error:+.1%}"
-        recipe = question.recipe
+        recipe = workload.recipe
         yield (
-            f"| {question.model.name} | {recipe.seq} | {row['layout']} | {recipe.states} | {timed} | {held:.2f} "
+            f"| {workload.model.name} | {recipe.seq} | {row['layout']} | {recipe.states} | {timed} | {held:.2f} "
             f"| {row['memory_peak_gib']:.2f} | {peak:+.1%} |"
         )
     yield ""

@@ -28,19 +28,19 @@ from record import record
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from shoal.facts.cluster.this_machine import usable_threads
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
-from shoal.facts.local import usable_threads
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.launch import local
 from shoal.launch.ranks import run_ranks
 from shoal.models.initial import fill
 from shoal.parallel.mesh import Mesh
-from shoal.train.checkpoint.place import Directory
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.save import NICE, Saver
-from shoal.train.checkpoint.share import piece_slices
+from shoal.train.checkpoint.storage import DirectoryStorage
+from shoal.train.checkpoint.write_plan import piece_slices
 from shoal.train.data.loader import Batch
 from shoal.train.program import assemble, blueprint
 from shoal.train.state import State
@@ -135,7 +135,7 @@ class Bench:
         self.gigabytes = sum(piece.tensor.nbytes for piece in self.state.pieces) * 3 / 1e9
         if self.mesh.world > 1:
             self.gigabytes = self.mesh.hosts.sum_floats([self.gigabytes])[0]
-        self.ours, self.theirs = Directory(folder / "shoal"), folder / "dcp"
+        self.ours, self.theirs = DirectoryStorage(folder / "shoal"), folder / "dcp"
         self.saver = Saver("disk", self.ours, self.state.new_stage(), self.mesh, "bench")
         self.step.before_update = self.saver.stage.hold_update
         self.tensors = self._for_dcp()

@@ -21,14 +21,14 @@ import torch
 from record import record
 from rich.console import Console
 
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.launch.local import prepared
-from shoal.observe.flight import INPUT
+from shoal.observe.flight_recorder import INPUT
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job, resolve
 from shoal.train.files import read_rows
 from shoal.train.loop import Training, train
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 # Turns before the first save, and between one that is written and the next.
 WARM_UP, QUIET = 6, 5

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from shoal.train.checkpoint.manifest import NAME, Piece, parse_manifest
+from shoal.train.checkpoint.manifest import NAME, StoredPiece, parse_manifest
 
 # What may happen to a checkpoint, and how often of a hundred times it does here.
 KINDS = {
@@ -103,7 +103,7 @@ class Damages:
             files[piece.file][piece.position : piece.position + piece.bytes] = self._bytes(source)
         return Damage(kind, f"{one} and {two}", {file: bytes(content) for file, content in files.items()})
 
-    def _bytes(self, piece: Piece) -> bytes:
+    def _bytes(self, piece: StoredPiece) -> bytes:
         return self.content[piece.file][piece.position : piece.position + piece.bytes]
 
 
@@ -122,7 +122,7 @@ def done(damage: Damage, path: Path, content: Mapping[str, bytes]) -> Iterator[N
             (path / file).write_bytes(content[file])
 
 
-def element(piece: Piece, position: int, shape: tuple[int, ...], item: int) -> int:
+def element(piece: StoredPiece, position: int, shape: tuple[int, ...], item: int) -> int:
     """The byte of the whole tensor that a byte of a piece is."""
     number, byte = divmod(position, item)
     index = []

@@ -72,13 +72,13 @@ def write_all(folder: Path) -> Path:
 
     from shoal.plan.export import STACKS, export
 
-    for number, question in enumerate(questions()):
+    for number, workload in enumerate(questions()):
         for stack in STACKS:
             place = folder / stack / f"{number:02}"
             place.mkdir(parents=True)
-            for name, text in export(stack, question).files.items():
+            for name, text in export(stack, workload).files.items():
                 (place / name).write_text(text, encoding="utf-8")
-            (place / "world").write_text(str(question.layout.world), encoding="utf-8")
+            (place / "world").write_text(str(workload.layout.world), encoding="utf-8")
     return folder
 
 

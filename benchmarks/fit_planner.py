@@ -2,8 +2,8 @@
 
     python benchmarks/fit_planner.py PUBLISHED.csv [--sweeps 20] [--leave-out SOURCE | MODEL]
 
-Constants of device kinds and links are in ``facts/calibration.py``, three of each stack in ``facts/stack.py``: this
-prints what to write there. Which rows are fitted is fixed (``fitted``).
+Constants of device kinds and links are in ``facts/calibration/``, three of each stack in ``facts/cluster/stack.py``:
+this prints what to write there. Which rows are fitted is fixed (``fitted``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from pathlib import Path
 import numpy as np
 from record import record
 
-from shoal.facts import calibration, stack
-from shoal.facts.calibration import Attention, Calibration, DeviceRates
-from shoal.plan.published import FITTED, Run, fitted, read
-from shoal.predict import host as hosts
-from shoal.predict.step import Bench, step
+from shoal.facts import calibration
+from shoal.facts.calibration import AttentionRates, Calibration, DeviceRates
+from shoal.facts.cluster import stack
+from shoal.plan.published_runs import FITTED, PublishedRun, fitted, read
+from shoal.predict.time import host as hosts
+from shoal.predict.time.step import CostModel, step
 
 Constants = dict[str, float]
 
@@ -72,23 +73,23 @@ def device_rates(name: str, constants: Constants) -> DeviceRates:
     base = calibration.AMPERE if family == "A100" else calibration.HOPPER
     first = constants[f"{family}.first_flash"] * slower
 
-    def scaled(kind: Attention) -> Attention:
-        return Attention(forward=kind.forward * slower, backward=kind.backward * slower)
+    def scaled(kind: AttentionRates) -> AttentionRates:
+        return AttentionRates(forward=kind.forward * slower, backward=kind.backward * slower)
 
     return base.model_copy(
         update={
             "matmul": own,
             "flash": scaled(base.flash),
             "fused": scaled(base.fused),
-            "first_flash": Attention(forward=first, backward=first / 1.15),
+            "first_flash": AttentionRates(forward=first, backward=first / 1.15),
             **{key: constants[key] for key in ("ramp", "launch", "narrow", "batched")},
         }
     )
 
 
-def predictor(constants: Constants) -> Callable[[Run], float]:
+def predictor(constants: Constants) -> Callable[[PublishedRun], float]:
     """How long a run takes, as predicted with these constants."""
-    benches: dict[tuple[int, ...], Bench] = {}
+    benches: dict[tuple[int, ...], CostModel] = {}
     for name in ("spread", "backward", "head", "once"):
         setattr(hosts, f"HOST_{name.upper()}", constants[f"host.{name}"])
     hosts.BLEND = constants["host.blend"]
@@ -120,34 +121,36 @@ def predictor(constants: Constants) -> Callable[[Run], float]:
         for name in [known.name]
     }
 
-    def predict(run: Run) -> float:
+    def predict(run: PublishedRun) -> float:
         times = []
-        for question in run.questions:
-            if question.stack is not run.questions[0].stack:
+        for workload in run.questions:
+            if workload.stack is not run.questions[0].stack:
                 continue  # the likeliest stack is what a blank cell is fitted as
-            asked = replace(question, stack=stacks[question.stack.name])
-            key = (id(question.model), id(question.cluster), id(question.recipe))
+            asked = replace(workload, stack=stacks[workload.stack.name])
+            key = (id(workload.model), id(workload.cluster), id(workload.recipe))
             if key not in benches:
                 rates = Calibration(
-                    device=device_rates(question.cluster.device.name, constants),
+                    device=device_rates(workload.cluster.device.name, constants),
                     fast=links["fast"],
                     network=links["network"],
                     host=calibration.HOST,
                     known=True,
                 )
-                benches[key] = Bench(question.model, question.cluster, question.recipe, asked.stack, rates)
+                benches[key] = CostModel(
+                    workload.model, workload.cluster, workload.recipe, asked.stack, rates
+                )
             times.append(step(asked, benches[key]).seconds)
         return min(times)
 
     return predict
 
 
-def errors(runs: Iterable[Run], constants: Constants) -> list[float]:
+def errors(runs: Iterable[PublishedRun], constants: Constants) -> list[float]:
     predict = predictor(constants)
     return [log(predict(run) / run.seconds) for run in runs if run.seconds]
 
 
-def fit(rows: list[Run], sweeps: int) -> Constants:
+def fit(rows: list[PublishedRun], sweeps: int) -> Constants:
     """Least absolute errors by Levenberg and Marquardt's method: every residual is weighed by what it was, so that few
     large ones do not decide. In logarithms, so that constants of all sizes are alike."""
     names = list(START)
@@ -187,7 +190,7 @@ def fit(rows: list[Run], sweeps: int) -> Constants:
     return {name: float(value) for name, value in zip(names, np.exp(point), strict=True)}
 
 
-def report(runs: list[Run], constants: Constants, title: str) -> None:
+def report(runs: list[PublishedRun], constants: Constants, title: str) -> None:
     by_source: dict[str, list[float]] = defaultdict(list)
     predict = predictor(constants)
     for run in runs:
@@ -201,12 +204,12 @@ def report(runs: list[Run], constants: Constants, title: str) -> None:
         )
 
 
-def cross_validate(runs: list[Run], chosen: set[str], sweeps: int) -> None:
+def cross_validate(runs: list[PublishedRun], chosen: set[str], sweeps: int) -> None:
     """What a source or a model is predicted with that no constant has seen.
 
     A stack without any row keeps the properties it starts with.
     """
-    parts: dict[str, Callable[[Run], bool]] = {}
+    parts: dict[str, Callable[[PublishedRun], bool]] = {}
     for source in FITTED:
         parts[f"source {source}"] = lambda run, source=source: run.source == source
     for width in sorted({run.questions[0].model.hidden for run in runs if run.source in FITTED}):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.launch import local
 from shoal.launch.ranks import run_ranks
@@ -35,9 +35,9 @@ from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
 from shoal.train import optimizer as optimizers
 from shoal.train.checkpoint.manifest import Damaged
-from shoal.train.checkpoint.place import Directory
 from shoal.train.checkpoint.read import Checkpoint, Wanted
 from shoal.train.checkpoint.save import Saver
+from shoal.train.checkpoint.storage import DirectoryStorage
 from shoal.train.optimizer import LossScale
 from shoal.train.state import State
 
@@ -61,7 +61,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_ranks(Layout.parse(options.layout).world, write, (options.layout, folder), SECONDS)
-        place = Directory(folder)
+        place = DirectoryStorage(folder)
         damages = Damages(place.at(4), place.at(3), options.seed)
         drawn, refused, silent = campaign(place.at(4), damages, options.damages)
         ours, theirs = beside_dcp(place.at(4), folder / "dcp", damages, options.flips)
@@ -90,7 +90,7 @@ def write(rank: int, world: int, store: dist.Store, layout: str, folder: Path) -
     pieces = placed.gradients.pieces
     optimizer = optimizers.build(pieces, Recipe())
     state = State(MODEL, placed, optimizer, "adamw", LossScale(), mesh)
-    saver = Saver("disk", Directory(folder), state.new_stage(), mesh, "integrity")
+    saver = Saver("disk", DirectoryStorage(folder), state.new_stage(), mesh, "integrity")
     for step in range(1, 5):
         for number, piece in enumerate(pieces):
             # Different values everywhere, so that no two pieces are alike.

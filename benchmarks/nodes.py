@@ -1,4 +1,4 @@
-"""Two nodes at one run, each a launcher of its own on this machine: a rank, a node, the captain are lost and come back.
+"""Two nodes at one run, each a launcher of its own on this machine: a rank, a node, the leader are lost and come back.
 
 Nodes that share one machine say what works and how soon others notice, not how fast a network is. On a GPU their NCCL
 ranks share it.
@@ -72,7 +72,7 @@ def measure(nodes: Nodes) -> dict[str, Any]:
     back = seconds(lambda: nodes.wait_for_world(2))
     nodes.wait_for_steps(3)
     led.lose()
-    captain = seconds(lambda: (nodes.wait_for_fault("launcher lost"), nodes.wait_for_world(1)))
+    leader = seconds(lambda: (nodes.wait_for_fault("launcher lost"), nodes.wait_for_world(1)))
     led.start()
     nodes.wait_for_world(2)
     nodes.wait_for_steps(3)
@@ -84,7 +84,7 @@ def measure(nodes: Nodes) -> dict[str, Any]:
         "rank_s": rank,
         "node_s": node,
         "back_s": back,
-        "captain_s": captain,
+        "leader_s": leader,
         "exit_codes": codes,
         "each_step_once": steps == list(range(1, len(steps) + 1)),
         "steps": len(steps),

@@ -3,8 +3,9 @@
     python benchmarks/plan_bounds.py --cases 20000
 
 A search drops what cannot fit and leaves what cannot be fast, by bounds on layouts that are decided in part
-(``plan/bounds.py``, ``plan/room.py``). Each must stay below what ``predict`` says of every completion. Besides, the
-search takes it that states over fewer ranks and larger units need no less memory, and that offload is never faster.
+(``plan/time_bound.py``, ``plan/memory_bound.py``). Each must stay below what ``predict`` says of every completion.
+Besides, the search takes it that states over fewer ranks and larger units need no less memory, and that offload is
+never faster.
 
 Each case draws a workload (a model, dense, mixed or with LoRA; a cluster; a recipe; a stack), a whole layout of its
 space, and asks everything of its parts. What fails is printed; exit code 1.
@@ -19,20 +20,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shoal.facts import clusters, presets
-from shoal.facts.cluster import Cluster
+from shoal.facts.cluster import Cluster, notation
+from shoal.facts.cluster.stack import SHOAL, Stack
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.ledger import Ledger
-from shoal.facts.model import Model
+from shoal.facts.model import Model, presets
 from shoal.facts.recipe import Recipe
-from shoal.facts.stack import SHOAL, Stack
-from shoal.plan.bounds import Bounds
-from shoal.plan.room import Room
-from shoal.plan.space import NOTHING, Candidate, Space, States
+from shoal.plan.memory_bound import MemoryBound
+from shoal.plan.space import NOTHING, Candidate, Space, StateSharding
+from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
-from shoal.predict.question import Question
-from shoal.predict.step import bench, step
+from shoal.predict.time.step import cost_model, step
+from shoal.predict.workload import Workload as Question
 
 MODELS = (
     "tiny",
@@ -66,14 +66,14 @@ class Workload:
     asked: Question
 
     @cached_property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> TimeBound:
         asked = self.asked
-        return Bounds(bench(asked), asked.tune, asked.lora, asked.cluster.devices)
+        return TimeBound(cost_model(asked), asked.tune, asked.lora, asked.cluster.devices)
 
     @cached_property
-    def room(self) -> Room:
+    def room(self) -> MemoryBound:
         asked = self.asked
-        return Room(asked.model, asked.cluster, asked.recipe, asked.stack, asked.lora)
+        return MemoryBound(asked.model, asked.cluster, asked.recipe, asked.stack, asked.lora)
 
     @cached_property
     def space(self) -> Space:
@@ -81,18 +81,18 @@ class Workload:
         apart = asked.cluster.device.name != "cpu"
         return Space(asked.model, asked.recipe, asked.cluster.devices, apart=apart)
 
-    def question(self, candidate: Candidate) -> Question:
+    def workload(self, candidate: Candidate) -> Question:
         return replace(self.asked, layout=candidate.layout())
 
     def seconds(self, candidate: Candidate) -> float:
-        return step(self.question(candidate), self.bounds.on).seconds
+        return step(self.workload(candidate), self.bounds.on).seconds
 
     def memory(self, candidate: Candidate) -> Ledger:
-        return ledger(self.question(candidate))
+        return ledger(self.workload(candidate))
 
 
 def workload(draw: random.Random) -> Workload:
-    model, cluster = _model(draw), clusters.find(draw.choice(CLUSTERS))
+    model, cluster = _model(draw), notation.find(draw.choice(CLUSTERS))
     seq = 2 ** draw.randint(8, 13)
     if model.positions == "learned":
         seq = min(seq, model.max_positions)
@@ -183,7 +183,7 @@ def too_high(case: Workload, one: Candidate) -> Iterator[str]:
         if bound > peak:
             yield f"memory {name}: {bound / 2**20:.3f} MiB, predicted {memory.peak_allocated / 2**20:.3f} MiB"
     # What fits is not dropped, whatever the device's size: this one fits exactly.
-    exactly = Room(case.asked.model, _sized(case.asked.cluster, memory.device_p90), *_rest(case.asked))
+    exactly = MemoryBound(case.asked.model, _sized(case.asked.cluster, memory.device_p90), *_rest(case.asked))
     if not exactly.fits(split, memory.peak_allocated):
         yield f"memory fits: {memory.device_p90} bytes are not enough for a plan that needs as many"
     # Where small units stay gathered, larger ones may need less.
@@ -197,7 +197,7 @@ def too_high(case: Workload, one: Candidate) -> Iterator[str]:
             )
 
 
-def _frugal(one: Candidate) -> States:
+def _frugal(one: Candidate) -> StateSharding:
     most = one.split.data if one.layout().shards > 1 else 1
     return one.states._replace(dp=one.split.data // most, fsdp=most)
 

@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from record import record
 
-from shoal.facts.clusters import find
+from shoal.facts.cluster.notation import find
 from shoal.facts.config import Config
 from shoal.facts.layout import Layout
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.presets import PRESETS
 from shoal.launch import local
-from shoal.launch.join import join
+from shoal.launch.init_rank import init_rank
 from shoal.launch.ranks import RankFailed, run_ranks
 from shoal.plan.resolve import Job
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 from shoal.train.data.loader import Batch
 from shoal.train.program import assemble, blueprint, first_weights
 
@@ -63,10 +63,10 @@ class Case:
         model = PRESETS[self.model].model_copy(update=self.changes)
         return Job(config, model, find("local"), Layout.parse(self.layout))
 
-    def question(self, cluster: str) -> Question:
+    def workload(self, cluster: str) -> Workload:
         """The same, for a prediction."""
         job = self.job()
-        return Question(job.model, find(cluster), job.config.recipe, job.layout)
+        return Workload(job.model, find(cluster), job.config.recipe, job.layout)
 
 
 SMALL, LARGE = "llama3.2-1b", "llama3-8b"
@@ -162,12 +162,12 @@ class Measured:
 def measure(rank: int, world: int, store: dist.Store, case: Case) -> Measured:
     """One rank's steps, as training takes them, on random tokens."""
     job = case.job()
-    mesh = join(job, rank, rank, store)
+    mesh = init_rank(job, rank, rank, store)
     recipe = job.config.recipe
     network = blueprint(job.model, recipe)
     step = assemble(network, recipe, job.config.tune, mesh, first_weights(job))
-    question = Question(job.model, job.cluster, recipe, job.layout)
-    batches = [_batch(question, mesh.device) for _ in range(question.accumulation)]
+    workload = Workload(job.model, job.cluster, recipe, job.layout)
+    batches = [_batch(workload, mesh.device) for _ in range(workload.accumulation)]
     mine = sum(batch.count for batch in batches) if mesh.first_of_replica else 0
     numbers = iter(range(1, 10**6))
 
@@ -198,9 +198,9 @@ def _timed(seconds: Any) -> Iterator[float]:
         count += 1
 
 
-def _batch(question: Question, device: torch.device) -> Batch:
-    rows, length = question.micro, question.recipe.seq
-    tokens = torch.randint(question.model.vocab, (rows, length + 1), device=device)
+def _batch(workload: Workload, device: torch.device) -> Batch:
+    rows, length = workload.micro, workload.recipe.seq
+    tokens = torch.randint(workload.model.vocab, (rows, length + 1), device=device)
     positions = torch.arange(length, device=device).repeat(rows, 1)
     return Batch(
         tokens[:, :-1].contiguous(),
@@ -216,7 +216,7 @@ def main() -> None:
     kinds = {"alone": ALONE, "shared": SHARED, "blind": BLIND}
     if len(sys.argv) < 2 or sys.argv[1] not in kinds:
         sys.exit(__doc__)
-    local.warm_workers((*local.PRELOAD, "shoal.launch.join"))
+    local.warm_workers((*local.PRELOAD, "shoal.launch.init_rank"))
     for case in kinds[sys.argv[1]][int(sys.argv[2]) if len(sys.argv) > 2 else 0 :]:
         world = Layout.parse(case.layout).world
         try:

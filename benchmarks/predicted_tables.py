@@ -17,13 +17,13 @@ from typing import Any, Literal, NamedTuple
 from predicted import ALONE, SHARED, Case
 from predicted import BLIND as BLIND_CASES
 
-from shoal.facts import calibrationfile
-from shoal.facts.measurements import Measurements
-from shoal.facts.ranks import coordinates
+from shoal.facts.calibration import file
+from shoal.facts.calibration.measurements import Measurements
+from shoal.facts.layout.ranks import coordinates
 from shoal.predict.memory import ledgers
 from shoal.predict.memory.device import WORKSPACE
-from shoal.predict.question import Question
-from shoal.predict.step import step
+from shoal.predict.time.step import step
+from shoal.predict.workload import Workload
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "predicted.jsonl"
@@ -68,7 +68,7 @@ class Row:
     """A case as it was measured, beside its prediction."""
 
     case: Case
-    question: Question
+    workload: Workload
     peaks: list[Pair]  # bytes allocated, of every rank
     step: Pair | None  # seconds; None where ranks shared the GPU
     blind: bool  # measured when nothing that predicts was changed any more
@@ -115,24 +115,24 @@ def _name(case: dict[str, Any]) -> str:
 def _row(found: dict[str, Any]) -> Row:
     case = Case(**{field: found[field] for field in Case.__dataclass_fields__})
     ranks = found["ranks"]
-    question = case.question(f"1x{len(ranks)}x{DEVICE}")
-    said = [one.peak_allocated for one in ledgers(question)]
-    stages = [coordinates(rank, question.layout)["pp"] for rank in range(len(ranks))]
+    workload = case.workload(f"1x{len(ranks)}x{DEVICE}")
+    said = [one.peak_allocated for one in ledgers(workload)]
+    stages = [coordinates(rank, workload.layout)["pp"] for rank in range(len(ranks))]
     peaks = [Pair(rank["peak"], said[stage]) for rank, stage in zip(ranks, stages, strict=True)]
-    timed = Pair(ranks[0]["step_s"], step(question).seconds) if len(ranks) == 1 else None
-    return Row(case, question, peaks, timed, found.get("blind", False))
+    timed = Pair(ranks[0]["step_s"], step(workload).seconds) if len(ranks) == 1 else None
+    return Row(case, workload, peaks, timed, found.get("blind", False))
 
 
 @contextmanager
 def calibrated() -> Iterator[Measurements]:
     """Predictions with what was measured on that machine; afterwards with built-in rates again."""
-    warnings = calibrationfile.use(CALIBRATIONS)
+    warnings = file.use(CALIBRATIONS)
     if warnings:
         raise ValueError("; ".join(warnings))
     try:
-        yield calibrationfile.read(calibrationfile.file_of(CALIBRATIONS, DEVICE)).measured
+        yield file.read(file.file_of(CALIBRATIONS, DEVICE)).measured
     finally:
-        calibrationfile.use(None)
+        file.use(None)
 
 
 def section() -> Iterator[str]:
@@ -193,11 +193,11 @@ def _alone(found: Sequence[Row]) -> Iterator[str]:
     )
     yield "|" + "---|" * 14
     for row in found:
-        question, (peak,), timed = row.question, row.peaks, row.step
-        recipe, model = question.recipe, question.model
+        workload, (peak,), timed = row.workload, row.peaks, row.step
+        recipe, model = workload.recipe, workload.model
         assert timed is not None
         yield (
-            f"| {_model(row)} | {recipe.seq} | {question.micro} | {recipe.batch} | {question.layout.recompute} "
+            f"| {_model(row)} | {recipe.seq} | {workload.micro} | {recipe.batch} | {workload.layout.recompute} "
             f"| {recipe.precision} | {recipe.states} | {'yes' if model.tied else 'no'} | {_memory(peak)} "
             f"| {timed.measured * 1e3:.1f} | {timed.predicted * 1e3:.1f} | {timed.error:+.1%} |"
         )
@@ -205,7 +205,7 @@ def _alone(found: Sequence[Row]) -> Iterator[str]:
 
 def _model(row: Row) -> str:
     """Its name, what was changed of it that no column says, and whether it is a blind row."""
-    layers = f", {row.question.model.layers} layers" if "layers" in row.case.changes else ""
+    layers = f", {row.workload.model.layers} layers" if "layers" in row.case.changes else ""
     untied = ", untied" if row.step is None and row.case.changes.get("tied") is False else ""
     return f"{row.case.model}{layers}{untied}{' *' if row.blind else ''}"
 
@@ -252,7 +252,7 @@ def _shared(found: Sequence[Row]) -> Iterator[str]:
     yield "| model | seq | batch | layout | states | ranks | rank | peak GiB | predicted | error |"
     yield "|" + "---|" * 10
     for row in found:
-        recipe, rank = row.question.recipe, row.worst_rank
+        recipe, rank = row.workload.recipe, row.worst_rank
         yield (
             f"| {_model(row)} | {recipe.seq} | {recipe.batch} | {row.case.layout} | {recipe.states} "
             f"| {len(row.peaks)} | {rank} | {_memory(row.peaks[rank])} |"
@@ -309,7 +309,7 @@ def dryruns(found: Iterable[Row]) -> Iterator[str]:
     yield "|" + "---|" * 7
     for row in found:
         peak = row.peaks[0]
-        held = Pair(peak.measured, dryrun(row.question, 0).memory.peak_allocated)
+        held = Pair(peak.measured, dryrun(row.workload, 0).memory.peak_allocated)
         yield (
             f"| {row.case.model} | {row.case.layout} | {_memory(held)} | {peak.predicted / 2**30:.2f} "
             f"| {peak.error:+.2%} |"

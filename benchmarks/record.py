@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from shoal.facts.local import look
+from shoal.facts.cluster.this_machine import look
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 from record import record
 
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.presets import PRESETS
 from shoal.models.decoder import build
 from shoal.models.initial import initialise
 

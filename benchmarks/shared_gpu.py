@@ -12,11 +12,11 @@ from pathlib import Path
 from record import record
 from rich.console import Console
 
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.facts.layout import Layout
 from shoal.launch import local
 from shoal.plan.resolve import resolve
-from shoal.prove.parity import Prover, Verdict
+from shoal.prove.parity import ParityVerdict, Prover
 
 LAYOUTS = (
     "dp=2",
@@ -53,9 +53,9 @@ def main() -> None:
     config = load(None, settings, "dp=1").config
     job = resolve(config)
     dataset = local.tokenised(job, Console(stderr=True)).path
-    local.warm_workers((*local.PRELOAD, "shoal.prove.rehearse"))
+    local.warm_workers((*local.PRELOAD, "shoal.prove.parity_rank"))
 
-    def tell(verdict: Verdict) -> None:
+    def tell(verdict: ParityVerdict) -> None:
         record(
             "shared_gpu",
             layout=str(verdict.layout),

@@ -16,7 +16,7 @@ import torch
 from record import record
 
 from shoal.facts.model import Model
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.presets import PRESETS
 from shoal.models.decoder import build
 
 LAYERS = 8

@@ -18,16 +18,17 @@ import torch._dynamo  # which torch imports on first use, here before what is th
 from blake3 import blake3
 from rich.console import Console
 
-from shoal.facts import calibration, calibrationfile
-from shoal.facts.configfile import load
-from shoal.facts.huggingface import write_config
-from shoal.facts.presets import PRESETS
+from shoal.facts import calibration
+from shoal.facts.calibration import file as calibrationfile
+from shoal.facts.config.file import load
+from shoal.facts.model.huggingface import write_config
+from shoal.facts.model.presets import PRESETS
 from shoal.launch import local
 from shoal.launch.report import Report
 from shoal.plan.resolve import resolve
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.files import read_rows
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 from tests import ranks
 
 # A busy machine is no failure: what an example may cost is not measured on a clock.

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 from shoal.launch import local, ranks
-from shoal.parallel.signed import SignedStore
+from shoal.parallel.signed_store import SignedStore
 
 # What ranks of tests find imported: they are hundreds of processes, and each would import it again.
 PRELOAD = [
     *local.PRELOAD,
     "pytest",
     "hypothesis",
-    "shoal.prove.rehearse",
-    "shoal.prove.profiled",
+    "shoal.prove.parity_rank",
+    "shoal.prove.profile_rank",
     "shoal.prove.calibrate.links",
     "torch.profiler",
     "tests.ranks",

@@ -19,14 +19,14 @@ from peers.common import SIZES
 from rich.console import Console
 from safetensors.torch import save_file
 
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.launch.local import prepared
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job, resolve
 from shoal.train.data.loader import Batch, Loader
 from shoal.train.files import read_rows
 from shoal.train.loop import Training
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from tests.train.checkpoint.shapes import small
 from tests.train.checkpoint.states import commit, make_state
 
 from shoal.cli.main import main
-from shoal.train.checkpoint.memory import forget
-from shoal.train.rundir import RunDirectory
+from shoal.train.checkpoint.node_memory import forget
+from shoal.train.run_directory import RunDirectory
 
 Output = pytest.CaptureFixture[str]
 

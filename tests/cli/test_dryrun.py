@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shoal.cli.main import main
 from shoal.parallel.zero import ShardedStates
 from shoal.predict.memory import ledger
-from shoal.prove.findings import FLOOR, in_memory
+from shoal.prove.dryrun_findings import FLOOR, in_memory
 
 Capture = pytest.CaptureFixture[str]
 TINY = ["tiny", "--on", "2xcpu", "--seq", "96", "--batch", "4"]

@@ -130,7 +130,7 @@ def test_what_is_not_bad_input_is_told_too(
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr("shoal.facts.configfile.load", fail)
+    monkeypatch.setattr("shoal.facts.config.file.load", fail)
     assert train_command
     with pytest.raises(SystemExit) as caught:
         main(["train", "--json"])

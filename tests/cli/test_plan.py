@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.main import main
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.plan.export import STACKS
 from shoal.plan.resolve import resolve
 

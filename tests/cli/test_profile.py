@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import main
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 Settings = Callable[..., list[str]]
 

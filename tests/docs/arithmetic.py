@@ -10,22 +10,22 @@ from typing import Any
 
 from tests.docs.scenarios import block
 
-from shoal.facts.devices import DEVICES, NDR
-from shoal.facts.holdings import Holdings, holdings
+from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
+from shoal.facts.cluster.devices import DEVICES, NDR
+from shoal.facts.cluster.stack import MEGATRON, SHOAL, TITAN_COMPILED, Stack
 from shoal.facts.ledger import Ledger
-from shoal.facts.parameters import parameter_count
-from shoal.facts.presets import PRESETS
-from shoal.facts.schedule import bubble, in_flight, instructions, simulate
-from shoal.facts.stack import MEGATRON, SHOAL, TITAN_COMPILED, Stack
-from shoal.plan.asked import ask
-from shoal.predict.bubble import idle
+from shoal.facts.model.parameters import parameter_count
+from shoal.facts.model.presets import PRESETS
+from shoal.facts.schedules.programs import bubble, in_flight, instructions, simulate
+from shoal.plan.request import plan_request
 from shoal.predict.flops import flops_per_token
-from shoal.predict.links import ROUNDS
 from shoal.predict.memory import ledger, ledgers
 from shoal.predict.memory.micro_batch import micro_batch_bytes
 from shoal.predict.memory.states import rank_states
-from shoal.predict.question import Question
+from shoal.predict.time.bubble import idle
+from shoal.predict.time.links import ROUNDS
 from shoal.predict.traffic import traffic
+from shoal.predict.workload import Workload
 
 PAGE = Path(__file__).parents[2] / "docs" / "arithmetic.md"
 GIB, YEAR = 2**30, 365.25 * 86400
@@ -33,12 +33,12 @@ GIB, YEAR = 2**30, 365.25 * 86400
 USABLE = f"{H100.memory_bytes / 1e9:.0f} GB ({H100.memory_bytes / GIB:.1f} GiB)"
 
 
-def of(stack: Stack) -> Holdings:
+def of(stack: Stack) -> BytesPerParameter:
     """Bytes per parameter in bf16 with AdamW."""
-    return holdings("bf16", "fp32", "fp32", "adamw", stack)
+    return bytes_per_parameter("bf16", "fp32", "fp32", "adamw", stack)
 
 
-def weighs(hold: Holdings) -> float:
+def weighs(hold: BytesPerParameter) -> float:
     return hold.weight + hold.gradient + hold.master + hold.moments
 
 
@@ -55,7 +55,7 @@ TEXTBOOKS = {
 }
 
 
-def written_out(hold: Holdings) -> list[str]:
+def written_out(hold: BytesPerParameter) -> list[str]:
     """Weights, gradients, master weights, moments."""
     gradients = "2 + 4" if hold is BOTH else f"{hold.gradient:g}"
     return [f"{hold.weight:g}", gradients, f"{hold.master:g}", f"{hold.moments / 2:g} + {hold.moments / 2:g}"]
@@ -82,16 +82,16 @@ def bytes_table() -> str:
 Row = tuple[str, str, str]
 
 
-def asked(command: str, stack: Stack = SHOAL) -> Question:
+def asked(command: str, stack: Stack = SHOAL) -> Workload:
     """The question that a ``shoal plan`` command puts."""
     _, _, model, *words = shlex.split(command)
     options: dict[str, Any] = {
         name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)
     }
     on, seq, batch = options.pop("on"), int(options.pop("seq")), int(options.pop("batch"))
-    found = ask(model, on, seq=seq, batch=batch, **options)
+    found = plan_request(model, on, seq=seq, batch=batch, **options)
     assert found.layout is not None
-    return replace(found.question(found.layout), stack=stack)
+    return replace(found.workload(found.layout), stack=stack)
 
 
 def shown(memory: Ledger) -> str:
@@ -110,12 +110,12 @@ def sum_of_bytes() -> Row:
 def seventy_on_eight() -> Row:
     lean, full = (70e9 * weighs(hold) / 8 / 1e9 for hold in (NO_MASTER, PLAIN))
     command = "shoal plan llama3-70b --on 8xH100 --seq 4096 --batch 8 --layout fsdp=8,micro=1,recompute=full"
-    question = asked(command)
-    states = sum(rank_states(question.model, question.recipe, question.layout).values())
+    workload = asked(command)
+    states = sum(rank_states(workload.model, workload.recipe, workload.layout).values())
     why = (
         f"70e9 · {weighs(NO_MASTER):g} / 8, and · {weighs(PLAIN):g} / 8. A program can use {USABLE} of an H100. "
-        f"Llama 3's 70B has {parameter_count(question.model) / 1e9:.1f}e9 parameters, {states / 1e9:.0f} GB per GPU. "
-        f"`{command}`: {shown(ledger(question))}"
+        f"Llama 3's 70B has {parameter_count(workload.model) / 1e9:.1f}e9 parameters, {states / 1e9:.0f} GB per GPU. "
+        f"`{command}`: {shown(ledger(workload))}"
     )
     right = f"{lean:.0f} GB per GPU at {weighs(NO_MASTER):g} bytes, {full:.0f} GB at {weighs(PLAIN):g}: neither fits"
     return "sharded over 8 GPUs of 80 GB, 70B fits", right, why
@@ -173,8 +173,8 @@ def two_schedules() -> Row:
 def sent(layout: str, **recipe: str) -> float:
     """Bytes that a rank of eight sends in a step, in rings."""
     options = " ".join(f"--{name} {value}" for name, value in recipe.items())
-    question = asked(f"shoal plan llama2-7b --on 8xH100 --seq 4096 --batch 8 --layout {layout} {options}")
-    moved = (ROUNDS[one.op] * one.bytes for one in traffic(question) if one.group != "world")
+    workload = asked(f"shoal plan llama2-7b --on 8xH100 --seq 4096 --batch 8 --layout {layout} {options}")
+    moved = (ROUNDS[one.op] * one.bytes for one in traffic(workload) if one.group != "world")
     return 7 / 8 * sum(moved)
 
 
@@ -199,7 +199,7 @@ def two_directions() -> Row:
     one_way = H100.fast.bandwidth / 1e9
     why = (
         f"2 · {one_way:g}: the vendor adds both directions, a ring sends in one. Networks are quoted one way, in "
-        f"bits: {NDR.kind} are {NDR.bandwidth / 1e9:g} GB/s (`facts/devices.py`)"
+        f"bits: {NDR.kind} are {NDR.bandwidth / 1e9:g} GB/s (`facts/cluster/devices.py`)"
     )
     return f"NVLink of an H100 moves {2 * one_way:g} GB/s", f"{one_way:g} GB/s each way", why
 
@@ -236,8 +236,8 @@ FLASH = replace(SHOAL, kernel="flash")
 
 def kept(stack: Stack = FLASH, recompute: str = "none", command: str = ACTIVATIONS) -> float:
     """Bytes that all blocks keep of a micro-batch."""
-    question = asked(f"{command},recompute={recompute}", stack)
-    return question.model.layers * micro_batch_bytes(question).blocks[False, False].resting
+    workload = asked(f"{command},recompute={recompute}", stack)
+    return workload.model.layers * micro_batch_bytes(workload).blocks[False, False].resting
 
 
 def a_token(model: str, stack: Stack) -> float:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.facts.layout import RECOMPUTES, Layout, divisors
-from shoal.facts.legality import Case, broken
-from shoal.plan.answer import Answer, answer
-from shoal.plan.asked import Asked, ask
+from shoal.facts.layout.legality import Case, broken
 from shoal.plan.decide import duration
 from shoal.plan.explain import GIB, binds, percent, strategy
 from shoal.plan.judge import Plan, judge
+from shoal.plan.report import PlanReport, plan_report
+from shoal.plan.request import PlanRequest, plan_request
 from shoal.predict.memory import ledger
-from shoal.predict.step import step
+from shoal.predict.time.step import step
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 
@@ -64,8 +64,8 @@ class Scenario:
     lora: int | None = None
 
     @property
-    def asked(self) -> Asked:
-        return ask(self.model, self.on, seq=self.seq, batch=self.batch, lora=self.lora)
+    def asked(self) -> PlanRequest:
+        return plan_request(self.model, self.on, seq=self.seq, batch=self.batch, lora=self.lora)
 
 
 SCENARIOS = (
@@ -91,10 +91,10 @@ def best_member(scenario: Scenario) -> Plan | None:
         layout = Layout(**degrees, micro=micro, recompute=recompute)
         if any(broken(Case(layout, asked.model, recipe.seq, recipe.batch, asked.cluster, False))):
             continue
-        question = asked.question(layout)
-        seconds = step(question).seconds
-        if (best is None or seconds < best[0]) and ledger(question).fits:
-            best = seconds, question
+        workload = asked.workload(layout)
+        seconds = step(workload).seconds
+        if (best is None or seconds < best[0]) and ledger(workload).fits:
+            best = seconds, workload
     return judge(best[1]) if best else None
 
 
@@ -125,7 +125,7 @@ def beside_ddp(plan: Plan) -> str:
 
 
 def row(scenario: Scenario) -> str:
-    found = answer(scenario.asked)
+    found = plan_report(scenario.asked)
     plan = found.choice
     assert plan is not None
     family = best_member(scenario)
@@ -148,7 +148,7 @@ def table() -> str:
 
 # The layout that Meta published for Llama 3 405B on 16,384 H100 (The Llama 3 Herd of Models, table 4), with what they
 # say of its schedule and without recomputation; then with it.
-HERD = ask("llama3-405b", "16384xH100", seq=8192, batch=2048)
+HERD = plan_request("llama3-405b", "16384xH100", seq=8192, batch=2048)
 PUBLISHED = (
     "fsdp=128,tp=8,pp=16",
     "fsdp=128,tp=8,pp=16,schedule=interleaved,chunks=7",
@@ -166,8 +166,8 @@ def line(plan: Plan) -> str:
 
 
 def herd() -> str:
-    found: Answer = answer(HERD)
-    judged = [judge(HERD.question(Layout.parse(layout))) for layout in PUBLISHED]
+    found: PlanReport = plan_report(HERD)
+    judged = [judge(HERD.workload(Layout.parse(layout))) for layout in PUBLISHED]
     head = "| layout | GiB of 79.1 | step | TFLOP/s/GPU | MFU | bottleneck |\n|---|---|---|---|---|---|"
     rather = "\n".join([head, *map(line, [*judged, *filter(None, [found.choice])])])
     return f"{rather}\n\nThe decision, out of {found.searched:,} layouts: {found.decision.text}"

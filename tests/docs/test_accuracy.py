@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from shoal.facts import calibration
-from shoal.facts.clusters import find
-from shoal.plan.accuracy import Row, judged
-from shoal.plan.published import fitted, read
+from shoal.facts.cluster.notation import find
+from shoal.plan.accuracy import AccuracyRow, judged
+from shoal.plan.published_runs import fitted, read
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "benchmarks" / "data" / "published_runs.csv"
@@ -40,7 +40,7 @@ def measured(writer: ModuleType) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[AccuracyRow]:
     return judged(read(TABLE))
 
 
@@ -68,7 +68,9 @@ def test_at_most_a_fifth_of_a_source_is_fitted() -> None:
         ("torchtitan", 0.10, 0.035),
     ],
 )
-def test_errors_of_rows_that_were_not_fitted(rows: list[Row], source: str, mean: float, bias: float) -> None:
+def test_errors_of_rows_that_were_not_fitted(
+    rows: list[AccuracyRow], source: str, mean: float, bias: float
+) -> None:
     chosen = fitted(read(TABLE))
     errors = [
         row.error for row in rows if row.source == source and row.id not in chosen and row.error is not None
@@ -77,15 +79,15 @@ def test_errors_of_rows_that_were_not_fitted(rows: list[Row], source: str, mean:
     assert abs(sum(errors)) / len(errors) <= bias
 
 
-def test_every_published_run_is_judged_to_fit(rows: list[Row]) -> None:
+def test_every_published_run_is_judged_to_fit(rows: list[AccuracyRow]) -> None:
     assert [row.id for row in rows if not row.fits] == []
 
 
 def test_peak_memory_of_our_own_engine_on_an_h200(writer: ModuleType) -> None:
     from shoal.predict.memory import ledger
 
-    for row, question in writer.own_rows():
-        predicted = ledger(question).peak_allocated / 2**30
+    for row, workload in writer.own_rows():
+        predicted = ledger(workload).peak_allocated / 2**30
         assert predicted == pytest.approx(row["memory_peak_gib"], rel=0.025), row["layout"]
 
 

@@ -28,15 +28,15 @@ from tests.docs.arithmetic import (
     weighs,
 )
 
-from shoal.facts.parameters import parameter_count
-from shoal.facts.presets import PRESETS
-from shoal.facts.schedule import bubble, instructions, simulate
-from shoal.facts.stack import MEGATRON, SHOAL
-from shoal.predict.bubble import idle
+from shoal.facts.cluster.stack import MEGATRON, SHOAL
+from shoal.facts.model.parameters import parameter_count
+from shoal.facts.model.presets import PRESETS
+from shoal.facts.schedules.programs import bubble, instructions, simulate
 from shoal.predict.flops import attention_flops, flops_per_token, matrix_parameters
 from shoal.predict.memory import ledger
 from shoal.predict.memory.inventory import rank_inventories
 from shoal.predict.memory.states import optimizer_states, parameters, updated_gradients
+from shoal.predict.time.bubble import idle
 
 PAGE = arithmetic.PAGE.read_text()
 
@@ -82,10 +82,10 @@ def test_the_wrong_figures_are_told_apart() -> None:
 def test_textbooks_count_12_to_20_bytes_and_so_does_the_ledger() -> None:
     assert [weighs(hold) for hold in TEXTBOOKS.values()] == [12, 16, 16, 18, 20]
     for stack in (MEGATRON, SHOAL, WIDE_GRADIENTS, BOTH_GRADIENTS):
-        question = asked("shoal plan llama2-7b --on 1xH100 --seq 4096 --batch 1 --layout dp=1", stack)
-        (rank,) = rank_inventories(question)
+        workload = asked("shoal plan llama2-7b --on 1xH100 --seq 4096 --batch 1 --layout dp=1", stack)
+        (rank,) = rank_inventories(workload)
         states = parameters(rank).device + updated_gradients(rank) + optimizer_states(rank).device
-        assert states == weighs(of(stack)) * parameter_count(question.model)
+        assert states == weighs(of(stack)) * parameter_count(workload.model)
 
 
 def test_nothing_of_70b_or_175b_fits_eight_without_offload() -> None:

@@ -19,19 +19,19 @@ from torch import Tensor
 
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import SCHEDULES, Layout
+from shoal.facts.layout.stages import cut
 from shoal.facts.model import Model
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
-from shoal.facts.schedule import bubble, in_flight, instructions, simulate, text
-from shoal.facts.stages import cut
-from shoal.facts.timeline import as_text
+from shoal.facts.schedules.programs import bubble, in_flight, instructions, simulate, text
+from shoal.facts.schedules.timeline import as_text
 from shoal.models.decoder import build
 from shoal.models.initial import fill
 from shoal.observe.collectives import CollectiveCounter
 from shoal.observe.memory import MemoryTracker
 from shoal.parallel.apply import Placed, apply
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.segment import MicroBatch
+from shoal.parallel.stage_module import MicroBatch
 from shoal.train import optimizer as optimizers
 from shoal.train.data.loader import Batch
 from shoal.train.step import Step

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.facts.huggingface import read_config
-from shoal.facts.parameters import parameter_count
+from shoal.facts.model.huggingface import read_config
+from shoal.facts.model.parameters import parameter_count
 from shoal.facts.problem import BadInput
 
 DENSE: dict[str, Any] = {

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from shoal.facts.huggingface import read_config, write_config
 from shoal.facts.model import Model, RopeScaling
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.huggingface import read_config, write_config
+from shoal.facts.model.presets import PRESETS
 from shoal.facts.problem import BadInput
 
 # Nothing but the sizes that we insist on: everything else is a default of transformers.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.facts import clusters, presets
-from shoal.facts.holdings import holdings
+from shoal.facts.bytes_per_parameter import bytes_per_parameter
+from shoal.facts.cluster import notation
+from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
+from shoal.facts.model import presets
 from shoal.facts.precision import compute_width, gradient_width, reduce_width, state_width
 from shoal.facts.recipe import Recipe
-from shoal.facts.stack import SHOAL
-from shoal.predict.question import Question
 from shoal.predict.traffic import calls
+from shoal.predict.workload import Workload
 from shoal.train.program import compute_dtype, parameter_dtype, reduce_dtype
 
 
@@ -21,7 +22,7 @@ from shoal.train.program import compute_dtype, parameter_dtype, reduce_dtype
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
 def test_memory_and_traffic_count_the_same_bytes(precision: str, states: str, reduce: str) -> None:
     recipe = Recipe.model_validate({"precision": precision, "states": states, "reduce": reduce})
-    held = holdings(recipe.precision, recipe.states, recipe.reduce, "sgd", SHOAL)
+    held = bytes_per_parameter(recipe.precision, recipe.states, recipe.reduce, "sgd", SHOAL)
     assert held.compute == compute_width(recipe)
     assert held.weight == (8 if precision == "fp64" else state_width(recipe))
     assert held.gradient == gradient_width(recipe)
@@ -41,6 +42,6 @@ def test_the_engine_uses_tensors_of_that_width(precision: str, states: str) -> N
 def test_int8_states_travel_with_their_scales() -> None:
     """One fp32 scale for 256 values, in memory and on the way alike."""
     recipe = Recipe.model_validate({"precision": "bf16", "states": "int8", "seq": 512, "batch": 8})
-    of = Question(presets.find("tiny"), clusters.find("8xH100"), recipe, Layout(fsdp=8, zero=1))
+    of = Workload(presets.find("tiny"), notation.find("8xH100"), recipe, Layout(fsdp=8, zero=1))
     sent = {call.phase: call.bytes * call.count for call in calls(of, 0) if call.group == "fsdp"}
     assert sent["update"] / sent["gradients"] == pytest.approx((1 + 4 / 256) / 4, rel=1e-4)

@@ -9,9 +9,9 @@ import torch
 
 import shoal
 from shoal.facts.layout import Layout
+from shoal.facts.layout.parameter_groups import communicators
+from shoal.facts.layout.ranks import AXES
 from shoal.facts.ledger import CATEGORIES, PART_OF
-from shoal.facts.parameter_groups import communicators
-from shoal.facts.ranks import AXES
 from shoal.facts.strategies import BY_NAME, CONTROL, OWNERS, STRATEGIES, owners, purpose_of
 
 SOURCE = Path(shoal.__file__).parent

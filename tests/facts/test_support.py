@@ -9,7 +9,7 @@ import pytest
 from shoal.facts import support
 from shoal.facts.config import Config
 from shoal.facts.layout import RECOMPUTES, SCHEDULES, Layout
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.presets import PRESETS
 from shoal.facts.problem import BadInput
 
 TINY = PRESETS["tiny"]

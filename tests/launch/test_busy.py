@@ -17,19 +17,19 @@ import pytest
 from rich.console import Console
 from tests.conftest import Train, after_steps
 
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.launch import local
 from shoal.launch.agent import Agent
 from shoal.launch.assignment import Assignment
 from shoal.launch.report import FINISHED
 from shoal.launch.worker import work
-from shoal.observe.flight import STEP, Channel, Entry, FlightReader, Snapshot
+from shoal.observe.flight_recorder import STEP, Channel, FlightEntry, FlightReader, Snapshot
 from shoal.plan.resolve import resolve
 from shoal.train.guard.processes import is_gone, starved
 from shoal.train.guard.stacks import Standing
 from shoal.train.guard.watchdog import LOOK_SECONDS, Limits, Watchdog
 from shoal.train.outcome import Outcome
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 LATE_SECONDS = 2.5
 
@@ -122,7 +122,7 @@ class Shown:
         self.starved = 0.0
 
     def look(self, entries: bool = False) -> list[Snapshot]:
-        entry = Entry(self.channel, 4, "all_reduce", 8, time.monotonic(), "step.py:1")
+        entry = FlightEntry(self.channel, 4, "all_reduce", 8, time.monotonic(), "step.py:1")
         first = Snapshot(10, 0, 7, STEP, 1, {self.channel: 4}, (entry,))
         return [first, replace(first, pid=11, counts={self.channel: 3}, entries=(), starved=self.starved)]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.facts.local import look
+from shoal.facts.cluster.this_machine import look
 from shoal.launch import doctor
 
 WELL = {"trouble": "", "version": "2.13.0", "distributed": True, "all_reduce_seconds": 0.004, "devices": 2}

@@ -17,7 +17,7 @@ from shoal.facts.problem import BadInput
 from shoal.launch.errors import describe
 from shoal.launch.failure import CONNECTION, FATAL, STALL, Death, cause, tell
 from shoal.launch.rendezvous import LOOPBACK, attempt_store, connect
-from shoal.parallel.signed import SignedStore, new_secret
+from shoal.parallel.signed_store import SignedStore, new_secret
 from shoal.train.checkpoint.manifest import Damaged
 
 PEER_GONE = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")

@@ -15,8 +15,8 @@ import pytest
 from tests.conftest import Run, Train, after_steps
 
 from shoal.launch.report import FAILED, FINISHED
-from shoal.observe.flight import FlightReader
-from shoal.train.rundir import RunDirectory
+from shoal.observe.flight_recorder import FlightReader
+from shoal.train.run_directory import RunDirectory
 
 
 @contextmanager

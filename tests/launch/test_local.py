@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from tests.conftest import Train, after_steps
 
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.facts.problem import BadInput
 from shoal.launch.report import FAILED, FINISHED, STOPPED
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 
 def test_a_run_leaves_what_the_contract_names(train: Train) -> None:

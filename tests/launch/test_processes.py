@@ -101,7 +101,7 @@ def test_the_server_of_workers_ends_with_its_launcher(tmp_path: Path) -> None:
 
 def test_a_launcher_imports_nothing_that_trains() -> None:
     """It would take another second, in every process that leads or follows."""
-    modules = "shoal.launch.attempt, shoal.launch.nodes.leading, shoal.launch.nodes.following"
+    modules = "shoal.launch.supervisor, shoal.launch.nodes.leader, shoal.launch.nodes.follower"
     heavy = "[name for name in ('torch.distributed.tensor', 'shoal.train.loop') if name in sys.modules]"
     words = [sys.executable, "-c", f"import sys, {modules}\nprint({heavy})"]
     assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() == "[]"

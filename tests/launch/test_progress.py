@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from shoal.launch.progress import Progress, Tail
-from shoal.observe.flight import FIRST_STEP, RESTORE, STEP, Flight
-from shoal.train.rundir import RunDirectory
+from shoal.observe.flight_recorder import FIRST_STEP, RESTORE, STEP, FlightRecorder
+from shoal.train.run_directory import RunDirectory
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_first_step_that_takes_an_hour_is_seen_to_run_and_does_not_flood(
 ) -> None:
     clock = Clock(monkeypatch)
     progress, out = display(tmp_path)
-    with progress, Flight(progress.run.flight(0)) as flight:
+    with progress, FlightRecorder(progress.run.flight(0)) as flight:
         flight.enter(FIRST_STEP, 1)
         for _ in range(3600):
             progress.poll()
@@ -152,7 +152,7 @@ def test_rows_that_come_often_are_shown_every_ten_seconds(
 def test_a_terminal_shows_it_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     progress, out = display(tmp_path, terminal=True)
-    with progress, Flight(progress.run.flight(0)) as flight:
+    with progress, FlightRecorder(progress.run.flight(0)) as flight:
         clock.now += 2
         progress.poll()
         assert "starting for 0m 02s" in out.getvalue()
@@ -177,13 +177,13 @@ def test_a_record_of_an_earlier_launcher_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
-    with Flight(RunDirectory(tmp_path).flight(0)) as old:
+    with FlightRecorder(RunDirectory(tmp_path).flight(0)) as old:
         old.enter(STEP, 77)
         progress, _ = display(tmp_path)
         clock.now += 20
         progress.poll()
         assert progress.waiting(clock.now) == "starting for 0m 20s"
-    with Flight(progress.run.flight(0)) as new:
+    with FlightRecorder(progress.run.flight(0)) as new:
         new.enter(RESTORE, 0)
         progress.poll()
         clock.now += 5

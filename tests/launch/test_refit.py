@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from tests.conftest import Train, after_steps
 
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.facts.problem import BadInput
 from shoal.launch import local
 from shoal.launch.report import FINISHED
-from shoal.observe.flight import FlightReader
-from shoal.plan.answer import answer
-from shoal.plan.asked import ask
+from shoal.observe.flight_recorder import FlightReader
 from shoal.plan.refit import refit
+from shoal.plan.report import plan_report
+from shoal.plan.request import plan_request
 from shoal.plan.resolve import Job, resolve
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 
 def job(*overrides: str, layout: str) -> Job:
@@ -68,7 +68,7 @@ def test_what_is_left_is_laid_out_as_the_plan_would() -> None:
     recipe = ("recipe.seq=4096", "recipe.batch=64", "recipe.precision=bf16")
     whole = job("model.preset=llama3-8b", "cluster.on=8xH100", *recipe, layout="fsdp=8,micro=1")
     left = refit(whole, 7)
-    planned = answer(ask("llama3-8b", "4xH100", seq=4096, batch=64)).chosen
+    planned = plan_report(plan_request("llama3-8b", "4xH100", seq=4096, batch=64)).chosen
     assert planned is not None and left.layout == planned.plan.layout
     with pytest.raises(BadInput, match="no layout of llama3-8b runs on 1 device"):
         refit(whole, 1)  # one device holds neither its weights nor anything that the engine runs of it

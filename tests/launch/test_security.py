@@ -26,21 +26,21 @@ from torch.distributed import HashStore, TCPStore
 import shoal
 from shoal.cli.main import main
 from shoal.facts.config import CheckpointSection, Config, RunSection
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.facts.problem import BadInput
 from shoal.launch import rendezvous
 from shoal.launch.assignment import Assignment
 from shoal.launch.environment import LEFT_OUT, keep_only_passed, passed_on, passes
+from shoal.launch.init_rank import init_rank
 from shoal.launch.interfaces import LOOPBACK, address_of, interface_of
-from shoal.launch.join import join
 from shoal.launch.redacted import LogRedactor
 from shoal.launch.rendezvous import LoopbackRendezvous
 from shoal.launch.report import FINISHED
-from shoal.parallel.signed import SignedStore, new_secret
+from shoal.parallel.signed_store import SignedStore, new_secret
 from shoal.plan.resolve import resolve
-from shoal.train.checkpoint import memory
+from shoal.train.checkpoint import node_memory
 from shoal.train.files import read_rows
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 SETTLED = 3  # steps after which all ports are open
 
@@ -172,7 +172,7 @@ def test_gloo_and_nccl_are_told_where_to_listen(
         monkeypatch.setenv(variable, "eth9")
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     job = resolve(load(None, settings(cluster__interface=named or ""), "dp=1").config)
-    join(job, 0, 0, SignedStore(HashStore(), new_secret()))
+    init_rank(job, 0, 0, SignedStore(HashStore(), new_secret()))
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == used
 
 
@@ -330,7 +330,7 @@ def test_a_planted_secret_appears_in_no_artifact(settings: Callable[..., list[st
     )
     assert ended.returncode == 1, ended.stderr
     run = RunDirectory(tmp_path / "run")
-    copies = memory._root(run.id)
+    copies = node_memory._root(run.id)
     try:
         assert run.memory().committed()
         for path in files_below(run.path, copies):
@@ -340,7 +340,7 @@ def test_a_planted_secret_appears_in_no_artifact(settings: Callable[..., list[st
             for canary in TOLD:
                 assert canary.encode() not in content, f"{path} holds {canary}"
     finally:
-        memory.forget(run.id)
+        node_memory.forget(run.id)
     for canary in TOLD:
         assert canary.encode() not in ended.stdout + ended.stderr, canary
     # And yet they say what happened.
@@ -393,7 +393,7 @@ def test_what_the_terminal_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     def broken(*ignored: object) -> None:
         raise RuntimeError("no such key: canary-plain-1")
 
-    monkeypatch.setattr("shoal.facts.configfile.load", broken)
+    monkeypatch.setattr("shoal.facts.config.file.load", broken)
     with pytest.raises(SystemExit) as left:
         main(["config", "show"])
     assert left.value.code == 1
@@ -443,20 +443,20 @@ def test_a_finished_run_is_its_owners_alone(train: Train) -> None:
 
 
 def test_memory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "SHARED_MEMORY", tmp_path)
-    place = memory.memory_place("drawn").path.parent
+    monkeypatch.setattr(node_memory, "SHARED_MEMORY", tmp_path)
+    place = node_memory.memory_place("drawn").path.parent
     (tmp_path / "elsewhere").mkdir()
     place.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BadInput, match="belongs to another user"):
-        memory.memory_place("drawn")
+        node_memory.memory_place("drawn")
     place.unlink()
     place.mkdir()
-    memory.memory_place("drawn")
+    node_memory.memory_place("drawn")
     another = place.stat().st_uid + 1
     monkeypatch.setattr(os, "getuid", lambda: another)
-    place.rename(memory.memory_place("drawn").path.parent)
+    place.rename(node_memory.memory_place("drawn").path.parent)
     with pytest.raises(BadInput, match="belongs to another user"):
-        memory.memory_place("drawn")
+        node_memory.memory_place("drawn")
 
 
 # Calls that run what they are given, each with where it may be and why.

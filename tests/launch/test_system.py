@@ -12,7 +12,7 @@ from tests.conftest import Train
 
 from shoal.launch.report import FAILED, FINISHED
 from shoal.train.checkpoint.read import Checkpoint
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 pytestmark = [
     pytest.mark.system,

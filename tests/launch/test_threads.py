@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from shoal.facts.configfile import load
-from shoal.launch import join as joining
-from shoal.launch.join import given_threads, join, thread_count
+from shoal.facts.config.file import load
+from shoal.launch import init_rank as joining
+from shoal.launch.init_rank import given_threads, init_rank, thread_count
 from shoal.plan.resolve import Job, resolve
 
 WIDE = ("recipe.seq=1024", "recipe.batch=16", "model.preset=llama3.2-1b")
@@ -58,5 +58,5 @@ def test_a_rank_computes_with_them(given: str, used: int, monkeypatch: pytest.Mo
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(variable, "")
-    join(job(), 0, 0, HashStore())
+    init_rank(job(), 0, 0, HashStore())
     assert seen == [used]

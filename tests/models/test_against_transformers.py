@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shoal.facts.huggingface import read_config
 from shoal.facts.model import Model
-from shoal.facts.views import canonical_parameters
+from shoal.facts.model.checkpoint_views import canonical_parameters
+from shoal.facts.model.huggingface import read_config
 from shoal.models.decoder import Network, build
 from shoal.models.huggingface import from_tensors
 

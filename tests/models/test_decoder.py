@@ -8,8 +8,8 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from shoal.facts.model import Experts, Latent, Model
+from shoal.facts.model.checkpoint_views import canonical_parameters
 from shoal.facts.problem import BadInput
-from shoal.facts.views import canonical_parameters
 from shoal.models.attention import attend
 from shoal.models.decoder import Network, build
 

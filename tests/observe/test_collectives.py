@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.facts.traffic import Traffic, show_ranks
-from shoal.observe.collectives import Call, CollectiveCounter
+from shoal.observe.collectives import CollectiveCounter, IssuedCall
 
 Row = tuple[str, str, int, int]
 
@@ -162,7 +162,7 @@ def test_every_operation_is_seen_and_weighed_by_its_largest_buffer() -> None:
     assert second["gather"] == [("gather", "all", 1, 16)]
 
 
-def sharded_step(rank: int, world: int, kind: str) -> list[tuple[list[Call], list[Row]]]:
+def sharded_step(rank: int, world: int, kind: str) -> list[tuple[list[IssuedCall], list[Row]]]:
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     if kind == "ddp":
         model = DistributedDataParallel(model)

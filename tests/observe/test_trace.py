@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.facts.layout import Layout
 from shoal.observe import kinds, trace
-from shoal.observe.spent import extents, spent
+from shoal.observe.breakdown import breakdown, extents
 from shoal.observe.trace import Span, sort_out
-from shoal.prove.bubble import compare
-from shoal.prove.profiled import Seen
+from shoal.prove.measured_bubble import compare
+from shoal.prove.profile_rank import RankProfile
 
 MAIN, AUTOGRAD, GLOO = 1, 2, 3
 
@@ -59,7 +59,7 @@ def test_a_step_on_a_cpu_is_shared_out_to_the_second() -> None:
         {"0": "dp"},
     )
     assert not recording.kernels
-    result = spent(recording)
+    result = breakdown(recording)
     assert result.kinds == {
         "matrix products": 22,
         "attention": 5,
@@ -98,7 +98,7 @@ def test_ranges_of_python_and_waits_in_them_are_not_computed() -> None:
         ],
         {"0": "fsdp"},
     )
-    result = spent(recording)
+    result = breakdown(recording)
     assert result.kinds == {"elementwise": 1 + 1}
     assert result.exposed == {"all_gather fsdp": 2 + 5, "reduce_scatter fsdp": 1 + 13}
     assert result.communication == 21
@@ -165,7 +165,7 @@ def test_a_step_on_a_gpu_counts_kernels_by_the_operator_that_started_them() -> N
     ]
     recording = sort_out(trace.spans({"traceEvents": events}), {"3": "tp", "4": "fsdp", "9": "world"})
     assert recording.kernels
-    result = spent(recording)
+    result = breakdown(recording)
     milliseconds = {kind: round(seconds * 1e3, 6) for kind, seconds in result.kinds.items()}
     assert milliseconds == {"matrix products": 6 + 1 + 4, "attention": 1, "elementwise": 2 + 0.5}
     assert result.recompute == pytest.approx(2e-3)
@@ -179,7 +179,7 @@ def test_a_step_on_a_gpu_counts_kernels_by_the_operator_that_started_them() -> N
 def test_kernels_that_run_side_by_side_count_once() -> None:
     ranges = [named("shoal step", 0, 10), named("shoal F0.0", 0, 10)]
     beside = [Span("gemm", "kernel", 1, 5, 7), Span("copy", "kernel", 3, 8, 8)]
-    result = spent(sort_out([*ranges, *beside]))
+    result = breakdown(sort_out([*ranges, *beside]))
     assert result.kinds == {"matrix products": 4, "elementwise": 3}
     assert result.host_gaps == 3
 
@@ -203,7 +203,7 @@ def test_the_bubble_is_what_lies_between_a_ranks_computations_while_others_compu
         ]
     )
     assert extents(recording) == {"F1.0": (10, 16), "B1.0": (16, 22)}
-    result = spent(recording, pipeline=(2, 30))
+    result = breakdown(recording, pipeline=(2, 30))
     assert result.bubble == (10 - 2) + 1 + (30 - 24)
     assert result.exposed_comm == 2  # what of the sum comes after the other stages have finished
     assert result.optimizer == 1 + 4
@@ -239,7 +239,7 @@ def test_only_messages_between_stages_are_no_communication_of_the_step() -> None
         ("send", 6, 7),
         ("receive", 7, 8),
     ]
-    assert spent(recording).communication == 12 - 6
+    assert breakdown(recording).communication == 12 - 6
 
 
 def test_on_a_gpu_the_group_tells_whose_message_it_is() -> None:
@@ -288,7 +288,7 @@ def test_a_pipeline_of_two_ranks_from_its_traces() -> None:
             spans.append(operator("aten::mul", end - 1, end))
         recording = sort_out(spans)
         assert extents(recording) == computations
-        shares = spent(recording, pipeline=(0, 92))
+        shares = breakdown(recording, pipeline=(0, 92))
         assert shares.bubble == 92 - 60
         assert shares.host_gaps == 4 + 9  # a second within each computation, and around the pipeline
         ranks.append((number, extents(recording), shares))
@@ -296,7 +296,10 @@ def test_a_pipeline_of_two_ranks_from_its_traces() -> None:
     found = compare(
         layout,
         2,
-        [Seen(number, {"pp": number}, [], [], shares, when, 0, {}, "", []) for number, when, shares in ranks],
+        [
+            RankProfile(number, {"pp": number}, [], [], shares, when, 0, {}, "", [])
+            for number, when, shares in ranks
+        ],
     )
     assert found is not None
     assert found.even == found.scheduled == pytest.approx(1 / 3)
@@ -334,7 +337,7 @@ def test_of_a_real_trace_the_repeated_half_of_a_checkpoint_is_told_apart(tmp_pat
             with record_function("shoal B0.0"):
                 output.sum().backward()
         profiler.export_chrome_trace(str(path))
-        result = spent(sort_out(trace.read(path)))
+        result = breakdown(sort_out(trace.read(path)))
         assert result.kinds[kinds.MATRIX] > 0
         assert (result.recompute > 0) is not kept
         parts = result.compute + result.recompute + result.optimizer + result.host_gaps

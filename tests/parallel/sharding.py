@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.facts.boxes import Box
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
-from shoal.facts.parameters import llama_parameters
+from shoal.facts.model.parameters import llama_parameters
+from shoal.facts.model.tensor_split import Box
 from shoal.facts.traffic import Traffic
 from shoal.models.decoder import build
 from shoal.models.initial import fill
@@ -23,8 +23,8 @@ from shoal.observe.collectives import CollectiveCounter
 from shoal.observe.memory import MemoryTracker
 from shoal.parallel.apply import Placed, apply
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.pieces import GroupOf
-from shoal.parallel.segment import MicroBatch
+from shoal.parallel.shards import GroupOf
+from shoal.parallel.stage_module import MicroBatch
 
 SEQ = 6
 ROWS = 8  # of a global batch

@@ -9,18 +9,18 @@ from tests.parallel.sharding import Case, assert_equal, place, train
 from tests.ranks import run_ranks
 
 from shoal.facts.layout import Layout
-from shoal.facts.parameter_groups import DENSE, ParameterGroup, Ranks, parameter_groups
-from shoal.facts.parameters import Parameter
-from shoal.parallel.pieces import Composed, GroupOf
+from shoal.facts.layout.parameter_groups import DENSE, ParameterGroup, RankGroup, parameter_groups
+from shoal.facts.model.parameters import Parameter
 from shoal.parallel.replicate import Replicate
+from shoal.parallel.shards import ComposedReducer, GroupOf
 from shoal.parallel.zero import ShardedStates
 
 
 def ends_apart(layout: Layout) -> GroupOf:
     """Blocks as the layout has them; embedding, norm and head unsharded, a copy on every data rank."""
     blocks = parameter_groups(layout, experts=False, lora=False)[DENSE]
-    everyone = Ranks("data", layout.dp * layout.fsdp, layout.tp)
-    ends = ParameterGroup("ends", Ranks("none", 1, 1), everyone, layout.zero, trained=True)
+    everyone = RankGroup("data", layout.dp * layout.fsdp, layout.tp)
+    ends = ParameterGroup("ends", RankGroup("none", 1, 1), everyone, layout.zero, trained=True)
 
     def group_of(parameter: Parameter) -> ParameterGroup:
         return ends if parameter.layer is None else blocks
@@ -31,8 +31,8 @@ def ends_apart(layout: Layout) -> GroupOf:
 def attention_apart(layout: Layout) -> GroupOf:
     """As experts are: attention sharded within one copy, everything else over the ranks of both."""
     blocks = parameter_groups(layout, experts=False, lora=False)[DENSE]
-    everyone = Ranks("data", layout.dp * layout.fsdp, layout.tp)
-    rest = replace(blocks, name="rest", sharded=everyone, replicated=Ranks("none", 1, 1))
+    everyone = RankGroup("data", layout.dp * layout.fsdp, layout.tp)
+    rest = replace(blocks, name="rest", sharded=everyone, replicated=RankGroup("none", 1, 1))
 
     def group_of(parameter: Parameter) -> ParameterGroup:
         return blocks if parameter.kind == "attention" else rest
@@ -58,7 +58,7 @@ def test_groups_with_different_ranks_equal_one_process(case: Case) -> None:
 
 def ways(rank: int, world: int, case: Case) -> list[str]:
     gradients = place(case, rank)[0].gradients
-    assert isinstance(gradients, Composed)
+    assert isinstance(gradients, ComposedReducer)
     return [type(part).__name__ for part in gradients.parts]
 
 

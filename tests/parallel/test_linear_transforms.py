@@ -16,7 +16,7 @@ from shoal.facts.model import Model
 from shoal.models.decoder import MLP
 from shoal.models.linear import Linear
 from shoal.parallel.deferred import Deferred
-from shoal.parallel.sequence import Stream
+from shoal.parallel.tensor_region import TensorRegion
 
 
 class RoundedProduct:
@@ -116,7 +116,7 @@ class Seen:
 
 
 def run(
-    order: tuple[str, ...], kind: str = "whole", stream: Stream | None = None, frozen: bool = True
+    order: tuple[str, ...], kind: str = "whole", stream: TensorRegion | None = None, frozen: bool = True
 ) -> Seen:
     """A projection with the transforms applied in that order. ``kind``: how tensor ranks split it."""
     index = slice(None)
@@ -163,7 +163,7 @@ def run(
 
 def every_order(rank: int, world: int, kind: str, frozen: bool) -> list[Seen]:
     assert dist.group.WORLD is not None
-    stream = Stream(dist.group.WORLD, world, rank, sp=False)
+    stream = TensorRegion(dist.group.WORLD, world, rank, sp=False)
     found = []
     for order in permutations(["product", "pair", "defer", "split"]):
         seen = run(order, kind, stream, frozen)

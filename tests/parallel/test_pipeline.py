@@ -12,17 +12,17 @@ from tests.ranks import run_ranks
 
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import SCHEDULES, Layout
-from shoal.facts.presets import PRESETS
-from shoal.facts.schedule import Action, Instruction
-from shoal.facts.stages import rank_of_stage
+from shoal.facts.layout.stages import rank_of_stage
+from shoal.facts.model.presets import PRESETS
+from shoal.facts.schedules.programs import Action, Instruction
 from shoal.models import initial
 from shoal.models.decoder import build
 from shoal.observe.collectives import CollectiveCounter
 from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pipeline import Channels, _apart, _neighbours
-from shoal.parallel.segment import MicroBatch
-from shoal.prove.fake import fake_rank
+from shoal.parallel.stage_module import MicroBatch
+from shoal.prove.fake_world import fake_rank
 
 MODEL = PRESETS["tiny"].model_copy(update={"layers": 4, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn": 32})
 
@@ -91,7 +91,7 @@ def test_every_channel_has_a_group_to_itself_and_sends_in_batches(
             CollectiveCounter(lambda name, _: name, log=True) as counter,
         ):
             channels = Channels(mesh)
-            place = mesh.place["pp"]
+            place = mesh.coords["pp"]
             for pair in channels.kinds:
                 if place not in pair:
                     continue

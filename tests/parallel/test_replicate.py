@@ -7,15 +7,15 @@ import torch
 from tests.ranks import run_ranks
 
 from shoal.facts.layout import Layout
-from shoal.facts.presets import PRESETS
-from shoal.facts.ranks import coordinates
+from shoal.facts.layout.ranks import coordinates
+from shoal.facts.model.presets import PRESETS
 from shoal.models.decoder import Network, build
 from shoal.models.initial import initialise
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.pieces import held_parameters
 from shoal.parallel.pipeline import my_stages
 from shoal.parallel.replicate import Replicate
-from shoal.parallel.segment import carve
+from shoal.parallel.shards import held_parameters
+from shoal.parallel.stage_module import split_stages
 
 SHAPE = PRESETS["tiny"].model_copy(
     update={"layers": 2, "hidden": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "ffn": 24, "vocab": 32}
@@ -34,7 +34,7 @@ def make_replica(
     """The network as the one segment of a rank."""
     mesh = Mesh(Layout(dp=world), rank, torch.device("cpu"))
     network = make_network()
-    segments = carve(network, my_stages(SHAPE, mesh.layout, 0, 8), own_head=False)
+    segments = split_stages(network, my_stages(SHAPE, mesh.layout, 0, 8), own_head=False)
     return network, Replicate(held_parameters(segments, SHAPE, mesh), mesh, bucket_bytes, reduce_dtype)
 
 

@@ -21,10 +21,10 @@ from tests.parallel.sharding import (
 from tests.ranks import run_ranks
 
 from shoal.facts.config import TuneSection
-from shoal.facts.groups import Unit, even_share, units
 from shoal.facts.layout import Layout
-from shoal.facts.parameters import llama_parameters
-from shoal.facts.stages import cut
+from shoal.facts.layout.buckets import Unit, even_share, units
+from shoal.facts.layout.stages import cut
+from shoal.facts.model.parameters import llama_parameters
 from shoal.facts.traffic import Traffic
 from shoal.observe.collectives import CollectiveCounter
 

@@ -14,14 +14,14 @@ from tests.ranks import run_ranks
 from torch import Tensor, nn
 
 from shoal.facts import logits
-from shoal.facts.boxes import Box, summed_over, tensor_part
 from shoal.facts.model import Model
-from shoal.facts.parameters import by_name, llama_parameters
+from shoal.facts.model.parameters import by_name, llama_parameters
+from shoal.facts.model.tensor_split import Box, summed_over, tensor_part
 from shoal.facts.targets import IGNORE
 from shoal.models.decoder import Network, build
 from shoal.models.initial import Slice, initialise
 from shoal.models.random import key
-from shoal.parallel import sequence
+from shoal.parallel import tensor_region
 from shoal.parallel.tensor import split
 
 SMALL: dict[str, Any] = {
@@ -199,8 +199,8 @@ def counted(rank: int, world: int, cases: list[Case]) -> list[tuple[Counter[str]
 
         return call
 
-    sequence.all_gather_single = counting("gather", sequence.all_gather_single)
-    sequence.reduce_scatter_single = counting("scatter", sequence.reduce_scatter_single)
+    tensor_region.all_gather_single = counting("gather", tensor_region.all_gather_single)
+    tensor_region.reduce_scatter_single = counting("scatter", tensor_region.reduce_scatter_single)
     dist.all_reduce = counting("reduce", dist.all_reduce)
     results = []
     for case in cases:

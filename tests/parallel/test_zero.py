@@ -15,8 +15,8 @@ from tests.parallel.sharding import (
 )
 from tests.ranks import run_ranks
 
-from shoal.facts.groups import buckets_by_kind, even_share, flat_kind
-from shoal.facts.parameters import llama_parameters
+from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind
+from shoal.facts.model.parameters import llama_parameters
 from shoal.facts.traffic import Traffic
 
 WORLD_2 = [

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.facts import clusters, presets
+from shoal.facts.cluster import notation
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout
+from shoal.facts.model import presets
 from shoal.facts.recipe import Recipe
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 # Model, cluster, layout, and how the recipe differs from bf16 with 512 sequences of 4096 tokens.
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
@@ -65,15 +66,15 @@ def ask(
     tune: TuneSection | None = None,
     lora: Lora | None = None,
     **recipe: Any,
-) -> Question:
+) -> Workload:
     """A question about a layout; the cluster is as many H100 as it needs, unless it is named."""
     placed = Layout.parse(layout)
     values = {"seq": 4096, "batch": 512, "precision": "bf16", "lr": 3e-4, **recipe}
-    cluster = clusters.find(on or f"{placed.world}xH100")
-    return Question(
+    cluster = notation.find(on or f"{placed.world}xH100")
+    return Workload(
         presets.find(model), cluster, Recipe(**values), placed, tune=tune or TuneSection(), lora=lora
     )
 
 
-def questions() -> list[Question]:
+def questions() -> list[Workload]:
     return [ask(layout, model, on, **recipe) for model, on, layout, recipe in CASES]

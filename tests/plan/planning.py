@@ -6,22 +6,24 @@ from functools import cache
 from typing import Any
 
 from shoal.facts.layout import Layout
-from shoal.plan.answer import Answer, answer
-from shoal.plan.asked import Asked, ask
 from shoal.plan.judge import Plan, judge
+from shoal.plan.report import PlanReport, plan_report
+from shoal.plan.request import PlanRequest, plan_request
 
 
-def asked(model: str, on: str, seq: int = 4096, batch: int = 64, **others: Any) -> Asked:
-    return ask(model, on, seq=seq, batch=batch, **others)
+def asked(model: str, on: str, seq: int = 4096, batch: int = 64, **others: Any) -> PlanRequest:
+    return plan_request(model, on, seq=seq, batch=batch, **others)
 
 
 @cache
-def answered(model: str, on: str, seq: int = 4096, batch: int = 64, top: int = 10, **others: Any) -> Answer:
-    return answer(asked(model, on, seq, batch, **others), top)
+def answered(
+    model: str, on: str, seq: int = 4096, batch: int = 64, top: int = 10, **others: Any
+) -> PlanReport:
+    return plan_report(asked(model, on, seq, batch, **others), top)
 
 
 @cache
 def judged(
     layout: str, model: str = "llama3-8b", on: str = "8xH100", seq: int = 4096, batch: int = 64
 ) -> Plan:
-    return judge(asked(model, on, seq, batch).question(Layout.parse(layout)))
+    return judge(asked(model, on, seq, batch).workload(Layout.parse(layout)))

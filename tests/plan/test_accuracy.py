@@ -9,9 +9,9 @@ import pytest
 
 from shoal.facts.problem import BadInput
 from shoal.plan.accuracy import as_json, judged, sources, worst
-from shoal.plan.published import read
+from shoal.plan.published_runs import read
 from shoal.predict.memory import ledger
-from shoal.predict.step import step
+from shoal.predict.time.step import step
 
 ROW = {
     "id": "one",
@@ -95,7 +95,7 @@ def test_memory_is_of_the_kind_that_the_row_reports(tmp_path: Path) -> None:
 def test_what_is_blank_the_planner_chooses(tmp_path: Path) -> None:
     (run,) = read(table(tmp_path, {"micro_batch": ""}))
     assert len(run.questions) > 1
-    fastest = min(step(question).seconds for question in run.questions if ledger(question).fits)
+    fastest = min(step(workload).seconds for workload in run.questions if ledger(workload).fits)
     assert judged([run])[0].predicted_step_s == pytest.approx(fastest)
 
 

@@ -9,19 +9,19 @@ import pytest
 from tests.plan.planning import answered
 from tests.plan.test_search import MIXED, NARROW, TINY, small
 
-from shoal.facts import clusters
+from shoal.facts.cluster import notation
 from shoal.facts.config import Config
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.plan import evidence
-from shoal.plan.parts import count, parts, plain
+from shoal.plan.complexity import count, parts, plain
 from shoal.plan.resolve import resolve
 from shoal.plan.search import searched
 from shoal.plan.space import Space
 from shoal.predict.memory import ledger
-from shoal.predict.question import Question
-from shoal.predict.step import bench, step
+from shoal.predict.time.step import cost_model, step
+from shoal.predict.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Tried:
     unmeasured: int
 
 
-def every(model: Model, question: Question, runnable: bool = True) -> list[Tried]:
+def every(model: Model, workload: Workload, runnable: bool = True) -> list[Tried]:
     """All that the engine runs, whether it fits or not."""
-    recipe, on = question.recipe, bench(question)
+    recipe, on = workload.recipe, cost_model(workload)
     found = []
-    for candidate in Space(model, recipe, question.cluster.devices, runnable).everything():
-        asked = Question(model, question.cluster, recipe, candidate.layout())
+    for candidate in Space(model, recipe, workload.cluster.devices, runnable).everything():
+        asked = Workload(model, workload.cluster, recipe, candidate.layout())
         keys = len(str(plain(asked.layout, recipe.batch)).split(","))
         found.append(Tried(asked.layout, step(asked, on).seconds, keys, len(evidence.unmeasured(asked))))
     return sorted(found, key=lambda one: one.seconds)
@@ -64,10 +64,10 @@ def test_the_rule_by_brute_force(
     number: int, model: Model, on: str, mebibytes: float, seq: int, batch: int
 ) -> None:
     cluster, recipe = small(on, mebibytes), Recipe(seq=seq, batch=batch, precision="bf16")
-    question = Question(model, cluster, recipe, Layout())
-    chosen = searched(question, runnable=True).chosen
-    all_of_them = every(model, question)
-    fastest = next((one for one in all_of_them if fits(question, one)), None)
+    workload = Workload(model, cluster, recipe, Layout())
+    chosen = searched(workload, runnable=True).chosen
+    all_of_them = every(model, workload)
+    fastest = next((one for one in all_of_them if fits(workload, one)), None)
     if fastest is None:
         assert chosen is None
         return
@@ -76,35 +76,35 @@ def test_the_rule_by_brute_force(
     limit = fastest.seconds * (1 + chosen.fastest.error_bar)
     assert chosen.plan.step.seconds <= limit
     mine = chosen.plan
-    keys, unmeasured = len(str(mine.layout).split(",")), len(evidence.unmeasured(mine.question))
+    keys, unmeasured = len(str(mine.layout).split(",")), len(evidence.unmeasured(mine.workload))
     for one in all_of_them:
         if one.seconds <= limit and one.keys < keys and one.unmeasured <= unmeasured:
-            assert not fits(question, one), (
+            assert not fits(workload, one), (
                 f"{one.layout} is simpler than {mine.layout}, as fast, and as well known"
             )
 
 
-def fits(question: Question, one: Tried) -> bool:
-    return ledger(Question(question.model, question.cluster, question.recipe, one.layout)).fits
+def fits(workload: Workload, one: Tried) -> bool:
+    return ledger(Workload(workload.model, workload.cluster, workload.recipe, one.layout)).fits
 
 
 @pytest.mark.parametrize(("model", "devices", "batch"), [(TINY, 8, 16), (MIXED, 4, 4), (NARROW, 6, 12)])
 def test_parts_are_counted_while_a_layout_is_decided(model: Model, devices: int, batch: int) -> None:
     recipe = Recipe(seq=32, batch=batch)
-    cluster = clusters.find(f"{devices}xH100")
+    cluster = notation.find(f"{devices}xH100")
     candidates = list(Space(model, recipe, devices).everything())
     for candidate in random.Random(0).sample(candidates, 400):
         layout = candidate.layout()
-        assert count(candidate, batch) == len(parts(Question(model, cluster, recipe, layout))), layout
+        assert count(candidate, batch) == len(parts(Workload(model, cluster, recipe, layout))), layout
         same = plain(layout, batch)
         assert same.micro_batch(batch) == layout.micro and same.replace(micro=layout.micro) == layout
 
 
 def test_parts_have_the_names_of_their_keys() -> None:
-    cluster, recipe = clusters.find("8xH100"), Recipe(seq=32, batch=64)
+    cluster, recipe = notation.find("8xH100"), Recipe(seq=32, batch=64)
 
     def named(layout: str) -> list[str]:
-        return parts(Question(TINY, cluster, recipe, Layout.parse(layout)))
+        return parts(Workload(TINY, cluster, recipe, Layout.parse(layout)))
 
     assert named("dp=8") == named("dp=8,micro=8") == []
     assert named("dp=8,micro=4,recompute=full") == ["micro", "recompute"]
@@ -184,9 +184,9 @@ def test_nothing_is_recommended_that_fragments_would_push_out() -> None:
 
 
 def test_a_layout_that_fits_at_the_median_alone_does_not_fit() -> None:
-    cluster, recipe = clusters.find("8xH100"), Recipe(seq=4096, batch=64, precision="bf16")
-    question = Question(TINY, cluster, recipe, Layout(dp=8, micro=8))
-    held = ledger(question)
+    cluster, recipe = notation.find("8xH100"), Recipe(seq=4096, batch=64, precision="bf16")
+    workload = Workload(TINY, cluster, recipe, Layout(dp=8, micro=8))
+    held = ledger(workload)
     for capacity, expected in (
         (held.device_p90, True),
         (held.device_p90 - 1, False),
@@ -194,4 +194,4 @@ def test_a_layout_that_fits_at_the_median_alone_does_not_fit() -> None:
     ):
         device = cluster.device.model_copy(update={"memory_bytes": capacity})
         there = cluster.model_copy(update={"device": device})
-        assert ledger(Question(TINY, there, recipe, question.layout)).fits is expected
+        assert ledger(Workload(TINY, there, recipe, workload.layout)).fits is expected

@@ -31,10 +31,10 @@ def test_every_field_of_the_ledgers_has_words() -> None:
 
 
 def test_a_group_waits_for_the_slowest_link_it_crosses() -> None:
-    two_nodes = judged("fsdp=2,tp=8,micro=1", on="16xH100").question
+    two_nodes = judged("fsdp=2,tp=8,micro=1", on="16xH100").workload
     assert link("tp", two_nodes) == "NVLink 4"
     assert link("fsdp", two_nodes) == "InfiniBand NDR 400 Gb/s"
-    assert link("tp", judged("tp=8,micro=1", on="8xL40S").question) == "PCIe 4.0 x16"
+    assert link("tp", judged("tp=8,micro=1", on="8xL40S").workload) == "PCIe 4.0 x16"
 
 
 def test_what_binds() -> None:
@@ -78,10 +78,10 @@ def test_a_strategy_has_the_name_people_use(layout: str, name: str) -> None:
 
 
 def test_a_layout_that_does_not_fit_comes_with_changes_that_do() -> None:
-    question = asked("llama3-8b", "8xH100")
+    workload = asked("llama3-8b", "8xH100")
     layout = Layout.parse("fsdp=8,micro=8")
     assert not judged(str(layout)).fits
-    remedies = for_layout(question, layout)
+    remedies = for_layout(workload, layout)
     assert all(remedy.plan.fits for remedy in remedies)
     first = remedies[0]
     changed = {name for name, value in first.plan.layout if value != getattr(layout, name)}
@@ -94,13 +94,13 @@ def test_a_layout_that_does_not_fit_comes_with_changes_that_do() -> None:
 
 
 def test_changes_that_the_engine_does_not_run_are_marked_and_come_last() -> None:
-    question = asked("llama3-8b", "1xH100", 4096, 8)
-    remedies = for_layout(question, Layout.parse("dp=1"))
+    workload = asked("llama3-8b", "1xH100", 4096, 8)
+    remedies = for_layout(workload, Layout.parse("dp=1"))
     marks = ["; priced but not run by the engine yet" in str(remedy) for remedy in remedies]
     assert marks == [not remedy.plan.runs for remedy in remedies] == sorted(marks)
     assert True in marks and False in marks
     for remedy in remedies:
-        away = remedy.plan.layout.offload or remedy.plan.question.lora is not None
+        away = remedy.plan.layout.offload or remedy.plan.workload.lora is not None
         assert bool(away) == (remedy.as_json()["support"] != "runs"), remedy
 
 
@@ -110,13 +110,13 @@ def test_a_model_that_fits_nowhere_is_told_how_many_gpus_would_do(tmp_path: Path
         "nodes = 1\ndevices_per_node = 2\n[device]\nname = 'small'\nmemory_bytes = 2_000_000_000\n"
         "peaks = {bf16 = 1e14}\nmemory_bandwidth = 1e12\n"
     )
-    question = asked("llama3.2-1b", str(file), seq=1024, batch=8)
+    workload = asked("llama3.2-1b", str(file), seq=1024, batch=8)
     found = answered("llama3.2-1b", str(file), 1024, 8)
     assert not any(plan.fits for plan in found.plans)
     more = [remedy for remedy in found.remedies if not remedy.what.startswith("LoRA")]
     assert len(more) == 1 and more[0].plan.fits and more[0].plan.world > 1
     assert "Nothing fits" in found.decision.text or "does not fit" in found.decision.text
     assert str(found.remedies[0]) in found.decision.text
-    assert best(question) is None
-    fewer = resized(question, more[0].plan.world - 2)
+    assert best(workload) is None
+    fewer = resized(workload, more[0].plan.world - 2)
     assert fewer is None or best(fewer) is None

@@ -15,29 +15,29 @@ import yaml
 from tests.plan.exporting import ask, questions
 
 from shoal.facts.config import Lora
-from shoal.facts.legality import violations
+from shoal.facts.layout.legality import violations
 from shoal.facts.problem import BadInput
 from shoal.plan.export import STACKS, export
 from shoal.plan.export.shared import BLOCKS, machines, without_pipeline
 from shoal.plan.export.trainer import arguments
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 QUESTIONS = questions()
 
 
-def name(question: Question) -> str:
-    return f"{question.model.name} {question.layout}"
+def name(workload: Workload) -> str:
+    return f"{workload.model.name} {workload.layout}"
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=name)
-def test_the_questions_are_legal(question: Question) -> None:
-    assert violations(question.layout, question.model, question.recipe, question.cluster) == []
+@pytest.mark.parametrize("workload", QUESTIONS, ids=name)
+def test_the_questions_are_legal(workload: Workload) -> None:
+    assert violations(workload.layout, workload.model, workload.recipe, workload.cluster) == []
 
 
 @pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("question", QUESTIONS, ids=name)
-def test_files_parse_and_gaps_name_what_is_nearest(question: Question, stack: str) -> None:
-    exported = export(stack, question)
+@pytest.mark.parametrize("workload", QUESTIONS, ids=name)
+def test_files_parse_and_gaps_name_what_is_nearest(workload: Workload, stack: str) -> None:
+    exported = export(stack, workload)
     assert exported.files and exported.command
     for file, text in exported.files.items():
         parse(file, text)
@@ -61,19 +61,19 @@ def parse(file: str, text: str) -> object:
 
 
 @pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != "sagemaker"])
-@pytest.mark.parametrize("question", QUESTIONS, ids=name)
-def test_the_command_starts_every_rank(question: Question, stack: str) -> None:
-    exported = export(stack, question)
+@pytest.mark.parametrize("workload", QUESTIONS, ids=name)
+def test_the_command_starts_every_rank(workload: Workload, stack: str) -> None:
+    exported = export(stack, workload)
     if stack == "accelerate":
         settings = yaml.safe_load(exported.files["accelerate.yaml"])
-        assert settings["num_processes"] == question.layout.world
-        assert settings["num_machines"] == machines(question)[0]
+        assert settings["num_processes"] == workload.layout.world
+        assert settings["num_machines"] == machines(workload)[0]
         return
     text = exported.files["megatron.sh"] if stack == "megatron" else exported.command
     nodes = re.search(r"--(?:nnodes|num_nodes) (\d+)", text)
     each = re.search(r"--(?:nproc-per-node|num_gpus) (\d+)", text)
     assert each is not None
-    assert (int(nodes[1]) if nodes else 1) * int(each[1]) == question.layout.world
+    assert (int(nodes[1]) if nodes else 1) * int(each[1]) == workload.layout.world
 
 
 def test_an_unknown_stack_is_refused_with_the_nearest() -> None:
@@ -128,6 +128,6 @@ def test_block_classes_are_those_of_transformers(family: str, block: str) -> Non
 
 def test_trainer_arguments_exist() -> None:
     source = transformers_source("training_args.py")
-    for question in QUESTIONS:
-        for field in arguments(question):
+    for workload in QUESTIONS:
+        for field in arguments(workload):
             assert re.search(rf"^    {field}: ", source, re.MULTILINE), field

@@ -36,18 +36,18 @@ def gaps(layout: str, **others: Any) -> str:
 
 
 def test_only_keys_that_deepspeed_reads() -> None:
-    for question in questions():
-        given = json.loads(export("deepspeed", question).files["ds_config.json"])
+    for workload in questions():
+        given = json.loads(export("deepspeed", workload).files["ds_config.json"])
         for section, keys in KNOWN.items():
             inside = given.get(section, {}) if section else given
             assert inside.keys() <= set(keys.split())
 
 
 def test_batches_multiply() -> None:
-    for question in questions():
-        given = json.loads(export("deepspeed", question).files["ds_config.json"])
+    for workload in questions():
+        given = json.loads(export("deepspeed", workload).files["ds_config.json"])
         each = given["train_micro_batch_size_per_gpu"] * given["gradient_accumulation_steps"]
-        assert given["train_batch_size"] == each * question.layout.data_ranks
+        assert given["train_batch_size"] == each * workload.layout.data_ranks
 
 
 @pytest.mark.parametrize(

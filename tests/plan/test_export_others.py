@@ -16,7 +16,7 @@ import pytest
 import yaml
 from tests.plan.exporting import ask, questions
 
-from shoal.facts.stages import cut
+from shoal.facts.layout.stages import cut
 from shoal.plan.export import export
 
 
@@ -55,13 +55,13 @@ def test_accelerate_kind(layout: str, kind: str) -> None:
 
 
 def test_accelerate_degrees_multiply_to_the_world() -> None:
-    for question in questions():
-        settings = yaml.safe_load(export("accelerate", question).files["accelerate.yaml"])
+    for workload in questions():
+        settings = yaml.safe_load(export("accelerate", workload).files["accelerate.yaml"])
         if degrees := settings.get("parallelism_config"):
             product = 1
             for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
                 product *= degrees.get(f"parallelism_config_{axis}_size", 1)
-            assert product == question.layout.world
+            assert product == workload.layout.world
 
 
 def test_accelerate_fsdp() -> None:
@@ -137,8 +137,8 @@ def megatron_arguments(script: str) -> dict[str, str]:
 
 
 def test_megatron_writes_only_arguments_that_are_there() -> None:
-    for question in questions():
-        given = megatron_arguments(export("megatron", question).files["megatron.sh"])
+    for workload in questions():
+        given = megatron_arguments(export("megatron", workload).files["megatron.sh"])
         assert given.keys() <= set(MEGATRON.split())
 
 
@@ -159,9 +159,9 @@ def test_megatron_queues_follow_from_the_layout() -> None:
 
 
 def test_megatron_stages_are_cut_as_ours() -> None:
-    question = ask("tp=2,pp=4,schedule=interleaved,chunks=2,micro=1")
-    given = megatron_arguments(export("megatron", question).files["megatron.sh"])
-    sizes = [len(stage.layers) for stage in cut(question.model, 8, question.recipe.seq)]
+    workload = ask("tp=2,pp=4,schedule=interleaved,chunks=2,micro=1")
+    given = megatron_arguments(export("megatron", workload).files["megatron.sh"])
+    sizes = [len(stage.layers) for stage in cut(workload.model, 8, workload.recipe.seq)]
     parts = given["pipeline-model-parallel-layout"].split("|")
     assert [int(part.strip("EL").removeprefix("t*")) for part in parts] == sizes
     assert parts[0][0] == "E" and parts[-1][-1] == "L"
@@ -192,15 +192,15 @@ def torchtitan(layout: str, **others: Any) -> dict[str, Any]:
 
 
 def test_torchtitan_batches() -> None:
-    for question in questions():
-        given = tomllib.loads(export("torchtitan", question).files["torchtitan.toml"])
+    for workload in questions():
+        given = tomllib.loads(export("torchtitan", workload).files["torchtitan.toml"])
         axes, training = given["parallelism"], given["training"]
         ranks = axes["data_parallel_replicate_degree"] * axes["data_parallel_shard_degree"]
         assert training["global_batch_size"] % (training["local_batch_size"] * ranks) == 0
         product = ranks
         for axis in ("tensor", "context", "pipeline"):
             product *= axes[f"{axis}_parallel_degree"]
-        assert product == question.layout.world
+        assert product == workload.layout.world
 
 
 def test_torchtitan_pipeline() -> None:

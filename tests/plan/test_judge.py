@@ -8,22 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from shoal.facts import clusters, presets
+from shoal.facts.cluster import notation
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
+from shoal.facts.model import presets
 from shoal.facts.recipe import Recipe
 from shoal.plan import evidence
 from shoal.plan.judge import Plan, as_json, judge
-from shoal.plan.published import read
+from shoal.plan.published_runs import read
 from shoal.predict.flops import flops_per_token
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.csv"
 
 
 def judged(layout: str, model: str = "llama3-8b", on: str = "8xH100", lora: Lora | None = None) -> Plan:
     asked = Recipe(seq=4096, batch=64, precision="bf16")
-    return judge(Question(presets.find(model), clusters.find(on), asked, Layout.parse(layout), lora=lora))
+    return judge(Workload(presets.find(model), notation.find(on), asked, Layout.parse(layout), lora=lora))
 
 
 def test_the_fields_of_the_contract() -> None:
@@ -107,10 +108,10 @@ def test_evidence_is_what_the_published_rows_say() -> None:
 
 
 def test_a_step_shorter_than_any_published_is_known_as_well_in_milliseconds_and_no_better() -> None:
-    question = judged("dp=8", model="tiny").question
-    usual = evidence.error_bar(question, 1.0)
-    assert evidence.error_bar(question, evidence.SHORTEST) == usual
-    assert evidence.error_bar(question, evidence.SHORTEST / 2) == pytest.approx(2 * usual)
-    assert evidence.error_bar(question, evidence.SHORTEST / 100) == evidence.WIDEST
+    workload = judged("dp=8", model="tiny").workload
+    usual = evidence.error_bar(workload, 1.0)
+    assert evidence.error_bar(workload, evidence.SHORTEST) == usual
+    assert evidence.error_bar(workload, evidence.SHORTEST / 2) == pytest.approx(2 * usual)
+    assert evidence.error_bar(workload, evidence.SHORTEST / 100) == evidence.WIDEST
     short = judged("dp=8", model="tiny")
     assert short.step.seconds < evidence.SHORTEST and short.unmeasured == ["steps under 0.058 s"]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.plan.planning import answered
 
-from shoal.facts import clusters
+from shoal.facts.cluster import notation
 from shoal.facts.config import Config
-from shoal.facts.huggingface import write_config
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.huggingface import write_config
+from shoal.facts.model.presets import PRESETS
 from shoal.facts.problem import BadInput
 from shoal.plan.resolve import Job, choose, resolve
 
@@ -48,7 +48,7 @@ def test_the_default_on_this_machine() -> None:
 def test_auto_is_a_replica_on_every_device(cluster: str, batch: int, chosen: str) -> None:
     written = config(cluster={"on": cluster}, recipe={"batch": batch})
     assert str(resolve(written).layout) == chosen
-    assert choose(written, clusters.find(cluster)) == resolve(written).layout
+    assert choose(written, notation.find(cluster)) == resolve(written).layout
 
 
 def test_auto_on_a_named_cluster_uses_all_of_it_also_where_the_batch_does_not_divide() -> None:

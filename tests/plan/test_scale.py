@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.plan.planning import asked, judged
 
-from shoal.facts import clusters
+from shoal.facts.cluster import notation
 from shoal.plan.scale import cost, over_devices, over_sequences, with_devices
 
 
@@ -54,7 +54,7 @@ def test_other_lengths_keep_the_tokens_of_a_step() -> None:
     ],
 )
 def test_more_or_fewer_of_the_same(cluster: str, devices: int, expected: str | None) -> None:
-    found = with_devices(clusters.find(cluster), devices)
+    found = with_devices(notation.find(cluster), devices)
     if expected is None:
         assert found is None
     else:
@@ -63,5 +63,5 @@ def test_more_or_fewer_of_the_same(cluster: str, devices: int, expected: str | N
 
 
 def test_a_cluster_of_unusual_nodes_keeps_them() -> None:
-    found = with_devices(clusters.find("2x4xH100"), 16)
+    found = with_devices(notation.find("2x4xH100"), 16)
     assert found is not None and (found.nodes, found.devices_per_node, found.fast_domain) == (4, 4, 4)

@@ -7,22 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.facts import clusters, presets
-from shoal.facts.cluster import Cluster
+from shoal.facts.cluster import Cluster, notation
+from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
-from shoal.facts.legality import Case, broken
-from shoal.facts.model import Model
+from shoal.facts.layout.legality import Case, broken
+from shoal.facts.model import Model, presets
 from shoal.facts.recipe import Recipe
-from shoal.facts.stack import SHOAL
 from shoal.facts.strategies import OWNERS
-from shoal.plan.bounds import Bounds
-from shoal.plan.room import Room
+from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.search import search
 from shoal.plan.space import NOTHING, OFFLOADS, Candidate, Space
+from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
-from shoal.predict.question import Question
-from shoal.predict.step import bench, step
+from shoal.predict.time.step import cost_model, step
+from shoal.predict.workload import Workload
 
 TINY = presets.find("tiny").model_copy(update={"layers": 4})
 NARROW = TINY.model_copy(update={"name": "narrow", "layers": 2, "heads": 2, "kv_heads": 1})
@@ -46,7 +45,7 @@ MIXED = MIXED.model_copy(
 
 def small(name: str, memory: float) -> Cluster:
     """A cluster whose devices have so many MiB."""
-    cluster = clusters.find(name)
+    cluster = notation.find(name)
     device = cluster.device.model_copy(update={"memory_bytes": round(memory * 2**20)})
     return cluster.model_copy(update={"device": device})
 
@@ -65,14 +64,14 @@ def recipe(seq: int, batch: int) -> Recipe:
     ],
 )
 def test_bounds_are_never_above_what_they_bound(name: str, on: str, seq: int, batch: int) -> None:
-    model, cluster, asked = presets.find(name), clusters.find(on), recipe(seq, batch)
+    model, cluster, asked = presets.find(name), notation.find(on), recipe(seq, batch)
     chance = random.Random(0)
     for stack in (SHOAL, replace(SHOAL, host=3e-4, overlap=0.7)):
         space = Space(model, asked, cluster.devices)
-        at = bench(Question(model, cluster, asked, Layout(), stack))
+        at = cost_model(Workload(model, cluster, asked, Layout(), stack))
         bounds, room = (
-            Bounds(at, TuneSection(), None, cluster.devices),
-            Room(model, cluster, asked, stack, None),
+            TimeBound(at, TuneSection(), None, cluster.devices),
+            MemoryBound(model, cluster, asked, stack, None),
         )
         splits = list(space.splits())
         for _ in range(40):
@@ -81,15 +80,15 @@ def test_bounds_are_never_above_what_they_bound(name: str, on: str, seq: int, ba
             states = chance.choice(list(space.states(split, share.ep, chance.choice((NOTHING, *OFFLOADS)))))
             unit = chance.choice(space.units(split, states))
             layout = Candidate(split, share, order, states, unit).layout()
-            question = Question(model, cluster, asked, layout, stack)
-            seconds = step(question, at).seconds * (1 + 1e-9)
+            workload = Workload(model, cluster, asked, layout, stack)
+            seconds = step(workload, at).seconds * (1 + 1e-9)
             assert bounds.of_split(split) <= seconds, layout
             assert bounds.of_share(split, share) <= seconds, layout
             worked = bounds.of_order(split, share, order, bounds.handled(split, share, states), played=True)
             assert bounds.of_order(split, share, order) <= worked * (1 + 1e-9), layout
             assert bounds.of_states(split, share, order, states, worked) <= seconds, layout
             if order.chunks * split.pp <= 16:  # deeper ones take long to play through
-                peak = ledger(question).peak_allocated * (1 + 1e-9)
+                peak = ledger(workload).peak_allocated * (1 + 1e-9)
                 resting, at_update = room.of_split(split, share.ep, states.offload)
                 assert at_update <= peak, layout
                 assert room.of_share(split, share, resting) <= peak, layout
@@ -102,7 +101,7 @@ def test_bounds_are_never_above_what_they_bound(name: str, on: str, seq: int, ba
 def test_every_layout_of_the_space_is_legal_canonical_and_there_once(on: str, experts: int) -> None:
     assert MIXED.experts is not None
     model = MIXED.model_copy(update={"experts": MIXED.experts.model_copy(update={"count": experts})})
-    cluster = clusters.find(on)
+    cluster = notation.find(on)
     asked = recipe(16, cluster.devices)
     space = Space(model, asked, cluster.devices, apart=cluster.nodes == 1)
     layouts = [candidate.layout() for candidate in space.everything()]
@@ -127,12 +126,12 @@ def test_what_is_searched_for_the_engine_is_what_it_runs(monkeypatch: pytest.Mon
 
 def brute_force(model: Model, cluster: Cluster, asked: Recipe, runnable: bool) -> float | None:
     """The least time of all layouts that fit, looking at every one of them."""
-    at = bench(Question(model, cluster, asked, Layout()))
+    at = cost_model(Workload(model, cluster, asked, Layout()))
     best = None
     for candidate in Space(model, asked, cluster.devices, runnable).everything():
-        question = Question(model, cluster, asked, candidate.layout())
-        seconds = step(question, at).seconds
-        if (best is None or seconds < best) and ledger(question).fits:
+        workload = Workload(model, cluster, asked, candidate.layout())
+        seconds = step(workload, at).seconds
+        if (best is None or seconds < best) and ledger(workload).fits:
             best = seconds
     return best
 
@@ -167,7 +166,7 @@ def test_the_same_answer_as_brute_force(
 
 
 def test_plans_are_ranked_marked_and_set_against_their_rivals() -> None:
-    found = search(presets.find("llama3-8b"), clusters.find("8xH100"), recipe(4096, 64))
+    found = search(presets.find("llama3-8b"), notation.find("8xH100"), recipe(4096, 64))
     times = [plan.step.seconds for plan in found.plans]
     assert times == sorted(times) and len(times) == 10
     assert found.plans[0].tie and found.plans[0] in found.ties
@@ -183,16 +182,16 @@ def test_plans_are_ranked_marked_and_set_against_their_rivals() -> None:
 
 
 def test_a_search_that_is_broken_off_says_so() -> None:
-    found = search(presets.find("llama3-8b"), clusters.find("8xH100"), recipe(4096, 64), effort=5)
+    found = search(presets.find("llama3-8b"), notation.find("8xH100"), recipe(4096, 64), effort=5)
     assert not found.complete and not found.proven and found.at_best is not None
 
 
 def test_a_search_that_is_broken_off_has_a_plan_if_anything_fits() -> None:
-    asked = presets.find("llama3-70b"), clusters.find("8xH100"), recipe(4096, 64)
+    asked = presets.find("llama3-70b"), notation.find("8xH100"), recipe(4096, 64)
     found = search(*asked, effort=300)
     assert found.plans and found.plans[0].fits and not found.complete
 
 
 def test_what_fits_nowhere_has_no_plan() -> None:
-    found = search(presets.find("gpt3-175b"), clusters.find("2xA100-40GB"), recipe(2048, 8), runnable=True)
+    found = search(presets.find("gpt3-175b"), notation.find("2xA100-40GB"), recipe(2048, 8), runnable=True)
     assert found.plans == [] and found.runnable is None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.facts import calibration
-from shoal.facts.calibrationfile import FORMAT, Stored
-from shoal.facts.measurements import Attended, Copies, Curve, HostWork, Measurements, Product
+from shoal.facts.calibration.file import FORMAT, Stored
+from shoal.facts.calibration.measurements import Attended, Copies, Curve, HostWork, Measurements, Product
 
 RATE, BANDWIDTH, ATTENTION = 500e12, 4e12, 400e12
 HOST = HostWork(forward=5e-6, backward=6e-6, selective=3e-6, full=6e-6, once=1e-3, tensor=1e-6)

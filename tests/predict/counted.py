@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.facts.clusters import find
+from shoal.facts.cluster.notation import find
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
+from shoal.facts.layout.ranks import coordinates
 from shoal.facts.model import Model
-from shoal.facts.ranks import coordinates
 from shoal.facts.recipe import Recipe
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 SHAPE: dict[str, Any] = {
     "name": "small",
@@ -37,10 +37,10 @@ GPT2: dict[str, Any] = {
 
 def ask(
     layout: str, changes: dict[str, Any] | None = None, tune: dict[str, Any] | None = None, **recipe: Any
-) -> Question:
+) -> Workload:
     """A small model on CPUs."""
     parsed = Layout.parse(layout)
-    return Question(
+    return Workload(
         Model(**{**SHAPE, **(changes or {})}),
         find(f"{parsed.world}xcpu"),
         Recipe(**{"seq": 512, "batch": 4, "steps": 1, **recipe}),
@@ -49,5 +49,5 @@ def ask(
     )
 
 
-def stage_of(question: Question, rank: int) -> int:
-    return coordinates(rank, question.layout)["pp"]
+def stage_of(workload: Workload, rank: int) -> int:
+    return coordinates(rank, workload.layout)["pp"]

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from shoal.facts import logits
-from shoal.facts.clusters import find
+from shoal.facts.cluster.notation import find
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
@@ -19,7 +19,7 @@ from shoal.facts.traffic import Traffic
 from shoal.models.initial import fill
 from shoal.observe.collectives import CollectiveCounter
 from shoal.parallel.mesh import Mesh
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 from shoal.train.data.loader import Batch
 from shoal.train.program import assemble, blueprint
 
@@ -83,13 +83,13 @@ class Case:
         return f"{self.layout} {' '.join(f'{name}={value}' for name, value in changed.items())}".strip()
 
     @cached_property
-    def question(self) -> Question:
+    def workload(self) -> Workload:
         layout = Layout.parse(self.layout)
         recipe = Recipe.model_validate({"seq": SEQ, "batch": ROWS, **self.recipe})
         # Buckets of about a layer, so that there are several.
         tune = TuneSection.model_validate({"bucket_mb": 0.008, **self.tune})
         model = Model.model_validate({**SHAPE, **self.model})
-        return Question(model, find(f"{layout.world}xcpu"), recipe, layout, tune=tune)
+        return Workload(model, find(f"{layout.world}xcpu"), recipe, layout, tune=tune)
 
 
 def count(rank: int, world: int, cases: list[Case]) -> list[list[Traffic]]:
@@ -98,17 +98,17 @@ def count(rank: int, world: int, cases: list[Case]) -> list[list[Traffic]]:
 
 
 def _counted(rank: int, case: Case) -> list[Traffic]:
-    question = case.question
-    model, recipe, layout = question.model, question.recipe, question.layout
+    workload = case.workload
+    model, recipe, layout = workload.model, workload.recipe, workload.layout
     mesh = Mesh(layout, rank, torch.device("cpu"))
     with patch.object(logits, "LOGITS_AT_ONCE", case.logits_at_once):
         step = assemble(
-            blueprint(model, recipe), recipe, question.tune, mesh, partial(fill, model=model, seed=0)
+            blueprint(model, recipe), recipe, workload.tune, mesh, partial(fill, model=model, seed=0)
         )
         share = ROWS // layout.data_ranks
         start = mesh.data_index * share
         batches = [
-            _rows(model, first, question.micro) for first in range(start, start + share, question.micro)
+            _rows(model, first, workload.micro) for first in range(start, start + share, workload.micro)
         ]
         step(1, batches, ROWS * SEQ)
         with CollectiveCounter(mesh.names) as counter:

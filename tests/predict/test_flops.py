@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.facts.model import Experts, Model
-from shoal.facts.parameters import active_parameter_count, parameter_count
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.parameters import active_parameter_count, parameter_count
+from shoal.facts.model.presets import PRESETS
 from shoal.models.decoder import build
 from shoal.models.initial import initialise
 from shoal.predict.flops import attention_flops, flops_per_token, in_conventions, matrix_parameters

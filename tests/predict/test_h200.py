@@ -9,13 +9,13 @@ operators, and steps whose gradients stay allocated.
 
 from __future__ import annotations
 
-from shoal.facts.clusters import find
+from shoal.facts.cluster.notation import find
+from shoal.facts.cluster.stack import Stack
 from shoal.facts.layout import Layout
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
-from shoal.facts.stack import Stack
 from shoal.predict.memory import ledger
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 # Name, model, sequences of 4096 tokens, precision, loss, tokens of a piece, compiled, q k v joined, recompute, GiB.
 Row = tuple[str, str, int, str, str, int | None, bool, bool, str, float]
@@ -71,8 +71,8 @@ def predicted_gib(row: Row) -> float:
         states="bf16" if precision == "pure" else "fp32",
     )
     layout = Layout.parse(f"micro={sequences},recompute={recompute}")
-    question = Question(MODELS[size], find("1xH200"), recipe, layout, stack)
-    return ledger(question).peak_allocated / 2**30
+    workload = Workload(MODELS[size], find("1xH200"), recipe, layout, stack)
+    return ledger(workload).peak_allocated / 2**30
 
 
 def test_measured_peaks() -> None:

@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 
-from shoal.facts.clusters import find
+from shoal.facts.cluster.notation import find
 from shoal.facts.config import Lora
 from shoal.facts.layout import SCHEDULES, Layout
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
-from shoal.facts.schedule import in_flight as most_in_flight
-from shoal.facts.schedule import instructions
+from shoal.facts.schedules.programs import in_flight as most_in_flight
+from shoal.facts.schedules.programs import instructions
 from shoal.predict.memory import ledger, ledgers
 from shoal.predict.memory.in_flight import moments
 from shoal.predict.memory.inventory import rank_inventories
-from shoal.predict.question import Question
 from shoal.predict.rank_parameters import rank_parameters, trained_with_experts
+from shoal.predict.workload import Workload
 
 
 def test_the_categories_add_up_and_the_worst_rank_is_the_worst() -> None:
     for layout in LAYOUTS:
-        question = Question(PRESETS["mixtral-8x7b"], find("512xH100"), RECIPE, Layout.parse(layout))
-        every, worst = ledgers(question), ledger(question)
+        workload = Workload(PRESETS["mixtral-8x7b"], find("512xH100"), RECIPE, Layout.parse(layout))
+        every, worst = ledgers(workload), ledger(workload)
         for one in every:
             named = (one.params, one.grads, one.optimizer, one.activations, one.logits, one.buffers)
             assert sum(named) == one.peak_allocated and min(named) >= 0, layout
@@ -47,7 +47,7 @@ LAYOUTS = [
 def test_a_policy_that_saves_memory_does() -> None:
     def peak(layout: str, **recipe: Any) -> int:
         return ledger(
-            Question(
+            Workload(
                 PRESETS["llama3-8b"], find("8xH100"), RECIPE.model_copy(update=recipe), Layout.parse(layout)
             )
         ).peak_allocated
@@ -63,7 +63,7 @@ def test_a_policy_that_saves_memory_does() -> None:
 
 
 def test_offloaded_bytes_wait_elsewhere() -> None:
-    on_device = Question(PRESETS["llama3-70b"], find("8xH100"), RECIPE, Layout.parse("fsdp=8,micro=1"))
+    on_device = Workload(PRESETS["llama3-70b"], find("8xH100"), RECIPE, Layout.parse("fsdp=8,micro=1"))
     away = replace(on_device, layout=Layout.parse("fsdp=8,micro=1,offload=optimizer@nvme+params"))
     here, there = ledger(on_device), ledger(away)
     assert not here.fits and there.params == there.optimizer == 0
@@ -71,8 +71,8 @@ def test_offloaded_bytes_wait_elsewhere() -> None:
 
 
 def test_lora_trains_little_of_a_frozen_model() -> None:
-    question = Question(PRESETS["llama2-7b"], find("1xH100"), RECIPE, Layout.parse("micro=1,recompute=full"))
-    whole, adapted = ledger(question), ledger(replace(question, lora=Lora()))
+    workload = Workload(PRESETS["llama2-7b"], find("1xH100"), RECIPE, Layout.parse("micro=1,recompute=full"))
+    whole, adapted = ledger(workload), ledger(replace(workload, lora=Lora()))
     assert not whole.fits and adapted.fits
     assert adapted.params == pytest.approx(2 * 6.74e9, rel=0.02)
     assert adapted.optimizer < 0.01 * whole.optimizer and adapted.grads < 0.01 * whole.grads
@@ -94,13 +94,13 @@ def test_in_flight_is_what_the_schedule_holds(schedule: str) -> None:
 def test_memory_and_traffic_count_the_same_trained_parameters(model: str, lora: Lora | None) -> None:
     for text in ("dp=2", "fsdp=4,tp=2", "tp=2,pp=4,micro=1", "fsdp=2,pp=2,schedule=zbv,micro=1"):
         layout = Layout.parse(text)
-        question = Question(
+        workload = Workload(
             PRESETS[model],
             find(f"{layout.world}xH100"),
             Recipe(seq=512, batch=64, steps=1),
             layout,
             lora=lora,
         )
-        for rank in rank_inventories(question):
-            here = rank_parameters(layout, question.model, question.cut_by, rank.number)
-            assert rank.total.trained == trained_with_experts(question, here), (text, rank.number)
+        for rank in rank_inventories(workload):
+            here = rank_parameters(layout, workload.model, workload.cut_by, rank.number)
+            assert rank.total.trained == trained_with_experts(workload, here), (text, rank.number)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.facts.clusters import find
+from shoal.facts.cluster.notation import find
+from shoal.facts.cluster.stack import TITAN, TITAN_COMPILED, Stack
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
-from shoal.facts.stack import TITAN, TITAN_COMPILED, Stack
 from shoal.predict.memory import ledger
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 LLAMA3, QWEN3, LLAMA2 = PRESETS["llama3-8b"], PRESETS["qwen3-32b"], PRESETS["llama2-7b"]
 # Source, model, sequence length, global batch, layout, stack, GiB reserved.
@@ -41,7 +41,7 @@ def error(row: Row) -> float:
     name, model, seq, batch, layout, stack, measured = row
     parsed = Layout.parse(layout)
     recipe = Recipe(seq=seq, batch=batch, steps=1, precision="bf16")
-    said = ledger(Question(model, find(f"{parsed.world}xH100-96GB"), recipe, parsed, stack))
+    said = ledger(Workload(model, find(f"{parsed.world}xH100-96GB"), recipe, parsed, stack))
     assert said.fits, name
     print(f"{name:24} predicted {said.reserved / 2**30:6.2f} measured {measured:6.2f}")
     return said.reserved / 2**30 / measured - 1
@@ -69,4 +69,4 @@ def test_what_plainly_fits_and_what_plainly_does_not(
 ) -> None:
     shape = PRESETS[model]
     recipe = Recipe(seq=min(4096, shape.max_positions), batch=64, steps=1, precision="bf16")
-    assert ledger(Question(shape, find(cluster), recipe, Layout.parse(layout))).fits is fits
+    assert ledger(Workload(shape, find(cluster), recipe, Layout.parse(layout))).fits is fits

@@ -16,7 +16,7 @@ from shoal.observe.memory import MemoryTracker
 from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
 from shoal.predict.memory import ledgers
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 from shoal.train import optimizer as optimizers
 from shoal.train.data.loader import Batch
 from shoal.train.step import Step
@@ -32,7 +32,7 @@ LAYOUTS = [
 ]
 
 
-def question_of(layout: str) -> Question:
+def question_of(layout: str) -> Workload:
     return ask(
         layout, {"layers": 2, "hidden": 64, "ffn": 192, "vocab": 256, "head_dim": 8}, seq=SEQ, batch=BATCH
     )
@@ -42,14 +42,14 @@ def peaks(rank: int, world: int, layouts: list[str]) -> list[dict[str, int]]:
     return [_peak(question_of(layout), rank) for layout in layouts]
 
 
-def _peak(question: Question, rank: int) -> dict[str, int]:
+def _peak(workload: Workload, rank: int) -> dict[str, int]:
     """What the second step holds at its fullest: in the first one optimizer states are made."""
-    recipe, model = question.recipe, question.model
-    mesh = Mesh(question.layout, rank, torch.device("cpu"))
-    placed = apply(build(model, length=SEQ), mesh, question.tune, partial(fill, model=model, seed=0), SEQ)
+    recipe, model = workload.recipe, workload.model
+    mesh = Mesh(workload.layout, rank, torch.device("cpu"))
+    placed = apply(build(model, length=SEQ), mesh, workload.tune, partial(fill, model=model, seed=0), SEQ)
     optimizer = optimizers.build(placed.gradients.pieces, recipe)
     step = Step(placed, optimizer, recipe, mesh, optimizers.LossScale())
-    batches = [_batch(question) for _ in range(question.accumulation)]
+    batches = [_batch(workload) for _ in range(workload.accumulation)]
     step(1, batches, BATCH * SEQ)
     gc.collect()
     with MemoryTracker() as tracker:
@@ -60,27 +60,27 @@ def _peak(question: Question, rank: int) -> dict[str, int]:
         tracker.mark((batch.targets for batch in batches), "batch")
         for states in optimizer.state.values():
             tracker.mark((value for value in states.values() if value.ndim), "optimizer")
-        if question.layout.dp > 1 or question.layout.zero < 3:  # these gradients are there from the start
+        if workload.layout.dp > 1 or workload.layout.zero < 3:  # these gradients are there from the start
             tracker.mark((piece.tensor.grad for piece in placed.gradients.pieces), "grads")
         tracker.reset_peak()
         step(2, batches, BATCH * SEQ)
         return tracker.peak_by_category()
 
 
-def _batch(question: Question) -> Batch:
-    size = question.micro, SEQ
-    tokens = torch.arange(question.micro * SEQ).view(size) % question.model.vocab
+def _batch(workload: Workload) -> Batch:
+    size = workload.micro, SEQ
+    tokens = torch.arange(workload.micro * SEQ).view(size) % workload.model.vocab
     positions = torch.arange(SEQ).expand(size).contiguous()
-    rows = torch.arange(question.micro)
-    return Batch(tokens, tokens.roll(-1, 1), positions, None, rows, question.micro * SEQ)
+    rows = torch.arange(workload.micro)
+    return Batch(tokens, tokens.roll(-1, 1), positions, None, rows, workload.micro * SEQ)
 
 
 def test_two_ranks_hold_what_the_ledger_says() -> None:
     results = run_ranks(2, peaks, LAYOUTS)
     for number, layout in enumerate(LAYOUTS):
-        question = question_of(layout)
+        workload = question_of(layout)
         for rank, result in enumerate(results):
-            seen, said = result[number], ledgers(question)[stage_of(question, rank)]
+            seen, said = result[number], ledgers(workload)[stage_of(workload, rank)]
             assert seen["params"] == pytest.approx(said.params, rel=0.01), layout
             assert seen["optimizer"] == pytest.approx(said.optimizer, rel=0.01), layout
             # Gloo's threads let go of a collective's buffers a moment late, and tensor ranks talk all the time.

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from shoal.facts.layout import Layout
-from shoal.facts.presets import PRESETS
+from shoal.facts.layout.stages import cut
+from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
-from shoal.facts.stages import cut
 from shoal.models.decoder import build
 from shoal.models.initial import initialise
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.pieces import held_parameters, whole_pieces
-from shoal.parallel.segment import carve
+from shoal.parallel.shards import held_parameters, whole_pieces
+from shoal.parallel.stage_module import split_stages
 from shoal.predict.memory.states import rank_states, replica_states
 from shoal.train import optimizer as optimizers
 from shoal.train.program import parameter_dtype
@@ -29,7 +29,7 @@ def test_predicted_bytes_are_those_of_the_tensors(recipe: Recipe) -> None:
     network = build(model, dtype=parameter_dtype(recipe)).to_empty(device="cpu")
     initialise(network, model, 0)
     mesh = Mesh(Layout(), 0, torch.device("cpu"))
-    segments = carve(network, cut(model, 1), own_head=False)
+    segments = split_stages(network, cut(model, 1), own_head=False)
     optimizer = optimizers.build(whole_pieces(held_parameters(segments, model, mesh), mesh), recipe)
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)

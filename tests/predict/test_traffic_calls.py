@@ -7,21 +7,20 @@ from typing import Any
 
 import pytest
 
-from shoal.facts.clusters import find
+from shoal.facts.cluster.notation import find
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import SCHEDULES, Layout
-from shoal.facts.legality import Case, broken
+from shoal.facts.layout.legality import Case, broken
+from shoal.facts.layout.ranks import AXES, line
 from shoal.facts.model import Model
-from shoal.facts.presets import PRESETS
-from shoal.facts.ranks import AXES, line
+from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
-from shoal.facts.schedule import Action, programs
+from shoal.facts.schedules.programs import Action, programs
 from shoal.facts.traffic import show_ranks
-from shoal.predict import pipeline
-from shoal.predict.call import Call
-from shoal.predict.question import Question
+from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.rank_parameters import rank_parameters
-from shoal.predict.traffic import busiest_stage, calls, merged, traffic
+from shoal.predict.traffic import busiest_stage, calls, merged, pipeline, traffic
+from shoal.predict.workload import Workload
 
 LAYOUTS = [
     "dp=8",
@@ -40,21 +39,21 @@ LAYOUTS = [
 MODELS = ["tiny", "gpt2", "llama3-8b", "qwen3-32b", "llama3-405b"]
 
 
-def question(
+def workload(
     layout: str,
     model: Model | str = "llama3-8b",
     on: str = "8xcpu",
     tune: TuneSection | None = None,
     lora: Lora | None = None,
     **recipe: Any,
-) -> Question:
+) -> Workload:
     shape = PRESETS[model] if isinstance(model, str) else model
     values = {"seq": 1024, "batch": 16, "precision": "bf16", **recipe}
     asked = Layout.parse(layout)
-    return Question(shape, find(on), Recipe(**values), asked, tune=tune or TuneSection(), lora=lora)
+    return Workload(shape, find(on), Recipe(**values), asked, tune=tune or TuneSection(), lora=lora)
 
 
-def legal(asked: Question) -> bool:
+def legal(asked: Workload) -> bool:
     recipe = asked.recipe
     return not any(broken(Case(asked.layout, asked.model, recipe.seq, recipe.batch, None, False)))
 
@@ -62,7 +61,7 @@ def legal(asked: Question) -> bool:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_cheap_form_is_close_to_the_exact_one(model: str) -> None:
     for layout in LAYOUTS:
-        asked = question(layout, model)
+        asked = workload(layout, model)
         if not legal(asked):
             continue
         times = asked.accumulation
@@ -80,19 +79,19 @@ def test_the_cheap_form_is_close_to_the_exact_one(model: str) -> None:
 def test_the_cheap_form_of_sharded_parameters_is_exact() -> None:
     for layout in ("fsdp=8", "dp=2,fsdp=4,unit=3", "fsdp=8,micro=1,recompute=full"):
         for model in MODELS:
-            asked = question(layout, model)
+            asked = workload(layout, model)
             assert merged(calls(asked), asked, 0) == traffic(asked, 0), (layout, model)
 
 
 def test_one_rank_alone_sends_nothing() -> None:
-    assert traffic(question("dp=1")) == [] and calls(question("dp=1")) == ()
+    assert traffic(workload("dp=1")) == [] and calls(workload("dp=1")) == ()
 
 
 @pytest.mark.parametrize("model", ["tiny", "gpt2"])
 def test_all_ranks_of_a_group_announce_the_same(model: str) -> None:
     """Else some would wait for ever."""
     for layout in LAYOUTS:
-        asked = question(layout, model, seq=64)
+        asked = workload(layout, model, seq=64)
         if not legal(asked):
             continue
         seen = [traffic(asked, rank) for rank in range(asked.layout.world)]
@@ -109,7 +108,7 @@ def test_messages_are_those_of_the_programs(schedule: str) -> None:
     chunks = {"interleaved": (2, 3), "zb": (1, 2), "zbv": (2,), "dualpipev": (2,)}
     for pp in (2, 3, 4):
         for number in chunks.get(schedule, (1,)):
-            asked = question(f"pp={pp},schedule={schedule},chunks={number},micro=2")
+            asked = workload(f"pp={pp},schedule={schedule},chunks={number},micro=2")
             made = programs(schedule, pp, number, asked.accumulation)
             for stage, program in enumerate(made):
                 listed = Counter(instruction.action for instruction in program)
@@ -122,20 +121,20 @@ def test_messages_are_those_of_the_programs(schedule: str) -> None:
 
 
 def test_groups_are_named_as_the_counter_names_them() -> None:
-    asked = question("dp=2,tp=2,pp=2", PRESETS["tiny"].model_copy(update={"kv_heads": 1, "tied": True}))
+    asked = workload("dp=2,tp=2,pp=2", PRESETS["tiny"].model_copy(update={"kv_heads": 1, "tied": True}))
     groups = {(one.op, one.group) for one in traffic(asked, 3)}
     assert ("send", "ranks 3,7") in groups  # the pipeline's two directions have groups of their own
     assert ("all_reduce", "ranks 3,7") in groups  # and so have the ends that hold a tied embedding
     assert ("all_reduce", "ranks 2,3") in groups  # and the ranks that share a key/value head
     assert ("all_reduce", "world") in groups
-    alone = {one.group for one in traffic(question("dp=8"))}
+    alone = {one.group for one in traffic(workload("dp=8"))}
     assert alone == {"dp"}
-    assert {one.group for one in traffic(question("dp=8", on="8xH100"))} == {"dp", "world"}
+    assert {one.group for one in traffic(workload("dp=8", on="8xH100"))} == {"dp", "world"}
     assert show_ranks([0, 4, 8, 12]) == "ranks 0-12 by 4"
 
 
 def test_the_default_rank_is_of_the_busiest_stage() -> None:
-    asked = question("dp=2,pp=4", "gpt2")
+    asked = workload("dp=2,pp=4", "gpt2")
     stage = busiest_stage(asked)
     assert traffic(asked) == traffic(asked, 2 * stage)
     moved = [sum(one.bytes for one in traffic(asked, 2 * place)) for place in range(4)]
@@ -145,7 +144,7 @@ def test_the_default_rank_is_of_the_busiest_stage() -> None:
 # Announced ahead of the engine.
 
 
-def only(found: tuple[Call, ...], group: str) -> dict[tuple[str, str], tuple[int, int]]:
+def only(found: tuple[CollectiveCall, ...], group: str) -> dict[tuple[str, str], tuple[int, int]]:
     """Calls and the bytes of all of them, by operation and phase."""
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for call in found:
@@ -156,7 +155,7 @@ def only(found: tuple[Call, ...], group: str) -> dict[tuple[str, str], tuple[int
 
 
 def test_a_ring_passes_keys_and_values_and_their_gradients() -> None:
-    asked = question("fsdp=2,cp=4,micro=2,recompute=full")  # 8B: 32 layers, 8 key/value heads of 128
+    asked = workload("fsdp=2,cp=4,micro=2,recompute=full")  # 8B: 32 layers, 8 key/value heads of 128
     exchanges = 4 * 32 * 3  # micro-batches, layers, turns
     size = 2 * 256 * 2 * 8 * 128 * 2
     assert only(calls(asked), "cp") == {
@@ -170,26 +169,26 @@ def test_a_ring_passes_keys_and_values_and_their_gradients() -> None:
 
 
 def test_ulysses_exchanges_heads_for_tokens() -> None:
-    asked = question("cp=4,cp_kind=ulysses,tp=2")  # 16 query heads and 4 key/value heads a tensor rank
+    asked = workload("cp=4,cp_kind=ulysses,tp=2")  # 16 query heads and 4 key/value heads a tensor rank
     layers, tokens = 32, 16 * 256
     size = tokens * (2 * 16 + 2 * 4) * 128 * 2
     found = only(calls(asked), "cp")
     assert found[("all_to_all", "forward")] == (4 * layers, layers * size)
     assert found[("all_to_all", "backward")] == (4 * layers, layers * size)
     # Fewer key/value heads than ranks: each goes to several.
-    few = only(calls(question("cp=8,cp_kind=ulysses,tp=2")), "cp")
+    few = only(calls(workload("cp=8,cp_kind=ulysses,tp=2")), "cp")
     assert few[("all_to_all", "forward")][1] == layers * 16 * 128 * (2 * 16 + 2 * 8) * 128 * 2
 
 
 def test_context_ranks_share_states_with_the_others() -> None:
-    groups = {call.group for call in calls(question("dp=2,fsdp=2,cp=2"))}
+    groups = {call.group for call in calls(workload("dp=2,fsdp=2,cp=2"))}
     assert groups == {"fsdp·cp", "dp", "cp", "control"}
-    gathered = only(calls(question("fsdp=4,cp=2")), "fsdp·cp")[("all_gather", "gather forward")]
-    assert gathered == only(calls(question("fsdp=8")), "fsdp")[("all_gather", "gather forward")]
+    gathered = only(calls(workload("fsdp=4,cp=2")), "fsdp·cp")[("all_gather", "gather forward")]
+    assert gathered == only(calls(workload("fsdp=8")), "fsdp")[("all_gather", "gather forward")]
 
 
 def test_tokens_travel_to_their_experts_and_back() -> None:
-    asked = question("fsdp=8,ep=4,micro=1", "mixtral-8x7b")  # 32 layers, 8 experts, 2 active, 4096 wide
+    asked = workload("fsdp=8,ep=4,micro=1", "mixtral-8x7b")  # 32 layers, 8 experts, 2 active, 4096 wide
     passes = 2 * 32
     size = 1024 * 2 * 4096 * 2
     found = only(calls(asked), "ep")
@@ -199,24 +198,24 @@ def test_tokens_travel_to_their_experts_and_back() -> None:
 
 def test_experts_are_sharded_over_the_ranks_that_are_left() -> None:
     expert = 3 * 4096 * 14336
-    asked = question("fsdp=8,ep=4", "mixtral-8x7b")
+    asked = workload("fsdp=8,ep=4", "mixtral-8x7b")
     left = only(calls(asked), "fsdp/ep")
     assert left[("all_gather", "gather forward")] == (32, 32 * 2 * expert * 2)  # two experts a rank, in bf16
     assert left[("reduce_scatter", "gradients")] == (32, 32 * 2 * expert * 4)
     assert asked.ranks_of("fsdp/ep")[1:] == (2, 4) and asked.ranks_of("ep")[1:] == (4, 1)
     # All of a copy's ranks have different experts, and so have two of the copies.
-    spread = question("dp=4,fsdp=2,ep=4", "mixtral-8x7b")
+    spread = workload("dp=4,fsdp=2,ep=4", "mixtral-8x7b")
     assert only(calls(spread), "dp/ep")[("all_reduce", "gradients")][1] == 32 * 2 * expert * 4
     assert spread.ranks_of("dp/ep")[1:] == (2, 4)
     # Nobody is left.
-    assert not {"fsdp/ep", "dp/ep"} & {call.group for call in calls(question("fsdp=8,ep=8", "mixtral-8x7b"))}
+    assert not {"fsdp/ep", "dp/ep"} & {call.group for call in calls(workload("fsdp=8,ep=8", "mixtral-8x7b"))}
 
 
 def test_every_expert_is_summed_wherever_it_lives() -> None:
     """However experts are spread, a rank sums those that it has."""
     experts = 32 * 8 * 3 * 4096 * 14336
     for layout in ("dp=8,ep=2", "dp=8,ep=4", "fsdp=8,zero=1,ep=2", "dp=2,fsdp=4,zero=1,ep=4"):
-        asked = question(layout, "mixtral-8x7b", reduce="bf16")
+        asked = workload(layout, "mixtral-8x7b", reduce="bf16")
         reduced = sum(
             call.bytes * call.count
             for call in calls(asked)
@@ -228,19 +227,19 @@ def test_every_expert_is_summed_wherever_it_lives() -> None:
 def test_low_rank_additions_are_all_that_is_summed() -> None:
     lora = Lora(rank=16, targets=["q_proj", "v_proj"])
     added = 32 * 16 * ((4096 + 4096) + (4096 + 1024))
-    summed = only(calls(question("dp=8", lora=lora)), "dp")
+    summed = only(calls(workload("dp=8", lora=lora)), "dp")
     assert summed[("all_reduce", "gradients")][1] == pytest.approx(4 * added)
-    sharded = only(calls(question("fsdp=8", lora=lora)), "fsdp")
+    sharded = only(calls(workload("fsdp=8", lora=lora)), "fsdp")
     assert sharded[("reduce_scatter", "gradients")][1] == pytest.approx(4 * added, rel=0.01)
-    whole = only(calls(question("fsdp=8")), "fsdp")
+    whole = only(calls(workload("fsdp=8")), "fsdp")
     assert sharded[("all_gather", "gather forward")] == whole[("all_gather", "gather forward")]
-    assert traffic(question("dp=8", lora=lora)) == merged(
-        calls(question("dp=8", lora=lora)), question("dp=8"), 0
+    assert traffic(workload("dp=8", lora=lora)) == merged(
+        calls(workload("dp=8", lora=lora)), workload("dp=8"), 0
     )
 
 
 def test_groups_have_a_span() -> None:
-    asked = question(
+    asked = workload(
         "dp=2,fsdp=2,tp=4,pp=2", PRESETS["tiny"].model_copy(update={"kv_heads": 2, "tied": True})
     )
     spans = {call.group: asked.ranks_of(call.group)[1:] for call in calls(asked)}
@@ -253,4 +252,4 @@ def test_groups_have_a_span() -> None:
         "pp ends": (2, 16),
         "control": (32, 1),
     }
-    assert question("fsdp=2,cp=2,tp=2").ranks_of("fsdp·cp")[1:] == (4, 2)
+    assert workload("fsdp=2,cp=2,tp=2").ranks_of("fsdp·cp")[1:] == (4, 2)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.facts.configfile import load
-from shoal.facts.huggingface import write_config
-from shoal.facts.presets import PRESETS
+from shoal.facts.config.file import load
+from shoal.facts.model.huggingface import write_config
+from shoal.facts.model.presets import PRESETS
 from shoal.launch.local import prepared
 from shoal.prove.parity import Prover, Rehearse
-from shoal.prove.rehearse import rehearse
+from shoal.prove.parity_rank import run_parity_rank
 
 STEPS = 2
 
@@ -45,7 +45,7 @@ def make_prover(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     }
     provers: dict[str, Prover] = {}
 
-    def make(precision: str = "fp64", run: Rehearse = rehearse, **overrides: Any) -> Prover:
+    def make(precision: str = "fp64", run: Rehearse = run_parity_rank, **overrides: Any) -> Prover:
         changed = {**values, **{name.replace("__", "."): value for name, value in overrides.items()}}
         settings = [f"{name}={value}" for name, value in changed.items()]
         key = f"{precision} {settings}"

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.facts.clusters import find
+from shoal.facts.cluster.notation import find
 from shoal.facts.layout import Layout
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 FAMILIES = {
     "llama": "llama3-8b",
@@ -38,7 +38,7 @@ class Twin(NamedTuple):
     def __str__(self) -> str:
         return f"{self.family}-{self.precisions}-{self.layout}-{self.window}-{self.seq}-{self.passes}"
 
-    def question(self) -> Question:
+    def workload(self) -> Workload:
         layout = Layout.parse(self.layout)
         computed, states, summed = (self.precisions.split() * 3)[:3]
         layers = self.layers or 1 + layout.pp
@@ -47,7 +47,7 @@ class Twin(NamedTuple):
             "window": None if self.window == "none" else WINDOW,
             "window_layers": (1,) if self.window == "some" else None,
         }
-        return Question(
+        return Workload(
             PRESETS[FAMILIES[self.family]].model_copy(update=changes),
             find(f"{layout.world}xH100"),
             Recipe(

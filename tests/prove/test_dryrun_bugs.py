@@ -14,32 +14,32 @@ from tests.predict.counted import ask
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shoal.facts.clusters import find
+from shoal.facts.cluster.notation import find
 from shoal.facts.layout import Layout
-from shoal.facts.parameter_groups import placement
-from shoal.facts.schedule import RECEIVES, SENDS, Instruction
+from shoal.facts.layout.parameter_groups import placement
+from shoal.facts.schedules.programs import RECEIVES, SENDS, Instruction
 from shoal.models import attention
 from shoal.observe.collectives import CollectiveCounter
-from shoal.parallel import sequence, shard
-from shoal.parallel.execute import Executor, Underway
+from shoal.parallel import shard, tensor_region
+from shoal.parallel.execute import Executor, StepState
 from shoal.parallel.pipeline import Channels
-from shoal.parallel.shared import Shared
+from shoal.parallel.shared_gradients import SharedGradients
 from shoal.parallel.zero import ShardedStates
-from shoal.predict.question import Question
-from shoal.prove.dryrun import Seen, dryrun
-from shoal.prove.fake import fake_rank
-from shoal.prove.findings import Finding, between_stages
-from shoal.prove.kernels import WrongKernel
+from shoal.predict.workload import Workload
+from shoal.prove.dryrun import DryRun, dryrun
+from shoal.prove.dryrun_findings import Finding, between_stages
+from shoal.prove.fake_world import fake_rank
+from shoal.prove.pinned_kernels import WrongKernel
 
 SMALL = {"layers": 4, "hidden": 64, "ffn": 160, "head_dim": 8, "vocab": 200}
 
 
-def question_of(layout: str) -> Question:
+def question_of(layout: str) -> Workload:
     return ask(layout, SMALL, seq=64, batch=8)
 
 
 @cache
-def clean(layout: str, rank: int) -> Seen:
+def clean(layout: str, rank: int) -> DryRun:
     """A dry run of the strategies as they are; to be asked for before anything is broken."""
     seen = dryrun(question_of(layout), rank)
     assert seen.differences(0) == []
@@ -63,7 +63,7 @@ def test_parameters_that_are_gathered_twice(monkeypatch: pytest.MonkeyPatch) -> 
         after_update(states)
 
     monkeypatch.setattr(ShardedStates, "after_update", twice)
-    seen = dryrun(once.question, 0)
+    seen = dryrun(once.workload, 0)
     assert not seen.matches
     text = the_one(seen.findings, "traffic")
     # Once a bucket, and there are two.
@@ -73,20 +73,20 @@ def test_parameters_that_are_gathered_twice(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_one_gather_too_many_in_the_midst_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     clean("tp=2", 1)
-    leave = sequence.Stream.leave
+    leave = tensor_region.TensorRegion.leave
 
-    def gathered(stream: sequence.Stream, partial: Tensor) -> Tensor:
+    def gathered(stream: tensor_region.TensorRegion, partial: Tensor) -> Tensor:
         summed = leave(stream, partial)
-        sequence.all_gather(summed.detach(), stream.group, stream.ranks)
+        tensor_region.all_gather(summed.detach(), stream.group, stream.ranks)
         return summed
 
-    monkeypatch.setattr(sequence.Stream, "leave", gathered)
+    monkeypatch.setattr(tensor_region.TensorRegion, "leave", gathered)
     seen = dryrun(question_of("tp=2"), 1)
     text = the_one(seen.findings, "traffic")
     # Two in each of four blocks, and one after the embedding.
     said = {(row.op, row.group): row.count for row in seen.predicted_traffic}["all_gather", "tp"]
     assert text.startswith(f"all_gather in tp: {said + 9} calls with ")
-    assert "parallel/sequence.py:" in text
+    assert "parallel/tensor_region.py:" in text
 
 
 # A forgotten reshard.
@@ -100,7 +100,7 @@ def test_parameters_that_stay_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
         return fully_shard(modules, **{**options, "reshard_after_forward": False})
 
     monkeypatch.setattr(shard, "fully_shard", kept)
-    seen = dryrun(freed.question, 0)
+    seen = dryrun(freed.workload, 0)
     gathers = the_one(seen.findings, "traffic")
     assert gathers.startswith("all_gather in fsdp: ") and seen.traffic < seen.predicted_traffic
     held = the_one(seen.differences(0), "memory", "buffers")
@@ -114,17 +114,17 @@ def test_parameters_that_stay_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gathered_tokens_that_are_never_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     clean("tp=2,recompute=full", 0)
-    all_gather, kept = sequence.all_gather, []
+    all_gather, kept = tensor_region.all_gather, []
 
     def keeping(*arguments: Any) -> Tensor:
         kept.append(all_gather(*arguments))
         return kept[-1]
 
-    monkeypatch.setattr(sequence, "all_gather", keeping)
+    monkeypatch.setattr(tensor_region, "all_gather", keeping)
     seen = dryrun(question_of("tp=2,recompute=full"), 0)
     assert seen.matches
     text = the_one(seen.differences(0), "memory", "activations")
-    assert "self_attn" in text and "parallel/sequence.py:" in text
+    assert "self_attn" in text and "parallel/tensor_region.py:" in text
     assert the_one(seen.differences(0), "memory", "peak")
 
 
@@ -185,7 +185,7 @@ def test_a_send_that_is_not_what_its_receiver_expects(monkeypatch: pytest.Monkey
         send(channels, tensor[:, ::2], message)
 
     monkeypatch.setattr(Channels, "send", halved)
-    broken = dryrun(first.question, 0)
+    broken = dryrun(first.workload, 0)
     text = the_one(list(between_stages([broken.calls, second.calls])), "messages")
     size = 64 * 64 * 4
     assert text.startswith(f"pipeline rank 0 to 1: message 1 leaves with {size // 2:,} bytes of float32 (")
@@ -211,11 +211,11 @@ def test_a_ring_beside_a_pipeline_is_not_taken_for_its_messages(monkeypatch: pyt
     forward, kept = Executor._forward, []
 
     def ring(
-        executor: Executor, stage: int, micro: int, underway: Underway, place: int | None = None
+        executor: Executor, stage: int, micro: int, underway: StepState, place: int | None = None
     ) -> None:
         """As ring attention will: what a computation holds goes to the neighbour on another axis, and comes back."""
         forward(executor, stage, micro, underway, place)
-        group, neighbour = executor.mesh.group("tp"), 1 - executor.mesh.place["tp"]
+        group, neighbour = executor.mesh.group("tp"), 1 - executor.mesh.coords["tp"]
         kept.append(torch.ones(7, 3))
         ways = [
             dist.P2POp(way, kept[-1], group=group, group_peer=neighbour) for way in (dist.isend, dist.irecv)
@@ -249,7 +249,7 @@ def test_every_group_of_a_rank_knows_what_it_is_for() -> None:
     layout = Layout(dp=2, fsdp=2, cp=2, tp=4, pp=2, zero=1)
     model = ask("tp=4", SMALL).model
     with fake_rank(layout, 5, "gloo") as mesh:
-        Shared(model, mesh, own_head=True)
+        SharedGradients(model, mesh, own_head=True)
         channels = Channels(mesh)
         sharded = mesh.group_of(placement(tp=4, cp=2, fsdp=2, dp=2).sharded)
         line, ring = channels.groups[0]["down"], mesh.group("cp")
@@ -287,10 +287,10 @@ def test_a_shape_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("cluster", ["1xcpu", "1xH100"])
 def test_attention_that_no_longer_is_fused(cluster: str) -> None:
-    question = replace(question_of("dp=1"), cluster=find(cluster))
-    assert dryrun(question, 0).differences(0) == []
+    workload = replace(question_of("dp=1"), cluster=find(cluster))
+    assert dryrun(workload, 0).differences(0) == []
     with sdpa_kernel(SDPBackend.MATH), pytest.raises(WrongKernel, match=r"_safe_softmax.* fused attention"):
-        dryrun(question, 0)
+        dryrun(workload, 0)
 
 
 def test_attention_that_no_kernel_is_known_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from shoal.facts.traffic import Traffic
 from shoal.models.initial import fill
 from shoal.observe.memory import MemoryTracker
 from shoal.parallel.mesh import Mesh
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 from shoal.prove.dryrun import dryrun
 from shoal.train.data.loader import Batch
 from shoal.train.metrics.observed import watched
@@ -32,7 +32,7 @@ NEAR = 0.005
 Real = tuple[dict[str, int], list[Traffic]]
 
 
-def question_of(layout: str) -> Question:
+def question_of(layout: str) -> Workload:
     shape = {"layers": 4, "hidden": 64, "ffn": 192, "vocab": 256, "head_dim": 8}
     return ask(layout, shape, seq=SEQ, batch=4)
 
@@ -51,13 +51,13 @@ def real(rank: int, world: int, layouts: list[str]) -> list[Real]:
         return [_second_step(question_of(layout), rank) for layout in layouts]
 
 
-def _second_step(question: Question, rank: int) -> Real:
+def _second_step(workload: Workload, rank: int) -> Real:
     """All as in ``dryrun``, with values."""
-    mesh = Mesh(question.layout, rank, torch.device("cpu"))
-    first = partial(fill, model=question.model, seed=0)
-    network = blueprint(question.model, question.recipe)
-    step = assemble(network, question.recipe, question.tune, mesh, first)
-    batches = [_batch(question) for _ in range(question.accumulation)]
+    mesh = Mesh(workload.layout, rank, torch.device("cpu"))
+    first = partial(fill, model=workload.model, seed=0)
+    network = blueprint(workload.model, workload.recipe)
+    step = assemble(network, workload.recipe, workload.tune, mesh, first)
+    batches = [_batch(workload) for _ in range(workload.accumulation)]
     step(1, batches[:1], 1)
     gc.collect()
     with watched(step, batches, aligned=False) as watch:
@@ -66,9 +66,9 @@ def _second_step(question: Question, rank: int) -> Real:
     return watch.tracker.peak_by_category(), watch.counter.traffic()
 
 
-def _batch(question: Question) -> Batch:
-    rows = question.micro
-    tokens = torch.arange(rows * SEQ).view(rows, SEQ) % question.model.vocab
+def _batch(workload: Workload) -> Batch:
+    rows = workload.micro
+    tokens = torch.arange(rows * SEQ).view(rows, SEQ) % workload.model.vocab
     positions = torch.arange(SEQ).expand(rows, SEQ).contiguous()
     return Batch(tokens, tokens.roll(-1, 1), positions, None, torch.arange(rows), rows * SEQ)
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from shoal.facts.layout import Layout
-from shoal.facts.stages import Stage
-from shoal.parallel import pieces, pipeline, recompute, vocabulary
+from shoal.facts.layout.stages import Stage
+from shoal.parallel import pipeline, recompute, shards, vocabulary
 from shoal.parallel.deferred import Deferred
-from shoal.parallel.pieces import Piece
 from shoal.parallel.replicate import Replicate
-from shoal.parallel.shared import Shared
+from shoal.parallel.shards import Shard
+from shoal.parallel.shared_gradients import SharedGradients
 from shoal.parallel.zero import ShardedStates
 from shoal.prove.parity import Prover
-from shoal.prove.rehearse import Rehearsal, rehearse
+from shoal.prove.parity_rank import ParityRank, run_parity_rank
 
 # Each patches what it breaks. It runs in a rank's own process, which is thrown away afterwards.
 
@@ -63,25 +63,25 @@ def wrong_stage_order() -> None:
 
 
 def norm_not_summed_over_tp() -> None:
-    kind = Shared._kind
+    kind = SharedGradients._kind
 
-    def forgetful(self: Shared, piece: Piece) -> str | None:
+    def forgetful(self: SharedGradients, piece: Shard) -> str | None:
         return None if "norm" in piece.name else kind(self, piece)
 
-    Shared._kind = forgetful  # type: ignore[method-assign]
+    SharedGradients._kind = forgetful  # type: ignore[method-assign]
 
 
 def shared_heads_not_summed() -> None:
-    kind = Shared._kind
+    kind = SharedGradients._kind
 
-    def forgetful(self: Shared, piece: Piece) -> str | None:
+    def forgetful(self: SharedGradients, piece: Shard) -> str | None:
         return None if kind(self, piece) == "copies" else kind(self, piece)
 
-    Shared._kind = forgetful  # type: ignore[method-assign]
+    SharedGradients._kind = forgetful  # type: ignore[method-assign]
 
 
 def tied_ends_not_summed() -> None:
-    Shared._sum_ends = lambda self, gradients: None  # type: ignore[method-assign]
+    SharedGradients._sum_ends = lambda self, gradients: None  # type: ignore[method-assign]
 
 
 def weight_gradients_forgotten() -> None:
@@ -139,9 +139,9 @@ MUTATIONS: dict[str, Callable[[], None]] = {
 }
 
 
-def broken(rank: int, world: int, store: dist.Store, script: Any, mutation: str = "") -> Rehearsal | None:
+def broken(rank: int, world: int, store: dist.Store, script: Any, mutation: str = "") -> ParityRank | None:
     MUTATIONS[mutation]()
-    return rehearse(rank, world, store, script)
+    return run_parity_rank(rank, world, store, script)
 
 
 class Broken:
@@ -150,7 +150,7 @@ class Broken:
     def __init__(self, mutation: str) -> None:
         self.mutation = mutation
 
-    def __call__(self, rank: int, world: int, store: dist.Store, script: Any) -> Rehearsal | None:
+    def __call__(self, rank: int, world: int, store: dist.Store, script: Any) -> ParityRank | None:
         return broken(rank, world, store, script, self.mutation)
 
 
@@ -166,17 +166,17 @@ class Broken:
             norm_not_summed_over_tp,
             "tp=2",
             "tp",
-            "parallel/shared.py",
+            "parallel/shared_gradients.py",
             "model.layers.0.input_layernorm.weight",
         ),
         (
             shared_heads_not_summed,
             "tp=4",
             "tp",
-            "parallel/shared.py",
+            "parallel/shared_gradients.py",
             "model.layers.0.self_attn.k_proj.weight",
         ),
-        (tied_ends_not_summed, "pp=2", "pp", "parallel/shared.py", "model.embed_tokens.weight"),
+        (tied_ends_not_summed, "pp=2", "pp", "parallel/shared_gradients.py", "model.embed_tokens.weight"),
         (weight_gradients_forgotten, "tp=2,pp=2,schedule=zb", "pp", "parallel/pipeline.py", None),
         (rows_mixed_up_on_the_way, "pp=2,schedule=gpipe", "pp", "parallel/pipeline.py", None),
         (input_detached_in_recompute, "dp=2,recompute=full", "recompute", "parallel/recompute.py", None),
@@ -202,9 +202,9 @@ def test_a_broken_strategy_is_caught_and_named(
         assert first.tensor == tensor
 
 
-def copies_counted_twice(rank: int, world: int, store: dist.Store, script: Any) -> Rehearsal | None:
-    pieces.counts = lambda held, mesh: True
-    return rehearse(rank, world, store, script)
+def copies_counted_twice(rank: int, world: int, store: dist.Store, script: Any) -> ParityRank | None:
+    shards.counts = lambda held, mesh: True
+    return run_parity_rank(rank, world, store, script)
 
 
 def test_a_wrong_norm_is_noticed(make_prover: Callable[..., Prover]) -> None:
@@ -214,10 +214,10 @@ def test_a_wrong_norm_is_noticed(make_prover: Callable[..., Prover]) -> None:
     assert (verdict.strategy, verdict.file) == ("tp", "parallel/tensor.py")
 
 
-def rank_that_raises(rank: int, world: int, store: dist.Store, script: Any) -> Rehearsal | None:
+def rank_that_raises(rank: int, world: int, store: dist.Store, script: Any) -> ParityRank | None:
     if rank == 1:
         torch.Tensor.backward = None  # type: ignore[method-assign,assignment]
-    return rehearse(rank, world, store, script)
+    return run_parity_rank(rank, world, store, script)
 
 
 def test_a_rank_that_fails_is_named(make_prover: Callable[..., Prover]) -> None:

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.facts.layout import Layout
 from shoal.facts.ledger import CATEGORIES
 from shoal.facts.problem import BadInput
+from shoal.observe.breakdown import TimeBreakdown
 from shoal.observe.intervals import Interval
-from shoal.observe.spent import Spent
 from shoal.plan.resolve import resolve
-from shoal.prove import profiled as profiled_module
-from shoal.prove.bubble import compare
-from shoal.prove.profile import Failed, Profile, profile
-from shoal.prove.profiled import Seen
-from shoal.train.rundir import RunDirectory
+from shoal.prove import profile_rank as profiled_module
+from shoal.prove.measured_bubble import compare
+from shoal.prove.profile import Profile, ProfileFailed, profile
+from shoal.prove.profile_rank import RankProfile
+from shoal.train.run_directory import RunDirectory
 
 Settings = Callable[..., list[str]]
 # Two processes' profilers read the same clock, each through a conversion of its own.
@@ -34,7 +34,7 @@ def profiled(place: Path, layout: str, settings: list[str], warm_up: int = 1) ->
     return profile(job, RunDirectory(place), warm_up, Console(stderr=True))
 
 
-def parts(spent: Spent) -> float:
+def parts(spent: TimeBreakdown) -> float:
     idle = spent.bubble + spent.input_wait + spent.exposed_comm + spent.host_gaps
     return spent.compute + spent.recompute + spent.optimizer + idle
 
@@ -62,9 +62,9 @@ def test_two_real_stages_are_seen_on_one_clock(settings: Settings, tmp_path: Pat
 
 
 def test_a_bubble_that_the_schedule_does_not_explain_shows() -> None:
-    def seen(rank: int, computations: dict[str, Interval]) -> Seen:
-        nothing = Spent(1.0, {}, 0, 0, 0, 0, {}, 0, 0)
-        return Seen(rank, {"pp": rank}, [1.0], [0.0], nothing, computations, 0, {}, "", [])
+    def seen(rank: int, computations: dict[str, Interval]) -> RankProfile:
+        nothing = TimeBreakdown(1.0, {}, 0, 0, 0, 0, {}, 0, 0)
+        return RankProfile(rank, {"pp": rank}, [1.0], [0.0], nothing, computations, 0, {}, "", [])
 
     layout = Layout.parse("pp=2,schedule=gpipe")
     first = {"F0.0": (100, 101), "F0.1": (101, 102), "B0.0": (106, 108), "B0.1": (108, 110)}
@@ -154,5 +154,5 @@ def test_a_rank_that_fails_is_named(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiled_module, "take_part", broken)
-    with pytest.raises(Failed, match="rank 0: RuntimeError: this is 0"):
+    with pytest.raises(ProfileFailed, match="rank 0: RuntimeError: this is 0"):
         profiled(tmp_path / "run", "dp=1", settings())

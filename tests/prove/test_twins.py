@@ -58,10 +58,10 @@ SMALL: dict[str, Any] = {
 def test_a_layout_of_the_full_proof_costs_what_is_predicted(number: int, layout: str) -> None:
     parsed = Layout.parse(layout)
     changes = {**SMALL, "layers": max(3, parsed.unit, parsed.pp * parsed.chunks)}
-    question = ask(layout, changes, seq=64, batch=8)
+    workload = ask(layout, changes, seq=64, batch=8)
     # The first and the last stage in turn: they hold what the others do not.
     stage = 0 if number % 2 == 0 else parsed.pp - 1
-    assert dryrun(question, first_rank(parsed, stage)).differences(0) == []
+    assert dryrun(workload, first_rank(parsed, stage)).differences(0) == []
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[2]}")
@@ -103,6 +103,6 @@ def test_the_pairs_are_of_every_value() -> None:
     ("number", "twin"), list(enumerate((*PAIRS, *OTHERS))), ids=map(str, (*PAIRS, *OTHERS))
 )
 def test_a_twin_costs_what_is_predicted(number: int, twin: Twin) -> None:
-    question = twin.question()
-    stage = 0 if number % 2 == 0 else question.layout.pp - 1
-    assert dryrun(question, first_rank(question.layout, stage)).differences(0) == []
+    workload = twin.workload()
+    stage = 0 if number % 2 == 0 else workload.layout.pp - 1
+    assert dryrun(workload, first_rank(workload.layout, stage)).differences(0) == []

@@ -10,13 +10,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.launch.local import prepared
 from shoal.models.decoder import Network
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import resolve
 from shoal.train.loop import Training
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 
 def network_of(training: Training) -> Network:

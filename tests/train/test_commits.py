@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from shoal.launch.progress import _fault
-from shoal.train.checkpoint.keep import doomed
 from shoal.train.checkpoint.manifest import Damaged
-from shoal.train.checkpoint.memory import forget
-from shoal.train.checkpoint.stage import Room, Stage
+from shoal.train.checkpoint.node_memory import forget
+from shoal.train.checkpoint.retention import doomed
+from shoal.train.checkpoint.staging import PinnedMemory, StagingBuffer
 from shoal.train.files import read_rows
 from shoal.train.loop import Training
 from shoal.train.state import State
@@ -111,7 +111,7 @@ def test_a_run_without_commits_asks_for_no_room_ahead(
     """12 bytes a parameter of locked host memory, for nothing."""
     asked, new_stage = [], State.new_stage
 
-    def noted(state: State, ahead: bool = True, **others: Any) -> Stage:
+    def noted(state: State, ahead: bool = True, **others: Any) -> StagingBuffer:
         asked.append(ahead)
         return new_stage(state, ahead, **others)
 
@@ -130,7 +130,7 @@ def test_a_run_without_commits_asks_for_no_room_ahead(
 def test_memory_that_cannot_be_pinned_is_told_of_once_and_commits_are_made(training: MakeTraining) -> None:
     made = training(checkpoint__every=2, checkpoint__memory=1)
     for saver in made.commits._savers.values():
-        saver.stage._room = Room(1)  # as on a GPU
+        saver.stage._room = PinnedMemory(1)  # as on a GPU
     try:
         run(made)
         assert made.run.disk.committed()[-1] == 6

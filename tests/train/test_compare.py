@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 from tests.conftest import Train
 
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.launch.progress import Progress
 from shoal.plan.resolve import Job, resolve
 from shoal.predict.memory import ledgers
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 from shoal.train.metrics.compare import NO_PLAN, ON_CPU, SHARED, Comparison
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 PLAN = {"step": {"seconds": 2.0}, "rates": "built in (assumed)"}
 
@@ -54,11 +54,11 @@ def test_the_median_of_steps_three_to_six_is_compared_once() -> None:
 
 def test_on_a_gpu_the_first_ranks_own_ledger_is_compared_too() -> None:
     wanted = job()
-    question = Question(wanted.model, wanted.cluster, wanted.config.recipe, wanted.layout)
+    workload = Workload(wanted.model, wanted.cluster, wanted.config.recipe, wanted.layout)
     comparison = Comparison(wanted, PLAN, on_gpu=True)
     last = [comparison.add(row) for row in rows(*[4.0] * 6)][-1]
     assert last is not None
-    assert last["predicted_memory_peak"] == ledgers(question)[0].peak_allocated
+    assert last["predicted_memory_peak"] == ledgers(workload)[0].peak_allocated
     assert last["memory_peak_error"] == pytest.approx(last["predicted_memory_peak"] / 1000 - 1)
 
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from tests.ranks import run_ranks
 
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.launch.local import prepared
 from shoal.parallel.execute import Executor
 from shoal.parallel.mesh import Mesh

@@ -7,21 +7,21 @@ import math
 import pytest
 import torch
 
-from shoal.facts.boxes import Box, TensorPart
 from shoal.facts.layout import Layout
-from shoal.facts.parameter_groups import DENSE, parameter_groups
+from shoal.facts.layout.parameter_groups import DENSE, parameter_groups
+from shoal.facts.model.tensor_split import Box, TensorPart
 from shoal.facts.recipe import Recipe
-from shoal.parallel.pieces import Held, Piece
+from shoal.parallel.shards import HeldParameter, Shard
 from shoal.train.optimizer import LossScale, build, clip, squared_norm, unscale
 
 ALONE = parameter_groups(Layout(), experts=False, lora=False)[DENSE]
 
 
-def piece_of(parameter: torch.nn.Parameter, name: str = "") -> Piece:
+def piece_of(parameter: torch.nn.Parameter, name: str = "") -> Shard:
     """All of a parameter."""
     box = Box(tuple(parameter.shape), (0,) * parameter.dim(), tuple(parameter.shape))
-    held = Held(name, 0, parameter, TensorPart(box), ALONE, copied=False)
-    return Piece(held, parameter, 0, parameter.numel(), counted=True)
+    held = HeldParameter(name, 0, parameter, TensorPart(box), ALONE, copied=False)
+    return Shard(held, parameter, 0, parameter.numel(), counted=True)
 
 
 def test_norms_and_biases_are_not_decayed() -> None:
@@ -36,8 +36,8 @@ def test_norms_and_biases_are_not_decayed() -> None:
 def test_a_flat_piece_of_a_matrix_is_decayed() -> None:
     """Where states are sharded a piece is a range of elements: what it is a part of decides."""
     whole = torch.nn.Parameter(torch.zeros(4, 6))
-    held = Held("", 0, whole, TensorPart(Box((4, 6), (0, 0), (4, 6))), ALONE, copied=False)
-    flat = Piece(held, torch.nn.Parameter(torch.zeros(9)), 3, 12, counted=True)
+    held = HeldParameter("", 0, whole, TensorPart(Box((4, 6), (0, 0), (4, 6))), ALONE, copied=False)
+    flat = Shard(held, torch.nn.Parameter(torch.zeros(9)), 3, 12, counted=True)
     (decayed,) = build([flat], Recipe(weight_decay=0.3)).param_groups
     assert decayed["weight_decay"] == 0.3 and decayed["params"] == [flat.tensor]
 

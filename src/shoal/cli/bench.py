@@ -29,7 +29,7 @@ def plan(*, runs: Path, json: Annotated[bool, Parameter(negative=())] = False) -
     """
     from shoal.cli.show import print_columns, print_json
     from shoal.plan.accuracy import as_json, judged, sources, worst
-    from shoal.plan.published import read
+    from shoal.plan.published_runs import read
 
     rows = judged(read(runs))
     if json:

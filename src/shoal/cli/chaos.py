@@ -13,7 +13,7 @@ from shoal.launch.screen import Console
 
 if TYPE_CHECKING:
     from shoal.prove.chaos.campaign import Struck
-    from shoal.prove.chaos.verdict import Verdict
+    from shoal.prove.chaos.verdict import ChaosVerdict
 
 
 def chaos(
@@ -64,10 +64,10 @@ def chaos(
     """
     from shoal.cli.main import fail
     from shoal.cli.show import print_json
-    from shoal.facts.configfile import load
+    from shoal.facts.config.file import load
     from shoal.facts.problem import BadInput, Problem
     from shoal.launch.report import FAILED, FINISHED
-    from shoal.prove.chaos import prove as campaign
+    from shoal.prove.chaos import experiment as campaign
     from shoal.prove.chaos.campaign import Broken
 
     if faults < 1:
@@ -121,10 +121,10 @@ def _line(one: Struck) -> str:
     return f"{one.number + 1:4}  step {one.step:5}  {what}: {seconds}  {named}"
 
 
-def _draw(folder: Path, verdict: Verdict, console: Console) -> None:
+def _draw(folder: Path, verdict: ChaosVerdict, console: Console) -> None:
     from shoal.prove.chaos import picture
     from shoal.train.files import read_rows
-    from shoal.train.rundir import RunDirectory
+    from shoal.train.run_directory import RunDirectory
 
     rows = read_rows(RunDirectory(folder / "run").metrics)
     (folder / "curve.svg").write_text(picture.svg(rows, verdict.struck), encoding="utf-8")
@@ -132,7 +132,7 @@ def _draw(folder: Path, verdict: Verdict, console: Console) -> None:
         console.print(line, markup=False)
 
 
-def _table(verdict: Verdict) -> None:
+def _table(verdict: ChaosVerdict) -> None:
     import statistics
 
     table = Table(title=f"{len(verdict.struck)} faults in {verdict.seconds / 60:.1f} minutes")

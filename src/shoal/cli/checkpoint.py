@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 from shoal.cli.show import print_columns, print_json
 
 if TYPE_CHECKING:
-    from shoal.train.checkpoint.survey import Found, Verdict
+    from shoal.train.checkpoint.listing import CheckpointVerdict, ListedCheckpoint
 
 app = App(name="checkpoint", help="A run's checkpoints.", help_format="plaintext")
 
@@ -30,9 +30,9 @@ def ls(path: Path, /, *, json: Annotated[bool, Parameter(negative=())] = False) 
     json
         Print one JSON document.
     """
-    from shoal.train.checkpoint.survey import survey
+    from shoal.train.checkpoint.listing import list_checkpoints
 
-    found = survey(path)
+    found = list_checkpoints(path)
     if json:
         print_json({"path": str(path), "checkpoints": [_document(one) for one in found]})
         return 0
@@ -73,10 +73,10 @@ def verify(path: Path, /, *, json: Annotated[bool, Parameter(negative=())] = Fal
     json
         Print one JSON document.
     """
-    from shoal.train.checkpoint.survey import ASIDE, survey, verify
+    from shoal.train.checkpoint.listing import ASIDE, list_checkpoints, verify
 
-    found = survey(path)
-    verdicts: list[Verdict] = []
+    found = list_checkpoints(path)
+    verdicts: list[CheckpointVerdict] = []
     for one in found:
         if one.where != ASIDE or one.name == str(path):
             verdicts.append(verify(one))
@@ -105,7 +105,7 @@ def verify(path: Path, /, *, json: Annotated[bool, Parameter(negative=())] = Fal
     return int(damaged > 0)
 
 
-def _row(found: Found) -> tuple[str, ...]:
+def _row(found: ListedCheckpoint) -> tuple[str, ...]:
     manifest = found.manifest
     facts: tuple[str, ...] = ("?",) * 6
     if manifest is not None:
@@ -116,7 +116,7 @@ def _row(found: Found) -> tuple[str, ...]:
     return (str(found.step), *facts, _time(found.written, "%Y-%m-%d %H:%M:%S"), found.where, note)
 
 
-def _document(found: Found) -> dict[str, Any]:
+def _document(found: ListedCheckpoint) -> dict[str, Any]:
     manifest = found.manifest
     facts = (
         {}
@@ -141,7 +141,7 @@ def _document(found: Found) -> dict[str, Any]:
     }
 
 
-def _judged(verdict: Verdict) -> dict[str, Any]:
+def _judged(verdict: CheckpointVerdict) -> dict[str, Any]:
     return {
         "path": verdict.found.name,
         "where": verdict.found.where,
@@ -154,7 +154,7 @@ def _judged(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _print(verdict: Verdict) -> None:
+def _print(verdict: CheckpointVerdict) -> None:
     rate = f"{_size(verdict.bytes)}, {_rate(verdict.bytes, verdict.seconds):.2f} GB/s"
     print(f"{'damaged' if verdict.damages else 'sound':<8} {verdict.found.name}: {rate}", flush=True)
     for damage in verdict.damages:

@@ -36,8 +36,8 @@ def show(
     """
     from shoal.cli.show import print_columns, print_json
     from shoal.facts.config import describe
-    from shoal.facts.configcheck import toml_value
-    from shoal.facts.configfile import flatten, load
+    from shoal.facts.config.check import toml_value
+    from shoal.facts.config.file import flatten, load
 
     loaded = load(config, set, layout)
     values = flatten(loaded.config)

@@ -32,7 +32,7 @@ def prepare(
         Print one JSON document.
     """
     from shoal.cli.show import print_json
-    from shoal.facts.configfile import load
+    from shoal.facts.config.file import load
     from shoal.launch.local import prepared
     from shoal.launch.screen import Console
     from shoal.train.data.dataset import QUARANTINE, read_manifest

@@ -13,9 +13,9 @@ from shoal.cli.show import print_columns, print_json, warn_of_length
 from shoal.launch.screen import Console
 
 if TYPE_CHECKING:
-    from shoal.predict.question import Question
-    from shoal.prove.dryrun import Seen
-    from shoal.prove.findings import Finding
+    from shoal.predict.workload import Workload
+    from shoal.prove.dryrun import DryRun
+    from shoal.prove.dryrun_findings import Finding
 
 # Of the modules that hold the most at the peak.
 MODULES_SHOWN = 8
@@ -78,41 +78,41 @@ def dryrun(
     import time
 
     from shoal.cli.main import fail
-    from shoal.facts.local import usable_threads
+    from shoal.facts.cluster.this_machine import usable_threads
     from shoal.facts.problem import BadInput, Problem
     from shoal.launch.report import FAILED, FINISHED
 
     began = time.perf_counter()
     if what.endswith(".toml"):
         others = {"--on": on, "--seq": seq, "--batch": batch, "--precision": precision}
-        question = _of_config(Path(what), layout, set or [], others)
+        workload = _of_config(Path(what), layout, set or [], others)
     else:
-        question = _of_model(what, on, seq, batch, layout, precision, set)
-    world = question.layout.world
+        workload = _of_model(what, on, seq, batch, layout, precision, set)
+    world = workload.layout.world
     if rank is not None and not 0 <= rank < world:
         raise BadInput(
-            f"--rank {rank}: the layout {question.layout} has {world} ranks", f"--rank {world - 1}"
+            f"--rank {rank}: the layout {workload.layout} has {world} ranks", f"--rank {world - 1}"
         )
     if rank is not None and stages:
         raise BadInput("--rank and --stages are mutually exclusive", "use one of them")
-    warn_of_length(question.model, question.recipe.seq)
+    warn_of_length(workload.model, workload.recipe.seq)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    where = f"{question.model.name} on {question.cluster.name}, {question.layout}"
+    where = f"{workload.model.name} on {workload.cluster.name}, {workload.layout}"
     console.print(
         f"{where}: {'one rank of every stage' if stages else 'one rank'} of {world:,}", markup=False
     )
 
     from shoal.prove.dryrun import dryrun as run_dry
     from shoal.prove.dryrun import dryrun_stages, fullest_rank
-    from shoal.prove.findings import between_stages
-    from shoal.prove.kernels import WrongKernel
+    from shoal.prove.dryrun_findings import between_stages
+    from shoal.prove.pinned_kernels import WrongKernel
 
     try:
         if stages:
-            processes = min(question.layout.pp, usable_threads())
-            every = dryrun_stages(question, processes, lambda seen: console.print(_line(seen), markup=False))
+            processes = min(workload.layout.pp, usable_threads())
+            every = dryrun_stages(workload, processes, lambda seen: console.print(_line(seen), markup=False))
         else:
-            every = [run_dry(question, fullest_rank(question) if rank is None else rank)]
+            every = [run_dry(workload, fullest_rank(workload) if rank is None else rank)]
     except WrongKernel as error:
         return fail([Problem(str(error))], FAILED, json)
     between = list(between_stages([seen.calls for seen in every])) if stages else []
@@ -127,8 +127,8 @@ def dryrun(
     return FAILED if findings else FINISHED
 
 
-def _of_config(path: Path, layout: str | None, changes: list[str], others: dict[str, Any]) -> Question:
-    from shoal.facts.configfile import load
+def _of_config(path: Path, layout: str | None, changes: list[str], others: dict[str, Any]) -> Workload:
+    from shoal.facts.config.file import load
     from shoal.facts.problem import BadInput
     from shoal.plan.resolve import resolve
 
@@ -158,11 +158,11 @@ def _of_model(
     layout: str | None,
     precision: str | None,
     changes: list[str] | None,
-) -> Question:
+) -> Workload:
     from shoal.facts import support
     from shoal.facts.config import Config
     from shoal.facts.problem import BadInput
-    from shoal.plan.asked import ask
+    from shoal.plan.request import plan_request
     from shoal.plan.resolve import choose
 
     if changes:
@@ -176,14 +176,14 @@ def _of_model(
         raise BadInput("a model needs --on, --seq and --batch; a config is a .toml file", example)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     kind = precision or "bf16"
-    asked = ask(model, on, seq=seq, batch=batch, layout=layout, visible=visible, precision=kind)
+    asked = plan_request(model, on, seq=seq, batch=batch, layout=layout, visible=visible, precision=kind)
     config = Config(recipe=asked.recipe)
     chosen = asked.layout or choose(config, asked.cluster, asked.model)
     support.check(config, asked.model, chosen)
-    return asked.question(chosen)
+    return asked.workload(chosen)
 
 
-def _line(seen: Seen) -> str:
+def _line(seen: DryRun) -> str:
     off = seen.memory.peak_allocated / seen.predicted.peak_allocated - 1
     mark = "DIFFERS" if seen.findings else "ok     "
     return (
@@ -192,7 +192,7 @@ def _line(seen: Seen) -> str:
     )
 
 
-def _show(seen: Seen) -> None:
+def _show(seen: DryRun) -> None:
     from shoal.facts.ledger import CATEGORIES
     from shoal.train.metrics.observed import by_module
 
@@ -210,7 +210,7 @@ def _show(seen: Seen) -> None:
     print()
 
 
-def _show_traffic(seen: Seen) -> None:
+def _show_traffic(seen: DryRun) -> None:
     said = {(row.op, row.group): row for row in seen.predicted_traffic}
     found = {(row.op, row.group): row for row in seen.traffic}
     rows: list[tuple[str, ...]] = [("collective", "group", "predicted", "", "dry run", "", "")]
@@ -224,7 +224,7 @@ def _show_traffic(seen: Seen) -> None:
         print_columns(rows)
 
 
-def _document(every: list[Seen], between: list[Finding], stages: bool, seconds: float) -> dict[str, Any]:
+def _document(every: list[DryRun], between: list[Finding], stages: bool, seconds: float) -> dict[str, Any]:
     """CONTRACT's fields are those of the rank, or of the fullest of all stages' ranks; all stages stand beside them."""
     fullest = max(every, key=lambda seen: seen.memory.peak_allocated)
     document = _of_rank(fullest)
@@ -236,15 +236,15 @@ def _document(every: list[Seen], between: list[Finding], stages: bool, seconds: 
     return document
 
 
-def _of_rank(seen: Seen) -> dict[str, Any]:
+def _of_rank(seen: DryRun) -> dict[str, Any]:
     from dataclasses import asdict
 
     from shoal.train.metrics.observed import by_module
 
     findings = seen.findings
     return {
-        "layout": str(seen.question.layout),
-        "world": seen.question.layout.world,
+        "layout": str(seen.workload.layout),
+        "world": seen.workload.layout.world,
         "rank": seen.rank,
         "stage": seen.stage,
         "memory": seen.memory.as_json(),

@@ -39,13 +39,13 @@ def init(
     import shlex
     import sys
 
-    from shoal.facts.configfile import template
+    from shoal.facts.config.file import template
     from shoal.facts.problem import BadInput
 
     text = template()
     notes: list[str] = []
     if from_ is not None:
-        from shoal.plan.foreign import read_foreign, render
+        from shoal.plan.importers import read_foreign, render
 
         tables, notes = read_foreign(from_, gpus, on)
         text = render(tables, notes, from_.name)

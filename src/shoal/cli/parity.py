@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from shoal.launch.screen import Console
 
 if TYPE_CHECKING:
-    from shoal.prove.parity import Parity, Verdict
+    from shoal.prove.parity import Parity, ParityVerdict
 
 
 def parity(
@@ -54,7 +54,7 @@ def parity(
         Print one JSON document on standard output, everything else on standard error.
     """
     from shoal.cli.show import counted, print_json, warn_of_length
-    from shoal.facts.configfile import load
+    from shoal.facts.config.file import load
     from shoal.launch.report import FAILED, FINISHED
     from shoal.plan.resolve import resolve
     from shoal.prove import prepare
@@ -98,7 +98,7 @@ def parity(
     return FAILED if failed else FINISHED
 
 
-def _tell(verdict: Verdict, console: Console) -> None:
+def _tell(verdict: ParityVerdict, console: Console) -> None:
     worst = (verdict.max_loss_diff, verdict.max_grad_diff, verdict.max_param_diff)
     names = ("loss", "gradient", "weight")
     numbers = "  ".join(f"{name} {value:7.1e}" for name, value in zip(names, worst, strict=True))
@@ -108,7 +108,7 @@ def _tell(verdict: Verdict, console: Console) -> None:
         console.print(f"        {verdict.reason}; {verdict.strategy}: {verdict.file}", markup=False)
 
 
-def _row(verdict: Verdict) -> dict[str, Any]:
+def _row(verdict: ParityVerdict) -> dict[str, Any]:
     """Of all tensors that differ the first one, and how many there are."""
     row = {**asdict(verdict), "layout": str(verdict.layout), "differing": len(verdict.differing)}
     return {**row, "first_difference": asdict(verdict.differing[0]) if verdict.differing else None}

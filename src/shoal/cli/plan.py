@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
-    from shoal.plan.answer import Answer
     from shoal.plan.export import Exported
+    from shoal.plan.report import PlanReport
 
 
 def plan(
@@ -102,13 +102,13 @@ def plan(
     from shoal.cli.plan_table import show
     from shoal.cli.show import measured_rates, print_json, use_calibration, warn_of_length
     from shoal.facts.problem import BadInput
-    from shoal.plan.answer import answer
-    from shoal.plan.asked import ask
+    from shoal.plan.report import plan_report
+    from shoal.plan.request import plan_request
 
     use_calibration(calibration)
     if top < 1:
         raise BadInput(f"--top {top}: must be 1 or more", "--top 10")
-    asked = ask(
+    asked = plan_request(
         model,
         on,
         seq=seq,
@@ -132,7 +132,7 @@ def plan(
 
         refuse(asked)
     warn_of_length(asked.model, seq)
-    found = answer(asked, top, curve)
+    found = plan_report(asked, top, curve)
     files, exported = _files(found, html, save, export, to)
     _write(files, force)
     if json:
@@ -163,7 +163,7 @@ def _known_stack(name: str) -> None:
 
 
 def _files(
-    found: Answer, html: Path | None, save: Path | None, export: str | None, to: Path
+    found: PlanReport, html: Path | None, save: Path | None, export: str | None, to: Path
 ) -> tuple[dict[Path, str], Exported | None]:
     """Everything that is to be written, made before anything is."""
     files: dict[Path, str] = {}
@@ -178,10 +178,10 @@ def _files(
 
         if found.choice is None or not found.choice.fits:
             raise BadInput("--export: no layout fits, so there is nothing to export", found.decision.text)
-        exported = export_to(export, found.choice.question)
+        exported = export_to(export, found.choice.workload)
         files.update({to / name: text for name, text in exported.files.items()})
     if html is not None:
-        from shoal.plan.page import page
+        from shoal.plan.html_page import page
 
         files[html] = page(found)
     return files, exported

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from shoal.cli.show import counted, print_columns
-from shoal.plan.answer import Answer
 from shoal.plan.decide import duration
 from shoal.plan.explain import GIB, against, binds, percent
 from shoal.plan.judge import Plan
+from shoal.plan.report import PlanReport
 from shoal.plan.scale import Point
 
 HEAD = ("", "GiB", "s/step", "tokens/s/GPU", "MFU", "vs DDP", "binds", "engine", "layout")
 CURVE = ("GPUs", "seq", "batch", "s/step", "tokens/s", "speed-up", "efficiency", "GPU-hours", "layout")
 
 
-def show(found: Answer, explain: bool) -> None:
+def show(found: PlanReport, explain: bool) -> None:
     asked = found.asked
     print(
         f"{asked.model.name} on {asked.cluster}, {asked.recipe.batch} sequences of {asked.recipe.seq} tokens per step\n"
@@ -33,7 +33,7 @@ def show(found: Answer, explain: bool) -> None:
     _below(found)
 
 
-def _row(found: Answer, plan: Plan) -> tuple[str, ...]:
+def _row(found: PlanReport, plan: Plan) -> tuple[str, ...]:
     memory = plan.memory
     sizes = (
         f"{memory.peak_allocated / GIB:.1f} … {memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f}"
@@ -72,7 +72,7 @@ def _amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _explain(found: Answer) -> None:
+def _explain(found: PlanReport) -> None:
     best = found.plans[0] if found.plans else None
     for plan in found.plans:
         print(f"\n{plan.layout} ({plan.support})\n  {plan.why}")
@@ -84,7 +84,7 @@ def _explain(found: Answer) -> None:
         print(f"  {layout}: {reason}")
 
 
-def _below(found: Answer) -> None:
+def _below(found: PlanReport) -> None:
     chosen = found.choice
     print()
     if chosen is not None and (total := found.cost(chosen)):

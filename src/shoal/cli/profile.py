@@ -64,10 +64,10 @@ def profile(
     json
         Print one JSON document on standard output, everything else on standard error.
     """
-    from shoal.facts.configfile import load
+    from shoal.facts.config.file import load
     from shoal.launch.report import FAILED, FINISHED
     from shoal.plan.resolve import resolve
-    from shoal.train.rundir import RunDirectory
+    from shoal.train.run_directory import RunDirectory
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -88,7 +88,7 @@ def profile(
 
     from shoal.cli.main import fail
     from shoal.facts.problem import Problem
-    from shoal.prove.profile import Failed
+    from shoal.prove.profile import ProfileFailed
     from shoal.prove.profile import profile as measure
 
     directory = RunDirectory(out or Path(loaded.run.dir).expanduser() / loaded.run.slug)
@@ -100,7 +100,7 @@ def profile(
     try:
         with given.located():
             measured = measure(job, directory, steps, console, visible)
-    except Failed as failure:
+    except ProfileFailed as failure:
         return fail([Problem(str(failure))], FAILED, json)
     if json:
         print_json(measured.document())

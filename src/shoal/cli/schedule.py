@@ -41,11 +41,11 @@ def schedule(
         Print one JSON document on standard output.
     """
     from shoal.cli.show import print_json
-    from shoal.facts import schedule as schedules
     from shoal.facts.layout import Layout
+    from shoal.facts.layout.stages import require_chunks
     from shoal.facts.problem import BadInput
-    from shoal.facts.stages import require_chunks
-    from shoal.facts.timeline import as_svg, as_text
+    from shoal.facts.schedules import programs as schedules
+    from shoal.facts.schedules.timeline import as_svg, as_text
 
     given = Layout.parse(layout)
     require_chunks(given.schedule, given.chunks)

@@ -45,7 +45,7 @@ def _plain(value: Any) -> Any:
 
 def warn_of_length(model: Model, seq: int) -> None:
     """On standard error, where rows are longer than what the model was made for."""
-    from shoal.facts.legality import beyond_positions
+    from shoal.facts.layout.legality import beyond_positions
 
     if warning := beyond_positions(model, seq):
         print(f"warning: {warning}", file=sys.stderr)
@@ -66,10 +66,10 @@ def print_columns(rows: list[tuple[str, ...]]) -> None:
 
 def use_calibration(wanted: bool = True) -> None:
     """To be called before anything is predicted. A file that cannot be used is a warning, with what to do."""
-    from shoal.facts import calibrationfile
+    from shoal.facts.calibration import file
 
-    folder = calibrationfile.default_folder() if wanted else None
-    for warning in calibrationfile.use(folder):
+    folder = file.default_folder() if wanted else None
+    for warning in file.use(folder):
         print(f"warning: {warning}", file=sys.stderr)
 
 

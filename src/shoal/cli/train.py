@@ -60,13 +60,13 @@ def train(
         Print one JSON document on standard output, everything else on standard error.
     """
     from shoal.cli.show import measured_rates, print_json, use_calibration, warn_of_length
-    from shoal.facts.configfile import load
+    from shoal.facts.config.file import load
     from shoal.launch import local
     from shoal.launch.manifest import predicted_time
     from shoal.launch.nodes import train as on_nodes
     from shoal.launch.nodes.count import NodeCount, node_name
     from shoal.plan.resolve import resolve
-    from shoal.train.rundir import RunDirectory
+    from shoal.train.run_directory import RunDirectory
 
     use_calibration(calibration)
     given = load(config, set, layout)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from cyclopts import CycloptsError, UnknownCommandError, UnknownOptionError
 
-from shoal.facts.configcheck import keys_called
+from shoal.facts.config.check import keys_called
+from shoal.facts.input.other_words import LATER_COMMANDS, Meaning, layout_pair, meaning, normalised
 from shoal.facts.problem import Problem, did_you_mean
-from shoal.facts.words import LATER_COMMANDS, Meaning, layout_pair, meaning, normalised
 
 
 def refused(error: CycloptsError) -> Problem:

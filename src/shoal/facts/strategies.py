@@ -61,7 +61,7 @@ STRATEGIES = (
         policies=("sp",),
         file="parallel/tensor.py",
         memory="activations",
-        made_in=("parallel/sequence.py",),
+        made_in=("parallel/tensor_region.py",),
         strict=False,
         exposed=("tensor-parallel collectives", "a smaller tp and more fsdp"),
     ),

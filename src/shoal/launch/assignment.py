@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.plan.resolve import Job
-from shoal.train.rundir import ALONE
+from shoal.train.run_directory import ALONE
 
 
 @dataclass(frozen=True)

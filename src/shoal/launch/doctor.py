@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.facts.cluster import Cluster
-from shoal.facts.devices import GIB
-from shoal.facts.local import look
+from shoal.facts.cluster.devices import GIB
+from shoal.facts.cluster.this_machine import look
 from shoal.train.files import sync_directory
 
 Status = Literal["ok", "warning", "failed"]

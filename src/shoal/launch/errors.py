@@ -11,14 +11,14 @@ from torch.distributed import DistError
 from shoal.facts.problem import BadInput
 from shoal.facts.redact import redact
 from shoal.launch.failure import CONNECTION, ERROR, Failure
-from shoal.parallel.signed import Tampered
+from shoal.parallel.signed_store import Tampered
 from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.commits import CommitFailed
 from shoal.train.files import MAKE_ROOM, disk_is_full, in_words
 from shoal.train.guard.agreement import Disagreement
 from shoal.train.guard.corruption import Corrupted
-from shoal.train.guard.memory import OutOfMemory
 from shoal.train.guard.nonfinite import NonFinite
+from shoal.train.guard.out_of_memory import OutOfMemory
 
 # What kind of failure an error is, and whether it would come again however often the workers are restarted.
 KINDS: tuple[tuple[type[BaseException], str, bool], ...] = (

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from shoal.parallel.signed import SignedStore
+from shoal.parallel.signed_store import SignedStore
 
 FATAL = "fatal"
 STALLED, STALL = "stalled", "stall"

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from shoal.facts import local as machine
+from shoal.facts.cluster import this_machine as machine
 from shoal.facts.config import Config, DataSection
 from shoal.facts.problem import BadInput
 from shoal.launch.environment import passed_on
@@ -30,10 +30,10 @@ from shoal.train.data.prepare import prepare as prepare_data
 from shoal.train.data.samples import cut_samples
 from shoal.train.data.tokenizers import open_tokenizer
 from shoal.train.files import private_files, read_rows
-from shoal.train.rundir import RunDirectory, identity
+from shoal.train.run_directory import RunDirectory, identity
 
 WORKER = "shoal.launch.worker:work"
-ATTEMPT = "shoal.launch.attempt:Attempt"
+ATTEMPT = "shoal.launch.supervisor:Supervisor"
 # What workers find imported. torch's optimizers import its compiler on first use, which takes two seconds.
 PRELOAD = ("shoal.launch.worker", "torch._dynamo")
 

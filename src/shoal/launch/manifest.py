@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal import __version__
 from shoal.facts import calibration
-from shoal.facts.parameters import parameter_count
+from shoal.facts.model.parameters import parameter_count
 from shoal.plan.decide import duration
 from shoal.plan.judge import as_json, judge
 from shoal.plan.resolve import Job

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from shoal.facts.redact import redact
-from shoal.observe.flight import (
+from shoal.observe.flight_recorder import (
     COMMIT,
     EVALUATE,
     EXPLAIN,
@@ -27,7 +27,7 @@ from shoal.observe.flight import (
 )
 from shoal.train.guard.nonfinite import SKIPPED
 from shoal.train.metrics.compare import ON_CPU
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 # Without a terminal there is no live line; a line now and then shows that things move.
 PLAIN_SECONDS = 10.0

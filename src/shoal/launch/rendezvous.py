@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from shoal.launch.interfaces import LOOPBACK
-from shoal.parallel.signed import SignedStore, new_secret
+from shoal.parallel.signed_store import SignedStore, new_secret
 
 # Keys. To stop, after a step and with a commit: the run, or one attempt at it, which another follows.
 STOP, REGROUP = "stop", "regroup"

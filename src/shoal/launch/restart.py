@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.launch.failure import Failure
-from shoal.parallel.signed import SignedStore
+from shoal.parallel.signed_store import SignedStore
 from shoal.train.files import last_row
-from shoal.train.guard.loops import Decision, Failed, decide
+from shoal.train.guard.crash_loops import FailedAttempt, RestartDecision, decide
 from shoal.train.outcome import RESUMED, TRUSTED
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 
 class GaveUp(Exception):
@@ -29,9 +29,9 @@ class Restarts:
 
     def __init__(self, run: RunDirectory, budget: int) -> None:
         self.run, self.budget = run, budget
-        self.failures: list[Failed] = []
+        self.failures: list[FailedAttempt] = []
 
-    def judge(self, failure: Failure, attempt: SignedStore) -> tuple[Decision, Failed]:
+    def judge(self, failure: Failure, attempt: SignedStore) -> tuple[RestartDecision, FailedAttempt]:
         """What comes after the attempt that this failure has ended."""
         commits = sorted({*self.run.disk.committed(), *self.run.memory().committed()})
         resumed = _told(attempt, RESUMED)
@@ -41,10 +41,10 @@ class Restarts:
             row = last_row(self.run.metrics)
             reached = max(resumed, row["step"] if row else 0)
         trusted = _told(attempt, TRUSTED)
-        failed = Failed(resumed, reached, failure.kind, failure.rank, failure.message, trusted)
+        failed = FailedAttempt(resumed, reached, failure.kind, failure.rank, failure.message, trusted)
         self.failures.append(failed)
         if failure.final:
-            return Decision(False), failed
+            return RestartDecision(False), failed
         decision = decide(self.failures, commits, self.budget)
         # What is decided next depends on it.
         self.failures[-1] = replace(failed, set_aside=decision.set_aside)

@@ -24,14 +24,14 @@ from shoal.launch.assignment import Assignment
 from shoal.launch.environment import keep_only_passed
 from shoal.launch.errors import describe
 from shoal.launch.failure import FATAL, tell
-from shoal.launch.join import join
+from shoal.launch.init_rank import init_rank
 from shoal.launch.nodes.count import of_all_nodes
 from shoal.launch.redacted import redact_output
 from shoal.launch.signals import STOP_SIGNALS
 from shoal.observe import nccl
-from shoal.observe.entered import recording
-from shoal.observe.flight import START, Flight
-from shoal.parallel.signed import SignedStore
+from shoal.observe.flight_recorder import START, FlightRecorder
+from shoal.observe.record import recording
+from shoal.parallel.signed_store import SignedStore
 from shoal.plan.resolve import Job
 from shoal.train.files import OWNER_ONLY
 from shoal.train.guard.agreement import agree
@@ -39,7 +39,7 @@ from shoal.train.guard.corruption import Corrupted
 from shoal.train.guard.stacks import stacks_on_signal
 from shoal.train.loop import Guest, train
 from shoal.train.outcome import TRUSTED, Outcome
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 # How long ranks wait for each other to start, at least, whatever a collective may take: it is all processor time, of
 # which a busy machine has little, and the launcher notices a rank that dies meanwhile.
@@ -71,7 +71,7 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
             print(f"not passed on to ranks (see run.environment): {' '.join(left_out)}", flush=True)
         with (
             _only_writer(run, rank),
-            Flight(run.flight(rank)) as flight,
+            FlightRecorder(run.flight(rank)) as flight,
             stacks_on_signal(run.stack_dump(rank)),
         ):
             announce = flight.enter if guest is None else partial(_announce, flight, guest)
@@ -81,7 +81,7 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
                 # Read when the first group is made; on gloo it has no effect.
                 os.environ.update({**nccl.settings(run.flights), **os.environ})
             _agree(assignment, rank, attempt)
-            mesh = join(assignment.job, rank, int(os.environ["LOCAL_RANK"]), attempt, assignment.nodes)
+            mesh = init_rank(assignment.job, rank, int(os.environ["LOCAL_RANK"]), attempt, assignment.nodes)
             # One rank asks for all of them: what it hears travels with the step's first sum.
             asked = partial(_asked, store, attempt) if rank == 0 else bool
             with recording(flight, mesh.names) if watched else contextlib.nullcontext():
@@ -125,7 +125,7 @@ def _asked(store: SignedStore, attempt: SignedStore) -> bool:
     return store.has(rendezvous.STOP) or attempt.has(rendezvous.REGROUP)
 
 
-def _announce(flight: Flight, guest: Guest, phase: str, step: int) -> None:
+def _announce(flight: FlightRecorder, guest: Guest, phase: str, step: int) -> None:
     flight.enter(phase, step)
     guest.enter(phase, step)
 

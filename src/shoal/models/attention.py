@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.facts.kernels import repeats_keys
+from shoal.facts.cluster.attention_kernels import repeats_keys
 from shoal.facts.model import Model
 from shoal.models.linear import Linear
 from shoal.models.norm import RMSNorm

@@ -10,11 +10,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shoal.facts.boxes import box_slices
 from shoal.facts.model import Model
-from shoal.facts.parameters import parameters
+from shoal.facts.model.checkpoint_views import View, intersect, views
+from shoal.facts.model.parameters import parameters
+from shoal.facts.model.tensor_split import box_slices
 from shoal.facts.problem import BadInput, Problem
-from shoal.facts.views import View, intersect, views
 from shoal.models.initial import Slice
 
 

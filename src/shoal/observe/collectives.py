@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.facts.collectives import collective
 from shoal.facts.traffic import Traffic, show_ranks
-from shoal.observe.lines import line_of_ours
+from shoal.observe.source_lines import line_of_ours
 from shoal.observe.subclasses import plain_tensors, takes_itself_apart
 
 # A group's readable name from torch's name for it and its ranks; None where there is none.
@@ -30,7 +30,7 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 @dataclass(frozen=True)
-class Call:
+class IssuedCall:
     """One call, as it was issued. A coalesced call is one call; its buffers count together."""
 
     op: str
@@ -72,7 +72,7 @@ class CollectiveCounter(TorchDispatchMode):
         return True
 
     def reset(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[IssuedCall] = []
         self._sums: dict[tuple[str, str], tuple[int, int]] = {}
 
     def traffic(self) -> list[Traffic]:
@@ -107,7 +107,7 @@ class CollectiveCounter(TorchDispatchMode):
         if self._log:
             dtype = next((str(tensor.dtype) for buffer in buffers for tensor in buffer), "")
             purpose = self._purposes.get(group.group_name, "")
-            call = Call(*key, largest, dtype.removeprefix("torch."), peer, line_of_ours(), purpose)
+            call = IssuedCall(*key, largest, dtype.removeprefix("torch."), peer, line_of_ours(), purpose)
             self.calls.append(call)
 
     def _readable(self, group: dist.ProcessGroup) -> str:

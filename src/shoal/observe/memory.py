@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.observe.origin import Origin, Origins
+from shoal.observe.attribution import Attribution, Attributions
 from shoal.observe.subclasses import is_fake, plain_tensors, takes_itself_apart
 
 
@@ -34,7 +34,7 @@ def live_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storage.nbytes() for storage in {id(storage): storage for storage in storages}.values())
 
 
-class Place(NamedTuple):
+class AllocationSite(NamedTuple):
     """What is held, of which module, and the line of ours that made it."""
 
     category: str
@@ -71,7 +71,7 @@ class MemoryTracker(TorchDispatchMode):
         round_to: int = 1,
         fake: bool = False,
         device: str | None = None,
-        origins: Origins | None = None,
+        origins: Attributions | None = None,
     ) -> None:
         super().__init__()
         self._origins = origins
@@ -86,7 +86,7 @@ class MemoryTracker(TorchDispatchMode):
         self._patches: list[ExitStack] = []
         self._total = 0
         self._moment = 0
-        self._newest: Origin | None = None
+        self._newest: Attribution | None = None
         self.reset_peak()
 
     # What a caller says.
@@ -117,7 +117,7 @@ class MemoryTracker(TorchDispatchMode):
         self._bury()
         self._peak = self._total
         self._peak_moment = self._moment
-        self._peak_origin: Origin | None = None
+        self._peak_origin: Attribution | None = None
         # Storages that were there at the peak and have since been freed or resized, with the bytes they had.
         self._past: list[tuple[_Followed, int]] = []
 
@@ -138,16 +138,16 @@ class MemoryTracker(TorchDispatchMode):
         self._bury()
         return _by_category(self._at_peak())
 
-    def peak_by_place(self) -> Counter[Place]:
+    def peak_by_place(self) -> Counter[AllocationSite]:
         """And by the module that it is of and the line that made it, where there are origins."""
         self._bury()
-        total: Counter[Place] = Counter()
+        total: Counter[AllocationSite] = Counter()
         for followed, size in self._at_peak():
-            total[Place(followed.category, followed.module, followed.where)] += size
+            total[AllocationSite(followed.category, followed.module, followed.where)] += size
         return total
 
     @property
-    def peak_origin(self) -> Origin | None:
+    def peak_origin(self) -> Attribution | None:
         """Of the storage whose coming made the peak: it tells the moment."""
         return self._peak_origin
 

@@ -45,7 +45,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Work:
+class Computation:
     """A stretch in which the device computes."""
 
     start: float
@@ -56,7 +56,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Talk:
+class Communication:
     """A stretch in which ranks exchange something."""
 
     start: float
@@ -71,8 +71,8 @@ class Recording:
 
     step: Interval
     waiting_for_input: list[Interval]
-    work: list[Work]
-    talks: list[Talk]
+    work: list[Computation]
+    talks: list[Communication]
     instructions: dict[str, Interval]  # as the host went through them
     kernels: bool  # whether work is that of a GPU
 
@@ -147,7 +147,7 @@ def sort_out(
     calls = [] if on_device else [span for span in inside if kinds.talks(span.name)]
     talking, calls = ([span for span in spans if not between_stages(span)] for spans in (talking, calls))
     talks = [
-        Talk(span.start, span.end, operation, _group(span, names or {}, bool(on_device)))
+        Communication(span.start, span.end, operation, _group(span, names or {}, bool(on_device)))
         for span, operation in _called(talking, calls)
     ]
     return Recording(
@@ -254,15 +254,15 @@ def _inside(outer: _Frame | None, span: Span) -> _Frame:
     return _Frame(span.start, span.end, kind, in_backward, in_loss, again)
 
 
-def _host_work(frames: list[_Frame]) -> list[Work]:
+def _host_work(frames: list[_Frame]) -> list[Computation]:
     return [
-        Work(frame.start, frame.end, frame.kind, frame.start, frame.repeated)
+        Computation(frame.start, frame.end, frame.kind, frame.start, frame.repeated)
         for frame in frames
         if frame.kind is not None
     ]
 
 
-def _kernel_work(kernel: Span, launch: Span | None, hosts: dict[object, list[_Frame]]) -> Work:
+def _kernel_work(kernel: Span, launch: Span | None, hosts: dict[object, list[_Frame]]) -> Computation:
     frame = _at(hosts[launch.thread], launch.start) if launch else None
     issued = launch.start if launch else kernel.start
     if kernel.category == "gpu_memcpy" and ("HtoD" in kernel.name or "DtoH" in kernel.name):
@@ -271,7 +271,7 @@ def _kernel_work(kernel: Span, launch: Span | None, hosts: dict[object, list[_Fr
         kind = frame.kind or kinds.MEMORY_BOUND
     else:
         kind = kinds.of_kernel(kernel.name) or kinds.MEMORY_BOUND
-    return Work(kernel.start, kernel.end, kind, issued, frame is not None and frame.repeated)
+    return Computation(kernel.start, kernel.end, kind, issued, frame is not None and frame.repeated)
 
 
 def _at(frames: list[_Frame], moment: float) -> _Frame | None:

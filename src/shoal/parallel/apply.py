@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import torch
 
 from shoal.facts.config import TuneSection
-from shoal.facts.schedule import SPLIT_BACKWARD
+from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.models.decoder import Network
 from shoal.models.initial import Slice
 from shoal.parallel import tensor
-from shoal.parallel.exact import Exact
 from shoal.parallel.execute import Executor
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.pieces import Alone, Composed, Gradients, GroupOf, Held, held_parameters
 from shoal.parallel.pipeline import my_stages
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
-from shoal.parallel.segment import Segment, carve, take_room
 from shoal.parallel.shard import FullyShard, shard
-from shoal.parallel.shared import Shared
+from shoal.parallel.shards import ComposedReducer, GroupOf, HeldParameter, NoReducer, Reducer, held_parameters
+from shoal.parallel.shared_gradients import SharedGradients
+from shoal.parallel.stage_module import StageModule, materialize, split_stages
+from shoal.parallel.strict import StrictReducer
 from shoal.parallel.zero import ShardedStates
 
 # Called with what a rank holds, to give it its first values: canonical names, and the boxes of those parameters.
@@ -32,12 +32,12 @@ Fill = Callable[[list[tuple[str, Slice]]], None]
 class Placed:
     """This rank's part of a network: it has storage and values, and knows how to work with the other ranks."""
 
-    segments: list[Segment]
+    segments: list[StageModule]
     slices: list[tuple[str, Slice]]  # every parameter value held here
-    gradients: Gradients
-    shared: Shared
+    gradients: Reducer
+    shared: SharedGradients
     executor: Executor
-    exact: Exact | None  # in strict mode
+    exact: StrictReducer | None  # in strict mode
 
 
 def apply(
@@ -61,13 +61,13 @@ def apply(
     # Pipeline: the blocks of this rank's stages, and nothing else. A tied embedding that is needed at both ends of
     # a pipeline has two copies; so it has in strict mode, where each end's gradient is rounded by itself.
     own_head = layout.pp > 1 or strict
-    segments = carve(network, my_stages(model, layout, mesh.place["pp"], seq), own_head)
+    segments = split_stages(network, my_stages(model, layout, mesh.coords["pp"], seq), own_head)
     blocks = [block for segment in segments for block in segment.network.model.layers.values()]
 
     # Tensor: of every matrix this rank's box.
     if (group := mesh.group("tp")) is not None:
         for segment in segments:
-            tensor.split(segment.network, model, layout.tp, mesh.place["tp"], group, layout.sp)
+            tensor.split(segment.network, model, layout.tp, mesh.coords["tp"], group, layout.sp)
 
     recompute(blocks, layout.recompute)
 
@@ -78,11 +78,11 @@ def apply(
         for segment in segments:
             shard(segment, mesh, tune, compute, summed)
     for segment in segments:
-        take_room(segment, mesh.device)
+        materialize(segment, mesh.device)
     held = held_parameters(segments, model, mesh, group_of)
     bucket_bytes = round(tune.bucket_mb * 2**20)
 
-    def reducer(held: list[Held]) -> Gradients:
+    def reducer(held: list[HeldParameter]) -> Reducer:
         group = held[0].group
         if group.sharded.size > 1 and group.zero == 3:
             return FullyShard(segments, held, mesh, summed)
@@ -90,12 +90,12 @@ def apply(
             return ShardedStates(held, mesh, bucket_bytes, reduce_dtype)
         if group.replicated.size > 1 and not strict:
             return Replicate(held, mesh, bucket_bytes, reduce_dtype)
-        return Alone(held, mesh)
+        return NoReducer(held, mesh)
 
     groups = dict.fromkeys(one.group for one in held)
     reducers = {group: reducer([one for one in held if one.group == group]) for group in groups}
-    gradients = Composed(held, reducers) if len(reducers) > 1 else reducers[held[0].group]
-    exact = Exact(gradients, held, mesh) if strict else None
+    gradients = ComposedReducer(held, reducers) if len(reducers) > 1 else reducers[held[0].group]
+    exact = StrictReducer(gradients, held, mesh) if strict else None
     slices = gradients.slices()
     fill(slices)
 
@@ -103,5 +103,5 @@ def apply(
     split_backward = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and not strict
     executor = Executor(segments, mesh, exact or gradients, split_backward)
     # There a sum of two has one rounding, as where both are on one rank.
-    shared = Shared(model, mesh, own_head, None if strict else reduce_dtype)
+    shared = SharedGradients(model, mesh, own_head, None if strict else reduce_dtype)
     return Placed(segments, slices, exact or gradients, shared, executor, exact)

@@ -14,19 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from shoal.facts.schedule import Action, Instruction, programs
-from shoal.facts.stages import rank_of_stage
+from shoal.facts.layout.stages import rank_of_stage
+from shoal.facts.schedules.programs import Action, Instruction, programs
 from shoal.parallel.deferred import Deferred
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.pieces import Gradients
 from shoal.parallel.pipeline import Arrival, Channels
-from shoal.parallel.segment import MicroBatch, Segment
+from shoal.parallel.shards import Reducer
+from shoal.parallel.stage_module import MicroBatch, StageModule
 
 Key = tuple[int, int]  # (stage, micro-batch)
 
 
 @dataclass
-class Underway:
+class StepState:
     """What is between two instructions of a step."""
 
     batches: list[MicroBatch]
@@ -41,7 +41,7 @@ class Executor:
     """Runs the segments of one rank."""
 
     def __init__(
-        self, segments: list[Segment], mesh: Mesh, gradients: Gradients, split_backward: bool
+        self, segments: list[StageModule], mesh: Mesh, gradients: Reducer, split_backward: bool
     ) -> None:
         """``split_backward``: whether the schedule's separate weight gradients are really computed apart."""
         self.segments = {segment.stage.index: segment for segment in segments}
@@ -65,7 +65,7 @@ class Executor:
         self._load_kernels(batches[0], None)
         program = self._program(len(batches))
         complete = _last_backward(program)
-        underway = Underway(batches)
+        underway = StepState(batches)
         for number, instruction in enumerate(program):
             # A trace shows which instruction it is at; outside of one this costs microseconds.
             with record_function(f"shoal {instruction}"):
@@ -96,7 +96,7 @@ class Executor:
     def forward_only(self, batches: list[MicroBatch], place: int | None = None) -> list[Tensor]:
         """The summed loss of each micro-batch (or the scores after ``place``) where the end of the network is here."""
         self._load_kernels(batches[0], place)
-        underway = Underway(batches)
+        underway = StepState(batches)
         for instruction in self._program(len(batches)):
             if instruction.action is Action.FORWARD:
                 self._forward(instruction.stage, instruction.micro, underway, place)
@@ -173,9 +173,9 @@ class Executor:
 
     def _program(self, micro_batches: int) -> list[Instruction]:
         layout = self.layout
-        return programs(layout.schedule, layout.pp, layout.chunks, micro_batches)[self.mesh.place["pp"]]
+        return programs(layout.schedule, layout.pp, layout.chunks, micro_batches)[self.mesh.coords["pp"]]
 
-    def _forward(self, stage: int, micro: int, underway: Underway, place: int | None = None) -> None:
+    def _forward(self, stage: int, micro: int, underway: StepState, place: int | None = None) -> None:
         segment, batch = self.segments[stage], underway.batches[micro]
         inputs = batch.tokens
         if not segment.stage.first:
@@ -189,7 +189,7 @@ class Executor:
         elif stage + 1 in self.segments:  # the bottom of a V: the next stage is here as well
             underway.arriving[stage + 1, micro] = output.detach()
 
-    def _backward(self, stage: int, micro: int, underway: Underway, factor: float) -> None:
+    def _backward(self, stage: int, micro: int, underway: StepState, factor: float) -> None:
         segment = self.segments[stage]
         output = underway.outputs.pop((stage, micro))
         if segment.stage.last:
@@ -204,7 +204,7 @@ class Executor:
         if not segment.stage.first and stage - 1 in self.segments:
             underway.arriving_back[stage - 1, micro] = _gradient(underway.inputs.pop((stage, micro)))
 
-    def _communicate(self, instruction: Instruction, underway: Underway) -> None:
+    def _communicate(self, instruction: Instruction, underway: StepState) -> None:
         assert self.channels is not None and instruction.peer is not None
         stage, micro, peer = instruction.stage, instruction.micro, instruction.peer
         match instruction.action:

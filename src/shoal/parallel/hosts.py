@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.parallel.signed import SignedStore
+from shoal.parallel.signed_store import SignedStore
 
 # For what a rank does alone: far beyond any commit, and still an end.
 PATIENCE = timedelta(hours=6)

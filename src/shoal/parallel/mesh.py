@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.facts.layout import Layout
-from shoal.facts.parameter_groups import Ranks
-from shoal.facts.ranks import AXES, coordinates, stride
+from shoal.facts.layout.parameter_groups import RankGroup
+from shoal.facts.layout.ranks import AXES, coordinates, stride
 from shoal.facts.strategies import purpose_of
 from shoal.parallel.hosts import HostGroup
-from shoal.parallel.signed import SignedStore
+from shoal.parallel.signed_store import SignedStore
 
 
 class Mesh:
@@ -43,14 +43,14 @@ class Mesh:
         self.nodes = nodes
         self.timeout = timeout
         self.device = device
-        self.place = coordinates(rank, layout)
-        self.data_index = self.place["dp"] * layout.fsdp + self.place["fsdp"]
+        self.coords = coordinates(rank, layout)
+        self.data_index = self.coords["dp"] * layout.fsdp + self.coords["fsdp"]
         # Of the ranks that work on the same rows, the one that speaks for all of them.
-        self.first_of_replica = all(self.place[axis] == 0 for axis in ("pp", "cp", "tp"))
+        self.first_of_replica = all(self.coords[axis] == 0 for axis in ("pp", "cp", "tp"))
         self.transport = transport
         self.control: dist.ProcessGroup | None = None
         self._axes: DeviceMesh | None = None
-        self._others: dict[Ranks, dist.ProcessGroup | None] = {}
+        self._others: dict[RankGroup, dist.ProcessGroup | None] = {}
         self._made: dict[str, str] = {}
         if self.world > 1:
             backend = dist.get_backend()
@@ -70,16 +70,16 @@ class Mesh:
             return None
         return self._axes.get_group(axis)
 
-    def index_in(self, ranks: Ranks) -> int:
+    def index_in(self, ranks: RankGroup) -> int:
         """Where this rank stands among evenly spaced ones."""
         return self.rank // ranks.stride % ranks.size
 
-    def group_of(self, ranks: Ranks) -> dist.ProcessGroup | None:
+    def group_of(self, ranks: RankGroup) -> dist.ProcessGroup | None:
         """The ranks of that kind that this one is among; all ranks have to ask, in the same order."""
         if ranks.size == 1:
             return None
         axis = ranks.name
-        if axis in AXES and ranks == Ranks(axis, getattr(self.layout, axis), stride(axis, self.layout)):
+        if axis in AXES and ranks == RankGroup(axis, getattr(self.layout, axis), stride(axis, self.layout)):
             return self.group(axis)
         if ranks not in self._others:
             starts = [rank for rank in range(self.world) if rank // ranks.stride % ranks.size == 0]
@@ -93,7 +93,7 @@ class Mesh:
         wanted = tuple(name for name in names if getattr(self.layout, name) > 1)
         return self._axes[wanted]
 
-    def pieces_of(self, axis: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    def subgroup(self, axis: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Of every line of ranks along an axis the same parts, each a group: the one that this rank is in, if any."""
         return self._subgroup(axis, self._parts(axis, parts))
 

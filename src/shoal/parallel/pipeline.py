@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.facts.layout import Layout
+from shoal.facts.layout.stages import Stage, cut, rank_of_stage, stages_of_rank
 from shoal.facts.model import Model
-from shoal.facts.schedule import Instruction
-from shoal.facts.stages import Stage, cut, rank_of_stage, stages_of_rank
+from shoal.facts.schedules.programs import Instruction
 from shoal.parallel.mesh import Mesh
 
 
@@ -50,7 +50,7 @@ class Channels:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self.place = mesh.place["pp"]
+        self.place = mesh.coords["pp"]
         self.device, self.transport = mesh.device, mesh.transport
         self.kinds = _apart(_neighbours(mesh.layout))
         self.groups = [

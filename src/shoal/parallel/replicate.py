@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.facts.groups import buckets
+from shoal.facts.layout.buckets import buckets
 from shoal.models.initial import Slice
+from shoal.parallel.bucket_reducer import BucketReducer
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.pieces import Held, whole_pieces, whole_slices
-from shoal.parallel.queue import Queue
+from shoal.parallel.shards import HeldParameter, whole_pieces, whole_slices
 
 
-class Bucket:
+class GradientBucket:
     """Parameters whose gradients are views of one flat tensor."""
 
-    def __init__(self, held: list[Held]) -> None:
+    def __init__(self, held: list[HeldParameter]) -> None:
         self.held = held
         parameters = [one.parameter for one in held]
         self.flat = torch.zeros(
@@ -44,7 +44,7 @@ class Replicate:
 
     def __init__(
         self,
-        held: list[Held],
+        held: list[HeldParameter],
         mesh: Mesh,
         bucket_bytes: int,
         reduce_dtype: torch.dtype | None = None,
@@ -54,13 +54,16 @@ class Replicate:
         self.group = mesh.group_of(held[0].group.replicated)
         self.reduce_dtype = reduce_dtype
         # A stage of a pipeline is complete at its own time, so it has its own buckets.
-        self.stages: dict[int, Queue[Bucket]] = {}
+        self.stages: dict[int, BucketReducer[GradientBucket]] = {}
         for stage in dict.fromkeys(one.stage for one in held):
             by_label = {one.label: one for one in held if one.stage == stage}
             sizes = [(label, one.parameter.nbytes) for label, one in by_label.items()]
-            cut = [Bucket([by_label[label] for label in labels]) for labels in buckets(sizes, bucket_bytes)]
-            self.stages[stage] = Queue(cut, None, self._send)
-        self._flying: list[tuple[Bucket, torch.Tensor, dist.Work]] = []
+            cut = [
+                GradientBucket([by_label[label] for label in labels])
+                for labels in buckets(sizes, bucket_bytes)
+            ]
+            self.stages[stage] = BucketReducer(cut, None, self._send)
+        self._flying: list[tuple[GradientBucket, torch.Tensor, dist.Work]] = []
 
     def start_step(self) -> None:
         """Clear the gradients of the step before."""
@@ -93,7 +96,7 @@ class Replicate:
     def computed_with(self) -> list[nn.Parameter]:
         return [one.parameter for one in self.held]
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: GradientBucket) -> None:
         sent = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
         work = dist.all_reduce(sent, group=self.group, async_op=True)
         assert work is not None

@@ -24,16 +24,16 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from shoal.facts.config import TuneSection
-from shoal.facts.groups import Unit, even_share, units
+from shoal.facts.layout.buckets import Unit, even_share, units
 from shoal.models.initial import Slice
-from shoal.parallel.landing import Landing
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.pieces import Held, Piece, counts
-from shoal.parallel.segment import Segment
+from shoal.parallel.replica_sums import ReplicaSums
+from shoal.parallel.shards import HeldParameter, Shard, counts
+from shoal.parallel.stage_module import StageModule
 
 
 def shard(
-    segment: Segment,
+    segment: StageModule,
     mesh: Mesh,
     tune: TuneSection,
     compute: torch.dtype,
@@ -80,7 +80,7 @@ def shard(
     _prefetch(order, tune.prefetch)
 
 
-def _modules(segment: Segment, unit: Unit) -> list[nn.Module]:
+def _modules(segment: StageModule, unit: Unit) -> list[nn.Module]:
     """Its modules, without those that this model does not have."""
     if unit.modules == ("",):
         return [segment]
@@ -112,13 +112,13 @@ class FullyShard:
     """
 
     def __init__(
-        self, segments: list[Segment], held: list[Held], mesh: Mesh, reduce_dtype: torch.dtype
+        self, segments: list[StageModule], held: list[HeldParameter], mesh: Mesh, reduce_dtype: torch.dtype
     ) -> None:
         """The segments have left the meta device and have no values yet; ``held`` has FSDP's own parameters."""
         self.segments = {segment.stage.index: segment for segment in segments}
         self.replicas = mesh.layout.dp > 1
         self.pipelined = mesh.layout.pp > 1
-        self.landing = Landing(mesh.device)
+        self.landing = ReplicaSums(mesh.device)
         if self.replicas and reduce_dtype != held[0].parameter.dtype:
             for module in (module for segment in segments for module in _sharded_modules(segment)):
                 module.set_all_reduce_hook(self.landing)
@@ -182,7 +182,7 @@ class FullyShard:
         return cast(FSDPModule, self.segments[stage])
 
 
-def _gather_once(segment: Segment) -> list[nn.Parameter]:
+def _gather_once(segment: StageModule) -> list[nn.Parameter]:
     """The parameters that the network computes with, in order: FSDP makes them once, and only their storage goes."""
     found: dict[str, nn.Parameter] = {}
     for module in _sharded_modules(segment):
@@ -194,17 +194,17 @@ def _gather_once(segment: Segment) -> list[nn.Parameter]:
     return [found[name] for name, _ in segment.network.named_parameters()]
 
 
-def _piece(held: Held, mesh: Mesh) -> Piece:
+def _piece(held: HeldParameter, mesh: Mesh) -> Shard:
     rows, rest = held.part.box.shape[0], math.prod(held.part.box.shape[1:])
     share = even_share(rows, mesh.layout.fsdp)
-    first = min(mesh.place["fsdp"] * share, rows)
+    first = min(mesh.coords["fsdp"] * share, rows)
     tensor = nn.Parameter(_local(held.parameter))
     stop = min(first + share, rows)
     assert tensor.numel() == (stop - first) * rest
-    return Piece(held, tensor, first * rest, stop * rest, counts(held, mesh))
+    return Shard(held, tensor, first * rest, stop * rest, counts(held, mesh))
 
 
-def _slice(piece: Piece) -> Slice:
+def _slice(piece: Shard) -> Slice:
     first = piece.start // math.prod(piece.box.shape[1:])
     return Slice(piece.tensor.data, piece.box.whole, (piece.box.offset[0] + first, *piece.box.offset[1:]))
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from shoal.facts.boxes import tensor_part
 from shoal.facts.model import Model
-from shoal.facts.parameters import by_name
+from shoal.facts.model.parameters import by_name
+from shoal.facts.model.tensor_split import tensor_part
 from shoal.models.decoder import Block, Network
 from shoal.models.linear import Linear
-from shoal.parallel.sequence import Stream
+from shoal.parallel.tensor_region import TensorRegion
 from shoal.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 
 
@@ -33,7 +33,7 @@ def split(network: Network, model: Model, tp: int, index: int, group: dist.Proce
     A pipeline stage, which has some of the modules, becomes its part of those. The gradients that
     ``facts.boxes.summed_over`` names are left for the caller to sum, once a step.
     """
-    stream = Stream(group, tp, index, sp)
+    stream = TensorRegion(group, tp, index, sp)
     cut_parameters(network, model, tp, index)
     for block in network.model.layers.values():
         assert isinstance(block, Block)
@@ -53,7 +53,7 @@ def cut_parameters(network: Network, model: Model, tp: int, index: int) -> None:
             owner.out_features, owner.in_features = owner.weight.shape
 
 
-def split_block(block: Block, stream: Stream) -> None:
+def split_block(block: Block, stream: TensorRegion) -> None:
     attention, mlp = block.self_attn, block.mlp
     # One gather serves all the projections that read its result.
     for part in (attention, mlp):
@@ -65,7 +65,7 @@ def split_block(block: Block, stream: Stream) -> None:
         dropout.register_forward_pre_hook(at_local_positions(stream))
 
 
-def split_ends(network: Network, model: Model, stream: Stream) -> None:
+def split_ends(network: Network, model: Model, stream: TensorRegion) -> None:
     decoder = network.model
     embedding, head = decoder.embed_tokens, network.lm_head
     box = tensor_part(by_name(model)["model.embed_tokens.weight"], stream.ranks, stream.index).box
@@ -83,7 +83,7 @@ def split_ends(network: Network, model: Model, stream: Stream) -> None:
 Hook = Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]
 
 
-def entering(stream: Stream) -> Hook:
+def entering(stream: TensorRegion) -> Hook:
     """For attention and MLP: all tokens of the first argument."""
 
     def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ def entering(stream: Stream) -> Hook:
     return hook
 
 
-def at_local_positions(stream: Stream) -> Hook:
+def at_local_positions(stream: TensorRegion) -> Hook:
     """For dropout, whose mask hashes a token's position: those of the tokens that are here."""
 
     def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

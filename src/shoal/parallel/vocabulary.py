@@ -15,18 +15,18 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shoal.facts.boxes import Box
 from shoal.facts.logits import tokens_at_once
+from shoal.facts.model.tensor_split import Box
 from shoal.facts.targets import IGNORE
 from shoal.models.linear import Embedding
 from shoal.models.loss import Head
-from shoal.parallel.sequence import Stream, all_gather
+from shoal.parallel.tensor_region import TensorRegion, all_gather
 
 
 class VocabularyEmbedding(Embedding):
     """Looks up the tokens whose rows are here, and zero for the rest; the sum over ranks is the embedding."""
 
-    def __init__(self, local: Embedding, box: Box, stream: Stream) -> None:
+    def __init__(self, local: Embedding, box: Box, stream: TensorRegion) -> None:
         with torch.device("meta"):
             super().__init__(box.shape[0], box.shape[1], local.compute)
         self.weight = local.weight
@@ -47,7 +47,7 @@ class VocabularyEmbedding(Embedding):
 class VocabularyHead(Head):
     """Logits of the rows that are here, and a loss that is the same on every rank of the group."""
 
-    def __init__(self, local: Head, tied: Embedding | None, box: Box, stream: Stream) -> None:
+    def __init__(self, local: Head, tied: Embedding | None, box: Box, stream: TensorRegion) -> None:
         with torch.device("meta"):
             super().__init__(box.shape[1], box.shape[0], tied)
         if tied is None:

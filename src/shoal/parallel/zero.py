@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.facts.groups import buckets_by_kind, even_share, flat_kind
+from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind
 from shoal.models.initial import Slice
+from shoal.parallel.bucket_reducer import BucketReducer
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.pieces import Held, Piece, counts, whole_slices
-from shoal.parallel.queue import Queue
-from shoal.parallel.sequence import all_gather_single, reduce_scatter_single
+from shoal.parallel.shards import HeldParameter, Shard, counts, whole_slices
+from shoal.parallel.tensor_region import all_gather_single, reduce_scatter_single
 
 
-class Bucket:
+class ShardedBucket:
     """Parameters that are views of one flat tensor, of which this rank owns a chunk."""
 
-    def __init__(self, held: list[Held], ranks: int, index: int) -> None:
+    def __init__(self, held: list[HeldParameter], ranks: int, index: int) -> None:
         self.held = held
         self.ranges = list(pairwise(accumulate((one.parameter.numel() for one in held), initial=0)))
         size = self.ranges[-1][1]
@@ -51,14 +51,14 @@ class Bucket:
             for one, (start, stop) in zip(self.held, self.ranges, strict=True)
         ]
 
-    def pieces(self, mesh: Mesh) -> list[tuple[Piece, slice]]:
+    def pieces(self, mesh: Mesh) -> list[tuple[Shard, slice]]:
         """What the optimizer moves, each with its place in the chunk. Parameters that lie elsewhere have no piece."""
         found = []
         for one, (start, stop) in zip(self.held, self.ranges, strict=True):
             begin, end = max(start, self.owned.start), min(stop, self.owned.stop)
             if begin < end:
                 tensor = nn.Parameter(self.values[begin:end])
-                piece = Piece(one, tensor, begin - start, end - start, counts(one, mesh))
+                piece = Shard(one, tensor, begin - start, end - start, counts(one, mesh))
                 found.append((piece, slice(begin - self.owned.start, end - self.owned.start)))
         return found
 
@@ -90,7 +90,7 @@ class Bucket:
 class Flying(NamedTuple):
     """A bucket on its way: after ``work``, ``summed`` is the sum of its chunk."""
 
-    bucket: Bucket
+    bucket: ShardedBucket
     summed: Tensor
     work: dist.Work
 
@@ -100,7 +100,7 @@ class ShardedStates:
 
     def __init__(
         self,
-        held: list[Held],
+        held: list[HeldParameter],
         mesh: Mesh,
         bucket_bytes: int,
         reduce_dtype: torch.dtype | None,
@@ -109,16 +109,16 @@ class ShardedStates:
         self.held, self.zero, self.reduce_dtype = held, group.zero, reduce_dtype
         self.group, self.replicas = mesh.group_of(group.sharded), mesh.group_of(group.replicated)
         self.every_pass = group.zero == 2 and mesh.layout.pp == 1
-        self.stages: dict[int, Queue[Bucket]] = {}
+        self.stages: dict[int, BucketReducer[ShardedBucket]] = {}
         self._flying: list[Flying] = []
-        places: dict[str, tuple[Piece, Bucket, slice]] = {}
+        places: dict[str, tuple[Shard, ShardedBucket, slice]] = {}
         for stage in dict.fromkeys(one.stage for one in held):
             cut = _cut([one for one in held if one.stage == stage], mesh, bucket_bytes)
             for bucket in cut:
                 self._keep_gradients(bucket)
                 for piece, place in bucket.pieces(mesh):
                     places[piece.held.label] = (piece, bucket, place)
-            self.stages[stage] = Queue(cut, self._take if self.every_pass else None, self._send)
+            self.stages[stage] = BucketReducer(cut, self._take if self.every_pass else None, self._send)
         self.places = [places[one.label] for one in held if one.label in places]
         self.pieces = [piece for piece, _, _ in self.places]
 
@@ -165,10 +165,10 @@ class ShardedStates:
     def computed_with(self) -> list[nn.Parameter]:
         return [one.parameter for one in self.held]
 
-    def _buckets(self) -> list[Bucket]:
+    def _buckets(self) -> list[ShardedBucket]:
         return [bucket for queue in self.stages.values() for bucket in queue.buckets]
 
-    def _keep_gradients(self, bucket: Bucket) -> None:
+    def _keep_gradients(self, bucket: ShardedBucket) -> None:
         """Between steps: the whole gradients, of which the chunk is a part, or the chunk alone."""
         if self.zero == 1:
             bucket.whole = torch.zeros_like(bucket.values)
@@ -176,10 +176,10 @@ class ShardedStates:
         else:
             bucket.shard = torch.zeros_like(bucket.values[bucket.owned])
 
-    def _take(self, bucket: Bucket, number: int) -> None:
+    def _take(self, bucket: ShardedBucket, number: int) -> None:
         bucket.take(number, self.reduce_dtype or bucket.values.dtype)
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: ShardedBucket) -> None:
         if self.every_pass and self._flying:
             # One bucket is filled while one is sent, so whole gradients never pile up.
             self._land()
@@ -213,13 +213,13 @@ class ShardedStates:
                 bucket.shard.copy_(sent)
 
 
-def _cut(held: list[Held], mesh: Mesh, bucket_bytes: int) -> list[Bucket]:
+def _cut(held: list[HeldParameter], mesh: Mesh, bucket_bytes: int) -> list[ShardedBucket]:
     by_label, shards = {one.label: one for one in held}, held[0].group.sharded
     sizes = [
         (label, one.parameter.nbytes, flat_kind(label, one.name, one.part.copies))
         for label, one in by_label.items()
     ]
     return [
-        Bucket([by_label[label] for label in labels], shards.size, mesh.index_in(shards))
+        ShardedBucket([by_label[label] for label in labels], shards.size, mesh.index_in(shards))
         for labels in buckets_by_kind(sizes, bucket_bytes)
     ]

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.plan.answer import Answer
+    from shoal.plan.report import PlanReport
 
 
 class _Room(ModuleType):
@@ -15,12 +15,12 @@ class _Room(ModuleType):
 
     def __call__(
         self, model: Any, on: Any, *, seq: int, batch: int, top: int = 10, curve: bool = False, **others: Any
-    ) -> Answer:
+    ) -> PlanReport:
         """What ``shoal plan`` says. ``others``: layout, lora, tokens, price, and fields of a recipe."""
-        from shoal.plan.answer import answer
-        from shoal.plan.asked import ask
+        from shoal.plan.report import plan_report
+        from shoal.plan.request import plan_request
 
-        return answer(ask(model, on, seq=seq, batch=batch, **others), top, curve)
+        return plan_report(plan_request(model, on, seq=seq, batch=batch, **others), top, curve)
 
 
 sys.modules[__name__].__class__ = _Room

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.facts.ledger import Ledger
-from shoal.plan.published import Run
+from shoal.plan.published_runs import PublishedRun
 from shoal.predict.memory import ledger
-from shoal.predict.question import Question
-from shoal.predict.step import Step, step
+from shoal.predict.time.step import StepTime, step
+from shoal.predict.workload import Workload
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Row:
+class AccuracyRow:
     """One published run beside its prediction."""
 
     id: str
@@ -43,38 +43,38 @@ class Source:
     fit: int  # rows that are judged to fit
 
 
-def judged(runs: Iterable[Run]) -> list[Row]:
+def judged(runs: Iterable[PublishedRun]) -> list[AccuracyRow]:
     """Every run, also one that does not fit or that ran out of memory."""
     return [_row(run) for run in runs]
 
 
-def sources(rows: Iterable[Row]) -> dict[str, Source]:
-    by_source: dict[str, list[Row]] = {}
+def sources(rows: Iterable[AccuracyRow]) -> dict[str, Source]:
+    by_source: dict[str, list[AccuracyRow]] = {}
     for row in rows:
         by_source.setdefault(row.source, []).append(row)
     return {name: _source(mine) for name, mine in by_source.items()}
 
 
-def worst(rows: Iterable[Row], count: int) -> list[Row]:
+def worst(rows: Iterable[AccuracyRow], count: int) -> list[AccuracyRow]:
     """Those that are furthest off, the worst first."""
     timed = [(abs(row.error), row) for row in rows if row.error is not None]
     return [row for _, row in sorted(timed, key=lambda pair: -pair[0])[:count]]
 
 
-def as_json(rows: list[Row]) -> dict[str, Any]:
+def as_json(rows: list[AccuracyRow]) -> dict[str, Any]:
     return {
         "rows": [vars(row) for row in rows],
         "sources": {name: vars(source) for name, source in sources(rows).items()},
     }
 
 
-def _row(run: Run) -> Row:
-    question, needs, takes = _chosen(run)
+def _row(run: PublishedRun) -> AccuracyRow:
+    workload, needs, takes = _chosen(run)
     needed = needs.peak_allocated if run.memory_kind == "allocated" else needs.reserved
-    return Row(
+    return AccuracyRow(
         run.id,
         run.source,
-        str(question.layout),
+        str(workload.layout),
         takes.seconds,
         run.seconds,
         takes.seconds / run.seconds - 1 if run.seconds else None,
@@ -85,12 +85,12 @@ def _row(run: Run) -> Row:
     )
 
 
-def _chosen(run: Run) -> tuple[Question, Ledger, Step]:
+def _chosen(run: PublishedRun) -> tuple[Workload, Ledger, StepTime]:
     """What a row leaves open the planner chooses: the fastest that fits; where none does, the most frugal.
 
     Of several stacks the likeliest counts, unless only another one's run would have fitted.
     """
-    asked = [(question, ledger(question), step(question)) for question in run.questions]
+    asked = [(workload, ledger(workload), step(workload)) for workload in run.questions]
     fitting = [one for one in asked if one[1].fits]
     if fitting:
         likeliest = fitting[0][0].stack
@@ -98,7 +98,7 @@ def _chosen(run: Run) -> tuple[Question, Ledger, Step]:
     return min(asked, key=lambda one: one[1].device_total)
 
 
-def _source(rows: list[Row]) -> Source:
+def _source(rows: list[AccuracyRow]) -> Source:
     errors = [row.error for row in rows if row.error is not None]
     fit = sum(row.fits for row in rows)
     if not errors:

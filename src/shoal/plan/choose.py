@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 
 from shoal.facts.cluster import Cluster
 from shoal.facts.layout import Layout
-from shoal.plan.bounds import Bounds
-from shoal.plan.hunt import Hunt, Priced
+from shoal.plan.best_first import BestFirst, Priced
+from shoal.plan.complexity import parts, plain
 from shoal.plan.judge import Plan, Replicas
-from shoal.plan.parts import parts, plain
-from shoal.plan.room import Room
+from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.simplest import Simplest, rank_of
+from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
-from shoal.predict.question import Question
-from shoal.predict.step import step
+from shoal.predict.time.step import step
+from shoal.predict.workload import Workload
 
-# Work that looking for a simpler layout takes at most, in bounds (``plan/hunt.py``): a few tenths of a second.
+# Work that looking for a simpler layout takes at most, in bounds (``plan/best_first.py``): a few tenths of a second.
 EFFORT = 10000
 # Strategies that the choice is made among, the fastest first.
 POOL = 10
@@ -48,7 +48,7 @@ class Chosen:
             if fastest.runs
             else "the fastest layout that fits"
         )
-        if replicas_only(self.plan.question.cluster):
+        if replicas_only(self.plan.workload.cluster):
             return "On a CPU, every process is a plain replica."
         if self.plan.layout == fastest.layout:
             return f"It is {of_all}; no layout within {within} has fewer parts."
@@ -72,7 +72,7 @@ class Chosen:
 
 
 def _parts(plan: Plan) -> list[str]:
-    return parts(plan.question)
+    return parts(plan.workload)
 
 
 def _listed(names: Sequence[str], last_word: str = "and") -> str:
@@ -86,12 +86,12 @@ def replicas_only(cluster: Cluster) -> bool:
 
 
 def choose(
-    asked: Question, bounds: Bounds, room: Room, hunts: Sequence[Hunt], against: Replicas
+    asked: Workload, bounds: TimeBound, room: MemoryBound, hunts: Sequence[BestFirst], against: Replicas
 ) -> Chosen | None:
     """Among what these have found, and what is simpler than that; None where nothing fits."""
     if replicas_only(asked.cluster):
-        question = replace(asked, layout=Layout(dp=bounds.devices))
-        plan = Plan(question, ledger(question), step(question, bounds.on), against)
+        workload = replace(asked, layout=Layout(dp=bounds.devices))
+        plan = Plan(workload, ledger(workload), step(workload, bounds.on), against)
         return Chosen(plan, plan)
     # However many are shown, the choice is made among as many.
     pool = [one for hunt in hunts for one in hunt.accepted[:POOL]]
@@ -105,6 +105,6 @@ def choose(
 
 def planned(one: Priced, against: Replicas) -> Plan:
     """As a plan; a micro-batch that it would have anyway is not written."""
-    question = one.question
-    bare = replace(question, layout=plain(question.layout, question.recipe.batch))
+    workload = one.workload
+    bare = replace(workload, layout=plain(workload.layout, workload.recipe.batch))
     return Plan(bare, one.memory or ledger(bare), one.step, against)

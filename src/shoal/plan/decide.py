@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shoal.facts.config import Lora
-from shoal.plan.asked import Asked
 from shoal.plan.choose import Chosen
 from shoal.plan.explain import GIB, binds, lacks, percent, strategy
 from shoal.plan.judge import UNRUN, Plan
 from shoal.plan.remedy import Remedy
+from shoal.plan.request import PlanRequest
 from shoal.plan.scale import DAY, HOUR, best, cost, resized
 
 # From this share of a step on, communication is looked at: would fewer GPUs do as well?
@@ -28,7 +28,7 @@ class Decision:
     reasons: list[str]  # not to distribute, or to look elsewhere first
 
 
-def decide(asked: Asked, plans: list[Plan], chosen: Chosen | None, remedies: list[Remedy]) -> Decision:
+def decide(asked: PlanRequest, plans: list[Plan], chosen: Chosen | None, remedies: list[Remedy]) -> Decision:
     """``plans`` the fastest first; where none fits, ``remedies`` say what would."""
     plan = chosen.plan if chosen else next(iter(plans), None)
     if plan is None or not plan.fits:
@@ -45,7 +45,7 @@ def decide(asked: Asked, plans: list[Plan], chosen: Chosen | None, remedies: lis
 def _numbers(plan: Plan) -> str:
     memory = plan.memory
     return (
-        f"{strategy(plan.layout, plan.question.lora is not None)}, "
+        f"{strategy(plan.layout, plan.workload.lora is not None)}, "
         f"{duration(plan.step.seconds)}/step ± {plan.error_bar:.0%}, "
         f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {percent(plan.mfu)}, "
         f"{memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f} GiB; {binds(plan)}."
@@ -78,7 +78,7 @@ def _beside_ddp(plan: Plan) -> str:
 
 
 def _offloaded(plan: Plan, remedies: list[Remedy]) -> str:
-    memory, per_node = plan.memory, min(plan.world, plan.question.cluster.devices_per_node)
+    memory, per_node = plan.memory, min(plan.world, plan.workload.cluster.devices_per_node)
     places = {"memory": memory.host * per_node, "disks": memory.nvme * per_node}
     waiting = " and ".join(f"{size / GIB:,.0f} GiB of {place}" for place, size in places.items() if size)
     without = next((remedy for remedy in remedies if remedy.what.endswith("without offload")), None)
@@ -86,7 +86,7 @@ def _offloaded(plan: Plan, remedies: list[Remedy]) -> str:
     return f"{said} Without it: {without}." if without else said
 
 
-def _nothing_fits(asked: Asked, plans: list[Plan], remedies: list[Remedy]) -> str:
+def _nothing_fits(asked: PlanRequest, plans: list[Plan], remedies: list[Remedy]) -> str:
     named = asked.layout or (f"{asked.model.name} on {asked.cluster}")
     text = f"Nothing fits: no layout of {named} fits in memory."
     if plans:
@@ -100,7 +100,7 @@ def _nothing_fits(asked: Asked, plans: list[Plan], remedies: list[Remedy]) -> st
 # When not to distribute.
 
 
-def _not_to_distribute(asked: Asked, plan: Plan) -> tuple[bool, list[str]]:
+def _not_to_distribute(asked: PlanRequest, plan: Plan) -> tuple[bool, list[str]]:
     if plan.world == 1:
         return False, []
     alone = resized(asked, 1)
@@ -135,7 +135,7 @@ def _not_to_distribute(asked: Asked, plan: Plan) -> tuple[bool, list[str]]:
     return distribute, [*reasons, *_slow_network(asked, plan)]
 
 
-def _slow_network(asked: Asked, plan: Plan) -> list[str]:
+def _slow_network(asked: PlanRequest, plan: Plan) -> list[str]:
     """Whether one node does as well as all of them."""
     cluster = asked.cluster
     if cluster.nodes == 1 or plan.step.exposed_comm < MUCH * plan.step.seconds:
@@ -154,7 +154,7 @@ def _slow_network(asked: Asked, plan: Plan) -> list[str]:
     ]
 
 
-def _lora(asked: Asked) -> list[str]:
+def _lora(asked: PlanRequest) -> list[str]:
     """Whether low-rank additions would fit one GPU, where all weights do not."""
     if asked.lora is not None:
         return []
@@ -169,7 +169,7 @@ def _lora(asked: Asked) -> list[str]:
     ]
 
 
-def _batch(asked: Asked, plan: Plan) -> list[str]:
+def _batch(asked: PlanRequest, plan: Plan) -> list[str]:
     """Whether the batch keeps GPUs from reading sequences of their own, and which one would not."""
     batch, devices = asked.recipe.batch, plan.world
     if batch % devices == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shoal.facts import calibration
 from shoal.facts.layout import ContextKind, Offload, Recompute, Schedule, Zero
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 # Published rows that support a claim. What is not listed has none.
 ROWS = {
@@ -46,10 +46,10 @@ SHORTEST = 0.058149
 DEVICE = "device "
 
 
-def claims(question: Question) -> list[str]:
+def claims(workload: Workload) -> list[str]:
     """What a prediction relies on, by name."""
-    layout, model, cluster = question.layout, question.model, question.cluster
-    found = [f"precision={question.recipe.precision}", f"{DEVICE}{cluster.device.name}"]
+    layout, model, cluster = workload.layout, workload.model, workload.cluster
+    found = [f"precision={workload.recipe.precision}", f"{DEVICE}{cluster.device.name}"]
     found += of_order(layout.pp, layout.schedule, layout.recompute)
     found += of_states(layout.dp, layout.shards, layout.zero, layout.offload)
     found += of_share(layout.cp, layout.cp_kind, layout.ep)
@@ -61,11 +61,11 @@ def claims(question: Question) -> list[str]:
         found.append("experts")
     if model.latent is not None:
         found.append("latent attention")
-    if question.lora is not None:
+    if workload.lora is not None:
         found.append("lora")
     if layout.world > cluster.devices_per_node:
         found.append("several nodes")
-    if question.recipe.seq > LONGEST:
+    if workload.recipe.seq > LONGEST:
         found.append(f"sequences over {LONGEST}")
     if layout.tp > cluster.fast_domain:
         found.append("tp across nodes")
@@ -95,21 +95,21 @@ def of_states(dp: int, shards: int, zero: Zero, offload: tuple[Offload, ...]) ->
     return [f"zero={zero}", *within, *away]
 
 
-def unmeasured(question: Question) -> list[str]:
+def unmeasured(workload: Workload) -> list[str]:
     """The claims that no published row supports. A device kind counts as measured where its kernels were."""
-    known = calibration.find(question.cluster).known
+    known = calibration.find(workload.cluster).known
     return [
         claim
-        for claim in claims(question)
+        for claim in claims(workload)
         if not ROWS.get(claim) and not (known and claim.startswith(DEVICE))
     ]
 
 
-def error_bar(question: Question, seconds: float) -> float:
+def error_bar(workload: Workload, seconds: float) -> float:
     """By which share of itself a predicted step of so many seconds may be off.
 
     Below the shortest that was ever published an error is taken to be as many milliseconds as there: such steps wait
     for the host, whose pace no two machines share.
     """
-    wider = sum(UNKNOWN_DEVICE if claim.startswith(DEVICE) else UNMEASURED for claim in unmeasured(question))
+    wider = sum(UNKNOWN_DEVICE if claim.startswith(DEVICE) else UNMEASURED for claim in unmeasured(workload))
     return min(WIDEST, (BASE + wider) * max(1.0, SHORTEST / seconds))

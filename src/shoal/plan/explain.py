@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shoal.facts.layout import Layout
 from shoal.facts.ledger import Ledger
 from shoal.plan.judge import Plan
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 GIB = 2**30
 # Parts below this share of a step are not worth a word.
@@ -35,7 +35,7 @@ SPENT = {
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """Something that a step spends time on."""
 
     name: str
@@ -43,7 +43,7 @@ class Part:
     share: float  # of the step
 
 
-def parts(plan: Plan) -> list[Part]:
+def parts(plan: Plan) -> list[StepPart]:
     """What a step's time goes to, the largest first; communication by the link it waits for."""
     spent = plan.step
     seconds = {
@@ -54,17 +54,17 @@ def parts(plan: Plan) -> list[Part]:
     for group, waits in spent.links.items():
         if waits > 0:
             named += waits
-            seconds[f"{group} over {link(group, plan.question)}"] = waits
+            seconds[f"{group} over {link(group, plan.workload)}"] = waits
     # What is exchanged once a step, such as gradients at the end, belongs to no micro-batch's group.
     seconds["gradient and weight exchange"] = max(0.0, spent.exposed_comm - named)
-    found = [Part(name, each, each / spent.seconds) for name, each in seconds.items() if each > 0]
+    found = [StepPart(name, each, each / spent.seconds) for name, each in seconds.items() if each > 0]
     return sorted(found, key=lambda part: -part.seconds)
 
 
-def link(group: str, question: Question) -> str:
+def link(group: str, workload: Workload) -> str:
     """The slowest link that a group of ranks has to cross."""
-    cluster = question.cluster
-    _, ranks, stride = question.ranks_of(group)
+    cluster = workload.cluster
+    _, ranks, stride = workload.ranks_of(group)
     fast = cluster.fast
     if fast is not None and ranks * stride <= cluster.fast_domain:
         return fast.kind

@@ -15,9 +15,9 @@ from shoal.facts.traffic import Traffic
 from shoal.plan import evidence
 from shoal.predict.flops import flops_per_token, in_conventions, matrix_parameters
 from shoal.predict.memory import ledger
-from shoal.predict.question import Question
-from shoal.predict.step import Bench, Step, bench, step
+from shoal.predict.time.step import CostModel, StepTime, cost_model, step
 from shoal.predict.traffic import traffic
+from shoal.predict.workload import Workload
 
 RUNS = "runs"
 PLANNED = "planned only: "
@@ -38,9 +38,9 @@ class Replicas:
 class Plan:
     """A layout with its prediction."""
 
-    question: Question
+    workload: Workload
     memory: Ledger
-    step: Step
+    step: StepTime
     replicas: Replicas
     why: str = ""
     called: str | None = None  # how the user wrote the model, which its name does not say: a path
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        return self.question.layout
+        return self.workload.layout
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.question.recipe.tokens_per_step / self.step.seconds
+        return self.workload.recipe.tokens_per_step / self.step.seconds
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -73,21 +73,21 @@ class Plan:
     @cached_property
     def model_tflops_per_gpu(self) -> float:
         """By the convention of ``predict/flops.py``; gradients of frozen weights are not counted."""
-        model = self.question.model
-        each = flops_per_token(model, self.question.recipe.seq)
-        if self.question.lora is not None:
+        model = self.workload.model
+        each = flops_per_token(model, self.workload.recipe.seq)
+        if self.workload.lora is not None:
             each -= 2 * matrix_parameters(model)
         return each * self.tokens_per_s_per_gpu / 1e12
 
     @property
     def tflops_by_convention(self) -> dict[str, float]:
-        model, seq = self.question.model, self.question.recipe.seq
+        model, seq = self.workload.model, self.workload.recipe.seq
         return in_conventions(model, seq, self.model_tflops_per_gpu)
 
     @property
     def mfu(self) -> float | None:
         """Of the device's dense peak; None where its maker does not state one."""
-        peak = self.question.cluster.device.peak(self.question.recipe.precision)
+        peak = self.workload.cluster.device.peak(self.workload.recipe.precision)
         return self.model_tflops_per_gpu * 1e12 / peak if peak else None
 
     @property
@@ -101,11 +101,11 @@ class Plan:
 
     @cached_property
     def traffic(self) -> list[Traffic]:
-        return traffic(self.question)
+        return traffic(self.workload)
 
     @cached_property
     def error_bar(self) -> float:
-        return evidence.error_bar(self.question, self.step.seconds)
+        return evidence.error_bar(self.workload, self.step.seconds)
 
     @property
     def limit(self) -> float:
@@ -115,12 +115,12 @@ class Plan:
     @cached_property
     def unmeasured(self) -> list[str]:
         short = [f"steps under {evidence.SHORTEST:.2g} s"] if self.step.seconds < evidence.SHORTEST else []
-        return [*evidence.unmeasured(self.question), *short]
+        return [*evidence.unmeasured(self.workload), *short]
 
     @cached_property
     def support(self) -> str:
         """Whether the engine runs it; if not, what it does not run yet."""
-        return supported(self.question)
+        return supported(self.workload)
 
     @property
     def lacks(self) -> str:
@@ -134,24 +134,24 @@ class Plan:
     @property
     def command(self) -> str:
         """What to type next: a config to train with or, for what the engine does not run yet, an export."""
-        asked = f"{ask(self.question, self.called)} --layout {shlex.quote(str(self.layout))}"
+        asked = f"{ask(self.workload, self.called)} --layout {shlex.quote(str(self.layout))}"
         if self.runs:
             return f"shoal plan {asked} --save plan.toml && shoal train plan.toml"
         return f"shoal plan {asked} --export megatron"
 
 
-def judge(question: Question, on: Bench | None = None, against: Replicas | None = None) -> Plan:
+def judge(workload: Workload, on: CostModel | None = None, against: Replicas | None = None) -> Plan:
     """The prediction for one layout. ``on`` and ``against`` are shared by the layouts of a search."""
-    on = on or bench(question)
-    return Plan(question, ledger(question), step(question, on), against or replicas(question, on))
+    on = on or cost_model(workload)
+    return Plan(workload, ledger(workload), step(workload, on), against or replicas(workload, on))
 
 
-def replicas(question: Question, on: Bench) -> Replicas:
+def replicas(workload: Workload, on: CostModel) -> Replicas:
     """Plain replicas on as many devices as the question's layout has ranks."""
-    world, recipe = question.layout.world, question.recipe
+    world, recipe = workload.layout.world, workload.recipe
     # A batch that cannot be shared out so far is rounded up: what is compared is throughput.
     batch = -(-recipe.batch // world) * world
-    rounded = replace(question, recipe=recipe.model_copy(update={"batch": batch}))
+    rounded = replace(workload, recipe=recipe.model_copy(update={"batch": batch}))
     best: Replicas | None = None
     for micro in divisors(batch // world):
         one = replace(rounded, layout=Layout(dp=world, micro=micro))
@@ -167,24 +167,24 @@ def replicas(question: Question, on: Bench) -> Replicas:
     return best
 
 
-def engine_runs(question: Question) -> bool:
+def engine_runs(workload: Workload) -> bool:
     """Whether the engine runs the model and the recipe, in some layout."""
-    return supported(replace(question, layout=Layout())) == RUNS
+    return supported(replace(workload, layout=Layout())) == RUNS
 
 
-def supported(question: Question) -> str:
+def supported(workload: Workload) -> str:
     """``runs``, or what of it the engine only plans yet."""
-    asked = Config(recipe=question.recipe, model=ModelSection(lora=question.lora))
-    lacking = support.missing(asked, question.model, question.layout)
+    asked = Config(recipe=workload.recipe, model=ModelSection(lora=workload.lora))
+    lacking = support.missing(asked, workload.model, workload.layout)
     if not lacking:
         return RUNS
     return PLANNED + ", ".join(problem.what.rpartition(": ")[0] for problem in lacking)
 
 
-def ask(question: Question, called: str | None = None) -> str:
+def ask(workload: Workload, called: str | None = None) -> str:
     """The question without its layout, as arguments of ``shoal plan`` that a shell takes as they are."""
-    recipe = question.recipe
-    model, cluster = shlex.quote(called or question.model.name), shlex.quote(str(question.cluster))
+    recipe = workload.recipe
+    model, cluster = shlex.quote(called or workload.model.name), shlex.quote(str(workload.cluster))
     words = f"{model} --on {cluster} --seq {recipe.seq} --batch {recipe.batch}"
     if recipe.tokens is not None:
         words += f" --tokens {recipe.tokens}"
@@ -196,7 +196,7 @@ def ask(question: Question, called: str | None = None) -> str:
     ):
         if (asked := getattr(recipe, flag)) != usual:
             words += f" --{flag} {asked}"
-    return words + (f" --lora {question.lora.rank}" if question.lora is not None else "")
+    return words + (f" --lora {workload.lora.rank}" if workload.lora is not None else "")
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from shoal.facts import nearest, support
-from shoal.facts.layout import divisors
+from shoal.facts import support
+from shoal.facts.layout import divisors, nearest
 from shoal.facts.problem import BadInput
 from shoal.plan.resolve import Job, choose
 

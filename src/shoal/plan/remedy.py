@@ -8,11 +8,11 @@ from typing import Any
 
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout, divisors
-from shoal.facts.legality import Case, broken
+from shoal.facts.layout.legality import Case, broken
 from shoal.facts.strategies import OWNERS
-from shoal.plan.asked import Asked
 from shoal.plan.explain import GIB
 from shoal.plan.judge import UNRUN, Plan, judge
+from shoal.plan.request import PlanRequest
 from shoal.plan.scale import best, resized
 
 # Changes of policies that are named.
@@ -52,7 +52,7 @@ class Remedy:
         )
 
 
-def for_layout(asked: Asked, layout: Layout) -> list[Remedy]:
+def for_layout(asked: PlanRequest, layout: Layout) -> list[Remedy]:
     """Changes to a layout after any of which it fits, then LoRA, another layout, more GPUs.
 
     What the engine runs comes first, of that the smallest change, and then the fastest.
@@ -61,13 +61,13 @@ def for_layout(asked: Asked, layout: Layout) -> list[Remedy]:
     for what, changes in _changes(layout, asked):
         changed = layout.replace(**changes)
         if changed != layout and _legal(asked, changed):
-            plan = judge(asked.question(changed))
+            plan = judge(asked.workload(changed))
             if plan.fits:
                 tried.append((len(changes), Remedy(what, plan)))
     tried.sort(key=lambda pair: (not pair[1].plan.runs, pair[0], pair[1].plan.step.seconds))
     found = [remedy for _, remedy in tried[:NAMED]]
     if asked.lora is None:
-        lora = judge(replace(asked.question(layout), lora=Lora()))
+        lora = judge(replace(asked.workload(layout), lora=Lora()))
         if lora.fits:
             found.append(Remedy(f"LoRA with rank {Lora().rank}", lora))
     elsewhere = best(replace(asked, layout=None))
@@ -76,7 +76,7 @@ def for_layout(asked: Asked, layout: Layout) -> list[Remedy]:
     return _run_first([*found, *_grown(asked, layout)])
 
 
-def for_model(asked: Asked, runnable: bool = False) -> list[Remedy]:
+def for_model(asked: PlanRequest, runnable: bool = False) -> list[Remedy]:
     """Where nothing fits: LoRA on what is there, or the smallest number of GPUs on which something does.
 
     ``runnable``: something that the engine runs.
@@ -98,7 +98,7 @@ def _run_first(remedies: list[Remedy]) -> list[Remedy]:
     return sorted(remedies, key=lambda remedy: not remedy.plan.runs)
 
 
-def more_devices(asked: Asked, runnable: bool = False) -> Plan | None:
+def more_devices(asked: PlanRequest, runnable: bool = False) -> Plan | None:
     """The best plan on the fewest devices on which one fits: in whole nodes, and to within an eighth where many."""
     devices, node = asked.cluster.devices, asked.cluster.devices_per_node
     few, many = devices, max(2 * devices, asked.cluster.device.devices_per_node or 1)
@@ -111,16 +111,16 @@ def more_devices(asked: Asked, runnable: bool = False) -> Plan | None:
     return None
 
 
-def _on(asked: Asked, devices: int, runnable: bool) -> Plan | None:
-    question = resized(asked, devices)
-    return best(question, runnable) if question else None
+def _on(asked: PlanRequest, devices: int, runnable: bool) -> Plan | None:
+    workload = resized(asked, devices)
+    return best(workload, runnable) if workload else None
 
 
-def _changes(layout: Layout, asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
+def _changes(layout: Layout, asked: PlanRequest) -> Iterator[tuple[str, dict[str, Any]]]:
     """What can be changed without changing how the work is divided, in words."""
-    question = asked.question(layout)
-    for size in divisors(question.micro):
-        if size < question.micro:
+    workload = asked.workload(layout)
+    for size in divisors(workload.micro):
+        if size < workload.micro:
             yield f"micro={size}", {"micro": size}
     for recompute in ("selective", "full"):
         yield f"recompute={recompute}", {"recompute": recompute}
@@ -138,19 +138,19 @@ def _changes(layout: Layout, asked: Asked) -> Iterator[tuple[str, dict[str, Any]
         )
 
 
-def _legal(asked: Asked, layout: Layout) -> bool:
+def _legal(asked: PlanRequest, layout: Layout) -> bool:
     recipe = asked.recipe
     return not any(broken(Case(layout, asked.model, recipe.seq, recipe.batch, asked.cluster, False)))
 
 
-def _grown(asked: Asked, layout: Layout) -> Iterator[Remedy]:
+def _grown(asked: PlanRequest, layout: Layout) -> Iterator[Remedy]:
     """The same layout with twice, four, … times as many ranks that shard, the first that fits."""
     times = 2
     while times <= MOST_TIMES:
-        question = resized(asked, asked.cluster.devices * times)
+        workload = resized(asked, asked.cluster.devices * times)
         grown = layout.replace(fsdp=layout.fsdp * times)
-        if question and _legal(question, grown):
-            plan = judge(question.question(grown))
+        if workload and _legal(workload, grown):
+            plan = judge(workload.workload(grown))
             if plan.fits:
                 yield Remedy(f"{grown.world} GPUs", plan)
                 return

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shoal.facts import clusters, nearest, presets, support
-from shoal.facts.cluster import Cluster
+from shoal.facts import support
+from shoal.facts.cluster import Cluster, notation
 from shoal.facts.config import Config
-from shoal.facts.layout import Layout
-from shoal.facts.model import Model
+from shoal.facts.layout import Layout, nearest
+from shoal.facts.model import Model, presets
 from shoal.facts.problem import BadInput, Problem, seek
 from shoal.plan.choose import replicas_only
 from shoal.plan.judge import ask, engine_runs
 from shoal.plan.search import searched, usable
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Job:
     cluster: Cluster
     layout: Layout
 
-    def workload(self) -> Question:
+    def workload(self) -> Workload:
         """What predictions are asked about, with all of the config that changes a cost."""
         config = self.config
-        return Question(
+        return Workload(
             self.model, self.cluster, config.recipe, self.layout, tune=config.tune, lora=config.model.lora
         )
 
@@ -41,7 +41,7 @@ def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
     problems: list[Problem] = []
     key = "model.preset" if config.model.path is None else "model.path"
     model = seek(key, lambda: look_up(config), problems)
-    cluster = seek("cluster.on", lambda: clusters.find(config.cluster.on, visible), problems)
+    cluster = seek("cluster.on", lambda: notation.find(config.cluster.on, visible), problems)
     if cluster is not None and nodes > 1 and cluster.name == "local":
         cluster = cluster.model_copy(update={"nodes": nodes})
     layout = Layout()
@@ -70,14 +70,14 @@ def choose(config: Config, cluster: Cluster, model: Model | None = None) -> Layo
     """What ``shoal plan`` chooses, by the same rule (``plan/choose.py``), of what the engine runs."""
     plain = Layout(dp=usable(cluster, config.recipe.batch)[0])
     model = model or look_up(config)
-    question = Question(model, cluster, config.recipe, plain, tune=config.tune, lora=config.model.lora)
+    workload = Workload(model, cluster, config.recipe, plain, tune=config.tune, lora=config.model.lora)
     # Strict mode has rules that the search does not know. What is not run at all is refused by its own name.
-    if config.run.strict or replicas_only(cluster) or not engine_runs(question):
+    if config.run.strict or replicas_only(cluster) or not engine_runs(workload):
         return plain
-    chosen = searched(question, runnable=True).chosen
+    chosen = searched(workload, runnable=True).chosen
     if chosen is None:
         path = config.model.path
-        asked = ask(question, str(path) if path is not None else None)
+        asked = ask(workload, str(path) if path is not None else None)
         raise BadInput(
             f"auto: no layout that the engine runs is predicted to fit {cluster}",
             f"shoal plan {asked} says what would; a layout that you name is tried in any case",

@@ -7,35 +7,36 @@ from typing import Any
 
 import tomli_w
 
-from shoal.facts import presets, support
+from shoal.facts import support
 from shoal.facts.config import Config
-from shoal.facts.configpaths import seen_from
+from shoal.facts.config.paths import seen_from
 from shoal.facts.layout import Layout
+from shoal.facts.model import presets
 from shoal.facts.problem import BadInput, Problem
-from shoal.plan.asked import Asked
 from shoal.plan.choose import Chosen
 from shoal.plan.decide import duration
 from shoal.plan.explain import GIB
 from shoal.plan.judge import Plan, judge
+from shoal.plan.request import PlanRequest
 
 
-def saved(asked: Asked, chosen: Chosen | None, folder: Path) -> tuple[str, Plan]:
+def saved(asked: PlanRequest, chosen: Chosen | None, folder: Path) -> tuple[str, Plan]:
     """The text of a config in ``folder`` and its plan: what was chosen, or the layout that was asked for."""
     plan = chosen.plan if chosen else None
     if asked.layout is not None:
-        plan = judge(asked.question(asked.layout))
+        plan = judge(asked.workload(asked.layout))
     if plan is None or not plan.fits or not plan.runs:
         what = f"--save: no layout that the engine runs fits {asked.cluster}"
         raise BadInput(Problem(what, "more GPUs; shoal plan without --save says how many"))
     return _text(tables(asked, plan.layout, folder), plan), plan
 
 
-def refuse(asked: Asked) -> None:
+def refuse(asked: PlanRequest) -> None:
     """Raise ``BadInput`` where the engine does not run what is asked for, whatever layout is found."""
     tables(asked, asked.layout or Layout())
 
 
-def tables(asked: Asked, layout: Layout, folder: Path = Path()) -> dict[str, Any]:
+def tables(asked: PlanRequest, layout: Layout, folder: Path = Path()) -> dict[str, Any]:
     """What differs from the defaults of a config, checked against what the engine runs."""
     is_preset = asked.model_name.lower() in presets.PRESETS
     model: dict[str, Any] = (

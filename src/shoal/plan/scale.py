@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.facts import clusters
-from shoal.facts.cluster import Cluster, assemble
+from shoal.facts.cluster import Cluster, assemble, notation
 from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput
-from shoal.plan.asked import Asked
 from shoal.plan.judge import Plan
+from shoal.plan.request import PlanRequest
 from shoal.plan.search import searched
 
 HOUR = 3600.0
@@ -70,22 +69,22 @@ class Point:
 
 def cost(plan: Plan, tokens: int, price: float | None = None) -> Cost:
     """A run of so many tokens, in whole steps."""
-    steps = -(-tokens // plan.question.recipe.tokens_per_step)
+    steps = -(-tokens // plan.workload.recipe.tokens_per_step)
     seconds = steps * plan.step.seconds
     hours = seconds * plan.world / HOUR
     return Cost(tokens, steps, seconds, hours, hours * price if price is not None else None)
 
 
-def best(asked: Asked, runnable: bool = False) -> Plan | None:
+def best(asked: PlanRequest, runnable: bool = False) -> Plan | None:
     """What to run, something that the engine runs where there is such; None where nothing fits.
 
     ``runnable``: nothing but what the engine runs.
     """
-    chosen = searched(asked.question(Layout()), 1, runnable).chosen
+    chosen = searched(asked.workload(Layout()), 1, runnable).chosen
     return chosen.plan if chosen else None
 
 
-def resized(asked: Asked, devices: int) -> Asked | None:
+def resized(asked: PlanRequest, devices: int) -> PlanRequest | None:
     """The same question with another number of devices; None where nodes would not be filled."""
     cluster = with_devices(asked.cluster, devices)
     return replace(asked, cluster=cluster, layout=None) if cluster else None
@@ -96,7 +95,7 @@ def with_devices(cluster: Cluster, devices: int) -> Cluster | None:
     name = f"{devices}x{cluster.device.name}"
     if str(cluster) == f"{cluster.devices}x{cluster.device.name}":
         try:
-            return clusters.find(name)
+            return notation.find(name)
         except BadInput:
             return None
     per_node = min(devices, cluster.devices_per_node)
@@ -107,16 +106,16 @@ def with_devices(cluster: Cluster, devices: int) -> Cluster | None:
     return assemble(name, cluster.device, devices // per_node, per_node, domain, *links)
 
 
-def over_devices(asked: Asked) -> list[Point]:
+def over_devices(asked: PlanRequest) -> list[Point]:
     """Strong scaling: the same recipe on fewer and on more devices."""
     devices = asked.cluster.devices
     counts = [devices // 2**times for times in range(HALVINGS, 0, -1) if devices % 2**times == 0]
     counts += [devices * 2**times for times in range(DOUBLINGS)]
-    questions = [question for count in counts if (question := resized(asked, count))]
+    questions = [workload for count in counts if (workload := resized(asked, count))]
     return _curve(questions)
 
 
-def over_sequences(asked: Asked) -> list[Point]:
+def over_sequences(asked: PlanRequest) -> list[Point]:
     """Longer and shorter sequences at the same number of tokens a step, where the batch can be halved for it."""
     seq, batch = asked.recipe.seq, asked.recipe.batch
     pairs = [(seq // 2**times, batch * 2**times) for times in (2, 1) if seq % 2**times == 0]
@@ -129,7 +128,7 @@ def over_sequences(asked: Asked) -> list[Point]:
     return _curve(replace(asked, recipe=recipe, layout=None) for recipe in recipes)
 
 
-def _curve(questions: Iterable[Asked]) -> list[Point]:
+def _curve(questions: Iterable[PlanRequest]) -> list[Point]:
     points: list[Point] = []
     first: Plan | None = None
     for asked in questions:

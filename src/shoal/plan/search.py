@@ -10,25 +10,25 @@ import time
 from dataclasses import dataclass, replace
 
 from shoal.facts.cluster import Cluster
+from shoal.facts.cluster.stack import SHOAL, Stack
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout, divisors
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
-from shoal.facts.stack import SHOAL, Stack
 from shoal.plan import explain
-from shoal.plan.bounds import Bounds
+from shoal.plan.best_first import BestFirst, Priced, Strategy, runs
 from shoal.plan.choose import Chosen, choose, planned
-from shoal.plan.hunt import Hunt, Priced, Strategy, runs
 from shoal.plan.judge import Plan, Replicas, replicas
-from shoal.plan.room import Room
+from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import Space
-from shoal.predict.question import Question
-from shoal.predict.step import bench
+from shoal.plan.time_bound import TimeBound
+from shoal.predict.time.step import cost_model
+from shoal.predict.workload import Workload
 
 TOP = 10
 REJECTED = 20
-# Work that a hunt does at most (``plan/hunt.py``). Layouts of large clusters come by the million within a few percent
-# of one another; a hunt that is broken off says what it may have missed.
+# Work that a hunt does at most (``plan/best_first.py``). Layouts of large clusters come by the million within a few
+# percent of one another; a hunt that is broken off says what it may have missed.
 EFFORT = 9500
 # One that has found nothing that fits goes on for up to so many times as long.
 PATIENCE = 16
@@ -45,7 +45,7 @@ class Rejected:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The answer of a search."""
 
     plans: list[Plan]  # best first; those within the error bar of the best are marked
@@ -84,29 +84,29 @@ def search(
     runnable: bool = False,
     devices: int | None = None,
     effort: int | None = EFFORT,
-) -> Found:
+) -> SearchResult:
     """The fastest layout of each of the ``top`` best strategies, and among them one that the engine runs.
 
     ``runnable``: only what the engine runs. ``devices``: how many of the cluster's to use, all unless said.
     ``effort``: how much work to do at most, in bounds; None: as much as it takes.
     """
     started = time.perf_counter()
-    asked = Question(model, cluster, recipe, Layout(), stack, tune or TuneSection(), lora)
+    asked = Workload(model, cluster, recipe, Layout(), stack, tune or TuneSection(), lora)
     count_of_devices = devices or cluster.devices
     tools = (
-        Bounds(bench(asked), asked.tune, lora, count_of_devices),
-        Room(model, cluster, recipe, stack, lora),
+        TimeBound(cost_model(asked), asked.tune, lora, count_of_devices),
+        MemoryBound(model, cluster, recipe, stack, lora),
     )
     space = Space(model, recipe, count_of_devices, runnable=True)
-    hunts: list[Hunt] = []
+    hunts: list[BestFirst] = []
     if space.runs or runnable:
-        hunts += _hunted(Hunt(asked, *tools, space, top), effort)
+        hunts += _hunted(BestFirst(asked, *tools, space, top), effort)
     able = any(hunt.accepted for hunt in hunts)
     chosen_from = [*hunts]
     if not runnable:
         before, settled = (hunts[0].plans(), {*hunts[0].settled}) if hunts else ({}, set())
         space = replace(space, runnable=False, apart=cluster.device.name != "cpu")
-        whole = Hunt(asked, *tools, space, top, before=before, settled=settled)
+        whole = BestFirst(asked, *tools, space, top, before=before, settled=settled)
         beyond = _hunted(whole, effort and 3 * effort, frugal_first=space.size() > SMALL)
         chosen_from = chosen_from if able else beyond
         hunts += beyond
@@ -114,7 +114,7 @@ def search(
     plans = _ranked(hunts, top, against)
     chosen = choose(asked, tools[0], tools[1], chosen_from, against)
     at_best = min((hunt.at_best for hunt in hunts if hunt.at_best is not None), default=None)
-    return Found(
+    return SearchResult(
         plans,
         _rejected(hunts, plans),
         space.size(),
@@ -126,20 +126,20 @@ def search(
     )
 
 
-def searched(question: Question, top: int = TOP, runnable: bool = False) -> Found:
+def searched(workload: Workload, top: int = TOP, runnable: bool = False) -> SearchResult:
     """A search for any layout of a question but its own, on as many devices as there is use for.
 
     Broken off empty-handed it is carried to its end: that nothing fits is said only when it is certain.
     """
-    given = question.model, question.cluster, question.recipe
-    found: Found | None = None
-    for devices in usable(question.cluster, question.recipe.batch):
+    given = workload.model, workload.cluster, workload.recipe
+    found: SearchResult | None = None
+    for devices in usable(workload.cluster, workload.recipe.batch):
         for effort in (EFFORT, None):
             found = search(
                 *given,
                 top=top,
-                lora=question.lora,
-                tune=question.tune,
+                lora=workload.lora,
+                tune=workload.tune,
                 runnable=runnable,
                 devices=devices,
                 effort=effort,
@@ -161,7 +161,7 @@ def usable(cluster: Cluster, batch: int) -> list[int]:
     return [count for count in reversed(divisors(batch)) if count <= cluster.devices]
 
 
-def _hunted(whole: Hunt, effort: int | None, frugal_first: bool = False) -> list[Hunt]:
+def _hunted(whole: BestFirst, effort: int | None, frugal_first: bool = False) -> list[BestFirst]:
     """A hunt through a space. If it is broken off empty-handed, another goes through what needs little memory.
 
     ``frugal_first``: that one at once. Of all that could be fast on a large cluster most does not fit, and no hunt
@@ -170,7 +170,7 @@ def _hunted(whole: Hunt, effort: int | None, frugal_first: bool = False) -> list
     if effort is None:
         whole.run(None)
         return [whole]
-    frugal = Hunt(
+    frugal = BestFirst(
         whole.asked, whole.bounds, whole.room, replace(whole.space, frugal=True), whole.top,
         before={**whole.before}, settled={*whole.settled},
     )  # fmt: skip
@@ -187,7 +187,7 @@ def _hunted(whole: Hunt, effort: int | None, frugal_first: bool = False) -> list
     return [whole, frugal]
 
 
-def _ranked(hunts: list[Hunt], top: int, against: Replicas) -> list[Plan]:
+def _ranked(hunts: list[BestFirst], top: int, against: Replicas) -> list[Plan]:
     """The best of all hunts; if none of several runs, the best that does takes the last place."""
     best: dict[Strategy, Priced] = {}
     for one in sorted((one for hunt in hunts for one in hunt.accepted), key=lambda one: one.step.seconds):
@@ -203,7 +203,7 @@ def _ranked(hunts: list[Hunt], top: int, against: Replicas) -> list[Plan]:
     return plans
 
 
-def _rejected(hunts: list[Hunt], plans: list[Plan]) -> list[Rejected]:
+def _rejected(hunts: list[BestFirst], plans: list[Plan]) -> list[Rejected]:
     """Layouts that were priced and lost, the fastest first; one of each strategy that fits, and one that does not."""
     if not plans:
         return []
@@ -211,7 +211,7 @@ def _rejected(hunts: list[Hunt], plans: list[Plan]) -> list[Rejected]:
     nearest: dict[tuple[Strategy, bool], Priced] = {}
     losers = [one for hunt in hunts for one in (*hunt.lost, *hunt.accepted)]
     for one in sorted(losers, key=lambda one: one.step.seconds):
-        if one.question.layout not in taken:
+        if one.workload.layout not in taken:
             fits = one.memory is None or one.memory.fits
             nearest.setdefault((one.strategy, fits), one)
     found = []

@@ -1,8 +1,9 @@
-"""Find the simplest layout that is fast enough: the walk of ``plan/hunt.py`` in another order.
+"""Find the simplest layout that is fast enough: the walk of ``plan/best_first.py`` in another order.
 
-What has the fewest parts is taken up first (``plan/parts.py``); of as many parts, what rests on the best evidence; of
-as good evidence, what has the fewest axes; and then the fastest. A decision adds parts or none, so the first whole
-layout that comes out on top, within the time and the memory that there are, is simpler than all that is left.
+What has the fewest parts is taken up first (``plan/complexity.py``); of as many parts, what rests on the best
+evidence; of as good evidence, what has the fewest axes; and then the fastest. A decision adds parts or none, so the
+first whole layout that comes out on top, within the time and the memory that there are, is simpler than all that is
+left.
 """
 
 from __future__ import annotations
@@ -12,15 +13,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shoal.plan import evidence, parts
-from shoal.plan.hunt import Priced, Walk
-from shoal.plan.space import NOTHING, Candidate, Order, Share, Split, States, layout_of, placed
+from shoal.plan import complexity, evidence
+from shoal.plan.best_first import Priced, Walk
+from shoal.plan.space import (
+    NOTHING,
+    Candidate,
+    ModelSplit,
+    PipelineOrder,
+    StateSharding,
+    WorkShare,
+    layout_of,
+    placed,
+)
 
 # What is usual for a micro-batch depends on whether a pipeline's stages run down the ranks or down and back.
-FILLING, FOLDED = Order("1f1b", 1, "none"), Order("zbv", 2, "none")
+FILLING, FOLDED = PipelineOrder("1f1b", 1, "none"), PipelineOrder("zbv", 2, "none")
 
 
-class Rank(NamedTuple):
+class Complexity(NamedTuple):
     """What speaks against a layout, the weightiest first."""
 
     parts: int
@@ -29,32 +39,32 @@ class Rank(NamedTuple):
     axes: int  # an axis is more than a policy: it has ranks of its own to place
     seconds: float
 
-    def more(self, parts: int, unmeasured: int, seconds: float, keys: int = 0, axes: int = 0) -> Rank:
+    def more(self, parts: int, unmeasured: int, seconds: float, keys: int = 0, axes: int = 0) -> Complexity:
         """After one more decision."""
-        return Rank(
+        return Complexity(
             self.parts + parts, self.unmeasured + unmeasured, self.keys + keys, self.axes + axes, seconds
         )
 
 
-class Node(NamedTuple):
+class SimplestNode(NamedTuple):
     """Some decisions; what is None is still open."""
 
-    split: Split
-    share: Share | None = None
+    split: ModelSplit
+    share: WorkShare | None = None
     few: int = 0  # of what is decided next, those that add so many parts; those that add more come later
-    order: Order | None = None
-    states: States | None = None
+    order: PipelineOrder | None = None
+    states: StateSharding | None = None
     unit: int = 1
 
 
-def rank_of(priced: Priced) -> Rank:
+def rank_of(priced: Priced) -> Complexity:
     """Of a whole layout."""
-    question, candidate = priced.question, priced.candidate
-    return Rank(
-        parts.count(candidate, question.recipe.batch),
-        len(evidence.unmeasured(question)),
-        parts.replicas_alone(candidate.split, candidate.share, candidate.states),
-        sum(degree > 1 for degree in question.layout.degrees.values()),
+    workload, candidate = priced.workload, priced.candidate
+    return Complexity(
+        complexity.count(candidate, workload.recipe.batch),
+        len(evidence.unmeasured(workload)),
+        complexity.replicas_alone(candidate.split, candidate.share, candidate.states),
+        sum(degree > 1 for degree in workload.layout.degrees.values()),
         priced.step.seconds,
     )
 
@@ -70,7 +80,7 @@ class Simplest(Walk):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._to_beat = rank_of(self.best)
-        self._orders: dict[tuple[int, bool, bool], dict[int, list[Order]]] = {}
+        self._orders: dict[tuple[int, bool, bool], dict[int, list[PipelineOrder]]] = {}
         # With offload only as it is known to fit: where it is needed, that is a search of its own.
         self._offloads = {NOTHING: None, self.best.candidate.states.offload: None}
         # The model, the device and the recipe are as well known whatever the layout.
@@ -78,7 +88,9 @@ class Simplest(Walk):
         for split in self.space.splits():
             bound = self.bounds.of_split(split)
             axes = sum(degree > 1 for degree in split)
-            self._push(Rank(parts.of_split(split), len(known), 0, axes, bound), Node(split))
+            self._push(
+                Complexity(complexity.of_split(split), len(known), 0, axes, bound), SimplestNode(split)
+            )
 
     def run(self, effort: int | None) -> Priced:
         """The simplest; where so much work does not suffice, the one that was to be beaten."""
@@ -93,13 +105,13 @@ class Simplest(Walk):
                 return item
         return self.best
 
-    def _push(self, bound: Rank, item: Node | Priced) -> None:
+    def _push(self, bound: Complexity, item: SimplestNode | Priced) -> None:
         if bound.seconds <= self.limit and bound < self._to_beat:
             super()._push(bound, item)
         else:
             self._worked += 1
 
-    def _open(self, rank: Rank, node: Node) -> None:
+    def _open(self, rank: Complexity, node: SimplestNode) -> None:
         """One more decision."""
         split, share, few, order, states, unit = node
         if share is None:
@@ -117,40 +129,42 @@ class Simplest(Walk):
             priced = self._priced(candidate)
             self._push(rank._replace(seconds=priced.step.seconds), priced)
 
-    def _open_split(self, rank: Rank, node: Node) -> None:
+    def _open_split(self, rank: Complexity, node: SimplestNode) -> None:
         split = node.split
         ways = list(self.space.shares_by_size(split))
         for shares in ways:
             first = shares[0]
-            if parts.of_share(first) != node.few:
+            if complexity.of_share(first) != node.few:
                 continue
             doubts = _doubts(evidence.of_share(split.cp, first.cp_kind, first.ep))
             for share in self._may_fit(split, shares, self._offloads):
                 bound = self.bounds.of_share(split, share)
                 fewest = min(self._orders_of(split, share))
                 routed = int(share.ep > 1)
-                self._push(rank.more(fewest, doubts, bound, axes=routed), Node(split, share, fewest))
-        self._later(rank, node, [parts.of_share(shares[0]) for shares in ways])
+                self._push(rank.more(fewest, doubts, bound, axes=routed), SimplestNode(split, share, fewest))
+        self._later(rank, node, [complexity.of_share(shares[0]) for shares in ways])
 
-    def _later(self, rank: Rank, node: Node, numbers: Iterable[int]) -> None:
+    def _later(self, rank: Complexity, node: SimplestNode, numbers: Iterable[int]) -> None:
         """What adds more parts waits until it has its turn."""
         if further := [number for number in numbers if number > node.few]:
             more = min(further)
             self._push(rank.more(more - node.few, 0, rank.seconds), node._replace(few=more))
 
-    def _orders_of(self, split: Split, share: Share) -> dict[int, list[Order]]:
+    def _orders_of(self, split: ModelSplit, share: WorkShare) -> dict[int, list[PipelineOrder]]:
         """By the parts that each adds."""
         batch = self.asked.recipe.batch
-        usual = [share.micro == parts.usual_micro(split, order, batch) for order in (FILLING, FOLDED)]
+        usual = [share.micro == complexity.usual_micro(split, order, batch) for order in (FILLING, FOLDED)]
         key = split.pp, usual[0], usual[1]
         known = self._orders.get(key)
         if known is None:
             known = self._orders[key] = {}
             for order in self.space.orders(split):
-                known.setdefault(parts.of_order(split, share, order, batch), []).append(order)
+                known.setdefault(complexity.of_order(split, share, order, batch), []).append(order)
         return known
 
-    def _open_order(self, rank: Rank, node: Node, share: Share, order: Order) -> None:
+    def _open_order(
+        self, rank: Complexity, node: SimplestNode, share: WorkShare, order: PipelineOrder
+    ) -> None:
         split = node.split
         for offload in self._offloads:
             self._worked += 2
@@ -160,11 +174,11 @@ class Simplest(Walk):
                 for states, bound in self._states(split, share, order, alike):
                     shards = placed(split, states).sharded.size
                     doubts = _doubts(evidence.of_states(states.dp, shards, states.zero, states.offload))
-                    added = parts.of_states(split, share, states)
-                    alone = parts.replicas_alone(split, share, states)
+                    added = complexity.of_states(split, share, states)
+                    alone = complexity.replicas_alone(split, share, states)
                     both = int(states.dp > 1 and states.fsdp > 1)
                     for unit in self.space.units(split, states):
-                        more = rank.more(added + parts.of_unit(unit), doubts, bound, alone, both)
+                        more = rank.more(added + complexity.of_unit(unit), doubts, bound, alone, both)
                         self._push(more, node._replace(states=states, unit=unit))
 
 

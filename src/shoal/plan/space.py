@@ -1,8 +1,8 @@
 """The space of layouts: every legal value of every key, on a stated grid where a key has no natural limit.
 
-A layout is decided in four steps, and so is a search over it: how the network is split (``Split``), what one rank then
-works on at a time (``Share``), in which order and what it computes again (``Order``), and who keeps which states
-(``States``). A ``Candidate`` is all four.
+A layout is decided in four steps, and so is a search over it: how the network is split (``ModelSplit``), what one
+rank then works on at a time (``WorkShare``), in which order and what it computes again (``PipelineOrder``), and who
+keeps which states (``StateSharding``). A ``Candidate`` is all four.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shoal.facts.layout import (
     Zero,
     divisors,
 )
-from shoal.facts.legality import Case, broken
+from shoal.facts.layout.legality import Case, broken
+from shoal.facts.layout.parameter_groups import Placement, experts_fit, placement
 from shoal.facts.model import Model
-from shoal.facts.parameter_groups import Placement, experts_fit, placement
 from shoal.facts.recipe import Recipe
 from shoal.facts.strategies import OWNERS
 
@@ -67,43 +67,43 @@ def layout_of(**keys: Any) -> Layout:
     return PLAIN.model_copy(update=keys)
 
 
-class Split(NamedTuple):
+class ModelSplit(NamedTuple):
     tp: int
     cp: int
     pp: int
     data: int  # dp·fsdp
 
 
-class Share(NamedTuple):
+class WorkShare(NamedTuple):
     sp: bool
     cp_kind: ContextKind
     ep: int
     micro: int
 
 
-class Order(NamedTuple):
+class PipelineOrder(NamedTuple):
     schedule: Schedule
     chunks: int
     recompute: Recompute
 
 
-class States(NamedTuple):
+class StateSharding(NamedTuple):
     dp: int
     fsdp: int
     zero: Zero
     offload: tuple[Offload, ...] = NOTHING
 
 
-def placed(split: Split, states: States, ep: int = 1) -> Placement:
+def placed(split: ModelSplit, states: StateSharding, ep: int = 1) -> Placement:
     """Who shards and who copies parameters of which ``ep`` data ranks hold one set."""
     return placement(split.tp, split.cp, states.fsdp, states.dp, ep)
 
 
 class Candidate(NamedTuple):
-    split: Split
-    share: Share
-    order: Order
-    states: States
+    split: ModelSplit
+    share: WorkShare
+    order: PipelineOrder
+    states: StateSharding
     unit: int
 
     def layout(self) -> Layout:
@@ -144,7 +144,7 @@ class Space:
         self._sharings = cache(self._sharings_of)
         self._ways = cache(self._ways_of)
 
-    def splits(self) -> Iterator[Split]:
+    def splits(self) -> Iterator[ModelSplit]:
         if not self._legal(Layout()):
             return  # a sequence that is longer than learned positions
         for tp in divisors(self.devices):
@@ -156,48 +156,54 @@ class Space:
                 for pp in divisors(self.devices // (tp * cp)):
                     data = self.devices // (tp * cp * pp)
                     if self.recipe.batch % data == 0 and pp <= self.model.layers:
-                        yield Split(tp, cp, pp, data)
+                        yield ModelSplit(tp, cp, pp, data)
 
-    def shares(self, split: Split) -> Iterator[Share]:
+    def shares(self, split: ModelSplit) -> Iterator[WorkShare]:
         for alike in self.shares_by_size(split):
             yield from alike
 
-    def shares_by_size(self, split: Split) -> Iterator[list[Share]]:
+    def shares_by_size(self, split: ModelSplit) -> Iterator[list[WorkShare]]:
         """Those that differ only in the micro-batch together, from the smallest to the largest."""
         micros = self._micros(split)
         for sp, kind in self._ways(split.tp, split.cp):
             for ep in self._expert_degrees(split):
-                yield [Share(sp, kind, ep, micro) for micro in micros]
+                yield [WorkShare(sp, kind, ep, micro) for micro in micros]
 
-    def _micros(self, split: Split) -> tuple[int, ...]:
+    def _micros(self, split: ModelSplit) -> tuple[int, ...]:
         return tuple(divisors(self.recipe.batch // split.data)[: 1 if self.frugal else None])
 
-    def orders(self, split: Split, recompute: Recompute | None = None) -> list[Order]:
+    def orders(self, split: ModelSplit, recompute: Recompute | None = None) -> list[PipelineOrder]:
         return self._orders(split.pp, recompute)
 
-    def _orders_of(self, pp: int, recompute: Recompute | None) -> list[Order]:
+    def _orders_of(self, pp: int, recompute: Recompute | None) -> list[PipelineOrder]:
         return [
-            Order(schedule, chunks, again)
+            PipelineOrder(schedule, chunks, again)
             for schedule, chunks in self._pipelines[pp]
             for again in ((recompute,) if recompute else RECOMPUTES)
         ]
 
-    def sharings(self, split: Split, ep: int, offload: tuple[Offload, ...] = NOTHING) -> list[list[States]]:
+    def sharings(
+        self, split: ModelSplit, ep: int, offload: tuple[Offload, ...] = NOTHING
+    ) -> list[list[StateSharding]]:
         """By what is shared out; each from the most ranks to the fewest, and so from the least memory to the most."""
         return self._sharings(split.data, split.cp, ep, offload)
 
-    def _sharings_of(self, data: int, cp: int, ep: int, offload: tuple[Offload, ...]) -> list[list[States]]:
+    def _sharings_of(
+        self, data: int, cp: int, ep: int, offload: tuple[Offload, ...]
+    ) -> list[list[StateSharding]]:
         degrees = divisors(data)[::-1][: 1 if self.frugal else None]
         shared = [fsdp for fsdp in degrees if fsdp * cp > 1 and experts_fit(ep, fsdp * cp)]
         zeros: tuple[Zero, ...] = (3, 2, 1) if shared else ()
-        found = [[States(data // fsdp, fsdp, zero, offload) for fsdp in shared] for zero in zeros]
-        return [*found, [States(data, 1, 3, offload)]] if cp == 1 else found
+        found = [[StateSharding(data // fsdp, fsdp, zero, offload) for fsdp in shared] for zero in zeros]
+        return [*found, [StateSharding(data, 1, 3, offload)]] if cp == 1 else found
 
-    def states(self, split: Split, ep: int, offload: tuple[Offload, ...] = NOTHING) -> Iterator[States]:
+    def states(
+        self, split: ModelSplit, ep: int, offload: tuple[Offload, ...] = NOTHING
+    ) -> Iterator[StateSharding]:
         for alike in self.sharings(split, ep, offload):
             yield from alike
 
-    def units(self, split: Split, states: States) -> tuple[int, ...]:
+    def units(self, split: ModelSplit, states: StateSharding) -> tuple[int, ...]:
         """Blocks in a sharded group; it means nothing where parameters are whole."""
         if states.zero < 3 or placed(split, states).sharded.size == 1:
             return (1,)
@@ -253,7 +259,7 @@ class Space:
             ]
         return found
 
-    def _expert_degrees(self, split: Split) -> list[int]:
+    def _expert_degrees(self, split: ModelSplit) -> list[int]:
         experts = self.model.experts
         if experts is None or not self._searched("ep"):
             return [1]

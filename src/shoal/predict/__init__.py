@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.predict.face import Prediction
+    from shoal.predict.library import Prediction
 
 
 class _Room(ModuleType):
@@ -17,7 +17,7 @@ class _Room(ModuleType):
         self, model: Any, on: Any, layout: Any, *, seq: int, batch: int, **recipe: Any
     ) -> Prediction:
         """Memory and time of a step in one layout. ``recipe``: further fields of a recipe; bf16 unless said."""
-        from shoal.predict.face import predict
+        from shoal.predict.library import predict
 
         return predict(model, on, layout, seq=seq, batch=batch, **recipe)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from shoal.facts.model import Model
-from shoal.facts.parameters import active_parameter_count, parameters
+from shoal.facts.model.parameters import active_parameter_count, parameters
 
 
 def flops_per_token(model: Model, seq: int) -> float:

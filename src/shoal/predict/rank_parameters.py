@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from shoal.facts.boxes import SummedOver, summed_over, tensor_part
 from shoal.facts.config import Lora
-from shoal.facts.groups import buckets_by_kind, even_share, flat_kind
 from shoal.facts.layout import Layout
+from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind
+from shoal.facts.layout.stages import Stage, cut, rank_of_stage, stages_of_rank
 from shoal.facts.model import Model
-from shoal.facts.parameters import (
+from shoal.facts.model.parameters import (
     Parameter,
     adapters,
     block_parameters,
     end_parameters,
     expert_parameters,
 )
-from shoal.facts.stages import Stage, cut, rank_of_stage, stages_of_rank
-from shoal.predict.question import Question
+from shoal.facts.model.tensor_split import SummedOver, summed_over, tensor_part
+from shoal.predict.workload import Workload
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -31,7 +31,7 @@ HEAD = "lm_head.weight"
 SAMPLE = 8
 
 
-class Tensor(NamedTuple):
+class RankTensor(NamedTuple):
     """One rank's part of a parameter."""
 
     name: str  # canonical; of a head that is a copy of a tied embedding, the embedding's
@@ -49,7 +49,7 @@ class Tensor(NamedTuple):
 class Component:
     """A piece of the network that comes as a whole: the embedding, a block, the norm, the head."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[RankTensor, ...]
     elements: int
     tensor_summed: int  # of these, how many have gradients that are summed over the tensor group
     copies_summed: int  # and over those of its ranks that hold the same key/value head
@@ -175,13 +175,13 @@ def _body(model: Model, tp: int, sp: bool, index: int) -> _Body:
     )
 
 
-def tensor_on(parameter: Parameter, tp: int, sp: bool, index: int) -> Tensor:
+def tensor_on(parameter: Parameter, tp: int, sp: bool, index: int) -> RankTensor:
     """A rank's part of a parameter."""
     part, name = tensor_part(parameter, tp, index), parameter.name
-    return Tensor(name, name, part.box.shape, part.copies, summed_over(parameter, tp, sp))
+    return RankTensor(name, name, part.box.shape, part.copies, summed_over(parameter, tp, sp))
 
 
-def component_of(tensors: Iterable[Tensor]) -> Component:
+def component_of(tensors: Iterable[RankTensor]) -> Component:
     listed = tuple(tensors)
     return Component(
         listed,
@@ -191,7 +191,7 @@ def component_of(tensors: Iterable[Tensor]) -> Component:
     )
 
 
-def named_tensors(here: RankParameters, model: Model, stage: Stage) -> list[Tensor]:
+def named_tensors(here: RankParameters, model: Model, stage: Stage) -> list[RankTensor]:
     """Every tensor of one of the stages, in forward order and by its own name."""
     found = list(here.embedding.tensors) if stage.first else []
     for layer in stage.layers:
@@ -235,23 +235,23 @@ class Trained(NamedTuple):
     copies_summed: int
 
 
-def trained(question: Question, here: RankParameters) -> Trained:
+def trained(workload: Workload, here: RankParameters) -> Trained:
     """All of them but routed experts; with ``lora`` the factors beside the targeted projections of every block."""
-    lora, layout = adapter_key(question.lora), question.layout
+    lora, layout = adapter_key(workload.lora), workload.layout
     if lora is None:
         blocks, others = [here.dense_block, here.sparse_block], [here.embedding, here.norm, here.head]
     else:
         others = []
-        blocks = [_factors(question.model, experts, lora, layout.tp, layout.sp) for experts in (False, True)]
+        blocks = [_factors(workload.model, experts, lora, layout.tp, layout.sp) for experts in (False, True)]
     counted = [(here.dense, blocks[0]), (here.sparse, blocks[1]), *((1, one) for one in others)]
     return Trained(*(sum(count * getattr(one, what) for count, one in counted) for what in Trained._fields))
 
 
-def trained_with_experts(question: Question, here: RankParameters) -> int:
-    found, layout = trained(question, here).elements, question.layout
-    if question.lora is not None:
+def trained_with_experts(workload: Workload, here: RankParameters) -> int:
+    found, layout = trained(workload, here).elements, workload.layout
+    if workload.lora is not None:
         return found
-    return found + here.sparse * expert_elements(question.model, layout.tp, layout.ep)
+    return found + here.sparse * expert_elements(workload.model, layout.tp, layout.ep)
 
 
 def expert_elements(model: Model, tp: int, ep: int) -> int:
@@ -332,7 +332,7 @@ def padded(component: Component, ranks: int) -> int:
     return sum(padded_size(tensor, ranks) for tensor in component.tensors)
 
 
-def padded_size(tensor: Tensor, ranks: int) -> int:
+def padded_size(tensor: RankTensor, ranks: int) -> int:
     rows, *rest = tensor.shape
     return ranks * even_share(rows, ranks) * math.prod(rest)
 
@@ -346,7 +346,9 @@ def bucket_count(here: RankParameters, width: int, bucket_bytes: int, by_kind: b
     return ends + max(len(here.stages), round(layers))
 
 
-def bucket_names(tensors: Iterable[Tensor], width: int, bucket_bytes: int, by_kind: bool) -> list[list[str]]:
+def bucket_names(
+    tensors: Iterable[RankTensor], width: int, bucket_bytes: int, by_kind: bool
+) -> list[list[str]]:
     """The labels in each bucket. ``by_kind``: of flat ones, whose parts other ranks have to find again."""
     return buckets_by_kind(
         (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.facts.layout import Layout
-from shoal.facts.legality import Case, broken
+from shoal.facts.layout.legality import Case, broken
 from shoal.plan.resolve import Job
 
 # Two, four and eight ranks. A test holds that this list covers what the docstring says.

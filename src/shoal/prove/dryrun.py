@@ -17,43 +17,43 @@ from itertools import repeat
 import torch
 
 from shoal.facts.layout import Layout
+from shoal.facts.layout.ranks import coordinates, stride
 from shoal.facts.ledger import CATEGORIES, PART_OF, Ledger
-from shoal.facts.ranks import coordinates, stride
 from shoal.facts.traffic import Traffic
 from shoal.launch.local import PRELOAD, warm_workers
 from shoal.models.initial import Slice
-from shoal.observe.collectives import Call
-from shoal.observe.memory import Place
-from shoal.observe.origin import Origin
+from shoal.observe.attribution import Attribution
+from shoal.observe.collectives import IssuedCall
+from shoal.observe.memory import AllocationSite
 from shoal.predict.memory import ledger, ledgers
 from shoal.predict.memory.device import on_top, workspace
-from shoal.predict.question import Question
 from shoal.predict.traffic import traffic
-from shoal.prove.fake import SumsInPlace, fake_rank, without_data
-from shoal.prove.findings import FLOOR, Finding, in_memory, in_messages, in_traffic
-from shoal.prove.kernels import pinned
+from shoal.predict.workload import Workload
+from shoal.prove.dryrun_findings import FLOOR, Finding, in_memory, in_messages, in_traffic
+from shoal.prove.fake_world import SumsInPlace, fake_rank, without_data
+from shoal.prove.pinned_kernels import pinned
 from shoal.train.data.loader import Batch
 from shoal.train.metrics.observed import watched
 from shoal.train.program import assemble, blueprint
 
 
 @dataclass(frozen=True)
-class Seen:
+class DryRun:
     """One rank's step, as it was counted, beside its prediction."""
 
-    question: Question
+    workload: Workload
     rank: int
     memory: Ledger
     predicted: Ledger
     traffic: list[Traffic]
     predicted_traffic: list[Traffic]
-    calls: list[Call]
-    places: dict[Place, int]  # bytes at the peak
+    calls: list[IssuedCall]
+    places: dict[AllocationSite, int]  # bytes at the peak
     seconds: float
 
     @property
     def stage(self) -> int:
-        return coordinates(self.rank, self.question.layout)["pp"]
+        return coordinates(self.rank, self.workload.layout)["pp"]
 
     @property
     def matches(self) -> bool:
@@ -69,7 +69,7 @@ class Seen:
         """Everything that is not as predicted, in memory by more than ``floor`` bytes."""
         return [
             *in_traffic(self.traffic, self.predicted_traffic, self.calls),
-            *in_messages(self.question, self.stage, self.calls),
+            *in_messages(self.workload, self.stage, self.calls),
             *in_memory(self.memory, self.predicted, self.places, floor),
         ]
 
@@ -79,20 +79,20 @@ def first_rank(layout: Layout, stage: int) -> int:
     return stage * stride("pp", layout)
 
 
-def fullest_rank(question: Question) -> int:
+def fullest_rank(workload: Workload) -> int:
     """The first rank of the stage that needs the most, as predicted."""
-    return first_rank(question.layout, ledger(question).worst_stage)
+    return first_rank(workload.layout, ledger(workload).worst_stage)
 
 
-def dryrun(question: Question, rank: int) -> Seen:
+def dryrun(workload: Workload, rank: int) -> DryRun:
     """The second step of one rank: after the first, optimizer states and FSDP's buffers are there."""
     began = time.perf_counter()
-    on_cpu = question.cluster.device.name == "cpu"
-    with fake_rank(question.layout, rank, "gloo" if on_cpu else "nccl") as mesh:
-        network = blueprint(question.model, question.recipe)
-        with without_data(), pinned(question) as kernels:
-            step = assemble(network, question.recipe, question.tune, mesh, _no_values)
-            batches = [_batch(question) for _ in range(question.accumulation)]
+    on_cpu = workload.cluster.device.name == "cpu"
+    with fake_rank(workload.layout, rank, "gloo" if on_cpu else "nccl") as mesh:
+        network = blueprint(workload.model, workload.recipe)
+        with without_data(), pinned(workload) as kernels:
+            step = assemble(network, workload.recipe, workload.tune, mesh, _no_values)
+            batches = [_batch(workload) for _ in range(workload.accumulation)]
             step(1, batches[:1], 1)
             gc.collect()
             # Without what an allocator rounds up, which is next to nothing in a model that needs a GPU.
@@ -100,29 +100,29 @@ def dryrun(question: Question, rank: int) -> Seen:
                 targets, _ = step.agree(1)
                 step(2, batches, targets)
             kernels.check()
-    stage = coordinates(rank, question.layout)["pp"]
+    stage = coordinates(rank, workload.layout)["pp"]
     tracker = watch.tracker
-    return Seen(
-        question,
+    return DryRun(
+        workload,
         rank,
-        _ledger(question, stage, tracker.peak_by_category(), tracker.peak_origin),
-        ledgers(question)[stage],
+        _ledger(workload, stage, tracker.peak_by_category(), tracker.peak_origin),
+        ledgers(workload)[stage],
         watch.counter.traffic(),
-        sorted(traffic(question, rank)),
+        sorted(traffic(workload, rank)),
         watch.counter.calls,
         dict(tracker.peak_by_place()),
         time.perf_counter() - began,
     )
 
 
-def dryrun_stages(question: Question, processes: int, told: Callable[[Seen], None]) -> list[Seen]:
+def dryrun_stages(workload: Workload, processes: int, told: Callable[[DryRun], None]) -> list[DryRun]:
     """One rank of every stage, so many at a time, each in a process of its own."""
-    ranks = [first_rank(question.layout, stage) for stage in range(question.layout.pp)]
+    ranks = [first_rank(workload.layout, stage) for stage in range(workload.layout.pp)]
     # Not forked from here: torch's threads would not be there in the child. From a server, which has imported it once.
     warm_workers((*PRELOAD, __name__))
     with ProcessPoolExecutor(processes, multiprocessing.get_context("forkserver")) as pool:
         found = []
-        for seen in pool.map(dryrun, repeat(question), ranks):
+        for seen in pool.map(dryrun, repeat(workload), ranks):
             told(seen)
             found.append(seen)
     return found
@@ -132,25 +132,25 @@ def _no_values(slices: list[tuple[str, Slice]]) -> None:
     """There is nowhere to put them."""
 
 
-def _batch(question: Question) -> Batch:
-    rows, length = question.micro, question.recipe.seq
+def _batch(workload: Workload) -> Batch:
+    rows, length = workload.micro, workload.recipe.seq
     tokens, targets, positions = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(3))
     return Batch(tokens, targets, positions, None, torch.arange(rows), rows * length)
 
 
-def _ledger(question: Question, stage: int, held: dict[str, int], at: Origin | None) -> Ledger:
+def _ledger(workload: Workload, stage: int, held: dict[str, int], at: Attribution | None) -> Ledger:
     own = dict.fromkeys(CATEGORIES, 0)
-    for category, size in (*held.items(), ("buffers", workspace(question))):
+    for category, size in (*held.items(), ("buffers", workspace(workload))):
         own[PART_OF.get(category, category)] += size
     peak = sum(own.values())
-    band = on_top(question, peak)
+    band = on_top(workload, peak)
     return Ledger(
         **own,
         peak_allocated=peak,
         reserved=band.reserved,
         device_total=band.total,
         device_p90=band.p90,
-        capacity=question.cluster.device.memory_bytes,
+        capacity=workload.cluster.device.memory_bytes,
         worst_stage=stage,
         instant=str(at or "between steps"),
     )

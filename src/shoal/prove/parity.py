@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from shoal.facts.boxes import summed_over
 from shoal.facts.config import Config
 from shoal.facts.layout import Layout
-from shoal.facts.parameters import by_name
+from shoal.facts.model.parameters import by_name
+from shoal.facts.model.tensor_split import summed_over
 from shoal.facts.strategies import STRATEGIES, Strategy
 from shoal.launch.ranks import RankFailed, run_ranks
-from shoal.parallel.segment import EMBEDDING
+from shoal.parallel.stage_module import EMBEDDING
 from shoal.plan.resolve import Job, resolve
-from shoal.prove.rehearse import Difference, Rehearsal, Script, rehearse
+from shoal.prove.parity_rank import Difference, ParityRank, ParityRequest, run_parity_rank
 
 # What one rank does; a parameter, so that a proof of the proof can put a broken one in its place.
-Rehearse = Callable[..., Rehearsal | None]
+Rehearse = Callable[..., ParityRank | None]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ STRICT = Tolerance(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ParityVerdict:
     """One layout against one process."""
 
     layout: Layout
@@ -69,7 +69,7 @@ class Parity:
     steps: int
     precision: str
     reference: list[float]
-    verdicts: list[Verdict]
+    verdicts: list[ParityVerdict]
 
 
 @dataclass
@@ -81,10 +81,12 @@ class Prover:
     steps: int
     precision: str
     folder: Path  # for the reference's tensors
-    rehearse: Rehearse = rehearse
+    rehearse: Rehearse = run_parity_rank
     visible: str | None = None  # what CUDA_VISIBLE_DEVICES says
 
-    def prove(self, layouts: list[Layout], tell: Callable[[Verdict], None] = lambda verdict: None) -> Parity:
+    def prove(
+        self, layouts: list[Layout], tell: Callable[[ParityVerdict], None] = lambda verdict: None
+    ) -> Parity:
         verdicts = []
         for layout in layouts:
             verdict = self._judge(layout)
@@ -94,32 +96,34 @@ class Prover:
         return Parity(self.steps, self.precision, self.truth.losses, verdicts)
 
     @cached_property
-    def truth(self) -> Rehearsal:
+    def truth(self) -> ParityRank:
         """One process, the whole batch. It must not fail, so its failure is not a verdict."""
-        script = Script(self.job(Layout()), self.dataset, self.steps, self.folder, reference=True)
-        (seen,) = run_ranks(1, rehearse, (script,), _patience(script.job))
-        assert isinstance(seen, Rehearsal)
+        script = ParityRequest(self.job(Layout()), self.dataset, self.steps, self.folder, reference=True)
+        (seen,) = run_ranks(1, run_parity_rank, (script,), _patience(script.job))
+        assert isinstance(seen, ParityRank)
         return seen
 
     def job(self, layout: Layout) -> Job:
         return job_of(self.config, layout, self.precision, self.visible)
 
-    def _judge(self, layout: Layout) -> Verdict:
+    def _judge(self, layout: Layout) -> ParityVerdict:
         truth = self.truth
         started = time.perf_counter()
         job = self.job(layout)
-        script = Script(job, self.dataset, self.steps, self.folder, reference=False)
+        script = ParityRequest(job, self.dataset, self.steps, self.folder, reference=False)
         try:
             results = run_ranks(layout.world, self.rehearse, (script,), _patience(job))
             seen = results[0]
         except RankFailed as failure:
             infinite = float("inf")
             seconds = time.perf_counter() - started
-            return Verdict(layout, [], infinite, infinite, infinite, False, seconds, reason=str(failure))
+            return ParityVerdict(
+                layout, [], infinite, infinite, infinite, False, seconds, reason=str(failure)
+            )
         tolerance = STRICT if job.config.run.strict else TOLERANCES[self.precision]
         return _verdict(layout, truth, seen, tolerance, time.perf_counter() - started)
 
-    def _blame(self, verdict: Verdict) -> Verdict:
+    def _blame(self, verdict: ParityVerdict) -> ParityVerdict:
         """Name the strategy without which the layout is fine; where that is none of them alone, all of them."""
         layout = verdict.layout
         suspects = [one for one in STRATEGIES if one.works(layout)]
@@ -128,7 +132,7 @@ class Prover:
         files = dict.fromkeys(self._file(one, verdict) for one in guilty)
         return replace(verdict, strategy=", ".join(one.key for one in guilty), file=", ".join(files))
 
-    def _file(self, strategy: Strategy, verdict: Verdict) -> str:
+    def _file(self, strategy: Strategy, verdict: ParityVerdict) -> str:
         """Where a strategy lives, or that part of it that the first wrong tensor points to."""
         layout, model = verdict.layout, self.job(verdict.layout).model
         at_first = {one.tensor for one in verdict.differing if one.what == "gradient" and one.step == 1}
@@ -137,7 +141,7 @@ class Prover:
         }
         tied = at_first & {EMBEDDING} if model.tied else set()
         if at_first and at_first == {"tp": summed, "pp": tied}.get(strategy.key):
-            return "parallel/shared.py"  # nothing but sums over ranks that hold the same parameter
+            return "parallel/shared_gradients.py"  # nothing but sums over ranks that hold the same parameter
         return strategy.file_in(layout)
 
 
@@ -157,8 +161,8 @@ def _patience(job: Job) -> float:
 
 
 def _verdict(
-    layout: Layout, truth: Rehearsal, seen: Rehearsal, tolerance: Tolerance, seconds: float
-) -> Verdict:
+    layout: Layout, truth: ParityRank, seen: ParityRank, tolerance: Tolerance, seconds: float
+) -> ParityVerdict:
     losses = [abs(ours - theirs) for ours, theirs in zip(seen.losses, truth.losses, strict=True)]
     if truth.heldout is not None:
         losses.append(abs((float("nan") if seen.heldout is None else seen.heldout) - truth.heldout))
@@ -186,7 +190,7 @@ def _verdict(
     elif seen.written != truth.written:
         reason = f"it writes {seen.written!r} and one process {truth.written!r}"
     gradients = [one for one in seen.differences if one.what == "gradient"]
-    return Verdict(
+    return ParityVerdict(
         layout,
         seen.losses,
         worst_loss,

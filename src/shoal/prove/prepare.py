@@ -63,5 +63,5 @@ def ready(
     if problems:
         raise BadInput(problems)
     dataset = local.tokenised(job, console)
-    local.warm_workers((*local.PRELOAD, "shoal.prove.rehearse"), job.config)
+    local.warm_workers((*local.PRELOAD, "shoal.prove.parity_rank"), job.config)
     return dataset.path

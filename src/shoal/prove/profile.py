@@ -13,28 +13,28 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from shoal.facts import calibration
+from shoal.facts.layout.ranks import AXES
 from shoal.facts.ledger import CATEGORIES
 from shoal.facts.problem import BadInput
-from shoal.facts.ranks import AXES
 from shoal.facts.strategies import PIPELINE, purpose_of
 from shoal.launch import local
 from shoal.observe.kinds import COPIES
 from shoal.plan.judge import Plan, as_json, judge
 from shoal.plan.resolve import Job
-from shoal.prove.bubble import Pipeline, compare
-from shoal.prove.drift import of_run
-from shoal.prove.verdict import Evidence, verdict
+from shoal.prove.measured_bubble import MeasuredPipeline, compare
+from shoal.prove.profile_drift import of_run
+from shoal.prove.profile_verdict import Evidence, verdict
 from shoal.train.files import private_files, replace_text
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from shoal.prove.profiled import Seen
+    from shoal.prove.profile_rank import RankProfile
 
 # Of a part that is so little of the whole, an error in percent says nothing.
 NEXT_TO_NOTHING = 1e-3
 
 
-class Failed(RuntimeError):
+class ProfileFailed(RuntimeError):
     """A rank failed; the message is its own error."""
 
 
@@ -44,7 +44,7 @@ class Profile:
 
     job: Job
     plan: Plan
-    seen: list[Seen]
+    seen: list[RankProfile]
     run: RunDirectory
 
     @property
@@ -63,17 +63,17 @@ class Profile:
         return (max(times) - min(times)) / median(times)
 
     @cached_property
-    def busiest(self) -> Seen:
+    def busiest(self) -> RankProfile:
         """The rank that computes longest, which is also the one that is predicted."""
         return max(self.seen, key=lambda rank: rank.spent.compute + rank.spent.recompute)
 
     @cached_property
-    def fullest(self) -> Seen:
+    def fullest(self) -> RankProfile:
         return max(self.seen, key=peak)
 
     @cached_property
-    def pipeline(self) -> Pipeline | None:
-        return compare(self.job.layout, self.plan.question.accumulation, self.seen)
+    def pipeline(self) -> MeasuredPipeline | None:
+        return compare(self.job.layout, self.plan.workload.accumulation, self.seen)
 
     @cached_property
     def step(self) -> dict[str, float]:
@@ -203,7 +203,7 @@ class Profile:
         for rank in self.seen:
             stages.setdefault(rank.place["pp"], {})[rank.rank] = rank.spent.compute + rank.spent.recompute
         return Evidence(
-            question=self.plan.question,
+            workload=self.plan.workload,
             seconds=self.seconds,
             predicted_seconds=self.plan.step.seconds,
             peak=peak(self.fullest),
@@ -225,7 +225,7 @@ class Profile:
 
     @cached_property
     def verdict(self) -> list[str]:
-        return [*of_run(self.plan.question, self.kinds, self.seconds), *verdict(self.evidence)]
+        return [*of_run(self.plan.workload, self.kinds, self.seconds), *verdict(self.evidence)]
 
     def document(self) -> dict[str, Any]:
         """What profile.json holds and ``--json`` prints."""
@@ -254,7 +254,7 @@ class Profile:
         }
 
 
-def peak(rank: Seen) -> int:
+def peak(rank: RankProfile) -> int:
     """The allocator's own peak where there is one, else that of the tracker."""
     return rank.peak if rank.allocated is None else rank.allocated
 
@@ -278,26 +278,26 @@ def profile(
         local.check_weights(job, None)
         if not run.path.exists():
             held.enter_context(run.held())
-        local.warm_workers((*local.PRELOAD, "shoal.prove.profiled"), job.config)
+        local.warm_workers((*local.PRELOAD, "shoal.prove.profile_rank"), job.config)
         held.enter_context(private_files())
         # torch takes seconds to import, and bad input was answered without it.
         from shoal.launch.ranks import RankFailed, run_ranks
-        from shoal.prove.profiled import Order, take_part
+        from shoal.prove.profile_rank import ProfileRequest, take_part
 
         # Traces of an earlier profile may be those of more ranks.
         shutil.rmtree(run.profiles, ignore_errors=True)
         run.profiles.mkdir(mode=0o700)
-        order = Order(job, dataset.path.resolve(), warm_up, RunDirectory(run.path.resolve()))
+        order = ProfileRequest(job, dataset.path.resolve(), warm_up, RunDirectory(run.path.resolve()))
         try:
             seen = run_ranks(job.layout.world, take_part, (order,), max(600.0, 4 * job.config.fault.timeout))
         except RankFailed as failure:
-            raise Failed(str(failure)) from failure
+            raise ProfileFailed(str(failure)) from failure
         measured = Profile(job, plan, seen, run)
         replace_text(run.profile, json.dumps(measured.document(), indent=2) + "\n")
         return measured
 
 
-def _rank(rank: Seen) -> dict[str, Any]:
+def _rank(rank: RankProfile) -> dict[str, Any]:
     return {
         "rank": rank.rank,
         "place": rank.place,

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from shoal.facts.cluster.this_machine import usable_threads
 from shoal.facts.config import CheckpointSection
-from shoal.facts.local import usable_threads
 from shoal.parallel.mesh import Mesh
-from shoal.train.checkpoint.keep import Keeper, newest_first
 from shoal.train.checkpoint.manifest import Damaged
-from shoal.train.checkpoint.peers import Peers
-from shoal.train.checkpoint.place import Place, Unreachable
+from shoal.train.checkpoint.peer_memory import Peers
 from shoal.train.checkpoint.read import Checkpoint
+from shoal.train.checkpoint.retention import Keeper, newest_first
 from shoal.train.checkpoint.save import Saved, Saver
+from shoal.train.checkpoint.storage import CheckpointStorage, Unreachable
 from shoal.train.files import MAKE_ROOM, last_row
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 from shoal.train.state import State
 
 # Copies in memory: the last one, and the one before it while that is being replaced.
@@ -48,8 +48,8 @@ class Commits:
         """
         self.state, self.run, self.mesh, self.config = state, run, mesh, config
         self.batch, self.identity = batch, identity
-        self.disk: Place = run.disk
-        self.memory: Place = run.memory()
+        self.disk: CheckpointStorage = run.disk
+        self.memory: CheckpointStorage = run.memory()
         self.peers: Peers | None = None  # other nodes, where each has a memory of its own
         if mesh.nodes > 1 and config.memory:
             self.peers = Peers(mesh, run.memory(), attempt, set_aside)
@@ -65,7 +65,7 @@ class Commits:
             self.memory: Keeper(self.memory, KEPT_IN_MEMORY),
         }
         # One for each place, for they have their own pace: a disk may take minutes for what memory takes at once.
-        self._savers: dict[Place, Saver] = {
+        self._savers: dict[CheckpointStorage, Saver] = {
             place: Saver(
                 name,
                 place,
@@ -115,7 +115,7 @@ class Commits:
             raise Damaged(f"no sound checkpoint is left. The last one: {damaged}")
         return 0
 
-    def _choose(self) -> tuple[Place, int] | None:
+    def _choose(self) -> tuple[CheckpointStorage, int] | None:
         """What the first rank finds is tried by all: others might look while something is being removed."""
         together, useless = self.peers.newest(self._done()) if self.peers is not None else (None, [])
         for step, reason in useless if self.mesh.rank == 0 else []:
@@ -140,7 +140,7 @@ class Commits:
         row = last_row(self.run.metrics)
         return int(row["step"]) if row else 0
 
-    def _try(self, place: Place, step: int) -> str:
+    def _try(self, place: CheckpointStorage, step: int) -> str:
         """What is wrong with a checkpoint; empty where all ranks have restored it."""
         trouble = ""
         try:
@@ -153,7 +153,7 @@ class Commits:
             trouble = str(error)
         return self.mesh.hosts.broadcast(next(filter(None, self.mesh.hosts.gather(trouble)), ""))
 
-    def _set_aside(self, place: Place, step: int, reason: str) -> None:
+    def _set_aside(self, place: CheckpointStorage, step: int, reason: str) -> None:
         if place == self.memory:
             if self.peers is None:
                 place.remove(step)
@@ -163,7 +163,7 @@ class Commits:
             action = "set aside"
         self._aside.append((step, action, reason))
 
-    def _note_set_aside(self, left: list[tuple[Place, int]]) -> None:
+    def _note_set_aside(self, left: list[tuple[CheckpointStorage, int]]) -> None:
         """On the first rank, once it is known what there is to use instead."""
         instead = "there is no other"
         for place, step in left[:1]:
@@ -246,7 +246,7 @@ class Commits:
         self.hear()
         self.mesh.hosts.wait_for_first_rank()
 
-    def _start(self, place: Place, step: int, heldout_loss: float | None) -> None:
+    def _start(self, place: CheckpointStorage, step: int, heldout_loss: float | None) -> None:
         self._saving = step
         manifest = self.state.manifest(step, step * self.batch, self.identity, heldout_loss)
         self._savers[place].start(manifest, self.state.states())
@@ -278,7 +278,7 @@ class Commits:
             self._last_error = ""
             self.run.note_fault(kind="commit", step=step, action="commits succeed again")
 
-    def _tidy(self, place: Place) -> None:
+    def _tidy(self, place: CheckpointStorage) -> None:
         """After a commit this is done in the background as well: an object store takes its time."""
         with contextlib.suppress(OSError):
             self._keepers[place].tidy()

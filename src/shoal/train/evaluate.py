@@ -10,7 +10,7 @@ from shoal.models.generate import generate
 from shoal.models.random import key
 from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.segment import MicroBatch
+from shoal.parallel.stage_module import MicroBatch
 from shoal.train.data.loader import Loader
 from shoal.train.data.tokenizers import Tokenizer
 from shoal.train.step import summed_loss

@@ -9,7 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from shoal.observe.flight import COMMIT, EVALUATE, FIRST_STEP, INPUT, RESTORE, STEP, Announce, unheard
+from shoal.observe.flight_recorder import (
+    COMMIT,
+    EVALUATE,
+    FIRST_STEP,
+    INPUT,
+    RESTORE,
+    STEP,
+    Announce,
+    unheard,
+)
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
 from shoal.train.commits import Commits
@@ -18,17 +27,17 @@ from shoal.train.data.loader import Batch
 from shoal.train.evaluate import heldout_loss, write_samples
 from shoal.train.files import StepFile, read_rows
 from shoal.train.guard.corruption import CorruptionGuard
-from shoal.train.guard.memory import explaining
 from shoal.train.guard.nonfinite import NonFiniteGuard
+from shoal.train.guard.out_of_memory import explaining
 from shoal.train.guard.spikes import WINDOW, SpikeGuard
 from shoal.train.guard.stragglers import Stragglers
 from shoal.train.metrics.compare import Comparison
-from shoal.train.metrics.ledger import Ledger
-from shoal.train.metrics.measure import Meter, finite
+from shoal.train.metrics.meter import Meter, finite
 from shoal.train.metrics.observed import OBSERVED_STEP, observed
+from shoal.train.metrics.sample_log import SampleLog
 from shoal.train.outcome import RESUMED, Outcome
 from shoal.train.program import Program, first_weights, no_weights
-from shoal.train.rundir import RunDirectory, identity
+from shoal.train.run_directory import RunDirectory, identity
 from shoal.train.state import State
 
 PROMPT_TOKENS = 32
@@ -90,9 +99,9 @@ class Training:
         self.announce = announce
         self.first_rank = mesh.rank == 0
         self.attempt = attempt
-        self.ledger: Ledger | None = None
+        self.ledger: SampleLog | None = None
         if config.run.ledger and mesh.first_of_replica:
-            self.ledger = Ledger(run.ledger, mesh.rank, attempt)
+            self.ledger = SampleLog(run.ledger, mesh.rank, attempt)
 
         data = Dataset.open(dataset)
         self.program = Program(job, data, mesh, no_weights)
@@ -241,7 +250,7 @@ class Training:
 
 def _writes_samples(mesh: Mesh) -> bool:
     """Whether it takes this rank to generate text: one copy of the model does, with all ranks that it is split over."""
-    return mesh.place["dp"] == 0 and (mesh.place["fsdp"] == 0 or mesh.layout.zero == 3)
+    return mesh.coords["dp"] == 0 and (mesh.coords["fsdp"] == 0 or mesh.layout.zero == 3)
 
 
 def _due(step: int, every: int) -> bool:

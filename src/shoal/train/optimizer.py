@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from shoal.facts.recipe import Recipe
-from shoal.parallel.pieces import Piece, gradient
+from shoal.parallel.shards import Shard, gradient
 
 
-def build(pieces: list[Piece], recipe: Recipe) -> torch.optim.Optimizer:
+def build(pieces: list[Shard], recipe: Recipe) -> torch.optim.Optimizer:
     """Two groups, decayed and not: norms and biases, the vectors, carry no weight decay."""
     groups: list[dict[str, Any]] = [
         {"params": [piece.tensor for piece in pieces if piece.decayed], "weight_decay": recipe.weight_decay},
@@ -29,14 +29,14 @@ def build(pieces: list[Piece], recipe: Recipe) -> torch.optim.Optimizer:
     )
 
 
-def unscale(pieces: list[Piece], scale: float) -> None:
+def unscale(pieces: list[Shard], scale: float) -> None:
     """Take the loss scale off the gradients."""
     if scale != 1.0:
         for piece in pieces:
             gradient(piece).div_(scale)
 
 
-def squared_norm(pieces: list[Piece]) -> float:
+def squared_norm(pieces: list[Shard]) -> float:
     """The squares of these gradients, added up in at least fp32: torch's own total has the gradients' precision."""
     gradients = [gradient(piece) for piece in pieces]
     if any(one.dtype.itemsize < 4 for one in gradients):
@@ -47,7 +47,7 @@ def squared_norm(pieces: list[Piece]) -> float:
     return norm * norm  # not norm**2, which raises where this gives infinity
 
 
-def clip(pieces: list[Piece], limit: float, norm: float) -> None:
+def clip(pieces: list[Shard], limit: float, norm: float) -> None:
     """Shrink gradients whose norm, over all ranks, is ``norm`` to ``limit`` (0: do not)."""
     if limit and pieces:
         wide = torch.promote_types(pieces[0].tensor.dtype, torch.float32)

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from shoal.facts.model import Model
-from shoal.facts.parameters import parameters
+from shoal.facts.model.parameters import parameters
 from shoal.facts.recipe import OPTIMIZER_STATES
 from shoal.models.initial import Slice
 from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.pieces import Piece, weight
+from shoal.parallel.shards import Shard, weight
 from shoal.train.checkpoint.manifest import Damaged, Manifest, check_agrees, identity_hash
 from shoal.train.checkpoint.read import Checkpoint
-from shoal.train.checkpoint.share import parts, piece_slices
-from shoal.train.checkpoint.stage import Stage, States
+from shoal.train.checkpoint.staging import StagingBuffer, States
+from shoal.train.checkpoint.write_plan import parts, piece_slices
 from shoal.train.optimizer import LossScale
 
 
@@ -43,10 +43,10 @@ class State:
         self.scale = scale
         self.mesh = mesh
 
-    def new_stage(self, ahead: bool = True, tell: Callable[[str], None] = print) -> Stage:
+    def new_stage(self, ahead: bool = True, tell: Callable[[str], None] = print) -> StagingBuffer:
         """A buffer for what this rank writes of it. ``ahead``: made before it is needed."""
         mine = parts(self.model, self.pieces, self.mesh)
-        return Stage(mine, self.mesh.device, 1 + len(self.kinds), ahead, tell)
+        return StagingBuffer(mine, self.mesh.device, 1 + len(self.kinds), ahead, tell)
 
     def states(self) -> States:
         """Weights, and those of the optimizer's states that there are."""
@@ -107,7 +107,7 @@ class State:
         states = [self.optimizer.state.get(piece.tensor, {}) for piece in self.pieces]
         return tuple(kind for kind in self.kinds if any(state.get(kind) is not None for state in states))
 
-    def _state(self, kind: str, piece: Piece) -> Tensor:
+    def _state(self, kind: str, piece: Shard) -> Tensor:
         state: Tensor = self.optimizer.state[piece.tensor][kind]
         return state
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from shoal.facts.recipe import Recipe
 from shoal.models.random import key
 from shoal.parallel.apply import Placed
-from shoal.parallel.exact import exact_loss, exact_norm
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.pieces import gradient
-from shoal.parallel.segment import MicroBatch
+from shoal.parallel.shards import gradient
+from shoal.parallel.stage_module import MicroBatch
+from shoal.parallel.strict import strict_loss, strict_norm
 from shoal.train.data.loader import Batch
 from shoal.train.optimizer import LossScale, clip, learning_rate, squared_norm, unscale
 
@@ -109,7 +109,7 @@ class Step:
     def _measure(self, losses: list[Tensor]) -> tuple[float, float]:
         """The sum of all losses and the norm of all gradients, everything counted once."""
         if self.placed.exact is not None:
-            return exact_loss(own_losses(losses, self.mesh), self.mesh), exact_norm(self.pieces, self.mesh)
+            return strict_loss(own_losses(losses, self.mesh), self.mesh), strict_norm(self.pieces, self.mesh)
         squares = squared_norm([piece for piece in self.pieces if piece.counted])
         # Of equal gradients one counts, but each has to be finite: a machine may have spoiled any of them.
         others = squared_norm([piece for piece in self.pieces if not piece.counted])
@@ -132,7 +132,7 @@ class Step:
 
 def own_losses(losses: list[Tensor], mesh: Mesh) -> list[Tensor]:
     """Ranks that split tensors compute the same loss: the first of them speaks for all."""
-    return losses if mesh.place["tp"] == 0 else []
+    return losses if mesh.coords["tp"] == 0 else []
 
 
 def added(losses: list[Tensor]) -> float:
@@ -143,4 +143,4 @@ def added(losses: list[Tensor]) -> float:
 def summed_loss(losses: list[Tensor], placed: Placed, mesh: Mesh) -> float:
     """All ranks' losses, in strict mode without any rounding."""
     mine = own_losses(losses, mesh)
-    return exact_loss(mine, mesh) if placed.exact is not None else mesh.hosts.sum_floats([added(mine)])[0]
+    return strict_loss(mine, mesh) if placed.exact is not None else mesh.hosts.sum_floats([added(mine)])[0]

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal.observe.flight import FlightReader
+from shoal.observe.flight_recorder import FlightReader
 from shoal.train.files import read_rows
 from shoal.train.guard.processes import descendants, send
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 SECONDS = 90.0
 

@@ -16,23 +16,23 @@ from rich.console import Console
 from torch.distributed import TCPStore
 
 from shoal.cli.main import main
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.facts.problem import BadInput
 from shoal.launch.nodes import meeting
 from shoal.launch.nodes import train as nodes_train
 from shoal.launch.nodes.count import NodeCount, node_name
-from shoal.launch.nodes.documents import Call, End, Round, Status
-from shoal.launch.nodes.meeting import Captain, CaptainLost, Follower, Place, new_place
-from shoal.launch.nodes.watched import EveryRank, Witness
+from shoal.launch.nodes.meeting import Follower, Leader, LeaderLost, MeetingPoint, new_meeting_point
+from shoal.launch.nodes.messages import Announcement, End, Round, Status
+from shoal.launch.nodes.watched_ranks import EveryRank, RankReporter
 from shoal.launch.rendezvous import connect, open_store
 from shoal.launch.report import FAILED, STOPPED, Report
 from shoal.launch.signals import STOP_SIGNALS, stoppable
-from shoal.observe.flight import Channel, Entry, Snapshot
-from shoal.parallel.signed import SignedStore
+from shoal.observe.flight_recorder import Channel, FlightEntry, Snapshot
+from shoal.parallel.signed_store import SignedStore
 from shoal.plan.refit import refit
 from shoal.plan.resolve import resolve
 from shoal.train.guard.stacks import Frame, Standing
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 TIMEOUT = 4.0  # a launcher is lost after half of it
 
@@ -42,13 +42,13 @@ def status(name: str, process: int = 1) -> Status:
 
 
 class Meeting:
-    """A captain and those who follow it, in one process."""
+    """A leader and those who follow it, in one process."""
 
     def __init__(self) -> None:
         self.store, self.address, self.port = open_store("127.0.0.1", TIMEOUT)
-        self.captain = Captain(connect(self.port, self.store.secret, TIMEOUT), status("a"), TIMEOUT)
-        self.captain.start()
-        self.talking = [self.captain]
+        self.leader = Leader(connect(self.port, self.store.secret, TIMEOUT), status("a"), TIMEOUT)
+        self.leader.start()
+        self.talking = [self.leader]
 
     def connect(self) -> SignedStore:
         return connect(self.port, self.store.secret, TIMEOUT)
@@ -60,7 +60,7 @@ class Meeting:
         return follower
 
     def hears(self, condition: object, seconds: float = 10.0) -> bool:
-        return self.captain.wait(condition, seconds)
+        return self.leader.wait(condition, seconds)
 
 
 @pytest.fixture
@@ -72,23 +72,23 @@ def together() -> Iterator[Meeting]:
 
 
 def test_what_is_said_is_heard_and_who_is_silent_is_lost(together: Meeting) -> None:
-    captain, follower = together.captain, together.join("b")
+    leader, follower = together.leader, together.join("b")
     follower.say(ready=1)
-    assert together.hears(lambda: [one.name for one in captain.alive().values()] == ["a", "b"])
-    assert together.hears(lambda: captain.alive()[follower.number].ready == 1)
+    assert together.hears(lambda: [one.name for one in leader.alive().values()] == ["a", "b"])
+    assert together.hears(lambda: leader.alive()[follower.number].ready == 1)
     round = Round(number=1, nodes=(1, 2), attempt="0a0a0a0a-1", layout="dp=2", cluster={})
-    captain.command(round=round, end=End(message="over"))
+    leader.command(round=round, end=End(message="over"))
     assert follower.wait(lambda: follower.call.end is not None, 10)
-    assert follower.call.round is not None and follower.call.round.nodes == (captain.number, follower.number)
+    assert follower.call.round is not None and follower.call.round.nodes == (leader.number, follower.number)
     assert follower.call.end == End(message="over", code=1) and not follower.lost
 
     follower.close()  # as if its node were gone
-    assert together.hears(lambda: list(captain.alive()) == [captain.number])
-    assert captain.silent_for(follower.number) >= captain.patience
-    assert captain.name_of(follower.number) == "b"
+    assert together.hears(lambda: list(leader.alive()) == [leader.number])
+    assert leader.silent_for(follower.number) >= leader.patience
+    assert leader.name_of(follower.number) == "b"
 
 
-def test_a_captain_that_does_not_answer_is_lost(together: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_that_does_not_answer_is_lost(together: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     follower = together.join("b")
     assert follower.wait(lambda: follower.call.beat > 0, 10) and not follower.lost
 
@@ -107,16 +107,16 @@ def test_of_two_launchers_with_one_name_the_later_is_refused(together: Meeting) 
     assert second.wait(lambda: bool(second.call.refused), 10)
     (number,) = second.call.refused
     assert number == second.number and "--node NAME" in second.call.refused[number]
-    assert first.number in together.captain.alive() and number not in together.captain.alive()
-    # One that has lost the captain and has found it again is not another.
+    assert first.number in together.leader.alive() and number not in together.leader.alive()
+    # One that has lost the leader and has found it again is not another.
     again = together.join("b", process=2)
-    assert together.hears(lambda: again.number in together.captain.alive())
+    assert together.hears(lambda: again.number in together.leader.alive())
     time.sleep(0.5)
-    assert again.number not in together.captain.call.refused
+    assert again.number not in together.leader.call.refused
 
 
 def test_who_would_train_something_else_is_refused_and_the_others_go_on(together: Meeting) -> None:
-    captain, good = together.captain, together.join("b")
+    leader, good = together.leader, together.join("b")
     other = Follower(together.connect(), status("c").model_copy(update={"facts": {"data": "1"}}), TIMEOUT)
     other.start()
     together.talking.append(other)
@@ -126,10 +126,8 @@ def test_who_would_train_something_else_is_refused_and_the_others_go_on(together
     store = together.connect()
     number = meeting._join(store, status("d"))
     store.set(meeting.node_key(number), json.dumps({**status("d").model_dump(), "mood": "good"}))
-    assert together.hears(lambda: "not the same version" in captain.call.refused.get(number, ""))
-    assert (
-        together.hears(lambda: list(captain.alive()) == [captain.number, good.number]) and not captain.broken
-    )
+    assert together.hears(lambda: "not the same version" in leader.call.refused.get(number, ""))
+    assert together.hears(lambda: list(leader.alive()) == [leader.number, good.number]) and not leader.broken
 
 
 def test_a_stranger_neither_joins_nor_holds_up_nor_turns_back_time(together: Meeting) -> None:
@@ -138,44 +136,44 @@ def test_a_stranger_neither_joins_nor_holds_up_nor_turns_back_time(together: Mee
     stranger.add("nodes", 10**9)
     stranger.set("node-2", status("x").model_dump_json())
     stranger.set("node-3", b"\xff")
-    captain, follower = together.captain, together.join("b")
+    leader, follower = together.leader, together.join("b")
     assert follower.number == 2  # what is not ours is free
     follower.say(ready=1)
-    assert together.hears(lambda: follower.number in captain.alive() and captain.alive()[2].ready == 1)
-    assert [one.name for one in captain.alive().values()] == ["a", "b"] and not captain.call.refused
-    # What was said before is not heard again, and orders are the captain's own.
+    assert together.hears(lambda: follower.number in leader.alive() and leader.alive()[2].ready == 1)
+    assert [one.name for one in leader.alive().values()] == ["a", "b"] and not leader.call.refused
+    # What was said before is not heard again, and orders are the leader's own.
     before = stranger.get("node-2")
     follower.say(ready=7)
-    assert together.hears(lambda: captain.alive()[2].ready == 7)
-    order = Call(beat=10**6, end=End(message="over"))
+    assert together.hears(lambda: leader.alive()[2].ready == 7)
+    order = Announcement(beat=10**6, end=End(message="over"))
     for _ in range(3):
         stranger.set("node-2", before)
         stranger.set("node-4", b"0" * 64)
         stranger.set(meeting.CALL, order.model_dump_json())
-        beat = captain.call.beat
-        assert together.hears(lambda beat=beat: captain.call.beat > beat)
-        assert captain.alive()[2].ready == 7 and follower.call.end is None
-    assert not captain.broken and not follower.lost
+        beat = leader.call.beat
+        assert together.hears(lambda beat=beat: leader.call.beat > beat)
+        assert leader.alive()[2].ready == 7 and follower.call.end is None
+    assert not leader.broken and not follower.lost
     later = together.join("c", 3)
-    assert together.hears(lambda: later.number in captain.alive())
+    assert together.hears(lambda: later.number in leader.alive())
 
 
-def test_a_captain_whose_orders_are_taken_away_is_lost(
+def test_a_leader_whose_orders_are_taken_away_is_lost(
     together: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loudly, and soon: a follower does not wait for an order that it cannot get."""
     follower = together.join("b")
     assert follower.wait(lambda: follower.call.beat > 0, 10) and not follower.lost
-    monkeypatch.setattr(Captain, "_exchange", lambda self: self.store.plain.delete_key(meeting.CALL))
+    monkeypatch.setattr(Leader, "_exchange", lambda self: self.store.plain.delete_key(meeting.CALL))
     deadline = time.monotonic() + 20
     while not follower.lost:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_only_its_owner_can_read_where_the_captain_is(tmp_path: Path) -> None:
+def test_only_its_owner_can_read_where_the_leader_is(tmp_path: Path) -> None:
     store, address, port = open_store("127.0.0.1", TIMEOUT)
-    place = new_place(address, port, store)
+    place = new_meeting_point(address, port, store)
     before = os.umask(0)
     try:
         place.write(tmp_path)
@@ -186,7 +184,7 @@ def test_only_its_owner_can_read_where_the_captain_is(tmp_path: Path) -> None:
 
 
 class Attempt:
-    """One that is asked to stop, and then finds its captain lost."""
+    """One that is asked to stop, and then finds its leader lost."""
 
     asked = 0.0
 
@@ -198,10 +196,10 @@ class Attempt:
             os.kill(os.getpid(), signal.SIGTERM)
             while not self.asked:
                 time.sleep(0.01)
-        raise CaptainLost
+        raise LeaderLost
 
 
-def test_a_stop_is_not_forgotten_where_the_captain_is_lost(
+def test_a_stop_is_not_forgotten_where_the_leader_is_lost(
     settings: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = resolve(load(None, settings(cluster__on="2xcpu"), "dp=2").config)
@@ -210,7 +208,7 @@ def test_a_stop_is_not_forgotten_where_the_captain_is_lost(
 
     def follow(self: nodes_train._Together) -> Report | None:
         followed.append(1)
-        assert len(followed) == 1, "it looks for another captain although it was asked to stop"
+        assert len(followed) == 1, "it looks for another leader although it was asked to stop"
         return self._run(Attempt)
 
     monkeypatch.setattr(nodes_train._Together, "follow", follow)
@@ -235,21 +233,21 @@ def test_a_stop_while_an_attempt_is_being_made_reaches_it(tmp_path: Path) -> Non
     assert report is not None and report.code == STOPPED
 
 
-def test_the_captain_is_found_through_the_run_and_a_stranger_is_not_taken_for_it(tmp_path: Path) -> None:
-    assert Place.read(tmp_path) is None
+def test_the_leader_is_found_through_the_run_and_a_stranger_is_not_taken_for_it(tmp_path: Path) -> None:
+    assert MeetingPoint.read(tmp_path) is None
     store, address, port = open_store("127.0.0.1", TIMEOUT)
-    place = new_place(address, port, store)
+    place = new_meeting_point(address, port, store)
     place.write(tmp_path)
-    found = Place.read(tmp_path)
+    found = MeetingPoint.read(tmp_path)
     assert found == place and not found.elsewhere and found.connect() is not None
     # Somebody else has got the port.
     store.plain.set(meeting.HELLO, "another")
     assert place.connect() is None
-    Place(address, port, "here", "of another").remove(tmp_path)
+    MeetingPoint(address, port, "here", "of another").remove(tmp_path)
     assert place.stands(tmp_path)
     place.remove(tmp_path)
-    assert Place.read(tmp_path) is None and Place(address, 1, "here", "00").connect() is None
-    assert Place("127.0.0.1", port, "another host", "00").elsewhere
+    assert MeetingPoint.read(tmp_path) is None and MeetingPoint(address, 1, "here", "00").connect() is None
+    assert MeetingPoint("127.0.0.1", port, "another host", "00").elsewhere
 
 
 class Ranks:
@@ -258,7 +256,9 @@ class Ranks:
     def __init__(self, first: int) -> None:
         self.readers = {first: None, first + 1: None}
         channel = Channel("7", "dp", (0, 1, 2, 3))
-        entries = tuple(Entry(channel, number, "all_reduce", 8, 0.0, "loop.py:1") for number in range(1, 30))
+        entries = tuple(
+            FlightEntry(channel, number, "all_reduce", 8, 0.0, "loop.py:1") for number in range(1, 30)
+        )
         self.seen = [Snapshot(first + rank, 1, 7, "step", 3, {channel: 29}, entries) for rank in (0, 1)]
 
     def look(self, entries: bool = False) -> list[Snapshot] | None:
@@ -273,14 +273,14 @@ class Ranks:
         }
 
 
-def test_the_captain_sees_the_ranks_of_other_nodes(together: Meeting) -> None:
-    captain, follower = together.captain, together.join("b")
+def test_the_leader_sees_the_ranks_of_other_nodes(together: Meeting) -> None:
+    leader, follower = together.leader, together.join("b")
     round = Round(
-        number=3, nodes=(captain.number, follower.number), attempt="0a0a0a0a-3", layout="dp=4", cluster={}
+        number=3, nodes=(leader.number, follower.number), attempt="0a0a0a0a-3", layout="dp=4", cluster={}
     )
-    every = EveryRank(captain, round, Ranks(0))
+    every = EveryRank(leader, round, Ranks(0))
     assert every.look() is None  # of the other nothing is known yet
-    witness = Witness(Ranks(2), patience=0.1, asked=0)
+    witness = RankReporter(Ranks(2), patience=0.1, asked=0)
     follower.say(round=3, **witness.tell(0))
     assert together.hears(lambda: every.look() is not None)
     seen = every.look(entries=True)
@@ -307,7 +307,7 @@ def test_documents_are_json_and_strangers_are_refused() -> None:
     told = status("a").model_copy(update={"standings": {1: asdict(Standing())}}).model_dump_json()
     assert Status.model_validate_json(told).standings[1] == json.loads(json.dumps(asdict(Standing())))
     with pytest.raises(ValueError, match="Extra inputs"):
-        Call.model_validate_json('{"command": "rm"}')
+        Announcement.model_validate_json('{"command": "rm"}')
 
 
 def test_how_many_nodes() -> None:
@@ -334,13 +334,13 @@ def test_bad_input_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[s
         assert ended.value.code == 2 and words in capfd.readouterr().err and not run.exists()
 
 
-def test_a_captain_that_only_its_own_host_can_reach_is_refused(
+def test_a_leader_that_only_its_own_host_can_reach_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Held by this process, as if by another node's."""
     run = RunDirectory(tmp_path / "run")
     with run.held():
-        Place("127.0.0.1", 1, f"not-{os.uname().nodename}", "").write(run.path)
+        MeetingPoint("127.0.0.1", 1, f"not-{os.uname().nodename}", "").write(run.path)
         with pytest.raises(SystemExit) as ended:
             main(["train", "--run", str(run.path), "--nodes", "2", "--node", "b", "--layout", "dp=2"])
     assert ended.value.code == 2

@@ -13,12 +13,13 @@ from rich.console import Console
 from tests.predict.calibrated import faster, stored
 
 from shoal.cli.main import main
-from shoal.facts import calibration, calibrationfile
-from shoal.facts.measurements import HostWork
-from shoal.prove.calibrate import Measured, calibrate, copies, host, machine
+from shoal.facts import calibration
+from shoal.facts.calibration import file
+from shoal.facts.calibration.measurements import HostWork
+from shoal.prove.calibrate import CalibrationReport, calibrate, copies, host, machine
 from shoal.prove.calibrate.drift import compared, words
 from shoal.prove.calibrate.kernels import Effort
-from shoal.prove.calibrate.sizes import ACCELERATOR, Load, Sizes, sizes
+from shoal.prove.calibrate.sizes import ACCELERATOR, CalibrationSizes, Load, sizes
 
 LOAD = Load(
     precision=torch.float32,
@@ -42,14 +43,14 @@ HALF = Load(
     lookups=((16, 16),),
     weights=(2**8,),
 )
-SMALL = Sizes(
+SMALL = CalibrationSizes(
     loads=(LOAD, HALF), heads=4, head_dims=(8,), hidden=32, inner=64, side=32, filler=2**8, copied=0
 )
 EFFORT = Effort((0.0, 0.0), (0.1, 0.1), 0.02)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Measured, str]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CalibrationReport, str]]:
     """One calibration for all tests, its disk barely touched and its host failing."""
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
@@ -65,9 +66,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Measured, s
     calibration.forget()
 
 
-def test_everything_is_measured_and_kept(made: tuple[Measured, str]) -> None:
+def test_everything_is_measured_and_kept(made: tuple[CalibrationReport, str]) -> None:
     measured, _ = made
-    assert calibrationfile.read(measured.path) == measured.stored
+    assert file.read(measured.path) == measured.stored
     assert measured.path.name == "cpu.json"
     seen = measured.stored.measured
     assert len(seen.products["fp32"]) == 9 and len(seen.attention["fp32"]) == 2
@@ -81,7 +82,7 @@ def test_everything_is_measured_and_kept(made: tuple[Measured, str]) -> None:
     assert links is not None and links.bandwidth and links.start + links.hop > 0
 
 
-def test_one_failure_costs_itself_alone_and_is_told(made: tuple[Measured, str]) -> None:
+def test_one_failure_costs_itself_alone_and_is_told(made: tuple[CalibrationReport, str]) -> None:
     measured, told = made
     seen = measured.stored.measured
     assert seen.host is None
@@ -95,7 +96,7 @@ def test_one_failure_costs_itself_alone_and_is_told(made: tuple[Measured, str]) 
     assert any("the host is busy" in line for line in measured.lines())
 
 
-def test_progress_is_told_with_the_time_that_passed(made: tuple[Measured, str]) -> None:
+def test_progress_is_told_with_the_time_that_passed(made: tuple[CalibrationReport, str]) -> None:
     lines = made[1].splitlines()
     assert all(line[:4].strip().isdecimal() and line[5:7] == "s " for line in lines), lines
     for part in ("products", "host", "copies", "disk", "links", "done"):
@@ -103,10 +104,10 @@ def test_progress_is_told_with_the_time_that_passed(made: tuple[Measured, str]) 
 
 
 def test_plan_says_that_it_uses_it(
-    made: tuple[Measured, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    made: tuple[CalibrationReport, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     measured, _ = made
-    monkeypatch.setenv(calibrationfile.VARIABLE, str(measured.path.parents[1]))
+    monkeypatch.setenv(file.VARIABLE, str(measured.path.parents[1]))
 
     def planned(*more: str) -> str:
         asked = ["plan", "tiny", "--on", "1xcpu", "--seq", "64", "--batch", "2", "--precision", "fp32"]
@@ -122,7 +123,7 @@ def test_plan_says_that_it_uses_it(
     assert with_it.splitlines()[2] != without.splitlines()[2]
 
 
-def test_a_second_one_is_compared_with_the_first(made: tuple[Measured, str]) -> None:
+def test_a_second_one_is_compared_with_the_first(made: tuple[CalibrationReport, str]) -> None:
     measured, _ = made
     rates = compared(measured.stored, measured.stored)
     assert {rate.kind for rate in rates} == {"matrix products", "attention", "moved bytes", "disk", "links"}
@@ -163,7 +164,7 @@ def test_a_small_accelerator_is_spared_the_largest() -> None:
 
 
 def test_a_device_that_torch_cannot_use_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.facts.clusters import find
+    from shoal.facts.cluster.notation import find
     from shoal.facts.problem import BadInput
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -11,9 +11,9 @@ import pytest
 from shoal.cli.main import main
 from shoal.prove.chaos import picture
 from shoal.prove.chaos.campaign import Struck
-from shoal.prove.chaos.prove import judge
+from shoal.prove.chaos.experiment import judge
 from shoal.train.files import read_rows
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 FAULTS = 11  # one of each kind
 KINDS = (

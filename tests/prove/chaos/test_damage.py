@@ -13,13 +13,13 @@ from tests.train.checkpoint.shapes import small
 from tests.train.checkpoint.states import make_state
 
 from shoal.prove.chaos.damage import damage
-from shoal.prove.chaos.kinds import KINDS
+from shoal.prove.chaos.fault_kinds import KINDS
 from shoal.train.checkpoint.manifest import Damaged
-from shoal.train.checkpoint.memory import forget
-from shoal.train.checkpoint.place import Directory, Place
+from shoal.train.checkpoint.node_memory import forget
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.save import Saver
-from shoal.train.rundir import RunDirectory
+from shoal.train.checkpoint.storage import CheckpointStorage, DirectoryStorage
+from shoal.train.run_directory import RunDirectory
 
 DAMAGES = [kind.name for kind in KINDS if kind.target == "checkpoint"]
 
@@ -34,7 +34,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunDirectory
     forget(run.id)
 
 
-def put(place: Place, *steps: int) -> None:
+def put(place: CheckpointStorage, *steps: int) -> None:
     for step in steps:
         state = make_state(small("tiny"), steps=step)
         saver = Saver("disk", place, state.new_stage(), state.mesh, "one-1")
@@ -43,7 +43,7 @@ def put(place: Place, *steps: int) -> None:
         assert step in place.committed()
 
 
-def sound(place: Place) -> list[int]:
+def sound(place: CheckpointStorage) -> list[int]:
     """The steps of which every byte is what was written."""
     found = []
     for step in place.committed():
@@ -61,7 +61,7 @@ def test_the_only_sound_copy_is_left_alone(run: RunDirectory, kind: str) -> None
     memory = run.memory()
     put(memory, 1)
     assert damage(run, kind, random.Random(0)) is None
-    if isinstance(run.disk, Directory):
+    if isinstance(run.disk, DirectoryStorage):
         run.disk.aside(1, "one-2").mkdir()
         shutil.copytree(memory.at(1), run.disk.aside(1, "one-2"), dirs_exist_ok=True)
         assert damage(run, kind, random.Random(0)) is None

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from shoal.prove.chaos.kinds import BY_NAME, ENDS_LAUNCHER, IN_RECOVERY, KINDS, named_right
+from shoal.prove.chaos.fault_kinds import BY_NAME, ENDS_LAUNCHER, IN_RECOVERY, KINDS, named_right
 from shoal.prove.chaos.schedule import Fault, schedule
 
 

@@ -13,27 +13,27 @@ import pytest
 import torch
 from rich.console import Console
 
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.launch.local import prepared
-from shoal.observe.flight import RESTORE, STEP
+from shoal.observe.flight_recorder import RESTORE, STEP
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import resolve
-from shoal.prove.chaos.campaign import Campaign, Setting, Struck
-from shoal.prove.chaos.kinds import BY_NAME
-from shoal.prove.chaos.orders import Order, Orders
+from shoal.prove.chaos.campaign import Campaign, CampaignSettings, Struck
+from shoal.prove.chaos.fault_kinds import BY_NAME
+from shoal.prove.chaos.orders import FaultOrder, Orders
 from shoal.prove.chaos.saboteur import FULL_SECONDS, Saboteur
 from shoal.prove.chaos.schedule import Fault
 from shoal.prove.chaos.verdict import steps_lost
 from shoal.train.commits import CommitFailed
 from shoal.train.files import read_rows
 from shoal.train.loop import Training
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 
 @pytest.fixture
 def campaign(tmp_path: Path) -> Campaign:
     """Of a run whose launcher does nothing."""
-    made = Campaign(Setting(None, [], ["dp=1"], tmp_path / "run"))
+    made = Campaign(CampaignSettings(None, [], ["dp=1"], tmp_path / "run"))
     made.launches = 1
     made.orders.prepare()
     made._launchers = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)]
@@ -44,7 +44,7 @@ def test_a_campaign_that_looks_late_takes_no_later_commit_for_a_lost_one(
     campaign: Campaign, tmp_path: Path
 ) -> None:
     """A rank was struck after step 4 was committed; when the campaign sees that, the run is at step 9."""
-    order = Order(0, "SIGKILL", 0, STEP, 1)
+    order = FaultOrder(0, "SIGKILL", 0, STEP, 1)
     record = Struck(0, "SIGKILL", STEP, 0, 1, "dp=1", resumed=4)
     try:
         campaign.orders.strike(order, 5, STEP, committed=4)
@@ -63,7 +63,7 @@ def test_what_strikes_in_the_recovery_is_ordered_before_what_it_recovers_from(
     given: list[int] = []
     give = Orders.give
 
-    def seen(self: Orders, order: Order) -> None:
+    def seen(self: Orders, order: FaultOrder) -> None:
         give(self, order)
         given.append(order.number)
         # As ranks find it: the second one waits for the first, and both are there when that is struck.
@@ -94,7 +94,7 @@ def test_a_disk_stays_full_until_it_has_refused_something(
     saboteur = Saboteur(run, 0)
     saboteur.orders.prepare()
     saboteur.meet(training)
-    saboteur.orders.give(Order(0, "disk full", 0, STEP, 1))
+    saboteur.orders.give(FaultOrder(0, "disk full", 0, STEP, 1))
     saboteur.enter(STEP, 1)
     time.sleep(FULL_SECONDS + 0.2)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.facts.model import Model
-from shoal.facts.presets import PRESETS
+from shoal.facts.model.presets import PRESETS
 
 NARROW = {"layers": 2, "hidden": 32, "heads": 4, "head_dim": 8, "ffn": 48, "vocab": 61, "max_positions": 64}
 

@@ -17,8 +17,8 @@ from shoal.models.initial import fill
 from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
 from shoal.train import optimizer as optimizers
-from shoal.train.checkpoint.place import Directory
 from shoal.train.checkpoint.save import Saver
+from shoal.train.checkpoint.storage import DirectoryStorage
 from shoal.train.optimizer import LossScale
 from shoal.train.state import State
 
@@ -47,7 +47,7 @@ def commit(
     identity: dict[str, Any],
     heldout_loss: float | None = None,
 ) -> Path:
-    place = Directory(checkpoints)
+    place = DirectoryStorage(checkpoints)
     saver = Saver("disk", place, state.new_stage(), state.mesh, "test")
     saver.start(state.manifest(step, samples, identity, heldout_loss), state.states())
     saver.finish()

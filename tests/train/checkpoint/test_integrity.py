@@ -24,26 +24,26 @@ from tests.train.checkpoint.test_layouts import _placed as placed
 
 import shoal.train.checkpoint
 from shoal.models.initial import Slice
-from shoal.parallel.signed import SignedStore
+from shoal.parallel.signed_store import SignedStore
 from shoal.train.checkpoint.manifest import (
     LARGEST_MANIFEST,
     LONGEST_MESSAGE,
     NAME,
     Damaged,
     Manifest,
-    Piece,
+    StoredPiece,
     parse_manifest,
 )
-from shoal.train.checkpoint.place import Directory, step_of
 from shoal.train.checkpoint.read import Checkpoint, Wanted
 from shoal.train.checkpoint.save import Saver
+from shoal.train.checkpoint.storage import DirectoryStorage, step_of
 
 DAMAGES = 150
 
 
 def _save_two_steps(rank: int, world: int, path: Path) -> None:
     state = placed("fsdp=2", rank, "tiny", filled=True)
-    saver = Saver("disk", Directory(path), state.new_stage(), state.mesh, "test")
+    saver = Saver("disk", DirectoryStorage(path), state.new_stage(), state.mesh, "test")
     saver.store = SignedStore(torch.distributed.distributed_c10d._get_default_store(), b"s" * 32)
     for step in (3, 4):
         for piece in state.pieces:
@@ -56,7 +56,7 @@ def _save_two_steps(rank: int, world: int, path: Path) -> None:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two steps' checkpoints, each by two ranks: of the same shapes, and other values."""
-    place = Directory(tmp_path_factory.mktemp("pair"))
+    place = DirectoryStorage(tmp_path_factory.mktemp("pair"))
     run_ranks(2, _save_two_steps, place.path)
     return place.at(4), place.at(3)
 
@@ -229,7 +229,7 @@ def test_thousands_of_pieces_are_not_compared_in_pairs(shape: tuple[int, ...], t
     values = torch.arange(float(len(cells)))
     content = values.numpy().tobytes()
     pieces = [
-        Piece(
+        StoredPiece(
             tensor="w",
             state="weight",
             dtype="float32",
@@ -246,7 +246,7 @@ def test_thousands_of_pieces_are_not_compared_in_pairs(shape: tuple[int, ...], t
         **{"step": 1, "samples": 8, "model": {}, "identity": {}, "recipe": "", "scalars": {}},
         "shapes": {"w": shape},
     }
-    place = Directory(tmp_path)
+    place = DirectoryStorage(tmp_path)
     place.write(1, "test", "rank-00000.bin", [memoryview(content)])
     place.commit(1, "test", Manifest(**fields, pieces=tuple(pieces)).to_text())
     began = time.process_time()

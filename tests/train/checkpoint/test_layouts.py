@@ -11,20 +11,20 @@ import torch
 from tests.ranks import run_ranks
 from tests.train.checkpoint.shapes import small
 
-from shoal.facts.boxes import range_boxes
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
+from shoal.facts.model.tensor_split import range_boxes
 from shoal.facts.recipe import Recipe
 from shoal.models.decoder import build
 from shoal.models.initial import Slice, fill
 from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.signed import SignedStore
+from shoal.parallel.signed_store import SignedStore
 from shoal.train import optimizer as optimizers
-from shoal.train.checkpoint.place import Directory
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.save import Saver
-from shoal.train.checkpoint.share import piece_slices
+from shoal.train.checkpoint.storage import DirectoryStorage
+from shoal.train.checkpoint.write_plan import piece_slices
 from shoal.train.optimizer import LossScale
 from shoal.train.program import no_weights
 from shoal.train.state import State
@@ -64,7 +64,7 @@ def _placed(layout: str, rank: int, model: str, filled: bool) -> State:
 
 def _save(rank: int, world: int, layout: str, model: str, path: Path) -> None:
     state = _placed(layout, rank, model, filled=True)
-    saver = Saver("disk", Directory(path), state.new_stage(), state.mesh, "test")
+    saver = Saver("disk", DirectoryStorage(path), state.new_stage(), state.mesh, "test")
     if world > 1:
         saver.store = SignedStore(torch.distributed.distributed_c10d._get_default_store(), b"s" * 32)
     saver.start(state.manifest(3, 24, {}), state.states())
@@ -74,7 +74,7 @@ def _save(rank: int, world: int, layout: str, model: str, path: Path) -> None:
 
 def _load(rank: int, world: int, layout: str, model: str, path: Path) -> None:
     state = _placed(layout, rank, model, filled=False)
-    assert state.restore(Checkpoint(Directory(path), 3)) == 3
+    assert state.restore(Checkpoint(DirectoryStorage(path), 3)) == 3
     for name, part in state.placed.slices:
         wanted = Slice(torch.empty_like(part.local), part.global_shape, part.offset)
         fill([(name, wanted)], state.model, 0)
@@ -88,7 +88,7 @@ def _load(rank: int, world: int, layout: str, model: str, path: Path) -> None:
 
 
 def _contents(path: Path) -> dict[tuple[str, str], torch.Tensor]:
-    checkpoint = Checkpoint(Directory(path), 3)
+    checkpoint = Checkpoint(DirectoryStorage(path), 3)
     keys = {(piece.state, piece.tensor) for piece in checkpoint.manifest.pieces}
     return {key: checkpoint.tensor(*key) for key in keys}
 

@@ -21,22 +21,22 @@ from tests.ranks import run_ranks
 from tests.train.checkpoint.shapes import small
 from tests.train.checkpoint.states import make_state
 
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.facts.layout import Layout
 from shoal.launch.local import prepared
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.signed import SignedStore
+from shoal.parallel.signed_store import SignedStore
 from shoal.plan.resolve import Job, resolve
-from shoal.train.checkpoint.bucket import Bucket
-from shoal.train.checkpoint.memory import forget
-from shoal.train.checkpoint.peers import Peers, file_of
-from shoal.train.checkpoint.place import Directory, Place
+from shoal.train.checkpoint.node_memory import forget
+from shoal.train.checkpoint.object_store import ObjectStore
+from shoal.train.checkpoint.peer_memory import Peers, file_of
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.save import Saver
+from shoal.train.checkpoint.storage import CheckpointStorage, DirectoryStorage
 from shoal.train.commits import CommitFailed
 from shoal.train.files import read_rows
 from shoal.train.loop import Training
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 ATTEMPT = "one-1"
 REFUSED = 2  # the step
@@ -66,7 +66,7 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def refuse(place: Place, method: str, when: Callable[[int, str], bool]) -> None:
+def refuse(place: CheckpointStorage, method: str, when: Callable[[int, str], bool]) -> None:
     """Let the disk be full inside of a place's method, where ``when(step, file)`` says so."""
     original = getattr(place, method)
 
@@ -79,10 +79,10 @@ def refuse(place: Place, method: str, when: Callable[[int, str], bool]) -> None:
     setattr(place, method, refused)
 
 
-def one_place(kind: str, folder: Path, rank: int) -> Directory | Bucket:
+def one_place(kind: str, folder: Path, rank: int) -> DirectoryStorage | ObjectStore:
     if kind == "bucket":
-        return Bucket(f"file://{folder}/bucket")
-    return Directory(folder / f"node-{rank}" if kind == "nodes" else folder / "disk")
+        return ObjectStore(f"file://{folder}/bucket")
+    return DirectoryStorage(folder / f"node-{rank}" if kind == "nodes" else folder / "disk")
 
 
 def save_thrice(rank: int, kind: str, refused: int, work: str, folder: Path) -> list[tuple[str, list[int]]]:
@@ -92,7 +92,7 @@ def save_thrice(rank: int, kind: str, refused: int, work: str, folder: Path) -> 
     store = SignedStore(dist.distributed_c10d._get_default_store(), b"s" * 32).within(folder.name)
     mesh = Mesh(Layout(dp=2), rank, torch.device("cpu"), store, nodes=nodes)
     place = one_place(kind, folder, rank)
-    peers = Peers(mesh, place, ATTEMPT) if isinstance(place, Directory) and nodes > 1 else None
+    peers = Peers(mesh, place, ATTEMPT) if isinstance(place, DirectoryStorage) and nodes > 1 else None
     settling = False
 
     def settle_rows() -> None:

@@ -14,16 +14,16 @@ from pathlib import Path
 import fsspec
 import pytest
 from tests.conftest import Train
-from tests.train.checkpoint.test_bucket import commit, content, objects, upload
+from tests.train.checkpoint.test_object_store import commit, content, objects, upload
 
 from shoal.facts.problem import BadInput
 from shoal.launch.report import FINISHED, STOPPED
-from shoal.train.checkpoint.bucket import Bucket
 from shoal.train.checkpoint.manifest import Damaged
-from shoal.train.checkpoint.place import Unreachable
+from shoal.train.checkpoint.object_store import ObjectStore
 from shoal.train.checkpoint.read import Checkpoint
+from shoal.train.checkpoint.storage import Unreachable
 from shoal.train.files import read_rows
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 pytestmark = pytest.mark.system
 
@@ -52,11 +52,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def bucket(server: str) -> Bucket:
-    return Bucket("s3://bucket/runs/run")
+def bucket(server: str) -> ObjectStore:
+    return ObjectStore("s3://bucket/runs/run")
 
 
-def test_a_checkpoint_goes_up_in_parts_and_comes_back(bucket: Bucket) -> None:
+def test_a_checkpoint_goes_up_in_parts_and_comes_back(bucket: ObjectStore) -> None:
     bucket.check()
     assert objects(bucket) == []
     values = bytes(range(256)) * (3 * PART * 2 // 256)
@@ -69,7 +69,7 @@ def test_a_checkpoint_goes_up_in_parts_and_comes_back(bucket: Bucket) -> None:
     Checkpoint(bucket, 4).verify()
 
 
-def test_torn_uploads_leave_nothing(bucket: Bucket) -> None:
+def test_torn_uploads_leave_nothing(bucket: ObjectStore) -> None:
     def torn() -> Iterator[memoryview]:
         yield memoryview(bytes(2 * PART))
         raise OSError("the process was interrupted")
@@ -84,7 +84,7 @@ def test_torn_uploads_leave_nothing(bucket: Bucket) -> None:
     assert [path for path in objects(bucket) if "step-00000004" in path] == []
 
 
-def test_set_aside_removed_and_moved(bucket: Bucket) -> None:
+def test_set_aside_removed_and_moved(bucket: ObjectStore) -> None:
     for step in (2, 4, 6):
         commit(bucket, step)
     bucket.files.pipe_file(f"{bucket.root}/step-00000006/rank-00001-one-1.bin", bytes(32))
@@ -103,14 +103,14 @@ def test_set_aside_removed_and_moved(bucket: Bucket) -> None:
 
 def test_a_store_that_is_not_there_or_lets_nobody_in(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match="bucket") as refused:
-        Bucket("s3://no-such-bucket/runs/run").check()
+        ObjectStore("s3://no-such-bucket/runs/run").check()
     assert SECRET not in str(refused.value)
     nowhere = {"endpoint_url": "http://127.0.0.1:9", "key": "someone", "secret": SECRET}
     monkeypatch.setitem(fsspec.config.conf, "s3", nowhere)
     with pytest.raises(Unreachable, match="EndpointConnectionError"):
-        Bucket("s3://bucket/runs/run").committed()
+        ObjectStore("s3://bucket/runs/run").committed()
     with pytest.raises(BadInput, match="EndpointConnectionError") as refused:
-        Bucket("s3://bucket/runs/run").check()
+        ObjectStore("s3://bucket/runs/run").check()
     assert SECRET not in str(refused.value)
 
 
@@ -143,7 +143,7 @@ def test_a_run_is_stopped_and_continues_in_another_layout_to_the_same_bits(
     _, said = stopped.communicate(timeout=60)
     assert stopped.returncode == STOPPED, said
     run = RunDirectory(tmp_path / "run")
-    assert isinstance(run.disk, Bucket) and 12 <= run.step() < 30
+    assert isinstance(run.disk, ObjectStore) and 12 <= run.step() < 30
     assert run.disk.committed() == [10, run.step()]
 
     continued = start("fsdp=2")

@@ -13,15 +13,15 @@ from tests.train.checkpoint.shapes import small
 from tests.train.checkpoint.states import commit, make_state
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shoal.facts.huggingface import write_config
 from shoal.facts.model import Model
-from shoal.facts.parameters import parameters
+from shoal.facts.model.huggingface import write_config
+from shoal.facts.model.parameters import parameters
 from shoal.facts.recipe import Recipe
 from shoal.models.decoder import build
-from shoal.train.checkpoint.keep import Keeper
 from shoal.train.checkpoint.manifest import Damaged, Manifest, parse_manifest
-from shoal.train.checkpoint.place import UNFINISHED, Directory
 from shoal.train.checkpoint.read import Checkpoint
+from shoal.train.checkpoint.retention import Keeper
+from shoal.train.checkpoint.storage import UNFINISHED, DirectoryStorage
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -138,7 +138,7 @@ def test_a_failed_write_leaves_the_commits_that_were_there(saved: Path) -> None:
             commit(make_state(small("tiny")), checkpoints, 8, 64, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert Directory(checkpoints).committed() == [7]
+    assert DirectoryStorage(checkpoints).committed() == [7]
     assert list(checkpoints.glob(UNFINISHED + "*")) == []
     Checkpoint(saved).verify()
 
@@ -148,7 +148,7 @@ def test_tidy_keeps_the_last_and_clears_what_crashes_left(tmp_path: Path) -> Non
     for step in (1, 2, 3, 10):
         commit(state, tmp_path, step, step, {})
     (tmp_path / f"{UNFINISHED}step-00000011-dead").mkdir()
-    place = Directory(tmp_path)
+    place = DirectoryStorage(tmp_path)
     place.clear()
     Keeper(place, keep=2).tidy()
     assert place.committed() == [3, 10]

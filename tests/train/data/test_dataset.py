@@ -7,7 +7,7 @@ import pytest
 
 from shoal.facts.config import DataSection
 from shoal.facts.problem import BadInput
-from shoal.train.data.dataset import MANIFEST, Dataset, Stream, check_vocabulary, read_manifest
+from shoal.train.data.dataset import MANIFEST, Dataset, TokenStream, check_vocabulary, read_manifest
 from shoal.train.data.prepare import prepare
 from shoal.train.data.samples import cut_samples
 from shoal.train.data.shards import write_manifest
@@ -21,7 +21,7 @@ def prepared(tmp_path):
 
 def test_a_stream_reads_across_shards():
     whole = np.arange(25)
-    stream = Stream("train", [whole[:10], whole[10:20], whole[20:]], np.array([25]))
+    stream = TokenStream("train", [whole[:10], whole[10:20], whole[20:]], np.array([25]))
     for start in range(26):
         for stop in range(start, 26):
             assert stream.read(start, stop).tolist() == list(range(start, stop))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.facts.targets import IGNORE
-from shoal.train.data.dataset import Stream
+from shoal.train.data.dataset import TokenStream
 from shoal.train.data.loader import Batch, Loader
 from shoal.train.data.order import sample_index
 from shoal.train.data.samples import Samples
@@ -16,7 +16,7 @@ from shoal.train.data.samples import Samples
 def make_samples(count, within_documents=False):
     total = count * 4 + 1
     ends = np.array([*range(3, total, 3), total])
-    stream = Stream("train", [np.arange(total)], ends)
+    stream = TokenStream("train", [np.arange(total)], ends)
     return Samples(stream, 4, packing=True, within_documents=within_documents, pad=0)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shoal.facts.problem import BadInput
 from shoal.facts.targets import IGNORE
-from shoal.train.data.dataset import Stream
+from shoal.train.data.dataset import TokenStream
 from shoal.train.data.samples import Samples
 
 PAD = 999_999
@@ -17,7 +17,7 @@ lengths = st.lists(st.integers(1, 40), min_size=1, max_size=20)
 def make(document_lengths, seq, *, packing, within_documents=False):
     """A stream whose tokens are their own offsets."""
     ends = np.cumsum(document_lengths)
-    stream = Stream("train", [np.arange(ends[-1])], ends)
+    stream = TokenStream("train", [np.arange(ends[-1])], ends)
     return Samples(stream, seq, packing=packing, within_documents=within_documents, pad=PAD)
 
 
@@ -103,7 +103,7 @@ def test_arrays_are_int64_and_numbers_are_checked():
 def test_too_little_data_is_said_in_numbers():
     with pytest.raises(BadInput, match="has 8 tokens in 2 documents, but a sample takes 9"):
         make([4, 4], 8, packing=True)
-    stream = Stream("heldout", [], np.empty(0, dtype=np.int64))
+    stream = TokenStream("heldout", [], np.empty(0, dtype=np.int64))
     for packing in (True, False):
         with pytest.raises(BadInput, match=r"has 0 tokens(.|\n)*data\.heldout"):
             Samples(stream, 8, packing=packing, within_documents=False, pad=0)

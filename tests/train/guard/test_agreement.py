@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 
 from shoal.facts.config import Config
 from shoal.launch.rendezvous import attempt_store
-from shoal.parallel.signed import SignedStore
+from shoal.parallel.signed_store import SignedStore
 from shoal.train.guard.agreement import Disagreement, RankMissing, agree
 
 FIX = "fix: start every rank with the same config, layout and versions"

@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.ranks import run_ranks
 from torch import Tensor
 
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.facts.layout import Layout
 from shoal.launch.local import prepared
 from shoal.parallel.mesh import Mesh

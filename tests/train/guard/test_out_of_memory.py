@@ -15,14 +15,14 @@ from tests.conftest import Train
 from tests.ranks import run_ranks
 from torch.distributed import DistBackendError
 
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.facts.ledger import Ledger
 from shoal.launch.report import FAILED
 from shoal.plan.judge import judge
 from shoal.plan.resolve import Job, resolve
 from shoal.predict.memory import ledger
-from shoal.predict.question import Question
-from shoal.train.guard.memory import GIB, Measured, is_out_of_memory, measure, nearest, verdict
+from shoal.predict.workload import Workload
+from shoal.train.guard.out_of_memory import GIB, MeasuredMemory, is_out_of_memory, measure, nearest, verdict
 
 # As torch 2.11 words it; numbers from no run.
 CUDA = (
@@ -40,7 +40,7 @@ def job_of(layout: str, **recipe: object) -> Job:
 
 
 def ledger_of(job: Job) -> Ledger:
-    return ledger(Question(job.model, job.cluster, job.config.recipe, job.layout))
+    return ledger(Workload(job.model, job.cluster, job.config.recipe, job.layout))
 
 
 def test_the_allocators_words_are_read() -> None:
@@ -66,7 +66,9 @@ def test_the_verdict_sets_the_ledger_beside_what_was_there_and_names_a_change_th
     foreseen = ledger_of(job)
     full = foreseen.capacity
     assert not foreseen.fits
-    measured = Measured(foreseen.params, 0, foreseen.optimizer, GIB, full - 2 * GIB, full - GIB // 2, full)
+    measured = MeasuredMemory(
+        foreseen.params, 0, foreseen.optimizer, GIB, full - 2 * GIB, full - GIB // 2, full
+    )
     text = verdict(job, foreseen, measured)
     lines = {line[:34].strip(): line[34:].split() for line in text.splitlines()}
     assert text.startswith(f"out of memory: tried to allocate another 1.00 GiB of {full / GIB:.2f} GiB\n")
@@ -90,11 +92,13 @@ def test_the_cost_of_a_change_is_told() -> None:
     foreseen = ledger_of(job)
     assert not foreseen.fits
     full = foreseen.capacity
-    measured = Measured(foreseen.params, 0, foreseen.optimizer, GIB, full - GIB, full, full, full - GIB, full)
+    measured = MeasuredMemory(
+        foreseen.params, 0, foreseen.optimizer, GIB, full - GIB, full, full, full - GIB, full
+    )
     text = verdict(job, foreseen, measured)
     found = nearest(job, foreseen, measured)
     assert found is not None
-    before = judge(Question(job.model, job.cluster, job.config.recipe, job.layout)).step.seconds
+    before = judge(Workload(job.model, job.cluster, job.config.recipe, job.layout)).step.seconds
     assert f"a step takes {found.plan.step.seconds / before - 1:.1%} longer" in text
     assert f"peak so far: tensors {(full - GIB) / GIB:.2f} GiB" in text
 
@@ -105,7 +109,7 @@ def test_a_prediction_that_was_too_low_is_not_believed_again() -> None:
     foreseen = ledger_of(job)
     assert foreseen.fits
     full = foreseen.capacity
-    measured = Measured(
+    measured = MeasuredMemory(
         foreseen.params, 0, foreseen.optimizer, GIB, int(1.2 * foreseen.peak_allocated), full, full
     )
     found = nearest(job, foreseen, measured)

@@ -19,29 +19,31 @@ import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
 
-from shoal.observe.entered import recording
-from shoal.observe.flight import (
+from shoal.observe.flight_recorder import (
     COMMIT,
     FIRST_STEP,
     INPUT,
     STEP,
     Channel,
-    Entry,
-    Flight,
+    FlightEntry,
     FlightReader,
+    FlightRecorder,
     Snapshot,
 )
+from shoal.observe.record import recording
 from shoal.train.guard.stacks import Standing, stacks_on_signal
-from shoal.train.guard.stalled import Verdict
+from shoal.train.guard.stalls import StallVerdict
 from shoal.train.guard.watchdog import Limits, Watchdog
-from shoal.train.guard.watched import LocalRanks
-from shoal.train.rundir import RunDirectory
+from shoal.train.guard.watched_ranks import LocalRanks
+from shoal.train.run_directory import RunDirectory
 
 LIMITS = Limits(step=1.0, patient=3.0)
 LONG = 60
 
 
-def judged(world: int, function: Callable[..., None], path: Path, seconds: float = 30.0) -> Verdict | None:
+def judged(
+    world: int, function: Callable[..., None], path: Path, seconds: float = 30.0
+) -> StallVerdict | None:
     """What a watchdog says of ranks that run ``function``; None where they end, or time does, without a verdict."""
     run = RunDirectory(path)
     run.path.mkdir(exist_ok=True)
@@ -80,7 +82,7 @@ def _recorded(rank: int, world: int, path: Path, function: Callable[..., None]) 
     run = RunDirectory(path)
     names = {dist.group.WORLD.group_name: "dp"} if world > 1 else {}
     with (
-        Flight(run.flight(rank)) as flight,
+        FlightRecorder(run.flight(rank)) as flight,
         stacks_on_signal(run.stack_dump(rank)),
         recording(flight, names),
     ):
@@ -90,27 +92,27 @@ def _recorded(rank: int, world: int, path: Path, function: Callable[..., None]) 
         function(rank, flight)
 
 
-def _sleep(rank: int, flight: Flight) -> None:
+def _sleep(rank: int, flight: FlightRecorder) -> None:
     if rank == 1:
         time.sleep(LONG)
     dist.all_reduce(torch.ones(2000))
 
 
-def _hold_the_lock(rank: int, flight: Flight) -> None:
+def _hold_the_lock(rank: int, flight: FlightRecorder) -> None:
     if rank == 1:
         # Unlike CDLL, PyDLL keeps Python's lock during the call: no thread of this process runs.
         ctypes.PyDLL(None).sleep(LONG)
     dist.all_reduce(torch.ones(2000))
 
 
-def _compute_in_the_lock(rank: int, flight: Flight) -> None:
+def _compute_in_the_lock(rank: int, flight: FlightRecorder) -> None:
     if rank == 1:
         # One instruction of Python's, so nobody can interrupt it.
         sum(range(1 << 62))
     dist.all_reduce(torch.ones(2000))
 
 
-def _stop(rank: int, flight: Flight) -> None:
+def _stop(rank: int, flight: FlightRecorder) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(torch.ones(2000))
@@ -159,7 +161,7 @@ def test_the_missing_rank_its_collective_and_all_lines_are_named(
         assert f"in {function.__name__}\n" in text
 
 
-def _wait_for_input(rank: int, flight: Flight) -> None:
+def _wait_for_input(rank: int, flight: FlightRecorder) -> None:
     flight.enter(INPUT, 8)
     if rank == 1:
         # As the training loop waits for its loader, which is stuck.
@@ -177,7 +179,7 @@ def test_a_rank_that_has_no_input_is_told_from_one_that_computes(tmp_path: Path)
     assert standing == f"  rank 1: sleeping, at {_line_of(_wait_for_input, '.get')} in _wait_for_input"
 
 
-def _skip(rank: int, flight: Flight) -> None:
+def _skip(rank: int, flight: FlightRecorder) -> None:
     others = dist.new_group([0, 1, 2])
     if rank != 2:
         dist.all_reduce(torch.ones(2000))
@@ -192,7 +194,7 @@ def test_a_rank_that_skips_a_collective_and_waits_in_the_next_is_named(tmp_path:
     assert "it waits itself, in all_reduce #1 of group dp, which ranks 0,1 have not joined" in verdict.message
 
 
-def _mismatch(rank: int, flight: Flight) -> None:
+def _mismatch(rank: int, flight: FlightRecorder) -> None:
     if rank == 2:
         dist.barrier()
     else:
@@ -207,7 +209,7 @@ def test_ranks_that_meet_in_different_collectives_are_told_apart(tmp_path: Path)
     assert "; rank 2 entered barrier (0 bytes) at " in verdict.message
 
 
-def _chain(rank: int, flight: Flight) -> None:
+def _chain(rank: int, flight: FlightRecorder) -> None:
     """Rank 0 waits for rank 1, which waits for rank 2, which sleeps."""
     last = dist.new_group([1, 2])
     if rank == 2:
@@ -224,7 +226,7 @@ def test_whoever_only_waits_for_another_is_not_blamed(tmp_path: Path) -> None:
     assert verdict.row["missing"] == [2]
 
 
-def _message(rank: int, flight: Flight) -> None:
+def _message(rank: int, flight: FlightRecorder) -> None:
     """Rank 1 asks for the second message ahead of time, and then sleeps before it sends its own."""
     if rank == 0:
         dist.send(torch.ones(500), 1)
@@ -250,7 +252,7 @@ def test_a_message_that_was_not_sent_is_named(tmp_path: Path) -> None:
     assert f"rank 1: sleeping, at {_line_of(_message, 'sleep')} in _message" in verdict.message
 
 
-def _alone(rank: int, flight: Flight) -> None:
+def _alone(rank: int, flight: FlightRecorder) -> None:
     time.sleep(LONG)
 
 
@@ -262,7 +264,7 @@ def test_a_rank_alone_that_does_not_go_on_is_seen(tmp_path: Path) -> None:
     assert f"rank 0: sleeping, at {_line_of(_alone, 'sleep')} in _alone" in verdict.message
 
 
-def _late(rank: int, flight: Flight) -> None:
+def _late(rank: int, flight: FlightRecorder) -> None:
     for phase in (FIRST_STEP, COMMIT):
         flight.enter(phase, 8)
         if rank == 1:
@@ -280,7 +282,7 @@ def test_what_may_take_long_is_no_stall(tmp_path: Path) -> None:
     assert judged(2, _late, tmp_path / "run") is None
 
 
-def _uneven(rank: int, flight: Flight) -> None:
+def _uneven(rank: int, flight: FlightRecorder) -> None:
     """Rank 1 has so much more to do that the others wait longer than the limit, in every step."""
     for phase, step in ((FIRST_STEP, 7), (STEP, 8), (STEP, 9)):
         flight.enter(phase, step)
@@ -315,7 +317,7 @@ def test_nobody_is_blamed_on_half_of_the_evidence() -> None:
 
         def __init__(self) -> None:
             channel = Channel("7", "dp", (0, 1, 2, 3))
-            entry = Entry(channel, 9, "all_reduce", 8, 0.0, "loop.py:1")
+            entry = FlightEntry(channel, 9, "all_reduce", 8, 0.0, "loop.py:1")
             self.seen = [Snapshot(10 + rank, 1, 7, STEP, 3, {channel: 9}, (entry,)) for rank in range(4)]
             self.asked = self.heard = False
 

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 from shoal.facts.layout import Layout
 from shoal.observe import nccl
-from shoal.observe.entered import METHODS, recording
-from shoal.observe.flight import MOST_CHANNELS, MOST_ENTRIES, Channel, Flight, FlightReader
+from shoal.observe.flight_recorder import MOST_CHANNELS, MOST_ENTRIES, Channel, FlightReader, FlightRecorder
+from shoal.observe.record import METHODS, recording
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.sequence import all_gather, all_reduce, reduce_scatter
+from shoal.parallel.tensor_region import all_gather, all_reduce, reduce_scatter
 
 HERE = Path(__file__).name
 
@@ -29,15 +29,15 @@ def _everything(rank: int, world: int, path: Path) -> None:
     tp = mesh.group("tp")
     assert tp is not None
     before = dict(vars(dist.ProcessGroup))
-    with Flight(path / f"rank-{rank}") as flight, recording(flight, mesh.names):
+    with FlightRecorder(path / f"rank-{rank}") as flight, recording(flight, mesh.names):
         all_reduce(torch.ones(4), tp)
         all_gather(torch.ones(1, 2, 3), tp, 2)
         reduce_scatter(torch.ones(1, 2, 3), tp, 2)
         dist.broadcast(torch.ones(5), 0)
         dist.all_to_all_single(torch.ones(8), torch.ones(8))
         dist.barrier()
-        own = mesh.pieces_of("tp", [[0, 1]])
-        if mesh.place["tp"] == 0:
+        own = mesh.subgroup("tp", [[0, 1]])
+        if mesh.coords["tp"] == 0:
             dist.send(torch.ones(6), group=own, group_dst=1)
         else:
             dist.recv(torch.ones(6), group=own, group_src=0)
@@ -90,7 +90,7 @@ def test_every_method_of_a_process_group_that_communicates_is_known() -> None:
 def test_a_reader_sees_the_last_entries_and_all_counts(tmp_path: Path) -> None:
     reader = FlightReader(tmp_path / "flight" / "rank")
     assert reader.look() is None
-    flight = Flight(tmp_path / "flight" / "rank")
+    flight = FlightRecorder(tmp_path / "flight" / "rank")
     channel = Channel("0", "dp", tuple(range(64)))
     index = flight.describe(channel)
     assert index == 0
@@ -102,14 +102,14 @@ def test_a_reader_sees_the_last_entries_and_all_counts(tmp_path: Path) -> None:
     assert (snapshot.step, snapshot.phase) == (3, "step")
     assert snapshot.counts == {channel: MOST_ENTRIES + 10}
     assert [entry.number for entry in snapshot.entries] == list(range(11, MOST_ENTRIES + 11))
-    again = Flight(tmp_path / "flight" / "rank")
+    again = FlightRecorder(tmp_path / "flight" / "rank")
     assert again.describe(channel) == 0
     fresh = reader.look()
     assert fresh is not None and fresh.counts == {channel: 0}
 
 
 def test_more_channels_than_there_is_room_for_are_left_out(tmp_path: Path) -> None:
-    flight = Flight(tmp_path / "rank")
+    flight = FlightRecorder(tmp_path / "rank")
     found = [flight.describe(Channel(str(number), "dp", (0, 1))) for number in range(MOST_CHANNELS + 1)]
     assert found == [*range(MOST_CHANNELS), None]
 

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data; ``facts/schedule.py`` is the entry point."""
+"""Pipeline schedules as data; ``facts/schedules/programs.py`` is the entry point."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from shoal.facts.layout.stages import rank_of_stage
 from shoal.facts.schedules.instruction import (
     SENDS,
     Action,
     Instruction,
     Program,
     ScheduleError,
-    Tensor,
+    StageTensor,
     consumer,
     receive,
     send,
@@ -19,7 +20,6 @@ from shoal.facts.schedules.instruction import (
     tensor_needed,
 )
 from shoal.facts.schedules.simulate import computations, play
-from shoal.facts.stages import rank_of_stage
 
 
 def check(programs: list[Program], pp: int, chunks: int, schedule: str, micro_batches: int) -> None:
@@ -120,8 +120,8 @@ def _goes_to_the_right_rank(message: Instruction, rank: int, holder: list[int]) 
 
 def _matched(programs: list[Program]) -> None:
     """On every channel, the receiver must list the messages as the sender does: they are paired by order."""
-    sent: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
-    received: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+    sent: dict[tuple[int, int], list[StageTensor]] = defaultdict(list)
+    received: dict[tuple[int, int], list[StageTensor]] = defaultdict(list)
     for rank, program in enumerate(programs):
         for instruction in program:
             if instruction.peer is None:  # a computation

@@ -50,7 +50,7 @@ Program = list[Instruction]
 Kind = Literal["activation", "gradient"]
 
 
-class Tensor(NamedTuple):
+class StageTensor(NamedTuple):
     """What passes between two stages, named after the stage that makes it."""
 
     kind: Kind
@@ -73,35 +73,35 @@ _OF_MESSAGE: dict[Action, tuple[Kind, int]] = {
 }
 
 
-def tensor_made(instruction: Instruction) -> Tensor | None:
+def tensor_made(instruction: Instruction) -> StageTensor | None:
     """What a computation makes for another stage."""
     kind = _OF_COMPUTATION.get(instruction.action)
-    return Tensor(kind, instruction.stage, instruction.micro) if kind else None
+    return StageTensor(kind, instruction.stage, instruction.micro) if kind else None
 
 
-def tensor_needed(instruction: Instruction, stages: int) -> Tensor | None:
+def tensor_needed(instruction: Instruction, stages: int) -> StageTensor | None:
     """What a computation takes from another stage; the first stage reads tokens, the last one has the loss."""
     kind = _OF_COMPUTATION.get(instruction.action)
     stage = instruction.stage + (-1 if kind == "activation" else 1)
-    return Tensor(kind, stage, instruction.micro) if kind and 0 <= stage < stages else None
+    return StageTensor(kind, stage, instruction.micro) if kind and 0 <= stage < stages else None
 
 
-def tensor_carried(instruction: Instruction) -> Tensor:
+def tensor_carried(instruction: Instruction) -> StageTensor:
     """What a send or a receive carries. A receive is named after the stage that will use the tensor."""
     kind, away = _OF_MESSAGE[instruction.action]
-    return Tensor(kind, instruction.stage + away, instruction.micro)
+    return StageTensor(kind, instruction.stage + away, instruction.micro)
 
 
-def consumer(tensor: Tensor) -> int:
+def consumer(tensor: StageTensor) -> int:
     """The stage that uses a tensor."""
     return tensor.stage + 1 if tensor.kind == "activation" else tensor.stage - 1
 
 
-def send(tensor: Tensor, peer: int) -> Instruction:
+def send(tensor: StageTensor, peer: int) -> Instruction:
     action = Action.SEND_FORWARD if tensor.kind == "activation" else Action.SEND_BACKWARD
     return Instruction(action, tensor.stage, tensor.micro, peer)
 
 
-def receive(tensor: Tensor, peer: int) -> Instruction:
+def receive(tensor: StageTensor, peer: int) -> Instruction:
     action = Action.RECEIVE_FORWARD if tensor.kind == "activation" else Action.RECEIVE_BACKWARD
     return Instruction(action, consumer(tensor), tensor.micro, peer)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from shoal.facts.layout.stages import rank_of_stage, stages_of_rank
 from shoal.facts.schedules.instruction import (
     Instruction,
     Program,
-    Tensor,
+    StageTensor,
     consumer,
     receive,
     send,
@@ -13,7 +14,6 @@ from shoal.facts.schedules.instruction import (
     tensor_needed,
 )
 from shoal.facts.schedules.orders import compute_order, rank_order
-from shoal.facts.stages import rank_of_stage, stages_of_rank
 
 
 def instructions(schedule: str, pp: int, chunks: int, micro_batches: int) -> list[Program]:
@@ -38,7 +38,7 @@ def rank_program(schedule: str, pp: int, chunks: int, micro_batches: int, rank: 
     own = rank_order(schedule, pp, chunks, micro_batches, rank)
     stages = stages_of_rank(pp, chunks, schedule, rank)
     beside = {holder[near] for stage in stages for near in (stage - 1, stage + 1) if 0 <= near < len(holder)}
-    leaving: list[dict[Instruction, tuple[Tensor, int]]] = [{} for _ in range(pp)]
+    leaving: list[dict[Instruction, tuple[StageTensor, int]]] = [{} for _ in range(pp)]
     for other in beside - {rank}:
         leaving[other] = _sends(rank_order(schedule, pp, chunks, micro_batches, other), holder, other)
     leaving[rank] = _sends(own, holder, rank)
@@ -50,10 +50,10 @@ def _holders(schedule: str, pp: int, chunks: int) -> list[int]:
 
 
 def _joined(
-    computed: Program, leaving: list[dict[Instruction, tuple[Tensor, int]]], rank: int, stages: int
+    computed: Program, leaving: list[dict[Instruction, tuple[StageTensor, int]]], rank: int, stages: int
 ) -> Program:
     """A rank's computations with the messages around them; ``leaving``: what every rank sends, in order."""
-    arriving: dict[int, list[Tensor]] = {}
+    arriving: dict[int, list[StageTensor]] = {}
     for sender, messages in enumerate(leaving):
         tensors = [tensor for tensor, receiver in messages.values() if receiver == rank]
         if tensors:
@@ -68,7 +68,7 @@ def _joined(
     return whole
 
 
-def _sends(program: Program, holder: list[int], rank: int) -> dict[Instruction, tuple[Tensor, int]]:
+def _sends(program: Program, holder: list[int], rank: int) -> dict[Instruction, tuple[StageTensor, int]]:
     """For each computation whose result goes to another rank: the tensor, and that rank."""
     leaving = {}
     for instruction in program:
@@ -78,7 +78,7 @@ def _sends(program: Program, holder: list[int], rank: int) -> dict[Instruction, 
     return leaving
 
 
-def _posts(program: Program, arriving: dict[int, list[Tensor]], stages: int) -> list[Program]:
+def _posts(program: Program, arriving: dict[int, list[StageTensor]], stages: int) -> list[Program]:
     """The receives to start before each position of a rank's computations."""
     needed_at = {
         tensor: position

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from shoal.facts.layout import V_SHAPED
+from shoal.facts.layout.stages import require_chunks, stages_of_rank
 from shoal.facts.problem import BadInput
 from shoal.facts.schedules.instruction import Action, Instruction, Program
-from shoal.facts.stages import require_chunks, stages_of_rank
 
 Step = tuple[Action, int]
 

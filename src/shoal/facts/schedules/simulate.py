@@ -10,7 +10,7 @@ from shoal.facts.schedules.instruction import (
     Instruction,
     Program,
     ScheduleError,
-    Tensor,
+    StageTensor,
     tensor_made,
     tensor_needed,
 )
@@ -66,7 +66,7 @@ def play(
 ) -> list[list[Event]]:
     """How far every rank comes with its computations, and when."""
     holder = {instruction.stage: rank for rank, program in enumerate(work) for instruction in program}
-    made: dict[Tensor, float] = {}
+    made: dict[StageTensor, float] = {}
     ranks: list[list[Event]] = [[] for _ in work]
     moved = True
     while moved:

@@ -7,7 +7,7 @@ import socket
 from typing import Any, NamedTuple
 
 from shoal.facts.config import Config
-from shoal.facts.configpaths import of_any_place
+from shoal.facts.config.paths import of_any_place
 from shoal.facts.problem import BadInput
 
 # What a config says of one machine alone: its network's interface and where it keeps data.

@@ -22,8 +22,8 @@ from pydantic import ValidationError
 from torch.distributed import TCPStore
 
 from shoal.launch.interfaces import LOOPBACK
-from shoal.launch.nodes.documents import Call, Status
-from shoal.parallel.signed import SignedStore
+from shoal.launch.nodes.messages import Announcement, Status
+from shoal.parallel.signed_store import SignedStore
 from shoal.train.files import private_files, replace_text
 
 TICK_SECONDS = 0.1
@@ -31,9 +31,9 @@ CONNECT_SECONDS = 2.0
 
 CONNECTING = "shoal-connect"
 
-# Keys of the captain's store: that it is the captain's, its document, and those of all launchers, by their numbers.
+# Keys of the leader's store: that it is the leader's, its document, and those of all launchers, by their numbers.
 HELLO, CALL = "hello", "call"
-# How often launchers may join while one captain leads.
+# How often launchers may join while one leader leads.
 MOST_NUMBERS = 1 << 16
 # How many keys with foreign values the leader skips at most.
 MOST_STRANGE = 64
@@ -48,13 +48,13 @@ def silence(timeout: float) -> float:
     return min(max(timeout / 2, 2.0), 10.0)
 
 
-class CaptainLost(Exception):
-    """The captain, or the way to it."""
+class LeaderLost(Exception):
+    """The leader, or the way to it."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the captain is: as the run's directory says, which only its owner can read."""
+class MeetingPoint:
+    """Where the leader is: as the run's directory says, which only its owner can read."""
 
     address: str
     port: int
@@ -66,9 +66,9 @@ class Place:
             replace_text(run / ".meeting", json.dumps(self.__dict__) + "\n")
 
     @staticmethod
-    def read(run: Path) -> Place | None:
+    def read(run: Path) -> MeetingPoint | None:
         try:
-            place = Place(**json.loads((run / ".meeting").read_text(encoding="utf-8")))
+            place = MeetingPoint(**json.loads((run / ".meeting").read_text(encoding="utf-8")))
             bytes.fromhex(place.secret)
             return place
         except (OSError, ValueError, TypeError):
@@ -76,7 +76,7 @@ class Place:
 
     def stands(self, run: Path) -> bool:
         """Whether no other launcher has written there. A lock on a network file system can be lost to another."""
-        written = Place.read(run)
+        written = MeetingPoint.read(run)
         return written is None or written == self
 
     def remove(self, run: Path) -> None:
@@ -90,7 +90,7 @@ class Place:
         return self.address == LOOPBACK and self.host != socket.gethostname()
 
     def connect(self) -> SignedStore | None:
-        """The captain's store; None where there is none, or where another process has taken its port since.
+        """The leader's store; None where there is none, or where another process has taken its port since.
 
         From a thread, one at a time: where a process is stopped, its machine accepts connections, and no answer comes.
         """
@@ -114,18 +114,18 @@ class Place:
             return None
 
 
-def new_place(address: str, port: int, store: SignedStore) -> Place:
+def new_meeting_point(address: str, port: int, store: SignedStore) -> MeetingPoint:
     store.set(HELLO, "")
-    return Place(address, port, socket.gethostname(), store.secret.hex())
+    return MeetingPoint(address, port, socket.gethostname(), store.secret.hex())
 
 
-class Talk(ABC):
+class MeetingThread(ABC):
     """One launcher's side of the meeting. Subclasses say what is exchanged at every tick."""
 
     def __init__(self, store: SignedStore, status: Status, timeout: float) -> None:
         self.store, self.status, self.patience = store, status, silence(timeout)
         self.number = _join(store, status)
-        self.call = Call()
+        self.call = Announcement()
         self._changed = threading.Condition()
         self._wake = threading.Event()
         self._over = False
@@ -189,16 +189,16 @@ def _join(store: SignedStore, status: Status) -> int:
     raise RuntimeError(f"{MOST_NUMBERS} launchers have joined")
 
 
-class Follower(Talk):
-    """Says what its node does, and hears what the captain wants."""
+class Follower(MeetingThread):
+    """Says what its node does, and hears what the leader wants."""
 
     def __init__(self, store: SignedStore, status: Status, timeout: float) -> None:
         super().__init__(store, status, timeout)
-        self._called = time.monotonic()  # when the captain's document was last there
+        self._called = time.monotonic()  # when the leader's document was last there
 
     @property
     def lost(self) -> bool:
-        """Whether the captain is; once and for all, for others have gone on without this node."""
+        """Whether the leader is; once and for all, for others have gone on without this node."""
         if not self.broken and time.monotonic() - min(self._talked, self._called) > self.patience:
             self.broken = f"no answer for {self.patience:.0f} s"
         return bool(self.broken)
@@ -206,7 +206,7 @@ class Follower(Talk):
     def _exchange(self) -> None:
         self._tell_status()
         text = self.store.read(CALL)
-        call = None if text is None else Call.model_validate_json(text)
+        call = None if text is None else Announcement.model_validate_json(text)
         if call is not None and call.beat >= self.call.beat:  # another process has put an older one back
             self._called = time.monotonic()
             with self._changed:
@@ -221,7 +221,7 @@ class Heard:
     at: float
 
 
-class Captain(Talk):
+class Leader(MeetingThread):
     """Hears all nodes, and says what is to be done. Its own node is one of them, the first."""
 
     def __init__(self, store: SignedStore, status: Status, timeout: float) -> None:

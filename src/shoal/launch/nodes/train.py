@@ -26,16 +26,16 @@ from shoal.launch.report import STOPPED, Report
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.plan.resolve import Job
 from shoal.train.data.dataset import Dataset
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from shoal.launch.attempt import Attempt
-    from shoal.launch.nodes.documents import Status
-    from shoal.launch.nodes.meeting import Place
+    from shoal.launch.nodes.meeting import MeetingPoint
+    from shoal.launch.nodes.messages import Status
+    from shoal.launch.supervisor import Supervisor
 
-LEADING = "shoal.launch.nodes.leading:Leading"
-FOLLOWING = "shoal.launch.nodes.following:Following"
-# For how long a captain waits for more nodes than it needs: in the beginning, and when it has taken another's place.
+LEADING = "shoal.launch.nodes.leader:LeaderSupervisor"
+FOLLOWING = "shoal.launch.nodes.follower:FollowerSupervisor"
+# For how long a leader waits for more nodes than it needs: in the beginning, and when it has taken another's place.
 FIRST_SECONDS, NEXT_SECONDS = 10.0, 2.0
 # Between two attempts to lead, or to find who does.
 LOOK_SECONDS = 0.2
@@ -97,9 +97,9 @@ class _Together:
         self.entrypoint, self.dataset = entrypoint, dataset
         self.count = partial(local.devices_here, job, visible)
         self.asked: list[int] = []  # signals to stop, while no attempt runs
-        self.attempt: Attempt | None = None
+        self.attempt: Supervisor | None = None
         self.followed = False  # another launcher that led before
-        self.told: Place | None = None  # who that is, as was said last
+        self.told: MeetingPoint | None = None  # who that is, as was said last
 
     def lead(self, fresh: bool, held: ExitStack) -> Report | None:
         """Until the run ends; None where this node leads no longer, or was asked to stop before it did."""
@@ -111,8 +111,8 @@ class _Together:
             more = NEXT_SECONDS if self.followed else FIRST_SECONDS
             return self._run(lambda: leading(self.nodes, more, self._status(), *self._rest()))
 
-    def _run(self, new: Callable[[], Attempt]) -> Report | None:
-        from shoal.launch.nodes.meeting import CaptainLost
+    def _run(self, new: Callable[[], Supervisor]) -> Report | None:
+        from shoal.launch.nodes.meeting import LeaderLost
 
         try:
             if not self.asked:
@@ -121,7 +121,7 @@ class _Together:
                 for number in self.asked:
                     self.attempt.on_signal(number)
                 return self.attempt.run_to_end()
-        except CaptainLost:
+        except LeaderLost:
             # What it was asked for is not forgotten with it.
             if self.attempt is not None and self.attempt.asked:
                 self.asked.append(STOP_SIGNALS[0])
@@ -143,9 +143,9 @@ class _Together:
     def follow(self) -> Report | None:
         """Until the run ends; None where there is no leader, or no longer."""
         following = local.load_attempt(FOLLOWING)
-        from shoal.launch.nodes.meeting import Place
+        from shoal.launch.nodes.meeting import MeetingPoint
 
-        place = Place.read(self.run.path)
+        place = MeetingPoint.read(self.run.path)
         if place is None or (place == self.told and place.connect() is None):
             return None
         if place != self.told:
@@ -161,7 +161,7 @@ class _Together:
         return self._run(lambda: following(place, self._status(), *self._rest()))
 
     def _status(self) -> Status:
-        from shoal.launch.nodes.documents import Status
+        from shoal.launch.nodes.messages import Status
 
         return Status(
             name=self.run.node,

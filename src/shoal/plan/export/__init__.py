@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.facts.problem import BadInput, did_you_mean
 from shoal.plan.export import accelerate, deepspeed, megatron, nemo, sagemaker, torchtitan
 from shoal.plan.export.shared import Exported
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 _WRITERS = {
     "deepspeed": deepspeed.write,
@@ -20,8 +20,8 @@ STACKS: tuple[str, ...] = tuple(_WRITERS)
 __all__ = ["STACKS", "Exported", "export"]
 
 
-def export(stack: str, question: Question) -> Exported:
+def export(stack: str, workload: Workload) -> Exported:
     """What ``stack`` needs to run this question's model and recipe in its layout."""
     if stack not in _WRITERS:
         raise BadInput(f"there is no export to {stack!r}", did_you_mean(stack, STACKS))
-    return _WRITERS[stack](question)
+    return _WRITERS[stack](workload)

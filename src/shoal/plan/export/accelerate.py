@@ -14,25 +14,25 @@ from typing import Any
 
 from shoal.plan.export import deepspeed, trainer
 from shoal.plan.export.shared import BLOCKS, Exported, machines, offloads, sharding, without_pipeline
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 FILE = "accelerate.yaml"
 
 
-def write(question: Question) -> Exported:
-    question, cannot = without_pipeline(question)
-    question, more = _nearest(question)
-    cannot = [*cannot, *more, *_cannot(question), *trainer.cannot(question)]
-    settings = _settings(question)
+def write(workload: Workload) -> Exported:
+    workload, cannot = without_pipeline(workload)
+    workload, more = _nearest(workload)
+    cannot = [*cannot, *more, *_cannot(workload), *trainer.cannot(workload)]
+    settings = _settings(workload)
     files = {FILE: _yaml(settings)}
     if settings["distributed_type"] == "DEEPSPEED":
-        files |= deepspeed.write(question).files
-        cannot = [*cannot, *deepspeed.cannot(question)]
-    given = trainer.arguments(question)
-    if question.layout.recompute == "full" and settings["distributed_type"] != "FSDP":
+        files |= deepspeed.write(workload).files
+        cannot = [*cannot, *deepspeed.cannot(workload)]
+    given = trainer.arguments(workload)
+    if workload.layout.recompute == "full" and settings["distributed_type"] != "FSDP":
         given["gradient_checkpointing"] = True
     options = " ".join(f"--{name} {shlex.quote(_word(value))}" for name, value in given.items())
-    nodes, _ = machines(question)
+    nodes, _ = machines(workload)
     # Every node says which one it is, and where the first one is.
     place = (
         '--machine_rank "$NODE_RANK" --main_process_ip "$HEAD_NODE" --main_process_port 29500 '
@@ -46,9 +46,9 @@ def write(question: Question) -> Exported:
     )
 
 
-def _nearest(question: Question) -> tuple[Question, list[str]]:
+def _nearest(workload: Workload) -> tuple[Workload, list[str]]:
     """The closest layout that Accelerate takes, and what was changed."""
-    layout, notes = question.layout, []
+    layout, notes = workload.layout, []
     if layout.ep > 1:
         notes.append(
             f"ep={layout.ep}: there is no expert parallelism here; nearest: experts are sharded like the rest"
@@ -60,23 +60,23 @@ def _nearest(question: Question) -> tuple[Question, list[str]]:
     if layout.cp > 1 and layout.cp_kind == "ulysses" and layout.tp > 1:
         notes.append("cp_kind=ulysses beside tp: it is DeepSpeed's, and goes without tp; nearest: ring")
         layout = layout.replace(cp_kind="ring")
-    return replace(question, layout=layout), notes
+    return replace(workload, layout=layout), notes
 
 
-def _through_deepspeed(question: Question) -> bool:
-    layout = question.layout
+def _through_deepspeed(workload: Workload) -> bool:
+    layout = workload.layout
     if layout.cp > 1:
         return layout.cp_kind == "ulysses"
-    return layout.tp == 1 and sharding(question) in (1, 2)
+    return layout.tp == 1 and sharding(workload) in (1, 2)
 
 
-def _settings(question: Question) -> dict[str, Any]:
-    layout, precision = question.layout, question.recipe.precision
-    nodes, _ = machines(question)
-    on_cpu = question.cluster.device.name == "cpu"
+def _settings(workload: Workload) -> dict[str, Any]:
+    layout, precision = workload.layout, workload.recipe.precision
+    nodes, _ = machines(workload)
+    on_cpu = workload.cluster.device.name == "cpu"
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": _kind(question, on_cpu),
+        "distributed_type": _kind(workload, on_cpu),
         "mixed_precision": precision if precision in ("bf16", "fp16", "fp8") else "no",
         "num_machines": nodes,
         "num_processes": layout.world,
@@ -88,34 +88,34 @@ def _settings(question: Question) -> dict[str, Any]:
         settings["deepspeed_config"] = {
             "deepspeed_config_file": deepspeed.FILE,
             "deepspeed_multinode_launcher": "standard",
-            "zero3_init_flag": sharding(question) == 3,
+            "zero3_init_flag": sharding(workload) == 3,
         }
         del settings["mixed_precision"]  # Accelerate refuses to hear it twice
     elif settings["distributed_type"] == "FSDP":
-        settings["fsdp_config"] = _fsdp(question)
+        settings["fsdp_config"] = _fsdp(workload)
     if layout.tp * layout.cp > 1 or (layout.dp > 1 and layout.fsdp > 1):
-        settings["parallelism_config"] = _degrees(question)
+        settings["parallelism_config"] = _degrees(workload)
     return settings
 
 
-def _kind(question: Question, on_cpu: bool) -> str:
-    layout = question.layout
-    if _through_deepspeed(question):
+def _kind(workload: Workload, on_cpu: bool) -> str:
+    layout = workload.layout
+    if _through_deepspeed(workload):
         return "DEEPSPEED"
-    if sharding(question):
+    if sharding(workload):
         return "FSDP"
     if layout.world == 1:
         return "NO"
     return "MULTI_CPU" if on_cpu else "MULTI_GPU"
 
 
-def _fsdp(question: Question) -> dict[str, Any]:
-    layout, waiting = question.layout, offloads(question)
+def _fsdp(workload: Workload) -> dict[str, Any]:
+    layout, waiting = workload.layout, offloads(workload)
     return {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": layout.zero == 3,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_transformer_layer_cls_to_wrap": BLOCKS[question.model.family],
+        "fsdp_transformer_layer_cls_to_wrap": BLOCKS[workload.model.family],
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_offload_params": "params" in waiting or "optimizer" in waiting,
@@ -123,9 +123,9 @@ def _fsdp(question: Question) -> dict[str, Any]:
     }
 
 
-def _degrees(question: Question) -> dict[str, Any]:
-    layout = question.layout
-    ulysses = _through_deepspeed(question) and layout.cp > 1
+def _degrees(workload: Workload) -> dict[str, Any]:
+    layout = workload.layout
+    ulysses = _through_deepspeed(workload) and layout.cp > 1
     degrees: dict[str, Any] = {
         "parallelism_config_dp_replicate_size": 1 if ulysses else layout.dp,
         "parallelism_config_dp_shard_size": layout.data_ranks if ulysses else layout.fsdp,
@@ -136,7 +136,7 @@ def _degrees(question: Question) -> dict[str, Any]:
         degrees |= {
             "parallelism_config_sp_size": layout.cp,
             "parallelism_config_sp_backend": "deepspeed",
-            "parallelism_config_sp_seq_length": question.recipe.seq,
+            "parallelism_config_sp_seq_length": workload.recipe.seq,
             "parallelism_config_sp_attn_implementation": "sdpa",
         }
     elif layout.cp > 1:
@@ -145,10 +145,10 @@ def _degrees(question: Question) -> dict[str, Any]:
     return degrees
 
 
-def _cannot(question: Question) -> Iterator[str]:
-    layout, waiting = question.layout, offloads(question)
-    if not _through_deepspeed(question):
-        if sharding(question) in (1, 2):
+def _cannot(workload: Workload) -> Iterator[str]:
+    layout, waiting = workload.layout, offloads(workload)
+    if not _through_deepspeed(workload):
+        if sharding(workload) in (1, 2):
             yield (
                 f"zero={layout.zero} beside tp or cp: FSDP2 shards parameters too; nearest: "
                 "reshard_after_forward false, which gathers them once a micro-batch"
@@ -158,21 +158,21 @@ def _cannot(question: Question) -> Iterator[str]:
                 yield f"offload={part}: nearest: recompute=full without it"
             elif part.fraction < 1 or part.nvme or len({"params", "optimizer"} & waiting.keys()) < 2:
                 yield f"offload={part}: nearest: fsdp_offload_params, parameters and optimizer, all in host memory"
-        if question.recipe.reduce == "fp32" and sharding(question) and question.recipe.precision == "bf16":
+        if workload.recipe.reduce == "fp32" and sharding(workload) and workload.recipe.precision == "bf16":
             yield "reduce=fp32: mixed_precision also sets the sums; nearest: a MixedPrecisionPolicy in the script"
-        if question.recipe.precision == "fp64":
+        if workload.recipe.precision == "fp64":
             yield "precision=fp64: nearest: fp32"
         if layout.recompute == "selective":
             yield "recompute=selective: nearest: full, or none"
-        if question.lora is not None:
-            yield f"lora of rank {question.lora.rank}: nearest: peft.get_peft_model in the script"
+        if workload.lora is not None:
+            yield f"lora of rank {workload.lora.rank}: nearest: peft.get_peft_model in the script"
     if layout.tp > 1:
         yield f"tp={layout.tp}: the script loads the model with it; nearest: from_pretrained(…, tp_plan='auto')"
     if layout.tp > 1 and layout.sp:
         yield "sp=1: the model's own tp_plan decides; nearest: that"
-    if layout.unit > 1 and sharding(question) == 3:
+    if layout.unit > 1 and sharding(workload) == 3:
         yield f"unit={layout.unit}: one block is one group; nearest: unit=1"
-    if sharding(question) == 3 and (question.tune.prefetch != 1 or question.tune.persist_below):
+    if sharding(workload) == 3 and (workload.tune.prefetch != 1 or workload.tune.persist_below):
         yield "prefetch and persist_below: FSDP2's own defaults hold; nearest: set_modules_to_forward_prefetch"
 
 

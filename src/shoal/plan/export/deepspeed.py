@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shoal.plan.export.shared import Exported, bucket_elements, machines, offloads, sharding, unit_elements
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 FILE = "ds_config.json"
 _NVME_PATH = "/local_nvme"
@@ -18,29 +18,29 @@ _DECAY = (
 )
 
 
-def write(question: Question) -> Exported:
-    nodes, per_node = machines(question)
+def write(workload: Workload) -> Exported:
+    nodes, per_node = machines(workload)
     hosts = f"--hostfile hostfile --num_nodes {nodes} " if nodes > 1 else ""
     command = f"deepspeed {hosts}--num_gpus {per_node} train.py --deepspeed --deepspeed_config {FILE}"
-    text = json.dumps(settings(question), indent=2) + "\n"
-    return Exported({FILE: text}, command, list(cannot(question)))
+    text = json.dumps(settings(workload), indent=2) + "\n"
+    return Exported({FILE: text}, command, list(cannot(workload)))
 
 
-def settings(question: Question) -> dict[str, Any]:
+def settings(workload: Workload) -> dict[str, Any]:
     """The whole file, as a dictionary."""
-    recipe, layout = question.recipe, question.layout
+    recipe, layout = workload.recipe, workload.layout
     given: dict[str, Any] = {
         "train_batch_size": recipe.batch,
-        "train_micro_batch_size_per_gpu": question.micro,
-        "gradient_accumulation_steps": question.accumulation,
+        "train_micro_batch_size_per_gpu": workload.micro,
+        "gradient_accumulation_steps": workload.accumulation,
         "gradient_clipping": recipe.clip,
-        **_precision(question),
-        "optimizer": _optimizer(question),
-        **_scheduler(question),
-        "zero_optimization": _zero(question),
-        **_recompute(question),
+        **_precision(workload),
+        "optimizer": _optimizer(workload),
+        **_scheduler(workload),
+        "zero_optimization": _zero(workload),
+        **_recompute(workload),
     }
-    if recipe.optimizer == "sgd" and stage(question):
+    if recipe.optimizer == "sgd" and stage(workload):
         given["zero_allow_untested_optimizer"] = True
     if layout.tp > 1:
         given["tensor_parallel"] = {"autotp_size": layout.tp}
@@ -51,17 +51,17 @@ def settings(question: Question) -> dict[str, Any]:
     return given
 
 
-def stage(question: Question) -> int:
+def stage(workload: Workload) -> int:
     """The ZeRO stage; a pipeline engine takes none above 1."""
-    return min(sharding(question), 1) if question.layout.pp > 1 else sharding(question)
+    return min(sharding(workload), 1) if workload.layout.pp > 1 else sharding(workload)
 
 
-def _precision(question: Question) -> dict[str, Any]:
-    recipe = question.recipe
+def _precision(workload: Workload) -> dict[str, Any]:
+    recipe = workload.recipe
     given: dict[str, Any] = {}
     if recipe.precision in ("bf16", "fp8"):
         given["bf16"] = {"enabled": True}
-        if recipe.states == "bf16" and stage(question):
+        if recipe.states == "bf16" and stage(workload):
             given["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     if recipe.precision == "fp16":
         # As Shoal scales the loss: halved at every overflow, doubled after 2000 quiet steps.
@@ -75,8 +75,8 @@ def _precision(question: Question) -> dict[str, Any]:
     return given | {"communication_data_type": recipe.reduce}
 
 
-def _optimizer(question: Question) -> dict[str, Any]:
-    recipe = question.recipe
+def _optimizer(workload: Workload) -> dict[str, Any]:
+    recipe = workload.recipe
     common = {"lr": recipe.peak_lr, "weight_decay": recipe.weight_decay}
     if recipe.optimizer == "sgd":
         return {"type": "SGD", "params": {**common, "momentum": recipe.momentum}}
@@ -86,8 +86,8 @@ def _optimizer(question: Question) -> dict[str, Any]:
     }
 
 
-def _scheduler(question: Question) -> dict[str, Any]:
-    recipe = question.recipe
+def _scheduler(workload: Workload) -> dict[str, Any]:
+    recipe = workload.recipe
     warmup = recipe.warmup_steps
     held = recipe.schedule in ("constant", "wsd")
     if held and not warmup:
@@ -104,11 +104,11 @@ def _scheduler(question: Question) -> dict[str, Any]:
     return {"scheduler": {"type": "WarmupCosineLR", "params": {**ratios, **steps}}}
 
 
-def _zero(question: Question) -> dict[str, Any]:
-    layout, tune = question.layout, question.tune
-    elements = bucket_elements(question)
+def _zero(workload: Workload) -> dict[str, Any]:
+    layout, tune = workload.layout, workload.tune
+    elements = bucket_elements(workload)
     zero: dict[str, Any] = {
-        "stage": stage(question),
+        "stage": stage(workload),
         "overlap_comm": True,
         "contiguous_gradients": True,
         "reduce_scatter": True,
@@ -116,24 +116,24 @@ def _zero(question: Question) -> dict[str, Any]:
         "allgather_bucket_size": elements,
     }
     if zero["stage"] == 3:
-        unit = unit_elements(question)
+        unit = unit_elements(workload)
         zero["stage3_prefetch_bucket_size"] = tune.prefetch * unit
         # Its default would hold back the prefetching of blocks as large as this.
         zero["stage3_max_live_parameters"] = max(10**9, (1 + tune.prefetch) * unit)
         zero["stage3_param_persistence_threshold"] = tune.persist_below
         if layout.dp > 1:
             zero["zero_hpz_partition_size"] = layout.shards
-    return zero | _offload(question)
+    return zero | _offload(workload)
 
 
-def _offload(question: Question) -> dict[str, Any]:
-    waiting, given = offloads(question), {}
-    if "optimizer" in waiting and stage(question):
+def _offload(workload: Workload) -> dict[str, Any]:
+    waiting, given = offloads(workload), {}
+    if "optimizer" in waiting and stage(workload):
         part = waiting["optimizer"]
-        given["offload_optimizer"] = _place(part.nvme and stage(question) == 3)
-        if part.fraction < 1 and stage(question) == 3:
+        given["offload_optimizer"] = _place(part.nvme and stage(workload) == 3)
+        if part.fraction < 1 and stage(workload) == 3:
             given["offload_optimizer"]["ratio"] = part.fraction
-    if "params" in waiting and stage(question) == 3:
+    if "params" in waiting and stage(workload) == 3:
         given["offload_param"] = _place(waiting["params"].nvme)
     return given
 
@@ -143,26 +143,26 @@ def _place(nvme: bool) -> dict[str, Any]:
     return place | ({"nvme_path": _NVME_PATH} if nvme else {})
 
 
-def _recompute(question: Question) -> dict[str, Any]:
-    if question.layout.recompute != "full":
+def _recompute(workload: Workload) -> dict[str, Any]:
+    if workload.layout.recompute != "full":
         return {}
     return {
         "activation_checkpointing": {
-            "partition_activations": question.layout.tp > 1,
-            "cpu_checkpointing": "activations" in offloads(question),
+            "partition_activations": workload.layout.tp > 1,
+            "cpu_checkpointing": "activations" in offloads(workload),
         }
     }
 
 
-def cannot(question: Question) -> Iterator[str]:
+def cannot(workload: Workload) -> Iterator[str]:
     """What this file has no word for."""
-    yield from _cannot_place(question)
-    yield from _cannot_keep(question)
-    yield from _cannot_compute(question)
+    yield from _cannot_place(workload)
+    yield from _cannot_keep(workload)
+    yield from _cannot_compute(workload)
 
 
-def _cannot_place(question: Question) -> Iterator[str]:
-    layout, zero = question.layout, stage(question)
+def _cannot_place(workload: Workload) -> Iterator[str]:
+    layout, zero = workload.layout, stage(workload)
     if layout.dp > 1 and zero == 3:
         yield (
             f"dp={layout.dp} replicas of a sharded copy: DeepSpeed 0.19 shards over all {layout.data_ranks} data "
@@ -178,7 +178,7 @@ def _cannot_place(question: Question) -> Iterator[str]:
         )
         if layout.schedule != "1f1b":
             yield f"schedule={layout.schedule}: its pipeline has one schedule; nearest: 1f1b"
-        if sharding(question) > 1:
+        if sharding(workload) > 1:
             yield f"zero={layout.zero} under a pipeline: nearest: stage 1"
     if layout.tp > 1 and layout.sp:
         yield "sp=1: AutoTP keeps whole activations between blocks on every tensor rank; nearest: sp=0"
@@ -191,13 +191,13 @@ def _cannot_place(question: Question) -> Iterator[str]:
         )
     if layout.unit > 1 and zero == 3:
         yield f"unit={layout.unit}: parameters are gathered as modules need them; nearest: the prefetch bucket"
-    if question.tune.persist_below and zero == 3:
+    if workload.tune.persist_below and zero == 3:
         yield "persist_below counts a group's elements; nearest: the threshold, which counts each parameter's"
 
 
-def _cannot_keep(question: Question) -> Iterator[str]:
+def _cannot_keep(workload: Workload) -> Iterator[str]:
     """Recomputing and offloading."""
-    waiting, zero, recompute = offloads(question), stage(question), question.layout.recompute
+    waiting, zero, recompute = offloads(workload), stage(workload), workload.layout.recompute
     if recompute == "selective":
         yield "recompute=selective: nearest: none, or full through the model's gradient_checkpointing_enable()"
     if recompute == "full":
@@ -219,11 +219,11 @@ def _cannot_keep(question: Question) -> Iterator[str]:
             yield f"offload={part}: nearest: all checkpointed activations, in host memory"
 
 
-def _cannot_compute(question: Question) -> Iterator[str]:
+def _cannot_compute(workload: Workload) -> Iterator[str]:
     """The recipe."""
-    recipe = question.recipe
+    recipe = workload.recipe
     yield (
-        f"{question.model.name}, seq={recipe.seq}, steps={recipe.steps}, seed={recipe.seed}: this file holds none of "
+        f"{workload.model.name}, seq={recipe.seq}, steps={recipe.steps}, seed={recipe.seed}: this file holds none of "
         "them; nearest: arguments of train.py"
     )
     if recipe.weight_decay:
@@ -237,10 +237,10 @@ def _cannot_compute(question: Question) -> Iterator[str]:
     if recipe.precision == "fp8":
         yield "precision=fp8: it belongs to the model's layers (Transformer Engine); nearest: bf16"
     if recipe.states == "int8" or (
-        recipe.states == "bf16" and not (stage(question) and recipe.precision == "bf16")
+        recipe.states == "bf16" and not (stage(workload) and recipe.precision == "bf16")
     ):
         yield f"states={recipe.states}: nearest: fp32 master weights and moments"
     if recipe.dropout:
         yield f"dropout={recipe.dropout}: it belongs to the model's config.json; nearest: set it there"
-    if question.lora is not None:
-        yield f"lora of rank {question.lora.rank}: nearest: peft.get_peft_model before deepspeed.initialize"
+    if workload.lora is not None:
+        yield f"lora of rank {workload.lora.rank}: nearest: peft.get_peft_model before deepspeed.initialize"

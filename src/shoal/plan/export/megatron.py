@@ -5,63 +5,63 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from shoal.facts.stages import cut
+from shoal.facts.layout.stages import cut
 from shoal.plan.export import megatron_model
 from shoal.plan.export.shared import Exported, bucket_elements, machines, offloads, sharding, torchrun
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 FILE = "megatron.sh"
 STRATEGIES = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 
 
-def write(question: Question) -> Exported:
-    nodes, _ = machines(question)
+def write(workload: Workload) -> Exported:
+    nodes, _ = machines(workload)
     every_node = f"  # on each of {nodes} nodes" if nodes > 1 else ""
     command = f"{'HEAD_NODE=first-node ' if nodes > 1 else ''}bash {FILE}{every_node}"
-    return Exported({FILE: _script(question)}, command, list(cannot(question)))
+    return Exported({FILE: _script(workload)}, command, list(cannot(workload)))
 
 
-def _script(question: Question) -> str:
+def _script(workload: Workload) -> str:
     words = [
-        *_layout(question),
-        *_data_ranks(question),
-        *megatron_model.arguments(question),
-        *_recipe(question),
+        *_layout(workload),
+        *_data_ranks(workload),
+        *megatron_model.arguments(workload),
+        *_recipe(workload),
     ]
     lines = [f"    {shlex.join(word)}" for word in words]
     # FSDP's communication needs several hardware queues; that of tensor and context parallelism, exactly one.
     queues = (
-        "unset CUDA_DEVICE_MAX_CONNECTIONS" if uses_fsdp(question) else "export CUDA_DEVICE_MAX_CONNECTIONS=1"
+        "unset CUDA_DEVICE_MAX_CONNECTIONS" if uses_fsdp(workload) else "export CUDA_DEVICE_MAX_CONNECTIONS=1"
     )
     return "\n".join(
         [
             "#!/usr/bin/env bash",
-            f"# Megatron-LM: {question.model.name} in {question.layout}. Run it where pretrain_gpt.py is; further",
+            f"# Megatron-LM: {workload.model.name} in {workload.layout}. Run it where pretrain_gpt.py is; further",
             "# arguments are passed on. In place of --mock-data name your own --data-path and tokenizer.",
             "set -euo pipefail",
             queues,
             "ARGUMENTS=(",
             *lines,
             ")",
-            f'exec {torchrun(question)} pretrain_gpt.py "${{ARGUMENTS[@]}}" "$@"',
+            f'exec {torchrun(workload)} pretrain_gpt.py "${{ARGUMENTS[@]}}" "$@"',
             "",
         ]
     )
 
 
-def uses_fsdp(question: Question) -> bool:
+def uses_fsdp(workload: Workload) -> bool:
     """Megatron-FSDP shards gradients and parameters; it goes with everything but pipelines."""
-    return sharding(question) > 1 and question.layout.pp == 1
+    return sharding(workload) > 1 and workload.layout.pp == 1
 
 
-def sequence_parallel(question: Question) -> bool:
+def sequence_parallel(workload: Workload) -> bool:
     """Its mixtures of experts refuse tensor parallelism without it."""
-    return question.layout.tp > 1 and (question.layout.sp or question.model.experts is not None)
+    return workload.layout.tp > 1 and (workload.layout.sp or workload.model.experts is not None)
 
 
-def stage_layout(question: Question) -> str | None:
+def stage_layout(workload: Workload) -> str | None:
     """Shoal's cut in Megatron's notation, ``Et*7|t*8|t*7L``; None where all stages are equal, which is its default."""
-    stages = cut(question.model, question.layout.pp * question.layout.chunks, question.recipe.seq)
+    stages = cut(workload.model, workload.layout.pp * workload.layout.chunks, workload.recipe.seq)
     if len({len(stage.layers) for stage in stages}) == 1:
         return None
     return "|".join(
@@ -69,23 +69,23 @@ def stage_layout(question: Question) -> str | None:
     )
 
 
-def _layout(question: Question) -> Iterator[list[str]]:
-    layout = question.layout
+def _layout(workload: Workload) -> Iterator[list[str]]:
+    layout = workload.layout
     yield ["--tensor-model-parallel-size", str(layout.tp)]
-    if sequence_parallel(question):
+    if sequence_parallel(workload):
         yield ["--sequence-parallel"]
     yield ["--context-parallel-size", str(layout.cp)]
     if layout.cp > 1:
         yield ["--cp-comm-type", "p2p" if layout.cp_kind == "ring" else "a2a"]
     yield ["--pipeline-model-parallel-size", str(layout.pp)]
     if layout.pp > 1:
-        stages = stage_layout(question)
+        stages = stage_layout(workload)
         if stages is not None:
             yield ["--pipeline-model-parallel-layout", stages]
         elif layout.chunks > 1:
-            each = question.model.layers // (layout.pp * layout.chunks)
+            each = workload.model.layers // (layout.pp * layout.chunks)
             yield ["--num-layers-per-virtual-pipeline-stage", str(each)]
-    if question.model.experts is not None:
+    if workload.model.experts is not None:
         # Shoal keeps each routed expert whole, whatever tp is.
         yield ["--expert-model-parallel-size", str(layout.ep), "--expert-tensor-parallel-size", "1"]
     if layout.recompute == "full":
@@ -99,37 +99,37 @@ def _layout(question: Question) -> Iterator[list[str]]:
         ]
     if layout.recompute == "selective":
         yield ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "layernorm"]
-    waiting = offloads(question)
+    waiting = offloads(workload)
     if "optimizer" in waiting:
         fraction = str(waiting["optimizer"].fraction)
         yield ["--optimizer-cpu-offload", "--optimizer-offload-fraction", fraction]
         yield ["--use-precision-aware-optimizer"]
     if "activations" in waiting and layout.pp == 1 and layout.recompute == "none":
-        yield ["--cpu-offloading-num-layers", str(offloaded_layers(question))]
+        yield ["--cpu-offloading-num-layers", str(offloaded_layers(workload))]
 
 
-def offloaded_layers(question: Question) -> int:
-    return max(1, round(offloads(question)["activations"].fraction * question.model.layers))
+def offloaded_layers(workload: Workload) -> int:
+    return max(1, round(offloads(workload)["activations"].fraction * workload.model.layers))
 
 
-def _data_ranks(question: Question) -> Iterator[list[str]]:
-    layout, zero = question.layout, sharding(question)
+def _data_ranks(workload: Workload) -> Iterator[list[str]]:
+    layout, zero = workload.layout, sharding(workload)
     if layout.data_ranks * layout.cp > 1:
-        yield ["--overlap-grad-reduce", "--ddp-bucket-size", str(bucket_elements(question))]
+        yield ["--overlap-grad-reduce", "--ddp-bucket-size", str(bucket_elements(workload))]
     if zero:
         yield ["--use-distributed-optimizer", "--overlap-param-gather"]
         if layout.dp > 1:
             yield ["--num-distributed-optimizer-instances", str(layout.dp)]
-    if uses_fsdp(question):
+    if uses_fsdp(workload):
         yield ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", STRATEGIES[zero]]
         yield ["--no-gradient-accumulation-fusion", "--ckpt-format", "fsdp_dtensor"]
         if zero == 3:
             yield ["--init-model-with-meta-device"]
 
 
-def _recipe(question: Question) -> Iterator[list[str]]:
-    recipe = question.recipe
-    yield ["--micro-batch-size", str(question.micro), "--global-batch-size", str(recipe.batch)]
+def _recipe(workload: Workload) -> Iterator[list[str]]:
+    recipe = workload.recipe
+    yield ["--micro-batch-size", str(workload.micro), "--global-batch-size", str(recipe.batch)]
     yield ["--seq-length", str(recipe.seq), "--train-iters", str(recipe.steps)]
     yield ["--calculate-per-token-loss"]
     if recipe.optimizer == "adamw":
@@ -147,7 +147,7 @@ def _recipe(question: Question) -> Iterator[list[str]]:
         yield ["--lr-decay-style", recipe.schedule]
     yield ["--attention-dropout", str(recipe.dropout), "--hidden-dropout", str(recipe.dropout)]
     # It refuses 0.
-    yield ["--seed", str(max(1, recipe.seed)), "--init-method-std", str(question.model.init_std)]
+    yield ["--seed", str(max(1, recipe.seed)), "--init-method-std", str(workload.model.init_std)]
     if recipe.precision in ("bf16", "fp8"):
         yield ["--bf16"]
     if recipe.precision == "fp8":
@@ -158,35 +158,35 @@ def _recipe(question: Question) -> Iterator[list[str]]:
         yield ["--grad-reduce-in-bf16" if recipe.reduce == "bf16" else "--accumulate-allreduce-grads-in-fp32"]
 
 
-def cannot(question: Question) -> Iterator[str]:
+def cannot(workload: Workload) -> Iterator[str]:
     """What Megatron's arguments have no word for; NeMo, which runs on the same core, shares it."""
-    yield from _cannot_place(question)
-    yield from _cannot_keep(question)
-    yield from _cannot_compute(question)
-    yield from megatron_model.cannot(question)
+    yield from _cannot_place(workload)
+    yield from _cannot_keep(workload)
+    yield from _cannot_compute(workload)
+    yield from megatron_model.cannot(workload)
 
 
-def _cannot_place(question: Question) -> Iterator[str]:
-    layout, zero = question.layout, sharding(question)
-    if sequence_parallel(question) and not layout.sp:
+def _cannot_place(workload: Workload) -> Iterator[str]:
+    layout, zero = workload.layout, sharding(workload)
+    if sequence_parallel(workload) and not layout.sp:
         yield "sp=0 beside experts: nearest: sp=1"
     if zero > 1 and layout.pp > 1:
         yield f"zero={layout.zero} under a pipeline: nearest: the distributed optimizer, which is zero=1"
     if layout.pp > 1 and layout.schedule not in ("1f1b", "interleaved"):
         yield f"schedule={layout.schedule}: nearest: {'interleaved' if layout.chunks > 1 else '1f1b'}"
-    if layout.pp > 1 and layout.chunks > 1 and question.accumulation % layout.pp:
+    if layout.pp > 1 and layout.chunks > 1 and workload.accumulation % layout.pp:
         yield (
-            f"{question.accumulation} micro-batches over pp={layout.pp}: its interleaved schedule takes multiples of "
+            f"{workload.accumulation} micro-batches over pp={layout.pp}: its interleaved schedule takes multiples of "
             "the pipeline's length; nearest: a smaller micro that gives one"
         )
     if layout.unit > 1 and zero == 3:
         yield f"unit={layout.unit}: one block is one group; nearest: unit=1"
-    if zero == 3 and (question.tune.prefetch != 1 or question.tune.persist_below):
+    if zero == 3 and (workload.tune.prefetch != 1 or workload.tune.persist_below):
         yield "prefetch and persist_below: nearest: Megatron-FSDP's suggested communication unit size"
 
 
-def _cannot_keep(question: Question) -> Iterator[str]:
-    layout, waiting = question.layout, offloads(question)
+def _cannot_keep(workload: Workload) -> Iterator[str]:
+    layout, waiting = workload.layout, offloads(workload)
     if layout.recompute == "selective":
         yield "recompute=selective, which keeps matrix products alone: nearest: modules core_attn and layernorm"
     if "params" in waiting:
@@ -200,13 +200,13 @@ def _cannot_keep(question: Question) -> Iterator[str]:
             yield f"offload={part}: nearest: host memory"
 
 
-def _cannot_compute(question: Question) -> Iterator[str]:
-    recipe = question.recipe
+def _cannot_compute(workload: Workload) -> Iterator[str]:
+    recipe = workload.recipe
     if recipe.precision == "fp64":
         yield "precision=fp64: nearest: fp32"
     if recipe.states != "fp32":
         yield f"states={recipe.states}: nearest: fp32 master weights; --exp-avg-dtype narrows the moments"
     if recipe.seed == 0:
         yield "seed=0: nearest: 1"
-    if question.lora is not None:
-        yield f"lora of rank {question.lora.rank}: nearest: train all weights"
+    if workload.lora is not None:
+        yield f"lora of rank {workload.lora.rank}: nearest: train all weights"

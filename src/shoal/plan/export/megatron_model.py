@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.facts.model import Experts, Latent
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 
-def arguments(question: Question) -> Iterator[list[str]]:
+def arguments(workload: Workload) -> Iterator[list[str]]:
     """Layers and widths, positions, norms and activation, experts, vocabulary."""
-    model = question.model
+    model = workload.model
     yield ["--num-layers", str(model.layers), "--hidden-size", str(model.hidden)]
     yield ["--ffn-hidden-size", str(model.ffn), "--num-attention-heads", str(model.heads)]
     if model.latent is not None:
@@ -19,7 +19,7 @@ def arguments(question: Question) -> Iterator[list[str]]:
         yield ["--kv-channels", str(model.head_dim)]
         if model.kv_heads != model.heads:
             yield ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
-    yield from _positions(question)
+    yield from _positions(workload)
     yield [
         "--normalization",
         "RMSNorm" if model.norm == "rms" else "LayerNorm",
@@ -40,16 +40,16 @@ def arguments(question: Question) -> Iterator[list[str]]:
         yield ["--untie-embeddings-and-output-weights"]
     if model.experts is not None:
         yield from _experts(model.experts, model.layers)
-        if question.recipe.precision == "bf16":
+        if workload.recipe.precision == "bf16":
             yield ["--moe-grouped-gemm"]  # in no other precision
     # Its null tokenizer adds one token, the end of a document, to those it is given.
     yield ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab - 1)]
     yield ["--make-vocab-size-divisible-by", "1"]
 
 
-def _positions(question: Question) -> Iterator[list[str]]:
-    model = question.model
-    yield ["--max-position-embeddings", str(max(model.max_positions, question.recipe.seq))]
+def _positions(workload: Workload) -> Iterator[list[str]]:
+    model = workload.model
+    yield ["--max-position-embeddings", str(max(model.max_positions, workload.recipe.seq))]
     if model.positions == "learned":
         yield ["--position-embedding-type", "learned_absolute"]
         return
@@ -101,9 +101,9 @@ def _experts(experts: Experts, layers: int) -> Iterator[list[str]]:
         yield ["--moe-router-enable-expert-bias"]
 
 
-def cannot(question: Question) -> Iterator[str]:
+def cannot(workload: Workload) -> Iterator[str]:
     """What of a shape Megatron's core does not compute."""
-    model, tp = question.model, question.layout.tp
+    model, tp = workload.model, workload.layout.tp
     if model.parallel_residual:
         yield f"{model.name}: attention and MLP side by side; nearest: one after the other"
     if model.rope_scaling is not None and model.rope_scaling.kind != "llama3" and model.latent is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from shoal.plan.export import megatron
 from shoal.plan.export.shared import Exported, bucket_elements, machines, offloads, sharding, torchrun
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 FILE = "nemo_run.py"
 
@@ -15,39 +15,39 @@ class Code(str):
     """A Python expression, written as it stands."""
 
 
-def write(question: Question) -> Exported:
-    command = f"{torchrun(question)} {FILE}"
-    cannot = list(megatron.cannot(question))
-    if question.recipe.schedule == "wsd":
+def write(workload: Workload) -> Exported:
+    command = f"{torchrun(workload)} {FILE}"
+    cannot = list(megatron.cannot(workload))
+    if workload.recipe.schedule == "wsd":
         cannot.append("schedule=wsd: nearest: WarmupPolicyScheduler, the same without the decay at the end")
-    return Exported({FILE: _script(question)}, command, cannot)
+    return Exported({FILE: _script(workload)}, command, cannot)
 
 
-def _script(question: Question) -> str:
-    model, shape = _classes(question)
-    scheduler, schedule = _schedule(question)
+def _script(workload: Workload) -> str:
+    model, shape = _classes(workload)
+    scheduler, schedule = _schedule(workload)
     calls = {
-        "strategy": _call("nl.MegatronStrategy", _strategy(question)),
-        "trainer": _call("nl.Trainer", _trainer(question)),
-        "config": _call(f"llm.{shape}", _shape(question)),
+        "strategy": _call("nl.MegatronStrategy", _strategy(workload)),
+        "trainer": _call("nl.Trainer", _trainer(workload)),
+        "config": _call(f"llm.{shape}", _shape(workload)),
         "data": _call(
             "llm.MockDataModule",  # in its place, your own: llm.PreTrainingDataModule(paths=…)
             {
-                "seq_length": question.recipe.seq,
-                "micro_batch_size": question.micro,
-                "global_batch_size": question.recipe.batch,
+                "seq_length": workload.recipe.seq,
+                "micro_batch_size": workload.micro,
+                "global_batch_size": workload.recipe.batch,
             },
         ),
         "optimizer": _call(
             "MegatronOptimizerModule",
             {
-                "config": Code(_call("OptimizerConfig", _optimizer(question), depth=1)),
+                "config": Code(_call("OptimizerConfig", _optimizer(workload), depth=1)),
                 "lr_scheduler": Code(_call(scheduler, schedule, depth=1)),
             },
         ),
     }
     body = "\n".join(f"{name} = {call}" for name, call in calls.items())
-    return f'''"""NeMo 2: {question.model.name} in {question.layout}."""
+    return f'''"""NeMo 2: {workload.model.name} in {workload.layout}."""
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -72,60 +72,60 @@ def _call(name: str, given: dict[str, Any], depth: int = 0) -> str:
     return "\n".join([f"{name}(", *lines, f"{indent})"])
 
 
-def _strategy(question: Question) -> dict[str, Any]:
-    layout = question.layout
+def _strategy(workload: Workload) -> dict[str, Any]:
+    layout = workload.layout
     given: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tp,
-        "sequence_parallel": megatron.sequence_parallel(question),
+        "sequence_parallel": megatron.sequence_parallel(workload),
         "context_parallel_size": layout.cp,
         "pipeline_model_parallel_size": layout.pp,
         "expert_model_parallel_size": layout.ep,
-        "ddp": Code(_call("DistributedDataParallelConfig", _data_ranks(question), depth=1)),
+        "ddp": Code(_call("DistributedDataParallelConfig", _data_ranks(workload), depth=1)),
     }
-    if question.model.experts is not None:
+    if workload.model.experts is not None:
         given["expert_tensor_parallel_size"] = 1
     if layout.pp > 1:
-        given["pipeline_dtype"] = Code(f"torch.{_dtype(question)}")
-        stages = megatron.stage_layout(question)
+        given["pipeline_dtype"] = Code(f"torch.{_dtype(workload)}")
+        stages = megatron.stage_layout(workload)
         if stages is not None:
             given["pipeline_model_parallel_layout"] = stages
         elif layout.chunks > 1:
             given["virtual_pipeline_model_parallel_size"] = layout.chunks
-    if megatron.uses_fsdp(question):
+    if megatron.uses_fsdp(workload):
         given["fsdp"] = "megatron"
-    if layout.dp > 1 and sharding(question):
+    if layout.dp > 1 and sharding(workload):
         given["num_distributed_optimizer_instances"] = layout.dp
     return given
 
 
-def _data_ranks(question: Question) -> dict[str, Any]:
-    layout, zero = question.layout, sharding(question)
+def _data_ranks(workload: Workload) -> dict[str, Any]:
+    layout, zero = workload.layout, sharding(workload)
     given: dict[str, Any] = {
-        "grad_reduce_in_fp32": question.recipe.reduce == "fp32",
+        "grad_reduce_in_fp32": workload.recipe.reduce == "fp32",
         "overlap_grad_reduce": layout.data_ranks * layout.cp > 1,
         "overlap_param_gather": zero > 0,
         "use_distributed_optimizer": zero > 0,
-        "bucket_size": bucket_elements(question),
+        "bucket_size": bucket_elements(workload),
     }
     if layout.dp > 1 and zero:
         given["num_distributed_optimizer_instances"] = layout.dp
-    if megatron.uses_fsdp(question):
+    if megatron.uses_fsdp(workload):
         given["data_parallel_sharding_strategy"] = megatron.STRATEGIES[zero]
     return given
 
 
-def _trainer(question: Question) -> dict[str, Any]:
-    nodes, per_node = machines(question)
+def _trainer(workload: Workload) -> dict[str, Any]:
+    nodes, per_node = machines(workload)
     precision = {"bf16": "bf16-mixed", "fp8": "bf16-mixed", "fp16": "16-mixed"}.get(
-        question.recipe.precision, "32"
+        workload.recipe.precision, "32"
     )
-    plugin: dict[str, Any] = {"precision": precision, "grad_reduce_in_fp32": question.recipe.reduce == "fp32"}
-    if question.recipe.precision == "fp8":
+    plugin: dict[str, Any] = {"precision": precision, "grad_reduce_in_fp32": workload.recipe.reduce == "fp32"}
+    if workload.recipe.precision == "fp8":
         plugin["fp8"] = "hybrid"
     return {
         "devices": per_node,
         "num_nodes": nodes,
-        "max_steps": question.recipe.steps,
+        "max_steps": workload.recipe.steps,
         "accelerator": "gpu",
         "strategy": Code("strategy"),
         "plugins": Code(_call("nl.MegatronMixedPrecision", plugin, depth=1)),
@@ -133,9 +133,9 @@ def _trainer(question: Question) -> dict[str, Any]:
     }
 
 
-def _classes(question: Question) -> tuple[str, str]:
+def _classes(workload: Workload) -> tuple[str, str]:
     """The model and its config: the plain ones, unless positions or attention need a family's own."""
-    model = question.model
+    model = workload.model
     if model.latent is not None:
         return "DeepSeekModel", "DeepSeekV3Config"
     if model.rope_scaling is not None and model.rope_scaling.kind == "llama3":
@@ -143,8 +143,8 @@ def _classes(question: Question) -> tuple[str, str]:
     return "GPTModel", "GPTConfig"
 
 
-def _shape(question: Question) -> dict[str, Any]:
-    model, recipe, layout = question.model, question.recipe, question.layout
+def _shape(workload: Workload) -> dict[str, Any]:
+    model, recipe, layout = workload.model, workload.recipe, workload.layout
     activation = "silu" if model.gated else "gelu"
     given: dict[str, Any] = {
         "num_layers": model.layers,
@@ -182,12 +182,12 @@ def _shape(question: Question) -> dict[str, Any]:
             ]
     if layout.cp > 1:
         given["cp_comm_type"] = "p2p" if layout.cp_kind == "ring" else "a2a"
-    return given | _special(question) | _experts(question) | _kept(question)
+    return given | _special(workload) | _experts(workload) | _kept(workload)
 
 
-def _special(question: Question) -> dict[str, Any]:
+def _special(workload: Workload) -> dict[str, Any]:
     """Fields that only a family's own config has."""
-    latent, scaling = question.model.latent, question.model.rope_scaling
+    latent, scaling = workload.model.latent, workload.model.rope_scaling
     if latent is not None:
         return {
             "q_lora_rank": latent.q_rank,
@@ -206,15 +206,15 @@ def _special(question: Question) -> dict[str, Any]:
     return {}
 
 
-def _experts(question: Question) -> dict[str, Any]:
-    model, experts = question.model, question.model.experts
+def _experts(workload: Workload) -> dict[str, Any]:
+    model, experts = workload.model, workload.model.experts
     if experts is None:
         return {}
     given: dict[str, Any] = {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.active,
         "moe_ffn_hidden_size": experts.ffn,
-        "moe_grouped_gemm": question.recipe.precision == "bf16",
+        "moe_grouped_gemm": workload.recipe.precision == "bf16",
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
         "moe_router_score_function": experts.score,
@@ -231,21 +231,21 @@ def _experts(question: Question) -> dict[str, Any]:
     return given
 
 
-def _kept(question: Question) -> dict[str, Any]:
+def _kept(workload: Workload) -> dict[str, Any]:
     """Recomputing and offloading of activations, which are the model's here."""
-    layout = question.layout
+    layout = workload.layout
     if layout.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if layout.recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}
-    if "activations" in offloads(question) and layout.pp == 1:
-        layers = megatron.offloaded_layers(question)
+    if "activations" in offloads(workload) and layout.pp == 1:
+        layers = megatron.offloaded_layers(workload)
         return {"cpu_offloading": True, "cpu_offloading_num_layers": layers}
     return {}
 
 
-def _optimizer(question: Question) -> dict[str, Any]:
-    recipe, waiting = question.recipe, offloads(question)
+def _optimizer(workload: Workload) -> dict[str, Any]:
+    recipe, waiting = workload.recipe, offloads(workload)
     given: dict[str, Any] = {
         "optimizer": "adam" if recipe.optimizer == "adamw" else "sgd",
         "lr": recipe.peak_lr,
@@ -253,7 +253,7 @@ def _optimizer(question: Question) -> dict[str, Any]:
         "clip_grad": recipe.clip,
         "bf16": recipe.precision in ("bf16", "fp8"),
         "fp16": recipe.precision == "fp16",
-        "use_distributed_optimizer": sharding(question) > 0,
+        "use_distributed_optimizer": sharding(workload) > 0,
     }
     if recipe.optimizer == "adamw":
         given |= {"adam_beta1": recipe.beta1, "adam_beta2": recipe.beta2, "adam_eps": recipe.eps}
@@ -265,8 +265,8 @@ def _optimizer(question: Question) -> dict[str, Any]:
     return given
 
 
-def _schedule(question: Question) -> tuple[str, dict[str, Any]]:
-    recipe = question.recipe
+def _schedule(workload: Workload) -> tuple[str, dict[str, Any]]:
+    recipe = workload.recipe
     given: dict[str, Any] = {"warmup_steps": recipe.warmup_steps, "max_steps": recipe.steps}
     if recipe.schedule in ("constant", "wsd"):
         return "WarmupPolicyScheduler", given
@@ -276,7 +276,7 @@ def _schedule(question: Question) -> tuple[str, dict[str, Any]]:
     return "CosineAnnealingScheduler", given | {"constant_steps": 0}
 
 
-def _dtype(question: Question) -> str:
+def _dtype(workload: Workload) -> str:
     return {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}.get(
-        question.recipe.precision, "float32"
+        workload.recipe.precision, "float32"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.plan.export import trainer
 from shoal.plan.export.shared import Exported, offloads, sharding, without_pipeline
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 FILE = "sagemaker_job.py"
 # What can be rented with these devices: eight to an instance.
@@ -29,16 +29,16 @@ _SMDDP_TORCH = ("2.2.0", "py310")
 _SMP_TORCH = ("2.5.1", "py311")
 
 
-def write(question: Question) -> Exported:
-    question, cannot = without_pipeline(question)
-    cannot = [*cannot, *_cannot(question), *trainer.cannot(question)]
-    return Exported({FILE: _script(question)}, f"SAGEMAKER_ROLE=your-role python {FILE}", cannot)
+def write(workload: Workload) -> Exported:
+    workload, cannot = without_pipeline(workload)
+    cannot = [*cannot, *_cannot(workload), *trainer.cannot(workload)]
+    return Exported({FILE: _script(workload)}, f"SAGEMAKER_ROLE=your-role python {FILE}", cannot)
 
 
-def distribution(question: Question) -> dict[str, Any]:
+def distribution(workload: Workload) -> dict[str, Any]:
     """SMDDP where replicas are all there is and their instances have it; else SMP v2 over torchrun."""
-    layout = question.layout
-    if _by_smddp(question):
+    layout = workload.layout
+    if _by_smddp(workload):
         return {"smdistributed": {"dataparallel": {"enabled": True}}}
     if layout.world == layout.dp:
         return {"torch_distributed": {"enabled": True}}
@@ -48,9 +48,9 @@ def distribution(question: Question) -> dict[str, Any]:
         "tensor_parallel_degree": layout.tp,
         "context_parallel_degree": layout.cp,
         "expert_parallel_degree": layout.ep,
-        "random_seed": question.recipe.seed,
+        "random_seed": workload.recipe.seed,
     }
-    if "activations" in offloads(question):
+    if "activations" in offloads(workload):
         parameters |= {"sm_activation_offloading": True, "activation_loading_horizon": 2}
     return {
         "torch_distributed": {"enabled": True},
@@ -58,30 +58,30 @@ def distribution(question: Question) -> dict[str, Any]:
     }
 
 
-def _by_smddp(question: Question) -> bool:
-    layout = question.layout
-    return layout.world == layout.dp and layout.world > 1 and question.cluster.device.name in _SMDDP_DEVICES
+def _by_smddp(workload: Workload) -> bool:
+    layout = workload.layout
+    return layout.world == layout.dp and layout.world > 1 and workload.cluster.device.name in _SMDDP_DEVICES
 
 
-def _instances(question: Question) -> tuple[str, int]:
+def _instances(workload: Workload) -> tuple[str, int]:
     """The kind of instance, and how many: all devices of each are used."""
-    kind = _INSTANCES.get(question.cluster.device.name, "ml.p5.48xlarge")
-    return kind, -(-question.layout.world // _DEVICES)
+    kind = _INSTANCES.get(workload.cluster.device.name, "ml.p5.48xlarge")
+    return kind, -(-workload.layout.world // _DEVICES)
 
 
-def _script(question: Question) -> str:
-    kind, count = _instances(question)
-    version, python = _SMDDP_TORCH if _by_smddp(question) else _SMP_TORCH
-    arguments = trainer.arguments(question)
-    if question.layout.recompute == "full":
+def _script(workload: Workload) -> str:
+    kind, count = _instances(workload)
+    version, python = _SMDDP_TORCH if _by_smddp(workload) else _SMP_TORCH
+    arguments = trainer.arguments(workload)
+    if workload.layout.recompute == "full":
         arguments["gradient_checkpointing"] = True
-    return f'''"""SageMaker: {question.model.name} in {question.layout}."""
+    return f'''"""SageMaker: {workload.model.name} in {workload.layout}."""
 
 import os
 
 from sagemaker.pytorch import PyTorch
 
-distribution = {pprint.pformat(distribution(question), sort_dicts=False)}
+distribution = {pprint.pformat(distribution(workload), sort_dicts=False)}
 
 hyperparameters = {pprint.pformat(arguments, sort_dicts=False)}
 
@@ -101,15 +101,15 @@ if __name__ == "__main__":
 '''
 
 
-def _cannot(question: Question) -> Iterator[str]:
-    layout, recipe = question.layout, question.recipe
-    device = question.cluster.device.name
+def _cannot(workload: Workload) -> Iterator[str]:
+    layout, recipe = workload.layout, workload.recipe
+    device = workload.cluster.device.name
     if device not in _INSTANCES:
         yield f"{device}: no instance with eight of them is known here; nearest: ml.p5.48xlarge, H100"
     if layout.world % _DEVICES:
-        count = _instances(question)[1]
+        count = _instances(workload)[1]
         yield f"{layout.world} ranks: instances have {_DEVICES} devices and use all; nearest: {count * _DEVICES}"
-    if sharding(question) in (1, 2):
+    if sharding(workload) in (1, 2):
         yield f"zero={layout.zero}: the script's FSDP strategy says it; nearest: _HYBRID_SHARD_ZERO2 there"
     if layout.tp > 1:
         yield f"sp={int(layout.sp)}: SMP's tensor parallelism decides it; nearest: that"
@@ -124,11 +124,11 @@ def _cannot(question: Question) -> Iterator[str]:
             yield f"offload={part} without recompute=full: SMP offloads checkpoints; nearest: recompute=full"
         elif part.fraction < 1 or part.nvme:
             yield f"offload={part}: nearest: all checkpoints, in host memory"
-    if layout.unit > 1 and sharding(question) == 3:
+    if layout.unit > 1 and sharding(workload) == 3:
         yield f"unit={layout.unit}: the script's wrapping policy says it; nearest: one block"
-    if sharding(question):
+    if sharding(workload):
         yield "bucket_mb, prefetch and persist_below: nearest: FSDP's own defaults"
     if recipe.precision in ("fp64", "fp8"):
         yield f"precision={recipe.precision}: nearest: {'fp32' if recipe.precision == 'fp64' else 'bf16'}"
-    if question.lora is not None:
-        yield f"lora of rank {question.lora.rank}: nearest: peft.get_peft_model in the script"
+    if workload.lora is not None:
+        yield f"lora of rank {workload.lora.rank}: nearest: peft.get_peft_model in the script"

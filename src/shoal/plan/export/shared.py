@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from shoal.facts.layout import Offload, divisors
-from shoal.facts.legality import nearest_multiple
+from shoal.facts.layout.legality import nearest_multiple
 from shoal.facts.model import Family
-from shoal.facts.parameters import block_parameters, expert_parameters
-from shoal.predict.question import Question
+from shoal.facts.model.parameters import block_parameters, expert_parameters
+from shoal.predict.workload import Workload
 
 # The class of one transformer block in ``transformers``: what its FSDP wraps.
 BLOCKS: dict[Family, str] = {
@@ -36,62 +36,62 @@ class Exported:
     ]  # what the stack cannot say of the layout or the recipe, each with the nearest it can do
 
 
-def machines(question: Question) -> tuple[int, int]:
+def machines(workload: Workload) -> tuple[int, int]:
     """Nodes, and ranks on each of them."""
-    world, cluster = question.layout.world, question.cluster
+    world, cluster = workload.layout.world, workload.cluster
     if cluster.nodes == 1 or world <= cluster.devices_per_node:
         return 1, world
     per_node = gcd(world, cluster.devices_per_node)
     return world // per_node, per_node
 
 
-def torchrun(question: Question) -> str:
+def torchrun(workload: Workload) -> str:
     """The launcher that most stacks share, as far as the program's own name."""
-    nodes, per_node = machines(question)
+    nodes, per_node = machines(workload)
     if nodes == 1:
         return f"torchrun --standalone --nproc-per-node {per_node}"
     meeting = '--rdzv-backend c10d --rdzv-endpoint "$HEAD_NODE:29500"'
     return f"torchrun --nnodes {nodes} --nproc-per-node {per_node} {meeting}"
 
 
-def sharding(question: Question) -> int:
+def sharding(workload: Workload) -> int:
     """What data ranks shard: 0 nothing, else ``zero``."""
-    return question.layout.zero if question.layout.shards > 1 else 0
+    return workload.layout.zero if workload.layout.shards > 1 else 0
 
 
-def bucket_elements(question: Question) -> int:
+def bucket_elements(workload: Workload) -> int:
     """Gradients that are summed at once, in elements of the precision they are summed in."""
-    size = 2 if question.recipe.reduce == "bf16" else 4
-    return max(1, int(question.tune.bucket_mb * 2**20) // size)
+    size = 2 if workload.recipe.reduce == "bf16" else 4
+    return max(1, int(workload.tune.bucket_mb * 2**20) // size)
 
 
-def unit_elements(question: Question) -> int:
+def unit_elements(workload: Workload) -> int:
     """Parameters that one sharded group of blocks gathers on a rank; of a mixture, blocks with experts."""
-    model, layout = question.model, question.layout
+    model, layout = workload.model, workload.layout
     dense = sum(one.size // layout.tp for one in block_parameters(model, model.experts is not None))
     # Routed experts are spread over expert ranks, everything else over tensor ranks.
     count = model.experts.count if model.experts else 0
     return layout.unit * (dense + count * sum(one.size // layout.ep for one in expert_parameters(model)))
 
 
-def offloads(question: Question) -> dict[str, Offload]:
+def offloads(workload: Workload) -> dict[str, Offload]:
     """What waits off the device, by kind of state."""
-    return {part.what: part for part in question.layout.offload}
+    return {part.what: part for part in workload.layout.offload}
 
 
-def without_pipeline(question: Question) -> tuple[Question, list[str]]:
+def without_pipeline(workload: Workload) -> tuple[Workload, list[str]]:
     """For stacks that have no pipeline: its ranks become data ranks that share the sharded copy."""
-    layout, recipe = question.layout, question.recipe
+    layout, recipe = workload.layout, workload.recipe
     if layout.pp == 1:
-        return question, []
+        return workload, []
     fsdp = layout.fsdp * layout.pp
     share = layout.dp * fsdp
     batch = nearest_multiple(recipe.batch, share)
-    micro = max(size for size in divisors(batch // share) if size <= question.micro)
+    micro = max(size for size in divisors(batch // share) if size <= workload.micro)
     notes = [f"pp={layout.pp}: there is no pipeline here; nearest: those ranks shard too, fsdp={fsdp}"]
     if batch != recipe.batch:
         notes.append(f"batch={recipe.batch} does not divide over those {share} data ranks; nearest: {batch}")
     nearest = layout.replace(pp=1, fsdp=fsdp, micro=micro)
     # The length of the run was counted with the other batch; steps alone now say it.
     changed = recipe.model_copy(update={"batch": batch, "tokens": None})
-    return replace(question, layout=nearest, recipe=changed), notes
+    return replace(workload, layout=nearest, recipe=changed), notes

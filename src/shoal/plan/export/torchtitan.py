@@ -8,9 +8,9 @@ from typing import Any
 
 import tomli_w
 
-from shoal.facts.stages import cut
+from shoal.facts.layout.stages import cut
 from shoal.plan.export.shared import Exported, offloads, sharding, torchrun
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 FILE = "torchtitan.toml"
 SCHEDULES = {
@@ -39,17 +39,17 @@ _FLAVORS = {
 _LLAMA3_VOCABULARY = 128256  # older Llamas share its shapes and not its vocabulary
 
 
-def write(question: Question) -> Exported:
-    question, cannot = _nearest(question)
-    text = tomli_w.dumps(_settings(question))
-    header = f"# torchtitan 0.2: {question.model.name} in {question.layout}\n"
-    command = f"{torchrun(question)} -m torchtitan.train --job.config_file {FILE}"
-    return Exported({FILE: header + text}, command, [*cannot, *_cannot(question)])
+def write(workload: Workload) -> Exported:
+    workload, cannot = _nearest(workload)
+    text = tomli_w.dumps(_settings(workload))
+    header = f"# torchtitan 0.2: {workload.model.name} in {workload.layout}\n"
+    command = f"{torchrun(workload)} -m torchtitan.train --job.config_file {FILE}"
+    return Exported({FILE: header + text}, command, [*cannot, *_cannot(workload)])
 
 
-def _nearest(question: Question) -> tuple[Question, list[str]]:
+def _nearest(workload: Workload) -> tuple[Workload, list[str]]:
     """The closest layout that torchtitan takes, and what was changed."""
-    layout, notes = question.layout, []
+    layout, notes = workload.layout, []
     if layout.dp > 1 and layout.shards == 1 and layout.tp * layout.pp > 1:
         notes.append(f"dp={layout.dp} beside tp or pp: its DDP goes alone; nearest: fsdp={layout.dp}")
         layout = layout.replace(dp=1, fsdp=layout.dp)
@@ -58,17 +58,17 @@ def _nearest(question: Question) -> tuple[Question, list[str]]:
             "schedule=zb with one chunk a rank: its zero-bubble schedule interleaves; nearest: chunks=2"
         )
         layout = layout.replace(chunks=2)
-    return replace(question, layout=layout), notes
+    return replace(workload, layout=layout), notes
 
 
-def _settings(question: Question) -> dict[str, Any]:
-    layout, recipe = question.layout, question.recipe
-    name, flavor = _known(question) or ("llama3", "debugmodel")
+def _settings(workload: Workload) -> dict[str, Any]:
+    layout, recipe = workload.layout, workload.recipe
+    name, flavor = _known(workload) or ("llama3", "debugmodel")
     # A pipeline gets all micro-batches of a step at once, and cuts them itself.
-    local = question.micro * question.accumulation if layout.pp > 1 else question.micro
+    local = workload.micro * workload.accumulation if layout.pp > 1 else workload.micro
     return {
-        "job": {"description": f"{question.model.name} in {layout}"},
-        "model": {"name": name, "flavor": flavor, "hf_assets_path": f"./assets/hf/{question.model.name}"}
+        "job": {"description": f"{workload.model.name} in {layout}"},
+        "model": {"name": name, "flavor": flavor, "hf_assets_path": f"./assets/hf/{workload.model.name}"}
         | ({"converters": ["float8"]} if recipe.precision == "fp8" else {}),
         "optimizer": {
             "name": "AdamW",
@@ -78,7 +78,7 @@ def _settings(question: Question) -> dict[str, Any]:
             "eps": recipe.eps,
             "weight_decay": recipe.weight_decay,
         },
-        "lr_scheduler": _schedule(question),
+        "lr_scheduler": _schedule(workload),
         "training": {
             "local_batch_size": local,
             "global_batch_size": recipe.batch,
@@ -89,17 +89,17 @@ def _settings(question: Question) -> dict[str, Any]:
             "dtype": "bfloat16" if recipe.states == "bf16" else "float32",
             "mixed_precision_param": "bfloat16" if recipe.precision in ("bf16", "fp8", "fp16") else "float32",
             "mixed_precision_reduce": "float32",
-            "enable_cpu_offload": bool({"optimizer", "params"} & offloads(question).keys()),
+            "enable_cpu_offload": bool({"optimizer", "params"} & offloads(workload).keys()),
         },
-        "parallelism": _parallelism(question),
+        "parallelism": _parallelism(workload),
         "activation_checkpoint": {"mode": layout.recompute, "selective_ac_option": "op"},
         "compile": {"enable": False},
         "debug": {"seed": recipe.seed},
     }
 
 
-def _schedule(question: Question) -> dict[str, Any]:
-    recipe = question.recipe
+def _schedule(workload: Workload) -> dict[str, Any]:
+    recipe = workload.recipe
     schedule: dict[str, Any] = {"warmup_steps": recipe.warmup_steps, "min_lr_factor": recipe.lr_min}
     if recipe.schedule == "constant":
         return schedule | {"decay_ratio": 0.0, "decay_type": "linear"}
@@ -108,8 +108,8 @@ def _schedule(question: Question) -> dict[str, Any]:
     return schedule | {"decay_type": recipe.schedule}
 
 
-def _parallelism(question: Question) -> dict[str, Any]:
-    layout = question.layout
+def _parallelism(workload: Workload) -> dict[str, Any]:
+    layout = workload.layout
     given: dict[str, Any] = {
         "data_parallel_replicate_degree": layout.dp,
         "data_parallel_shard_degree": layout.fsdp,
@@ -124,72 +124,72 @@ def _parallelism(question: Question) -> dict[str, Any]:
         given["context_parallel_rotate_method"] = "alltoall"
     if layout.pp > 1:
         given["pipeline_parallel_schedule"] = SCHEDULES[layout.schedule]
-        given["pipeline_parallel_microbatch_size"] = question.micro
-        given["module_fqns_per_model_part"] = _stages(question)
+        given["pipeline_parallel_microbatch_size"] = workload.micro
+        given["module_fqns_per_model_part"] = _stages(workload)
     return given
 
 
-def _stages(question: Question) -> list[list[str]]:
+def _stages(workload: Workload) -> list[list[str]]:
     """The same cut as Shoal's, in torchtitan's names of modules."""
-    layout = question.layout
+    layout = workload.layout
     return [
         [
             *(["tok_embeddings"] if stage.first else []),
             *(f"layers.{layer}" for layer in stage.layers),
             *(["norm", "output"] if stage.last else []),
         ]
-        for stage in cut(question.model, layout.pp * layout.chunks, question.recipe.seq)
+        for stage in cut(workload.model, layout.pp * layout.chunks, workload.recipe.seq)
     ]
 
 
-def _known(question: Question) -> tuple[str, str] | None:
-    model = question.model
+def _known(workload: Workload) -> tuple[str, str] | None:
+    model = workload.model
     if model.family == "llama" and model.vocab != _LLAMA3_VOCABULARY:
         return None
     return _FLAVORS.get((model.family, model.layers, model.hidden, model.heads))
 
 
-def _cannot(question: Question) -> Iterator[str]:
-    layout, recipe, model = question.layout, question.recipe, question.model
-    if _known(question) is None:
+def _cannot(workload: Workload) -> Iterator[str]:
+    layout, recipe, model = workload.layout, workload.recipe, workload.model
+    if _known(workload) is None:
         yield (
             f"{model.name}: no flavor has its shape (llama3, qwen3 and deepseek_v3 are there); nearest: register one "
             f"with {model.layers} layers, dim {model.hidden}, {model.heads} heads, and name it in [model]"
         )
     elif model.family == "llama" and model.rope_scaling is not None:
         yield "the scaled rotary positions of Llama 3.1: nearest: its flavor, without them"
-    if sharding(question) in (1, 2):
+    if sharding(workload) in (1, 2):
         yield (
             f"zero={layout.zero}: parameters are sharded too; nearest: fsdp_reshard_after_forward never, which "
             "gathers them once a micro-batch"
         )
-    if layout.unit > 1 and sharding(question) == 3:
+    if layout.unit > 1 and sharding(workload) == 3:
         yield f"unit={layout.unit}: one block is one group; nearest: unit=1"
     if layout.tp > 1 and not layout.sp:
         yield "sp=0: tensor parallelism always comes with sequence parallelism; nearest: sp=1"
     if layout.cp > 1 and layout.cp_kind == "ulysses":
         yield "cp_kind=ulysses: nearest: ring attention, with rotate method alltoall"
-    if layout.pp > 1 and question.accumulation < layout.pp:
+    if layout.pp > 1 and workload.accumulation < layout.pp:
         yield (
-            f"{question.accumulation} micro-batches in a pipeline of {layout.pp}: torch's schedules refuse fewer than "
+            f"{workload.accumulation} micro-batches in a pipeline of {layout.pp}: torch's schedules refuse fewer than "
             "stages; nearest: a smaller micro"
         )
-    yield from _cannot_compute(question)
+    yield from _cannot_compute(workload)
     for part in layout.offload:
         if part.what == "activations":
             yield f"offload={part}: nearest: recompute=full without it"
         else:
             yield f"offload={part}: nearest: enable_cpu_offload, parameters, gradients and optimizer in host memory"
-    if sharding(question) == 3 and (question.tune.prefetch != 1 or question.tune.persist_below):
+    if sharding(workload) == 3 and (workload.tune.prefetch != 1 or workload.tune.persist_below):
         yield "prefetch and persist_below: FSDP2's own defaults hold; nearest: those"
     if recipe.dropout:
         yield f"dropout={recipe.dropout}: its models have none; nearest: 0"
-    if question.lora is not None:
-        yield f"lora of rank {question.lora.rank}: nearest: train all weights"
+    if workload.lora is not None:
+        yield f"lora of rank {workload.lora.rank}: nearest: train all weights"
 
 
-def _cannot_compute(question: Question) -> Iterator[str]:
-    recipe = question.recipe
+def _cannot_compute(workload: Workload) -> Iterator[str]:
+    recipe = workload.recipe
     if recipe.optimizer == "sgd":
         yield "optimizer=sgd: nearest: AdamW"
     if recipe.precision in ("fp16", "fp64"):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 
-def arguments(question: Question) -> dict[str, object]:
+def arguments(workload: Workload) -> dict[str, object]:
     """The recipe and the batch of one rank, under the Trainer's names."""
-    recipe = question.recipe
+    recipe = workload.recipe
     given: dict[str, object] = {
-        "per_device_train_batch_size": question.micro,
-        "gradient_accumulation_steps": question.accumulation,
+        "per_device_train_batch_size": workload.micro,
+        "gradient_accumulation_steps": workload.accumulation,
         "max_steps": recipe.steps,
         "optim": "adamw_torch_fused" if recipe.optimizer == "adamw" else "sgd",
         "learning_rate": recipe.peak_lr,
@@ -21,7 +21,7 @@ def arguments(question: Question) -> dict[str, object]:
         "max_grad_norm": recipe.clip,
         "warmup_steps": recipe.warmup_steps,
         "seed": recipe.seed,
-        **_schedule(question),
+        **_schedule(workload),
     }
     if recipe.optimizer == "adamw":
         given |= {"adam_beta1": recipe.beta1, "adam_beta2": recipe.beta2, "adam_epsilon": recipe.eps}
@@ -30,8 +30,8 @@ def arguments(question: Question) -> dict[str, object]:
     return given
 
 
-def _schedule(question: Question) -> dict[str, object]:
-    recipe = question.recipe
+def _schedule(workload: Workload) -> dict[str, object]:
+    recipe = workload.recipe
     if recipe.schedule == "constant":
         return {"lr_scheduler_type": "constant_with_warmup"}
     if recipe.schedule == "linear":
@@ -52,9 +52,9 @@ def _schedule(question: Question) -> dict[str, object]:
     return given | ({"lr_scheduler_kwargs": json.dumps(options)} if options else {})
 
 
-def cannot(question: Question) -> Iterator[str]:
+def cannot(workload: Workload) -> Iterator[str]:
     """What the Trainer's arguments have no word for."""
-    recipe = question.recipe
+    recipe = workload.recipe
     if recipe.schedule == "linear" and recipe.lr_min:
         yield f"lr_min={recipe.lr_min}: the Trainer's linear schedule ends at 0; nearest: that"
     if recipe.optimizer == "sgd" and recipe.momentum:

@@ -19,22 +19,22 @@ from shoal.predict.memory.replicate import ReplicatedGradients
 from shoal.predict.memory.shard import PipelinedShards, ShardedGradients
 from shoal.predict.memory.states import optimizer_states, parameters, waiting_gradients
 from shoal.predict.memory.zero import ScatteredGradients
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 
-def ledger(question: Question) -> Ledger:
+def ledger(workload: Workload) -> Ledger:
     """Of the rank of the pipeline that needs the most."""
-    return max(map(_rank_ledger, fullest_ranks(question)), key=lambda one: one.peak_allocated)
+    return max(map(_rank_ledger, fullest_ranks(workload)), key=lambda one: one.peak_allocated)
 
 
-def ledgers(question: Question) -> list[Ledger]:
+def ledgers(workload: Workload) -> list[Ledger]:
     """Of every rank of the pipeline."""
-    return [_rank_ledger(rank) for rank in rank_inventories(question)]
+    return [_rank_ledger(rank) for rank in rank_inventories(workload)]
 
 
 def rank_gradients(rank: RankInventory) -> RankGradients:
     """As the strategy keeps them that shards or replicates this rank's parameters."""
-    layout = rank.question.layout
+    layout = rank.workload.layout
     if rank.sharded:
         return ShardedGradients(rank) if layout.pp == 1 else PipelinedShards(rank)
     if layout.shards > 1 and layout.zero == 2 and layout.pp == 1:
@@ -43,7 +43,7 @@ def rank_gradients(rank: RankInventory) -> RankGradients:
 
 
 def _rank_ledger(rank: RankInventory) -> Ledger:
-    question, gradients = rank.question, rank_gradients(rank)
+    workload, gradients = rank.workload, rank_gradients(rank)
     states, optimizer = parameters(rank), optimizer_states(rank)
     peak = max(peaks(gradients), key=Peak.total)
     device = {
@@ -52,21 +52,21 @@ def _rank_ledger(rank: RankInventory) -> Ledger:
         "optimizer": round(optimizer.device),
         "activations": round(peak.activations),
         "logits": round(peak.logits),
-        "buffers": round(peak.buffers) + workspace(question),
+        "buffers": round(peak.buffers) + workspace(workload),
     }
     allocated = sum(device.values())
-    band = on_top(question, allocated + round(gradients.in_other_streams(peak.grads)))
+    band = on_top(workload, allocated + round(gradients.in_other_streams(peak.grads)))
     return Ledger(
         **device,
         peak_allocated=allocated,
         reserved=band.reserved,
         device_total=band.total,
         device_p90=band.p90,
-        capacity=question.cluster.device.memory_bytes,
+        capacity=workload.cluster.device.memory_bytes,
         worst_stage=rank.number,
         master=round(optimizer.master),
         instant=peak.name,
         host=round(states.host + optimizer.host + waiting_gradients(rank) + peak.host),
-        host_capacity=host_share(question.cluster),
+        host_capacity=host_share(workload.cluster),
         nvme=round(states.nvme + optimizer.nvme + peak.nvme),
     )

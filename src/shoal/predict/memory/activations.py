@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from shoal.facts.groups import even_share
-from shoal.facts.kernels import answers_by_token, repeats_keys
+from shoal.facts.cluster.attention_kernels import answers_by_token, repeats_keys
+from shoal.facts.cluster.stack import Stack
 from shoal.facts.layout import ContextKind, Recompute
+from shoal.facts.layout.buckets import even_share
 from shoal.facts.model import Model
-from shoal.facts.stack import Stack
 
 
 class BlockPeak(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.facts.cluster import Cluster
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 # cuBLAS and cuBLASLt take 32 MiB each from torch's allocator on Hopper, seen as 0.067 GiB before the first step.
 WORKSPACE = 64 * 2**20
@@ -28,17 +28,17 @@ class Band(NamedTuple):
     p90: int  # the total at the 90th percentile of fragmentation
 
 
-def workspace(question: Question) -> int:
+def workspace(workload: Workload) -> int:
     """What libraries take from torch's allocator, and no tensor shows."""
-    return 0 if question.cluster.device.name == "cpu" else WORKSPACE
+    return 0 if workload.cluster.device.name == "cpu" else WORKSPACE
 
 
-def on_top(question: Question, allocated: int) -> Band:
+def on_top(workload: Workload, allocated: int) -> Band:
     """A CPU's allocator gives back what is freed, and gloo holds next to nothing."""
-    if question.cluster.device.name == "cpu":
+    if workload.cluster.device.name == "cpu":
         return Band(allocated, allocated, allocated)
     reserved = round(allocated * FRAGMENTED)
-    beside = CONTEXT + communicators(question) * COMMUNICATOR
+    beside = CONTEXT + communicators(workload) * COMMUNICATOR
     return Band(reserved, reserved + beside, round(allocated * FRAGMENTED_P90) + beside)
 
 
@@ -48,8 +48,8 @@ def host_share(cluster: Cluster) -> int:
     return round(mine * HOST_USABLE)
 
 
-def communicators(question: Question) -> int:
+def communicators(workload: Workload) -> int:
     """One for each axis that has several ranks; a pipeline has one for either direction."""
-    layout = question.layout
+    layout = workload.layout
     axes = [layout.dp, layout.shards, layout.tp, layout.pp, layout.pp, layout.ep]
     return sum(1 for ranks in axes if ranks > 1)

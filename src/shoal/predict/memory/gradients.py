@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.facts.groups import even_share
+from shoal.facts.layout.buckets import even_share
 from shoal.predict.memory.activations import BlockActivations
 from shoal.predict.memory.in_flight import Begun, Moment
 from shoal.predict.memory.inventory import BlockRun, RankInventory, RankStage
@@ -25,10 +25,10 @@ class RankGradients:
     piecemeal = True  # a block's gradients appear as it is computed
 
     def __init__(self, rank: RankInventory) -> None:
-        question, hold = rank.question, rank.hold
+        workload, hold = rank.workload, rank.hold
         self.rank, self.hold, self.total, self.ends = rank, hold, rank.total, rank.ends
-        self.model, self.layout, self.tune = question.model, question.layout, question.tune
-        self.adapters_only = question.lora is not None
+        self.model, self.layout, self.tune = workload.model, workload.layout, workload.tune
+        self.adapters_only = workload.lora is not None
         # Bytes of a gradient as it adds up, and as autograd hands it on; whether it is cast in between.
         self.width, self.handed_on, self.widens = hold.gradient, hold.gradient, hold.cast
         # Where the host updates, shards of gradients follow the optimizer's states there as they are summed.

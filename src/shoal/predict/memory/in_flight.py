@@ -9,8 +9,8 @@ from operator import ge
 from typing import NamedTuple
 
 from shoal.facts.layout import V_SHAPED
-from shoal.facts.schedule import RECEIVES, SENDS, SPLIT_BACKWARD, Action, rank_program
-from shoal.facts.stages import stages_of_rank
+from shoal.facts.layout.stages import stages_of_rank
+from shoal.facts.schedules.programs import RECEIVES, SENDS, SPLIT_BACKWARD, Action, rank_program
 
 
 class Begun(IntEnum):

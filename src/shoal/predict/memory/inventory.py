@@ -8,11 +8,11 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from shoal.facts.holdings import Holdings
+from shoal.facts.bytes_per_parameter import BytesPerParameter
+from shoal.facts.layout.parameter_groups import DENSE, EXPERTS
+from shoal.facts.layout.stages import Stage, rank_of_stage, stages_of_rank
 from shoal.facts.model import Model
-from shoal.facts.parameter_groups import DENSE, EXPERTS
-from shoal.facts.schedule import SPLIT_BACKWARD
-from shoal.facts.stages import Stage, rank_of_stage, stages_of_rank
+from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.predict.memory.in_flight import bottom
 from shoal.predict.memory.micro_batch import (
     MicroBatchBytes,
@@ -20,7 +20,6 @@ from shoal.predict.memory.micro_batch import (
     micro_batch_bytes,
     parameters_are_sharded,
 )
-from shoal.predict.question import Question
 from shoal.predict.rank_parameters import (
     AdapterKey,
     NetworkEnds,
@@ -32,6 +31,7 @@ from shoal.predict.rank_parameters import (
     end_counts,
     total,
 )
+from shoal.predict.workload import Workload
 
 
 class BlockRun(NamedTuple):
@@ -68,11 +68,11 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True)
 class RankInventory:
-    question: Question
+    workload: Workload
     number: int  # among the ranks of the pipeline
     stages: tuple[RankStage, ...]
     ends: NetworkEnds  # of the whole network
-    hold: Holdings  # bytes per parameter
+    hold: BytesPerParameter  # bytes per parameter
     micro_batch: MicroBatchBytes
     sharded: bool  # parameters rest in shards
 
@@ -83,17 +83,17 @@ class RankInventory:
     @cached_property
     def casts(self) -> bool:
         """Whether blocks' weights are cast to the compute precision where they are used."""
-        return self.hold.cast and not self.sharded and self.question.lora is None
+        return self.hold.cast and not self.sharded and self.workload.lora is None
 
     @cached_property
     def casts_again(self) -> bool:
         """For the backward pass, because it repeats the forward pass; else autograd keeps them."""
-        return self.casts and self.question.layout.recompute != "none"
+        return self.casts and self.workload.layout.recompute != "none"
 
     @cached_property
     def bottom(self) -> bool:
         """Whether both sides of a V's lower end are here: one stage passes to the next without a message."""
-        return bottom(self.question.layout.schedule, self.question.layout.pp, self.number)
+        return bottom(self.workload.layout.schedule, self.workload.layout.pp, self.number)
 
     @cached_property
     def in_flight(self) -> list[InFlight]:
@@ -101,10 +101,10 @@ class RankInventory:
 
     def offloaded(self, what: str) -> float:
         """The fraction of optimizer, params or activations that waits off the device."""
-        return next((part.fraction for part in self.question.layout.offload if part.what == what), 0.0)
+        return next((part.fraction for part in self.workload.layout.offload if part.what == what), 0.0)
 
     def on_nvme(self, what: str) -> bool:
-        return any(part.what == what and part.nvme for part in self.question.layout.offload)
+        return any(part.what == what and part.nvme for part in self.workload.layout.offload)
 
     def hears_from_next(self, number: int) -> bool:
         """Whether a stage's successor is on another rank, which it sends activations to and has gradients from."""
@@ -115,12 +115,12 @@ class RankInventory:
         return not self.stages[number].first and not (self.bottom and number == 1)
 
     def _in_flight(self, number: int, stage: RankStage) -> InFlight:
-        micro, hidden = self.micro_batch, self.question.model.hidden
+        micro, hidden = self.micro_batch, self.workload.model.hidden
         kinds = [(run.layers, micro.blocks[run.experts, run.window]) for run in stage.runs]
         blocks = sum(layers * one.resting for layers, one in kinds)
         others = micro.tables + (micro.norm if stage.last else 0.0)
         messages = 0.0
-        if self.question.layout.pp > 1:
+        if self.workload.layout.pp > 1:
             if not stage.first and kinds[0][1].held_input:
                 blocks -= micro.stream  # it counts as what it came as
             messages = micro.stream * (self.hears_from_previous(number) + self.hears_from_next(number))
@@ -138,14 +138,14 @@ class RankInventory:
         )
 
 
-def rank_inventories(question: Question) -> Iterator[RankInventory]:
+def rank_inventories(workload: Workload) -> Iterator[RankInventory]:
     """Of every rank of the pipeline."""
-    return _inventories(question, range(question.layout.pp))
+    return _inventories(workload, range(workload.layout.pp))
 
 
-def fullest_ranks(question: Question) -> Iterator[RankInventory]:
+def fullest_ranks(workload: Workload) -> Iterator[RankInventory]:
     """Of those ranks that can be the fullest."""
-    return _inventories(question, _pipeline(question).fullest)
+    return _inventories(workload, _pipeline(workload).fullest)
 
 
 class PipelineStages(NamedTuple):
@@ -156,23 +156,23 @@ class PipelineStages(NamedTuple):
     fullest: tuple[int, ...]
 
 
-def _inventories(question: Question, ranks: Iterable[int]) -> Iterator[RankInventory]:
-    pipeline, micro_batch = _pipeline(question), micro_batch_bytes(question)
-    hold, sharded = bytes_per_parameter(question), parameters_are_sharded(question)
+def _inventories(workload: Workload, ranks: Iterable[int]) -> Iterator[RankInventory]:
+    pipeline, micro_batch = _pipeline(workload), micro_batch_bytes(workload)
+    hold, sharded = bytes_per_parameter(workload), parameters_are_sharded(workload)
     for rank in ranks:
-        yield RankInventory(question, rank, pipeline.ranks[rank], pipeline.ends, hold, micro_batch, sharded)
+        yield RankInventory(workload, rank, pipeline.ranks[rank], pipeline.ends, hold, micro_batch, sharded)
 
 
-def _pipeline(question: Question) -> PipelineStages:
-    layout, groups = question.layout, question.groups
+def _pipeline(workload: Workload) -> PipelineStages:
+    layout, groups = workload.layout, workload.groups
     routed = groups.get(EXPERTS, groups[DENSE])
     return _cut(
-        question.model,
+        workload.model,
         ShardDegrees(layout.tp, layout.ep, groups[DENSE].sharded.size, routed.sharded.size),
-        adapter_key(question.lora),
+        adapter_key(workload.lora),
         (layout.schedule, layout.pp, layout.chunks),
-        question.recipe.seq,
-        question.stack.even_stages,
+        workload.recipe.seq,
+        workload.stack.even_stages,
     )
 
 

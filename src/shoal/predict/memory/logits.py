@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.facts.groups import even_share
-from shoal.facts.holdings import Holdings
+from shoal.facts.bytes_per_parameter import BytesPerParameter
+from shoal.facts.cluster.stack import Stack
+from shoal.facts.layout.buckets import even_share
 from shoal.facts.logits import tokens_at_once
 from shoal.facts.model import Model
-from shoal.facts.stack import Stack
 
 
 class Logits(NamedTuple):
@@ -31,7 +31,9 @@ class Logits(NamedTuple):
     added: float = 0.0
 
 
-def logits(model: Model, *, tokens: int, tp: int, hold: Holdings, gathered: bool, stack: Stack) -> Logits:
+def logits(
+    model: Model, *, tokens: int, tp: int, hold: BytesPerParameter, gathered: bool, stack: Stack
+) -> Logits:
     """``gathered``: the head's weight is there in the compute precision anyway."""
     rows = even_share(model.vocab, tp)
     matrix = rows * model.hidden

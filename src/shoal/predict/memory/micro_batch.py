@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from shoal.facts.holdings import Holdings, holdings
+from shoal.facts.bytes_per_parameter import BytesPerParameter
+from shoal.facts.bytes_per_parameter import bytes_per_parameter as holdings
+from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
-from shoal.facts.parameter_groups import DENSE
 from shoal.predict.memory.activations import (
     BlockActivations,
     BlockWorkload,
@@ -16,7 +17,7 @@ from shoal.predict.memory.activations import (
     norm_keeps,
 )
 from shoal.predict.memory.logits import Logits, logits
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 
 class MicroBatchBytes(NamedTuple):
@@ -30,37 +31,37 @@ class MicroBatchBytes(NamedTuple):
     stream: float  # one residual stream
 
 
-def bytes_per_parameter(question: Question) -> Holdings:
-    recipe = question.recipe
-    return holdings(recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, question.stack)
+def bytes_per_parameter(workload: Workload) -> BytesPerParameter:
+    recipe = workload.recipe
+    return holdings(recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, workload.stack)
 
 
-def parameters_are_sharded(question: Question) -> bool:
-    group = question.groups[DENSE]
-    return group.sharded.size > 1 and (group.zero == 3 or question.stack.unsharded == "fsdp")
+def parameters_are_sharded(workload: Workload) -> bool:
+    group = workload.groups[DENSE]
+    return group.sharded.size > 1 and (group.zero == 3 or workload.stack.unsharded == "fsdp")
 
 
-def micro_batch_bytes(question: Question) -> MicroBatchBytes:
-    layout, recipe, hold = question.layout, question.recipe, bytes_per_parameter(question)
+def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
+    layout, recipe, hold = workload.layout, workload.recipe, bytes_per_parameter(workload)
     work = BlockWorkload(
-        tokens=question.tokens,
-        rows=question.micro,
+        tokens=workload.tokens,
+        rows=workload.micro,
         seq=recipe.seq,
         tp=layout.tp,
         sp=layout.sp and layout.tp > 1,
         compute=hold.compute,
-        stack=question.stack,
+        stack=workload.stack,
         recompute=layout.recompute,
-        cpu=question.cluster.device.name == "cpu",
+        cpu=workload.cluster.device.name == "cpu",
         dropout=recipe.dropout > 0,
         context=layout.cp_kind if layout.cp > 1 else None,
-        adapters=None if question.lora is None else tuple(question.lora.targets),
+        adapters=None if workload.lora is None else tuple(workload.lora.targets),
     )
-    return _counted(question.model, work, hold, parameters_are_sharded(question))
+    return _counted(workload.model, work, hold, parameters_are_sharded(workload))
 
 
 @lru_cache(maxsize=65536)
-def _counted(model: Model, work: BlockWorkload, hold: Holdings, sharded: bool) -> MicroBatchBytes:
+def _counted(model: Model, work: BlockWorkload, hold: BytesPerParameter, sharded: bool) -> MicroBatchBytes:
     windowed = {(model.layer_window(layer) or work.seq) < work.seq for layer in range(model.layers)}
     experts = {model.has_experts(layer) for layer in range(model.layers)}
     rotary = model.latent.rope_dim if model.latent else int(model.head_dim * model.rope_fraction)

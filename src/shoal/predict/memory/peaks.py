@@ -14,7 +14,7 @@ from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.in_flight import Begun, Moment, moments
 from shoal.predict.memory.inventory import BlockRun, RankInventory
 from shoal.predict.memory.peak import Peak
-from shoal.predict.question import Question
+from shoal.predict.workload import Workload
 
 # Tokens, positions and targets, int64, of every micro-batch of the step.
 BATCH_BYTES = 3 * 8
@@ -27,10 +27,10 @@ def peaks(gradients: RankGradients) -> Iterator[Peak]:
 
 
 def _peaks_of_passes(gradients: RankGradients) -> Iterator[Peak]:
-    question, layout = gradients.rank.question, gradients.layout
+    workload, layout = gradients.rank.workload, gradients.layout
     fullest: dict[tuple[int, tuple[Begun, ...], bool], BackwardPass] = {}
     for moment in moments(
-        layout.schedule, layout.pp, layout.chunks, question.accumulation, gradients.rank.number
+        layout.schedule, layout.pp, layout.chunks, workload.accumulation, gradients.rank.number
     ):
         # What comes on top depends on these three alone.
         kind = moment.stage, moment.begun, moment.split
@@ -39,26 +39,26 @@ def _peaks_of_passes(gradients: RankGradients) -> Iterator[Peak]:
             fullest[kind] = found
     for found in fullest.values():
         yield from found.peaks()
-    batch = Peak(activations=_batch(question))
+    batch = Peak(activations=_batch(workload))
     yield from gradients.at_end(batch)
     yield batch.plus("update", grads=gradients.complete)
 
 
-def _batch(question: Question) -> float:
-    return float(BATCH_BYTES * question.tokens * question.accumulation)
+def _batch(workload: Workload) -> float:
+    return float(BATCH_BYTES * workload.tokens * workload.accumulation)
 
 
 def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
     """What is there when a backward pass begins, but for gradients."""
-    micro, question = rank.micro_batch, rank.question
-    activations, blocks, logits, buffers = _batch(question), 0.0, 0.0, standing
+    micro, workload = rank.micro_batch, rank.workload
+    activations, blocks, logits, buffers = _batch(workload), 0.0, 0.0, standing
     for kept, held, deferred in zip(rank.in_flight, moment.held, moment.deferred, strict=True):
         blocks += held * kept.blocks
         activations += held * kept.others + deferred * kept.deferred
         logits += held * kept.logits
         buffers += held * (kept.casts + kept.head_cast + kept.messages)
     runs = rank.stages[moment.stage].runs
-    if question.layout.pp > 1:
+    if workload.layout.pp > 1:
         # What is received for later computations; the gradient that came for this one; those that were sent. gloo,
         # which cannot be asked whether a message has gone, keeps all of them to the end of the step; NCCL's go with
         # the next message.
@@ -203,7 +203,7 @@ class BackwardPass:
         put_off = block.put_off if moment.split else 0.0
         if moment.split and self.work.recompute == "selective":
             # The last product, which nothing uses again, is not kept where its weight's gradient is put off.
-            put_off -= hold.compute * self.rank.question.model.hidden * self.work.tokens
+            put_off -= hold.compute * self.rank.workload.model.hidden * self.work.tokens
         for size, count in block.working:
             # By then some projections are done, unless their weights' gradients are put off.
             made = gradients.made(run, count)
@@ -253,7 +253,7 @@ class BackwardPass:
 
         From the first sum on, if the gradient was received; not where something else holds it as well.
         """
-        if self.rank.question.layout.pp == 1 or not self.rank.hears_from_previous(self.moment.stage):
+        if self.rank.workload.layout.pp == 1 or not self.rank.hears_from_previous(self.moment.stage):
             return False
         held = self.moment.split and not self.work.sp
         return not held and (self.stage.last or done > 0)

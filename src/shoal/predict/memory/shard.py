@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shoal.facts.schedule import SPLIT_BACKWARD
+from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.predict.memory.activations import BlockActivations
 from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.in_flight import Moment
@@ -61,7 +61,7 @@ class ShardedGradients(RankGradients):
 
     def passes(self) -> Iterator[RankGradients]:
         """Replicas of shards cast their sums in the last pass. Until then these add up as they travel."""
-        if self.cast_sums and self.rank.question.accumulation > 2:
+        if self.cast_sums and self.rank.workload.accumulation > 2:
             yield ShardedGradients(self.rank, partial=True)
         yield self
 

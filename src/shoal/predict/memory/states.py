@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.facts.holdings import holdings
+from shoal.facts.bytes_per_parameter import bytes_per_parameter
+from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
-from shoal.facts.parameters import parameter_count
+from shoal.facts.model.parameters import parameter_count
 from shoal.facts.recipe import Recipe
-from shoal.facts.stack import SHOAL
 from shoal.predict.memory.inventory import RankInventory
 
 
@@ -27,7 +27,7 @@ def parameters(rank: RankInventory) -> Resting:
     """With ``zero=3`` a rank's rows of them. What is frozen rests as it is used."""
     count, hold = rank.total, rank.hold
     size = hold.weight * (count.trained_share if rank.sharded else count.trained)
-    if rank.question.lora is not None:
+    if rank.workload.lora is not None:
         size += hold.frozen * (count.share if rank.sharded else count.whole)
     return _placed(rank, "params", size)
 
@@ -41,7 +41,7 @@ def optimizer_states(rank: RankInventory) -> Resting:
 def updated_gradients(rank: RankInventory) -> float:
     """Gradients as the optimizer reads them: from ``zero=2`` on those of this rank's share."""
     count = rank.total
-    return rank.hold.gradient * (count.trained_share if rank.question.layout.zero >= 2 else count.trained)
+    return rank.hold.gradient * (count.trained_share if rank.workload.layout.zero >= 2 else count.trained)
 
 
 def waiting_gradients(rank: RankInventory) -> float:
@@ -57,7 +57,7 @@ def _placed(rank: RankInventory, what: str, size: float, master: float = 0.0) ->
 
 def replica_states(model: Model, recipe: Recipe) -> dict[str, int]:
     """Bytes of one unsharded replica, as Shoal's engine keeps them."""
-    hold = holdings(recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, SHOAL)
+    hold = bytes_per_parameter(recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, SHOAL)
     count = parameter_count(model)
     return {
         "params": round(count * hold.weight),

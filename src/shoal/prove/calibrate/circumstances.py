@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from shoal import __version__
-from shoal.facts.local import nvidia_smi
+from shoal.facts.cluster.this_machine import nvidia_smi
 from shoal.launch.manifest import git_commit
 
 QUERY = ("driver_version", "power.limit", "clocks.sm")

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shoal.facts.calibrationfile import Stored
-from shoal.facts.measurements import Measurements
+from shoal.facts.calibration.file import Stored
+from shoal.facts.calibration.measurements import Measurements
 
 # Two calibrations of one idle machine differ by less.
 NOTABLE = 0.05

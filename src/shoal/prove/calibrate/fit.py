@@ -6,11 +6,11 @@ import statistics
 from math import exp, log
 
 from shoal.facts import calibration
-from shoal.facts.calibration import Attention, DeviceRates
-from shoal.facts.devices import Device, Precision
-from shoal.facts.measurements import Attended, Measurements, Product
+from shoal.facts.calibration import AttentionRates, DeviceRates
+from shoal.facts.calibration.measurements import Attended, Measurements, Product
+from shoal.facts.cluster.devices import Device, Precision
 from shoal.facts.precision import COMPUTE_BYTES
-from shoal.predict.kernels import Kernels
+from shoal.predict.time.kernels import Kernels
 
 # Inner lengths that a tile's start and end may cost.
 RAMPS = (0.0, 8.0, 16.0, 23.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0)
@@ -52,7 +52,7 @@ def _products(
     return best[1], best[2]
 
 
-def _attention(base: DeviceRates, attention: tuple[Attended, ...], peak: float) -> Attention:
+def _attention(base: DeviceRates, attention: tuple[Attended, ...], peak: float) -> AttentionRates:
     """Of long sequences with the widest heads."""
     widest = max((one.head_dim for one in attention), default=0)
     seen = [one for one in attention if one.head_dim == widest and one.seq >= LONG] or list(attention)
@@ -60,7 +60,7 @@ def _attention(base: DeviceRates, attention: tuple[Attended, ...], peak: float) 
         return base.fused
     forward = statistics.median(one.flops / one.forward for one in seen) / peak
     backward = statistics.median(2.5 * one.flops / one.backward for one in seen) / peak
-    return Attention(forward=min(1.0, forward), backward=min(1.0, backward))
+    return AttentionRates(forward=min(1.0, forward), backward=min(1.0, backward))
 
 
 def _narrow(attention: tuple[Attended, ...]) -> dict[str, float]:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from shoal.facts.calibration.measurements import HostWork
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout, Recompute
-from shoal.facts.measurements import HostWork
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.models import initial
@@ -18,8 +18,8 @@ from shoal.models.decoder import Network, build
 from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.recompute import recompute
-from shoal.predict import eager
-from shoal.predict.eager import Widths
+from shoal.predict.time import operators as eager
+from shoal.predict.time.operators import Widths
 from shoal.prove.calibrate.sampling import wait
 from shoal.train.data.loader import Batch
 from shoal.train.program import assemble, blueprint, compute_dtype
@@ -31,7 +31,7 @@ SEQ = 32
 RECIPE = Recipe(seq=SEQ, batch=1, steps=TIMES, precision="bf16", states="fp32")
 
 
-class Spent(NamedTuple):
+class HostTime(NamedTuple):
     forward: float
     backward: float
 
@@ -45,7 +45,7 @@ def host_work(device: torch.device) -> HostWork:
 
 def started(device: torch.device) -> HostWork:
     """How long it takes to start each thing."""
-    kinds: dict[Recompute, tuple[Spent, Spent]] = {}
+    kinds: dict[Recompute, tuple[HostTime, HostTime]] = {}
     for kind in ("none", "selective", "full"):
         kinds[kind] = _passes(device, SHALLOW, kind), _passes(device, DEEP, kind)
     shallow, deep = kinds["none"]
@@ -94,7 +94,7 @@ def _batch(device: torch.device) -> Batch:
     return Batch(tokens, tokens, positions, None, torch.zeros(1, dtype=torch.int64, device=device), SEQ)
 
 
-def _passes(device: torch.device, layers: int, kind: Recompute) -> Spent:
+def _passes(device: torch.device, layers: int, kind: Recompute) -> HostTime:
     """Seconds until a forward and a backward pass are started."""
     network = build(_model(layers), compute=compute_dtype(RECIPE), device=device)
     for parameter in network.parameters():
@@ -102,10 +102,10 @@ def _passes(device: torch.device, layers: int, kind: Recompute) -> Spent:
     recompute(list(network.model.layers.values()), kind)
     batch = _batch(device)
     found = [_pass(network, batch, device) for _ in range(TIMES)][TIMES // 3 :]
-    return Spent(*(statistics.median(way) for way in zip(*found, strict=True)))
+    return HostTime(*(statistics.median(way) for way in zip(*found, strict=True)))
 
 
-def _pass(network: Network, batch: Batch, device: torch.device) -> Spent:
+def _pass(network: Network, batch: Batch, device: torch.device) -> HostTime:
     for parameter in network.parameters():
         parameter.grad = None
     wait(device)
@@ -113,7 +113,7 @@ def _pass(network: Network, batch: Batch, device: torch.device) -> Spent:
     loss, _ = network.lm_head(network(batch.tokens, batch.positions), batch.targets)
     middle = time.perf_counter()
     loss.backward()
-    return Spent(middle - start, time.perf_counter() - middle)
+    return HostTime(middle - start, time.perf_counter() - middle)
 
 
 def _step(device: torch.device, layers: int) -> float:

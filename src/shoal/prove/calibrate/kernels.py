@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.facts.devices import Precision
-from shoal.facts.measurements import Attended, Curve, Product
+from shoal.facts.calibration.measurements import Attended, Curve, Product
+from shoal.facts.cluster.devices import Precision
 from shoal.models.attention import attend
 from shoal.prove.calibrate import parts
 from shoal.prove.calibrate.circumstances import Driver, driver
 from shoal.prove.calibrate.parts import Made
-from shoal.prove.calibrate.sampling import Filler, Pool, Rounds, Sample
-from shoal.prove.calibrate.sizes import Load, Sizes, Widths
+from shoal.prove.calibrate.sampling import Filler, Pool, Rounds, TimedWork
+from shoal.prove.calibrate.sizes import CalibrationSizes, Load, Widths
 
 NAMES: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -43,7 +43,7 @@ KEY_HEADS_A_QUERY_HEAD = 4
 
 
 @dataclass
-class Seen:
+class KernelMeasurements:
     """What was measured."""
 
     precision: Precision  # that a device is mostly used at
@@ -58,9 +58,11 @@ class Seen:
     missing: list[str] = field(default_factory=list)
 
 
-def measure(device: torch.device, sizes: Sizes, effort: Effort, tell: Callable[[str], None]) -> Seen:
+def measure(
+    device: torch.device, sizes: CalibrationSizes, effort: Effort, tell: Callable[[str], None]
+) -> KernelMeasurements:
     """Load by load; what does not work is left out and listed."""
-    seen = Seen(NAMES[sizes.loads[0].precision])
+    seen = KernelMeasurements(NAMES[sizes.loads[0].precision])
     for load, warm_up, seconds in zip(sizes.loads, effort.warm_up, effort.rounds, strict=True):
         name = NAMES[load.precision]
         tell(f"{name}: products, attention and moved bytes, in turns under load")
@@ -77,9 +79,9 @@ def measure(device: torch.device, sizes: Sizes, effort: Effort, tell: Callable[[
 def _measure_load(
     device: torch.device,
     load: Load,
-    sizes: Sizes,
+    sizes: CalibrationSizes,
     effort: tuple[float, float, float],
-    seen: Seen,
+    seen: KernelMeasurements,
     tell: Callable[[str], None],
 ) -> None:
     name = NAMES[load.precision]
@@ -111,7 +113,7 @@ def _measure_load(
         seen.driver = driver(device)
 
 
-def _largest(load: Load, sizes: Sizes) -> int:
+def _largest(load: Load, sizes: CalibrationSizes) -> int:
     """Elements that hold any one sample's operands."""
     return max(
         _largest_product(load.widths),
@@ -122,18 +124,18 @@ def _largest(load: Load, sizes: Sizes) -> int:
     )
 
 
-def _computes(sample: Sample) -> bool:
+def _computes(sample: TimedWork) -> bool:
     return sample.key[0] != parts.KIND
 
 
-def _samples(pool: Pool, load: Load, sizes: Sizes, side: int) -> list[Sample]:
+def _samples(pool: Pool, load: Load, sizes: CalibrationSizes, side: int) -> list[TimedWork]:
     """Everything that takes turns."""
     name = NAMES[load.precision]
     return [
         *_product_samples(pool, name, load.widths),
         *_attention_samples(pool, name, sizes.heads, load.attention),
         *parts.samples(pool, load, sizes, name),
-        Sample((LARGE, name), partial(_large, pool, side)),
+        TimedWork((LARGE, name), partial(_large, pool, side)),
     ]
 
 
@@ -151,18 +153,18 @@ def _fillers(pool: Pool, side: int, elements: int) -> list[Filler]:
 # Matrix products as linear layers run them: output, input gradient, weight gradient.
 
 
-def _product_samples(pool: Pool, precision: str, widths: Widths) -> Iterator[Sample]:
+def _product_samples(pool: Pool, precision: str, widths: Widths) -> Iterator[TimedWork]:
     """Laid out in memory as autograd has them."""
     for inner, columns, tokens in widths:
         for rows in tokens:
             size = rows, inner, columns
-            yield Sample(
+            yield TimedWork(
                 (PRODUCT, precision, "forward", rows, inner, columns), partial(_product, pool, *size)
             )
-            yield Sample(
+            yield TimedWork(
                 (PRODUCT, precision, "input", rows, columns, inner), partial(_input_gradient, pool, *size)
             )
-            yield Sample(
+            yield TimedWork(
                 (PRODUCT, precision, "weight", inner, rows, columns), partial(_weight_gradient, pool, *size)
             )
 
@@ -188,7 +190,7 @@ def _largest_product(widths: Widths) -> int:
     )
 
 
-def _products(measured: Sequence[Sample], precision: str) -> tuple[Product, ...]:
+def _products(measured: Sequence[TimedWork], precision: str) -> tuple[Product, ...]:
     rows = [sample for sample in measured if sample.key[:2] == (PRODUCT, precision)]
     return tuple(
         Product.model_validate(
@@ -204,12 +206,14 @@ def _products(measured: Sequence[Sample], precision: str) -> tuple[Product, ...]
 
 def _attention_samples(
     pool: Pool, precision: str, heads: int, shapes: Sequence[tuple[int, int, int]]
-) -> Iterator[Sample]:
+) -> Iterator[TimedWork]:
     for head_dim, seq, sequences in shapes:
         key_heads = max(1, heads // KEY_HEADS_A_QUERY_HEAD)
         shape = (head_dim, heads, key_heads, seq, sequences)
-        yield Sample((ATTENTION, precision, "forward", *shape), partial(_attention, pool, *shape))
-        yield Sample((ATTENTION, precision, "backward", *shape), partial(_attention_gradient, pool, *shape))
+        yield TimedWork((ATTENTION, precision, "forward", *shape), partial(_attention, pool, *shape))
+        yield TimedWork(
+            (ATTENTION, precision, "backward", *shape), partial(_attention_gradient, pool, *shape)
+        )
 
 
 def _attention_of(pool: Pool, head_dim: int, heads: int, key_heads: int, seq: int, sequences: int) -> Made:
@@ -236,7 +240,7 @@ def _attention_gradient(
     return partial(torch.autograd.grad, call(), operands, grad, retain_graph=True)
 
 
-def _attended(measured: Sequence[Sample], precision: str) -> tuple[Attended, ...]:
+def _attended(measured: Sequence[TimedWork], precision: str) -> tuple[Attended, ...]:
     ways: dict[tuple[object, ...], dict[str, float]] = {}
     for sample in measured:
         if sample.key[:2] == (ATTENTION, precision):

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from shoal.facts.calibration import LinkRates
-from shoal.facts.local import usable_threads
+from shoal.facts.cluster.this_machine import usable_threads
+from shoal.launch.init_rank import given_threads
 from shoal.launch.interfaces import LOOPBACK_INTERFACE
-from shoal.launch.join import given_threads
 from shoal.launch.local import PRELOAD, warm_workers
 from shoal.launch.ranks import run_ranks
-from shoal.parallel.sequence import all_gather_single, reduce_scatter_single
-from shoal.parallel.signed import SignedStore
-from shoal.predict.links import ROUNDS
+from shoal.parallel.signed_store import SignedStore
+from shoal.parallel.tensor_region import all_gather_single, reduce_scatter_single
+from shoal.predict.time.links import ROUNDS
 from shoal.prove.calibrate.sampling import wait
 
 SMALL, LARGE = 2**12, {"nccl": 2**28, "gloo": 2**23}
@@ -29,7 +29,7 @@ PATIENCE = 90.0
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 
 
-class Call(NamedTuple):
+class TimedCollective(NamedTuple):
     """One operation over a buffer of so many bytes."""
 
     op: str
@@ -48,7 +48,7 @@ def links(devices: int, on_cpu: bool) -> LinkRates | None:
     return fitted(calls, world, f"{backend}, {world} ranks of this machine")
 
 
-def measure(rank: int, world: int, store: SignedStore, backend: str) -> list[Call]:
+def measure(rank: int, world: int, store: SignedStore, backend: str) -> list[TimedCollective]:
     """One rank's part."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
     device = torch.device("cpu")
@@ -73,7 +73,7 @@ def measure(rank: int, world: int, store: SignedStore, backend: str) -> list[Cal
                 run()
                 wait(device)
                 taken.append(time.perf_counter() - start)
-            found.append(Call(op, whole.nbytes, statistics.median(taken[2:])))
+            found.append(TimedCollective(op, whole.nbytes, statistics.median(taken[2:])))
     return found
 
 
@@ -96,7 +96,7 @@ def _call(op: str, rank: int, whole: torch.Tensor, part: torch.Tensor) -> Callab
     }[op]
 
 
-def fitted(calls: list[Call], world: int, source: str) -> LinkRates:
+def fitted(calls: list[TimedCollective], world: int, source: str) -> LinkRates:
     """Small messages give the latency: of one start and, for each rank that is passed, a hop. Large ones the rate."""
     sizes = [call.bytes for call in calls]
     small, large = (

@@ -11,20 +11,19 @@ from typing import TypeVar
 import torch
 from rich.console import Console
 
-from shoal.facts import calibrationfile
-from shoal.facts.calibration import Calibration, LinkRates
-from shoal.facts.calibrationfile import FORMAT, Stored
+from shoal.facts.calibration import Calibration, LinkRates, file
+from shoal.facts.calibration.file import FORMAT, Stored
+from shoal.facts.calibration.measurements import Copies, HostWork, Measurements
 from shoal.facts.cluster import Cluster
-from shoal.facts.devices import Device, Precision
-from shoal.facts.local import look
-from shoal.facts.measurements import Copies, HostWork, Measurements
+from shoal.facts.cluster.devices import Device, Precision
+from shoal.facts.cluster.this_machine import look
 from shoal.facts.problem import BadInput
-from shoal.parallel import context
+from shoal.parallel import device_context
 from shoal.prove.calibrate import copies, fit, host, kernels, links
 from shoal.prove.calibrate.circumstances import versions
 from shoal.prove.calibrate.drift import Rate, compared, words
-from shoal.prove.calibrate.kernels import EFFORT, Effort, Seen
-from shoal.prove.calibrate.sizes import Sizes, sizes
+from shoal.prove.calibrate.kernels import EFFORT, Effort, KernelMeasurements
+from shoal.prove.calibrate.sizes import CalibrationSizes, sizes
 from shoal.train.files import replace_text
 
 Part = TypeVar("Part")
@@ -35,13 +34,13 @@ def calibrate(
     visible: str | None,
     folder: Path | None = None,
     effort: Effort | None = None,
-    chosen: Sizes | None = None,
-) -> Measured:
+    chosen: CalibrationSizes | None = None,
+) -> CalibrationReport:
     """Measure this machine, keep it in ``folder`` (by default in Shoal's cache), and use it from now on.
 
     ``visible`` is what CUDA_VISIBLE_DEVICES says. ``effort`` and ``chosen``: how long, and what.
     """
-    folder = calibrationfile.default_folder() if folder is None else folder
+    folder = file.default_folder() if folder is None else folder
     cluster = look(visible)
     on = _device(cluster)
     before = _before(folder, cluster.device.name)
@@ -53,13 +52,13 @@ def calibrate(
     chosen = chosen or sizes(on, cluster.device.memory_bytes)
     stored = _measured(cluster, on, chosen, effort or EFFORT[on.type], folder, tell)
     folder.mkdir(parents=True, exist_ok=True)
-    path = calibrationfile.file_of(folder, stored.measured.device)
+    path = file.file_of(folder, stored.measured.device)
     replace_text(path, stored.model_dump_json(indent=1) + "\n")
-    for warning in calibrationfile.use(folder):
+    for warning in file.use(folder):
         console.print(warning, markup=False)
     if before is None:
-        return Measured(path, stored, [], None)
-    return Measured(path, stored, compared(before, stored), before.measured.date)
+        return CalibrationReport(path, stored, [], None)
+    return CalibrationReport(path, stored, compared(before, stored), before.measured.date)
 
 
 def _device(cluster: Cluster) -> torch.device:
@@ -72,14 +71,14 @@ def _device(cluster: Cluster) -> torch.device:
             "a torch built for it; shoal doctor says more",
         )
     first = torch.device("cuda", 0)
-    context.take(first)
+    device_context.take(first)
     return first
 
 
 def _before(folder: Path, device: str) -> Stored | None:
     """The calibration that is about to be replaced, where there is one that can be read."""
     try:
-        return calibrationfile.read(calibrationfile.file_of(folder, device))
+        return file.read(file.file_of(folder, device))
     except ValueError:
         return None
 
@@ -87,7 +86,7 @@ def _before(folder: Path, device: str) -> Stored | None:
 def _measured(
     cluster: Cluster,
     on: torch.device,
-    chosen: Sizes,
+    chosen: CalibrationSizes,
     effort: Effort,
     folder: Path,
     tell: Callable[[str], None],
@@ -125,7 +124,7 @@ def _measured(
 def _stored(
     device: Device,
     on: torch.device,
-    seen: Seen,
+    seen: KernelMeasurements,
     work: HostWork | None,
     copied: Copies,
     fast: LinkRates | None,
@@ -173,7 +172,7 @@ def _stored(
 
 
 @dataclass(frozen=True)
-class Measured:
+class CalibrationReport:
     """A calibration that was just made."""
 
     path: Path

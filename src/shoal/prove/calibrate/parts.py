@@ -1,6 +1,6 @@
 """Time memory-bound operators as the network runs them, with the bytes they move.
 
-Parts are named and counted as in ``predict/eager.py``; what is timed is the network's own code.
+Parts are named and counted as in ``predict/time/operators.py``; what is timed is the network's own code.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.facts.measurements import Curve
+from shoal.facts.calibration.measurements import Curve
 from shoal.models.norm import LayerNorm, RMSNorm
 from shoal.models.rotary import rotate
-from shoal.predict import eager
-from shoal.predict.eager import Operator, Widths, Work, moved
-from shoal.prove.calibrate.sampling import Pool, Sample
-from shoal.prove.calibrate.sizes import Load, Sizes
+from shoal.predict.time import operators
+from shoal.predict.time.operators import Operator, OperatorWork, Widths, moved
+from shoal.prove.calibrate.sampling import Pool, TimedWork
+from shoal.prove.calibrate.sizes import CalibrationSizes, Load
 
 # A call, and what its gradients are for.
 Made = tuple[Callable[[], Tensor], tuple[Tensor, ...]]
@@ -31,21 +31,21 @@ KIND = "part"
 class Ways(NamedTuple):
     """One part at one size, not made yet: the bytes each way, and who makes a call and what its gradients are for."""
 
-    forward: Work
-    backward: Work | None
+    forward: OperatorWork
+    backward: OperatorWork | None
     make: Callable[[], Made]
 
 
-def samples(pool: Pool, load: Load, sizes: Sizes, precision: str) -> Iterator[Sample]:
+def samples(pool: Pool, load: Load, sizes: CalibrationSizes, precision: str) -> Iterator[TimedWork]:
     widths = Widths(load.precision.itemsize, load.states.itemsize)
     for made in (*_blocks(pool, load, sizes, widths), *_ends(pool, load, sizes, widths)):
         ahead, back = made.forward, made.backward
-        yield Sample((KIND, precision, ahead.part, ahead.bytes), partial(_forward, made))
+        yield TimedWork((KIND, precision, ahead.part, ahead.bytes), partial(_forward, made))
         if back is not None:
-            yield Sample((KIND, precision, back.part, back.bytes), partial(_backward, made, pool))
+            yield TimedWork((KIND, precision, back.part, back.bytes), partial(_backward, made, pool))
     for elements in load.weights:
         size = elements * (widths.states + widths.compute if widths.casts else 3 * widths.states)
-        yield Sample(
+        yield TimedWork(
             (KIND, precision, "weights", float(size)), partial(_weights, pool.device, load, elements)
         )
     yield from _updates(load, precision, pool.device)
@@ -62,11 +62,11 @@ def _backward(made: Ways, pool: Pool) -> Callable[[], object]:
     return partial(torch.autograd.grad, output, inputs, grad.to(output.dtype), retain_graph=True)
 
 
-def _blocks(pool: Pool, load: Load, sizes: Sizes, widths: Widths) -> Iterator[Ways]:
+def _blocks(pool: Pool, load: Load, sizes: CalibrationSizes, widths: Widths) -> Iterator[Ways]:
     hidden, inner = sizes.hidden, sizes.inner
     norms: list[tuple[str, type[RMSNorm | LayerNorm], Operators, Operators]] = [
-        ("norm", RMSNorm, eager.RMS_FORWARD, eager.RMS_BACKWARD),
-        ("layer norm", LayerNorm, eager.LAYER_FORWARD, eager.LAYER_BACKWARD),
+        ("norm", RMSNorm, operators.RMS_FORWARD, operators.RMS_BACKWARD),
+        ("layer norm", LayerNorm, operators.LAYER_FORWARD, operators.LAYER_BACKWARD),
     ]
     for tokens in load.tokens:
         stream = tokens * hidden
@@ -78,18 +78,18 @@ def _blocks(pool: Pool, load: Load, sizes: Sizes, widths: Widths) -> Iterator[Wa
             )
         for head_dim in sizes.head_dims:
             yield Ways(
-                *eager.rotary(stream, stream, widths, head_dim),
+                *operators.rotary(stream, stream, widths, head_dim),
                 partial(_rotary, pool, tokens, hidden, head_dim),
             )
         yield Ways(
-            moved("gate", eager.GATE_FORWARD, tokens * inner, widths),
-            moved("gate backward", eager.GATE_BACKWARD, tokens * inner, widths),
+            moved("gate", operators.GATE_FORWARD, tokens * inner, widths),
+            moved("gate backward", operators.GATE_BACKWARD, tokens * inner, widths),
             partial(_gate, pool, tokens, inner),
         )
         for name, operator, make in (
-            ("add", eager.ADD, partial(_add, pool, tokens, hidden)),
-            ("copy", eager.COPY, partial(_copy, pool, tokens, hidden, sizes.head_dims[0])),
-            ("sum", eager.SUM, partial(_sum, pool, tokens, hidden)),
+            ("add", operators.ADD, partial(_add, pool, tokens, hidden)),
+            ("copy", operators.COPY, partial(_copy, pool, tokens, hidden, sizes.head_dims[0])),
+            ("sum", operators.SUM, partial(_sum, pool, tokens, hidden)),
         ):
             yield Ways(moved(name, [operator], stream, widths), None, make)
 
@@ -130,18 +130,18 @@ def _sum(pool: Pool, tokens: int, hidden: int) -> Made:
     return partial(torch.sum, pool.take(tokens, hidden), 0), ()
 
 
-def _ends(pool: Pool, load: Load, sizes: Sizes, widths: Widths) -> Iterator[Ways]:
+def _ends(pool: Pool, load: Load, sizes: CalibrationSizes, widths: Widths) -> Iterator[Ways]:
     for tokens, vocabulary in load.losses:
         yield Ways(
-            moved("loss", eager.LOSS_FORWARD, tokens * vocabulary, widths),
-            moved("loss backward", eager.LOSS_BACKWARD, tokens * vocabulary, widths),
+            moved("loss", operators.LOSS_FORWARD, tokens * vocabulary, widths),
+            moved("loss backward", operators.LOSS_BACKWARD, tokens * vocabulary, widths),
             partial(_scores, pool, tokens, vocabulary),
         )
     for tokens, vocabulary in load.lookups:
         elements = tokens * sizes.hidden
         yield Ways(
-            Work("lookup", 2 * elements * widths.states, 1),
-            Work("lookup backward", (elements + vocabulary * sizes.hidden) * widths.states, 1),
+            OperatorWork("lookup", 2 * elements * widths.states, 1),
+            OperatorWork("lookup backward", (elements + vocabulary * sizes.hidden) * widths.states, 1),
             partial(_lookup, pool, load, tokens, vocabulary, sizes.hidden),
         )
 
@@ -167,14 +167,14 @@ def _weights(device: torch.device, load: Load, elements: int) -> Callable[[], ob
     return partial(matrix.add_, torch.zeros_like(matrix))
 
 
-def _updates(load: Load, precision: str, device: torch.device) -> Iterator[Sample]:
+def _updates(load: Load, precision: str, device: torch.device) -> Iterator[TimedWork]:
     """Fused AdamW, and clipping, over parameters of a few sizes: at rest in either precision."""
     for states in dict.fromkeys((load.states, load.precision)):
         for elements in load.updates:
             size, bits = elements * states.itemsize, 8 * states.itemsize
             trained = partial(_parameters, elements, states, device)
-            yield Sample((KIND, precision, f"adamw {bits} bit", 7.0 * size), partial(_adamw, trained))
-            yield Sample((KIND, precision, f"clip {bits} bit", 3.0 * size), partial(_clipping, trained))
+            yield TimedWork((KIND, precision, f"adamw {bits} bit", 7.0 * size), partial(_adamw, trained))
+            yield TimedWork((KIND, precision, f"clip {bits} bit", 3.0 * size), partial(_clipping, trained))
 
 
 def _parameters(elements: int, states: torch.dtype, device: torch.device) -> list[nn.Parameter]:
@@ -198,7 +198,7 @@ def _clip(parameters: list[nn.Parameter]) -> None:
     torch.nn.utils.clip_grads_with_norm_(parameters, 1e9, norm)
 
 
-def found(measured: Sequence[Sample], precision: str) -> dict[str, Curve]:
+def found(measured: Sequence[TimedWork], precision: str) -> dict[str, Curve]:
     points: dict[str, dict[float, float]] = {}
     for sample in measured:
         if sample.key[:2] == (KIND, precision):

@@ -28,7 +28,7 @@ FEWEST_ROUNDS = 3
 AHEAD = 0.5e-3
 
 
-class Sample:
+class TimedWork:
     """Work that is started again and again. ``key`` is whose it is; ``make`` makes ready what it computes with."""
 
     def __init__(self, key: tuple[object, ...], make: Callable[[], Callable[[], object]]) -> None:
@@ -64,7 +64,7 @@ class Filler:
 class Rounds:
     """Times samples on one device."""
 
-    def __init__(self, device: torch.device, samples: Iterable[Sample], fillers: Sequence[Filler]) -> None:
+    def __init__(self, device: torch.device, samples: Iterable[TimedWork], fillers: Sequence[Filler]) -> None:
         """``fillers``: a large product first, then what only moves bytes; they take turns."""
         self.device, self.samples = device, list(samples)
         self.fillers = list(fillers)
@@ -72,7 +72,7 @@ class Rounds:
         self.order = random.Random(0)
         self._turn = 0
 
-    def run(self, warm_up: float, seconds: float) -> list[Sample]:
+    def run(self, warm_up: float, seconds: float) -> list[TimedWork]:
         """First all samples once, to load their kernels; then rounds, of which those of the warm-up do not count.
 
         Returns the samples that worked; the others are in ``failed``.
@@ -96,7 +96,7 @@ class Rounds:
             self.order.shuffle(self.samples)
             self._cuda_round() if self.device.type == "cuda" else self._cpu_round()
 
-    def busy(self, computes: Callable[[Sample], bool]) -> float:
+    def busy(self, computes: Callable[[TimedWork], bool]) -> float:
         """Of the time that rounds took, the share of large products and of samples that compute."""
         spent = {True: 1e-9, False: 0.0}
         for sample in self.samples:

@@ -28,7 +28,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CalibrationSizes:
     """The first load is what a device is mostly used for."""
 
     loads: tuple[Load, ...]
@@ -101,7 +101,7 @@ _SINGLE = Load(
     lookups=((1024, 32000), (4096, _VOCABULARY)),
     weights=(2**16, 2**22, 2**26),
 )
-ACCELERATOR = Sizes(
+ACCELERATOR = CalibrationSizes(
     loads=(_HALF, _SINGLE),
     heads=32,
     head_dims=(64, 128),
@@ -137,14 +137,16 @@ _CPU = Load(
     weights=(2**10, 2**14, 2**18, 2**22),
     updates=(2**14, 2**18, 2**22),
 )
-CPU = Sizes(loads=(_CPU,), heads=4, head_dims=(32,), hidden=256, inner=768, side=512, filler=2**16, copied=0)
+CPU = CalibrationSizes(
+    loads=(_CPU,), heads=4, head_dims=(32,), hidden=256, inner=768, side=512, filler=2**16, copied=0
+)
 
 # Samples hold on to their operands and to what a backward pass needs: about this much in all, at most.
 NEEDED = 48 * 2**30
 SPARED_ROWS = 4096
 
 
-def sizes(device: torch.device, memory: int) -> Sizes:
+def sizes(device: torch.device, memory: int) -> CalibrationSizes:
     """For this device: an accelerator with little memory is spared the largest."""
     if device.type == "cpu":
         return CPU

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal.facts.layout import Layout
-from shoal.prove.chaos.kinds import BY_NAME, ENDS_LAUNCHER, RENAME, named_right
+from shoal.prove.chaos.fault_kinds import BY_NAME, ENDS_LAUNCHER, RENAME, named_right
 from shoal.prove.chaos.network import cut
-from shoal.prove.chaos.orders import Order, Orders
+from shoal.prove.chaos.orders import FaultOrder, Orders
 from shoal.prove.chaos.schedule import Fault, nodes_for
 from shoal.train.files import read_rows
 from shoal.train.guard.processes import descendants, parent_of, send
-from shoal.train.rundir import ALONE, RunDirectory
+from shoal.train.run_directory import ALONE, RunDirectory
 
 LOOK_SECONDS = 0.01
 # A fault that was not struck, or from which nothing recovered, in this time has broken the campaign. Most of it is
@@ -66,7 +66,7 @@ class Struck:
 
 
 @dataclass(frozen=True)
-class Setting:
+class CampaignSettings:
     """What a campaign runs: the config with all that it changes, and the layouts that it cycles through."""
 
     config: Path | None
@@ -80,7 +80,9 @@ class Setting:
 class Campaign:
     """Drives one run through its faults."""
 
-    def __init__(self, setting: Setting, say: Callable[[Struck], None] = lambda struck: None) -> None:
+    def __init__(
+        self, setting: CampaignSettings, say: Callable[[Struck], None] = lambda struck: None
+    ) -> None:
         self.setting, self.say = setting, say
         self.run = RunDirectory(setting.run)
         self.orders = Orders(setting.run)
@@ -207,11 +209,11 @@ class Campaign:
             number, fault.kind.name, fault.point, rank, self.world, self.layout, in_recovery=in_recovery
         )
 
-    def _order(self, fault: Fault, record: Struck, after: int | None = None) -> Order:
+    def _order(self, fault: Fault, record: Struck, after: int | None = None) -> FaultOrder:
         assert record.rank is not None
-        return Order(record.number, record.kind, record.rank, fault.point, fault.seed, after)
+        return FaultOrder(record.number, record.kind, record.rank, fault.point, fault.seed, after)
 
-    def _wait_until_struck(self, record: Struck, order: Order) -> None:
+    def _wait_until_struck(self, record: Struck, order: FaultOrder) -> None:
         for _ in self._patiently(f"{record.kind} of rank {record.rank} at {order.point} was not struck"):
             self._running()
             found = self.orders.strike_of(order.number)

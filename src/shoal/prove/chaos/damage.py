@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.train.checkpoint.bucket import Bucket
 from shoal.train.checkpoint.manifest import NAME, Damaged
-from shoal.train.checkpoint.place import Directory, Place, step_name
+from shoal.train.checkpoint.object_store import ObjectStore
 from shoal.train.checkpoint.read import Checkpoint
-from shoal.train.rundir import RunDirectory
+from shoal.train.checkpoint.storage import CheckpointStorage, DirectoryStorage, step_name
+from shoal.train.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -25,7 +25,7 @@ BOTH = 0.3
 class Copy:
     """A checkpoint at one of the places where it lies."""
 
-    place: Place
+    place: CheckpointStorage
     step: int
 
     @property
@@ -46,7 +46,7 @@ def damage(run: RunDirectory, kind: str, numbers: random.Random) -> int | None:
     """
     disk, root = run.disk, run.memory().path.parent
     # Several nodes have several copies.
-    memories = [Directory(path) for path in sorted(root.iterdir())] if root.is_dir() else []
+    memories = [DirectoryStorage(path) for path in sorted(root.iterdir())] if root.is_dir() else []
     copies = [Copy(place, step) for place in (*memories, disk) for step in place.committed()]
     newest = max((copy.step for copy in copies), default=0)
     in_memory = [copy for copy in copies if copy.place != disk and copy.step == newest]
@@ -110,9 +110,9 @@ def _files(copy: Copy) -> list[str]:
 
 def _where(copy: Copy) -> tuple[AbstractFileSystem, str]:
     """A file system, and where the checkpoint lies in it."""
-    if isinstance(copy.place, Bucket):
+    if isinstance(copy.place, ObjectStore):
         return copy.place.files, f"{copy.place.root}/{step_name(copy.step)}"
-    assert isinstance(copy.place, Directory)
+    assert isinstance(copy.place, DirectoryStorage)
     import fsspec
 
     return fsspec.filesystem("file"), str(copy.place.at(copy.step))

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shoal.facts.configfile import load
+from shoal.facts.config.file import load
 from shoal.launch import local
 from shoal.launch.nodes import train as on_nodes
 from shoal.launch.nodes.count import NodeCount
 from shoal.launch.redacted import redact_output
 from shoal.plan.resolve import resolve
 from shoal.prove.chaos.network import own_network
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 ENTRYPOINT = "shoal.prove.chaos.saboteur:sabotaged"
 

@@ -18,7 +18,7 @@ from shoal.train.files import replace_text
 
 
 @dataclass(frozen=True)
-class Order:
+class FaultOrder:
     """Strike ``rank`` at ``point`` of a step. ``after``: only in a process that began after that order was struck."""
 
     number: int
@@ -42,15 +42,15 @@ class Orders:
         for directory in (self.waiting, self.struck):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def give(self, order: Order) -> None:
+    def give(self, order: FaultOrder) -> None:
         replace_text(self.waiting / f"{order.number}.json", json.dumps(asdict(order)))
 
-    def for_rank(self, rank: int, began: float) -> list[Order]:
+    def for_rank(self, rank: int, began: float) -> list[FaultOrder]:
         """What a process that began then has to do, at some point."""
         found = []
         for path in sorted(self.waiting.glob("*.json")):
             try:
-                order = Order(**json.loads(path.read_text()))
+                order = FaultOrder(**json.loads(path.read_text()))
             except FileNotFoundError:
                 continue
             before = None if order.after is None else self.strike_of(order.after)
@@ -59,7 +59,7 @@ class Orders:
                 found.append(order)
         return found
 
-    def strike(self, order: Order, step: int, point: str, committed: int) -> None:
+    def strike(self, order: FaultOrder, step: int, point: str, committed: int) -> None:
         """Report the order as done, then carry it out: this process may be dead a moment later.
 
         ``committed``: the last step that is safe now. The campaign may hear of it when the run has long recovered.
@@ -75,7 +75,7 @@ class Orders:
         replace_text(self.struck / f"{order.number}.json", json.dumps(found))
         (self.waiting / f"{order.number}.json").unlink(missing_ok=True)
 
-    def add(self, order: Order, **more: Any) -> None:
+    def add(self, order: FaultOrder, **more: Any) -> None:
         """What came of it, where the one who struck lives to tell."""
         found = self.strike_of(order.number) or {}
         replace_text(self.struck / f"{order.number}.json", json.dumps({**found, **more}))

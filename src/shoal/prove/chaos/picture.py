@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from shoal.prove.chaos.campaign import Struck
-from shoal.prove.chaos.kinds import BY_NAME
+from shoal.prove.chaos.fault_kinds import BY_NAME
 
 WIDTH, HEIGHT, MARGIN = 1200, 420, 50
 COLOURS = {

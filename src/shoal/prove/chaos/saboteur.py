@@ -23,14 +23,14 @@ import torch
 
 from shoal.launch.assignment import Assignment
 from shoal.launch.worker import work
-from shoal.observe.flight import FIRST_STEP, STEP
+from shoal.observe.flight_recorder import FIRST_STEP, STEP
 from shoal.prove.chaos.damage import damage
-from shoal.prove.chaos.kinds import BACKWARD, BY_NAME, FORWARD, RENAME, UPDATE, WRITE
-from shoal.prove.chaos.orders import Order, Orders
-from shoal.train.checkpoint.place import Directory
+from shoal.prove.chaos.fault_kinds import BACKWARD, BY_NAME, FORWARD, RENAME, UPDATE, WRITE
+from shoal.prove.chaos.orders import FaultOrder, Orders
+from shoal.train.checkpoint.storage import DirectoryStorage
 from shoal.train.loop import Training
 from shoal.train.outcome import Outcome
-from shoal.train.rundir import RunDirectory
+from shoal.train.run_directory import RunDirectory
 
 # How long a disk stays full once it has refused something, and how far a clock jumps.
 FULL_SECONDS = 0.6
@@ -79,11 +79,11 @@ class Saboteur:
 
         training.commits.before_commit = before_commit
         for place in (training.commits.disk, training.commits.memory):
-            if isinstance(place, Directory):
+            if isinstance(place, DirectoryStorage):
                 self._around(place, "write", WRITE)
                 self._around(place, "commit", RENAME)
 
-    def _around(self, place: Directory, method: str, point: str) -> None:
+    def _around(self, place: DirectoryStorage, method: str, point: str) -> None:
         original: Callable[..., Any] = getattr(place, method)
 
         def wrapped(*arguments: Any) -> Any:
@@ -102,7 +102,7 @@ class Saboteur:
         for order in due:
             self._do(order)
 
-    def _do(self, order: Order) -> None:
+    def _do(self, order: FaultOrder) -> None:
         kind = BY_NAME[order.kind]
         if kind.target == "checkpoint":
             gone = damage(self.run, order.kind, random.Random(order.seed))
@@ -161,13 +161,13 @@ def _use_all_memory() -> None:
     torch.empty(1 << 30, dtype=torch.uint8).zero_()
 
 
-def _send_itself(order: Order) -> None:
+def _send_itself(order: FaultOrder) -> None:
     # A stopped process goes on when it is told to; by then it is to end.
     os.kill(os.getpid(), signal.Signals[order.kind])
 
 
 # What befalls a whole process, whatever it trains.
-STRIKES: dict[str, Callable[[Order], object]] = {
+STRIKES: dict[str, Callable[[FaultOrder], object]] = {
     **dict.fromkeys(("SIGKILL", "SIGTERM", "SIGABRT", "SIGSTOP"), _send_itself),
     "SIGSEGV": lambda order: ctypes.string_at(0),
     "hang": lambda order: time.sleep(3600),
@@ -178,7 +178,7 @@ STRIKES: dict[str, Callable[[Order], object]] = {
 }
 
 
-def _wrong(training: Training, order: Order) -> None:
+def _wrong(training: Training, order: FaultOrder) -> None:
     """Wrong numbers, or none."""
     numbers = random.Random(order.seed)
     pieces = [piece for piece in training.step.pieces if piece.tensor.numel()]

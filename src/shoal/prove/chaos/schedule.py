@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.observe.flight import RESTORE, START
-from shoal.prove.chaos.kinds import BY_NAME, ENDS_LAUNCHER, IN_RECOVERY, KINDS, Kind
+from shoal.observe.flight_recorder import RESTORE, START
+from shoal.prove.chaos.fault_kinds import BY_NAME, ENDS_LAUNCHER, IN_RECOVERY, KINDS, FaultKind
 
 # Kinds that a rank which is about to begin can suffer.
 AT_THE_START = ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGABRT")
@@ -21,7 +21,7 @@ LONGEST = 12
 class Fault:
     """``rank`` is a share of the world, so that it does not depend on how many ranks there will be."""
 
-    kind: Kind
+    kind: FaultKind
     point: str
     rank: float
     seed: int
@@ -29,7 +29,7 @@ class Fault:
 
 
 def schedule(
-    seed: int, count: int, worlds: Sequence[int], kinds: Sequence[Kind] = KINDS, nodes: int = 1
+    seed: int, count: int, worlds: Sequence[int], kinds: Sequence[FaultKind] = KINDS, nodes: int = 1
 ) -> list[Fault]:
     """``count`` faults, second ones included: every kind before any comes again, in an order of the seed's.
 
@@ -37,8 +37,8 @@ def schedule(
     launchers there are, where a world has a rank for each.
     """
     numbers = random.Random(seed)
-    bag: list[Kind] = []
-    seen: set[Kind] = set()
+    bag: list[FaultKind] = []
+    seen: set[FaultKind] = set()
     faults: list[Fault] = []
     made, segment, here = 0, 0, 0
     while made < count:
@@ -69,7 +69,7 @@ def nodes_for(world: int, nodes: int) -> int:
     return nodes if world % nodes == 0 else 1
 
 
-def _fault(kind: Kind, numbers: random.Random, room: int) -> Fault | None:
+def _fault(kind: FaultKind, numbers: random.Random, room: int) -> Fault | None:
     point, rank, seed = numbers.choice(kind.points), numbers.random(), numbers.getrandbits(32)
     if kind.target == "checkpoint":
         # What is damaged is read when the run recovers from something else: that comes first.

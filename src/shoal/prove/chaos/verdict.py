@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from shoal.prove.chaos.campaign import Struck
-from shoal.prove.chaos.kinds import BY_NAME
+from shoal.prove.chaos.fault_kinds import BY_NAME
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.files import read_rows
-from shoal.train.metrics.ledger import Proof
-from shoal.train.rundir import RunDirectory
+from shoal.train.metrics.sample_log import Proof
+from shoal.train.run_directory import RunDirectory
 
 # Two curves of sums in another order are the same within this, relative.
 ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ChaosVerdict:
     """``strict``: identical means to the bit; else within the rounding of fp32."""
 
     struck: tuple[Struck, ...]

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shoal.facts.boxes import tile
-from shoal.facts.documents import first_fault
+from shoal.facts.input.untrusted_files import first_fault
 from shoal.facts.model import Model
-from shoal.facts.parameters import parameters
+from shoal.facts.model.parameters import parameters
+from shoal.facts.model.tensor_split import tile
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -47,7 +47,7 @@ class Damaged(Exception):
 Count = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 
 
-class Piece(BaseModel):
+class StoredPiece(BaseModel):
     """A box of one tensor, and where its bytes lie. Tensor names and shapes are Hugging Face's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -83,7 +83,7 @@ class Manifest(BaseModel):
     scalars: dict[str, float]  # updates made, loss scale
     heldout_loss: float | None = None
     shapes: dict[str, tuple[Count, ...]]  # of every whole tensor
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
     def to_text(self) -> str:
         content = self.model_dump(mode="json")
@@ -161,7 +161,7 @@ def _check(manifest: Manifest, where: str) -> None:
     _check_tensors(manifest, where)
 
 
-def _check_piece(piece: Piece, shape: tuple[int, ...] | None, where: str) -> None:
+def _check_piece(piece: StoredPiece, shape: tuple[int, ...] | None, where: str) -> None:
     if not is_file_name(piece.file):
         raise Damaged(f"{where} names a file outside the checkpoint: {piece.file!r}")
     item = ITEM_BYTES.get(piece.dtype)
@@ -180,7 +180,7 @@ def _check_piece(piece: Piece, shape: tuple[int, ...] | None, where: str) -> Non
 
 def _check_tensors(manifest: Manifest, where: str) -> None:
     """Every element of a tensor once; and a state of one tensor is a state of all, or a restore would miss it."""
-    by_state: dict[str, dict[str, list[Piece]]] = {"weight": {}}
+    by_state: dict[str, dict[str, list[StoredPiece]]] = {"weight": {}}
     for piece in manifest.pieces:
         by_state.setdefault(piece.state, {}).setdefault(piece.tensor, []).append(piece)
     for state, by_tensor in by_state.items():

@@ -14,16 +14,16 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from shoal.facts.boxes import box_slices, meet
-from shoal.facts.local import usable_threads
+from shoal.facts.cluster.this_machine import usable_threads
 from shoal.facts.model import Model
-from shoal.facts.parameters import parameters
-from shoal.facts.views import intersect, views_by_parameter
+from shoal.facts.model.checkpoint_views import intersect, views_by_parameter
+from shoal.facts.model.parameters import parameters
+from shoal.facts.model.tensor_split import box_slices, meet
 from shoal.models.initial import Slice
-from shoal.train.checkpoint.manifest import Damaged, Manifest, Piece
-from shoal.train.checkpoint.place import (
-    Directory,
-    Place,
+from shoal.train.checkpoint.manifest import Damaged, Manifest, StoredPiece
+from shoal.train.checkpoint.storage import (
+    CheckpointStorage,
+    DirectoryStorage,
     Unreachable,
     check_file,
     manifest_of,
@@ -48,14 +48,14 @@ class Wanted(NamedTuple):
 class _Pieces:
     """The pieces of one tensor from row to row: what some rows need is found without a look at all the others."""
 
-    def __init__(self, pieces: list[Piece]) -> None:
+    def __init__(self, pieces: list[StoredPiece]) -> None:
         self.dtype = pieces[0].dtype
         self._pieces = sorted(pieces, key=lambda piece: piece.offset)
         self._starts = [_rows(piece.offset, piece.size)[0] for piece in self._pieces]
         # How far any piece up to here reaches, which never falls.
         self._reach = list(accumulate((_rows(piece.offset, piece.size)[1] for piece in self._pieces), max))
 
-    def near(self, wanted: Wanted) -> list[Piece]:
+    def near(self, wanted: Wanted) -> list[StoredPiece]:
         """All that have an element of the wanted ones, and few others."""
         start, stop = _rows(wanted.offset, tuple(wanted.into.shape))
         return self._pieces[bisect_right(self._reach, start) : bisect_left(self._starts, stop)]
@@ -68,15 +68,17 @@ def _rows(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, int]:
 class Checkpoint:
     """A committed checkpoint. Its manifest is verified at once, a piece when it is read."""
 
-    def __init__(self, place: Place | Path, step: int | None = None, threads: int | None = None) -> None:
+    def __init__(
+        self, place: CheckpointStorage | Path, step: int | None = None, threads: int | None = None
+    ) -> None:
         """Of a place and a step; or of the directory of one checkpoint. ``threads`` read and hash."""
         if isinstance(place, Path):
             step = step_of(place.name)
             if step is None:
                 raise Damaged(f"{place} is not named as a checkpoint is: {step_name(0)}")
-            place = Directory(place.parent)
+            place = DirectoryStorage(place.parent)
         assert step is not None
-        self.place: Place = place
+        self.place: CheckpointStorage = place
         self.step = step
         self.threads = threads or usable_threads()
         name = place.name(step)
@@ -84,7 +86,7 @@ class Checkpoint:
         if self.manifest.step != step:
             raise Damaged(f"{name} is the checkpoint of step {self.manifest.step}")
         self._buffers = threading.local()
-        by_tensor: dict[tuple[str, str], list[Piece]] = {}
+        by_tensor: dict[tuple[str, str], list[StoredPiece]] = {}
         for piece in self.manifest.pieces:
             by_tensor.setdefault((piece.state, piece.tensor), []).append(piece)
         self._pieces = {key: _Pieces(pieces) for key, pieces in by_tensor.items()}
@@ -128,7 +130,7 @@ class Checkpoint:
 
     def read(self, wanted: Iterable[Wanted]) -> None:
         """Read and verify every needed piece once, several at a time."""
-        readings: dict[Piece, list[Wanted]] = {}
+        readings: dict[StoredPiece, list[Wanted]] = {}
         for one in wanted:
             pieces = self._pieces.get((one.state, one.tensor))
             if pieces is None:
@@ -145,7 +147,7 @@ class Checkpoint:
     def damages(self) -> list[Damaged]:
         """Read and check everything: all that is not as it was written."""
 
-        def damage(piece: Piece) -> Damaged | None:
+        def damage(piece: StoredPiece) -> Damaged | None:
             try:
                 self._read(piece)
             except Damaged as error:
@@ -166,7 +168,7 @@ class Checkpoint:
         return ThreadPoolExecutor(self.threads + 1, "shoal-read")
 
     @torch.no_grad()
-    def _deliver(self, piece: Piece, wanted: list[Wanted]) -> None:
+    def _deliver(self, piece: StoredPiece, wanted: list[Wanted]) -> None:
         content = self._read(piece)
         for one in wanted:
             common = meet(piece.offset, piece.size, one.offset, tuple(one.into.shape))
@@ -180,7 +182,7 @@ class Checkpoint:
             )
             one.into[ours].copy_(content[theirs])
 
-    def _read(self, piece: Piece) -> Tensor:
+    def _read(self, piece: StoredPiece) -> Tensor:
         """Sound, and there until this thread reads the next one."""
         content = self._buffer(piece.bytes)
         memory = content.numpy().data
@@ -211,5 +213,5 @@ def _check_within(wanted: Wanted, shape: tuple[int, ...]) -> None:
         raise Damaged(f"{wanted.tensor} has the shape {shape}, and no part that ends at {tuple(ends)}")
 
 
-def _place_of(piece: Piece) -> tuple[str, int]:
+def _place_of(piece: StoredPiece) -> tuple[str, int]:
     return piece.file, piece.position

@@ -19,10 +19,10 @@ from blake3 import blake3
 
 from shoal.parallel.hosts import PATIENCE
 from shoal.parallel.mesh import Mesh
-from shoal.train.checkpoint.manifest import Manifest, Piece
-from shoal.train.checkpoint.peers import Peers, file_of
-from shoal.train.checkpoint.place import Place
-from shoal.train.checkpoint.stage import Stage, States
+from shoal.train.checkpoint.manifest import Manifest, StoredPiece
+from shoal.train.checkpoint.peer_memory import Peers, file_of
+from shoal.train.checkpoint.staging import StagingBuffer, States
+from shoal.train.checkpoint.storage import CheckpointStorage
 from shoal.train.files import in_words
 
 # Written in parts of this size: while the disk takes one, the next is copied to where the kernel takes it from.
@@ -37,7 +37,7 @@ NICE = 5
 class Saved:
     """What became of one save. ``error``: why there is no commit; the last one before it is untouched."""
 
-    place: Place
+    place: CheckpointStorage
     step: int
     seconds: float
     error: str = ""
@@ -49,8 +49,8 @@ class Saver:
     def __init__(
         self,
         name: str,
-        place: Place,
-        stage: Stage,
+        place: CheckpointStorage,
+        stage: StagingBuffer,
         mesh: Mesh,
         attempt: str,
         prepare: Callable[[], None] = lambda: None,
@@ -110,7 +110,7 @@ class Saver:
     def _save(self, manifest: Manifest) -> Saved:
         began = time.monotonic()
         self._number += 1
-        pieces: list[Piece] = []
+        pieces: list[StoredPiece] = []
         error = ""
         try:
             self.prepare()
@@ -125,7 +125,7 @@ class Saver:
             self._report(manifest.step, pieces, error)
         return Saved(self.place, manifest.step, time.monotonic() - began, error)
 
-    def _write(self, step: int) -> list[Piece]:
+    def _write(self, step: int) -> list[StoredPiece]:
         content, lots = self.stage.content(), self.stage.lots
         hashes = self._hashers.map(
             lambda lot: blake3(content[lot.position : lot.position + lot.bytes]).hexdigest(), lots
@@ -145,7 +145,7 @@ class Saver:
             return f"no copy on another node: {trouble}"
         return ""
 
-    def _report(self, step: int, pieces: list[Piece], error: str) -> None:
+    def _report(self, step: int, pieces: list[StoredPiece], error: str) -> None:
         assert self.store is not None
         told = {"error": error, "pieces": [piece.model_dump() for piece in pieces]}
         self.store.set(self._key(step, self.rank), json.dumps(told), series=f"save-{self.name}")
@@ -153,14 +153,14 @@ class Saver:
         if leads and self.peers is not None and self.peers.commit_here(self.store, self._key(step), step):
             self.after_commit()
 
-    def _conclude(self, manifest: Manifest, pieces: list[Piece], error: str) -> str:
+    def _conclude(self, manifest: Manifest, pieces: list[StoredPiece], error: str) -> str:
         """Hear from every rank how it went there, and commit if it went well everywhere."""
         everyone = list(pieces)
         for rank in range(1, self.world):
             assert self.store is not None
             told = json.loads(self.store.wait(self._key(manifest.step, rank), PATIENCE))
             error = error or (f"rank {rank}: {told['error']}" if told["error"] else "")
-            everyone += [Piece.model_validate(piece) for piece in told["pieces"]]
+            everyone += [StoredPiece.model_validate(piece) for piece in told["pieces"]]
         complete = "" if error else manifest.model_copy(update={"pieces": tuple(everyone)}).to_text()
         if self.peers is not None:
             assert self.store is not None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from shoal.facts.documents import read_json
+from shoal.facts.input.untrusted_files import read_json
 from shoal.facts.problem import BadInput, Problem
 from shoal.train.data.shards import FORMAT, manifest_hash
 
@@ -21,7 +21,7 @@ QUARANTINE = "bad_rows.jsonl"
 MOST = 1 << 62  # of anything that a manifest counts
 
 
-class Stream:
+class TokenStream:
     """All tokens of one split, one document after another, across its shards."""
 
     def __init__(self, name: str, shards: Sequence[np.ndarray], document_ends: np.ndarray) -> None:
@@ -52,8 +52,8 @@ class Stream:
 class Dataset:
     path: Path
     manifest: dict[str, Any]
-    train: Stream
-    heldout: Stream
+    train: TokenStream
+    heldout: TokenStream
 
     @property
     def largest_id(self) -> int:
@@ -178,10 +178,10 @@ def _damaged(path: Path, damage: list[str]) -> BadInput:
     return BadInput([Problem(what, fix) for what in damage])
 
 
-def _open_split(path: Path, manifest: dict[str, Any], name: str) -> Stream:
+def _open_split(path: Path, manifest: dict[str, Any], name: str) -> TokenStream:
     dtype = np.dtype(manifest["dtype"])
     shards = [_map(path / shard, dtype) for shard in manifest["splits"][name]["shards"]]
-    return Stream(name, shards, _map(path / f"documents-{name}.bin", np.dtype("<i8")))
+    return TokenStream(name, shards, _map(path / f"documents-{name}.bin", np.dtype("<i8")))
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.train.data.rows import PIECE_BYTES, Piece, read
+from shoal.train.data.rows import PIECE_BYTES, FilePiece, read
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 
 BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once
@@ -25,11 +25,11 @@ INLINE_BYTES = 32 << 20  # below this, starting processes takes longer than the 
 
 
 @dataclass(frozen=True)
-class Task:
+class EncodeTask:
     """What one worker does in one go. How pieces are grouped never shows in the result."""
 
     number: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
     spool: Path
     field: str
 
@@ -54,21 +54,21 @@ class Encoded:
     lines: tuple[int, ...]  # in each piece
 
 
-def group(pieces: Iterable[Piece], spool: Path, field: str) -> Iterator[Task]:
+def group(pieces: Iterable[FilePiece], spool: Path, field: str) -> Iterator[EncodeTask]:
     """Pieces in tasks of about ``PIECE_BYTES``, so that a thousand small files are no thousand tasks."""
     number, waiting, size = 0, [], 0
     for piece in pieces:
         waiting.append(piece)
         size += piece.stop - piece.start
         if size >= PIECE_BYTES:
-            yield Task(number, tuple(waiting), spool, field)
+            yield EncodeTask(number, tuple(waiting), spool, field)
             number, waiting, size = number + 1, [], 0
     if waiting:
-        yield Task(number, tuple(waiting), spool, field)
+        yield EncodeTask(number, tuple(waiting), spool, field)
 
 
 def encode_all(
-    tasks: list[Task],
+    tasks: list[EncodeTask],
     tokenizer: Tokenizer,
     tokenizer_text: str,
     end_token: str | None,
@@ -91,8 +91,8 @@ def encode_all(
 
 
 def _encode_in_pool(
-    tasks: list[Task], workers: int, tokenizer_text: str, end_token: str | None
-) -> Generator[tuple[Task, Encoded]]:
+    tasks: list[EncodeTask], workers: int, tokenizer_text: str, end_token: str | None
+) -> Generator[tuple[EncodeTask, Encoded]]:
     # spawn, not fork: the caller may hold threads and a GPU.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
@@ -104,7 +104,7 @@ def _encode_in_pool(
         pool.shutdown(cancel_futures=True)
 
 
-def encode(task: Task, tokenizer: Tokenizer) -> Encoded:
+def encode(task: EncodeTask, tokenizer: Tokenizer) -> Encoded:
     """Reads, tokenises and spools the pieces of one task."""
     with (
         task.file("tokens").open("wb") as tokens_file,
@@ -151,7 +151,7 @@ class _Batch:
         self.characters += len(text)
 
 
-def _batches(task: Task) -> Iterator[_Batch]:
+def _batches(task: EncodeTask) -> Iterator[_Batch]:
     batch = _Batch()
     for number, piece in enumerate(task.pieces):
         is_text = piece.file.kind == "text"
@@ -195,7 +195,7 @@ def _join(
 _open_once = functools.cache(open_tokenizer)
 
 
-def _encode_in_worker(task: Task, tokenizer_text: str, end_token: str | None) -> Encoded:
+def _encode_in_worker(task: EncodeTask, tokenizer_text: str, end_token: str | None) -> Encoded:
     return encode(task, _open_once(tokenizer_text, end_token))
 
 

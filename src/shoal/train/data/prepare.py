@@ -14,17 +14,17 @@ from typing import IO, Any
 
 from blake3 import blake3
 
-from shoal.facts.local import usable_threads
+from shoal.facts.cluster.this_machine import usable_threads
 from shoal.facts.problem import BadInput
-from shoal.train.data.badrows import BadRows, count_bad_rows, located, read_bad_rows, refuse_too_many
+from shoal.train.data.bad_rows import BadRows, count_bad_rows, located, read_bad_rows, refuse_too_many
 from shoal.train.data.dataset import MANIFEST, QUARANTINE, Dataset
-from shoal.train.data.encode import Encoded, Task, encode_all, group, token_type
+from shoal.train.data.encode import Encoded, EncodeTask, encode_all, group, token_type
 from shoal.train.data.rows import cut
 from shoal.train.data.shards import (
     FORMAT,
-    Block,
     HashedFile,
     SplitWriter,
+    TokenBlock,
     split_at,
     split_by_document,
     spooled_blocks,
@@ -126,7 +126,7 @@ def _refuse_changed(files: list[SourceFile]) -> None:
 
 def _write_dataset(
     directory: Path,
-    tasks: list[Task],
+    tasks: list[EncodeTask],
     results: list[Encoded],
     bad: BadRows,
     tokenizer: Tokenizer,
@@ -163,7 +163,7 @@ def _write_dataset(
     }
 
 
-def _all_blocks(tasks: list[Task], tokenizer: Tokenizer) -> Iterator[Block]:
+def _all_blocks(tasks: list[EncodeTask], tokenizer: Tokenizer) -> Iterator[TokenBlock]:
     for task in tasks:
         yield from spooled_blocks(task.file("tokens"), task.file("ends"), token_type(tokenizer))
         task.file("tokens").unlink()  # the disk need not hold everything twice

@@ -30,7 +30,7 @@ LINE_CUT = re.compile(rb"\n")
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A range of bytes of one file. A compressed file is one piece: it can only be read from its start."""
 
     file: SourceFile
@@ -44,7 +44,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Row:
+class SourceRow:
     """One line or one text: a document, or the reason why it is none. Blank lines have neither."""
 
     text: str | None
@@ -53,19 +53,19 @@ class Row:
     lines: int = 1  # line ends it spans, from which the numbers of later lines follow
 
 
-def cut(file: SourceFile) -> Iterator[Piece]:
+def cut(file: SourceFile) -> Iterator[FilePiece]:
     """The pieces of a file, in order. They depend on its content alone, not on who will read them."""
     if file.compressed or file.size <= PIECE_BYTES:
-        yield Piece(file, 0, file.size)
+        yield FilePiece(file, 0, file.size)
         return
     with file.path.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
         start = 0
         for stop in _cuts(content, TEXT_CUT if file.kind == "text" else LINE_CUT):
-            yield Piece(file, start, stop)
+            yield FilePiece(file, start, stop)
             start = stop
 
 
-def read(piece: Piece, field: str) -> Iterator[Row]:
+def read(piece: FilePiece, field: str) -> Iterator[SourceRow]:
     """Every row of a piece: one for a text, otherwise one a line."""
     try:
         if piece.file.kind == "text":
@@ -90,7 +90,7 @@ def _cuts(content: mmap.mmap, pattern: re.Pattern[bytes]) -> Iterator[int]:
     yield len(content)
 
 
-def _lines(piece: Piece) -> Iterator[bytes]:
+def _lines(piece: FilePiece) -> Iterator[bytes]:
     # Only \n ends a line: str.splitlines would also cut at characters that JSON allows inside a text.
     with _open(piece) as stream:
         left = None if piece.file.compressed else piece.stop - piece.start
@@ -109,7 +109,7 @@ def _lines(piece: Piece) -> Iterator[bytes]:
                 yield line.removesuffix(b"\n")
 
 
-def _read_text(piece: Piece) -> bytes:
+def _read_text(piece: FilePiece) -> bytes:
     """A compressed text is read whole, and so is a plain one where there is no place to cut it."""
     most = LONGEST_TEXT + 1
     with _open(piece) as stream:
@@ -125,7 +125,7 @@ def _read_text(piece: Piece) -> bytes:
     return content
 
 
-def _open(piece: Piece) -> IO[bytes]:
+def _open(piece: FilePiece) -> IO[bytes]:
     if piece.file.compressed:
         return cast(IO[bytes], gzip.open(piece.file.path))
     handle = piece.file.path.open("rb")
@@ -133,33 +133,33 @@ def _open(piece: Piece) -> IO[bytes]:
     return handle
 
 
-def _line_number(piece: Piece, position: int) -> int:
+def _line_number(piece: FilePiece, position: int) -> int:
     """The line that begins at a place of a file, from 1; of a compressed one, of what it unpacks to."""
     number, left = 1, position
-    with _open(Piece(piece.file, 0, piece.file.size)) as stream:
+    with _open(FilePiece(piece.file, 0, piece.file.size)) as stream:
         while left and (block := stream.read(min(left, 1 << 20))):
             number += block.count(b"\n")
             left -= len(block)
     return number
 
 
-def _parse_text(content: bytes) -> Row:
+def _parse_text(content: bytes) -> SourceRow:
     try:
         text = content.decode()
     except UnicodeDecodeError:
-        return Row(None, "invalid UTF-8", _show(content), lines=content.count(b"\n"))
-    return Row(text, lines=text.count("\n")) if text else Row(None, EMPTY)
+        return SourceRow(None, "invalid UTF-8", _show(content), lines=content.count(b"\n"))
+    return SourceRow(text, lines=text.count("\n")) if text else SourceRow(None, EMPTY)
 
 
-def _parse_line(line: bytes, field: str) -> Row:
+def _parse_line(line: bytes, field: str) -> SourceRow:
     if not line.strip():
-        return Row(None)
+        return SourceRow(None)
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError:
-        return Row(None, "invalid UTF-8", _show(line))
+        return SourceRow(None, "invalid UTF-8", _show(line))
     except (ValueError, RecursionError):
-        return Row(None, "broken JSON", _show(line))
+        return SourceRow(None, "broken JSON", _show(line))
     if not isinstance(value, dict):
         reason = "not an object"
     elif field not in value:
@@ -171,8 +171,8 @@ def _parse_line(line: bytes, field: str) -> Row:
     elif not _encodable(text):
         reason = "invalid UTF-8"
     else:
-        return Row(text)
-    return Row(None, reason, _show(line))
+        return SourceRow(text)
+    return SourceRow(None, reason, _show(line))
 
 
 def _encodable(text: str) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from shoal.facts.config import DataSection
 from shoal.facts.problem import BadInput
 from shoal.facts.targets import IGNORE
-from shoal.train.data.dataset import Dataset, Stream
+from shoal.train.data.dataset import Dataset, TokenStream
 
 
 class Sample(NamedTuple):
@@ -30,7 +30,9 @@ class Samples:
     Unpacked, a sample holds one document, or a part of one that is too long, and is padded to its length.
     """
 
-    def __init__(self, stream: Stream, seq: int, *, packing: bool, within_documents: bool, pad: int) -> None:
+    def __init__(
+        self, stream: TokenStream, seq: int, *, packing: bool, within_documents: bool, pad: int
+    ) -> None:
         self.stream, self.seq, self.packing = stream, seq, packing
         self.within_documents, self.pad = within_documents, pad
         if packing:
@@ -86,7 +88,7 @@ class Samples:
         return sample
 
 
-def _too_little(stream: Stream, seq: int, packing: bool) -> BadInput:
+def _too_little(stream: TokenStream, seq: int, packing: bool) -> BadInput:
     needed = f"a sample takes {seq + 1}" if packing else "a document needs at least 2"
     if stream.name == "heldout":
         fix = "raise data.heldout, lower recipe.seq, or give more data"

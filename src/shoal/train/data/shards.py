@@ -22,7 +22,7 @@ FEW_DOCUMENTS = 32
 
 
 @dataclass(frozen=True)
-class Block:
+class TokenBlock:
     """Consecutive tokens of the whole source. The last document may go on in the next block."""
 
     tokens: np.ndarray
@@ -89,14 +89,14 @@ class HashedFile:
         return {"bytes": self._size, "blake3": self._hash.hexdigest()}
 
 
-def spooled_blocks(tokens_path: Path, ends_path: Path, dtype: np.dtype) -> Iterator[Block]:
+def spooled_blocks(tokens_path: Path, ends_path: Path, dtype: np.dtype) -> Iterator[TokenBlock]:
     """What a task spooled, in blocks that fit in memory."""
     ends = np.fromfile(ends_path, dtype="<i8")
     count = tokens_path.stat().st_size // dtype.itemsize
     for start in range(0, count, BLOCK_TOKENS):
         tokens = np.fromfile(tokens_path, dtype=dtype, count=BLOCK_TOKENS, offset=start * dtype.itemsize)
         first, last = np.searchsorted(ends, [start, start + len(tokens)], side="right")
-        yield Block(tokens, ends[first:last] - start)
+        yield TokenBlock(tokens, ends[first:last] - start)
 
 
 def is_held_out(numbers: np.ndarray, fraction: float) -> np.ndarray:
@@ -113,7 +113,7 @@ def whole_documents_work(documents: int, fraction: float) -> bool:
 
 
 def split_by_document(
-    blocks: Iterator[Block], fraction: float, train: SplitWriter, heldout: SplitWriter
+    blocks: Iterator[TokenBlock], fraction: float, train: SplitWriter, heldout: SplitWriter
 ) -> None:
     number = 0  # of the block's first document
     for block in blocks:
@@ -128,7 +128,9 @@ def split_by_document(
         number += len(block.ends)
 
 
-def split_at(blocks: Iterator[Block], cut: int, end: int, train: SplitWriter, heldout: SplitWriter) -> None:
+def split_at(
+    blocks: Iterator[TokenBlock], cut: int, end: int, train: SplitWriter, heldout: SplitWriter
+) -> None:
     """The first ``cut`` tokens are for training, the rest is held out. A document cut in two ends twice."""
     position = 0
     for block in blocks:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from blake3 import blake3
 
-from shoal.facts.documents import LARGEST_JSON, parse_json, read_bytes
+from shoal.facts.input.untrusted_files import LARGEST_JSON, parse_json, read_bytes
 from shoal.facts.problem import BadInput
 
 # What makers of tokenizers call the token that closes a document, looked up in this order.

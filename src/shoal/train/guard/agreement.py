@@ -14,9 +14,9 @@ from itertools import groupby
 
 import torch.distributed as dist
 
-from shoal.facts.configfile import flatten
+from shoal.facts.config.file import flatten
 from shoal.facts.problem import shorten
-from shoal.parallel.signed import SignedStore
+from shoal.parallel.signed_store import SignedStore
 
 FACTS, DIGEST, VERDICT = "agreement/facts", "agreement/digest", "agreement/verdict"
 

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.facts.boxes import tensor_part
-from shoal.facts.parameters import by_name
+from shoal.facts.model.parameters import by_name
+from shoal.facts.model.tensor_split import tensor_part
 from shoal.facts.traffic import name_ranks
-from shoal.parallel.pieces import Piece
-from shoal.parallel.segment import EMBEDDING
-from shoal.parallel.sequence import all_gather_single
+from shoal.parallel.shards import Shard
+from shoal.parallel.stage_module import EMBEDDING
+from shoal.parallel.tensor_region import all_gather_single
 from shoal.train.guard.digest import BLOCK, Digests, digest, prepare
 from shoal.train.step import Step
 
@@ -67,7 +67,7 @@ class Corrupted(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class GuardedTensor:
     """A tensor of the live state, and which elements of which parameter it is."""
 
     state: str
@@ -137,7 +137,7 @@ class CorruptionGuard:
 
     # At rest.
 
-    def _report_change(self, step: int, kept: list[Kept], before: Digests, now: Digests) -> None:
+    def _report_change(self, step: int, kept: list[GuardedTensor], before: Digests, now: Digests) -> None:
         mine = [
             (one.words, one.name, _location(one.values, changed))
             for one, changed in zip(kept, before.changed_blocks(now), strict=True)
@@ -158,7 +158,7 @@ class CorruptionGuard:
 
     # Across ranks.
 
-    def _compare(self, step: int, kept: list[Kept], totals: list[int]) -> None:
+    def _compare(self, step: int, kept: list[GuardedTensor], totals: list[int]) -> None:
         mine = everyones = self._signatures(kept, totals)
         if self.mesh.control is not None:
             everyones = torch.empty(self.mesh.world * mine.numel(), dtype=torch.int64)
@@ -170,7 +170,7 @@ class CorruptionGuard:
         if differing:
             self._report_difference(step, kept, totals, mine, differing)
 
-    def _signatures(self, kept: list[Kept], totals: list[int]) -> Tensor:
+    def _signatures(self, kept: list[GuardedTensor], totals: list[int]) -> Tensor:
         """Two numbers for each set: which elements it has, and what they are. Zeros where there is none."""
         sets: list[list[tuple[str, int]]] = [[] for _ in SLOTS]
         for one, total in zip(kept, totals, strict=True):
@@ -182,7 +182,7 @@ class CorruptionGuard:
         return torch.tensor(pairs, dtype=torch.int64)
 
     def _report_difference(
-        self, step: int, kept: list[Kept], totals: list[int], mine: Tensor, differing: set[int]
+        self, step: int, kept: list[GuardedTensor], totals: list[int], mine: Tensor, differing: set[int]
     ) -> None:
         slots = {number for number, elements in enumerate(mine[:, 0].tolist()) if elements in differing}
         told = [
@@ -217,7 +217,7 @@ class CorruptionGuard:
 
     # What there is.
 
-    def _live(self) -> Iterator[Kept]:
+    def _live(self) -> Iterator[GuardedTensor]:
         """All weights that are held here, as the network reads them, and all that the optimizer keeps."""
         yield from self._weights
         counts: list[Tensor] = []
@@ -226,30 +226,32 @@ class CorruptionGuard:
                 if isinstance(values, Tensor) and values.dim() == 0:
                     counts.append(values)
                 elif isinstance(values, Tensor):
-                    yield Kept(kind, piece.name, elements, kept_as, values)
+                    yield GuardedTensor(kind, piece.name, elements, kept_as, values)
         if counts:
             # One tensor of them: each alone would take as long as a small parameter.
             all_pieces = tuple(
                 (piece.name, piece.box.offset, piece.start, piece.stop) for piece, _, _ in self._pieces
             )
-            yield Kept(UPDATES, "", all_pieces, "own", torch.stack(counts))
+            yield GuardedTensor(UPDATES, "", all_pieces, "own", torch.stack(counts))
 
     # What does not change from step to step is worked out once: a GPU has nothing to do while its state is listed.
 
     @cached_property
-    def _weights(self) -> list[Kept]:
-        canonical, tp, index = by_name(self.placed.shared.model), self.mesh.layout.tp, self.mesh.place["tp"]
-        found: list[Kept] = []
+    def _weights(self) -> list[GuardedTensor]:
+        canonical, tp, index = by_name(self.placed.shared.model), self.mesh.layout.tp, self.mesh.coords["tp"]
+        found: list[GuardedTensor] = []
         embeddings = 0
         for name, part in self.placed.slices:
             copies = tensor_part(canonical[name], tp, index).copies
             embeddings += name == EMBEDDING
             kept_as = _kept_as(name, copies, tp, second=embeddings == 2)
-            found.append(Kept(WEIGHT, name, (part.offset, tuple(part.local.shape)), kept_as, part.local))
+            found.append(
+                GuardedTensor(WEIGHT, name, (part.offset, tuple(part.local.shape)), kept_as, part.local)
+            )
         return found
 
     @cached_property
-    def _pieces(self) -> list[tuple[Piece, tuple[Any, ...], str]]:
+    def _pieces(self) -> list[tuple[Shard, tuple[Any, ...], str]]:
         """Each with its elements and what it is kept as."""
         return [
             (
@@ -282,7 +284,7 @@ def _kept_as(name: str, copies: int, tp: int, second: bool) -> str:
     return "copies" if copies == tp else "shared heads"
 
 
-def _slot(kept: Kept) -> int:
+def _slot(kept: GuardedTensor) -> int:
     return SLOTS[kept.kept_as, kept.state == WEIGHT]
 
 

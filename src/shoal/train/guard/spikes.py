@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any, Literal
 
-from shoal.train.metrics.measure import finite
+from shoal.train.metrics.meter import finite
 
 # Steps that are looked back on, and those there must be before anything is judged.
 WINDOW = 64

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.observe import waited
+from shoal.observe import waits as waited
 
 DUMP_SIGNAL = signal.SIGUSR2
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shoal.observe.flight import FIRST_STEP, INPUT, STEP, Channel, Snapshot
-from shoal.train.guard import stalled
+from shoal.observe.flight_recorder import FIRST_STEP, INPUT, STEP, Channel, Snapshot
+from shoal.train.guard import stalls
 from shoal.train.guard.stacks import Standing
-from shoal.train.guard.stalled import Late, Verdict
-from shoal.train.guard.watched import Ranks
+from shoal.train.guard.stalls import Late, StallVerdict
+from shoal.train.guard.watched_ranks import WatchedRanks
 
-Explain = Callable[[Sequence[Snapshot], Mapping[int, Standing]], Verdict | None]
+Explain = Callable[[Sequence[Snapshot], Mapping[int, Standing]], StallVerdict | None]
 
 # Outside of these, what a rank does may take long.
 WATCHED = (STEP, INPUT)
@@ -51,7 +51,7 @@ class Limits:
 class Watchdog:
     """Watches the ranks of one attempt. To be polled often; most polls do nothing."""
 
-    def __init__(self, ranks: Ranks, limits: Limits) -> None:
+    def __init__(self, ranks: WatchedRanks, limits: Limits) -> None:
         self.ranks, self.limits = ranks, limits
         self._looked = time.monotonic()
         self._judged: list[int] = []
@@ -65,7 +65,7 @@ class Watchdog:
         # The longest wait that ended well in the first step, which may compile, and after it.
         self._first_wait = self._wait = 0.0
 
-    def poll(self) -> Verdict | None:
+    def poll(self) -> StallVerdict | None:
         """A verdict where the ranks have stalled; at most one for the same processes."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
@@ -97,7 +97,7 @@ class Watchdog:
         Time in which the ranks that are waited for were ready to run, and others had the processors, does not count:
         on a busy machine they come late, and they come.
         """
-        found = stalled.late_collectives(snapshots)
+        found = stalls.late_collectives(snapshots)
         late = [(one.channel, one.number) for one in found]
         waiting = self._waiting_for_processors(snapshots)
         missing = {rank for one in found for rank in one.missing}
@@ -131,14 +131,14 @@ class Watchdog:
         phases = {snapshot.phase for snapshot in snapshots}
         # Without input no rank is to blame: a file system that does not answer is no better in a new process.
         if phases == {STEP} and self._quiet >= max(self.limits.patient, MUCH_LONGER * self._longest):
-            return partial(stalled.explain_silence, self._quiet)
+            return partial(stalls.explain_silence, self._quiet)
         if phases <= set(WATCHED) and self._quiet >= self.limits.step:
             if self.ranks.any_stopped():
-                return partial(stalled.explain_silence, self._quiet)
+                return partial(stalls.explain_silence, self._quiet)
             last = self.ranks.look(entries=True) or []
             for channel in dict.fromkeys(channel for one in last for channel in one.counts):
-                if difference := stalled.first_difference(last, channel):
-                    return partial(stalled.explain_difference, channel, difference)
+                if difference := stalls.first_difference(last, channel):
+                    return partial(stalls.explain_difference, channel, difference)
         return None
 
     def _limit(self, channel: Channel, snapshots: list[Snapshot]) -> float:
@@ -150,18 +150,18 @@ class Watchdog:
 
 def _explain_late(
     waited: dict[tuple[Channel, int], float], snapshots: Sequence[Snapshot], standings: Mapping[int, Standing]
-) -> Verdict | None:
+) -> StallVerdict | None:
     """None where the last one has come at the last moment."""
 
     def seconds(late: Late) -> float:
         return waited.get((late.channel, late.number), 0.0)
 
-    late = sorted(stalled.late_collectives(snapshots), key=seconds, reverse=True)
+    late = sorted(stalls.late_collectives(snapshots), key=seconds, reverse=True)
     if not late:
         return None
     longest = max(map(seconds, late))
-    cause = stalled.root(late, standings)
+    cause = stalls.root(late, standings)
     if any(one.stopped for one in standings.values()) and not standings[cause.missing[0]].stopped:
         # It has entered all that the others have, and was stopped inside.
-        return stalled.explain_silence(longest, snapshots, standings)
-    return stalled.explain_late(cause, late, longest, snapshots, standings)
+        return stalls.explain_silence(longest, snapshots, standings)
+    return stalls.explain_late(cause, late, longest, snapshots, standings)

@@ -13,9 +13,9 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from shoal.observe.attribution import Attributions, module_of
 from shoal.observe.collectives import CollectiveCounter
-from shoal.observe.memory import MemoryTracker, Place
-from shoal.observe.origin import Origins, module_of
+from shoal.observe.memory import AllocationSite, MemoryTracker
 from shoal.parallel.shard import FullyShard
 from shoal.train.data.loader import Batch
 from shoal.train.step import Step
@@ -42,7 +42,7 @@ def watched(step: Step, batches: Sequence[Batch], *, aligned: bool, fake: bool =
     """
     placed, mesh = step.placed, step.mesh
     networks = [segment.network for segment in placed.segments]
-    origins = Origins(networks, placed.gradients.computed_with(), mesh.purposes)
+    origins = Attributions(networks, placed.gradients.computed_with(), mesh.purposes)
     tracker = MemoryTracker(round_to=ALIGNMENT if aligned else 1, fake=fake, origins=origins)
     with origins, CollectiveCounter(mesh.names, mesh.purposes, log=True) as counter, tracker:
         _mark(tracker, step, batches)
@@ -107,7 +107,7 @@ def observed(step: Step, batches: Sequence[Batch], path: Path, number: int) -> I
     path.write_text(json.dumps(seen, indent=2) + "\n", encoding="utf-8")
 
 
-def by_module(places: Mapping[Place, int]) -> dict[str, int]:
+def by_module(places: Mapping[AllocationSite, int]) -> dict[str, int]:
     """Bytes of every module, the largest first; bytes of no module have no name."""
     total: Counter[str] = Counter()
     for place, size in places.items():

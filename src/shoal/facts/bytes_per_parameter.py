@@ -1,0 +1,56 @@
+"""Bytes per parameter: weight, gradient and optimizer states, by recipe and stack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shoal.facts.cluster.stack import Stack
+from shoal.facts.precision import COMPUTE_BYTES, REDUCE_BYTES, STATE_BYTES
+from shoal.facts.recipe import OPTIMIZER_STATES, Precision
+
+
+@dataclass(frozen=True)
+class BytesPerParameter:
+    """Bytes a trained parameter, unless said otherwise."""
+
+    weight: float  # at rest
+    gradient: float
+    moments: float  # all optimizer states but the master copy
+    master: float  # an fp32 copy of a half-precision weight
+    compute: int  # a value of the computation: activations, and weights where they are used
+    reduce: int  # a gradient on its way between ranks
+
+    @property
+    def cast(self) -> bool:
+        """Whether a weight is copied into the compute precision where it is used."""
+        return self.weight != self.compute
+
+    @property
+    def wide(self) -> int:
+        """What norms, rotations and the loss are computed in: at least fp32."""
+        return max(self.compute, 4)
+
+    @property
+    def frozen(self) -> int:
+        """A weight that is not trained rests as it is used."""
+        return self.compute
+
+
+@lru_cache(maxsize=256)
+def bytes_per_parameter(
+    precision: Precision, states: str, reduce: str, optimizer: str, stack: Stack
+) -> BytesPerParameter:
+    """Of a recipe's ``precision``, ``states``, ``reduce`` and ``optimizer``, as a stack keeps them."""
+    compute = COMPUTE_BYTES[precision]
+    kept = len(OPTIMIZER_STATES[optimizer])
+    if precision == "fp64":  # a reference: everything is fp64
+        return BytesPerParameter(8, 8, 8 * kept, 0, 8, 8)
+    state = float(STATE_BYTES[states])
+    if stack.weights == "master":
+        # Gradients beside a master copy travel as they are.
+        gradient = stack.gradient_bytes or compute
+        return BytesPerParameter(compute, gradient, state * kept, 4, compute, gradient)
+    # int8 is no precision to add gradients up in.
+    trained = compute if states == "int8" else state
+    return BytesPerParameter(state, trained, state * kept, 0, compute, REDUCE_BYTES[reduce])

@@ -1,0 +1,90 @@
+"""Measured calibrations on disk: one JSON file per kind of device in ``calibration/`` of Shoal's cache.
+
+Predictions read none of these by themselves. A command that predicts calls ``use`` at its start, once in every
+process that predicts; from then on ``calibration.find`` knows what the files say. A library or a test that does not
+call it predicts the same on every machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from shoal.facts import calibration
+from shoal.facts.calibration import Calibration, DeviceRates, LinkRates
+from shoal.facts.calibration.measurements import Measurements
+from shoal.facts.cluster.devices import Hardware
+from shoal.facts.input.untrusted_files import first_fault, read_bytes
+
+FORMAT = 1
+VARIABLE = "SHOAL_CACHE"
+DEFAULT = "~/.cache/shoal"
+
+
+class Stored(Hardware):
+    """What a file holds: measurements, and the rates of the general model that were fitted to them."""
+
+    format: int
+    measured: Measurements
+    device: DeviceRates
+    fast: LinkRates | None  # None: nothing to send to, so the built-in rates remain
+    host: LinkRates | None
+
+    def calibration(self, path: Path) -> Calibration:
+        return Calibration(
+            device=self.device,
+            fast=self.fast or calibration.FAST,
+            network=calibration.NETWORK,
+            host=self.host or calibration.HOST,
+            known=True,
+            measured=self.measured,
+            path=str(path),
+        )
+
+
+def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """The one place where SHOAL_CACHE is read."""
+    return Path(environment.get(VARIABLE) or DEFAULT).expanduser() / "calibration"
+
+
+def file_of(folder: Path, device: str) -> Path:
+    """A device kind's file; a name that a file cannot have is written with dashes."""
+    return folder / (re.sub(r"[^A-Za-z0-9._-]+", "-", device).strip("-.") + ".json")
+
+
+def read(path: Path) -> Stored:
+    """Raises ``ValueError`` in one line where the file is not a calibration that this version knows."""
+    try:
+        stored = Stored.model_validate_json(read_bytes(path))
+    except ValidationError as error:
+        raise ValueError(first_fault(error)) from None
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from None
+    if stored.format != FORMAT:
+        raise ValueError(f"format {stored.format}, this version of Shoal reads {FORMAT}")
+    if file_of(path.parent, stored.measured.device) != path:
+        raise ValueError(f"is about {stored.measured.device}, which its name does not say")
+    return stored
+
+
+def use(folder: Path | None) -> list[str]:
+    """Let predictions use what is stored in this folder, and nothing else; None: built-in rates alone.
+
+    Returns a warning, with what to do, for each file that cannot be used. There the built-in rates remain.
+    """
+    calibration.forget()
+    warnings = []
+    for path in sorted(folder.glob("*.json")) if folder is not None else ():
+        try:
+            stored = read(path)
+        except ValueError as error:
+            warnings.append(
+                f"calibration {path} is not used: {error}; run shoal profile --calibrate, or delete the file"
+            )
+        else:
+            calibration.install(stored.measured.device, stored.calibration(path))
+    return warnings

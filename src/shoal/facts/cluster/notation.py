@@ -1,0 +1,159 @@
+"""Parse a cluster as the user writes it: ``8xH100``, ``2x8xA100-80GB``, ``local`` or a TOML file.
+
+A file describes what the catalogue does not know. Everything but ``device`` has a default; what is left out
+of a link keeps the device's value::
+
+    device = "H100"            # a name of the catalogue, or a table [device]: name and memory_bytes, then as
+                               # known peaks = {bf16 = 989e12}, memory_bandwidth, power and the other fields
+                               # of facts.devices.Device
+    nodes = 4                  # default 1
+    devices_per_node = 8       # default: the device's
+    fast_domain = 8            # devices that the fast link joins; default: the device's, 72 in an NVL72
+    host_memory = 2e12         # bytes of memory of one node; default: unknown
+
+    [fast]                     # bytes/s in one direction and seconds, for one device
+    bandwidth = 450e9
+    latency = 3e-6
+
+    [network]
+    bandwidth = 50e9
+    latency = 5e-6
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from shoal.facts.cluster import MOST_DEVICES, Cluster, assemble, default_per_node, devices, this_machine
+from shoal.facts.cluster.devices import Count, Device, Hardware, Link, Memory
+from shoal.facts.input.untrusted_files import parse_toml, read_settings
+from shoal.facts.problem import BadInput, Problem, did_you_mean
+
+FORMS = "8xH100, 2x8xA100-80GB (nodes x devices), 4xcpu, local, or the path of a .toml file"
+
+_COUNT = r"([+-]?[\d.,_]+)\s*[x×]\s*"
+_NOTATION = re.compile(rf"{_COUNT}(?:{_COUNT})?(.*)", re.IGNORECASE)
+
+
+def find(text: str, visible: str | None = None) -> Cluster:
+    """A cluster as the user writes one. ``visible`` is CUDA_VISIBLE_DEVICES, for ``local`` alone."""
+    text = text.strip()
+    if text.lower() == "local":
+        return this_machine.look(visible)
+    if text.lower().endswith(".toml"):
+        return _from_file(text)
+    notation = _NOTATION.fullmatch(text)
+    if notation is None:
+        device = devices.find(text)
+        fix = f"say how many: 1x{device.name}" if device else FORMS
+        raise BadInput(f"{text!r} is not a cluster", fix)
+    return _from_notation(text, *notation.groups())
+
+
+def _from_notation(text: str, first: str, second: str | None, device_name: str) -> Cluster:
+    device = devices.find(device_name)
+    written = {"devices": first} if second is None else {"nodes": first, "devices a node": second}
+    problems = [
+        Problem(f"{text!r}: {word!r} is not a number of {what}", f"a whole number from 1 to {MOST_DEVICES}")
+        for what, word in written.items()
+        if not _is_count(word)
+    ]
+    if device is None:
+        what, fix = devices.unknown(device_name)
+        problems.append(Problem(f"{text!r}: {what}", fix))
+    if problems or device is None:
+        raise BadInput(problems)
+    if second is not None:
+        return assemble(text, device, nodes=int(first), devices_per_node=int(second))
+    count = int(first)
+    per_node = default_per_node(device, count)
+    if count % per_node:
+        fewer = count - count % per_node
+        part = max(size for size in range(1, per_node) if count % size == 0)
+        raise BadInput(
+            f"{text!r}: {count} devices do not fill nodes of {per_node}",
+            f"{fewer}x{device.name} or {fewer + per_node}x{device.name}; "
+            f"for nodes of another size say so: {count // part}x{part}x{device.name}",
+        )
+    return assemble(text, device, nodes=count // per_node, devices_per_node=per_node)
+
+
+def _is_count(word: str) -> bool:
+    # The length comes first because Python refuses to read endless numbers.
+    return word.isdecimal() and len(word) <= 20 and 1 <= int(word) <= MOST_DEVICES
+
+
+class _File(Hardware):
+    """What a cluster file may hold besides its device."""
+
+    nodes: Count = 1
+    devices_per_node: Count | None = None
+    fast_domain: Count | None = None
+    fast: Link | None = None
+    network: Link | None = None
+    host_memory: Memory | None = None
+
+
+def _from_file(text: str) -> Cluster:
+    try:
+        table = parse_toml(read_settings(Path(text)))
+    except FileNotFoundError:
+        raise BadInput(f"there is no cluster file {text}", FORMS) from None
+    except (OSError, ValueError) as error:  # not there to read, not UTF-8, not TOML
+        raise BadInput(
+            f"cannot read {text}: {error}", 'a TOML file in UTF-8, such as: device = "H100"'
+        ) from None
+    problems: list[Problem] = []
+    device = _device(text, table.pop("device", None), problems)
+    for link, known in (("fast", device and device.fast), ("network", device and device.network)):
+        if isinstance(table.get(link), dict):
+            inherited = {"latency": known.latency, "bandwidth": known.bandwidth} if known else {}
+            table[link] = {"kind": "described by the user", **inherited, **table[link]}
+    try:
+        file = _File.model_validate(table)
+    except ValidationError as error:
+        problems.extend(_explain(error, _File, text))
+    if problems or device is None:
+        raise BadInput(problems)
+    per_node = file.devices_per_node or device.devices_per_node or 1
+    return assemble(
+        text, device, file.nodes, per_node, file.fast_domain, file.fast, file.network, file.host_memory
+    )
+
+
+def _device(path: str, written: Any, problems: list[Problem]) -> Device | None:
+    """The device a file names or describes; what is wrong with it goes to ``problems``."""
+    if isinstance(written, str):
+        device = devices.find(written)
+        if device is None:
+            what, fix = devices.unknown(written)
+            problems.append(Problem(f"{path}: {what}", fix))
+        return device
+    if not isinstance(written, dict):
+        problems.append(Problem(f"{path}: no device", 'device = "H100", or a table [device]'))
+        return None
+    try:
+        return Device.model_validate(written)
+    except ValidationError as error:
+        problems.extend(_explain(error, Device, f"{path}: device"))
+        return None
+
+
+def _explain(error: ValidationError, schema: type[BaseModel], where: str) -> list[Problem]:
+    """Pydantic's findings in words of ours, each with what would be right."""
+    problems = []
+    for finding in error.errors():
+        path = [str(part) for part in finding["loc"]]
+        key = ".".join(path)
+        known = schema.model_fields if len(path) == 1 else Link.model_fields
+        if finding["type"] == "extra_forbidden":
+            problems.append(Problem(f"{where}: unknown key {key}", did_you_mean(path[-1], known)))
+        elif finding["type"] == "missing":
+            problems.append(Problem(f"{where}: {key} is missing", f"add a value for {key}"))
+        else:
+            problems.append(Problem(f"{where}: {key} = {finding['input']!r}", finding["msg"]))
+    return problems

@@ -1,0 +1,105 @@
+"""Which config values are input paths, and what they are relative to.
+
+What a file says is relative to the file's directory, what ``--set`` says to the working directory, as in any command.
+Both become absolute when a config is loaded, so that a run's own config.toml can be used from anywhere. ``run.dir`` and
+``data.cache``, where things are written to, stay as they are: they are relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+from shoal.facts.config import Config
+from shoal.facts.model.presets import PRESETS
+
+MAGIC = frozenset("*?[")
+
+
+# Whether a value is a path: some are also words.
+INPUTS: dict[str, Callable[[str, Path], bool]] = {
+    "model.preset": lambda text, base: text.lower() not in PRESETS and (base / text).exists(),
+    "model.path": lambda text, base: True,
+    "model.init_from": lambda text, base: True,
+    "data.source": lambda text, base: text != "stdlib",
+    "data.tokenizer": lambda text, base: text != "bytes",
+    "cluster.on": lambda text, base: text.strip().lower().endswith(".toml"),
+}
+SOURCE = "data.source"
+
+
+def resolve_paths(values: dict[str, Any], base_of: Callable[[str], Path]) -> None:
+    """Make the input paths among a config's values absolute, in place; ``base_of`` a key, what it is relative to."""
+    for key, table, name in _given(values):
+        table[name] = _absolute(key, table[name], base_of(key))
+    data = values.get("data")
+    mix = data.get("mix") if isinstance(data, dict) else None
+    for part in mix if isinstance(mix, list) else ():
+        if isinstance(part, dict) and isinstance(part.get("source"), str):
+            part["source"] = _absolute(SOURCE, part["source"], base_of("data.mix"))
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """A config that was made in a program, with its input paths absolute as if it had been loaded here."""
+    values = config.model_dump(include={"model", "data", "cluster"})
+    resolve_paths(values, lambda key: Path.cwd())
+    changes = {
+        section: getattr(config, section).model_copy(
+            update={name: table[name] for name in (*_names(section), *(["mix"] if section == "data" else []))}
+        )
+        for section, table in values.items()
+    }
+    return config.model_copy(update=changes)
+
+
+def _names(section: str) -> list[str]:
+    return [key.partition(".")[2] for key in INPUTS if key.startswith(section + ".")]
+
+
+def seen_from(folder: Path, path: str) -> str:
+    """A path that is relative to the working directory, for a config in this folder."""
+    if Path(path).is_absolute() or path.startswith("~"):
+        return path
+    return os.path.relpath(Path.cwd().resolve() / path, folder.resolve())
+
+
+def of_any_place(values: dict[str, Any]) -> dict[str, Any]:
+    """A config's values with only the last part of each input path: what machines with other mounts have in common."""
+    kept = {section: dict(table) if isinstance(table, dict) else table for section, table in values.items()}
+    for _, table, name in _given(kept):
+        table[name] = PurePath(table[name]).name or table[name]
+    return kept
+
+
+def _given(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The input paths among a config's values: each one's key, its table and its name in that."""
+    for key in INPUTS:
+        section, _, name = key.partition(".")
+        table = values.get(section)
+        if isinstance(table, dict) and isinstance(table.get(name), str):
+            yield key, table, name
+
+
+def _absolute(key: str, text: str, base: Path) -> str:
+    if not text or "\0" in text or "://" in text or text.startswith("~"):
+        return text
+    try:
+        if not INPUTS[key](text, base) or Path(text).is_absolute():
+            return text
+        return _joined(base.resolve(), text, key == SOURCE)
+    except (OSError, ValueError):  # a name that no file can have: opening it reports that
+        return text
+
+
+def _joined(base: Path, text: str, pattern: bool) -> str:
+    parts = list(Path(text).parts)
+    # A leading ".." of a directory without symbolic links is its parent. Further on there may be links.
+    while parts and parts[0] == "..":
+        base, parts = base.parent, parts[1:]
+    whole = base.joinpath(*parts)
+    if pattern and MAGIC & set(text) and not whole.exists():
+        return str(Path(glob.escape(str(base))).joinpath(*parts))  # the directory's own name is no pattern
+    return str(whole)

@@ -1,6 +1,0 @@
-"""Read and write Hugging Face's ``config.json``."""
-
-from shoal.facts.huggingface.read import read_config
-from shoal.facts.huggingface.write import write_config
-
-__all__ = ["read_config", "write_config"]

@@ -1,0 +1,1 @@
+"""What people and other tools write: read within limits, and understood where it can be."""

@@ -1,0 +1,301 @@
+"""Legality rules: which layouts a model, a recipe and a cluster allow.
+
+Every rule is checked and every violation reported at once, each with the nearest legal value. That value is
+found by trying: it is named only where it puts the rule right and, if at all possible, breaks no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import lcm
+
+from shoal.facts.cluster import Cluster
+from shoal.facts.layout import DEFAULT_CHUNKS, ONE_CHUNK, V_SHAPED, Layout, divisors
+from shoal.facts.layout.parameter_groups import experts_fit
+from shoal.facts.model import Model
+from shoal.facts.problem import BadInput, Problem
+from shoal.facts.recipe import Recipe
+from shoal.facts.strategies import STRATEGIES
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the rules judge."""
+
+    layout: Layout
+    model: Model
+    seq: int
+    batch: int
+    cluster: Cluster | None
+    strict: bool
+
+
+@dataclass(frozen=True)
+class Violation:
+    rule: str
+    what: str
+    cures: tuple[str, ...]  # keys whose change may put it right, the best first
+    otherwise: str = ""  # the fix where no single value does
+
+
+def check(
+    layout: Layout, model: Model, recipe: Recipe, cluster: Cluster | None = None, strict: bool = False
+) -> None:
+    """Raise one ``BadInput`` that holds every violated rule."""
+    problems = violations(layout, model, recipe, cluster, strict)
+    if problems:
+        raise BadInput(problems)
+
+
+def violations(
+    layout: Layout, model: Model, recipe: Recipe, cluster: Cluster | None = None, strict: bool = False
+) -> list[Problem]:
+    """Every violated rule with its fix."""
+    case = Case(layout, model, recipe.seq, recipe.batch, cluster, strict)
+    found = list(broken(case))
+    rules = {violation.rule for violation in found}
+    return [Problem(violation.what, _fix(case, violation, rules)) for violation in found]
+
+
+def broken(case: Case) -> Iterator[Violation]:
+    """Every violated rule, without the search for a fix: what a planner asks of thousands of layouts."""
+    for rules in (_lengths, _batch, _tensor, _context, _pipeline, _experts, _strict, _world):
+        yield from rules(case)
+
+
+def worlds(cluster: Cluster | None) -> range | None:
+    """How many ranks a cluster takes; None: any number."""
+    # Processes on a CPU share it, so any world runs on any machine.
+    if cluster is None or cluster.device.name == "cpu":
+        return None
+    # Leaving some of this machine's devices idle is the user's choice.
+    least = 1 if cluster.name == "local" else cluster.devices
+    return range(least, cluster.devices + 1)
+
+
+def nearest_divisor(wanted: int, total: int) -> int:
+    """The divisor of ``total`` that is closest to ``wanted``; the smaller of two that are equally close."""
+    return nearest_first(wanted, divisors(total))[0]
+
+
+def nearest_multiple(wanted: int, unit: int) -> int:
+    """The multiple of ``unit``, from 1 up, closest to ``wanted``; the smaller of two that are equally close."""
+    below = wanted // unit * unit
+    return nearest_first(wanted, (max(unit, below), below + unit))[0]
+
+
+def nearest_first(wanted: int, values: Iterable[int]) -> list[int]:
+    """The values, the closest to ``wanted`` first."""
+    return sorted(values, key=lambda value: (abs(value - wanted), value))
+
+
+# The rules.
+
+
+def beyond_positions(model: Model, seq: int) -> str | None:
+    """A warning where rows are longer than a rotary model's positions: no rule forbids it, and few models bear it."""
+    if model.positions == "learned" or seq <= model.max_positions:
+        return None
+    return (
+        f"seq={seq} is longer than the {model.max_positions:,} positions of {model.name}, beyond which it"
+        f" has not been trained: recipe.seq = {model.max_positions} or less, or a model with a larger max_positions"
+    )
+
+
+def _lengths(case: Case) -> Iterator[Violation]:
+    # Rotary positions can be asked for beyond what the model has seen; a learned table simply ends.
+    most = case.model.max_positions
+    if case.model.positions == "learned" and case.seq > most:
+        what = f"seq={case.seq} is longer than the {most} learned positions of {case.model.name}"
+        yield Violation("positions", what, ("recipe.seq",), f"recipe.seq = {most} or less")
+
+
+def _batch(case: Case) -> Iterator[Violation]:
+    layout, micro = case.layout, case.layout.micro or 1
+    share = layout.data_ranks * micro
+    if case.batch % share == 0:
+        return
+    written = (
+        f"dp·fsdp·micro = {layout.data_ranks}·{micro} = {share}" if layout.micro else f"dp·fsdp = {share}"
+    )
+    other = "micro" if case.batch % layout.data_ranks == 0 else "fsdp" if layout.fsdp > 1 else "dp"
+    yield Violation("batch", f"batch={case.batch} does not divide by {written}", ("recipe.batch", other))
+
+
+def _tensor(case: Case) -> Iterator[Violation]:
+    layout, model, tp = case.layout, case.model, case.layout.tp
+    if tp == 1:
+        return
+    if model.heads % tp:
+        what = f"tp={tp} does not divide the {model.heads} attention heads of {model.name}"
+        yield Violation("heads", what, ("tp",))
+    # With fewer key/value heads than ranks, each head lives on several ranks; that needs whole multiples.
+    if model.kv_heads % tp and tp % model.kv_heads:
+        what = f"tp={tp} and the {model.kv_heads} key/value heads of {model.name}: neither divides the other"
+        yield Violation("key/value heads", what, ("tp",))
+    for width, part in _mlp_widths(model):
+        if width % tp:
+            what = f"tp={tp} does not divide the {part} width {width} of {model.name}"
+            yield Violation(f"{part} width", what, ("tp",))
+    tokens = case.seq // layout.cp
+    if layout.sp and tokens % tp:
+        what = f"sequence parallel: tp={tp} does not divide the {tokens} tokens of a rank's sequence"
+        yield Violation("sequence parallel", what, ("sp", "recipe.seq"))
+
+
+def _mlp_widths(model: Model) -> Iterator[tuple[int, str]]:
+    if model.experts is None or model.experts.dense_layers:
+        yield model.ffn, "MLP"
+    if model.experts is not None and model.experts.shared_ffn:
+        yield model.experts.shared_ffn, "shared experts'"
+
+
+def _context(case: Case) -> Iterator[Violation]:
+    layout, model, cp = case.layout, case.model, case.layout.cp
+    if cp == 1:
+        return
+    pieces = _pieces(layout)
+    if case.seq % pieces:
+        what = f"cp={cp} ({layout.cp_kind}) needs seq={case.seq} to divide by {pieces}"
+        yield Violation("context length", what, ("recipe.seq", "cp"))
+    if layout.cp_kind == "ulysses" and model.heads % (layout.tp * cp):
+        split = f"tp·cp = {layout.tp * cp}"
+        what = f"cp_kind=ulysses: {split} does not divide the {model.heads} heads of {model.name}"
+        yield Violation("ulysses heads", what, ("cp", "cp_kind"))
+
+
+def _pieces(layout: Layout) -> int:
+    """Ring attention gives every rank one early and one late piece, so that causal work is even."""
+    return 2 * layout.cp if layout.cp > 1 and layout.cp_kind == "ring" else layout.cp
+
+
+def _pipeline(case: Case) -> Iterator[Violation]:
+    layout, model = case.layout, case.model
+    if layout.pp == 1:
+        return
+    needed = DEFAULT_CHUNKS.get(layout.schedule, 1)
+    if layout.schedule in (*ONE_CHUNK, *V_SHAPED) and layout.chunks != needed:
+        what = f"schedule={layout.schedule} has {needed} chunk(s) per rank, not {layout.chunks}"
+        yield Violation("chunks", what, ("chunks",), f"chunks={needed}")
+    if layout.schedule == "interleaved" and layout.chunks < 2:
+        what = "schedule=interleaved needs at least 2 chunks per rank"
+        yield Violation("interleaved", what, ("chunks", "schedule"))
+    stages = layout.pp * layout.chunks
+    if model.layers < stages:
+        what = (
+            f"pp·chunks = {stages} stages, but {model.name} has {model.layers} layers: a stage would be empty"
+        )
+        yield Violation("stages", what, ("pp", "chunks"))
+
+
+def _experts(case: Case) -> Iterator[Violation]:
+    layout, model, ep = case.layout, case.model, case.layout.ep
+    if ep == 1:
+        return
+    if model.experts is None:
+        yield Violation("no experts", f"ep={ep}, but {model.name} has no experts", ("ep",))
+    elif model.experts.count % ep:
+        what = f"ep={ep} does not divide the {model.experts.count} experts of {model.name}"
+        yield Violation("experts", what, ("ep",))
+    ranks = layout.data_ranks * layout.cp
+    if ranks % ep:
+        what = f"ep={ep} must divide dp·fsdp·cp = {ranks}: experts live on those ranks"
+        yield Violation("expert ranks", what, ("ep",))
+    elif not experts_fit(ep, layout.shards):
+        what = (
+            f"ep={ep} and the {layout.shards} ranks of fsdp·cp that share one copy: neither divides the other"
+        )
+        yield Violation("expert ranks", what, ("ep", "fsdp"))
+
+
+def _strict(case: Case) -> Iterator[Violation]:
+    if not case.strict:
+        return
+    for axis in (one.key for one in STRATEGIES if not one.strict):
+        degree = getattr(case.layout, axis)
+        if degree > 1:
+            what = f"run.strict: {axis}={degree} sums in a different order than one rank"
+            yield Violation(f"strict {axis}", what, (axis,), f"{axis}=1, or run.strict = false")
+    if case.layout.micro not in (None, 1):
+        what = f"run.strict works on one sequence at a time; micro={case.layout.micro}"
+        yield Violation("strict micro", what, ("micro",), "micro=1, or run.strict = false")
+
+
+def _world(case: Case) -> Iterator[Violation]:
+    layout, cluster = case.layout, case.cluster
+    taken = worlds(cluster)
+    if cluster is None or taken is None or layout.world in taken:
+        return
+    what = (
+        f"layout {layout} has {layout.world} rank(s), cluster {cluster.name} has {cluster.devices} device(s)"
+    )
+    otherwise = f"degrees dp·fsdp·tp·cp·pp whose product is {cluster.devices}, or layout auto"
+    yield Violation("world", what, ("dp", "fsdp"), otherwise)
+
+
+# The search for a fix.
+
+
+def _fix(case: Case, violation: Violation, rules: set[str]) -> str:
+    """The nearest legal value of each key that can put it right; at first only such as break no other rule."""
+
+    def cured(changed: Case) -> bool:
+        return violation.rule not in {other.rule for other in broken(changed)}
+
+    def harmless(changed: Case) -> bool:
+        return cured(changed) and {other.rule for other in broken(changed)} < rules
+
+    for good in (harmless, cured):
+        fixes = [fix for key in violation.cures if (fix := _nearest_legal(case, key, good))]
+        if fixes:
+            return " or ".join(fixes)
+    return violation.otherwise or "layout auto"
+
+
+def _nearest_legal(case: Case, key: str, good: Callable[[Case], bool]) -> str:
+    for value in _candidates(case, key):
+        if key == "recipe.seq":
+            changed, written = replace(case, seq=int(value)), f"{key} = {value}"
+        elif key == "recipe.batch":
+            changed, written = replace(case, batch=int(value)), f"{key} = {value}"
+        else:
+            changed, written = replace(case, layout=case.layout.replace(**{key: value})), f"{key}={value}"
+        if good(changed):
+            return written
+    return ""
+
+
+def _candidates(case: Case, key: str) -> list[int] | list[str]:
+    """Values worth trying, the nearest first."""
+    layout, model = case.layout, case.model
+    if key == "sp":
+        return [0]
+    if key == "cp_kind":
+        return ["ring"]
+    if key == "schedule":
+        return ["1f1b"]
+    if key == "recipe.seq":
+        return _sequence_lengths(case)
+    if key == "recipe.batch":
+        share = layout.data_ranks * (layout.micro or 1)
+        return [nearest_multiple(case.batch, share)]
+    devices = divisors(case.cluster.devices) if case.cluster else []
+    values = {
+        "dp": {*divisors(case.batch), *devices},
+        "fsdp": {*divisors(case.batch), *devices},
+        "micro": divisors(case.batch),
+        "tp": divisors(model.heads),
+        "cp": divisors(case.seq),
+        "pp": range(1, model.layers + 1),
+        "chunks": range(1, max(2, model.layers // layout.pp) + 1),
+        "ep": divisors(model.experts.count) if model.experts else [1],
+    }[key]
+    return nearest_first(getattr(layout, key) or 1, values)
+
+
+def _sequence_lengths(case: Case) -> list[int]:
+    layout = case.layout
+    unit = lcm(_pieces(layout), layout.cp * layout.tp if layout.sp else 1)
+    most = case.model.max_positions if case.model.positions == "learned" else case.seq + unit
+    return [min(nearest_multiple(case.seq, unit), most // unit * unit)] if unit <= most else []

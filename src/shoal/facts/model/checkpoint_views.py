@@ -1,0 +1,167 @@
+"""How checkpoint tensors map to Shoal's parameters: which box of one is which box of the other.
+
+Inside Shoal every dense model carries Llama's names, torch's [out, in] layout and separate projections; a
+checkpoint carries whatever its family carries on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shoal.facts.model import Model
+from shoal.facts.model.parameters import Parameter, llama_parameters, parameters
+from shoal.facts.problem import BadInput
+
+# The canonical module for each module of a checkpoint; inside a layer, without the layer's prefix.
+_GPT2_MODULES = {
+    "transformer.wte": "model.embed_tokens",
+    "transformer.wpe": "model.embed_positions",
+    "ln_1": "input_layernorm",
+    "attn.c_proj": "self_attn.o_proj",
+    "ln_2": "post_attention_layernorm",
+    "mlp.c_fc": "mlp.up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+    "transformer.ln_f": "model.norm",
+    "lm_head": "lm_head",
+}
+_NEOX_MODULES = {
+    "gpt_neox.embed_in": "model.embed_tokens",
+    "input_layernorm": "input_layernorm",
+    "attention.dense": "self_attn.o_proj",
+    "post_attention_layernorm": "post_attention_layernorm",
+    "mlp.dense_h_to_4h": "mlp.up_proj",
+    "mlp.dense_4h_to_h": "mlp.down_proj",
+    "gpt_neox.final_layer_norm": "model.norm",
+    "embed_out": "lm_head",
+}
+_FUSED = ("attn.c_attn", "attention.query_key_value")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A box of a checkpoint tensor that is, transposed or not, a box of a canonical parameter."""
+
+    tensor: str
+    tensor_offset: tuple[int, ...]
+    canonical: str
+    canonical_offset: tuple[int, ...]
+    shape: tuple[int, ...]  # of the box in the checkpoint tensor
+    transposed: bool = False
+
+    @property
+    def canonical_shape(self) -> tuple[int, ...]:
+        return self.shape[::-1] if self.transposed else self.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Where a slice of a canonical parameter and a view meet: one box, seen from both sides."""
+
+    tensor_offset: tuple[int, ...]
+    tensor_shape: tuple[int, ...]
+    slice_offset: tuple[int, ...]  # counted from the slice's own corner
+    slice_shape: tuple[int, ...]
+
+
+def canonical_parameters(model: Model) -> list[tuple[str, tuple[int, ...], bool]]:
+    """Name, shape and whether weight decay applies: embedding first, layers in order, norm, head."""
+    _refuse_experts(model)
+    return [(parameter.name, parameter.shape, parameter.decayed) for parameter in llama_parameters(model)]
+
+
+def views(model: Model) -> list[View]:
+    """Every box of every checkpoint tensor. Together they cover each element of either side exactly once."""
+    _refuse_experts(model)
+    return [view for parameter in parameters(model) for view in _views_of(parameter, model)]
+
+
+def views_by_parameter(model: Model) -> dict[str, list[View]]:
+    """The boxes of every canonical parameter, by its name."""
+    found: dict[str, list[View]] = {}
+    for view in views(model):
+        found.setdefault(view.canonical, []).append(view)
+    return found
+
+
+def intersect(view: View, canonical_offset: tuple[int, ...], shape: tuple[int, ...]) -> Overlap | None:
+    """The part of a view within a rectangular slice of its canonical parameter; None where there is none."""
+    starts, sizes = [], []
+    box = zip(view.canonical_offset, view.canonical_shape, strict=True)
+    for (box_start, box_size), slice_start, slice_size in zip(box, canonical_offset, shape, strict=True):
+        start = max(box_start, slice_start)
+        size = min(box_start + box_size, slice_start + slice_size) - start
+        if size <= 0:
+            return None
+        starts.append(start)
+        sizes.append(size)
+    within_slice = _minus(tuple(starts), canonical_offset)
+    within_box = _minus(tuple(starts), view.canonical_offset)
+    tensor_shape = tuple(sizes)
+    if view.transposed:
+        within_box, tensor_shape = within_box[::-1], tensor_shape[::-1]
+    tensor_offset = tuple(a + b for a, b in zip(view.tensor_offset, within_box, strict=True))
+    return Overlap(tensor_offset, tensor_shape, within_slice, tuple(sizes))
+
+
+def _refuse_experts(model: Model) -> None:
+    if model.experts is not None or model.latent is not None:
+        raise BadInput(
+            f"{model.name}: {model.family} models are planned, not trained yet",
+            "train a dense model: llama, mistral, qwen2, qwen3, gpt2 or gpt_neox",
+        )
+
+
+def _views_of(parameter: Parameter, model: Model) -> Iterator[View]:
+    if model.family not in ("gpt2", "gpt_neox"):
+        yield _whole(parameter, parameter.name)
+        return
+    module, _, leaf = parameter.name.rpartition(".")
+    prefix = ""
+    if parameter.layer is not None:
+        module = module.split(f".{parameter.layer}.", 1)[1]
+        prefix = f"model.layers.{parameter.layer}."
+    # GPT-2's Conv1D keeps [in, out]; embeddings and an untied head are ordinary.
+    transposed = model.family == "gpt2" and parameter.kind in ("attention", "mlp") and leaf == "weight"
+    if module in _FUSED:
+        for projection, tensor_start, canonical_start, size in _fused_rows(model):
+            name = f"{prefix}self_attn.{projection}.{leaf}"
+            yield _rows(parameter, name, tensor_start, canonical_start, size, transposed)
+    else:
+        modules = _GPT2_MODULES if model.family == "gpt2" else _NEOX_MODULES
+        yield _whole(parameter, f"{prefix}{modules[module]}.{leaf}", transposed)
+
+
+def _fused_rows(model: Model) -> Iterator[tuple[str, int, int, int]]:
+    """Which output rows of a fused projection are whose: (projection, row there, row here, how many)."""
+    if model.family == "gpt2":
+        for position, projection in enumerate(_PROJECTIONS):
+            yield projection, position * model.hidden, 0, model.hidden
+        return
+    for head in range(model.heads):
+        for position, projection in enumerate(_PROJECTIONS):
+            row = (head * len(_PROJECTIONS) + position) * model.head_dim
+            yield projection, row, head * model.head_dim, model.head_dim
+
+
+def _whole(parameter: Parameter, canonical: str, transposed: bool = False) -> View:
+    origin = (0,) * len(parameter.shape)
+    return View(parameter.name, origin, canonical, origin, parameter.shape, transposed)
+
+
+def _rows(
+    parameter: Parameter, canonical: str, tensor_start: int, canonical_start: int, size: int, transposed: bool
+) -> View:
+    """Some output rows of a fused tensor; they are columns where it is stored transposed."""
+    if len(parameter.shape) == 1:
+        return View(parameter.name, (tensor_start,), canonical, (canonical_start,), (size,))
+    if transposed:
+        shape = (parameter.shape[0], size)
+        return View(parameter.name, (0, tensor_start), canonical, (canonical_start, 0), shape, transposed)
+    shape = (size, parameter.shape[1])
+    return View(parameter.name, (tensor_start, 0), canonical, (canonical_start, 0), shape)
+
+
+def _minus(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(left, right, strict=True))

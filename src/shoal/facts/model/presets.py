@@ -1,0 +1,156 @@
+"""Well-known models by name, with the shapes of their published ``config.json``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shoal.facts.model import Experts, Family, Latent, Model, RopeScaling
+from shoal.facts.model.huggingface import read_config
+from shoal.facts.problem import BadInput, did_you_mean
+
+_LLAMA3: dict[str, Any] = {"rope_theta": 5e5}
+_LLAMA31: dict[str, Any] = {
+    **_LLAMA3,
+    "rope_scaling": RopeScaling(kind="llama3", factor=8, original_positions=8192),
+}
+_LLAMA32: dict[str, Any] = {
+    **_LLAMA3,
+    "rope_scaling": RopeScaling(kind="llama3", factor=32, original_positions=8192),
+    "tied": True,
+}
+_QWEN2: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1e6, "qkv_bias": True}
+_QWEN25: dict[str, Any] = {**_QWEN2, "norm_eps": 1e-5}
+_QWEN3: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True}
+_GPT: dict[str, Any] = {"norm": "layer", "gated": False, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
+_GPT2: dict[str, Any] = {**_GPT, "activation": "gelu_tanh", "positions": "learned", "tied": True}
+_PYTHIA: dict[str, Any] = {**_GPT, "activation": "gelu", "parallel_residual": True, "rope_fraction": 0.25}
+_NEOX: dict[str, Any] = {**_PYTHIA, "activation": "gelu_tanh"}
+_MIXTRAL: dict[str, Any] = {"rope_theta": 1e6, "experts": Experts(count=8, active=2, ffn=14336)}
+_QWEN3_30B: dict[str, Any] = {**_QWEN3, "experts": Experts(count=128, active=8, ffn=768)}
+_QWEN3_235B: dict[str, Any] = {**_QWEN3, "experts": Experts(count=128, active=8, ffn=1536)}
+_DEEPSEEK: dict[str, Any] = {
+    "norm_eps": 1e-6,
+    "rope_scaling": RopeScaling(
+        kind="yarn", factor=40, original_positions=4096, mscale=1.0, mscale_all_dim=1.0
+    ),
+    "experts": Experts(
+        count=256,
+        active=8,
+        ffn=2048,
+        shared=1,
+        shared_ffn=2048,
+        dense_layers=(0, 1, 2),
+        router_bias=True,
+        groups=8,
+        active_groups=4,
+        score="sigmoid",
+        scale=2.5,
+    ),
+    "latent": Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+}
+
+
+def _preset(
+    name: str,
+    family: Family,
+    layers: int,
+    hidden: int,
+    heads: tuple[int, int],  # of queries, of keys and values
+    head_dim: int,
+    ffn: int,
+    vocab: int,
+    max_positions: int,
+    **others: Any,
+) -> Model:
+    return Model(
+        name=name,
+        family=family,
+        layers=layers,
+        hidden=hidden,
+        heads=heads[0],
+        kv_heads=heads[1],
+        head_dim=head_dim,
+        ffn=ffn,
+        vocab=vocab,
+        max_positions=max_positions,
+        **others,
+    )
+
+
+_ALL = (
+    # The embedded default: bytes 0 to 255 and a few specials, padded to a multiple of eight. So narrow a network
+    # learns much faster from larger first weights: 0.08 and not 0.02.
+    _preset("tiny", "llama", 8, 64, (8, 4), 8, 192, 264, 1024, tied=True, init_std=0.08),
+    _preset("llama2-7b", "llama", 32, 4096, (32, 32), 128, 11008, 32000, 4096),
+    _preset("llama2-13b", "llama", 40, 5120, (40, 40), 128, 13824, 32000, 4096),
+    _preset("llama2-70b", "llama", 80, 8192, (64, 8), 128, 28672, 32000, 4096),
+    _preset("llama3-8b", "llama", 32, 4096, (32, 8), 128, 14336, 128256, 8192, **_LLAMA3),
+    _preset("llama3-70b", "llama", 80, 8192, (64, 8), 128, 28672, 128256, 8192, **_LLAMA3),
+    _preset("llama3-405b", "llama", 126, 16384, (128, 8), 128, 53248, 128256, 131072, **_LLAMA31),
+    _preset("llama3.2-1b", "llama", 16, 2048, (32, 8), 64, 8192, 128256, 131072, **_LLAMA32),
+    _preset("mistral-7b", "mistral", 32, 4096, (32, 8), 128, 14336, 32000, 32768, window=4096),
+    _preset("qwen2-7b", "qwen2", 28, 3584, (28, 4), 128, 18944, 152064, 131072, **_QWEN2),
+    _preset("qwen2.5-14b", "qwen2", 48, 5120, (40, 8), 128, 13824, 152064, 131072, **_QWEN25),
+    _preset("qwen3-8b", "qwen3", 36, 4096, (32, 8), 128, 12288, 151936, 40960, **_QWEN3),
+    _preset("qwen3-32b", "qwen3", 64, 5120, (64, 8), 128, 25600, 151936, 40960, **_QWEN3),
+    _preset("gpt2", "gpt2", 12, 768, (12, 12), 64, 3072, 50257, 1024, **_GPT2),
+    _preset("gpt2-xl", "gpt2", 48, 1600, (25, 25), 64, 6400, 50257, 1024, **_GPT2),
+    # Never published as a config: the sizes in its paper, with GPT-2's shape and vocabulary.
+    _preset("gpt3-175b", "gpt2", 96, 12288, (96, 96), 128, 49152, 50257, 2048, **_GPT2),
+    _preset("pythia-6.9b", "gpt_neox", 32, 4096, (32, 32), 128, 16384, 50432, 2048, **_PYTHIA),
+    _preset("gpt-neox-20b", "gpt_neox", 44, 6144, (64, 64), 96, 24576, 50432, 2048, **_NEOX),
+    _preset("mixtral-8x7b", "mixtral", 32, 4096, (32, 8), 128, 14336, 32000, 32768, **_MIXTRAL),
+    _preset("qwen3-30b-a3b", "qwen3_moe", 48, 2048, (32, 4), 128, 6144, 151936, 40960, **_QWEN3_30B),
+    _preset("qwen3-235b-a22b", "qwen3_moe", 94, 4096, (64, 4), 128, 12288, 151936, 40960, **_QWEN3_235B),
+    _preset("deepseek-v3", "deepseek_v3", 61, 7168, (128, 128), 192, 18432, 129280, 163840, **_DEEPSEEK),
+)
+
+PRESETS: dict[str, Model] = {model.name: model for model in _ALL}
+
+
+def find(text: str) -> Model:
+    """A preset by name, else a directory that holds a ``config.json``, or the path of one.
+
+    A directory that is called like a preset is reached with a slash: ``./tiny``.
+    """
+    if text.lower() in PRESETS:
+        return PRESETS[text.lower()]
+    path = _config_path(text)
+    if path is not None and path.suffix.lower() == ".toml":
+        raise BadInput(
+            f"{text!r} is a TOML file, not a model",
+            "a preset, a model's directory or its config.json; shoal dryrun and shoal train take a config",
+        )
+    if path is not None:
+        return read_config(path)
+    # Of an id of the Hub only its last part can be a preset.
+    guess = did_you_mean(text.lower().rpartition("/")[2], PRESETS)
+    advice = f"presets: {', '.join(PRESETS)}; or the path of a config.json (nothing is downloaded)"
+    raise BadInput(
+        f"{text!r} is neither a preset nor a model on this machine",
+        f"{guess} {advice}" if guess.startswith("did you mean") else advice,
+    )
+
+
+def at(text: str) -> Model:
+    """The model of a directory that holds a ``config.json``, or of the path of one."""
+    path = _config_path(text)
+    if path is None:
+        raise BadInput(
+            f"there is no model at {text!r}",
+            "a directory that holds config.json, or the path of one (nothing is downloaded)",
+        )
+    return read_config(path)
+
+
+def _config_path(text: str) -> Path | None:
+    if not text:
+        return None  # or it would mean the current directory
+    try:
+        path = Path(text).expanduser()
+        if path.is_dir():
+            return path / "config.json"
+        return path if path.is_file() else None
+    except (OSError, RuntimeError, ValueError):  # too long for any file, an unknown user's home, a NUL
+        return None

@@ -1,0 +1,149 @@
+"""Which slice of a parameter a tensor rank holds, and over which ranks its gradient is summed.
+
+Decided here once: ``parallel`` obeys it, ``predict`` prices it, checkpoints and ``parity`` put parts together by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from shoal.facts.model.parameters import Parameter
+
+# Over no ranks; over those that hold the same key/value head; over the whole tensor group.
+SummedOver = Literal["copies", "tensor"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a parameter."""
+
+    whole: tuple[int, ...]  # the parameter's shape
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return box_slices(self.offset, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """What one rank of a tensor group holds of a parameter."""
+
+    box: Box
+    copies: int = 1  # ranks of the group that hold this very box
+    copy: int = 0  # which of them this is
+
+
+def tensor_part(parameter: Parameter, tp: int, index: int) -> TensorPart:
+    """The part of a canonical parameter on rank ``index`` of ``tp``."""
+    shape, heads = parameter.shape, parameter.heads
+    if parameter.split == "none":
+        return TensorPart(Box(shape, (0,) * len(shape), shape), tp, index)
+    if heads is not None and tp > heads:
+        # Fewer heads than ranks: neighbours share one, the one that their query heads attend to.
+        copies = tp // heads
+        return TensorPart(_cut(shape, 0, heads, index // copies), copies, index % copies)
+    return TensorPart(_cut(shape, 1 if parameter.split == "row" else 0, tp, index))
+
+
+def summed_over(parameter: Parameter, tp: int, sp: bool) -> SummedOver:
+    """Whose gradients of a canonical parameter add up to the whole, beyond those of other data ranks."""
+    if tp == 1:
+        return None
+    if parameter.split == "none":
+        # Norms, biases after a row split, learned positions: with sequence parallelism a rank sees some of the tokens,
+        # without it all of them, as every other rank does.
+        return "tensor" if sp or parameter.partial else None
+    # The same head, each rank with its own queries.
+    return "copies" if parameter.heads is not None and tp > parameter.heads else None
+
+
+def _cut(shape: tuple[int, ...], dimension: int, parts: int, index: int) -> Box:
+    """Even parts, rounded up: the last ones are smaller, or empty, where the size does not divide (vocabularies)."""
+    most = -(-shape[dimension] // parts)
+    start = min(index * most, shape[dimension])
+    size = min(most, shape[dimension] - start)
+    offset = tuple(start if axis == dimension else 0 for axis in range(len(shape)))
+    return Box(shape, offset, tuple(size if axis == dimension else full for axis, full in enumerate(shape)))
+
+
+def box_slices(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """A box as an index of the array that it is of."""
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def range_boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements ``start`` to ``stop`` of an array, counted row by row, as (offset, shape) of boxes in their order.
+
+    A range that does not begin or end with a row makes a box of the rest of one row, one of whole rows, and one of the
+    beginning of another; likewise within those rows.
+    """
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    width = math.prod(shape[1:])
+    first, last = -(-start // width), stop // width  # whole rows
+    if first > last:  # within a single row
+        yield from _in_row(shape, last, start - last * width, stop - last * width)
+        return
+    if start < first * width:
+        yield from _in_row(shape, first - 1, start - (first - 1) * width, width)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if last * width < stop:
+        yield from _in_row(shape, last, 0, stop - last * width)
+
+
+def _in_row(
+    shape: tuple[int, ...], row: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offset, size in range_boxes(shape[1:], start, stop):
+        yield (row, *offset), (1, *size)
+
+
+def meet(
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    other_offset: tuple[int, ...],
+    other_shape: tuple[int, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The box that two boxes have in common, as (offset, shape); None where there is none."""
+    starts = tuple(map(max, offset, other_offset))
+    ends = (min(a + b, c + d) for a, b, c, d in zip(offset, shape, other_offset, other_shape, strict=True))
+    sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return None if any(size <= 0 for size in sizes) else (starts, sizes)
+
+
+def tile(shape: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether boxes, as (offset, size), hold every element of a shape exactly once.
+
+    A box is known by its corners, each with a sign: plus for an even number of far ends, minus for an odd one. Boxes
+    add up to the whole exactly where their signed corners do, so no two of them have to be compared.
+    """
+    corners: Counter[tuple[int, ...]] = Counter()
+    for corner, sign in _corners((0,) * len(shape), shape):
+        corners[corner] -= sign
+    for offset, size in boxes:
+        for corner, sign in _corners(offset, size):
+            corners[corner] += sign
+    return not any(corners.values())
+
+
+def _corners(offset: tuple[int, ...], size: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
+    ends = (((start, 1), (start + length, -1)) for start, length in zip(offset, size, strict=True))
+    for corner in product(*ends):
+        yield tuple(place for place, _ in corner), math.prod(sign for _, sign in corner)

@@ -1,0 +1,82 @@
+"""Initialise a process as a rank: device, threads, process group, mesh."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shoal.facts.cluster.this_machine import usable_threads
+from shoal.launch.interfaces import interface_of
+from shoal.parallel import device_context
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.signed_store import SignedStore
+from shoal.plan.resolve import Job
+
+
+def init_rank(job: Job, rank: int, local_rank: int, store: SignedStore, nodes: int = 1) -> Mesh:
+    """Join the other ranks of a job; ``store`` is where they meet. Each of the ``nodes`` has as many of them."""
+    here = job.layout.world // nodes
+    timeout = timedelta(seconds=job.config.fault.timeout)
+    # Left to themselves they listen wherever the host's name points to.
+    interface = interface_of(job.config.cluster.interface)
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    if job.cluster.device.name == "cpu":
+        device = torch.device("cpu")
+        backend = "gloo"
+        torch.set_num_threads(thread_count(job, here))
+    else:
+        devices = torch.cuda.device_count()
+        if here > devices or job.config.cluster.share:
+            # NCCL takes two ranks on one device of one host for a mistake. On two hosts it asks no questions.
+            os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+        if job.layout.pp > 1:
+            # By default 8 hardware queues take turns with all streams. A receive that waits at the head of a queue
+            # would hold up whatever else was put into it, and that may be what its sender is waiting for.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        device = torch.device("cuda", local_rank % devices)
+        device_context.take(device)
+        backend = "nccl"
+    if job.layout.world > 1:
+        dist.init_process_group(
+            backend, store=store.plain, rank=rank, world_size=job.layout.world, timeout=timeout
+        )
+    return Mesh(job.layout, rank, device, store, timeout, nodes=nodes)
+
+
+GIVEN = "OMP_NUM_THREADS"
+# A thread is worth its while from so many FLOPs of a layer's square matrix product, 2 · tokens · hidden². Threads wait
+# for each other at the end of every operator; where another process has one of the cores, that is a whole time slice.
+# Measured on a decoder of 8 layers (benchmarks/results/threads.jsonl), two threads in steps of one:
+#     1 MFLOP:  0.97 times as fast on 2 quiet cores, 0.07 times where each core has another process
+#    17 MFLOP:  1.3 times on 2 quiet cores (tiny at its defaults); 0.15 times where four others compute on each
+#    67 MFLOP:  1.7 times on 2 quiet cores; 4.9 times with eight threads on 8 quiet cores
+FLOPS_A_THREAD = 10e6
+
+
+def thread_count(
+    job: Job, ranks: int, available: int | None = None, environment: Mapping[str, str] = os.environ
+) -> int:
+    """For each of the ``ranks`` on this machine. What the user says holds, except in strict mode, which has one."""
+    if job.config.run.strict:
+        return 1
+    given = given_threads(environment)
+    if given is not None:
+        return given
+    share = (available or usable_threads()) // ranks
+    return max(1, min(share, int(work(job) // FLOPS_A_THREAD)))
+
+
+def work(job: Job) -> float:
+    """FLOPs of a square matrix product of a layer, of one micro-batch on one rank."""
+    tokens = job.workload().tokens
+    return 2.0 * tokens * job.model.hidden**2 / job.layout.tp
+
+
+def given_threads(environment: Mapping[str, str] = os.environ) -> int | None:
+    """What OMP_NUM_THREADS says: ``4``, or ``4,2`` for threads within threads. None where it says nothing of use."""
+    first = environment.get(GIVEN, "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and len(first) < 6 and int(first) > 0 else None

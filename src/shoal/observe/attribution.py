@@ -1,0 +1,197 @@
+"""Where a tensor comes from: the module and pass that made it, and so its category.
+
+In the forward pass that is the module being called. In the backward pass autograd runs nodes that a module's forward
+pass has made; nodes are numbered as they are made, so a node's number tells the module.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from types import CodeType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from shoal.facts.strategies import BY_NAME, PIPELINE, STRATEGIES
+from shoal.observe.collectives import group_of_call
+from shoal.observe.source_lines import line_of_ours
+from shoal.observe.subclasses import plain_tensors
+
+# What code makes, by the place that it is in: the innermost one on the stack that is listed here decides.
+PLACES = {
+    **{
+        place if place.startswith("torch/") else f"shoal/{place}": one.memory
+        for one in STRATEGIES
+        for place in one.made_in
+    },
+    "shoal/parallel/shared_gradients.py": "buffers",
+    "shoal/train/optimizer.py": "buffers",
+    "torch/optim/": "buffers",
+}
+# Whole gradients that FSDP adds up over the micro-batches of a pipeline.
+ADDED_UP = "to_accumulated_grad_if_needed"
+# What a pipeline sends becomes a message, whatever it was before. Others send what they hold for another reason.
+SENDS = ("c10d::send", "c10d::batch_p2p_ops")
+OF_WEIGHTS = {"params", "buffers", "grads", "optimizer"}
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+LOOKED_UP = (torch.ops.aten.embedding_dense_backward.default,)
+DEPTH = 40  # frames that are looked at
+
+
+# Says of what category a tensor is.
+Known = Callable[[Tensor], str | None]
+
+
+class Attribution(NamedTuple):
+    """Of a tensor: its category, and the module and the pass in which it was made."""
+
+    category: str
+    module: str
+    phase: str  # "forward" or "backward"
+    where: str  # the line of ours that was being carried out
+
+    def __str__(self) -> str:
+        return f"{self.phase} of {self.module}" if self.module else self.phase
+
+
+class Attributions:
+    """Follows the modules of some networks while it is active, and says where a new tensor comes from."""
+
+    def __init__(
+        self, networks: Iterable[nn.Module], parameters: Iterable[Tensor], purposes: Mapping[str, str]
+    ) -> None:
+        """``parameters`` are those that the networks compute with. ``purposes``: what groups of ranks are for."""
+        self._purposes = purposes
+        self._names = {
+            module: _short(name) for network in networks for name, module in network.named_modules()
+        }
+        self._parameters = list(parameters)
+        self._stack: list[str] = [""]
+        # From each of these numbers on, nodes belong to the module beside it.
+        self._numbers: list[int] = [0]
+        self._owners: list[str] = [""]
+        self._places: dict[CodeType, str | None] = {}
+
+    def __enter__(self) -> Attributions:
+        self._shapes = {shape for plain in plain_tensors(self._parameters) for shape in _either_way(plain)}
+        self._hooks = [
+            register_module_forward_pre_hook(self._entered),
+            register_module_forward_hook(self._left, always_call=True),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def of(self, operator: Any, arguments: tuple[Any, ...], result: Tensor, known: Known) -> Attribution:
+        """Of the result of an operator that is being carried out; ``known`` tells the category of its arguments."""
+        node = current_node()
+        if node is not None and len(self._stack) == 1:
+            module, phase = self._owner(node), "backward"
+        else:
+            module, phase = self._stack[-1], "forward" if node is None else "backward"
+        category = self._by_place()
+        if category is None and self._is_of_a_weight(operator, arguments, result, phase, known):
+            category = "buffers"
+        if category is None:
+            category = "logits" if module == "lm_head" else "activations"
+        return Attribution(category, module, phase, line_of_ours())
+
+    def sent_as(self, operator: Any, arguments: tuple[Any, ...]) -> str | None:
+        """The category that its arguments have from now on; None where they stay what they are."""
+        if operator._schema.name not in SENDS:
+            return None
+        group = group_of_call(operator, arguments, {})
+        purpose = self._purposes.get(group.group_name) if group is not None else None
+        return BY_NAME[PIPELINE].memory if purpose == PIPELINE else None
+
+    def _is_of_a_weight(
+        self, operator: Any, arguments: tuple[Any, ...], result: Tensor, phase: str, known: Known
+    ) -> bool:
+        """A weight in another precision, or its gradient on the way to where gradients are kept."""
+        sources = {known(tensor) for tensor in plain_tensors(arguments)}
+        if not sources or sources <= OF_WEIGHTS:
+            return bool(sources)
+        # A weight's gradient is the product of two activations, an input's that of one and the weight. Some schedules
+        # compute it after the backward pass, when no module is at work.
+        late = phase == "backward" or len(self._stack) == 1
+        product = late and operator in PRODUCTS and not sources & OF_WEIGHTS
+        return (product and result.shape in self._shapes) or operator in LOOKED_UP
+
+    def _by_place(self) -> str | None:
+        frame = sys._getframe(2)
+        for _ in range(DEPTH):
+            code = frame.f_code
+            if code not in self._places:
+                places = (kind for part, kind in PLACES.items() if part in code.co_filename)
+                self._places[code] = "grads" if code.co_name == ADDED_UP else next(places, None)
+            if (category := self._places[code]) is not None:
+                return category
+            if frame.f_back is None:
+                return None
+            frame = frame.f_back
+        return None
+
+    def _owner(self, node: Any) -> str:
+        return self._owners[bisect_right(self._numbers, number_of(node)) - 1]
+
+    def _entered(self, module: nn.Module, arguments: Any) -> None:
+        name = self._names.get(module)
+        self._stack.append(self._stack[-1] if name is None else name)
+        self._note()
+
+    def _left(self, module: nn.Module, arguments: Any, result: Any) -> None:
+        self._stack.pop()
+        self._note()
+
+    def _note(self) -> None:
+        number = next_number()
+        if number == self._numbers[-1]:
+            self._owners[-1] = self._stack[-1]
+        else:
+            self._numbers.append(number)
+            self._owners.append(self._stack[-1])
+
+
+def module_of(parameter: str) -> str:
+    """The module that a parameter belongs to, by the parameter's full name."""
+    return _short(parameter.rpartition(".")[0])
+
+
+def _short(name: str) -> str:
+    """Without what all names begin with: the decoder itself has none, as the network around it."""
+    return f"{name}.".removeprefix("network.").removeprefix("model.").removesuffix(".")
+
+
+def _either_way(tensor: Tensor) -> tuple[torch.Size, ...]:
+    return (tensor.shape, tensor.shape[::-1]) if tensor.dim() == 2 else ()
+
+
+# Three private functions of torch (2.11 to 2.13): nothing public says which node the backward pass is at.
+
+
+def current_node() -> Any:
+    """The node of the autograd graph that is being run; None outside of a backward pass."""
+    return torch._C._current_autograd_node()
+
+
+def next_number() -> int:
+    """The number that the next node made in this thread will have."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def number_of(node: Any) -> int:
+    """Of a node; that of a parameter's own, where gradients end, is beyond all others."""
+    return int(node._sequence_nr())
+
+
+for _function in ("_current_autograd_node", "_autograd"):
+    if not hasattr(torch._C, _function):
+        raise RuntimeError(f"torch {torch.__version__} has no torch._C.{_function}")

@@ -1,0 +1,233 @@
+"""The flight recorder: a rank's phase and recent collectives, in memory that other processes can read.
+
+It lies in a file that is mapped into memory, so it can be read however its rank ended or whatever holds it up: a lock,
+a C call, a signal. Torch's own recorder was tried first (2.13): on gloo it sees no point-to-point messages and never
+learns that a collective is over, and it is read by a call inside the rank, which takes Python's lock and seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+# What a rank announces.
+START, RESTORE, FIRST_STEP, STEP, INPUT = "start", "restore", "first step", "step", "input"
+EVALUATE, COMMIT, EXPLAIN, END = "evaluate", "commit", "explain", "end"
+
+# The file: a header, the heartbeat, a count for every channel, the last entries in a ring, and the channels'
+# descriptions as JSON.
+HEADER = struct.Struct("<QQQQ16sII")
+COUNT = struct.Struct("<Q")
+LONGEST_PLACE = 200
+ENTRY = struct.Struct(f"<IQQd24s{LONGEST_PLACE}s")
+MOST_CHANNELS = 256
+MOST_ENTRIES = 512
+DESCRIPTIONS = 1 << 17
+ENTERED_AT = 0
+BEAT_AT = HEADER.size
+COUNTS_AT = BEAT_AT + COUNT.size
+ENTRIES_AT = COUNTS_AT + MOST_CHANNELS * COUNT.size
+DESCRIPTIONS_AT = ENTRIES_AT + MOST_ENTRIES * ENTRY.size
+SIZE = DESCRIPTIONS_AT + DESCRIPTIONS
+
+# Between two heartbeats. They come from a thread of Python's, so they cease while anything holds Python's lock.
+BEAT_SECONDS = 0.2
+
+# Announces what a rank is about to do, and in which step: ``enter("evaluate", 100)``.
+Announce = Callable[[str, int], None]
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Where ranks meet: in a group, each time all of them; or, ``directed``, a sender and a receiver of messages."""
+
+    id: str  # torch's name of the group, the same on all of its ranks
+    group: str  # the axis
+    ranks: tuple[int, ...]
+    directed: bool = False
+
+
+@dataclass(frozen=True)
+class FlightEntry:
+    """One collective (or one end of a message) as it was entered."""
+
+    channel: Channel
+    number: int  # the how-manieth of its channel, from 1
+    op: str
+    bytes: int
+    time: float
+    where: str  # file:line
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A rank's recorder at the moment it was read."""
+
+    pid: int
+    main_thread: int
+    step: int
+    phase: str
+    beats: int
+    counts: dict[Channel, int]
+    entries: tuple[FlightEntry, ...]  # the oldest first
+    starved: float = 0.0  # seconds that it was ready to run and others had the processors
+
+    def as_json(self) -> dict[str, Any]:
+        """For a watchdog on another machine."""
+        counts = [[asdict(channel), count] for channel, count in self.counts.items()]
+        return {**asdict(replace(self, counts={})), "counts": counts}
+
+    @staticmethod
+    def from_json(row: dict[str, Any]) -> Snapshot:
+        counts = {_channel(channel): count for channel, count in row["counts"]}
+        entries = tuple(
+            FlightEntry(**{**entry, "channel": _channel(entry["channel"])}) for entry in row["entries"]
+        )
+        return Snapshot(**{**row, "counts": counts, "entries": entries})
+
+
+class FlightRecorder:
+    """The writing side: one rank's own."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        aside = path.with_suffix(".new")
+        # Written in full: a page that a full disk refuses later would be a crash and not an error.
+        aside.write_bytes(bytes(SIZE))
+        with aside.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), SIZE)
+        self._counts: list[int] = []
+        self._phase, self._step = START, 0
+        self._entered = self._described = 0
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._write_header()
+        aside.rename(path)
+
+    def __enter__(self) -> FlightRecorder:
+        COUNT.pack_into(self._memory, BEAT_AT, 1)
+        threading.Thread(target=self._beat, name="shoal-heartbeat", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.enter(END, self._step)
+        self._over.set()
+
+    def _beat(self) -> None:
+        beats = 1
+        while not self._over.wait(BEAT_SECONDS):
+            beats += 1
+            COUNT.pack_into(self._memory, BEAT_AT, beats)
+
+    def enter(self, phase: str, step: int) -> None:
+        with self._lock:
+            self._phase, self._step = phase, step
+            self._write_header()
+
+    def describe(self, channel: Channel) -> int | None:
+        """Make a channel known to readers; its number for ``note``, or None where there is no room for it."""
+        line = json.dumps(asdict(channel)).encode() + b"\n"
+        with self._lock:
+            index, end = len(self._counts), self._described + len(line)
+            if index == MOST_CHANNELS or end > DESCRIPTIONS:
+                return None
+            self._memory[DESCRIPTIONS_AT + self._described : DESCRIPTIONS_AT + end] = line
+            self._described = end
+            self._counts.append(0)
+            self._write_header()
+            return index
+
+    def note(self, index: int, op: bytes, size: int, where: bytes) -> None:
+        """A collective is about to be entered. Backward passes may run in threads of their own, hence the lock."""
+        with self._lock:
+            number = self._counts[index] = self._counts[index] + 1
+            place = ENTRIES_AT + self._entered % MOST_ENTRIES * ENTRY.size
+            ENTRY.pack_into(self._memory, place, index, number, size, time.monotonic(), op, where)
+            self._entered += 1
+            COUNT.pack_into(self._memory, COUNTS_AT + index * COUNT.size, number)
+            COUNT.pack_into(self._memory, ENTERED_AT, self._entered)
+
+    def _write_header(self) -> None:
+        main = threading.main_thread().ident or 0
+        known = len(self._counts), self._described
+        phase = self._phase.encode()
+        HEADER.pack_into(self._memory, 0, self._entered, os.getpid(), main, self._step, phase, *known)
+
+
+class FlightReader:
+    """The reading side: any process of the same machine. A restarted rank's new file takes the old one's place."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._inode = 0
+        self._memory: mmap.mmap | None = None
+        self._described = 0
+        self._channels: list[Channel] = []
+
+    def look(self, entries: bool = False) -> Snapshot | None:
+        """What is there now; None before the rank has begun. The ``entries`` only where asked for: they take longer."""
+        if not self._open() or self._memory is None:
+            return None
+        memory = self._memory
+        entered, pid, main, step, phase, known, described = HEADER.unpack_from(memory)
+        if described != self._described:
+            self._channels = _channels(memory[DESCRIPTIONS_AT : DESCRIPTIONS_AT + described])
+            self._described = described
+        channels = self._channels[:known]
+        counts = {
+            channel: COUNT.unpack_from(memory, COUNTS_AT + index * COUNT.size)[0]
+            for index, channel in enumerate(channels)
+        }
+        last = tuple(self._entries(memory, entered)) if entries else ()
+        (beats,) = COUNT.unpack_from(memory, BEAT_AT)
+        return Snapshot(pid, main, step, phase.rstrip(b"\0").decode(), beats, counts, last)
+
+    def close(self) -> None:
+        """Let go of the file: who holds it keeps its disk from being unmounted."""
+        self._memory, self._inode = None, 0
+
+    def _open(self) -> bool:
+        try:
+            inode = self.path.stat().st_ino
+            if inode != self._inode:
+                with self.path.open("rb") as file:
+                    self._memory = mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
+                self._inode, self._described, self._channels = inode, 0, []
+        except (OSError, ValueError):  # not there yet, or not all of it
+            return False
+        return True
+
+    def _entries(self, memory: mmap.mmap, entered: int) -> list[FlightEntry]:
+        found = []
+        for position in range(max(0, entered - MOST_ENTRIES), entered):
+            place = ENTRIES_AT + position % MOST_ENTRIES * ENTRY.size
+            index, number, size, when, op, where = ENTRY.unpack_from(memory, place)
+            if index < len(self._channels):
+                texts = op.rstrip(b"\0").decode(), where.rstrip(b"\0").decode(errors="replace")
+                found.append(FlightEntry(self._channels[index], number, texts[0], size, when, texts[1]))
+        return found
+
+
+def _channels(lines: bytes) -> list[Channel]:
+    rows = [json.loads(line) for line in lines.splitlines()]
+    return [_channel(row) for row in rows]
+
+
+def _channel(row: dict[str, Any]) -> Channel:
+    return Channel(row["id"], row["group"], tuple(row["ranks"]), row["directed"])
+
+
+def unheard(phase: str, step: int) -> None:
+    """An ``Announce`` that does nothing."""

@@ -1,0 +1,206 @@
+"""What a rank holds of the parameters: slices to fill with values, and shards that the optimizer updates.
+
+They differ where parameters are whole and only the optimizer's work is shared out (``zero=1|2``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal.facts.layout.parameter_groups import ParameterGroup, group_name, parameter_groups
+from shoal.facts.model import Model
+from shoal.facts.model.parameters import Parameter, by_name
+from shoal.facts.model.tensor_split import Box, TensorPart, tensor_part
+from shoal.models.initial import Slice
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.stage_module import EMBEDDING, HEAD, StageModule
+
+GroupOf = Callable[[Parameter], ParameterGroup]
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """A parameter of a segment and what part of the whole one it is."""
+
+    name: str  # canonical; of a copied head, that of the embedding it is a copy of
+    stage: int
+    parameter: nn.Parameter
+    part: TensorPart
+    group: ParameterGroup
+    copied: bool  # a head's own copy of a tied embedding
+
+    @property
+    def label(self) -> str:
+        """The name of this parameter among those of its rank."""
+        return HEAD if self.copied else self.name
+
+
+@dataclass(eq=False)
+class Shard:
+    """What one rank's optimizer updates of one parameter: elements ``start`` to ``stop`` of its box, row by row."""
+
+    held: HeldParameter
+    tensor: nn.Parameter  # its gradient is, after ``finish_step``, the global batch's
+    start: int
+    stop: int
+    counted: bool  # of several equal pieces one counts: in the norm, and as the one that is written
+
+    @property
+    def name(self) -> str:
+        return self.held.name
+
+    @property
+    def box(self) -> Box:
+        return self.held.part.box
+
+    @property
+    def decayed(self) -> bool:
+        """Weight decay applies to matrices; norms and biases, the vectors, carry none."""
+        return len(self.box.whole) >= 2
+
+
+def held_parameters(
+    segments: Iterable[StageModule], model: Model, mesh: Mesh, group_of: GroupOf | None = None
+) -> list[HeldParameter]:
+    """Every parameter of the segments on this rank, in forward order. ``group_of``: other groups than the layout's."""
+    canonical, groups = by_name(model), parameter_groups(mesh.layout, model.experts is not None, lora=False)
+    tp, index = mesh.layout.tp, mesh.coords["tp"]
+
+    def held(name: str, stage: int, parameter: nn.Parameter, copied: bool) -> HeldParameter:
+        whole = canonical[name]
+        group = groups[group_name(whole)] if group_of is None else group_of(whole)
+        return HeldParameter(name, stage, parameter, tensor_part(whole, tp, index), group, copied)
+
+    return [
+        held(name, segment.stage.index, parameter, copied)
+        for segment in segments
+        for name, parameter, copied in _named(segment)
+    ]
+
+
+def _named(segment: StageModule) -> Iterator[tuple[str, nn.Parameter, bool]]:
+    for name, parameter in segment.network.named_parameters():
+        copied = name == HEAD and segment.copied_head
+        yield EMBEDDING if copied else name, parameter, copied
+
+
+def whole_pieces(held: Iterable[HeldParameter], mesh: Mesh) -> list[Shard]:
+    """The optimizer updates all that is held."""
+    return [Shard(one, one.parameter, 0, one.parameter.numel(), counts(one, mesh)) for one in held]
+
+
+def counts(held: HeldParameter, mesh: Mesh) -> bool:
+    """Whether this rank's copy of a part is the one that counts."""
+    return held.part.copy == 0 and not held.copied and mesh.index_in(held.group.replicated) == 0
+
+
+class Reducer(Protocol):
+    """A way to keep gradients, and what is made of them, in step with the other data ranks.
+
+    ``last`` says that a stage's gradients will be complete after this backward pass.
+    """
+
+    pieces: list[Shard]
+
+    def start_step(self) -> None: ...
+
+    def before_backward(self, stage: int, last: bool) -> None: ...
+
+    def after_backward(self, stage: int, last: bool) -> None: ...
+
+    def finish_step(self) -> None:
+        """Every piece's gradient is the sum over the data ranks."""
+
+    def after_update(self) -> None:
+        """The optimizer has moved the pieces: make the parameters that the network reads follow."""
+
+    def slices(self) -> list[tuple[str, Slice]]:
+        """All parameter values that are held here, to be given values."""
+
+    def computed_with(self) -> list[nn.Parameter]:
+        """The parameters that the network computes with, and autograd gives gradients to, one for each held."""
+
+
+class NoReducer:
+    """One data rank: gradients are what they are."""
+
+    def __init__(self, held: list[HeldParameter], mesh: Mesh) -> None:
+        self.held = held
+        self.pieces = whole_pieces(held, mesh)
+
+    def start_step(self) -> None:
+        for piece in self.pieces:
+            piece.tensor.grad = None
+
+    def before_backward(self, stage: int, last: bool) -> None: ...
+
+    def after_backward(self, stage: int, last: bool) -> None: ...
+
+    def finish_step(self) -> None: ...
+
+    def after_update(self) -> None: ...
+
+    def slices(self) -> list[tuple[str, Slice]]:
+        return whole_slices(self.held)
+
+    def computed_with(self) -> list[nn.Parameter]:
+        return [one.parameter for one in self.held]
+
+
+class ComposedReducer:
+    """Several groups of parameters, each with a way of its own."""
+
+    def __init__(self, held: list[HeldParameter], by_group: dict[ParameterGroup, Reducer]) -> None:
+        """Pieces and parameters are those of the parts, together in the order of the network."""
+        self.held, self.by_group, self.parts = held, by_group, [*by_group.values()]
+        order = {one.label: number for number, one in enumerate(held)}
+        pieces = [piece for part in self.parts for piece in part.pieces]
+        self.pieces = sorted(pieces, key=lambda piece: order[piece.held.label])
+
+    def start_step(self) -> None:
+        for part in self.parts:
+            part.start_step()
+
+    def before_backward(self, stage: int, last: bool) -> None:
+        for part in self.parts:
+            part.before_backward(stage, last)
+
+    def after_backward(self, stage: int, last: bool) -> None:
+        for part in self.parts:
+            part.after_backward(stage, last)
+
+    def finish_step(self) -> None:
+        for part in self.parts:
+            part.finish_step()
+
+    def after_update(self) -> None:
+        for part in self.parts:
+            part.after_update()
+
+    def slices(self) -> list[tuple[str, Slice]]:
+        return [one for part in self.parts for one in part.slices()]
+
+    def computed_with(self) -> list[nn.Parameter]:
+        found = {group: iter(part.computed_with()) for group, part in self.by_group.items()}
+        return [next(found[one.group]) for one in self.held]
+
+
+def whole_slices(held: Iterable[HeldParameter]) -> list[tuple[str, Slice]]:
+    """Parameters that are not sharded further."""
+    return [(one.name, Slice(one.parameter.data, one.part.box.whole, one.part.box.offset)) for one in held]
+
+
+def weight(piece: Shard) -> Tensor:
+    return piece.tensor
+
+
+def gradient(piece: Shard) -> Tensor:
+    """A piece's gradient; zeros where nothing it takes part in has reached the loss."""
+    if piece.tensor.grad is None:
+        piece.tensor.grad = torch.zeros_like(piece.tensor)
+    return piece.tensor.grad

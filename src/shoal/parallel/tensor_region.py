@@ -1,0 +1,133 @@
+"""The residual stream under tensor parallelism: whole on every rank, or split along the sequence.
+
+Split projections need the whole sequence and leave partial sums. Each way in and out of the stream is a collective,
+and its gradient is the collective that mirrors it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class TensorRegion:
+    """How one rank of a tensor group reads and writes the residual stream [B, T, hidden].
+
+    With sequence parallelism a rank keeps T / ranks tokens, in order of rank, and norms, dropouts and additions work on
+    those alone. Without it every rank keeps, and works on, all of them; the traffic is the same.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: int, index: int, sp: bool) -> None:
+        self.group = group
+        self.ranks = ranks
+        self.index = index
+        self.sp = sp
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """All tokens, for projections of which this rank computes some features.
+
+        Autograd keeps the result in full for the weight's gradient. Megatron keeps the local tokens and gathers again:
+        less memory for more traffic. Here recomputation is what trades them.
+        """
+        gathered: Tensor = (Gather if self.sp else SumBackward).apply(hidden, self.group, self.ranks)
+        return gathered
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """The sum of all ranks' partial results, for the tokens that this rank keeps."""
+        summed: Tensor = (Scatter if self.sp else SumForward).apply(partial, self.group, self.ranks)
+        return summed
+
+    def local(self, places: Tensor) -> Tensor:
+        """The columns of [B, T] that belong to the tokens this rank keeps."""
+        if not self.sp:
+            return places
+        tokens = places.shape[1] // self.ranks
+        return places.narrow(1, self.index * tokens, tokens)
+
+
+class Gather(torch.autograd.Function):
+    """Forward: the tokens of all ranks. Backward: the sum of all ranks' gradients, each its own tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        return all_gather(local, group, ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(gradient, ctx.group, ctx.ranks), None, None
+
+
+class Scatter(torch.autograd.Function):
+    """Forward: the sum of all ranks' partial results, each its own tokens. Backward: the gradients of all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        return reduce_scatter(partial, group, ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(gradient, ctx.group, ctx.ranks), None, None
+
+
+class SumBackward(torch.autograd.Function):
+    """Forward: nothing. Backward: each rank has seen what some features did; the sum is what all of them did."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return all_reduce(gradient, ctx.group), None, None
+
+
+class SumForward(torch.autograd.Function):
+    """Forward: the sum of all ranks' partial results. Backward: nothing, for every rank knows the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
+        return all_reduce(partial, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient, None, None
+
+
+# The collectives, out of place: a matmul's output may be what selective recomputation has kept.
+
+# Torch 2.13 renames these two and warns of the old names; before it there are only those.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def all_gather(local: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
+    """[B, t, hidden] of each rank → [B, T, hidden]."""
+    batch, tokens, width = local.shape
+    gathered = local.new_empty(ranks * batch, tokens, width)
+    all_gather_single(gathered, local.contiguous(), group=group)
+    # Collectives join ranks in the first dimension. With one row that is the sequence already, and nothing is copied.
+    return gathered.view(ranks, batch, tokens, width).transpose(0, 1).reshape(batch, ranks * tokens, width)
+
+
+def reduce_scatter(partial: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
+    """[B, T, hidden] of each rank → the sum's [B, t, hidden] of this one."""
+    by_rank = partial.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+    summed = torch.empty_like(by_rank[0])
+    reduce_scatter_single(summed, by_rank.flatten(0, 1), group=group)
+    return summed
+
+
+def all_reduce(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    summed = partial.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(summed, group=group)
+    return summed

@@ -1,0 +1,79 @@
+"""What a layout is made of: the parts that its user has to understand, tune and debug.
+
+Plain replicas have none. Every other axis is a part, replicas beside it too, and so is every policy that differs from
+its default: a schedule, chunks, units, a stage of ZeRO, a micro-batch of one's own, recomputation, each offload.
+"""
+
+from __future__ import annotations
+
+from shoal.facts.layout import DEFAULT_CHUNKS, DEGREES, Layout
+from shoal.plan.space import Candidate, ModelSplit, PipelineOrder, StateSharding, WorkShare, layout_of
+from shoal.predict.workload import Workload
+
+
+def parts(workload: Workload) -> list[str]:
+    """By the name of their key, in the order in which a layout is printed."""
+    written = plain(workload.layout, workload.recipe.batch).written()
+    if not any(axis in written for axis in DEGREES if axis != "dp"):
+        written.pop("dp", None)
+    offload = written.pop("offload", ())
+    return [*written, *(f"offload={part}" for part in offload)]
+
+
+def plain(layout: Layout, batch: int) -> Layout:
+    """The same without a micro-batch that it would have anyway."""
+    if layout.micro is None:
+        return layout
+    bare = layout.replace(micro=None)
+    return bare if bare.micro_batch(batch) == layout.micro else layout
+
+
+# The same count where only some of a layout is decided. Each decision adds to it and none takes from it, so that the
+# sum over those that were made is a lower bound, and over all of them the number of parts.
+
+
+def of_split(split: ModelSplit) -> int:
+    """At least: whether data ranks are replicas or shards is still open."""
+    axes = (split.tp > 1) + (split.cp > 1) + (split.pp > 1)
+    return axes + (axes > 0 and split.data > 1)
+
+
+def of_share(share: WorkShare) -> int:
+    return (not share.sp) + (share.cp_kind != "ring") + (share.ep > 1)
+
+
+def of_order(split: ModelSplit, share: WorkShare, order: PipelineOrder, batch: int) -> int:
+    """With the micro-batch: what is usual depends on the schedule."""
+    chunks = order.chunks != DEFAULT_CHUNKS.get(order.schedule, 1)
+    policies = (order.schedule != "1f1b") + chunks + (order.recompute != "none")
+    return policies + (share.micro != usual_micro(split, order, batch))
+
+
+def of_states(split: ModelSplit, share: WorkShare, states: StateSharding) -> int:
+    sharded = states.fsdp > 1
+    both = sharded and states.dp > 1
+    # Data ranks beside another axis are counted with the split; expert ranks are an axis of a kind.
+    alone = split.tp == split.cp == split.pp == 1
+    first = alone and (sharded or (share.ep > 1 and states.dp > 1))
+    return both + first + (states.zero != 3) + len(states.offload)
+
+
+def replicas_alone(split: ModelSplit, share: WorkShare, states: StateSharding) -> int:
+    """1 where ``dp`` is the only axis, and hence no part."""
+    return int(states.dp > 1 and states.fsdp == split.tp == split.cp == split.pp == share.ep == 1)
+
+
+def of_unit(unit: int) -> int:
+    return int(unit > 1)
+
+
+def count(candidate: Candidate, batch: int) -> int:
+    """As many as ``parts`` names."""
+    split, share, order, states, unit = candidate
+    decided = of_split(split) + of_share(share) + of_order(split, share, order, batch)
+    return decided + of_states(split, share, states) + of_unit(unit)
+
+
+def usual_micro(split: ModelSplit, order: PipelineOrder, batch: int) -> int:
+    """What a layout without ``micro`` works on at a time."""
+    return layout_of(dp=split.data, pp=split.pp, schedule=order.schedule).micro_batch(batch)

@@ -1,0 +1,346 @@
+"""Lower bounds on a rank's memory for a partially decided layout.
+
+The first rank of a pipeline is looked at, and the last one where weight gradients are put off, which it does the most:
+in the backward pass of the last block, and at the update. Of a ledger's parts those are counted that are cheap to say:
+states, kept activations, gathered or cast weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from operator import mul
+from typing import NamedTuple
+
+from shoal.facts.bytes_per_parameter import bytes_per_parameter
+from shoal.facts.cluster import Cluster
+from shoal.facts.cluster.stack import Stack
+from shoal.facts.config import Lora
+from shoal.facts.layout import RECOMPUTES, V_SHAPED, Offload, Recompute, Zero, accumulation
+from shoal.facts.layout.parameter_groups import placement
+from shoal.facts.model import Model
+from shoal.facts.recipe import Recipe
+from shoal.facts.schedules.programs import SPLIT_BACKWARD
+from shoal.plan.space import ModelSplit, PipelineOrder, StateSharding, WorkShare, layout_of, placed
+from shoal.predict.memory.activations import BlockActivations
+from shoal.predict.memory.device import on_top
+from shoal.predict.memory.micro_batch import micro_batch_bytes
+from shoal.predict.memory.peaks import BATCH_BYTES
+from shoal.predict.rank_parameters import (
+    ParameterCount,
+    ShardDegrees,
+    block_count,
+    end_counts,
+    stages_here,
+    total,
+)
+from shoal.predict.workload import Workload
+
+
+class Blocks(NamedTuple):
+    """A rank's blocks, or one chunk of them."""
+
+    dense: int
+    sparse: int
+
+
+class KeptActivations(NamedTuple):
+    """Bytes of activations at the fullest moment before there are gradients, and with them."""
+
+    before: float
+    later: float
+
+
+@dataclass
+class MemoryBound:
+    """Of one model on one kind of device."""
+
+    model: Model
+    cluster: Cluster
+    recipe: Recipe
+    stack: Stack
+    lora: Lora | None
+
+    def __post_init__(self) -> None:
+        recipe = self.recipe
+        self.hold = bytes_per_parameter(
+            recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, self.stack
+        )
+        self.capacity = self.cluster.device.memory_bytes
+        self.cut_by = None if self.stack.even_stages else recipe.seq
+        # By what each depends on, and not by the model, whose hash takes a while.
+        self._most = cache(self._allocated)
+        self._part = cache(self._block_count)
+        self._activations = cache(self._counted)
+        self._chunks_of = cache(self._cut)
+        self._blocks: dict[tuple[object, ...], BlockActivations] = {}
+        self._least: dict[tuple[object, ...], float] = {}
+        self._sized: dict[tuple[object, ...], ParameterCount] = {}
+
+    def fits(self, split: ModelSplit, peak: float) -> bool:
+        """Whether so many bytes may fit, with as few communicators as this split can have."""
+        return peak <= self._most(split)
+
+    def _allocated(self, split: ModelSplit) -> float:
+        """The most that a device has room for; what comes on top grows in proportion, a few bytes are for rounding."""
+        layout = layout_of(fsdp=split.data, tp=split.tp, cp=split.cp, pp=split.pp)
+        workload = Workload(self.model, self.cluster, self.recipe, layout, self.stack)
+        none, much = (on_top(workload, size).p90 for size in (0, 2**40))
+        return (self.capacity - none) / (much - none) * 2**40 + 16
+
+    def holds(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, ways: list[StateSharding]
+    ) -> bool:
+        """Whether ``of_states`` of one of these may fit; they differ in ``zero`` alone."""
+        return all(
+            self.fits(split, self._of_rank(split, share, order, ways, rank))
+            for rank in _looked_at(split, order)
+        )
+
+    def of_split(self, split: ModelSplit, ep: int, offload: tuple[Offload, ...]) -> tuple[float, float]:
+        """Of a pipeline's average rank, with states shared out as far as they can be: what rests, and at the update."""
+        dense, sparse = self._layers
+        sizes = self._sizes(split, ep, split.data, Blocks(dense, sparse))
+        weight, optimizer, gradient = self._resting(sizes, sharded=True, scattered=True, offload=offload)
+        return (weight + optimizer) / split.pp, (weight + optimizer + gradient) / split.pp
+
+    def of_share(self, split: ModelSplit, share: WorkShare, resting: float) -> float:
+        """The backward pass of one block comes on top of what rests.
+
+        Its activations are there then, also where others wait elsewhere. It grows with the micro-batch: where one is
+        too large, so are all that are larger.
+        """
+        key = split.tp, split.cp, share.sp, share.cp_kind
+        least = self._least.get(key)
+        if least is None:
+            least = float("inf")
+            for recompute in RECOMPUTES:
+                kinds = [
+                    self._block(split, share, recompute, experts)
+                    for experts, count in zip((False, True), self._layers, strict=True)
+                    if count
+                ]
+                least = min(least, min(one.resting for one in kinds) + min(one.fullest for one in kinds))
+            self._least[key] = least
+        return resting + max(0.0, share.micro * least)
+
+    def frugal(self, split: ModelSplit, offload: tuple[Offload, ...]) -> list[StateSharding]:
+        """States over as many ranks as there are need the least, whichever of them are shared out."""
+        zeros: tuple[Zero, ...] = (3, 2, 1) if split.data * split.cp > 1 else (3,)
+        return [StateSharding(1, split.data, zero, offload) for zero in zeros]
+
+    def of_order(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, offload: tuple[Offload, ...]
+    ) -> float:
+        ways = self.frugal(split, offload)
+        return max(self._of_rank(split, share, order, ways, rank) for rank in _looked_at(split, order))
+
+    def of_states(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
+    ) -> float:
+        return max(self._of_rank(split, share, order, [states], rank) for rank in _looked_at(split, order))
+
+    def _of_rank(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, ways: list[StateSharding], rank: int
+    ) -> float:
+        """With the most frugal of several ways, each part by itself; they differ in ``zero`` alone."""
+        shards, offload = placed(split, ways[0]).sharded.size, ways[0].offload
+        sizes = self._on_rank(split, share, order, ways[0].fsdp, rank)
+        any_sharded = any_scattered = False
+        before = later = float("inf")
+        for states in ways:
+            sharded = shards > 1 and (states.zero == 3 or self.stack.unsharded != "buckets")
+            any_sharded = any_sharded or sharded
+            any_scattered = any_scattered or sharded or (shards > 1 and states.zero == 2)
+            before = min(before, self._during(split, sizes, sharded, states, False))
+            later = min(later, self._during(split, sizes, sharded, states, True))
+        weight, optimizer, gradient = self._resting(sizes, any_sharded, any_scattered, offload)
+        kept = self._kept(split, share, order, offload, not any_sharded, rank)
+        # The last backward pass of all finds everyone's gradients, whatever little else is left.
+        once = accumulation(self.recipe.batch, split.data, share.micro) == 1
+        full = max(gradient, kept.before + before, before if once else later)
+        if kept.later:
+            full = max(full, kept.later + later)
+        return weight + optimizer + full
+
+    def _during(
+        self, split: ModelSplit, sizes: ParameterCount, sharded: bool, states: StateSharding, begun: bool
+    ) -> float:
+        """Gradients and gathered weights in the backward pass."""
+        hold = self.hold
+        if sharded and split.pp > 1:
+            return hold.compute * sizes.whole + (hold.reduce * sizes.trained if begun else 0.0)
+        followed = any(part.what == "optimizer" for part in states.offload)  # gradients follow the states
+        if sharded:
+            # Replicas of shards add up in the precision that their sums travel in.
+            width = min(hold.gradient, hold.reduce) if states.dp > 1 else hold.gradient
+            return width * sizes.trained_share if begun and not followed else 0.0
+        if placed(split, states).sharded.size > 1:
+            if states.zero == 2 and split.pp == 1:
+                return 0.0 if followed else hold.gradient * sizes.trained_share
+            return hold.gradient * sizes.trained
+        return hold.gradient * sizes.trained if states.dp > 1 or begun else 0.0
+
+    def _resting(
+        self, sizes: ParameterCount, sharded: bool, scattered: bool, offload: tuple[Offload, ...]
+    ) -> tuple[float, float, float]:
+        """Bytes of weights, of the optimizer's states, and of gradients at the update."""
+        hold, away = self.hold, {part.what for part in offload}
+        each = hold.weight if self.lora is None else hold.frozen
+        weight = 0.0 if "params" in away else each * (sizes.share if sharded else sizes.whole)
+        optimizer = 0.0 if "optimizer" in away else (hold.moments + hold.master) * sizes.trained_share
+        gradient = hold.gradient * (sizes.trained_share if scattered else sizes.trained)
+        return weight, optimizer, 0.0 if scattered and "optimizer" in away else gradient
+
+    def _on_rank(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, fsdp: int, rank: int
+    ) -> ParameterCount:
+        key = split.tp, split.cp, split.pp, share.ep, order.schedule, order.chunks, fsdp, rank
+        known = self._sized.get(key)
+        if known is None:
+            chunks = self._chunks_of(split.pp, order, rank)
+            blocks = Blocks(sum(chunk.dense for chunk in chunks), sum(chunk.sparse for chunk in chunks))
+            last = rank == (0 if order.schedule in V_SHAPED else split.pp - 1)
+            head = last and not (self.model.tied and split.pp == 1)
+            known = self._sized[key] = self._sizes(split, share.ep, fsdp, blocks, rank == 0, head)
+        return known
+
+    def _sizes(
+        self,
+        split: ModelSplit,
+        ep: int,
+        fsdp: int,
+        blocks: Blocks,
+        embedding: bool = False,
+        head: bool = False,
+    ) -> ParameterCount:
+        dense, routed = (placement(split.tp, split.cp, fsdp, split.data // fsdp, each) for each in (1, ep))
+        key = ShardDegrees(split.tp, ep, dense.sharded.size, routed.sharded.size)
+        blocks_here = ((False, blocks.dense), (True, blocks.sparse))
+        counts = [self._part(experts, key).times(count) for experts, count in blocks_here if count]
+        ends = end_counts(self.model, key)
+        counts += [ends.embedding] * embedding + [ends.head] * head
+        found = total(counts)
+        # Adapters are next to nothing.
+        return found if self.lora is None else found._replace(trained=0, trained_share=0)
+
+    def _block_count(self, experts: bool, split: ShardDegrees) -> ParameterCount:
+        return block_count(self.model, experts, split, None)
+
+    def _kept(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        order: PipelineOrder,
+        offload: tuple[Offload, ...],
+        cast: bool,
+        rank: int,
+    ) -> KeptActivations:
+        """Activations in the backward pass of the last block, with the weights that autograd keeps in a cast."""
+        stay = not any(one.what == "activations" for one in offload)
+        cast = cast and self.hold.cast and self.lora is None and order.recompute == "none"
+        return self._activations(split, share, order, stay, cast, rank)
+
+    def _counted(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, stay: bool, cast: bool, rank: int
+    ) -> KeptActivations:
+        chunks = self._chunks_of(split.pp, order, rank)
+        times = accumulation(self.recipe.batch, split.data, share.micro)
+        part = ShardDegrees(split.tp, share.ep, 1, 1)
+        each, put_off, largest, working = [], [], 0.0, float("inf")
+        for blocks in chunks:
+            held = late = 0.0
+            for experts, count in ((False, blocks.dense), (True, blocks.sparse)):
+                if not count:
+                    continue
+                one = self._block(split, share, order.recompute, experts)
+                held += count * share.micro * one.resting * stay
+                late += count * share.micro * one.deferred
+                working = min(working, share.micro * one.fullest)
+                if cast:
+                    size = self.hold.compute * self._part(experts, part).whole
+                    held, largest = held + count * size, max(largest, size)
+            each.append(held)
+            put_off.append(late)
+        tokens = share.micro * self.recipe.seq // split.cp
+        if split.pp > 1:
+            # What a stage sends on stays with it; the last stage sends nothing.
+            stream = (tokens / split.tp if share.sp else tokens) * self.model.hidden * self.hold.compute
+            each = [held + stream for held in each]
+            if order.schedule in V_SHAPED or rank:
+                each[-1] -= stream
+        fixed = BATCH_BYTES * tokens * times + max(0.0, working)
+        most = [fixed, 0.0]
+        for held_of, put_off_of, begun in _fullest(order, split.pp, times, rank):
+            flying = sum(map(mul, each, held_of)) + sum(map(mul, put_off, put_off_of)) - largest
+            most[begun] = max(most[begun], fixed + max(0.0, flying))
+        return KeptActivations(*most)
+
+    def _block(
+        self, split: ModelSplit, share: WorkShare, recompute: Recompute, experts: bool
+    ) -> BlockActivations:
+        """With one sequence; everything of it grows in proportion to the micro-batch."""
+        key = split.tp, split.cp, share.sp, share.cp_kind, recompute, experts
+        known = self._blocks.get(key)
+        if known is None:
+            layout = layout_of(
+                tp=split.tp,
+                sp=share.sp,
+                cp=split.cp,
+                cp_kind=share.cp_kind,
+                micro=1,
+                recompute=recompute,
+            )
+            workload = Workload(self.model, self.cluster, self.recipe, layout, self.stack, lora=self.lora)
+            alike = [one for kind, one in micro_batch_bytes(workload).blocks.items() if kind[0] == experts]
+            known = self._blocks[key] = min(alike, key=lambda one: one.resting)
+        return known
+
+    def _cut(self, pp: int, order: PipelineOrder, rank: int) -> tuple[Blocks, ...]:
+        """The chunks of a rank."""
+        stages = stages_here(self.model, pp, order.chunks, order.schedule, self.cut_by, rank)
+        sparse = [sum(self.model.has_experts(number) for number in stage.layers) for stage in stages]
+        return tuple(
+            Blocks(len(stage.layers) - routed, routed) for stage, routed in zip(stages, sparse, strict=True)
+        )
+
+    @cached_property
+    def _layers(self) -> tuple[int, int]:
+        """Without experts and with them."""
+        sparse = sum(self.model.has_experts(number) for number in range(self.model.layers))
+        return self.model.layers - sparse, sparse
+
+
+def _looked_at(split: ModelSplit, order: PipelineOrder) -> tuple[int, ...]:
+    """The first rank, and the last one where weight gradients are put off."""
+    return (0, split.pp - 1) if split.pp > 1 and order.schedule in SPLIT_BACKWARD else (0,)
+
+
+def _fullest(
+    order: PipelineOrder, pp: int, times: int, rank: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], bool]]:
+    """Moments of the first or the last rank: of each chunk, micro-batches that are kept, and of which only weight
+    gradients are left to compute; and whether an earlier backward pass has left gradients.
+
+    A schedule holds at least as much at one of its moments (``predict/memory/in_flight.py`` plays them one by one).
+    """
+    chunks = order.chunks
+    none, reached = (0,) * chunks, min(times, pp)
+    if pp == 1:
+        yield (1,), none, times > 1
+    elif order.schedule == "gpipe":
+        yield (times,), none, False
+    elif rank == 0 and order.schedule in V_SHAPED:
+        yield (min(times, 2 * pp - 1), 1), none, times >= 2 * pp
+    elif rank == 0:
+        first = min(times, 2 * pp - 1) if order.schedule == "interleaved" else reached
+        yield (first, *(reached,) * (chunks - 1)), none, times >= 2 * pp
+    elif order.schedule == "zb":
+        # Weights' gradients are put off until as many are waiting: of several chunks, for a whole round.
+        begun = times > pp if chunks == 1 else times >= 2 * pp
+        yield (*(reached,) * (chunks - 1), 1), (*none[1:], reached - 1), begun
+    else:
+        yield (reached, reached), none, times > pp
+        if order.schedule == "zbv" and times >= 2 * pp:
+            yield (1, 0), (rank, rank), True

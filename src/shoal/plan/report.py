@@ -1,0 +1,186 @@
+"""The planner's complete answer: plans, runners-up, the decision in words, cost and curves."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.facts import calibration
+from shoal.facts.layout import Layout
+from shoal.facts.model.parameters import active_parameter_count, parameter_count
+from shoal.plan import scale, search
+from shoal.plan.choose import Chosen
+from shoal.plan.decide import Decision, decide, not_run
+from shoal.plan.explain import against, binds, parts, strategy, why
+from shoal.plan.judge import Plan, engine_runs, judge
+from shoal.plan.judge import as_json as plan_json
+from shoal.plan.remedy import Remedy, for_layout, for_model
+from shoal.plan.request import PlanRequest
+from shoal.plan.scale import Cost, Point
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """``plans`` are the fastest first, the chosen one among them; a layout that was asked for is alone, whether it fits
+    or not.
+    """
+
+    asked: PlanRequest
+    plans: list[Plan]
+    chosen: Chosen | None  # None where nothing fits, or nothing is left to choose
+    rejected: list[tuple[str, str]]  # layout and reason, the nearest first
+    searched: int
+    evaluated: int  # priced one by one
+    at_best: float | None  # where the search was broken off: no layout left out is faster than this
+    proven: bool  # no layout of the space is faster than the first plan
+    seconds: float
+    decision: Decision
+    remedies: list[Remedy]
+    over_devices: list[Point]
+    over_sequences: list[Point]
+
+    @property
+    def best(self) -> Plan | None:
+        return self.plans[0] if self.plans else None
+
+    @property
+    def choice(self) -> Plan | None:
+        """What the decision says to run; a layout that was asked for, in any case."""
+        return self.chosen.plan if self.chosen else self.best
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """What no published run supports, of the plan to run."""
+        return self.choice.unmeasured if self.choice else []
+
+    def cost(self, plan: Plan) -> Cost | None:
+        asked = self.asked
+        return scale.cost(plan, asked.tokens, asked.price) if asked.tokens else None
+
+    def as_json(self) -> dict[str, Any]:
+        return _json(self)
+
+
+def plan_report(asked: PlanRequest, top: int = 10, curve: bool = False) -> PlanReport:
+    """Everything that ``shoal plan`` says."""
+    start = time.perf_counter()
+    rejected: list[tuple[str, str]] = []
+    searched = evaluated = 1
+    at_best: float | None = None
+    proven = False
+    chosen: Chosen | None = None
+    if asked.layout is not None:
+        plans = [judge(asked.workload(asked.layout))]
+        remedies = [] if plans[0].fits else for_layout(asked, asked.layout)
+    else:
+        # How much is looked at must not depend on how much is shown.
+        found = search.searched(asked.workload(Layout()), max(top, search.TOP))
+        searched, evaluated, at_best, chosen = found.searched, found.evaluated, found.at_best, found.chosen
+        proven = found.proven
+        plans = _shown(found.plans, chosen, top)
+        rejected = [(str(loser.layout), loser.reason) for loser in found.rejected]
+        remedies = []
+        if chosen is None:
+            remedies = for_model(asked)
+        elif not chosen.plan.runs and engine_runs(chosen.plan.workload):
+            remedies = for_model(asked, runnable=True)
+    for plan in plans:
+        plan.why, plan.called = why(plan), asked.model_name
+    decision = decide(asked, plans, chosen, remedies)
+    return PlanReport(
+        asked,
+        plans,
+        chosen,
+        rejected,
+        searched,
+        evaluated,
+        at_best,
+        proven,
+        time.perf_counter() - start,
+        decision,
+        remedies,
+        scale.over_devices(asked) if curve else [],
+        scale.over_sequences(asked) if curve else [],
+    )
+
+
+def _shown(plans: list[Plan], chosen: Chosen | None, top: int) -> list[Plan]:
+    """The fastest, and the chosen one in its place among them."""
+    if chosen is None:
+        return plans[:top]
+    mine = chosen.plan
+    others = [plan for plan in plans if plan.layout != mine.layout]
+    mine.tie = not plans or mine.step.seconds <= plans[0].limit
+    return sorted([*others[: top - 1], mine], key=lambda plan: plan.step.seconds)
+
+
+def _json(found: PlanReport) -> dict[str, Any]:
+    asked = found.asked
+    model, cluster = asked.model, asked.cluster
+    document = {
+        "model": {
+            "name": model.name,
+            "parameters": parameter_count(model),
+            "active_parameters": active_parameter_count(model),
+        },
+        "cluster": {
+            "name": str(cluster),
+            "device": cluster.device.name,
+            "devices": cluster.devices,
+            "nodes": cluster.nodes,
+            "capacity": cluster.device.memory_bytes,
+        },
+        "recipe": asked.recipe.model_dump(mode="json"),
+        "lora": asked.lora.model_dump(mode="json") if asked.lora else None,
+        "decision": vars(found.decision),
+        "plans": [_plan(found, plan) for plan in found.plans],
+        "rejected": [{"layout": layout, "reason": reason} for layout, reason in found.rejected],
+        "remedies": [remedy.as_json() for remedy in found.remedies],
+        "unmeasured": found.unmeasured,
+        "rates": calibration.find(cluster).words,
+        "searched": found.searched,
+        "evaluated": found.evaluated,
+        "at_best": found.at_best,
+        "proven": found.proven,
+        "seconds": found.seconds,
+        "chosen": _chosen(found),
+        "choice": str(found.choice.layout) if found.choice else None,
+        "tokens": asked.tokens,
+        "price": asked.price,
+    }
+    if found.over_devices or found.over_sequences:
+        document["curve"] = {
+            "devices": [point.as_json() for point in found.over_devices],
+            "sequences": [point.as_json() for point in found.over_sequences],
+        }
+    return document
+
+
+def _chosen(found: PlanReport) -> dict[str, Any]:
+    """What ``layout = "auto"`` trains, where the engine runs it."""
+    chosen = found.chosen
+    if chosen is None:
+        plan = found.best if found.best and found.best.fits else None
+        layout = str(plan.layout) if plan else None
+        why = "It is the layout you asked for." if plan else found.decision.text
+        return {"layout": layout, "why": why, "fastest": layout, "runs": plan is not None and plan.runs}
+    return {
+        "layout": str(chosen.plan.layout),
+        "why": " ".join([chosen.why, *not_run(chosen.plan, found.plans)]),
+        "fastest": str(chosen.fastest.layout),
+        "runs": chosen.plan.runs,
+    }
+
+
+def _plan(found: PlanReport, plan: Plan) -> dict[str, Any]:
+    best = found.plans[0]
+    total = found.cost(plan)
+    return {
+        **plan_json(plan),
+        "strategy": strategy(plan.layout, plan.workload.lora is not None),
+        "binds": binds(plan),
+        "parts": [vars(part) for part in parts(plan)],
+        "against_best": "" if plan is best else against(plan, best),
+        "cost": total.as_json() if total else None,
+    }

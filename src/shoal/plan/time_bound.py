@@ -1,0 +1,327 @@
+"""Lower bounds on step time for a partially decided layout.
+
+Bounds are composed of a layer's costs, which are priced once. Each leaves out what is not decided yet, and what takes
+long to say: of a split its latencies and everything but matrix products and tensor ranks' exchange; of shares the idle
+pipeline; of orders what data ranks exchange; of states the latency of their many calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import NamedTuple
+
+from shoal.facts.config import Lora, TuneSection
+from shoal.facts.layout import Layout, Offload, Recompute, accumulation
+from shoal.facts.layout.parameter_groups import Placement
+from shoal.facts.precision import compute_width, reduce_width, state_width
+from shoal.plan.space import UNITS, ModelSplit, PipelineOrder, StateSharding, WorkShare, layout_of, placed
+from shoal.predict.collective_call import CollectiveCall
+from shoal.predict.flops import matrix_parameters
+from shoal.predict.memory.micro_batch import micro_batch_bytes
+from shoal.predict.rank_parameters import (
+    RankParameters,
+    expert_elements,
+    rank_parameters,
+    trained_with_experts,
+)
+from shoal.predict.time import host, layer
+from shoal.predict.time.bubble import Idle, follows, idle
+from shoal.predict.time.layer import Passes
+from shoal.predict.time.offload import transfer
+from shoal.predict.time.step import ALWAYS, CostModel, RankKind, stage_kinds, update_seconds
+from shoal.predict.traffic import context, expert, tensor
+from shoal.predict.workload import Workload
+
+
+class Exchange(NamedTuple):
+    """Seconds that data ranks exchange in a step, by what they do it beside."""
+
+    forward: float
+    backward: float
+    alone: float
+
+
+class Costs(NamedTuple):
+    """Seconds of one micro-batch, on a rank's share of it."""
+
+    dense: float  # a layer, there and back, with what it repeats and what it exchanges within
+    sparse: float  # and a layer with experts
+    first: float  # the embedding
+    last: float  # the head and the loss
+    forward: float  # the slower kind of layer, without exchange
+    backward: float
+
+
+@dataclass
+class TimeBound:
+    """Of one model on one cluster."""
+
+    on: CostModel
+    tune: TuneSection
+    lora: Lora | None
+    devices: int
+
+    def __post_init__(self) -> None:
+        self.model, self.recipe, self.stack = self.on.model, self.on.recipe, self.on.stack
+        # By what each depends on, and not by the model, whose hash takes a while.
+        self.kinds = cache(self._stage_kinds)
+        self._body = cache(self._all_layers)
+        self._offloading = cache(self._with_offload)
+        self.cut_by = None if self.stack.even_stages else self.recipe.seq
+        self._costs: dict[tuple[object, ...], Costs] = {}
+        self._first: dict[tuple[object, ...], tuple[float, int]] = {}
+        self._resting: dict[tuple[object, ...], float] = {}
+
+    def of_split(self, split: ModelSplit) -> float:
+        """Products at the rate of the best one, and what tensor ranks exchange as one message a layer."""
+        tokens = self.recipe.batch * self.recipe.seq // (split.data * split.cp)
+        exchanged = tokens * self.model.hidden * compute_width(self.recipe)
+        # Two sums a layer forward and two backward; with sequence parallelism each is two halves.
+        summed = 4 * self.on.links.seconds("all_reduce", exchanged, split.tp, 1)
+        return self._products / self.devices + self.model.layers / split.pp * summed
+
+    @cached_property
+    def _products(self) -> float:
+        each = 4 if self.lora else 6
+        flops = float(each) * matrix_parameters(self.model) * self.recipe.batch * self.recipe.seq
+        if self.model.experts is not None:
+            flops /= 2  # a rank's tokens do not spread evenly over its experts, and rows are rounded down
+        return flops / self.on.kernels.fastest
+
+    def of_share(self, split: ModelSplit, share: WorkShare, recompute: Recompute = "none") -> float:
+        """All computation and exchange within layers, evenly over the pipeline."""
+        costs = self.costs(split, share, recompute, layer.NONE)
+        (whole,) = self.kinds(1, 1, "1f1b")
+        total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.first + costs.last
+        times = accumulation(self.recipe.batch, split.data, share.micro)
+        return times * total / split.pp
+
+    def of_order(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        order: PipelineOrder,
+        held: Passes = layer.NONE,
+        played: bool = False,
+    ) -> float:
+        """The slowest rank's work, and how long it waits for the others.
+
+        ``held``: what is moved of weights for every micro-batch, once states say that. ``played``: also of a pipeline
+        that never fills, whose waiting has no formula and takes a while to find.
+        """
+        costs = self.costs(split, share, order.recompute, held)
+        hosts = sum(host.of_layer(self.on, order.recompute))
+        total = slowest = 0.0
+        for dense, sparse, first, last, ranks, _ in self.kinds(split.pp, order.chunks, order.schedule):
+            seconds = dense * costs.dense + sparse * costs.sparse
+            if first:
+                seconds += costs.first
+            if last:
+                seconds += costs.last
+            seconds = max(seconds, hosts * (dense + sparse))
+            total += ranks * seconds
+            slowest = max(slowest, seconds)
+        times = accumulation(self.recipe.batch, split.data, share.micro)
+        if split.pp == 1:
+            return times * slowest
+        waits = Idle((split.pp - 1) / (3 * order.chunks), 0.0)  # the least that any schedule can have
+        if played or follows(order.schedule, split.pp, order.chunks, times):
+            waits = idle(order.schedule, split.pp, order.chunks, times)
+        wait = waits.work / (split.pp - 1)
+        # Where a rank's own work counts for less than its wait for others, the bound holds with all work on one rank.
+        worked = times * slowest + wait * (total - slowest) if times >= wait else times * total
+        tokens = share.micro * self.recipe.seq // split.cp
+        if split.tp > 1 and (share.sp or self.stack.parts_messages):
+            tokens //= split.tp
+        size = tokens * self.model.hidden * compute_width(self.recipe)
+        return worked + waits.messages * self.on.links.seconds(
+            "send", size, split.pp, self.devices // split.pp
+        )
+
+    def of_offload(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        order: PipelineOrder,
+        offload: tuple[Offload, ...],
+        worked: float,
+    ) -> float:
+        """With states shared out as far as they can be, so that the least of them travels."""
+        return worked + self._update(split, share, order, StateSharding(1, split.data, 3, offload))
+
+    def of_states(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding, worked: float
+    ) -> float:
+        """``worked``: ``of_order``, with what these states move of weights."""
+        exchange = self._exchange(split, share, order, states)
+        times = accumulation(self.recipe.batch, split.data, share.micro)
+        costs = self.costs(split, share, order.recompute, self.handled(split, share, states))
+        layers = max(kind.dense + kind.sparse for kind in self.kinds(split.pp, order.chunks, order.schedule))
+        # It hides behind every micro-batch's pass, and once more what comes at the end of a step.
+        overlap, passes = self.stack.overlap, (times + 1) * layers
+        left = exchange.forward - overlap * min(exchange.forward, passes * costs.forward)
+        left += exchange.backward - overlap * min(exchange.backward, passes * costs.backward)
+        return worked + left + exchange.alone + self._update(split, share, order, states)
+
+    def handled(self, split: ModelSplit, share: WorkShare, states: StateSharding) -> Passes:
+        sharded = states.zero == 3 and placed(split, states).sharded.size > 1
+        times = accumulation(self.recipe.batch, split.data, share.micro)
+        return self.on.handling(sharded, times)
+
+    def costs(self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Passes) -> Costs:
+        key = (split.tp, split.cp, *share, recompute, held)
+        known = self._costs.get(key)
+        if known is None:
+            known = self._costs[key] = self._priced(split, share, recompute, held)
+        return known
+
+    def _priced(self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Passes) -> Costs:
+        """One micro-batch of one rank. As many replicas as there are experts' ranks, so that these have a place."""
+        layout = layout_of(
+            dp=share.ep, tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, ep=share.ep,
+            micro=share.micro, recompute=recompute,
+        )  # fmt: skip
+        recipe = self.recipe.model_copy(update={"batch": share.ep * share.micro})
+        workload = Workload(self.model, self.on.cluster, recipe, layout, self.stack, self.tune, self.lora)
+        tokens, model = workload.tokens, self.model
+        between = tokens / split.tp if share.sp else float(tokens)
+        body = self._body(split.tp, share.sp)
+        within = sum(self._seconds(workload, call) for call in tensor.calls(workload, body))
+        within += sum(self._seconds(workload, call) for call in context.calls(workload, body))
+        routed = sum(
+            self._seconds(workload, call) for call in expert.calls(workload, body) if call.phase in ALWAYS
+        )
+        seconds, forwards, backwards = [0.0, 0.0], [0.0], [0.0]
+        for place, count in ((0, body.dense), (1, body.sparse)):
+            if not count:
+                continue
+            part = layer.LayerShare(
+                tokens, between, share.micro, self.recipe.seq, split.tp, share.ep, place == 1, held
+            )
+            one = self.on.layer(part)
+            again = {"none": 0.0, "selective": one.again, "full": one.full}[recompute]
+            backward = one.input + (0.0 if self.lora else one.weight) + again
+            seconds[place] = (
+                one.forward + backward + within / body.layers + (routed / count if place else 0.0)
+            )
+            forwards.append(one.forward)
+            backwards.append(backward)
+        rows = -(-model.vocab // split.tp)
+        embedding = self.on.embedding(tokens, rows, held)
+        head = self.on.head(tokens, rows, held)
+        first, last = (
+            end.forward + end.input + (0.0 if self.lora else end.weight) for end in (embedding, head)
+        )
+        return Costs(seconds[0], seconds[1], first, last, max(forwards), max(backwards))
+
+    def _seconds(self, workload: Workload, call: CollectiveCall) -> float:
+        ranks = workload.ranks_of(call.group)
+        return call.count * self.on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
+
+    def _stage_kinds(self, pp: int, chunks: int, schedule: str) -> tuple[RankKind, ...]:
+        return stage_kinds(self.model, pp, chunks, schedule, self.cut_by)
+
+    def _all_layers(self, tp: int, sp: bool) -> RankParameters:
+        """Without the ends."""
+        whole = rank_parameters(layout_of(tp=tp, sp=sp), self.model, self.cut_by, 0)
+        return replace(whole, first=False, last=False)
+
+    def _exchange(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
+    ) -> Exchange:
+        """Each rank's blocks as one message; embedding and head are left out."""
+        body = self._body(split.tp, share.sp)
+        kinds = self.kinds(split.pp, order.chunks, order.schedule)
+        times = accumulation(self.recipe.batch, split.data, share.micro)
+        elements = min(
+            kind.dense * body.dense_block.elements + kind.sparse * body.sparse_block.elements
+            for kind in kinds
+        )
+        passes = 1 if split.pp > 1 else times  # in a pipeline everything is exchanged once a step
+        found = self._exchanged(elements, placed(split, states), passes, split.pp > 1, states.zero)
+        routed = min(kind.sparse for kind in kinds) * expert_elements(self.model, split.tp, share.ep)
+        if not routed:
+            return found
+        more = self._exchanged(routed, placed(split, states, share.ep), passes, split.pp > 1, states.zero)
+        return Exchange(*(a + b for a, b in zip(found, more, strict=True)))
+
+    def _exchanged(self, elements: int, where: Placement, passes: int, piped: bool, zero: int) -> Exchange:
+        """Of so many parameters on a rank: all of a kind as one message, ``passes`` times a step."""
+        recipe, seconds = self.recipe, self.on.links.seconds
+        (_, shards, stride), (_, copies, copies_stride) = where
+        reduced = 0 if self.lora else elements * reduce_width(recipe)
+        backward = 0.0
+        if reduced:
+            backward = seconds("all_reduce", reduced // shards, copies, copies_stride)
+        if shards == 1:
+            return Exchange(0.0, backward, 0.0)
+        scattered = seconds("reduce_scatter", reduced, shards, stride) if reduced else 0.0
+        if zero == 3:
+            gathered = passes * seconds("all_gather", elements * compute_width(recipe), shards, stride)
+            # The last group of blocks stays gathered for the backward pass; so may those that are told to persist.
+            again = 0.0
+            if not piped and not self.tune.persist_below:
+                again = gathered * max(0.0, 1 - UNITS[-1] / self.model.layers)
+            return Exchange(gathered, again + backward + passes * scattered, 0.0)
+        if not reduced:
+            return Exchange(0.0, 0.0, 0.0)
+        updated = seconds("all_gather", int(elements * state_width(recipe)), shards, stride)
+        return Exchange(0.0, backward + (passes if zero == 2 else 1) * scattered, updated)
+
+    def _update(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
+    ) -> float:
+        """The optimizer on the device; where something waits elsewhere, its travels as well."""
+        elements, layers = self._on_first_rank(split, share, order)
+        owned = elements / placed(split, states).sharded.size
+        seconds = update_seconds(self.on, owned)
+        if not states.offload:
+            return seconds
+        workload = self._offloading(split.data, share.micro, states.offload)
+        times = workload.accumulation
+        kept = times * layers * share.micro * self._kept(split, share, order.recompute)
+        weights = (owned if states.zero == 3 else elements) * compute_width(self.recipe)
+        # The longer a step computes, the more hides behind it: at most so long.
+        costs = self.costs(split, share, order.recompute, self.handled(split, share, states))
+        most = max(kind.dense + kind.sparse for kind in self.kinds(split.pp, order.chunks, order.schedule))
+        computed = times * (most * (costs.forward + costs.backward) + costs.first + costs.last)
+        moved = transfer(workload, self.on.links.host, computed, owned, kept, weights)
+        return moved.seconds + (0.0 if moved.updates else seconds)
+
+    def _kept(self, split: ModelSplit, share: WorkShare, recompute: Recompute) -> float:
+        """Bytes that one layer keeps of one sequence, of the kind that keeps the least."""
+        key = split.tp, split.cp, share.sp, share.cp_kind, recompute
+        known = self._resting.get(key)
+        if known is None:
+            layout = layout_of(
+                tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, micro=1, recompute=recompute
+            )
+            blocks = micro_batch_bytes(self._question(layout)).blocks.values()
+            known = self._resting[key] = min(block.resting for block in blocks)
+        return known
+
+    def _with_offload(self, data: int, micro: int, offload: tuple[Offload, ...]) -> Workload:
+        """A question with as many micro-batches, which is all that transfers ask of a layout besides ``offload``."""
+        return self._question(layout_of(dp=data, micro=micro, offload=offload))
+
+    def _question(self, layout: Layout) -> Workload:
+        return Workload(self.model, self.on.cluster, self.recipe, layout, self.stack, self.tune, self.lora)
+
+    def _on_first_rank(self, split: ModelSplit, share: WorkShare, order: PipelineOrder) -> tuple[float, int]:
+        """Trained parameters of the pipeline's first rank, before they are shared out, and its layers."""
+        key = split.tp, share.sp, split.pp, order.schedule, order.chunks, share.ep
+        known = self._first.get(key)
+        if known is None:
+            layout = layout_of(
+                tp=split.tp,
+                sp=share.sp,
+                pp=split.pp,
+                schedule=order.schedule,
+                chunks=order.chunks,
+                ep=share.ep,
+            )
+            here = rank_parameters(layout, self.model, self.cut_by, 0)
+            elements = float(trained_with_experts(self._question(layout), here))
+            known = self._first[key] = elements, here.layers
+        return known

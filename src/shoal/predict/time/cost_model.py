@@ -1,0 +1,86 @@
+"""Rates of one model on one cluster with one stack, shared by all layouts of a search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+from shoal.facts import calibration
+from shoal.facts.calibration import Calibration
+from shoal.facts.cluster import Cluster
+from shoal.facts.cluster.stack import SHOAL, Stack
+from shoal.facts.model import Model
+from shoal.facts.precision import compute_width, state_width
+from shoal.facts.recipe import Recipe
+from shoal.predict.time import layer as layers
+from shoal.predict.time import measured_layer
+from shoal.predict.time.kernels import Kernels
+from shoal.predict.time.layer import LayerShare, Passes, Seconds
+from shoal.predict.time.links import Links
+from shoal.predict.time.measured_kernels import MeasuredKernels
+from shoal.predict.time.operators import Widths
+from shoal.predict.workload import Workload
+
+
+@dataclass(eq=False)
+class CostModel:
+    """What all of a search's layouts share, priced once."""
+
+    model: Model
+    cluster: Cluster
+    recipe: Recipe
+    stack: Stack
+    rates: Calibration
+    _layers: dict[tuple[object, ...], Seconds] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.links = Links(self.cluster, self.rates)
+        device, recipe, measured = self.cluster.device, self.recipe, self.rates.measured
+        widths = Widths(compute_width(recipe), state_width(recipe))
+        self.kernels: Kernels
+        # What was measured are the kernels of our own engine; other software starts others.
+        if measured is not None and self.stack.name == SHOAL.name:
+            # Measured as one device is all of a CPU; where there are several here, they share it.
+            shared = self.cluster.devices_per_node if device.name == "cpu" else 1
+            self.kernels = MeasuredKernels(self.rates, measured, recipe.precision, widths, shared)
+        else:
+            peak = device.peak(recipe.precision) or 1e12
+            self.kernels = Kernels(self.rates.device, peak, device.memory_bandwidth or 50e9, widths.compute)
+
+    def layer(self, share: LayerShare) -> Seconds:
+        known = self._layers.get(share_key := (*vars(share).values(),))
+        if known is None:
+            known = self._layers[share_key] = (
+                measured_layer.layer(self.model, self.kernels, share)
+                if isinstance(self.kernels, MeasuredKernels)
+                else layers.layer(self.model, self.stack, self.kernels, share)
+            )
+        return known
+
+    def head(self, tokens: int, rows: int, held: Passes) -> Seconds:
+        """The head with ``rows`` of the vocabulary, and the loss."""
+        if isinstance(self.kernels, MeasuredKernels):
+            return measured_layer.head(self.model, self.kernels, tokens, rows, held)
+        return layers.head(self.model, self.stack, self.kernels, tokens, rows, held)
+
+    def embedding(self, tokens: int, rows: int, held: Passes, tied_here: bool = False) -> Seconds:
+        """``tied_here``: the head's gradient is added to this one's."""
+        if isinstance(self.kernels, MeasuredKernels):
+            return measured_layer.embedding(self.model, self.kernels, tokens, rows, held, tied_here)
+        return layers.embedding(self.model, self.kernels, tokens)
+
+    def handling(self, sharded: bool, micro_batches: int) -> Passes:
+        """Bytes that move for every parameter and micro-batch."""
+        if isinstance(self.kernels, MeasuredKernels):
+            return measured_layer.handling(self.kernels.widths, sharded, micro_batches)
+        return layers.handling(self.stack, self.recipe, sharded, micro_batches)
+
+
+def cost_model(workload: Workload) -> CostModel:
+    rates = calibration.find(workload.cluster)
+    return _bench(workload.model, workload.cluster, workload.recipe, workload.stack, rates)
+
+
+@cache
+def _bench(model: Model, cluster: Cluster, recipe: Recipe, stack: Stack, rates: Calibration) -> CostModel:
+    return CostModel(model, cluster, recipe, stack, rates)

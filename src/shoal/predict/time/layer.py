@@ -1,0 +1,223 @@
+"""What one rank computes in a layer, and how long it takes.
+
+Elementwise work is counted in passes: a pass reads or writes every element of a tensor once, at the compute width. On
+a device that was measured, Shoal's own engine is counted operator by operator instead
+(``predict/time/measured_layer.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.facts.cluster.stack import Stack
+from shoal.facts.logits import tokens_at_once
+from shoal.facts.model import Model
+from shoal.facts.precision import compute_width, state_width
+from shoal.facts.recipe import Recipe
+from shoal.predict.flops import attention_flops
+from shoal.predict.time.kernels import Kernels
+
+
+class Passes(NamedTuple):
+    forward: float
+    backward: float
+
+
+# Of the residual stream, a norm. RMS norms without a kernel of their own go through fp32 step by step.
+NORM = {("rms", "eager"): Passes(18, 30), ("rms", "fused"): Passes(2, 3)}
+LAYER_NORM = Passes(2, 3)
+RESIDUAL = Passes(3, 3)
+DROPOUT = Passes(1.5, 0.5)
+# Of the MLP's inner width.
+GATED = {"eager": Passes(5, 9), "fused": Passes(3, 5)}
+PLAIN = Passes(2, 3)
+# Of queries and keys.
+ROTARY = {"eager": Passes(10, 10), "fused": Passes(2, 2)}
+# Of queries: laid out for attention, and back.
+COPIES = Passes(2, 2)
+
+# Bytes that move for every score of attention that is not fused: written, scaled and masked, exponentiated, dropped
+# out with a mask of a byte, read again; in the backward pass each with its gradient.
+SCORES = Passes(13, 19)
+
+# Bytes a parameter and micro-batch: wide weights cast for the products, gradients cast back; and added to those of the
+# micro-batches before.
+CAST = Passes(6, 6)
+ADD = {"cast": 8, "master": 6}
+
+
+NONE = Passes(0, 0)
+
+
+def handling(stack: Stack, recipe: Recipe, sharded: bool, micro_batches: int) -> Passes:
+    """Bytes that move for every parameter and micro-batch: casts, and sums over micro-batches.
+
+    Parameters that are gathered for their use (``sharded``) are cast, and their gradients added up, in shards.
+    """
+    if sharded:
+        return NONE
+    wide = stack.weights == "cast" and state_width(recipe) > compute_width(recipe)
+    forward, backward = CAST if wide else NONE
+    return Passes(forward, backward + (ADD[stack.weights] if micro_batches > 1 else 0))
+
+
+class Seconds(NamedTuple):
+    """Of one layer (or the ends) and one micro-batch, on the device."""
+
+    forward: float
+    input: float  # gradients of the activations
+    weight: float  # gradients of the weights
+    again: float  # what selective recomputation repeats
+    full: float  # and full recomputation
+
+    @property
+    def backward(self) -> float:
+        return self.input + self.weight
+
+
+@dataclass(frozen=True)
+class LayerShare:
+    """One rank's share of a layer."""
+
+    tokens: int  # of a micro-batch, that its products see
+    between: float  # of these, the ones it has between attention and MLP: a part, with sequence parallelism
+    sequences: int
+    seq: int
+    tp: int
+    ep: int
+    experts: bool
+    held: Passes = (
+        NONE  # bytes that move for a parameter and micro-batch beside its products: see ``handling``
+    )
+
+
+def products(model: Model, share: LayerShare, joined: bool = False) -> list[tuple[int, int, int, int]]:
+    """(rows, inner, columns, how many) of every matrix product of a layer's forward pass.
+
+    ``joined``: queries, keys and values from one product.
+    """
+    tokens, hidden, tp = share.tokens, model.hidden, share.tp
+    heads = model.heads // tp
+    found: list[tuple[int, int, int, int]] = []
+    if (latent := model.latent) is not None:
+        query = heads * (latent.nope_dim + latent.rope_dim)
+        if latent.q_rank is None:
+            found.append((tokens, hidden, query, 1))
+        else:
+            found += [(tokens, hidden, latent.q_rank, 1), (tokens, latent.q_rank, query, 1)]
+        found.append((tokens, hidden, latent.kv_rank + latent.rope_dim, 1))
+        found.append((tokens, latent.kv_rank, heads * (latent.nope_dim + latent.value_dim), 1))
+        found.append((tokens, heads * latent.value_dim, hidden, 1))
+    else:
+        query, key = heads * model.head_dim, max(1, model.kv_heads // tp) * model.head_dim
+        if joined:
+            found.append((tokens, hidden, query + 2 * key, 1))
+        else:
+            found += [(tokens, hidden, query, 1), (tokens, hidden, key, 2)]
+        found.append((tokens, query, hidden, 1))
+    experts = model.experts
+    if not share.experts or experts is None:
+        return found + _mlp(model, tokens, model.ffn // tp, 1)
+    found.append((tokens, hidden, experts.count, 1))
+    if experts.shared:
+        found += _mlp(model, tokens, experts.shared_ffn // tp, 1)
+    # Balanced: every rank is sent as many tokens as it sends, spread over the experts it has.
+    here = experts.count // share.ep
+    rows = max(1, tokens * experts.active // here)
+    return found + _mlp(model, rows, max(1, experts.ffn // tp), here)
+
+
+def _mlp(model: Model, rows: int, width: int, times: int) -> list[tuple[int, int, int, int]]:
+    into = 2 if model.gated else 1
+    return [(rows, model.hidden, width, into * times), (rows, width, model.hidden, times)]
+
+
+def layer(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> Seconds:
+    """One layer, one micro-batch."""
+    forward = inputs = weights = 0.0
+    parameters = 0
+    for rows, inner, columns, times in products(model, share, stack.joined):
+        forward += times * kernels.product(rows, inner, columns)
+        inputs += times * kernels.product(rows, columns, inner)
+        weights += times * kernels.product(inner, rows, columns)
+        parameters += times * inner * columns
+    attend, attend_back = _attention(model, stack, kernels, share)
+    moved = _moved(model, stack, share)
+    scale = kernels.width * stack.fusion
+    pointwise = kernels.moved(moved.forward * scale)
+    again = {"products": pointwise + attend, "half": pointwise + forward / 2, "scores": attend}
+    whole = forward + attend + pointwise + kernels.moved(parameters * share.held.forward)
+    return Seconds(
+        whole,
+        inputs + attend_back + kernels.moved(moved.backward * scale),
+        weights + kernels.moved(parameters * share.held.backward),
+        again[stack.selective],
+        whole,
+    )
+
+
+def _attention(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> tuple[float, float]:
+    if stack.attention == "unfused":
+        # All of the square is computed, and its scores go through memory.
+        scores = share.sequences * (model.heads // share.tp) * share.seq**2
+        flops = 4.0 * scores * model.head_dim
+        move = [kernels.moved(scores * size * stack.fusion) for size in SCORES]
+        return kernels.batched(flops) + move[0], 2 * kernels.batched(flops) + move[1]
+    flops = share.tokens * attention_flops(model, 0, share.seq) / share.tp
+    return kernels.attention(stack.kernel, flops, model.head_dim)
+
+
+def _moved(model: Model, stack: Stack, share: LayerShare) -> Passes:
+    """Elements that elementwise kernels read and write."""
+    norm = LAYER_NORM if model.norm == "layer" else NORM["rms", stack.norms]
+    rotary = ROTARY[stack.activation] if model.positions == "rotary" else NONE
+    inner = GATED[stack.activation] if model.gated else PLAIN
+    tokens, width = share.tokens, inner_width(model, share)
+    query, key = head_widths(model, share.tp)
+    found = []
+    for way in (0, 1):
+        stream = 2 * norm[way] + 2 * RESIDUAL[way] + (2 * DROPOUT[way] if stack.dropout else 0)
+        rotated = rotary[way] + (norm[way] if model.qk_norm else 0)
+        found.append(
+            share.between * model.hidden * stream
+            + tokens * (query * COPIES[way] + (query + key) * rotated + width * inner[way])
+        )
+    return Passes(*found)
+
+
+def head_widths(model: Model, tp: int) -> tuple[int, int]:
+    """A rank's width of queries, and of keys."""
+    return model.heads // tp * model.head_dim, max(1, model.kv_heads // tp) * model.head_dim
+
+
+def inner_width(model: Model, share: LayerShare) -> float:
+    """A rank's inner width of the MLP."""
+    experts = model.experts if share.experts else None
+    if experts is None:
+        return model.ffn / share.tp
+    # Tokens are also copied to their experts and back, once for each that they use.
+    return (experts.active * (experts.ffn + 2 * model.hidden) + experts.shared_ffn) / share.tp
+
+
+def head(model: Model, stack: Stack, kernels: Kernels, tokens: int, rows: int, held: Passes) -> Seconds:
+    """The head's product with ``rows`` of the vocabulary on this rank, and the loss."""
+    product = kernels.product(tokens, model.hidden, rows)
+    move = kernels.moved(tokens * rows * stack.logit_bytes)
+    again = 0.0
+    if stack.loss == "chunked" and tokens > tokens_at_once(rows):
+        again = product + move / 3  # every chunk is computed a second time
+    forward = product + move / 2 + kernels.moved(rows * model.hidden * held.forward)
+    return Seconds(
+        forward,
+        kernels.product(tokens, rows, model.hidden) + move / 2 + again,
+        kernels.product(model.hidden, tokens, rows) + kernels.moved(rows * model.hidden * held.backward),
+        0.0,
+        0.0,
+    )
+
+
+def embedding(model: Model, kernels: Kernels, tokens: int) -> Seconds:
+    """A lookup, and the sum of its gradients."""
+    move = kernels.moved(tokens * model.hidden * kernels.width * 4)
+    return Seconds(move, 0.0, move, 0.0, 0.0)

@@ -1,0 +1,149 @@
+"""Kernel time on a calibrated device, interpolated from measured shapes.
+
+A product or an attention that was measured takes as long as it took. Any other one takes what the general model of
+``kernels.py`` says, times how far that was off for measured shapes, the nearest counting most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import exp, log, log2
+
+from shoal.facts.calibration import Calibration
+from shoal.facts.calibration.measurements import Attended, Curve, Measurements, Way
+from shoal.facts.cluster.devices import Precision
+from shoal.predict.time.kernels import Kernels
+from shoal.predict.time.operators import OperatorWork, Widths
+
+# What a shape far from all measured ones hears from each falls with this power of its distance.
+FALLOFF = 4
+# Distances are counted in doublings; below this one two shapes are the same.
+SAME = 1e-3
+# A kernel for head size 64 is another one than that for 128, so a doubling there counts as several.
+HEAD_SIZE_APART = 4.0
+
+Place = tuple[float, ...]
+
+
+@dataclass
+class Correction:
+    """How far off a model was at some places, and so may be near them."""
+
+    known: list[tuple[Place, float]]  # logarithms of measured over modelled
+
+    def at(self, place: Place) -> float:
+        total = weighed = 0.0
+        for other, off in self.known:
+            square = sum((a - b) ** 2 for a, b in zip(place, other, strict=True))
+            weight = 1 / (square + SAME**2) ** (FALLOFF / 2)
+            total += weight
+            weighed += weight * off
+        return exp(weighed / total)
+
+
+class MeasuredKernels(Kernels):
+    """The kernels of one measured device, as Shoal's own engine starts them at one precision."""
+
+    def __init__(
+        self,
+        rates: Calibration,
+        measured: Measurements,
+        precision: Precision,
+        widths: Widths,
+        shared: float = 1.0,
+    ) -> None:
+        """``shared``: ranks that share what was measured as one device, as those of a CPU share its cores."""
+        like: Precision = "bf16" if precision == "fp16" else precision
+        peak = measured.peaks.get(like) or measured.peaks.get("fp32") or 1e12
+        super().__init__(rates.device, peak, measured.bandwidth, widths.compute)
+        self.widths, self.shared = widths, shared
+        # What was not measured at this precision takes as long as the same bytes do at another.
+        self.parts: dict[str, Curve] = {}
+        for other in (*(name for name in measured.parts if name != like), like):
+            self.parts.update(measured.parts.get(other, {}))
+        self.host = measured.host
+        seen = [one.flops / one.seconds for one in measured.products.get(like, ())]
+        self._fastest = max(seen, default=peak * rates.device.matmul) / shared
+        self._shapes: dict[tuple[str, int, int, int], float] = {}
+        self._off: dict[str, Correction] = {}
+        for way in ("forward", "input", "weight"):
+            mine = [one for one in measured.products.get(like, ()) if one.way == way]
+            self._off[way] = Correction(
+                [(_shape(*one.shape), log(one.seconds / self._modelled(*one.shape))) for one in mine]
+            )
+        attended = measured.attention.get(like, ())
+        self._forward = Correction([(_heads(one), log(one.forward / one.flops)) for one in attended])
+        self._backward = Correction([(_heads(one), log(one.backward / one.flops)) for one in attended])
+
+    @property
+    def fastest(self) -> float:
+        return self._fastest
+
+    def _modelled(self, rows: int, inner: int, columns: int) -> float:
+        return super()._product(rows, inner, columns)
+
+    def product(self, rows: int, inner: int, columns: int, way: Way = "forward") -> float:
+        key = way, rows, inner, columns
+        known = self._shapes.get(key)
+        if known is None:
+            seconds = self._modelled(rows, inner, columns)
+            if self._off[way].known:
+                seconds *= self._off[way].at(_shape(rows, inner, columns))
+            # Never faster than the fastest that was seen.
+            least = 2.0 * rows * inner * columns / self.fastest
+            known = self._shapes[key] = max(self.shared * seconds, least)
+        return known
+
+    def attended(self, shape: tuple[int, int, int, int, int], flops: float) -> tuple[float, float]:
+        """Forward and backward of causal attention: (head size, heads, key heads, length, sequences)."""
+        if not self._forward.known:
+            forward, backward = self.attention("fused", flops, shape[0])
+            return self.shared * forward, self.shared * backward
+        place = _place(*shape)
+        return (
+            self.shared * flops * self._forward.at(place),
+            self.shared * flops * self._backward.at(place),
+        )
+
+    def works(self, works: Iterable[OperatorWork]) -> float:
+        """Seconds of operators that only move bytes."""
+        return sum(self._work(work) for work in works)
+
+    def _work(self, work: OperatorWork) -> float:
+        if not work.operators:
+            return 0.0
+        curve = self.parts.get(work.part) or self.parts.get(work.part.removeprefix("wide "))
+        if curve is not None:
+            return self.shared * curve.at(work.bytes)
+        return self.moved(work.bytes) + work.operators * self.rates.launch
+
+    def moved(self, size: float) -> float:
+        return self.shared * super().moved(size)
+
+    def updated(self, elements: float, optimizer: str, clipped: bool) -> float:
+        """Clipping and the optimizer, over so many parameters."""
+        bits, size = 8 * self.widths.states, elements * self.widths.states
+        # SGD keeps one moment, not two: it reads gradient, weight and moment and writes the last two.
+        passes = 7 if optimizer == "adamw" else 5
+        works = [OperatorWork(f"adamw {bits} bit", passes * size, 1)]
+        works += [OperatorWork(f"clip {bits} bit", 3 * size, 1)] if clipped else []
+        return self.works(works)
+
+
+def _shape(rows: int, inner: int, columns: int) -> Place:
+    return log2(rows), log2(inner), log2(columns)
+
+
+def _heads(one: Attended) -> Place:
+    return _place(one.head_dim, one.heads, one.kv_heads, one.seq, one.sequences)
+
+
+def _place(head_dim: int, heads: int, kv_heads: int, seq: int, sequences: int) -> Place:
+    """How wide, how long, how many at once; shared keys hardly matter."""
+    return (
+        HEAD_SIZE_APART * log2(head_dim),
+        log2(seq),
+        log2(heads * sequences) / 2,
+        log2(heads / kv_heads) / 4,
+    )

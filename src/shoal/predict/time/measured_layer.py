@@ -1,0 +1,117 @@
+"""Time of Shoal's own layers on a calibrated device: every operator at its measured rate.
+
+The operators that only move bytes are those of ``predict/time/operators.py``.
+"""
+
+from __future__ import annotations
+
+from shoal.facts.logits import tokens_at_once
+from shoal.facts.model import Model
+from shoal.predict.flops import attention_flops
+from shoal.predict.time import operators
+from shoal.predict.time.layer import NONE, LayerShare, Passes, Seconds, head_widths, inner_width, products
+from shoal.predict.time.measured_kernels import MeasuredKernels
+from shoal.predict.time.operators import Tokens, Widths
+from shoal.predict.workload import Workload
+
+
+def handling(widths: Widths, sharded: bool, micro_batches: int) -> Passes:
+    """Bytes that move for every parameter and micro-batch. The first one's gradients have nothing to be added to."""
+    if sharded:
+        return NONE
+    each = float(widths.states + widths.compute) if widths.casts else 0.0
+    return Passes(each, each + 3 * widths.states * (micro_batches - 1) / micro_batches)
+
+
+def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
+    """One layer, one micro-batch."""
+    forward = inputs = weights = last = 0.0
+    parameters = count = 0
+    for rows, inner, columns, times in products(model, share):
+        last = kernels.product(rows, inner, columns)
+        forward += times * last
+        inputs += times * kernels.product(rows, columns, inner, "input")
+        weights += times * kernels.product(inner, rows, columns, "weight")
+        parameters += times * inner * columns
+        count += times
+    attend, attend_back = _attention(model, kernels, share)
+    mine = Tokens(share.tokens, share.between, *head_widths(model, share.tp), inner_width(model, share))
+    moved = operators.block(model, mine, kernels.widths)
+    cast = kernels.works(operators.matrices(count, parameters, share.held.forward))
+    cast_back = kernels.works(operators.matrices(count, parameters, share.held.backward))
+    whole = forward + attend + kernels.works(moved.forward) + cast
+    # What is repeated ends before the last product, whose result no gradient needs.
+    again = whole - kernels.works(moved.last)
+    return Seconds(
+        whole,
+        inputs + attend_back + kernels.works(moved.backward),
+        weights + cast_back,
+        again - forward,
+        again - last,
+    )
+
+
+def _attention(model: Model, kernels: MeasuredKernels, share: LayerShare) -> tuple[float, float]:
+    query, key = head_widths(model, share.tp)
+    shape = model.head_dim, query // model.head_dim, key // model.head_dim, share.seq, share.sequences
+    flops = share.tokens * attention_flops(model, 0, share.seq) / share.tp
+    return kernels.attended(shape, flops)
+
+
+def head(model: Model, kernels: MeasuredKernels, tokens: int, rows: int, held: Passes) -> Seconds:
+    """Where there are several chunks of tokens, each has products of its own, the first of them twice."""
+    hidden, at_once = model.hidden, min(tokens, tokens_at_once(rows))
+    moved = operators.head(model, tokens, rows, _at_use(kernels, held))
+    chunks = tokens / at_once
+    product = chunks * kernels.product(at_once, hidden, rows)
+    again = product if moved.chunks > 1 else 0.0
+    added = operators.matrices(1, rows * hidden, held.backward - held.forward)
+    return Seconds(
+        product + kernels.works(moved.forward),
+        chunks * kernels.product(at_once, rows, hidden, "input") + again + kernels.works(moved.backward),
+        chunks * kernels.product(hidden, at_once, rows, "weight") + kernels.works(added),
+        0.0,
+        0.0,
+    )
+
+
+def embedding(
+    model: Model, kernels: MeasuredKernels, tokens: int, rows: int, held: Passes, tied_here: bool
+) -> Seconds:
+    """``tied_here``: the head's gradient is this matrix's as well, and is kept with it."""
+    moved = operators.embedding(model, tokens, rows, _at_use(kernels, held), tied_here)
+    added = 0.0 if tied_here else held.backward - held.forward
+    kept = operators.matrices(1, rows * model.hidden, added)
+    weight = kernels.works(moved.backward) + kernels.works(kept)
+    return Seconds(kernels.works(moved.forward), 0.0, weight, 0.0, 0.0)
+
+
+def _at_use(kernels: MeasuredKernels, held: Passes) -> Widths:
+    """Where nothing is cast at its use, parameters come in the compute precision."""
+    return kernels.widths if held.forward else kernels.widths._replace(states=kernels.widths.compute)
+
+
+def by_kind(workload: Workload, kernels: MeasuredKernels) -> dict[str, float]:
+    """Seconds that one device computes in a step, without what it repeats: matrix products, and attention."""
+    model, tokens = workload.model, workload.tokens
+    share = LayerShare(tokens, float(tokens), workload.micro, workload.recipe.seq, 1, 1, False, NONE)
+    each = sum(
+        times
+        * (
+            kernels.product(rows, inner, columns)
+            + kernels.product(rows, columns, inner, "input")
+            + kernels.product(inner, rows, columns, "weight")
+        )
+        for rows, inner, columns, times in products(model, share)
+    )
+    at_once = min(tokens, tokens_at_once(model.vocab))
+    head = (tokens / at_once) * (
+        kernels.product(at_once, model.hidden, model.vocab)
+        + kernels.product(at_once, model.vocab, model.hidden, "input")
+        + kernels.product(model.hidden, at_once, model.vocab, "weight")
+    )
+    attended = sum(_attention(model, kernels, share))
+    return {
+        "matrix products": workload.accumulation * (model.layers * each + head),
+        "attention": workload.accumulation * model.layers * attended,
+    }

@@ -1,0 +1,307 @@
+"""Every operator of Shoal's network besides matrix products and attention, with the bytes it moves.
+
+The network runs operator by operator, so each one reads its inputs from memory and writes its result there. What is
+listed here is what torch's autograd really issues; a test counts the operators of the running network and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from shoal.facts.logits import tokens_at_once
+from shoal.facts.model import Model
+
+
+class Operator(NamedTuple):
+    """Passes over a tensor: reads and writes of all its elements, at the compute width and at the wide one.
+
+    Operators on a number a row, or on a vector, have no passes: they cost a launch.
+    """
+
+    name: str
+    narrow: float = 0
+    wide: float = 0
+    # Whether it is always there; where activations are narrower than what they are computed in; or where parameters
+    # rest in another precision than activations have.
+    when: Literal["always", "narrow", "cast"] = "always"
+
+
+class Widths(NamedTuple):
+    """Bytes of an element."""
+
+    compute: int  # activations
+    states: float  # parameters and their gradients
+
+    @property
+    def wide(self) -> int:
+        """What norms, rotations and the loss compute in."""
+        return max(4, self.compute)
+
+    @property
+    def casts(self) -> bool:
+        return self.compute != self.states
+
+
+class OperatorWork(NamedTuple):
+    """Operators of one kind, one way."""
+
+    part: str  # as a calibration measures it
+    bytes: float
+    operators: int
+
+
+_CAST = Operator("to", 1, 1, "narrow")
+_VECTOR = Operator("cast bias", when="cast")
+
+# models/norm.py: per element of what is normed.
+RMS_FORWARD = (
+    _CAST,
+    Operator("square", wide=2),
+    Operator("mean", wide=1),
+    Operator("add epsilon"),
+    Operator("rsqrt"),
+    Operator("multiply", wide=2),
+    Operator("cast weight", when="cast"),
+    _CAST,
+    Operator("multiply by weight", narrow=2),
+)
+RMS_BACKWARD = (
+    Operator("multiply by weight", narrow=2),
+    Operator("multiply for weight", narrow=3),
+    Operator("sum for weight", narrow=1),
+    _CAST,
+    Operator("cast weight's gradient", when="cast"),
+    Operator("multiply by input", wide=3),
+    Operator("multiply by scale", wide=2),
+    Operator("sum of rows", wide=1),
+    Operator("multiply rows"),
+    Operator("power of rows"),
+    Operator("multiply rows"),
+    Operator("divide, spread over rows", wide=1),
+    Operator("first power", wide=2),
+    Operator("double", wide=2),
+    Operator("multiply", wide=3),
+    Operator("add", wide=3),
+    _CAST,
+)
+LAYER_FORWARD = (
+    Operator("cast weight", when="cast"),
+    Operator("cast bias", when="cast"),
+    Operator("norm", narrow=2),
+)
+LAYER_BACKWARD = (
+    Operator("norm backward", narrow=3),
+    Operator("cast weight's gradient", when="cast"),
+    Operator("cast bias's gradient", when="cast"),
+)
+# models/rotary.py: per element that turns. Each half of a head is multiplied by cosine and by sine.
+_HALF = Operator("multiply half", narrow=0.5, wide=0.5)
+_WIDE_HALF = Operator("multiply half", wide=1)
+_NARROW_HALF = Operator("to", 0.5, 0.5, "narrow")
+ROTARY_FORWARD = (
+    *(_HALF, _HALF, Operator("subtract halves", wide=1.5)),
+    *(_HALF, _HALF, Operator("add halves", wide=1.5)),
+    *(_NARROW_HALF, _NARROW_HALF),
+)
+ROTARY_BACKWARD = (
+    *(_NARROW_HALF, _NARROW_HALF),
+    *(_WIDE_HALF, _NARROW_HALF) * 4,
+    Operator("negate half", wide=1),
+    Operator("add halves", narrow=1.5),
+    Operator("add halves", narrow=1.5),
+)
+# Per element of whole heads, turning or not: the parts put together; in the backward pass also laid out by token again.
+JOINED_FORWARD = (Operator("concatenate", narrow=2),)
+JOINED_BACKWARD = (Operator("concatenate", narrow=2), Operator("copy", narrow=2))
+# models/decoder.py: per element of the MLP's inner width.
+GATE_FORWARD = (Operator("activation", narrow=2), Operator("multiply", narrow=3))
+GATE_BACKWARD = (
+    Operator("multiply", narrow=3),
+    Operator("multiply", narrow=3),
+    Operator("activation backward", narrow=3),
+)
+PLAIN_FORWARD = (Operator("activation", narrow=2),)
+PLAIN_BACKWARD = (Operator("activation backward", narrow=3),)
+# models/loss.py: per logit. Its losses are picked out of the logarithms; their gradient is written everywhere.
+LOSS_FORWARD = (_CAST, Operator("log softmax", wide=2), Operator("pick"))
+LOSS_BACKWARD = (Operator("spread", wide=1), Operator("log softmax backward", wide=3), _CAST)
+
+WIDE_HEAD = 96
+
+ADD = Operator("add", narrow=3)
+COPY = Operator("copy", narrow=2)
+SUM = Operator("sum", narrow=1)
+
+
+def moved(part: str, operators: Iterable[Operator], elements: float, widths: Widths) -> OperatorWork:
+    """All of these operators over so many elements."""
+    gone = {"narrow": widths.compute == widths.wide, "cast": not widths.casts}
+    there = [one for one in operators if not gone.get(one.when)]
+    size = sum(one.narrow * widths.compute + one.wide * widths.wide for one in there)
+    return OperatorWork(part, size * elements, len(there))
+
+
+class Tokens(NamedTuple):
+    """What one rank has of a micro-batch and of a layer's widths."""
+
+    inside: float  # tokens that its products see
+    between: float  # tokens between attention and MLP: a part, with sequence parallelism
+    query: int
+    key: int
+    inner: float  # the MLP's
+
+
+class BlockOperators(NamedTuple):
+    forward: list[OperatorWork]
+    backward: list[OperatorWork]
+    # What recomputation does not repeat: it stops when the last tensor that was not kept is there again, which is
+    # before the last product and what follows it.
+    last: list[OperatorWork]
+
+
+def block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators:
+    """One layer, one micro-batch; not its matrices, which are cast and summed as ``matrices`` says."""
+    tokens, hidden, stream = mine.inside, model.hidden, mine.between * model.hidden
+    norm, norm_back = _norm(model, stream, widths)
+    forward, backward = [norm] * 2, [norm_back] * 2
+    for heads in (tokens * mine.query, tokens * mine.key):
+        if model.qk_norm:
+            ahead, back = _norm(model, heads, widths, rms=True)
+            forward, backward = [*forward, ahead], [*backward, back]
+        if model.positions == "rotary":
+            ahead, back = rotary(heads, heads * model.rope_fraction, widths, model.head_dim)
+            forward, backward = [*forward, ahead], [*backward, back]
+    if model.positions == "rotary":
+        # Attention answers head by head, as it was asked; the projection reads token by token.
+        forward.append(moved("copy", [COPY], tokens * mine.query, widths))
+    gate = (GATE_FORWARD, GATE_BACKWARD) if model.gated else (PLAIN_FORWARD, PLAIN_BACKWARD)
+    forward.append(moved("gate", gate[0], tokens * mine.inner, widths))
+    backward.append(moved("gate backward", gate[1], tokens * mine.inner, widths))
+    residual = moved("add", [ADD], stream, widths)
+    forward += [residual, residual]
+    # Gradients of what several read: the stream by norm and sum, queries, keys and values, gate and up.
+    backward += [residual, residual]
+    backward += [moved("add", [ADD], tokens * hidden, widths)] * (3 if model.gated else 2)
+    for elements in _biased(model, mine):
+        backward.append(moved("sum", [SUM, _VECTOR], elements, widths))
+        forward.append(moved("weights", [_VECTOR], 0, widths))
+    return BlockOperators(forward, backward, [residual])
+
+
+def _norm(
+    model: Model, elements: float, widths: Widths, rms: bool = False
+) -> tuple[OperatorWork, OperatorWork]:
+    if rms or model.norm == "rms":
+        return (
+            moved("norm", RMS_FORWARD, elements, widths),
+            moved("norm backward", RMS_BACKWARD, elements, widths),
+        )
+    return (
+        moved("layer norm", LAYER_FORWARD, elements, widths),
+        moved("layer norm backward", LAYER_BACKWARD, elements, widths),
+    )
+
+
+def rotary(
+    elements: float, turning: float, widths: Widths, head_dim: int
+) -> tuple[OperatorWork, OperatorWork]:
+    """Halves of heads lie apart in memory, and narrow ones are read less well: those are a part of their own."""
+    size = "wide " if head_dim >= WIDE_HEAD else ""
+    ways = []
+    for part, turned, joined in (
+        (f"{size}rotary", ROTARY_FORWARD, JOINED_FORWARD),
+        (f"{size}rotary backward", ROTARY_BACKWARD, JOINED_BACKWARD),
+    ):
+        first, second = moved(part, turned, turning, widths), moved(part, joined, elements, widths)
+        ways.append(OperatorWork(part, first.bytes + second.bytes, first.operators + second.operators))
+    return ways[0], ways[1]
+
+
+def _biased(model: Model, mine: Tokens) -> list[float]:
+    """Elements that are summed over tokens for the gradients of biases."""
+    widths: list[float] = []
+    if model.qkv_bias:
+        widths += [mine.query, mine.key, mine.key]
+    if model.out_bias:
+        widths.append(model.hidden)
+    if model.mlp_bias:
+        widths += [mine.inner] * (2 if model.gated else 1) + [model.hidden]
+    return [mine.inside * width for width in widths]
+
+
+def matrices(count: int, elements: float, each: float) -> list[OperatorWork]:
+    """So many matrices, together of so many elements, for each of which so many bytes move: casts, and sums."""
+    return [OperatorWork("weights", elements / count * each, 1)] * count if each else []
+
+
+def cast(elements: float, widths: Widths) -> list[OperatorWork]:
+    """A tensor to the compute width, or its gradient back."""
+    return matrices(1, elements, widths.states + widths.compute) if widths.casts else []
+
+
+def summed(elements: float, widths: Widths) -> list[OperatorWork]:
+    """A parameter's gradient added to another."""
+    return matrices(1, elements, 3 * widths.states)
+
+
+class EndOperators(NamedTuple):
+    forward: list[OperatorWork]
+    backward: list[OperatorWork]
+    chunks: int  # that the loss cuts its tokens into; more than one are computed a second time
+
+
+def head(model: Model, tokens: int, rows: int, widths: Widths) -> EndOperators:
+    """The last norm, the loss over ``rows`` of the vocabulary, and what becomes of the head's weight."""
+    at_once = tokens_at_once(rows)
+    chunks = -(-tokens // at_once)
+    matrix = rows * model.hidden
+    norm, norm_back = _norm(model, tokens * model.hidden, widths)
+    forward, backward = [norm], [norm_back]
+    sizes = [min(at_once, tokens - start) for start in range(0, tokens, at_once)]
+    for size in sizes:
+        # A chunk casts the head's weight for itself, and its gradient is widened and added by itself.
+        loss = [moved("loss", LOSS_FORWARD, size * rows, widths), *cast(matrix, widths)]
+        forward += loss
+        backward += loss if chunks > 1 else []
+        backward += [moved("loss backward", LOSS_BACKWARD, size * rows, widths), *cast(matrix, widths)]
+    backward += summed(matrix, widths) * (chunks - 1)
+    if chunks > 1:
+        backward.append(moved("copy", [COPY], tokens * model.hidden, widths))
+    return EndOperators(forward, backward, chunks)
+
+
+def embedding(model: Model, tokens: int, rows: int, widths: Widths, joined: bool) -> EndOperators:
+    """Rows looked up, and their gradients summed into a whole matrix. ``joined``: added to the head's, tied to it."""
+    elements = tokens * model.hidden
+    forward = [OperatorWork("lookup", 2 * elements * widths.states, 1)]
+    backward = [OperatorWork("lookup backward", (elements + rows * model.hidden) * widths.states, 1)]
+    forward += cast(elements, widths)
+    backward += cast(elements, widths)
+    if model.positions == "learned":
+        forward += [*forward, moved("add", [ADD], elements, widths)]
+        backward += [
+            OperatorWork(
+                "lookup backward", (elements + model.max_positions * model.hidden) * widths.states, 1
+            ),
+            *backward[1:],
+        ]
+    if joined:
+        backward += summed(rows * model.hidden, widths)
+    return EndOperators(forward, backward, 1)
+
+
+def operators(model: Model, widths: Widths) -> tuple[int, int]:
+    """How many a layer starts, forward and backward, with products and attention."""
+    found = block(model, Tokens(1, 1, 1, 1, 1), widths)
+    products = 7 if model.gated else 6
+    forward, backward = (sum(work.operators for work in way) for way in (found.forward, found.backward))
+    casts = products if widths.casts else 0
+    return forward + casts + products + 1, backward + casts + 2 * products + 1
+
+
+def tensors(model: Model) -> int:
+    """Parameters that an update goes through, one by one."""
+    norms = 2 * (1 if model.norm == "rms" else 2) + 2 * model.qk_norm
+    biases = len(_biased(model, Tokens(1, 1, 1, 1, 1)))
+    return model.layers * ((7 if model.gated else 6) + norms + biases) + 2

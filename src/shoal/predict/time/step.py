@@ -1,0 +1,312 @@
+"""Step time: compute, exposed communication, bubble, optimizer, offload.
+
+Times are those of the rank whose stage takes longest; with the pipeline's idle time they add up to the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+from shoal.facts.cluster.stack import Stack
+from shoal.facts.layout.parameter_groups import DENSE
+from shoal.facts.model import Model
+from shoal.facts.precision import compute_width, state_width
+from shoal.facts.recipe import Recipe
+from shoal.predict.collective_call import CollectiveCall
+from shoal.predict.memory.micro_batch import micro_batch_bytes
+from shoal.predict.rank_parameters import RankParameters, rank_parameters, stages_here, trained_with_experts
+from shoal.predict.time import host as hosts
+from shoal.predict.time.bubble import idle
+
+# Who prices a step also makes its bench.
+from shoal.predict.time.cost_model import CostModel as CostModel
+from shoal.predict.time.cost_model import cost_model as cost_model
+from shoal.predict.time.layer import LayerShare, Seconds
+from shoal.predict.time.measured_kernels import MeasuredKernels
+from shoal.predict.time.offload import transfer
+from shoal.predict.traffic import calls
+from shoal.predict.workload import Workload
+
+# Bytes an optimizer moves for each parameter it updates: AdamW reads gradient, weight and two moments and writes all
+# but the gradient (beside a master copy the gradient is half as wide, and the weight is written twice). Clipping
+# reads the gradient, then reads and writes it.
+OPTIMIZER_BYTES = {"adamw": 28.0, "sgd": 20.0}
+CLIPPING_BYTES = {"cast": 12.0, "master": 6.0}
+
+ALWAYS = ("forward", "backward", "recompute")
+
+
+@dataclass(slots=True)
+class StepTime:
+    """Where the seconds of one step go."""
+
+    compute: float  # forward and backward, on the device
+    recompute: float
+    exposed_comm: float
+    bubble: float
+    optimizer: float
+    offload: float
+    other: float  # waiting for the host
+    links: dict[str, float] = field(default_factory=dict)  # exposed communication by group
+
+    @property
+    def seconds(self) -> float:
+        return (
+            self.compute
+            + self.recompute
+            + self.exposed_comm
+            + self.bubble
+            + self.optimizer
+            + self.offload
+            + self.other
+        )
+
+
+@dataclass(slots=True)
+class RankTime:
+    """One micro-batch on one rank of the pipeline, and what happens once a step."""
+
+    compute: float
+    recompute: float
+    exposed: float
+    other: float
+    once: float  # exposed communication once a step
+    links: dict[str, float]
+
+    @property
+    def micro_batch(self) -> float:
+        return self.compute + self.recompute + self.exposed + self.other
+
+
+def step(workload: Workload, on: CostModel | None = None) -> StepTime:
+    """The time ledger."""
+    on = on or cost_model(workload)
+    layout, model = workload.layout, workload.model
+    kinds = stage_kinds(model, layout.pp, layout.chunks, layout.schedule, workload.cut_by)
+    ranks = [(_rank(workload, on, kind.stage), kind.ranks) for kind in kinds]
+    slowest, _ = max(ranks, key=lambda pair: pair[0].micro_batch)
+    times = workload.accumulation
+    waits = idle(layout.schedule, layout.pp, layout.chunks, times)
+    bubble = messages = 0.0
+    if layout.pp > 1:
+        # What the other ranks take, on the way to the slowest and back.
+        others = sum(count * rank.micro_batch for rank, count in ranks) - slowest.micro_batch
+        bubble = waits.work * others / (layout.pp - 1)
+        messages = waits.messages * _message(workload, on)
+    optimizer = _optimizer(workload, on)
+    moved = transfer(workload, on.links.host, times * slowest.compute, *_offloadable(workload))
+    links = {group: seconds * times for group, seconds in slowest.links.items()}
+    links["pp"] = links.get("pp", 0.0) + messages
+    return StepTime(
+        compute=times * slowest.compute,
+        recompute=times * slowest.recompute,
+        exposed_comm=times * slowest.exposed + slowest.once + messages,
+        bubble=bubble,
+        optimizer=0.0 if moved.updates else optimizer,
+        offload=moved.seconds,
+        other=times * slowest.other + hosts.once(workload, on, optimizer),
+        links=links,
+    )
+
+
+class RankKind(NamedTuple):
+    """Ranks of a pipeline that compute alike."""
+
+    dense: int  # layers without experts
+    sparse: int  # and with them
+    first: bool
+    last: bool
+    ranks: int  # how many they are
+    stage: int  # one of them
+
+
+@cache
+def stage_kinds(model: Model, pp: int, chunks: int, schedule: str, seq: int | None) -> tuple[RankKind, ...]:
+    """Ranks of a pipeline that differ in what they compute."""
+    seen: dict[tuple[int, int, bool, bool], list[int]] = {}
+    for stage in range(pp):
+        stages = stages_here(model, pp, chunks, schedule, seq, stage)
+        sparse = sum(model.has_experts(number) for one in stages for number in one.layers)
+        total = sum(len(one.layers) for one in stages)
+        seen.setdefault((total - sparse, sparse, stages[0].first, stages[-1].last), []).append(stage)
+    return tuple(RankKind(*what, len(alike), alike[0]) for what, alike in seen.items())
+
+
+def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
+    """What one micro-batch takes on one rank, and what it does once a step."""
+    layout, model, stack = workload.layout, workload.model, on.stack
+    here = rank_parameters(layout, model, workload.cut_by, stage)
+    body, ends = _computed(workload, on, here)
+    forward, backward, again = body.forward, body.backward, 0.0
+    if layout.recompute != "none":
+        again = body.full if layout.recompute == "full" else body.again
+    spent, once, alone = _communicated(workload, on, stage)
+
+    # The host starts every layer's kernels; it is hidden where the device is the slower of the two.
+    host = hosts.of_layer(on, layout.recompute)
+    times = here.layers * hosts.spread(layout.tp)
+    within = {phase: sum(spent[phase].values()) for phase in ALWAYS}
+    waiting = hosts.waiting(
+        on,
+        (forward + within["forward"], times * host.forward),
+        (ends.forward + ends.backward, hosts.of_ends(workload, on, here.first, here.last)),
+        (backward + within["backward"], times * host.backward),
+        (again + within["recompute"], times * host.again) if again else None,
+        workload.accumulation if layout.pp == 1 else 1,
+    )
+
+    exposed = sum(within.values())
+    links: dict[str, float] = {}
+    for phase in ALWAYS:
+        for group, seconds in spent[phase].items():
+            links[group] = links.get(group, 0.0) + seconds
+    # What data ranks exchange travels beside the computation, and slows it. The first unit that is gathered, and the
+    # last whose gradients are summed, have nothing to hide behind.
+    for beside, computed in (("beside forward", forward), ("beside backward", backward + again)):
+        total = sum(spent[beside].values())
+        if total:
+            left = total - stack.overlap * min(total - alone[beside], computed)
+            exposed += left
+            for group, seconds in spent[beside].items():
+                links[group] = links.get(group, 0.0) + seconds * left / total
+    single = 0.0
+    for beside, computed in (("forward", forward), ("backward", backward + again), ("nothing", 0.0)):
+        total = sum(once[beside].values())
+        single += total - stack.overlap * min(total, computed)
+    return RankTime(
+        compute=forward + backward + ends.forward + ends.backward,
+        recompute=again,
+        exposed=exposed,
+        other=waiting,
+        once=single,
+        links=links,
+    )
+
+
+def _computed(workload: Workload, on: CostModel, here: RankParameters) -> tuple[Seconds, Seconds]:
+    """Device time of one micro-batch: of this rank's layers; of embedding and head."""
+    layout, model = workload.layout, workload.model
+    tokens = workload.tokens
+    group = workload.groups[DENSE]
+    sharded = group.zero == 3 and group.sharded.size > 1
+    handled = on.handling(sharded, workload.accumulation)
+    between = tokens / layout.tp if layout.sp else float(tokens)
+    sums = [0.0] * 5
+    for count, experts in ((here.dense, False), (here.sparse, True)):
+        if count:
+            share = LayerShare(
+                tokens, between, workload.micro, workload.recipe.seq, layout.tp, layout.ep, experts, handled
+            )
+            for place, seconds in enumerate(on.layer(share)):
+                sums[place] += count * seconds
+    rows = -(-model.vocab // layout.tp)
+    ends = [0.0] * 5
+    if here.first:
+        found = on.embedding(tokens, rows, handled, tied_here=model.tied and here.last)
+        ends = [a + b for a, b in zip(ends, found, strict=True)]
+    if here.last:
+        found = on.head(tokens, rows, handled)
+        ends = [a + b for a, b in zip(ends, found, strict=True)]
+    if workload.lora is not None:
+        # Frozen weights have no gradients; those of the additions are too small to see.
+        sums[2] = ends[2] = 0.0
+    return Seconds(*sums), Seconds(*ends)
+
+
+Spent = dict[str, dict[str, float]]
+
+
+def _communicated(workload: Workload, on: CostModel, stage: int) -> tuple[Spent, Spent, dict[str, float]]:
+    """Seconds by what they happen beside, then by group: of one micro-batch, and once a step.
+
+    Last, of what happens beside a pass for every micro-batch, the longest single call.
+    """
+    spent: Spent = {key: {} for key in (*ALWAYS, "beside forward", "beside backward")}
+    once: Spent = {key: {} for key in ("forward", "backward", "nothing")}
+    alone = {"beside forward": 0.0, "beside backward": 0.0}
+    times = workload.accumulation
+    each_time = workload.layout.pp == 1
+    for call in calls(workload, stage):
+        if call.phase in ("message", "control"):
+            continue
+        ranks = workload.ranks_of(call.group)
+        each = on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
+        seconds = call.count * each
+        place, divided = _place(call, each_time, workload.layout.zero)
+        table = spent[place] if divided else once[place]
+        table[call.group] = table.get(call.group, 0.0) + (seconds / times if divided else seconds)
+        if place in alone:
+            alone[place] = max(alone[place], each)
+    return spent, once, alone
+
+
+def _place(call: CollectiveCall, each_time: bool, zero: int) -> tuple[str, bool]:
+    """Beside what a call happens, and whether for every micro-batch."""
+    if call.phase in ALWAYS:
+        return call.phase, True
+    if call.phase == "gather forward":
+        return ("beside forward", True) if each_time else ("forward", False)
+    if call.phase == "gather backward":
+        return ("beside backward", True) if each_time else ("backward", False)
+    if call.phase == "gradients":
+        if call.group in ("tp", "tp copies", "pp ends"):
+            return "nothing", False
+        scattered_each_time = each_time and zero > 1 and call.op == "reduce_scatter"
+        return ("beside backward", True) if scattered_each_time else ("backward", False)
+    return "nothing", False
+
+
+def _message(workload: Workload, on: CostModel) -> float:
+    """One message between neighbours in the pipeline."""
+    layout = workload.layout
+    size = workload.tokens * workload.model.hidden * compute_width(workload.recipe)
+    _, ranks, stride = workload.ranks_of("pp")
+    if layout.sp and layout.tp > 1:
+        return on.links.seconds("send", size // layout.tp, ranks, stride)
+    if on.stack.parts_messages and layout.tp > 1:
+        part = on.links.seconds("send", size // layout.tp, ranks, stride)
+        return part + on.links.seconds("all_gather", size, layout.tp, 1)
+    return on.links.seconds("send", size, ranks, stride)
+
+
+def _optimizer(workload: Workload, on: CostModel) -> float:
+    """The update of what the fullest rank owns."""
+    here = rank_parameters(workload.layout, workload.model, workload.cut_by, 0)
+    return update_seconds(on, trained_with_experts(workload, here) / workload.groups[DENSE].sharded.size)
+
+
+def update_seconds(on: CostModel, elements: float) -> float:
+    """Clipping and updating so many parameters."""
+    if isinstance(on.kernels, MeasuredKernels):
+        return on.kernels.updated(elements, on.recipe.optimizer, bool(on.recipe.clip))
+    return on.kernels.moved(elements * update_bytes(on.recipe, on.stack))
+
+
+def update_bytes(recipe: Recipe, stack: Stack) -> float:
+    """Bytes that clipping and the optimizer move for a parameter."""
+    each = OPTIMIZER_BYTES[recipe.optimizer] + (CLIPPING_BYTES[stack.weights] if recipe.clip else 0.0)
+    return each * (1.0 if stack.weights == "master" else state_width(recipe) / 4)
+
+
+def _offloadable(workload: Workload) -> tuple[float, float, float]:
+    """What a rank updates, in parameters; keeps of a step's activations, and of parameters at rest, in bytes."""
+    layout, recipe = workload.layout, workload.recipe
+    if not layout.offload:
+        return 0.0, 0.0, 0.0
+    here = rank_parameters(layout, workload.model, workload.cut_by, 0)
+    elements = trained_with_experts(workload, here)
+    owned = elements / workload.groups[DENSE].sharded.size
+    kept = sum(
+        count
+        * max(
+            block.resting
+            for (sparse, _), block in micro_batch_bytes(workload).blocks.items()
+            if sparse == kind
+        )
+        for count, kind in ((here.dense, False), (here.sparse, True))
+        if count
+    )
+    resting = (owned if layout.zero == 3 else elements) * compute_width(recipe)
+    return owned, kept * workload.accumulation, resting

@@ -1,0 +1,61 @@
+"""Traffic of context parallelism (``cp``): keys and values around a ring, or heads for tokens (Ulysses).
+
+Announced ahead of the engine, which does not run it yet. t = a rank's tokens of a micro-batch, c = compute width, q and
+k the widths of all query and of all key (value) heads of a tensor rank. For every layer and micro-batch, over ``cp``:
+
+    ring      forward   cp - 1 sends and receives of keys with values          t·2k·c
+              backward  cp - 1 of keys with values, and cp - 1 of the gradients that others have for them
+    ulysses   forward   all-to-alls of queries and of what attention gives     t·q·c
+                        and of keys and of values                              t·k·c, k at least a head for every rank
+              backward  the same four, the other way round
+
+Either way attention that is computed again (``recompute``) exchanges again what it did in the forward pass. Gradients
+of parameters are summed over context ranks together with ``fsdp``: see ``shard``.
+"""
+
+from __future__ import annotations
+
+from shoal.facts.model import Model
+from shoal.facts.precision import compute_width
+from shoal.predict.collective_call import CollectiveCall, Phase
+from shoal.predict.rank_parameters import RankParameters
+from shoal.predict.workload import Workload
+
+
+def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...]:
+    layout = workload.layout
+    if layout.cp == 1:
+        return ()
+    times = workload.accumulation * here.layers
+    token = workload.tokens * compute_width(workload.recipe)
+    query, key, value = _widths(workload.model, layout.tp)
+    passes: list[Phase] = ["forward", "backward"]
+    if layout.recompute != "none":
+        passes.append("recompute")
+    if layout.cp_kind == "ring":
+        size, turns = token * (key + value), times * (layout.cp - 1)
+        return tuple(
+            CollectiveCall(op, "cp", size, turns * (2 if phase == "backward" else 1), phase)
+            for phase in passes
+            for op in ("send", "receive")
+        )
+    least = layout.cp * workload.model.head_dim
+    tensors = (query, max(key, least), max(value, least), _mixed(workload.model, layout.tp))
+    sizes = {token * width: tensors.count(width) for width in tensors}
+    return tuple(
+        CollectiveCall("all_to_all", "cp", size, times * often, phase)
+        for phase in passes
+        for size, often in sizes.items()
+    )
+
+
+def _widths(model: Model, tp: int) -> tuple[int, int, int]:
+    """Of all queries, keys and values of a token on a tensor rank."""
+    heads, key_heads = model.heads // tp, max(1, model.kv_heads // tp)
+    value_dim = model.latent.value_dim if model.latent else model.head_dim
+    return heads * model.head_dim, key_heads * model.head_dim, key_heads * value_dim
+
+
+def _mixed(model: Model, tp: int) -> int:
+    """Of what attention gives: a value a query head."""
+    return model.heads // tp * (model.latent.value_dim if model.latent else model.head_dim)

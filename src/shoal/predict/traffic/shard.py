@@ -1,0 +1,211 @@
+"""Traffic of sharding within a replica (``fsdp``, ``zero=1|2|3``); context ranks shard too.
+
+N ranks share a copy, M = ``dp`` copies exist. A is a data rank's micro-batches; in a pipeline everything below happens
+once a step, as if A were 1. Elements include padding.
+
+    zero=1|2  reduce-scatter  a bucket, once a step (zero=2: every micro-batch)    elements · reduce width
+              all-gather      a bucket, after the update                           elements · state width
+    zero=3    all-gather      a unit, every micro-batch: forward, and backward     elements · compute width
+                              again, unless it stays or is only looked up
+              reduce-scatter  a unit, every micro-batch                            elements · reduce width
+    M > 1     all-reduce      a bucket or unit over the copies, once a step        elements / N · reduce width
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from shoal.facts.layout.buckets import Unit, even_share, units
+from shoal.facts.layout.parameter_groups import DENSE, ParameterGroup
+from shoal.facts.layout.stages import Stage
+from shoal.facts.precision import compute_width, gradient_width, reduce_width, state_width
+from shoal.predict.collective_call import CollectiveCall
+from shoal.predict.rank_parameters import (
+    RankParameters,
+    RankTensor,
+    bucket_names,
+    padded,
+    padded_size,
+    trained,
+)
+from shoal.predict.traffic.replicate import bucket_bytes, even_buckets
+from shoal.predict.workload import Workload
+
+
+class Travelling(NamedTuple):
+    """Equal buckets or units."""
+
+    elements: int  # of one of them, padding included
+    trained: int  # of these, how many have gradients
+    times: int  # how many there are
+    gathers: int  # a micro-batch's, of a unit
+
+
+def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...]:
+    """Close and cheap: all bytes, in about as many buckets as there are; units of the same size."""
+    group = workload.groups[DENSE]
+    shards = group.sharded.size
+    if shards == 1:
+        return ()
+    if group.zero == 3:
+        return tuple(unit_calls(workload, _even_units(workload, here, shards), group))
+    elements, count = even_buckets(workload, here, by_kind=True)
+    each = even_share(elements, shards * count) * shards
+    return tuple(bucket_calls(workload, [Travelling(each, each, count, 0)], group))
+
+
+def bucket_calls(
+    workload: Workload, travelling: Iterable[Travelling], group: ParameterGroup
+) -> list[CollectiveCall]:
+    """zero=1|2."""
+    recipe, sharded, copies = workload.recipe, group.sharded, group.replicated
+    passes = workload.accumulation if group.zero == 2 and workload.layout.pp == 1 else 1
+    found = []
+    for elements, _, count, _ in travelling:
+        reduced = elements * reduce_width(recipe)
+        found.append(CollectiveCall("reduce_scatter", sharded.name, reduced, count * passes, "gradients"))
+        if copies.size > 1:
+            found.append(
+                CollectiveCall("all_reduce", copies.name, reduced // sharded.size, count, "gradients")
+            )
+        found.append(
+            CollectiveCall("all_gather", sharded.name, round(elements * state_width(recipe)), count, "update")
+        )
+    return found
+
+
+def unit_calls(
+    workload: Workload, travelling: Iterable[Travelling], group: ParameterGroup
+) -> list[CollectiveCall]:
+    """zero=3."""
+    recipe, sharded, copies = workload.recipe, group.sharded, group.replicated
+    passes = workload.accumulation if workload.layout.pp == 1 else 1
+    found = []
+    for elements, gradients, count, gathers in travelling:
+        gathered, reduced = elements * compute_width(recipe), gradients * reduce_width(recipe)
+        found.append(CollectiveCall("all_gather", sharded.name, gathered, count * passes, "gather forward"))
+        if gathers == 2 and workload.layout.pp == 1:
+            found.append(
+                CollectiveCall("all_gather", sharded.name, gathered, count * passes, "gather backward")
+            )
+        if gradients:
+            found.append(CollectiveCall("reduce_scatter", sharded.name, reduced, count * passes, "gradients"))
+        if gradients and copies.size > 1:
+            found.append(
+                CollectiveCall("all_reduce", copies.name, reduced // sharded.size, count, "gradients")
+            )
+    return found
+
+
+def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[Travelling]:
+    """Units, as ``facts.groups`` makes them, if all blocks were alike."""
+    size, lora = workload.layout.unit, workload.lora
+    count = sum(even_share(len(stage.layers), size) for stage in here.stages)
+    embedding, norm, head = (padded(one, ranks) for one in (here.embedding, here.norm, here.head))
+    blocks = here.dense * padded(here.dense_block, ranks) + here.sparse * padded(here.sparse_block, ranks)
+    # Of an element's gradient how much there is: with lora nothing at the ends, and of blocks what was added to them.
+    of_ends = 1.0 if lora is None else 0.0
+    of_blocks = 1.0 if lora is None else trained(workload, here).elements / blocks
+
+    def unit(elements: float, count: int, gradients: float, kind: Unit) -> Travelling:
+        gathers = kind.gathers(round(elements), workload.tune.persist_below)
+        return Travelling(round(elements), round(elements * gradients), count, gathers)
+
+    found = []
+    if here.root:
+        found.append(unit(embedding + norm, 1, of_ends, Unit((), whole=True)))
+    elif here.first:
+        found.append(unit(embedding, 1, of_ends, Unit((), looked_up=True)))
+    # The last unit of the network has what the others leave, and the norm.
+    left = here.layers - (count - 1) * size if len(here.stages) == 1 else here.layers / count
+    last = 1 if here.last else 0
+    if count > last:
+        each = blocks * (1 - last * left / here.layers) / (count - last)
+        found.append(unit(each, count - last, of_blocks, Unit(())))
+    if here.last:
+        rest = blocks * left / here.layers + (0 if here.root else norm)
+        found.append(unit(rest, 1, of_blocks, Unit((), whole=True)))
+    if here.head.tensors:
+        found.append(unit(head, 1, of_ends, Unit((), whole=True)))
+    return found
+
+
+# Tensor by tensor.
+
+
+def exact(
+    workload: Workload, here: RankParameters, stages: Sequence[Sequence[RankTensor]]
+) -> list[CollectiveCall]:
+    """Bucket by bucket or unit by unit, of each of a rank's stages."""
+    group = workload.groups[DENSE]
+    shards = group.sharded.size
+    if shards == 1:
+        return []
+    if group.zero == 3:
+        made = [
+            travelling
+            for stage, tensors in zip(here.stages, stages, strict=True)
+            for travelling in _units(workload, here, stage, tensors, shards)
+        ]
+        return unit_calls(workload, made, group)
+    filled = [_flat_size(bucket) for tensors in stages for bucket in _buckets(workload, tensors)]
+    sizes = [shards * even_share(size, shards) for size in filled]
+    return bucket_calls(workload, [Travelling(size, size, 1, 0) for size in sizes], group)
+
+
+def owned(
+    workload: Workload, stages: Sequence[Sequence[RankTensor]], index: int
+) -> list[tuple[RankTensor, int]]:
+    """The tensors of which rank ``index`` of those that share a copy updates some elements, and how many."""
+    ranks = workload.groups[DENSE].sharded.size
+    found = []
+    for tensors in stages:
+        if ranks == 1:
+            found += [(tensor, tensor.size) for tensor in tensors]
+        elif workload.layout.zero == 3:
+            for tensor in tensors:
+                rows, *rest = tensor.shape
+                share = even_share(rows, ranks)
+                found.append((tensor, min(share, max(0, rows - index * share)) * math.prod(rest)))
+        else:
+            for bucket in _buckets(workload, tensors):
+                chunk = even_share(_flat_size(bucket), ranks)
+                start = -index * chunk  # of a tensor, counted from the beginning of our chunk
+                for tensor in bucket:
+                    end = start + tensor.size
+                    found.append((tensor, max(0, min(end, chunk) - max(start, 0))))
+                    start = end
+    # Where nothing is sharded every tensor is the optimizer's, even an empty one.
+    return [(tensor, size) for tensor, size in found if size or ranks == 1]
+
+
+def _buckets(workload: Workload, tensors: Sequence[RankTensor]) -> list[list[RankTensor]]:
+    of = {tensor.label: tensor for tensor in tensors}
+    width = gradient_width(workload.recipe)
+    names = bucket_names(tensors, width, bucket_bytes(workload), by_kind=True)
+    return [[of[label] for label in labels] for labels in names]
+
+
+def _flat_size(bucket: Iterable[RankTensor]) -> int:
+    return sum(tensor.size for tensor in bucket)
+
+
+def _units(
+    workload: Workload, here: RankParameters, stage: Stage, tensors: Sequence[RankTensor], ranks: int
+) -> list[Travelling]:
+    """The units of a stage; one whose path is empty is the root, and has what no other has."""
+    made = units(stage.layers, workload.layout.unit, stage.first, stage.last, here.root)
+    home = {path: number for number, unit in enumerate(made) for path in unit.modules}
+    members: list[list[RankTensor]] = [[] for _ in made]
+    for tensor in tensors:
+        block, module = ".".join(tensor.label.split(".")[:3]), tensor.label.rpartition(".")[0]
+        path = next((path for path in (block, module) if path in home), "")
+        members[home[path]].append(tensor)
+    found = []
+    for unit, inside in zip(made, members, strict=True):
+        elements = sum(padded_size(tensor, ranks) for tensor in inside)
+        gathers = unit.gathers(sum(tensor.size for tensor in inside), workload.tune.persist_below)
+        found.append(Travelling(elements, elements, 1, gathers))
+    return found

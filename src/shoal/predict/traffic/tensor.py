@@ -1,0 +1,80 @@
+"""Traffic of tensor parallelism (``tp``, ``sp``): the residual stream, and a little in the loss.
+
+x = the tokens of a micro-batch · hidden · compute width. For every micro-batch and the layers of a rank, over ``tp``:
+
+    sp=1  forward    all-gather x into attention, MLP and head; reduce-scatter x out of attention, MLP and embedding
+          backward   the mirror image
+          recompute  2 all-gathers and a reduce-scatter of x a layer
+    sp=0  forward    all-reduce x out of attention, MLP and embedding
+          backward   all-reduce x into attention, MLP and head
+          recompute  an all-reduce of x a layer
+    loss  all-reduce a logit a token, then two, in each of its chunks
+
+A block that is computed again stops where nothing further is needed, which is before its last exchange; dropout makes
+a mask behind it, and so repeats that one too. Once a step, the gradients of what ranks hold alike are summed: over the
+group, and over the ranks that share a key/value head.
+"""
+
+from __future__ import annotations
+
+from shoal.facts.logits import tokens_at_once
+from shoal.facts.precision import compute_width, reduce_width
+from shoal.predict.collective_call import CollectiveCall
+from shoal.predict.rank_parameters import RankParameters
+from shoal.predict.workload import Workload
+
+
+def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...]:
+    layout, recipe = workload.layout, workload.recipe
+    if layout.tp == 1:
+        return ()
+    times, layers = workload.accumulation, here.layers
+    stream = workload.tokens * workload.model.hidden * compute_width(recipe)
+    again = 0 if layout.recompute == "none" else layers
+    entering, leaving = 2 * layers + here.last, 2 * layers + here.first
+    repeated = 2 * again if recipe.dropout else again
+    if layout.sp:
+        found = [
+            CollectiveCall("all_gather", "tp", stream, times * entering, "forward"),
+            CollectiveCall("reduce_scatter", "tp", stream, times * leaving, "forward"),
+            CollectiveCall("reduce_scatter", "tp", stream, times * entering, "backward"),
+            CollectiveCall("all_gather", "tp", stream, times * leaving, "backward"),
+        ]
+        if again:
+            found.append(CollectiveCall("all_gather", "tp", stream, times * 2 * again, "recompute"))
+            found.append(CollectiveCall("reduce_scatter", "tp", stream, times * repeated, "recompute"))
+    else:
+        found = [
+            CollectiveCall("all_reduce", "tp", stream, times * leaving, "forward"),
+            CollectiveCall("all_reduce", "tp", stream, times * entering, "backward"),
+        ]
+        if again:
+            found.append(CollectiveCall("all_reduce", "tp", stream, times * repeated, "recompute"))
+    if here.last:
+        found += _loss(workload)
+    return tuple(found)
+
+
+def _loss(workload: Workload) -> list[CollectiveCall]:
+    """The largest logit of every token; then Σ exp and the target's logit. In at least fp32."""
+    width = max(4, compute_width(workload.recipe))
+    at_once = tokens_at_once(-(-workload.model.vocab // workload.layout.tp))
+    chunks, left = divmod(workload.tokens, at_once)
+    found = []
+    for tokens, count in ((at_once, chunks), (left, 1)):
+        if tokens and count:
+            times = count * workload.accumulation
+            found.append(CollectiveCall("all_reduce", "tp", tokens * width, times, "forward"))
+            found.append(CollectiveCall("all_reduce", "tp", 2 * tokens * width, times, "forward"))
+    return found
+
+
+def shared(workload: Workload, over_tensor: int | None, over_copies: int | None) -> list[CollectiveCall]:
+    """Sums once a step, of so many gradients in one message each; None where there are none to sum."""
+    width = reduce_width(workload.recipe)
+    sums = (("tp", over_tensor), ("tp copies", over_copies))
+    return [
+        CollectiveCall("all_reduce", group, elements * width, 1, "gradients")
+        for group, elements in sums
+        if elements is not None
+    ]

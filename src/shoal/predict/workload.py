@@ -1,0 +1,61 @@
+"""A workload: everything that decides the cost of a step, in one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from shoal.facts.cluster import Cluster
+from shoal.facts.cluster.stack import SHOAL, Stack
+from shoal.facts.config import Lora, TuneSection
+from shoal.facts.layout import Layout
+from shoal.facts.layout.parameter_groups import ParameterGroup, RankGroup, communicators, parameter_groups
+from shoal.facts.model import Model
+from shoal.facts.recipe import Recipe
+
+USUAL = TuneSection()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model trained by a recipe, in a layout, on a cluster, with a software stack."""
+
+    model: Model
+    cluster: Cluster
+    recipe: Recipe
+    layout: Layout
+    stack: Stack = SHOAL
+    tune: TuneSection = USUAL
+    lora: Lora | None = None
+
+    @cached_property
+    def micro(self) -> int:
+        """Sequences in one micro-batch of one data rank."""
+        return self.layout.micro_batch(self.recipe.batch)
+
+    @cached_property
+    def accumulation(self) -> int:
+        """Micro-batches that one data rank works through in a step."""
+        return self.layout.accumulation(self.recipe.batch)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch that one rank attends for: its part of the sequences under context parallelism."""
+        return self.micro * self.recipe.seq // self.layout.cp
+
+    @cached_property
+    def groups(self) -> dict[str, ParameterGroup]:
+        return parameter_groups(self.layout, self.model.experts is not None, self.lora is not None)
+
+    @cached_property
+    def _communicators(self) -> dict[str, RankGroup]:
+        return communicators(self.layout, self.model.kv_heads)
+
+    def ranks_of(self, group: str) -> RankGroup:
+        """The ranks of a call's group; all of them where it has no name of its own."""
+        return self._communicators.get(group) or self._communicators["control"]
+
+    @property
+    def cut_by(self) -> int | None:
+        """The sequence length that weighs attention where stages are cut; None where a stack cuts by number."""
+        return None if self.stack.even_stages else self.recipe.seq

@@ -1,0 +1,112 @@
+"""A fake world: one rank of any number runs alone, on tensors without data.
+
+The rank's own code runs as it always does. Its process group answers every collective at once and carries nothing; its
+tensors have shapes, types and storages of the right size, and no values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+# Private, as all of torch that runs without data is (2.11 to 2.13).
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.facts.layout import Layout
+from shoal.observe.attribution import current_node
+from shoal.observe.subclasses import takes_itself_apart
+from shoal.parallel.mesh import Mesh
+from shoal.prove.shape_cache import ShapeCache
+
+
+@contextmanager
+def fake_rank(layout: Layout, rank: int, transport: str) -> Iterator[Mesh]:
+    """This process as one rank of a layout's world, which talks as if over ``transport``."""
+    if layout.world > 1:
+        dist.init_process_group("fake", rank=rank, world_size=layout.world)
+    mesh = Mesh(layout, rank, torch.device("cpu"), transport=transport)
+    try:
+        # A message that is never sent never completes; its waiter must be told that it has.
+        with patch.object(dist.Work, "is_completed", lambda work: True):
+            yield mesh
+    finally:
+        mesh.close()
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """Tensors that are made inside have no values."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, _Readings(ShapeCache(mode)):
+        yield
+
+
+class Mode(TorchDispatchMode):
+    """A mode of a dry run, where nothing is compiled: without the wrappers that keep torch's compiler away."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class SumsInPlace(Mode):
+    """Autograd adds a gradient to one that it alone holds in place, but not while a mode is looking: here it does.
+
+    To be entered last, for others on top of it would hold the tensors as well. It is for tensors without data alone: a
+    formula of autograd's own may add too, and need afterwards what it added to.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:
+            # As in _Readings, here on top of all modes that would only pass it on.
+            return args[0].fake_device
+        if takes_itself_apart(types):
+            return NotImplemented
+        if func is torch.ops.aten.add.Tensor and not kwargs and _is_autograds_alone(args[0]):
+            return torch.ops.aten.add_.Tensor(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_autograds_alone(tensor: Any) -> bool:
+    """As autograd judges it: no view, and no other reference. On the way here it gains three more references."""
+    if current_node() is None or tensor._is_view():
+        return False
+    # Not what Python code of a backward pass adds up: autograd's own sums come straight from where it was started.
+    caller = sys._getframe(2)
+    while caller.f_back is not None and caller.f_code.co_name in ("_fn", "inner"):  # around every mode
+        caller = caller.f_back
+    alone = tensor._use_count() == 4 and sys.getrefcount(tensor) == 4
+    return alone and caller.f_code.co_name == "_engine_run_backward"
+
+
+class _Readings(Mode):
+    """A number that is read off a tensor without data is 1: a finite loss and a finite norm, so the step goes on."""
+
+    def __init__(self, shapes: ShapeCache) -> None:
+        super().__init__()
+        self._shapes = shapes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:
+            # Asked for more often than all else together; the answer is here.
+            return args[0].fake_device
+        if takes_itself_apart(types):
+            return NotImplemented
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return self._shapes(func, args, kwargs or {})
+        try:
+            return func(*args)
+        except DataDependentOutputException:
+            return 1.0 if args[0].dtype.is_floating_point else 1

@@ -1,0 +1,142 @@
+"""One rank's part of a parity run: a few steps, with every gradient and weight recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shoal.facts.model.checkpoint_views import canonical_parameters
+from shoal.launch.init_rank import init_rank
+from shoal.parallel.full_tensors import Collector
+from shoal.parallel.shards import Shard, gradient, weight
+from shoal.parallel.signed_store import SignedStore
+from shoal.plan.resolve import Job
+from shoal.train.data.dataset import Dataset
+from shoal.train.evaluate import heldout_loss, write_samples
+from shoal.train.program import Program, first_weights
+
+PROMPT_TOKENS, WRITTEN_TOKENS = 8, 8
+
+# A tensor's gradient may be zero but for rounding (a key's bias, say). Measured against itself rounding would look
+# like an error, so what is compared is never taken to be smaller than this share of the step's largest gradient.
+FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one tensor is from the reference's, relative to its largest element."""
+
+    step: int
+    what: str  # "gradient" or "parameter"
+    tensor: str
+    amount: float
+
+
+@dataclass
+class ParityRank:
+    """What a layout's first rank saw."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    heldout: float | None = None
+    written: str = ""
+    differences: list[Difference] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ParityRequest:
+    """What is rehearsed: everything but the layout's own rank."""
+
+    job: Job
+    dataset: Path
+    steps: int
+    folder: Path  # where the reference keeps its tensors
+    reference: bool  # write them, or compare with them
+
+
+def run_parity_rank(rank: int, world: int, store: SignedStore, script: ParityRequest) -> ParityRank | None:
+    """One rank's part; the first rank returns what was seen."""
+    job = script.job
+    mesh = init_rank(job, rank, rank, store)
+    program = Program(job, Dataset.open(script.dataset), mesh, first_weights(job))
+    collector = Collector(program.pieces, mesh)
+    seen = ParityRank()
+    tensors = _Reference(script)
+    for step in range(1, script.steps + 1):
+        batches = [program.loader.rows(step, places).to(mesh.device) for places in program.positions()]
+        targets, _ = program.step.agree(program.own_targets(batches))
+        loss, norm = program.step.compute_gradients(step, batches, targets)
+        tensors.look(job, collector, step, "gradient", gradient, seen)
+        program.step.update(step, loss, norm)
+        seen.losses.append(loss)
+        seen.norms.append(norm)
+    tensors.look(job, collector, script.steps, "parameter", weight, seen)
+    _evaluate(program, seen)
+    mesh.close()
+    return seen if rank == 0 else None
+
+
+class _Reference:
+    """The reference's tensors, one file for each step's gradients and one for the last weights."""
+
+    def __init__(self, script: ParityRequest) -> None:
+        self.folder, self.writing = script.folder, script.reference
+
+    def look(
+        self,
+        job: Job,
+        collector: Collector,
+        step: int,
+        what: str,
+        value: Callable[[Shard], Tensor],
+        seen: ParityRank,
+    ) -> None:
+        """Every tensor of a kind, in forward order: kept, or compared with the one that was kept."""
+        names = [name for name, _, _ in canonical_parameters(job.model)]
+        path = self.folder / f"{what}-{step}.safetensors"
+        if self.writing:
+            kept = {name: collector.whole(name, value) for name in names}
+            tensors = {
+                name: tensor.detach().cpu().contiguous()
+                for name, tensor in kept.items()
+                if tensor is not None
+            }
+            largest = max((float(tensor.abs().max()) for tensor in tensors.values()), default=0.0)
+            save_file(tensors, path, {"largest": json.dumps(largest)})
+            return
+        with safe_open(path, framework="pt") as file:
+            floor = FLOOR * json.loads(file.metadata()["largest"])
+            for name in names:
+                ours = collector.whole(name, value)
+                if ours is not None:
+                    amount = difference(ours.detach().cpu(), file.get_tensor(name), floor)
+                    seen.differences.append(Difference(step, what, name, amount))
+
+
+def difference(ours: Tensor, theirs: Tensor, floor: float) -> float:
+    """The largest difference of two tensors, relative to the largest element of the second."""
+    if torch.equal(ours, theirs):
+        return 0.0
+    apart = (ours.double() - theirs.double()).abs().max()
+    return float(apart / max(float(theirs.double().abs().max()), floor))
+
+
+def _evaluate(program: Program, seen: ParityRank) -> None:
+    """The held-out loss and a greedily written text, which every layout has to agree on as well."""
+    loader, recipe, mesh = program.loader, program.job.config.recipe, program.mesh
+    if not loader.heldout_count:
+        return
+    at_once = program.job.layout.accumulation(recipe.batch)
+    seen.heldout = heldout_loss(program.placed, loader, mesh, recipe.batch, program.micro, at_once)
+    prompt = loader.heldout_rows([0]).tokens[0, :PROMPT_TOKENS]
+    (written,) = write_samples(
+        program.placed, program.tokenizer, mesh, [prompt], WRITTEN_TOKENS, 0.0, recipe.seed, len(seen.losses)
+    )
+    seen.written = written[1]

@@ -1,0 +1,85 @@
+"""Pin the attention kernels of the target device for a dry run, and fail if others were used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shoal.facts.cluster.attention_kernels import AttentionKernel, answers_by_token, attention_kernel
+from shoal.facts.precision import COMPUTE_BYTES
+from shoal.observe.subclasses import takes_itself_apart
+from shoal.predict.workload import Workload
+from shoal.prove.fake_world import Mode
+
+# What tensors without data are given on this side: a CPU's kernel keeps what CUDA's fused ones keep, which is queries,
+# keys, values, the result and a logarithm for each query and head. The unfused form is the same code everywhere.
+OPERATORS: dict[str, AttentionKernel] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "fused",
+    "aten::_scaled_dot_product_cudnn_attention": "fused",
+    "aten::_scaled_dot_product_flash_attention": "fused",
+    "aten::_scaled_dot_product_efficient_attention": "fused",
+    "aten::_safe_softmax": "unfused",
+    "aten::_softmax": "unfused",
+}
+
+
+class WrongKernel(RuntimeError):
+    """The step went through another kernel than the target device would use."""
+
+
+class UsedKernels(Mode):
+    """Notes which kernels of attention a step goes through."""
+
+    def __init__(self, wanted: AttentionKernel, device: str, by_token: bool) -> None:
+        super().__init__()
+        self.wanted, self.device = wanted, device
+        self.by_token = by_token  # how the device's kernel lays its result out
+        self.used: dict[str, AttentionKernel] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if takes_itself_apart(types):
+            return NotImplemented
+        name = func._schema.name
+        result = func(*args, **(kwargs or {}))
+        if name in OPERATORS:
+            self.used[name] = OPERATORS[name]
+            if self.by_token and OPERATORS[name] == "fused":
+                output, *others = result
+                return (output.transpose(1, 2).contiguous().transpose(1, 2), *others)
+        return result
+
+    def check(self) -> None:
+        """Raise unless all attention went the way it would on the device."""
+        wrong = [name for name, kind in self.used.items() if kind != self.wanted]
+        if wrong or not self.used:
+            went = " and ".join(wrong) or "no kernel of attention that is known"
+            raise WrongKernel(
+                f"the dry run went through {went}; {self.device} would use {self.wanted} attention, "
+                "so its memory would be another"
+            )
+
+
+@contextmanager
+def pinned(workload: Workload) -> Iterator[UsedKernels]:
+    """Attention inside is computed the way the question's device would compute it."""
+    device = workload.cluster.device
+    wanted = attention_kernel(device, workload.recipe.precision)
+    unfused = sdpa_kernel(SDPBackend.MATH) if wanted == "unfused" else nullcontext()
+    by_token = answers_by_token(device.name == "cpu", COMPUTE_BYTES[workload.recipe.precision])
+    with unfused, UsedKernels(wanted, device.name, by_token) as kernels:
+        yield kernels
+
+
+def _known() -> None:
+    missing = [name for name in OPERATORS if not hasattr(torch.ops.aten, name.removeprefix("aten::"))]
+    if missing:
+        raise RuntimeError(f"torch {torch.__version__} has no {', '.join(missing)}")
+
+
+_known()

@@ -1,0 +1,152 @@
+"""One rank's part of a profile: steps under a clock, torch's profiler and the memory tracker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from shoal.launch.init_rank import init_rank
+from shoal.observe import trace
+from shoal.observe.breakdown import TimeBreakdown, breakdown, extents
+from shoal.observe.intervals import Interval
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.signed_store import SignedStore
+from shoal.plan.resolve import Job
+from shoal.train.data.dataset import Dataset
+from shoal.train.data.loader import Batch
+from shoal.train.metrics.meter import Meter
+from shoal.train.metrics.observed import Watch, watched
+from shoal.train.program import Program, first_weights
+from shoal.train.run_directory import RunDirectory
+
+TIMED_STEPS = 5
+# The profiler's own start takes time: it runs along for a step before the one that counts. The tracker has one more.
+WITH_INSTRUMENTS = 3
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What is profiled, and where its files go."""
+
+    job: Job
+    dataset: Path
+    warm_up: int
+    run: RunDirectory
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """One rank's measurements."""
+
+    rank: int
+    place: dict[str, int]
+    seconds: list[float]  # of each step without instruments
+    waits: list[float]  # of these, for input
+    spent: TimeBreakdown  # of the profiled step
+    computations: dict[str, Interval]  # of the schedule, on a clock that the ranks of a machine share
+    peak: int  # live bytes of tensors at the fullest moment
+    categories: dict[str, int]  # what that was made of
+    moment: str  # when that was
+    traffic: list[dict[str, Any]]
+    allocated: int | None = None  # the device's allocator: most allocated, most reserved
+    reserved: int | None = None
+
+
+def take_part(rank: int, world: int, store: SignedStore, order: ProfileRequest) -> RankProfile:
+    """Warm-up steps, timed steps, a profiled and a tracked one: all of them ordinary steps of the run."""
+    # torch's profiler announces its start and stop on standard error.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    job = order.job
+    mesh = init_rank(job, rank, rank, store)
+    program = Program(job, Dataset.open(order.dataset), mesh, first_weights(job))
+    last = order.warm_up + TIMED_STEPS + WITH_INSTRUMENTS
+    steps = program.loader.steps(1, last, program.positions())
+    on_gpu = mesh.device.type == "cuda"
+    with closing(steps):
+        for _ in range(order.warm_up):
+            _timed(program, steps)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(mesh.device)
+        times = [_timed(program, steps) for _ in range(TIMED_STEPS)]
+        allocated = torch.cuda.max_memory_allocated(mesh.device) if on_gpu else None
+        reserved = torch.cuda.max_memory_reserved(mesh.device) if on_gpu else None
+        trace_file = order.run.trace(rank)
+        _traced(program, steps, trace_file)
+        watch = _tracked(program, steps)
+    recording = trace.sort_out(trace.read(trace_file), mesh.names, mesh.purposes)
+    if on_gpu and not recording.kernels:
+        raise RuntimeError(
+            "torch's profiler saw no kernel: CUPTI is missing, or another profiler holds the GPU "
+            "(nvidia-smi and dmesg know more); fix: end the other one, or allow CUPTI for this user"
+        )
+    computations = extents(recording)
+    seen = RankProfile(
+        rank=rank,
+        place=mesh.coords,
+        seconds=[meter.seconds for meter in times],
+        waits=[meter.waited for meter in times],
+        spent=breakdown(recording, _pipeline(mesh, computations)),
+        computations=computations,
+        peak=watch.tracker.peak,
+        categories=watch.tracker.peak_by_category(),
+        moment=str(watch.tracker.peak_origin),
+        traffic=[asdict(row) for row in watch.counter.traffic()],
+        allocated=allocated,
+        reserved=reserved,
+    )
+    mesh.close()
+    return seen
+
+
+def _timed(program: Program, steps: Iterator[tuple[int, list[Batch]]]) -> Meter:
+    """One step as training does it, on a meter of its own."""
+    meter = Meter(program.job, program.mesh)
+    meter.start()
+    with record_function(trace.INPUT):
+        step, batches = next(steps)
+        targets, _ = program.step.agree(program.own_targets(batches))
+    meter.have_input()
+    program.step(step, [batch.to(program.mesh.device) for batch in batches], targets)
+    meter.stop()
+    return meter
+
+
+def _traced(program: Program, steps: Iterator[tuple[int, list[Batch]]], path: Path) -> None:
+    """The second of two steps under the profiler, written down as a trace that Perfetto opens."""
+    activities = [ProfilerActivity.CPU]
+    if program.mesh.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    # Events of more than one cycle: there is only one, but without it torch warns that it would forget others.
+    cycle = schedule(wait=0, warmup=1, active=1)
+    with profile(activities=activities, schedule=cycle, acc_events=True) as profiler:
+        _timed(program, steps)
+        profiler.step()
+        with record_function(trace.STEP):
+            _timed(program, steps)
+    profiler.export_chrome_trace(str(path))
+
+
+def _tracked(program: Program, steps: Iterator[tuple[int, list[Batch]]]) -> Watch:
+    """One step with every live byte followed."""
+    device = program.mesh.device
+    step, batches = next(steps)
+    targets, _ = program.step.agree(program.own_targets(batches))
+    batches = [batch.to(device) for batch in batches]
+    with watched(program.step, batches, aligned=device.type == "cuda") as watch:
+        program.step(step, batches, targets)
+    return watch
+
+
+def _pipeline(mesh: Mesh, computations: dict[str, Interval]) -> Interval | None:
+    """From the first computation of any rank to the last one's end; None without a pipeline."""
+    if mesh.layout.pp == 1:
+        return None
+    first = min(start for start, _ in computations.values())
+    return -mesh.hosts.largest(-first), mesh.hosts.largest(max(end for _, end in computations.values()))

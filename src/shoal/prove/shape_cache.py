@@ -1,0 +1,141 @@
+"""Cache what operators do to tensor shapes in a dry run, which repeats the same shapes over and over.
+
+torch remembers too, but looks at so much of every argument that finding what it remembers takes most of a dry run.
+Remembered here is only what is simple: operators whose results are new tensors, views of their first argument, or that
+argument itself, written in place; by the shapes of what they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+# Private, as all of torch that runs without data is (2.11 to 2.13).
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+
+CPU = torch.device("cpu")
+
+
+class OutputShape(NamedTuple):
+    """A tensor that fills its storage, or a view of the first argument."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int | torch.SymInt
+    view: bool
+
+    def __call__(self, mode: FakeTensorMode, first: Any) -> FakeTensor:
+        if self.view:
+            inner = torch.empty(0, dtype=self.dtype, device="meta")
+            inner.set_(first.untyped_storage(), self.offset, self.shape, self.stride)
+        else:
+            inner = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        return FakeTensor(mode, inner, CPU)
+
+
+# What an operator may do, and what came of it: one tensor or a list of them. None: torch's to say. For all dry runs of
+# this process: the same shapes give the same in each.
+_RULES: dict[Any, str | None] = {}
+_RESULTS: dict[Any, OutputShape | list[OutputShape] | None] = {}
+
+
+class ShapeCache:
+    """Carries out operators for a mode without data."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func not in _RULES:
+            _RULES[func] = _rule(func)
+        rule = _RULES[func]
+        key = _key(func, args, kwargs) if rule else None
+        if key is None:
+            return func(*args, **kwargs)
+        if key not in _RESULTS:
+            result = func(*args, **kwargs)
+            _RESULTS[key] = _remembered(result, args)
+            return result
+        made = _RESULTS[key]
+        if made is None:
+            return func(*args, **kwargs)
+        if rule == "writes":
+            return args[0]
+        with no_dispatch():
+            if isinstance(made, OutputShape):
+                return made(self._mode, args[0] if args else None)
+            return [one(self._mode, args[0]) for one in made]
+
+
+def _rule(func: Any) -> str | None:
+    """Whether an operator makes something, or writes to its first argument and returns that."""
+    schema = func._schema
+    if func.namespace != "aten":
+        return None
+    written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
+    if not any(written):
+        return "makes"
+    in_place = written[0] and not any(written[1:]) and len(schema.returns) == 1
+    # One that changes the shape of what it is given is not simple.
+    return "writes" if in_place and torch.Tag.inplace_view not in func.tags else None
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """None where it depends on more than plain values and the shapes of tensors without data."""
+    parts: list[Any] = [func]
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            if not _is_ours(value):
+                return None
+            parts.append((value.shape, value.stride(), value.dtype, value.storage_offset()))
+        elif isinstance(value, (list, tuple)):
+            inside = _key(list, tuple(value), {})
+            if inside is None:
+                return None
+            parts.append(inside)
+        else:
+            # 1 and True and 1.0 are the same key, but do not make the same.
+            parts.append((type(value), value))
+    parts.extend(kwargs)
+    return tuple(parts)
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value) is FakeTensor and value.fake_device == CPU and value.layout == torch.strided
+
+
+def _remembered(result: Any, args: tuple[Any, ...]) -> OutputShape | list[OutputShape] | None:
+    """What to remember of a result: nothing where a tensor of it is no view, nor new and as large as its storage."""
+    given = [_storage(one) for one in _flat(args)]
+    first = _storage(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+    results = result if isinstance(result, list) else [result]
+    made: list[OutputShape] = []
+    for one in results:
+        if not _is_ours(one):
+            return None
+        storage, offset = one.untyped_storage(), one.storage_offset()
+        view = storage._cdata == first
+        fills = not offset and storage.nbytes() == one.numel() * one.element_size()
+        if not view and (storage._cdata in given or not fills):
+            return None
+        if not view:
+            given.append(storage._cdata)
+        made.append(OutputShape(one.shape, one.stride(), one.dtype, offset, view))
+    return made if isinstance(result, list) else made[0]
+
+
+def _flat(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [
+        one
+        for value in values
+        for one in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(one, torch.Tensor)
+    ]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,187 @@
+"""List a run's checkpoints, on disk, in memory and set aside, and verify every byte.
+
+Needs no torch, except to verify.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoal.facts.model import Model
+from shoal.facts.problem import BadInput, closest
+from shoal.train.checkpoint.manifest import NAME, Damaged, Manifest, check_agrees
+from shoal.train.checkpoint.storage import (
+    DAMAGED,
+    REASON,
+    CheckpointStorage,
+    DirectoryStorage,
+    check_file,
+    manifest_of,
+    step_of,
+)
+from shoal.train.run_directory import UNKNOWN, RunDirectory
+
+DISK, MEMORY, ASIDE = "disk", "memory", "set aside"
+# A reason is one line; a file of that name may be anything.
+LONGEST_REASON = 1000
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """A checkpoint that is there, as its manifest describes it."""
+
+    place: CheckpointStorage
+    step: int
+    where: str  # DISK, MEMORY or ASIDE
+    manifest: Manifest | None  # None where it cannot be read
+    of_run: Model | None  # the model of the run that it lies in, where that is known
+    damage: str = ""  # what is known to be wrong with it, without having read its tensors
+    continued: bool = False  # the one that a run would continue from
+
+    @property
+    def name(self) -> str:
+        return self.place.name(self.step)
+
+    @property
+    def written(self) -> float | None:
+        """When, in seconds since 1970; None where the place does not tell."""
+        if not isinstance(self.place, DirectoryStorage):
+            return None
+        try:
+            return (self.place.at(self.step) / NAME).lstat().st_mtime
+        except OSError:
+            return None
+
+
+@dataclass(frozen=True)
+class CheckpointVerdict:
+    """What reading every byte of a checkpoint has shown."""
+
+    found: ListedCheckpoint
+    bytes: int
+    seconds: float
+    damages: tuple[str, ...]
+
+
+class _One(DirectoryStorage):
+    """A directory that holds one checkpoint, whatever it is called."""
+
+    def at(self, step: int) -> Path:
+        return self.path
+
+
+def list_checkpoints(path: Path) -> list[ListedCheckpoint]:
+    """Every checkpoint of a run, oldest first, or the one that is named."""
+    step = step_of(path.name)
+    if path.is_dir() and step is not None:
+        return [_look(DirectoryStorage(path.parent), step, DISK, _run_around(path).model())]
+    if path.is_dir() and (step := _step_aside(path)) is not None:
+        return [_look_aside(path, step, _run_around(path).model())]
+    return _continued(list(_of_run(_run(path))))
+
+
+def verify(found: ListedCheckpoint) -> CheckpointVerdict:
+    """Read and check every byte."""
+    # Who only lists does not wait for torch.
+    from shoal.train.checkpoint.read import Checkpoint
+
+    began = time.perf_counter()
+    try:
+        checkpoint = Checkpoint(found.place, found.step)
+        check_agrees(checkpoint.manifest, found.name, found.of_run)
+        damages, size = checkpoint.damages(), checkpoint.manifest.bytes
+    except Damaged as error:
+        damages, size = [error], 0
+    return CheckpointVerdict(found, size, time.perf_counter() - began, tuple(map(str, damages)))
+
+
+def _run_around(checkpoint: Path) -> RunDirectory:
+    """Where one would be, were this one of its checkpoints."""
+    return RunDirectory(checkpoint.absolute().parent.parent)
+
+
+def _run(path: Path) -> RunDirectory:
+    """The run that a path is of: its directory, or that of its checkpoints."""
+    signs = (path / "config.toml", path / "checkpoints")
+    if path.is_dir() and any(sign.exists() for sign in signs):
+        return RunDirectory(path)
+    if path.is_dir() and (path.name == "checkpoints" or any(map(_is_checkpoint, path.iterdir()))):
+        run = RunDirectory(path.parent)
+        # Checkpoints that were copied somewhere have no run around them; and it is these that are meant.
+        run.checkpoints = path
+        run.keep_in(None)
+        return run
+    near = [other.name for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
+    meant = closest(path.name, near)
+    raise BadInput(
+        f"{path} is no run and no checkpoint" if path.exists() else f"{path} does not exist",
+        f"did you mean {path.parent / meant}?"
+        if meant and not path.exists()
+        else "name a run's directory (runs/NAME), its checkpoints directory, or one step-… in that",
+    )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return step_of(path.name) is not None or _step_aside(path) is not None
+
+
+def _step_aside(path: Path) -> int | None:
+    """Of damaged-step-00000007, or the second of that name, damaged-step-00000007.1."""
+    name = path.name.removeprefix(DAMAGED)
+    return step_of(name.partition(".")[0]) if name != path.name else None
+
+
+def _of_run(run: RunDirectory) -> Iterator[ListedCheckpoint]:
+    of_run = run.model()
+    places: list[tuple[CheckpointStorage, str]] = [(run.disk, DISK)]
+    if run.id != UNKNOWN:
+        places.append((run.memory(), MEMORY))
+    for place, where in places:
+        for step in place.committed():
+            found = _look(place, step, where, of_run)
+            # A live run may have removed it meanwhile.
+            if not found.damage or step in place.committed():
+                yield found
+    if run.checkpoints.is_dir():
+        for entry in sorted(run.checkpoints.iterdir()):
+            aside = _step_aside(entry)
+            if aside is not None and entry.is_dir():
+                yield _look_aside(entry, aside, of_run)
+
+
+def _look_aside(path: Path, step: int, of_run: Model | None) -> ListedCheckpoint:
+    found = _look(_One(path), step, ASIDE, of_run)
+    try:
+        with (path / REASON).open(encoding="utf-8", errors="replace") as file:
+            reason = file.read(LONGEST_REASON).strip()
+    except OSError:
+        reason = ""
+    return replace(found, damage=reason or found.damage or "no reason was noted")
+
+
+def _look(place: CheckpointStorage, step: int, where: str, of_run: Model | None) -> ListedCheckpoint:
+    """By its manifest and the sizes of its files."""
+    name = place.name(step)
+    manifest = None
+    try:
+        manifest = manifest_of(place, step)
+        if manifest.step != step:
+            raise Damaged(f"{name} is the checkpoint of step {manifest.step}")
+        check_agrees(manifest, name, of_run)
+        for file, size in manifest.file_sizes().items():
+            check_file(place, step, file, size)
+    except Damaged as error:
+        return ListedCheckpoint(place, step, where, manifest, of_run, str(error))
+    return ListedCheckpoint(place, step, where, manifest, of_run)
+
+
+def _continued(found: list[ListedCheckpoint]) -> list[ListedCheckpoint]:
+    """All of these in order, the one marked that a run would continue from: the newest without known damage."""
+    sound = [one for one in found if not one.damage]
+    # Of the same step that in memory, as ``keep.newest_first`` has it.
+    newest = max(sound, key=lambda one: (one.step, one.where == MEMORY), default=None)
+    marked = [replace(one, continued=one is newest) for one in found]
+    return sorted(marked, key=lambda one: (one.step, one.where))

@@ -1,0 +1,49 @@
+"""In-memory checkpoints, which outlive the processes that wrote them. Needs no torch.
+
+They are checkpoints like those on disk, in a file system that lives in memory: a rank that is lost costs what came
+after the last step, and not what came after the last commit to a disk.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from shoal.facts.problem import BadInput
+from shoal.train.checkpoint.storage import DirectoryStorage
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 names are drawn at random, and their owner is checked
+
+
+def memory_place(run_id: str, node: str = "0") -> DirectoryStorage:
+    """``run_id`` was drawn when the run began, so that no other run's memory is ever taken for its own."""
+    return DirectoryStorage(_root(run_id) / f"node-{node}", durable=False)
+
+
+def other_places(run_id: str, node: str) -> list[DirectoryStorage]:
+    """What is kept on this machine under other names than ``node``."""
+    root = _root(run_id)
+    found = sorted(root.iterdir()) if root.is_dir() else []
+    return [DirectoryStorage(path, durable=False) for path in found if path.name != f"node-{node}"]
+
+
+def forget(run_id: str) -> None:
+    """Free the memory of a run that has ended well."""
+    shutil.rmtree(_root(run_id), ignore_errors=True)
+
+
+def _root(run_id: str) -> Path:
+    # Without such a file system what is kept there lies on a disk: slower, and no worse.
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    root = base / f"shoal-{os.getuid()}-{run_id}"
+    try:
+        found = root.lstat()
+    except OSError:
+        return root
+    # Any user may create names there, and the directory's owner decides what a run resumes from.
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise BadInput(f"{root} belongs to another user, or is not a directory", "have it removed")
+    return root

@@ -1,0 +1,372 @@
+"""Checkpoints in an object store through fsspec: no rename there, so the manifest is the commit.
+
+Below a URL each checkpoint has a prefix of its own: ``step-00000100/rank-00003-ATTEMPT.bin``, one a rank, and last of
+all ``manifest.json``, which a store puts at once or not at all. Where there is none, there is no checkpoint. A file's
+name has the attempt in it that wrote it, so what an attempt left that died is never part of a later one's checkpoint.
+
+Requests that fail for a moment are tried again by fsspec's file systems themselves (s3fs: five times, with growing
+pauses), so nothing is tried again here. Needs no torch, and fsspec only once something is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shoal.facts.problem import BadInput
+from shoal.facts.redact import harmless
+from shoal.train.checkpoint.manifest import LARGEST_MANIFEST, NAME, Damaged, parse_manifest
+from shoal.train.checkpoint.storage import DAMAGED, REASON, Unreachable, check_name, step_name, step_of
+from shoal.train.files import disk_is_full
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+PROBE = "writable"
+# Read in parts of this size, for fsspec hands over copies.
+PART = 1 << 24
+# Requests that are under way at once.
+REQUESTS = 16
+EXAMPLE = 'checkpoint.to = "s3://bucket/runs"'
+
+One = TypeVar("One")
+Other = TypeVar("Other")
+
+
+class ObjectStore:
+    """A prefix of an object store, or whatever else fsspec writes to: ``s3://bucket/runs/name``."""
+
+    def __init__(self, url: str) -> None:
+        check_url(url)
+        self.url = url.rstrip("/")
+        # Of the checkpoint whose manifest was read last: one listing in place of a question for every file.
+        self._sizes: tuple[int, dict[str, int]] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectStore) and other.url == self.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    def __reduce__(self) -> tuple[type[ObjectStore], tuple[str]]:
+        """Another process makes its own connections."""
+        return ObjectStore, (self.url,)
+
+    def beside(self, suffix: str) -> ObjectStore:
+        return ObjectStore(self.url + suffix)
+
+    @cached_property
+    def files(self) -> AbstractFileSystem:
+        return _connect(self.url)
+
+    @cached_property
+    def root(self) -> str:
+        return str(self.files._strip_protocol(self.url)).rstrip("/")
+
+    def check(self) -> None:
+        """Refuse a place that cannot be listed, written to or deleted from, before anything depends on it."""
+        try:
+            with self._asked():
+                path = f"{self.root}/{PROBE}"
+                self._list(self.root)
+                self.files.pipe_file(path, b"shoal")
+                self.files.rm_file(path)
+        except OSError as error:
+            # With the store's own words, which are about names and rights and hold no secret.
+            raise BadInput(
+                f"checkpoint.to: {error if isinstance(error, Unreachable) else f'{self.url}: {error}'}",
+                "credentials that may list, write and delete there, as fsspec finds them (environment, files of the "
+                "store's own tools, FSSPEC_… variables); and a bucket that exists",
+            ) from None
+
+    # As every place.
+
+    def name(self, step: int) -> str:
+        return f"{self.url}/{step_name(step)}"
+
+    def committed(self) -> list[int]:
+        with self._asked():
+            steps = self._steps()
+            return sorted(
+                step for step, there in zip(steps, _each(self._has_manifest, steps), strict=True) if there
+            )
+
+    def write(self, step: int, attempt: str, file: str, content: Iterable[memoryview]) -> str:
+        """In parts, as the store takes them: of a file, memory holds a part or two and never all."""
+        stem, dot, ending = file.rpartition(".")
+        named = f"{stem}-{attempt}{dot}{ending}"
+        check_name(named)
+        with self._asked():
+            handle = self.files.open(self._at(step, named), "wb")
+            try:
+                for part in content:
+                    handle.write(part)
+                handle.close()
+            except BaseException:
+                _drop(handle)
+                raise
+        return named
+
+    def commit(self, step: int, attempt: str, manifest: str) -> None:
+        with self._asked():
+            self.files.pipe_file(self._at(step, NAME), manifest.encode())
+        # The same step, committed or begun by attempts whose later steps were lost. They can wait for ``remove``.
+        with contextlib.suppress(OSError), self._asked():
+            there = self._list_step(step)
+            if not _set_aside(there):
+                self._delete(step, [file for file in there if _attempt_of(file) not in (None, attempt)])
+
+    def abandon(self, step: int, attempt: str) -> None:
+        with self._asked():
+            # A commit that was not answered may have been made: then it goes first, for it names these files.
+            with contextlib.suppress(FileNotFoundError):
+                if f"-{attempt}.".encode() in self.files.cat_file(self._at(step, NAME)):
+                    self.files.rm_file(self._at(step, NAME))
+            self._delete(step, [file for file in self._list_step(step) if _attempt_of(file) == attempt])
+
+    def clear(self) -> None:
+        with self._asked():
+            for step in self._steps():
+                there = self._list_step(step)
+                if NAME not in there and not _set_aside(there):
+                    self._delete(step, [file for file in there if _attempt_of(file)])
+
+    def remove(self, step: int) -> None:
+        with self._asked():
+            there = self._list_step(step)
+            doomed = [file for file in there if _attempt_of(file)]
+            if _set_aside(there):
+                # All but what the manifest names may belong to what was set aside, and is kept.
+                named = self._named(step)
+                doomed = [file for file in doomed if file in named]
+            # Un-committed first: a half-removed checkpoint must not be taken for a whole one.
+            self.files.rm_file(self._at(step, NAME))
+            self._delete(step, doomed)
+
+    def set_aside(self, step: int, reason: str) -> None:
+        """All stays where it is, but the manifest gets another name: then it commits nothing."""
+        with self._asked():
+            there = self._list_step(step)
+            number = 0
+            while (target := f"{DAMAGED}{_numbered(NAME, number)}") in there:
+                number += 1
+            if NAME not in there:
+                return
+            self.files.cp_file(self._at(step, NAME), self._at(step, target))
+            self.files.pipe_file(self._at(step, _numbered(REASON, number)), f"{reason}\n".encode())
+            self.files.rm_file(self._at(step, NAME))
+
+    def read_manifest(self, step: int) -> bytes:
+        with self._asked(), self._missing(step, NAME):
+            self._sizes = step, self._list_step(step)
+            if (size := self._sizes[1].get(NAME, 0)) > LARGEST_MANIFEST:
+                raise Damaged(f"{self.name(step)}/{NAME} is too long for a manifest: {size} bytes")
+            return bytes(self.files.cat_file(self._at(step, NAME)))
+
+    def size(self, step: int, file: str) -> int:
+        if self._sizes is not None and self._sizes[0] == step and file in self._sizes[1]:
+            return self._sizes[1][file]
+        with self._asked(), self._missing(step, file):
+            self.files.invalidate_cache()
+            return int(self.files.info(self._at(step, file))["size"])
+
+    def read(self, step: int, file: str, position: int, into: memoryview) -> None:
+        path = self._at(step, file)
+        with self._asked(), self._missing(step, file):
+            for start in range(0, into.nbytes, PART):
+                part = into[start : start + PART]
+                begin = position + start
+                # By name: the second place is not the same in every file system.
+                found = self.files.cat_file(path, start=begin, end=begin + part.nbytes)
+                if len(found) != part.nbytes:
+                    raise Damaged(f"{self.name(step)}/{file} ends before byte {position + into.nbytes}")
+                part[:] = found
+
+    # Moving a whole run.
+
+    @property
+    def empty(self) -> bool:
+        with self._asked():
+            return not self._list(self.root)
+
+    def move(self, target: ObjectStore) -> None:
+        """Copy all checkpoints, which a store does by itself, then remove them here."""
+        with self._asked():
+            for step in self._steps():
+                there = sorted(self._list_step(step), key=lambda file: file == NAME)
+
+                def copy(file: str, step: int = step) -> None:
+                    self.files.cp_file(self._at(step, file), target._at(step, file))
+
+                _each(copy, [file for file in there if file != NAME])
+                if NAME in there:
+                    copy(NAME)
+                    self.files.rm_file(self._at(step, NAME))
+                self._delete(step, [file for file in there if file != NAME])
+
+    # What the store is asked.
+
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Every store has errors of its own. But for what is not there, or has no room, they say that it is no use."""
+        try:
+            yield
+        except (Damaged, BadInput, FileNotFoundError, Unreachable):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and disk_is_full(error):
+                raise
+            raise Unreachable(f"{self.url}: {type(error).__name__}: {error}") from error
+
+    @contextlib.contextmanager
+    def _missing(self, step: int, file: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise Damaged(f"{self.name(step)}/{file} is missing") from None
+
+    def _named(self, step: int) -> set[str]:
+        """The files that a manifest names; none where it cannot be read."""
+        try:
+            return set(
+                parse_manifest(self.files.cat_file(self._at(step, NAME)), self.name(step)).file_sizes()
+            )
+        except Damaged:
+            return set()
+
+    def _at(self, step: int, file: str) -> str:
+        return f"{self.root}/{step_name(step)}/{file}"
+
+    def _list(self, path: str) -> dict[str, int]:
+        """What lies directly below a path, and how long it is."""
+        # Others write here too: what was seen before does not count.
+        self.files.invalidate_cache()
+        try:
+            found = self.files.ls(path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {one["name"].rstrip("/").rpartition("/")[2]: int(one["size"] or 0) for one in found}
+
+    def _list_step(self, step: int) -> dict[str, int]:
+        """Only what we might have written."""
+        found = self._list(f"{self.root}/{step_name(step)}")
+        return {file: size for file, size in found.items() if _ours(file)}
+
+    def _steps(self) -> list[int]:
+        """Of which there is anything at all."""
+        return sorted(step for name in self._list(self.root) if (step := step_of(name)) is not None)
+
+    def _has_manifest(self, step: int) -> bool:
+        # Not ``exists``, which takes an error for a no.
+        try:
+            return bool(self.files.info(self._at(step, NAME))["type"] == "file")
+        except FileNotFoundError:
+            return False
+
+    def _delete(self, step: int, files: list[str]) -> None:
+        if files:
+            self.files.rm([self._at(step, file) for file in files])
+        if _is_local(self.url):
+            # Where prefixes are directories, they stay.
+            with contextlib.suppress(OSError):
+                self.files.rmdir(f"{self.root}/{step_name(step)}")
+
+
+def check_url(url: str) -> None:
+    """Refuse what is no plain URL; a password in one would end up in files and messages."""
+    scheme, separator, rest = url.partition("://")
+    before, at, _ = rest.rpartition("@")
+    if at and ":" in before:
+        raise BadInput(
+            f"checkpoint.to: {harmless(url)} holds a password",
+            "leave it out: fsspec takes credentials from the environment and from the files of the store's own tools",
+        )
+    if not separator or not scheme or not rest.strip("/"):
+        raise BadInput(f"checkpoint.to: {harmless(url)} is no URL", f"{EXAMPLE}, or file:///a/directory")
+    if "::" in url or re.search(r"[\s*?\[\]#\x00-\x1f]", url):
+        raise BadInput(
+            f"checkpoint.to: {harmless(url)} cannot be a place for checkpoints: blanks, * ? [ ] # and :: have other "
+            "meanings there",
+            f"a plain URL, and a run directory with a plain name: {EXAMPLE}",
+        )
+
+
+def _connect(url: str) -> AbstractFileSystem:
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    scheme = url.partition("://")[0]
+    try:
+        return _private_directories() if _is_local(url) else fsspec.url_to_fs(url)[0]
+    except ImportError as error:
+        package = known_implementations[scheme]["class"].partition(".")[0]
+        fix = f"pip install {package}" if package != "fsspec" else str(error)
+        raise BadInput(f"checkpoint.to: {scheme}:// needs a package that is not installed", fix) from None
+    except ValueError as error:
+        if scheme in known_implementations:
+            raise BadInput(f"checkpoint.to: {url}: {error}", EXAMPLE) from None
+        raise BadInput(f"checkpoint.to: fsspec knows no {scheme}://", EXAMPLE) from None
+
+
+@cache
+def _private_directories() -> AbstractFileSystem:
+    """In a file system prefixes are directories, which have to be made: as a run's are, for its owner alone."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    class Private(LocalFileSystem):
+        def makedirs(self, path: str, exist_ok: bool = False) -> None:
+            here = Path(self._strip_protocol(path))
+            missing = [folder for folder in (here, *here.parents) if not folder.exists()]
+            for folder in reversed(missing):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            if not missing and not exist_ok:
+                raise FileExistsError(here)
+
+    return Private(auto_mkdir=True)
+
+
+def _is_local(url: str) -> bool:
+    return url.startswith(("file://", "local://"))
+
+
+def _drop(handle: Any) -> None:
+    """End a write without completing it: the parts that were sent are thrown away where a store can."""
+    from fsspec.spec import AbstractBufferedFile
+
+    with contextlib.suppress(Exception):
+        if isinstance(handle, AbstractBufferedFile):
+            # Its own ``close`` would complete what is there.
+            handle.closed = True
+            handle.discard()
+        else:
+            handle.close()
+
+
+def _attempt_of(file: str) -> str | None:
+    match = re.fullmatch(r"rank-[0-9]{5,}-([A-Za-z0-9-]+)\.bin", file)
+    return match[1] if match else None
+
+
+def _numbered(name: str, number: int) -> str:
+    stem, dot, ending = name.rpartition(".")
+    return f"{stem}-{number}{dot}{ending}" if number else name
+
+
+def _set_aside(there: Iterable[str]) -> bool:
+    return any(file.startswith(DAMAGED) for file in there)
+
+
+def _ours(file: str) -> bool:
+    aside = rf"{DAMAGED}manifest(-[0-9]+)?\.json|reason(-[0-9]+)?\.txt"
+    return file == NAME or _attempt_of(file) is not None or re.fullmatch(aside, file) is not None
+
+
+def _each(ask: Callable[[One], Other], of: Iterable[One]) -> list[Other]:
+    """Several questions at once, for each takes a while to be answered."""
+    with ThreadPoolExecutor(REQUESTS, "shoal-store") as pool:
+        return list(pool.map(ask, of))

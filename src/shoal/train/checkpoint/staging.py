@@ -1,0 +1,218 @@
+"""Staging: copy a rank's share to host memory, laid out as its file; training continues once it is copied.
+
+On a GPU even the copy runs beside the next step, up to the moment when the optimizer would change what is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.parallel.shards import Shard as Held
+from shoal.train.checkpoint.manifest import StoredPiece
+from shoal.train.checkpoint.write_plan import WrittenBox
+
+# A state by its name, and its value for every piece that this rank holds.
+States = Sequence[tuple[str, Callable[[Held], Tensor]]]
+
+
+@dataclass(frozen=True)
+class Lot:
+    """One box of one state, and its place in the buffer."""
+
+    state: str
+    part: WrittenBox
+    dtype: torch.dtype
+    position: int
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.part.size) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        return self.position + self.bytes
+
+    def entry(self, file: str, hash: str) -> StoredPiece:
+        return StoredPiece(
+            tensor=self.part.tensor,
+            state=self.state,
+            dtype=str(self.dtype).removeprefix("torch."),
+            offset=self.part.offset,
+            size=self.part.size,
+            file=file,
+            position=self.position,
+            bytes=self.bytes,
+            hash=hash,
+        )
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Lots whose elements lie one after another, in their piece and in the buffer: copied at once."""
+
+    first: Lot
+    last: Lot
+
+    @property
+    def start(self) -> int:
+        return self.first.part.start
+
+    @property
+    def stop(self) -> int:
+        return self.last.part.start + math.prod(self.last.part.shape)
+
+    def leads_to(self, lot: Lot) -> bool:
+        """Whether a lot follows."""
+        end = self.last.state, self.last.part.piece, self.stop, self.last.end
+        return end == (lot.state, lot.part.piece, lot.part.start, lot.position)
+
+
+class StagingBuffer:
+    """A buffer that is filled again and again."""
+
+    def __init__(
+        self,
+        parts: list[WrittenBox],
+        device: torch.device,
+        states: int,
+        ahead: bool = True,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        """``states``: how many there will be of every part. ``ahead``: there is room before it is needed.
+
+        ``tell`` is told where that room is not what it should be.
+        """
+        self.parts, self.tell = parts, tell
+        self.lots: list[Lot] = []
+        self._states: list[str] = []
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+        self._room: PinnedMemory | None = None
+        # What is copied, and where it goes.
+        self._stretches: list[tuple[Stretch, Tensor]] = []
+        self._others: list[tuple[Lot, Tensor]] = []  # whose elements do not lie one after another
+        if self._stream is not None and ahead:
+            sizes = (math.prod(part.size) * part.piece.tensor.element_size() for part in parts)
+            self._room = PinnedMemory(sum(sizes) * states)
+
+    @torch.no_grad()
+    def fill(self, states: States) -> None:
+        """Start to copy these states. They must not change before ``hold_update`` has returned."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            values = dict(states)
+            self._make_room(states)
+            # A GPU has nothing to do while its host asks for copies, so they are few, and need few views.
+            for stretch, target in self._stretches:
+                value = values[stretch.first.state](stretch.first.part.piece)
+                if value.shape != target.shape:
+                    value = value.reshape(-1)[stretch.start : stretch.stop]
+                target.copy_(value, non_blocking=True)
+            for lot, target in self._others:
+                target.copy_(lot.part.of(values[lot.state](lot.part.piece)), non_blocking=True)
+            if self._stream is not None:
+                self._copied = self._stream.record_event()
+
+    def hold_update(self) -> None:
+        """To be called before the states change. The host does not wait; what it asks of the device next does."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def content(self) -> memoryview:
+        """What was copied; complete when this returns."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self.buffer.numpy().data
+
+    def _make_room(self, states: States) -> None:
+        """The same states as last time have the same places. After the first update there are more."""
+        wanted = [state for state, _ in states]
+        if self._states == wanted:
+            return
+        self._states = wanted
+        kinds = [(state, part, value(part.piece).dtype) for state, value in states for part in self.parts]
+        # Wide elements first: then all are aligned without a gap, and every byte of the file belongs to a piece.
+        kinds.sort(key=lambda kind: -kind[2].itemsize)
+        self.lots, position = [], 0
+        for state, part, dtype in kinds:
+            self.lots.append(Lot(state, part, dtype, position))
+            position += self.lots[-1].bytes
+        self.buffer = self._take_room(position)
+        values = dict(states)
+        self._stretches, self._others = [], []
+        for stretch in _stretches(lot for lot in self.lots if _in_order(lot.part)):
+            target = self._place(stretch.first, stretch.last)
+            value = values[stretch.first.state](stretch.first.part.piece)
+            # All of a tensor is copied as it is.
+            whole = target.numel() == value.numel()
+            self._stretches.append((stretch, target.view(value.shape) if whole else target))
+        for lot in self.lots:
+            if not _in_order(lot.part):
+                self._others.append((lot, self._place(lot, lot).view(lot.part.size)))
+
+    def _take_room(self, size: int) -> Tensor:
+        if self._room is None:
+            return _pageable(size)
+        buffer, trouble = self._room.take(size)
+        if trouble:
+            self.tell(trouble)
+        return buffer
+
+    def _place(self, first: Lot, last: Lot) -> Tensor:
+        return self.buffer[first.position : last.end].view(first.dtype)
+
+
+def _stretches(lots: Iterable[Lot]) -> list[Stretch]:
+    found: list[Stretch] = []
+    for lot in lots:
+        if found and found[-1].leads_to(lot):
+            found[-1] = Stretch(found[-1].first, lot)
+        else:
+            found.append(Stretch(lot, lot))
+    return found
+
+
+def _in_order(part: WrittenBox) -> bool:
+    """Whether its elements are one after another in the piece: whole rows, not transposed."""
+    return not part.transposed and part.within == tuple(slice(0, size) for size in part.shape)
+
+
+class PinnedMemory:
+    """Pinned host memory, which a GPU copies into while its host does other things. Its pages are locked.
+
+    That takes half a second a gigabyte, which no step is to wait for. It may also be refused (a limit on locked memory,
+    too little of it): then a copy goes through pageable memory, and training waits longer for it.
+    """
+
+    def __init__(self, size: int) -> None:
+        pool = ThreadPoolExecutor(1, "shoal-pin")
+        self._asked: Future[tuple[Tensor, str]] = pool.submit(_pinned, size)
+        pool.shutdown(wait=False)
+
+    def take(self, size: int) -> tuple[Tensor, str]:
+        """So many bytes, and what is to be said of them."""
+        room, trouble = self._asked.result()
+        return (room[:size], trouble) if room.numel() >= size else _pinned(size)
+
+
+def _pinned(size: int) -> tuple[Tensor, str]:
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True), ""
+    except RuntimeError as refusal:
+        reason = str(refusal).splitlines()[0]
+        return _pageable(size), (
+            f"{size / 1e9:.1f} GB of host memory for checkpoints could not be pinned ({reason}); "
+            "pageable memory is used, and training waits longer for its copies"
+        )
+
+
+def _pageable(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)

@@ -1,0 +1,118 @@
+"""Which boxes of which tensors a rank writes, so that every element is written exactly once.
+
+What several ranks hold alike (replicas of ``dp``) they share out: each writes an equal part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal.facts.model import Model
+from shoal.facts.model.checkpoint_views import View, intersect, views_by_parameter
+from shoal.facts.model.tensor_split import range_boxes
+from shoal.models.initial import Slice
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.shards import Shard
+
+# Elements: larger pieces are cut, so that several threads hash and read one tensor, and none needs much memory.
+LARGEST_PIECE = 1 << 23
+
+
+@dataclass(frozen=True)
+class WrittenBox:
+    """A box of one of Hugging Face's tensors, and where a piece has its elements."""
+
+    piece: Shard
+    start: int  # of a range of the piece's elements that is, as ``shape``, a box of our parameter
+    shape: tuple[int, ...]
+    within: tuple[slice, ...]  # which part of that is meant
+    transposed: bool
+    tensor: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def of(self, values: Tensor) -> Tensor:
+        """This part of a tensor that has a value for each element of the piece, as Hugging Face has it."""
+        flat = values.detach().reshape(-1)[self.start : self.start + math.prod(self.shape)]
+        box = flat.view(self.shape)[self.within]
+        return box.T if self.transposed else box
+
+
+def parts(model: Model, pieces: list[Shard], mesh: Mesh) -> list[WrittenBox]:
+    """What this rank writes of every state."""
+    of_parameter = views_by_parameter(model)
+    return [
+        part
+        for piece, start, stop in _shared_out(pieces, mesh)
+        for first, last in _cut(piece, start, stop)
+        for part in _parts(piece, first, last, of_parameter[piece.name])
+    ]
+
+
+def _shared_out(pieces: list[Shard], mesh: Mesh) -> Iterator[tuple[Shard, int, int]]:
+    """The elements that this rank writes of its pieces: of those that other replicas hold as well, its share."""
+    written = [piece for piece in pieces if piece.held.part.copy == 0 and not piece.held.copied]
+    total = sum(piece.stop - piece.start for piece in written)
+    replicas, index = mesh.layout.dp, mesh.coords["dp"]
+    first, last = total * index // replicas, total * (index + 1) // replicas
+    before = 0
+    for piece in written:
+        size = piece.stop - piece.start
+        start, stop = max(first - before, 0), min(last - before, size)
+        if start < stop:
+            yield piece, start, stop
+        before += size
+
+
+def _cut(piece: Shard, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """A long range as several, cut between rows where rows are shorter than that."""
+    width = piece.box.size // piece.box.shape[0] if piece.box.shape else 1
+    most = max(LARGEST_PIECE // width * width, width) if width < stop - start else LARGEST_PIECE
+    row = piece.start % width
+    while start < stop:
+        # Counted from the beginning of the row that the range begins in.
+        end = min(stop, (start + row) // most * most + most - row)
+        yield start, end
+        start = end
+
+
+def _parts(piece: Shard, start: int, stop: int, boxes: list[View]) -> Iterator[WrittenBox]:
+    for (offset, shape), begin in _ranges(piece, start, stop):
+        for view in boxes:
+            overlap = intersect(view, offset, shape)
+            if overlap is not None:
+                within = tuple(
+                    slice(first, first + size)
+                    for first, size in zip(overlap.slice_offset, overlap.slice_shape, strict=True)
+                )
+                yield WrittenBox(
+                    piece,
+                    begin,
+                    shape,
+                    within,
+                    view.transposed,
+                    view.tensor,
+                    overlap.tensor_offset,
+                    overlap.tensor_shape,
+                )
+
+
+def piece_slices(piece: Shard, values: Tensor) -> Iterator[Slice]:
+    """A tensor that has a value for each element of a piece, as boxes of the whole parameter: to be filled."""
+    flat = values.detach().view(-1)
+    for (offset, shape), begin in _ranges(piece, 0, piece.stop - piece.start):
+        yield Slice(flat[begin : begin + math.prod(shape)].view(shape), piece.box.whole, offset)
+
+
+def _ranges(
+    piece: Shard, start: int, stop: int
+) -> Iterator[tuple[tuple[tuple[int, ...], tuple[int, ...]], int]]:
+    """Elements of a piece as boxes (offset, shape) of the whole parameter, each with its first element's number."""
+    begin = start
+    for offset, shape in range_boxes(piece.box.shape, piece.start + start, piece.start + stop):
+        yield (tuple(a + b for a, b in zip(piece.box.offset, offset, strict=True)), shape), begin
+        begin += math.prod(shape)

@@ -1,0 +1,284 @@
+"""Out of memory, explained: prediction next to measurement, and the nearest change that fits."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.facts.ledger import Ledger
+from shoal.observe.flight_recorder import EXPLAIN, Announce
+from shoal.parallel.mesh import Mesh
+from shoal.plan.judge import judge
+from shoal.plan.remedy import Remedy, for_layout
+from shoal.plan.request import PlanRequest
+from shoal.plan.resolve import Job
+from shoal.predict.memory import ledgers
+from shoal.train.program import Program
+
+GIB = 2**30
+# A prediction that is too low by less than this factor is not mentioned.
+NOTICEABLE = 1.005
+# A difference between two predicted times that is none.
+SAME_TIME = 0.0005
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
+
+# Where there is no error of a type of its own: a CPU's allocator, the CUDA runtime, cuBLAS and NCCL.
+WORDS = re.compile(
+    r"DefaultCPUAllocator|CUDA error: out of memory|Cuda failure .*out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|Failed to CUDA [cm]alloc"
+)
+# What the allocators say of the moment of the error; a little later some of it is free again.
+SIZE = r"(\d+(?:\.\d+)?) (bytes|[KMGT]iB)"
+ASKED = re.compile(rf"[Tt]ried to allocate {SIZE}")
+FREE = re.compile(rf"of which {SIZE} is free")
+IN_USE = re.compile(rf"this process has {SIZE} memory in use")
+ALLOWED = re.compile(rf"{SIZE} allowed")
+ALLOCATED = re.compile(rf"{SIZE} is allocated by PyTorch")
+UNUSED = re.compile(rf"{SIZE} is reserved by PyTorch but unallocated")
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """What one rank held when there was no room for more, in bytes."""
+
+    params: int
+    grads: int
+    optimizer: int
+    asked: int  # the allocation that failed; 0 where unknown
+    allocated: int | None = None  # by tensors; a CPU's allocator does not count
+    reserved: int | None = None  # by the allocator, for tensors now and later
+    capacity: int | None = None  # of the device, without what other processes hold
+    peak_allocated: int | None = None  # the most of both so far
+    peak_reserved: int | None = None
+    resident: int | None = None  # of the whole process, where its allocator does not count
+
+    @property
+    def states(self) -> int:
+        return self.params + self.grads + self.optimizer
+
+    @property
+    def unused(self) -> int:
+        """What the allocator holds and no tensor has."""
+        return 0 if self.reserved is None or self.allocated is None else self.reserved - self.allocated
+
+    @property
+    def rest(self) -> int | None:
+        return None if self.allocated is None else max(0, self.allocated - self.states)
+
+
+class OutOfMemory(RuntimeError):
+    """A rank found no room for a tensor; the message says what filled it and what would fit."""
+
+    def __init__(self, message: str, step: int, predicted: Ledger, measured: MeasuredMemory) -> None:
+        self.step, self.predicted, self.measured = step, predicted, measured
+        super().__init__(message)
+
+
+class RunningTraining(Protocol):
+    """A training: what it runs, and how many steps are done."""
+
+    program: Program
+    done: int
+    announce: Announce
+
+
+@dataclass
+class MemoryWitness:
+    """Who can say what a rank holds, as soon as there is something to hold."""
+
+    training: RunningTraining | None = None
+
+
+@contextmanager
+def explaining(job: Job, mesh: Mesh) -> Iterator[MemoryWitness]:
+    """Turn an allocator's error inside into ``OutOfMemory``."""
+    witness = MemoryWitness()
+    try:
+        yield witness
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        try:
+            explained = _explained(job, mesh, witness.training, str(error))
+        except Exception as trouble:
+            # What went wrong with the explanation must not hide what it was about.
+            raise error from trouble
+        raise explained from error
+
+
+def _explained(job: Job, mesh: Mesh, training: RunningTraining | None, message: str) -> OutOfMemory:
+    measured = measure(training.program if training else None, message)
+    step = training.done + 1 if training else 0
+    if training:
+        # The others may wait for us a little longer.
+        training.announce(EXPLAIN, step)
+    predicted = ledgers(job.workload())[mesh.coords["pp"]]
+    return OutOfMemory(verdict(job, predicted, measured), step, predicted, measured)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator, of whatever kind, has found no room."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or WORDS.search(str(error)) is not None
+
+
+def measure(program: Program | None, message: str) -> MeasuredMemory:
+    """What is there, by what it is for; each storage once, however many tensors share it."""
+    params = grads = optimizer = 0
+    if program is not None:
+        seen: set[int] = set()
+        params = _bytes(
+            [part.local for _, part in program.placed.slices] + [piece.tensor for piece in program.pieces],
+            seen,
+        )
+        grads = _bytes((piece.tensor.grad for piece in program.pieces), seen)
+        optimizer = _bytes(
+            (value for states in program.optimizer.state.values() for value in states.values()), seen
+        )
+    asked, allocated, unused = (_said(pattern, message) for pattern in (ASKED, ALLOCATED, UNUSED))
+    found = MeasuredMemory(params, grads, optimizer, asked or 0, allocated)
+    if torch.cuda.is_initialized():
+        stats = torch.cuda.memory_stats()
+        peaks = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+        found = replace(found, peak_allocated=peaks[0], peak_reserved=peaks[1])
+    if allocated is None or unused is None:
+        # The state at the moment of the error is unknown, but it was close to the peak.
+        resident = _resident() if found.peak_allocated is None else None
+        return replace(found, allocated=found.peak_allocated, reserved=found.peak_reserved, resident=resident)
+    return replace(found, reserved=allocated + unused, capacity=_said_capacity(message))
+
+
+def _resident() -> int | None:
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return None
+    return pages * resource.getpagesize()
+
+
+def _said_capacity(message: str) -> int | None:
+    """What this process has and could still have had; the others' part of the device is not ours to plan with."""
+    free, used, allowed = (_said(pattern, message) for pattern in (FREE, IN_USE, ALLOWED))
+    if free is None or used is None:
+        return allowed
+    return min(free + used, allowed or free + used)
+
+
+def _bytes(tensors: Iterable[object], seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            continue
+        # A sharded tensor's own part: of the whole it only knows the shape.
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        storage = local.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def _said(pattern: re.Pattern[str], message: str) -> int | None:
+    found = pattern.search(message)
+    return round(float(found[1]) * UNITS[found[2]]) if found else None
+
+
+# The verdict.
+
+
+def verdict(job: Job, predicted: Ledger, measured: MeasuredMemory) -> str:
+    """The ledger beside what was measured, and what to change."""
+    capacity = _capacity(job, predicted, measured)
+    lines = [
+        f"out of memory: tried to allocate another {amount(measured.asked)} of {amount(capacity)}",
+        f"  {'':32} {'predicted':>9} {'measured':>9}  GiB",
+    ]
+    rest = predicted.activations + predicted.logits + predicted.buffers
+    for name, foreseen, seen in (
+        ("parameters", predicted.params, measured.params),
+        ("gradients", predicted.grads, measured.grads),
+        ("optimizer states", predicted.optimizer, measured.optimizer),
+        ("activations, logits, buffers", rest, measured.rest),
+        ("all tensors", predicted.peak_allocated, measured.allocated),
+        ("held by the allocator", predicted.reserved, measured.reserved),
+    ):
+        lines.append(f"  {name:32} {_gib(foreseen):>9} {_gib(seen):>9}")
+    moment = f" ({predicted.instant})" if predicted.instant else ""
+    lines.append(f"  predicted: at the step's peak{moment}; measured: at the error")
+    if measured.peak_allocated is not None:
+        peaks = f"{_gib(measured.peak_allocated)} GiB, allocator {_gib(measured.peak_reserved)} GiB"
+        lines.append(f"  peak so far: tensors {peaks}")
+    if measured.resident is not None:
+        lines.append(f"  resident set of this process, code included: {_gib(measured.resident)} GiB")
+    factor = _shortfall(predicted, measured)
+    if factor > NOTICEABLE:
+        lines.append(
+            f"  the run needs at least {factor:.2f} times the predicted memory; the fix below allows for it"
+        )
+    if measured.unused and measured.unused >= measured.asked:
+        lines.append(
+            f"  the allocator holds {_gib(measured.unused)} GiB in free blocks that are too small: "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True avoids that"
+        )
+    found = nearest(job, predicted, measured)
+    if found is None:
+        fix = "no other layout is predicted to fit on these devices; use more devices or a smaller batch"
+    else:
+        fix = f"nearest change that is predicted to fit: {found}; {_slower(job, found)}"
+    return "\n".join([*lines, f"  fix: {fix}"])
+
+
+def nearest(job: Job, predicted: Ledger, measured: MeasuredMemory) -> Remedy | None:
+    """The smallest change of the layout that fits on as many devices, even if it is mispredicted as this one was."""
+    room = int(_capacity(job, predicted, measured) / _shortfall(predicted, measured))
+    device = job.cluster.device.model_copy(update={"memory_bytes": max(1, room)})
+    cluster = job.cluster.model_copy(update={"device": device})
+    asked = PlanRequest(
+        job.model, job.model.name, cluster, job.config.recipe, job.layout, job.config.model.lora
+    )
+    for remedy in for_layout(asked, job.layout):
+        plan = remedy.plan
+        # Where the prediction saw no trouble at all, what needs as much as it did would fit by its word only.
+        smaller = plan.memory.peak_allocated < predicted.peak_allocated
+        if plan.world == job.layout.world and plan.runs and smaller:
+            return remedy
+    return None
+
+
+def _slower(job: Job, found: Remedy) -> str:
+    """How much longer a step takes with a change than it would without, had it fitted."""
+    change = found.plan.step.seconds / judge(job.workload()).step.seconds - 1
+    if abs(change) < SAME_TIME:
+        return "the step time stays the same"
+    return f"a step takes {abs(change):.1%} {'longer' if change > 0 else 'less time'}"
+
+
+def _shortfall(predicted: Ledger, measured: MeasuredMemory) -> float:
+    """By what factor more was needed than predicted: at least what was there and what was asked for; never below 1."""
+    if measured.allocated is None:
+        return 1.0
+    return max(1.0, (measured.allocated + measured.asked) / predicted.peak_allocated)
+
+
+def _capacity(job: Job, predicted: Ledger, measured: MeasuredMemory) -> int:
+    """A device's memory; of a machine's, which ranks on its CPU share, one rank's part."""
+    if measured.capacity is not None:
+        return measured.capacity
+    return predicted.capacity // (job.layout.world if job.cluster.device.name == "cpu" else 1)
+
+
+def amount(count: int) -> str:
+    if not count:
+        return "an unknown amount"
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.2f} MiB"
+
+
+def _gib(count: int | None) -> str:
+    return "unknown" if count is None else f"{count / GIB:.2f}"

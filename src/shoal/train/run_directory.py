@@ -1,0 +1,426 @@
+"""The run directory: its contents, its lock, and whether a job may resume what is there. Needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shoal.facts.config import Config
+from shoal.facts.config import file as configfile
+from shoal.facts.config.paths import with_absolute_paths
+from shoal.facts.input.untrusted_files import parse_toml, read_json, read_settings
+from shoal.facts.model import Model
+from shoal.facts.problem import BadInput, Problem
+from shoal.facts.recipe import Recipe
+from shoal.facts.redact import redact_values
+from shoal.plan.resolve import Job
+from shoal.train.checkpoint.manifest import Damaged
+from shoal.train.checkpoint.node_memory import forget, memory_place, other_places
+from shoal.train.checkpoint.object_store import ObjectStore
+from shoal.train.checkpoint.retention import newest_first, whole
+from shoal.train.checkpoint.storage import CheckpointStorage, DirectoryStorage, manifest_of
+from shoal.train.files import read_rows, replace_text
+from shoal.train.fingerprint import weights_fingerprint
+
+# Where the data came from. What it is, its hash says; so files may move between a stop and a resume.
+DATA_ORIGIN = ("source", "mix", "tokenizer", "end_token", "field", "heldout")
+UNKNOWN = "unknown"
+# What the only machine of a run is called.
+ALONE = "0"
+DATA_HASH = "data (hash of its tokens)"
+WEIGHTS, WEIGHTS_HASH = "model.init_from", "model.init_from (hash of samples of its weights)"
+
+
+def identity(job: Job, dataset: str) -> dict[str, Any]:
+    """The recipe, the data and the origin of the weights: what a resume must have in common with its beginning."""
+    config = job.config
+    recipe = resolved_recipe(config.recipe)
+    found = {
+        **{f"recipe.{name}": value for name, value in recipe.items()},
+        **{f"data.{name}": getattr(config.data, name) for name in DATA_ORIGIN},
+        "data.packing": config.data.packing,
+        "data.within_documents": config.data.within_documents,
+        DATA_HASH: dataset,
+        "run.strict": config.run.strict,
+        WEIGHTS: config.model.init_from,
+        WEIGHTS_HASH: weights_fingerprint(config.model.init_from),
+    }
+    # It goes into every checkpoint.
+    return {key: redact_values(value) for key, value in found.items()}
+
+
+def resolved_recipe(recipe: Recipe) -> dict[str, Any]:
+    """The recipe in one spelling: spans in steps, and the length of the run in steps alone."""
+    values = recipe.model_dump(mode="json", exclude={"tokens"})
+    return {**values, "warmup": recipe.warmup_steps, "decay": recipe.decay_steps}
+
+
+class RunDirectory:
+    """``runs/NAME``: config, plan, metrics, checkpoints, logs."""
+
+    def __init__(self, path: Path, node: str = ALONE) -> None:
+        """``node``: what this machine is called, where several share the directory."""
+        self.path, self.node = path, node
+        self.config = path / "config.toml"
+        self.plan = path / "plan.json"
+        self.manifest = path / "manifest.json"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.faults = path / "faults.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self._untold: list[bytes] = []
+        self.stacks = path / "stacks"
+        self.flights = path / ".flight"
+        self.ledger = path / "ledger"
+        self.profile = path / "profile.json"
+        self.profiles = path / "profile"
+        self._disk: CheckpointStorage | None = None
+
+    def observed(self, rank: int) -> Path:
+        """Where a rank writes what was observed of it."""
+        (self.path / "observed").mkdir(mode=0o700, exist_ok=True)
+        return self.path / "observed" / f"rank-{rank:05d}.json"
+
+    def trace(self, rank: int) -> Path:
+        """A rank's profiled step, which Perfetto opens."""
+        return self.profiles / f"rank-{rank:05d}.trace.json.gz"
+
+    def log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank:05d}.log"
+
+    def flight(self, rank: int) -> Path:
+        """Where a rank records what it does, to be read when it no longer answers."""
+        return self.flights / f"rank-{rank:05d}"
+
+    def stack_dump(self, rank: int) -> Path:
+        """Where a rank writes its stacks when it is told to."""
+        return self.flights / f"rank-{rank:05d}.stacks"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Create the directory, for its owner's eyes only, and hold it: two live runs cannot share one."""
+        with self.held_by_us() as ours:
+            if not ours:
+                raise BadInput(
+                    f"{self.path} is in use by a live run",
+                    "wait for it, stop it, or choose another with --run DIR",
+                )
+            yield
+
+    @contextmanager
+    def held_by_us(self) -> Iterator[bool]:
+        """As ``held``, but false where another process holds it.
+
+        The lock goes with the process that holds it, however that ends, so no stale one is ever left.
+        """
+        lock = self.path / ".lock"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.path.chmod(0o700)
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise BadInput(
+                f"cannot use {self.path} as a run directory: {error.strerror}", "--run DIR"
+            ) from None
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The previous holder may have moved the whole directory aside in the meantime.
+                ours = os.fstat(handle).st_ino == lock.stat().st_ino
+            except (BlockingIOError, FileNotFoundError):
+                ours = False
+            except OSError as error:
+                raise BadInput(
+                    f"{self.path} cannot be locked ({error.strerror}), so two runs could write to it",
+                    "a file system with flock: --run DIR",
+                ) from None
+            yield ours
+        finally:
+            os.close(handle)
+
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """While a launcher lives there is a file that says so. One that it found there tells of one that was lost."""
+        marker = self.path / ".alive"
+        if marker.exists():
+            with contextlib.suppress(OSError, ValueError):
+                before = read_json(marker)
+                self.note_fault(
+                    kind="launcher lost",
+                    step=self.step(),
+                    action=f"continuing after step {self.step()}",
+                    message=f"the launcher before this one ({_whose(before)}) ended without reporting an error",
+                    began=before["time"],
+                )
+        replace_text(
+            marker, json.dumps({"process": os.getpid(), "node": self.node, "time": time.time()}) + "\n"
+        )
+        try:
+            yield
+        finally:
+            marker.unlink(missing_ok=True)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything to continue, or to lose."""
+        if self.step():
+            return True
+        # One whole row is enough to know; the file may have a million.
+        if not self.metrics.exists():
+            return False
+        with self.metrics.open("rb") as file:
+            return file.readline().endswith(b"\n")
+
+    def check_place(self) -> None:
+        """Refuse a place that holds something else than a run; nothing is created or changed."""
+        if not self.path.exists():
+            return
+        signs = (self.path / ".lock", self.config, self.checkpoints)
+        if not self.path.is_dir() or (any(self.path.iterdir()) and not any(sign.exists() for sign in signs)):
+            raise BadInput(f"{self.path} exists and is not a run", "choose another place with --run DIR")
+
+    def finished(self, steps: int, commits: bool) -> bool:
+        """Whether all steps are done; in a run that commits nothing the metrics are the only witness."""
+        if commits or self.step() >= steps:
+            return self.step() >= steps
+        rows = read_rows(self.metrics)
+        return bool(rows) and rows[-1]["step"] >= steps
+
+    def keep_in(self, to: str | None) -> None:
+        """Where a job wants its checkpoints, ``checkpoint.to``. Read-only commands use the run's own config."""
+        self._disk = self._place(to)
+
+    def check_reachable(self) -> None:
+        """Refuse a place for checkpoints that is on no disk and cannot be used."""
+        if isinstance(self.disk, ObjectStore):
+            self.disk.check()
+
+    @property
+    def disk(self) -> CheckpointStorage:
+        """Where checkpoints lie: in the directory, or on an object store."""
+        return self._disk or self._disk_before()
+
+    def _disk_before(self) -> CheckpointStorage:
+        """Where the run that is here has put them."""
+        try:
+            content = parse_toml(read_settings(self.config))
+            return self._place(content.get("checkpoint", {}).get("to"))
+        except (OSError, ValueError, AttributeError, BadInput):
+            return self._place(None)
+
+    def _place(self, to: str | None) -> CheckpointStorage:
+        """On a store a run has the name of its directory, so that it is found there with the directory lost."""
+        return (
+            DirectoryStorage(self.checkpoints)
+            if to is None
+            else ObjectStore(f"{to.rstrip('/')}/{self.path.resolve().name}")
+        )
+
+    def memory(self) -> DirectoryStorage:
+        """Where this machine keeps the last states in its memory."""
+        return memory_place(self.id, self.node)
+
+    def adopt_memory(self) -> None:
+        """Make this machine's own what it keeps under another name: it was alone before, or one of several nodes.
+
+        Only the leader calls this: a run on one machine has no other node, and of several nodes none is alone.
+        """
+        mine = self.memory()
+        for other in other_places(self.id, self.node):
+            if self.node != ALONE and other != memory_place(self.id, ALONE):
+                continue
+            for step in set(whole(other)) - set(mine.committed()):
+                mine.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+                other.at(step).rename(mine.at(step))
+            shutil.rmtree(other.path, ignore_errors=True)
+
+    def forget_memory(self) -> None:
+        """Once all is on disk."""
+        forget(self.id)
+
+    @property
+    def id(self) -> str:
+        """Drawn when the run began: other than its path, no other run ever has it."""
+        try:
+            return str(read_json(self.manifest)["id"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return UNKNOWN
+
+    def model(self) -> Model | None:
+        """What the run was last started with; None where that is not known."""
+        try:
+            return Model.model_validate(read_json(self.manifest)["model"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def step(self) -> int:
+        """The last step that is safe: on disk or in memory; 0 before the first."""
+        return max([*self.disk.committed(), *self.memory().committed()], default=0)
+
+    def check_continues(self, job: Job, dataset: str) -> None:
+        """Refuse a job whose model, data or recipe differs from that of the run which is here."""
+        self._check_not_elsewhere()
+        if not self.begun:
+            return
+        model, then = self._begun_with()
+        fix = "--fresh moves the old run aside; or set it back"
+        problems = []
+        shapes = _differences(_shape(model), _shape(job.model.model_dump(mode="json")))
+        if shapes:
+            problems.append(Problem(f"{self.path} holds another model: {'; '.join(shapes)}", fix))
+        now = identity(job, dataset)
+        # A run that began before a recipe had some field ran with what is now its default.
+        defaults = {f"recipe.{name}": value for name, value in resolved_recipe(Recipe()).items()}
+        then = {**defaults, **then}
+        ignored = _moved(then, now)
+        now, then = (
+            {key: value for key, value in side.items() if key not in ignored} for side in (now, then)
+        )
+        problems += [
+            Problem(f"{self.path} holds another run: {text}", fix) for text in _differences(then, now)
+        ]
+        if problems:
+            raise BadInput(problems)
+
+    def _check_not_elsewhere(self) -> None:
+        """A job that looked for checkpoints where there are none would silently start over."""
+        before = self._disk_before()
+        last = max(before.committed(), default=0) if before != self.disk else 0
+        if last > self.step():
+            raise BadInput(
+                f"{self.path} has the checkpoint of step {last} elsewhere: {before.name(last)}",
+                "set checkpoint.to back, or copy that to where it says now; --fresh moves the old run aside",
+            )
+
+    def _begun_with(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Model and identity of the run that is here: the last checkpoint's; before the first, the manifest's.
+
+        A checkpoint whose manifest is damaged is passed over; who restores will set it aside.
+        """
+        for place, step in newest_first([self.disk]):
+            try:
+                found = manifest_of(place, step)
+            except (Damaged, OSError):
+                continue
+            return found.model, found.identity
+        try:
+            content = read_json(self.manifest)
+            return content["model"], content["identity"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise BadInput(
+                f"{self.manifest} cannot be read, so it is unknown which run this is",
+                "--fresh moves it aside",
+            ) from None
+
+    def move_aside(self) -> Path:
+        """Rename the directory, and what it has on an object store, to the first NAME.old-N that is free."""
+        forget(self.id)
+        buckets = {place for place in (self.disk, self._disk_before()) if isinstance(place, ObjectStore)}
+        number = 1
+        while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists() or not all(
+            bucket.beside(f".old-{number}").empty for bucket in buckets
+        ):
+            number += 1
+        for bucket in buckets:
+            bucket.move(bucket.beside(f".old-{number}"))
+        return self.path.rename(target) if self.path.exists() else target
+
+    def note_fault(self, **row: Any) -> None:
+        """Add a row to faults.jsonl, which keeps all that ever went wrong, also what a resume undid.
+
+        Where there is no room for it, it is told with the next one: that must not end a run which could go on.
+        """
+        self._untold.append(json.dumps({"time": time.time(), **redact_values(row)}).encode() + b"\n")
+        with contextlib.suppress(OSError):
+            with self.faults.open("a+b") as file:
+                if file.tell() > 0:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":  # a row that a full disk tore must not swallow this one
+                        file.write(b"\n")
+                file.write(b"".join(self._untold))
+            self._untold.clear()
+
+    def read_plan(self) -> dict[str, Any]:
+        """The plan that the run started with; empty where there is none."""
+        try:
+            content: dict[str, Any] = read_json(self.plan)
+        except (OSError, ValueError):
+            return {}
+        return content
+
+    def note_plan(self, plan: dict[str, Any]) -> None:
+        """The plan of a layout that the run has changed to."""
+        with contextlib.suppress(OSError):
+            replace_text(self.plan, json.dumps(redact_values(plan), indent=2) + "\n")
+
+    def note_measured(self, measured: dict[str, Any]) -> None:
+        """Put into the manifest what came of the plan."""
+        with contextlib.suppress(OSError):
+            content = read_json(self.manifest)
+            replace_text(self.manifest, json.dumps({**content, "measured": measured}, indent=2) + "\n")
+
+    def _resolved(self, job: Job) -> Config:
+        """The config with the layout that was chosen and, where a name can say it, the directory that this is."""
+        changes: dict[str, Any] = {"layout": str(job.layout)}
+        given = job.config.run
+        name = given.name if given.slug == self.path.name else self.path.name
+        place = given.model_copy(update={"dir": str(self.path.parent.absolute()), "name": name})
+        if place.slug == self.path.name:
+            changes["run"] = place
+        return with_absolute_paths(job.config).model_copy(update=changes)
+
+    def write_start(self, job: Job, manifest: dict[str, Any], plan: dict[str, Any]) -> None:
+        """What is known before the first step."""
+        self.logs.mkdir(exist_ok=True, mode=0o700)
+        self.checkpoints.mkdir(exist_ok=True, mode=0o700)
+        drawn = self.id if self.id != UNKNOWN else secrets.token_hex(8)
+        replace_text(self.config, configfile.write(self._resolved(job)))
+        replace_text(self.plan, json.dumps(redact_values(plan), indent=2) + "\n")
+        replace_text(self.manifest, json.dumps({"id": drawn, **redact_values(manifest)}, indent=2) + "\n")
+
+
+def _moved(then: dict[str, Any], now: dict[str, Any]) -> set[str]:
+    """What does not tell two runs apart: where things lie, as far as their content is known to be the same."""
+    ignored = set()
+    if now[DATA_HASH] == then.get(DATA_HASH):
+        ignored |= {f"data.{name}" for name in DATA_ORIGIN}
+    if now[WEIGHTS_HASH] is None or then.get(WEIGHTS_HASH) is None:
+        # Gone by now, as they may be once there is a checkpoint; or from before they were hashed. The place decides.
+        ignored.add(WEIGHTS_HASH)
+        if _absolute(then.get(WEIGHTS)) == _absolute(now[WEIGHTS]):
+            ignored.add(WEIGHTS)
+    elif now[WEIGHTS_HASH] == then[WEIGHTS_HASH]:
+        ignored.add(WEIGHTS)
+    return ignored
+
+
+def _absolute(path: str | None) -> Path | None:
+    return None if path is None else Path(path).expanduser().absolute()
+
+
+def _whose(alive: dict[str, Any]) -> str:
+    node = alive.get("node", ALONE)
+    return f"process {alive['process']}" + (f" on node {node}" if node != ALONE else "")
+
+
+def _shape(model: dict[str, Any]) -> dict[str, Any]:
+    """What a model is, without what it is called."""
+    return {name: value for name, value in model.items() if name != "name"}
+
+
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [
+        f"{key} was {then.get(key)!r}, now {now.get(key)!r}"
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key) != now.get(key)
+    ]

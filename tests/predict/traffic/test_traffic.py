@@ -1,0 +1,94 @@
+"""Announced traffic against counted traffic: every rank of real worlds, operation by operation and byte by byte."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from tests.predict.sending import GPT2, NEOX, QWEN2, QWEN3, SHARED_HEADS, TIED, Case, count
+from tests.ranks import run_ranks
+
+from shoal.facts import logits
+from shoal.facts.traffic import Traffic
+from shoal.predict.traffic import traffic
+
+BF16 = {"precision": "bf16"}
+FP64 = {"precision": "fp64"}
+DROPOUT = {"dropout": 0.1}
+
+WORLD_2 = [
+    # replicas
+    Case("dp=2"),
+    Case("dp=2,micro=1", GPT2, {"reduce": "bf16"}, {"bucket_mb": 25}),
+    Case("dp=2", QWEN2, {"states": "bf16", "clip": 0.0}),
+    # sharded states and gradients
+    Case("fsdp=2,zero=1", TIED, {"reduce": "bf16", "clip": 0.0}),
+    Case("fsdp=2,zero=1,recompute=selective", GPT2, FP64),
+    Case("fsdp=2,zero=2,micro=2", QWEN3, {**BF16, "states": "bf16"}),
+    # sharded parameters
+    Case("fsdp=2", TIED, BF16),
+    Case("fsdp=2,unit=3,recompute=full", GPT2, {"reduce": "bf16"}),
+    Case("fsdp=2,micro=1", {**GPT2, "tied": False}, tune={"persist_below": 500, "prefetch": 0}),
+    Case("fsdp=2,unit=2", TIED, tune={"persist_below": 5000}),
+    Case("fsdp=2", QWEN2, {"precision": "fp16"}),
+    # tensor
+    Case("tp=2", GPT2, BF16),
+    Case("tp=2,sp=0", QWEN3),
+    Case("tp=2,recompute=full", NEOX),
+    Case("tp=2,recompute=selective", QWEN3, FP64),
+    Case("tp=2,recompute=full", QWEN2, DROPOUT),
+    Case("tp=2,sp=0,recompute=selective", SHARED_HEADS, DROPOUT),
+    Case("tp=2,micro=2", SHARED_HEADS, logits_at_once=31 * 5),  # chunks of 5 tokens, and one left
+    Case("tp=2,micro=4", TIED, FP64, logits_at_once=31 * 16),  # two whole chunks
+    # pipeline
+    Case("pp=2", TIED, BF16),
+    Case("pp=2,micro=8"),
+    Case("pp=2,schedule=gpipe", QWEN2),
+    Case("pp=2,schedule=interleaved,recompute=full", GPT2, FP64),
+    Case("pp=2,schedule=interleaved,chunks=4", {"layers": 8}),
+    Case("pp=2,schedule=zb,chunks=2", TIED),
+    Case("pp=2,schedule=zbv", GPT2),
+    Case("pp=2,schedule=dualpipev", {"layers": 7}),
+]
+WORLD_4 = [
+    Case("tp=4", {"vocab": 9, **SHARED_HEADS, **TIED}),  # nine rows: the last rank has none
+    Case("tp=4,sp=0,recompute=selective", {**QWEN3, "kv_heads": 2}),
+    Case("fsdp=4", {"vocab": 3, "layers": 2, "hidden": 2, "ffn": 3}),  # fewer rows than ranks
+    Case("fsdp=2,tp=2", {**QWEN2, "vocab": 5}),
+    Case("fsdp=2,zero=1,tp=2", {**QWEN2, **SHARED_HEADS}),
+    Case("fsdp=2,zero=2,tp=2,sp=0,micro=2", {**QWEN3, **SHARED_HEADS}, BF16),
+    Case("dp=2,fsdp=2,zero=1", GPT2, {"reduce": "bf16"}),
+    Case("dp=2,fsdp=2,zero=2,micro=1", QWEN2),
+    Case("dp=2,fsdp=2,micro=1", QWEN3, BF16),
+    Case("dp=2,tp=2", GPT2),
+    Case("dp=2,pp=2,schedule=interleaved", TIED, {"reduce": "bf16"}),
+    Case("fsdp=2,zero=1,pp=2", TIED),
+    Case("fsdp=2,zero=2,pp=2,schedule=zbv", TIED),
+    Case("fsdp=2,pp=2,schedule=zb,micro=1,recompute=selective", TIED, BF16),
+    Case("fsdp=2,pp=2,unit=2", GPT2, tune={"persist_below": 500}),
+    Case("tp=2,pp=2", {**TIED, **SHARED_HEADS}),
+    Case("tp=2,pp=2,schedule=dualpipev,sp=0", GPT2, BF16),
+    Case("tp=2,pp=2,schedule=interleaved,recompute=full", QWEN3, DROPOUT),
+]
+
+
+@cache
+def counted(world: int) -> list[list[list[Traffic]]]:
+    """Rank by rank, what every case of a world was counted to send."""
+    return run_ranks(world, count, WORLD_2 if world == 2 else WORLD_4)
+
+
+@pytest.mark.parametrize("number", range(len(WORLD_2)), ids=[str(case) for case in WORLD_2])
+def test_two_ranks_send_what_was_announced(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_announced(2, WORLD_2[number], number, monkeypatch)
+
+
+@pytest.mark.parametrize("number", range(len(WORLD_4)), ids=[str(case) for case in WORLD_4])
+def test_four_ranks_send_what_was_announced(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_announced(4, WORLD_4[number], number, monkeypatch)
+
+
+def assert_announced(world: int, case: Case, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logits, "LOGITS_AT_ONCE", case.logits_at_once)
+    for rank, cases in enumerate(counted(world)):
+        assert traffic(case.workload, rank) == cases[number], f"rank {rank}"
