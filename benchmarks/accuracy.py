@@ -43,7 +43,7 @@ def page() -> str:
     runs = read(HERE / "data" / "published_runs.csv")
     rows = judged(runs)
     chosen = fitted(runs)
-    layouts = {run.id: run.questions[0] for run in runs}
+    layouts = {run.id: run.workloads[0] for run in runs}
     return "\n".join(
         (
             *INTRODUCTION,

@@ -123,8 +123,8 @@ def predictor(constants: Constants) -> Callable[[PublishedRun], float]:
 
     def predict(run: PublishedRun) -> float:
         times = []
-        for workload in run.questions:
-            if workload.stack is not run.questions[0].stack:
+        for workload in run.workloads:
+            if workload.stack is not run.workloads[0].stack:
                 continue  # the likeliest stack is what a blank cell is fitted as
             asked = replace(workload, stack=stacks[workload.stack.name])
             key = (id(workload.model), id(workload.cluster), id(workload.recipe))
@@ -212,8 +212,8 @@ def cross_validate(runs: list[PublishedRun], chosen: set[str], sweeps: int) -> N
     parts: dict[str, Callable[[PublishedRun], bool]] = {}
     for source in FITTED:
         parts[f"source {source}"] = lambda run, source=source: run.source == source
-    for width in sorted({run.questions[0].model.hidden for run in runs if run.source in FITTED}):
-        parts[f"models {width} wide"] = lambda run, width=width: run.questions[0].model.hidden == width
+    for width in sorted({run.workloads[0].model.hidden for run in runs if run.source in FITTED}):
+        parts[f"models {width} wide"] = lambda run, width=width: run.workloads[0].model.hidden == width
     for name, left_out in parts.items():
         constants = fit([run for run in runs if run.id in chosen and not left_out(run)], sweeps)
         predict = predictor(constants)

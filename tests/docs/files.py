@@ -16,7 +16,7 @@ LINE = re.compile(r"^- `([\w/]+\.py)`: (.+)$", re.MULTILINE)
 def existing() -> list[str]:
     """Every file of the source, packages before what is in them."""
     paths = (path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
-    return sorted(paths, key=lambda path: (path.count("/") > 0, path.replace("__init__", "")))
+    return sorted(paths, key=lambda path: (path.rpartition("/")[0], path.replace("__init__", "")))
 
 
 def listed(page: str) -> list[tuple[str, str]]:

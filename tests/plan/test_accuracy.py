@@ -86,7 +86,7 @@ def test_every_row_is_there_and_errors_are_over_rows_with_a_time(tmp_path: Path)
 def test_memory_is_of_the_kind_that_the_row_reports(tmp_path: Path) -> None:
     path = table(tmp_path, {"mem_kind": "allocated"}, {"mem_kind": "reserved"}, {"mem_kind": ""})
     runs = read(path)
-    need = ledger(runs[0].questions[0])
+    need = ledger(runs[0].workloads[0])
     allocated, reserved, unsaid = (row.predicted_mem_gib * 2**30 for row in judged(runs))
     assert allocated == pytest.approx(need.peak_allocated)
     assert reserved == unsaid == pytest.approx(need.reserved)
@@ -94,8 +94,8 @@ def test_memory_is_of_the_kind_that_the_row_reports(tmp_path: Path) -> None:
 
 def test_what_is_blank_the_planner_chooses(tmp_path: Path) -> None:
     (run,) = read(table(tmp_path, {"micro_batch": ""}))
-    assert len(run.questions) > 1
-    fastest = min(step(workload).seconds for workload in run.questions if ledger(workload).fits)
+    assert len(run.workloads) > 1
+    fastest = min(step(workload).seconds for workload in run.workloads if ledger(workload).fits)
     assert judged([run])[0].predicted_step_s == pytest.approx(fastest)
 
 

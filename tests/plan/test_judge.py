@@ -100,10 +100,10 @@ def test_error_bars_widen_with_what_was_never_measured() -> None:
 def test_evidence_is_what_the_published_rows_say() -> None:
     assert all(rows > 0 for rows in evidence.ROWS.values())
     runs = read(PUBLISHED)
-    counted = Counter(claim for run in runs for claim in evidence.claims(run.questions[0]))
+    counted = Counter(claim for run in runs for claim in evidence.claims(run.workloads[0]))
     assert dict(counted) == evidence.ROWS
-    assert max(run.questions[0].layout.world for run in runs) == evidence.LARGEST
-    assert max(run.questions[0].recipe.seq for run in runs) == evidence.LONGEST
+    assert max(run.workloads[0].layout.world for run in runs) == evidence.LARGEST
+    assert max(run.workloads[0].recipe.seq for run in runs) == evidence.LONGEST
     assert min(run.seconds for run in runs if run.seconds) == evidence.SHORTEST
 
 

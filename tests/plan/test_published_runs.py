@@ -31,7 +31,7 @@ def table(path: Path, *rows: dict[str, str]) -> Path:
 def test_every_row_of_the_collection_is_read() -> None:
     runs = read(TABLE)
     assert len(runs) == 908
-    assert all(run.questions for run in runs)
+    assert all(run.workloads for run in runs)
     assert len({run.id for run in runs}) == 908
 
 
@@ -43,24 +43,24 @@ def test_replicas_and_shards(tmp_path: Path) -> None:
             row(source="torchtitan: x", zero="3", dp="64", tp="1", pp="1", compile="0"),
         )
     )
-    assert str(replicas.questions[0].layout).startswith("dp=64,")
-    assert str(shards.questions[0].layout).startswith("fsdp=64,")
-    assert replicas.questions[0].stack is stack.MEGATRON and shards.questions[0].stack is stack.TITAN
+    assert str(replicas.workloads[0].layout).startswith("dp=64,")
+    assert str(shards.workloads[0].layout).startswith("fsdp=64,")
+    assert replicas.workloads[0].stack is stack.MEGATRON and shards.workloads[0].stack is stack.TITAN
 
 
 def test_a_preset_of_the_same_shape_knows_what_a_table_does_not_say() -> None:
-    wide = [run for run in read(TABLE) if run.questions[0].model.name == "qwen3-32b"]
-    assert wide and all(run.questions[0].model.head_dim == 128 for run in wide)
+    wide = [run for run in read(TABLE) if run.workloads[0].model.name == "qwen3-32b"]
+    assert wide and all(run.workloads[0].model.head_dim == 128 for run in wide)
 
 
 def test_blank_cells_leave_several_answers(tmp_path: Path) -> None:
     (open_row,) = read(
         table(tmp_path / "runs.csv", row(micro_batch="", virtual="", pp="2", dp="32", tp="1", gpus="64"))
     )
-    layouts = {str(workload.layout) for workload in open_row.questions}
+    layouts = {str(workload.layout) for workload in open_row.workloads}
     assert len(layouts) > 3 and any("interleaved" in layout for layout in layouts)
     (titan,) = read(table(tmp_path / "titan.csv", row(source="torchtitan: x", compile="", zero="3")))
-    assert [workload.stack for workload in titan.questions] == [stack.TITAN, stack.TITAN_COMPILED]
+    assert [workload.stack for workload in titan.workloads] == [stack.TITAN, stack.TITAN_COMPILED]
 
 
 def test_a_run_out_of_memory_has_no_time(tmp_path: Path) -> None:

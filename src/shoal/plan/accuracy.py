@@ -90,7 +90,7 @@ def _chosen(run: PublishedRun) -> tuple[Workload, Ledger, StepTime]:
 
     Of several stacks the likeliest counts, unless only another one's run would have fitted.
     """
-    asked = [(workload, ledger(workload), step(workload)) for workload in run.questions]
+    asked = [(workload, ledger(workload), step(workload)) for workload in run.workloads]
     fitting = [one for one in asked if one[1].fits]
     if fitting:
         likeliest = fitting[0][0].stack

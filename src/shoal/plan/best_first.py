@@ -36,7 +36,7 @@ from shoal.predict.memory import ledger
 from shoal.predict.time.step import StepTime, step
 from shoal.predict.workload import Workload
 
-# Work is counted in bounds of about 30 microseconds, and not in seconds: the same question has the same answer on
+# Work is counted in bounds of about 30 microseconds, and not in seconds: the same workload has the same answer on
 # every machine. So many go into pricing a new share, a whole layout, and its memory.
 PRICED_SHARE = 4
 PRICED = 15

@@ -147,7 +147,7 @@ def judge(workload: Workload, on: CostModel | None = None, against: Replicas | N
 
 
 def replicas(workload: Workload, on: CostModel) -> Replicas:
-    """Plain replicas on as many devices as the question's layout has ranks."""
+    """Plain replicas on as many devices as the workload's layout has ranks."""
     world, recipe = workload.layout.world, workload.recipe
     # A batch that cannot be shared out so far is rounded up: what is compared is throughput.
     batch = -(-recipe.batch // world) * world
@@ -182,7 +182,7 @@ def supported(workload: Workload) -> str:
 
 
 def ask(workload: Workload, called: str | None = None) -> str:
-    """The question without its layout, as arguments of ``shoal plan`` that a shell takes as they are."""
+    """The workload without its layout, as arguments of ``shoal plan`` that a shell takes as they are."""
     recipe = workload.recipe
     model, cluster = shlex.quote(called or workload.model.name), shlex.quote(str(workload.cluster))
     words = f"{model} --on {cluster} --seq {recipe.seq} --batch {recipe.batch}"

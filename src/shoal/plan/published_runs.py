@@ -35,11 +35,11 @@ MEGATRON_SOURCES = ("vtrain", "megatron", "korthikanti")
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One row: the questions it may stand for (one, where nothing is unknown) and what was measured."""
+    """One row: the workloads it may stand for (one, where nothing is unknown) and what was measured."""
 
     id: str
     source: str
-    questions: tuple[Workload, ...]
+    workloads: tuple[Workload, ...]
     seconds: float | None  # None where it ran out of memory
     memory_gib: float | None
     memory_kind: str
@@ -217,7 +217,7 @@ def fitted(runs: list[PublishedRun], first: dict[str, int] | None = None) -> set
     """The fifth of each source that constants are fitted on."""
 
     def order(run: PublishedRun) -> tuple[object, ...]:
-        workload = run.questions[0]
+        workload = run.workloads[0]
         layout, model = workload.layout, workload.model
         shape = (workload.cluster.device.name, model.hidden, layout.tp, workload.micro, layout.pp)
         return (*shape, workload.accumulation, model.layers, workload.recipe.seq, layout.world, run.id)

@@ -85,7 +85,7 @@ def best(asked: PlanRequest, runnable: bool = False) -> Plan | None:
 
 
 def resized(asked: PlanRequest, devices: int) -> PlanRequest | None:
-    """The same question with another number of devices; None where nodes would not be filled."""
+    """The same request with another number of devices; None where nodes would not be filled."""
     cluster = with_devices(asked.cluster, devices)
     return replace(asked, cluster=cluster, layout=None) if cluster else None
 
@@ -111,8 +111,8 @@ def over_devices(asked: PlanRequest) -> list[Point]:
     devices = asked.cluster.devices
     counts = [devices // 2**times for times in range(HALVINGS, 0, -1) if devices % 2**times == 0]
     counts += [devices * 2**times for times in range(DOUBLINGS)]
-    questions = [workload for count in counts if (workload := resized(asked, count))]
-    return _curve(questions)
+    requests = [request for count in counts if (request := resized(asked, count))]
+    return _curve(requests)
 
 
 def over_sequences(asked: PlanRequest) -> list[Point]:
@@ -128,10 +128,10 @@ def over_sequences(asked: PlanRequest) -> list[Point]:
     return _curve(replace(asked, recipe=recipe, layout=None) for recipe in recipes)
 
 
-def _curve(questions: Iterable[PlanRequest]) -> list[Point]:
+def _curve(requests: Iterable[PlanRequest]) -> list[Point]:
     points: list[Point] = []
     first: Plan | None = None
-    for asked in questions:
+    for asked in requests:
         plan = best(asked)
         first = first or plan
         speedup = efficiency = None

@@ -127,7 +127,7 @@ def search(
 
 
 def searched(workload: Workload, top: int = TOP, runnable: bool = False) -> SearchResult:
-    """A search for any layout of a question but its own, on as many devices as there is use for.
+    """A search for any layout of a workload but its own, on as many devices as there is use for.
 
     Broken off empty-handed it is carried to its end: that nothing fits is said only when it is certain.
     """

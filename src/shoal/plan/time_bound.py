@@ -297,15 +297,15 @@ class TimeBound:
             layout = layout_of(
                 tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, micro=1, recompute=recompute
             )
-            blocks = micro_batch_bytes(self._question(layout)).blocks.values()
+            blocks = micro_batch_bytes(self._workload(layout)).blocks.values()
             known = self._resting[key] = min(block.resting for block in blocks)
         return known
 
     def _with_offload(self, data: int, micro: int, offload: tuple[Offload, ...]) -> Workload:
-        """A question with as many micro-batches, which is all that transfers ask of a layout besides ``offload``."""
-        return self._question(layout_of(dp=data, micro=micro, offload=offload))
+        """A workload with as many micro-batches, which is all that transfers ask of a layout besides ``offload``."""
+        return self._workload(layout_of(dp=data, micro=micro, offload=offload))
 
-    def _question(self, layout: Layout) -> Workload:
+    def _workload(self, layout: Layout) -> Workload:
         return Workload(self.model, self.on.cluster, self.recipe, layout, self.stack, self.tune, self.lora)
 
     def _on_first_rank(self, split: ModelSplit, share: WorkShare, order: PipelineOrder) -> tuple[float, int]:
@@ -322,6 +322,6 @@ class TimeBound:
                 ep=share.ep,
             )
             here = rank_parameters(layout, self.model, self.cut_by, 0)
-            elements = float(trained_with_experts(self._question(layout), here))
+            elements = float(trained_with_experts(self._workload(layout), here))
             known = self._first[key] = elements, here.layers
         return known

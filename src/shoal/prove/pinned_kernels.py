@@ -67,7 +67,7 @@ class UsedKernels(Mode):
 
 @contextmanager
 def pinned(workload: Workload) -> Iterator[UsedKernels]:
-    """Attention inside is computed the way the question's device would compute it."""
+    """Attention inside is computed the way the workload's device would compute it."""
     device = workload.cluster.device
     wanted = attention_kernel(device, workload.recipe.precision)
     unfused = sdpa_kernel(SDPBackend.MATH) if wanted == "unfused" else nullcontext()

@@ -21,7 +21,7 @@ __all__ = ["STACKS", "Exported", "export"]
 
 
 def export(stack: str, workload: Workload) -> Exported:
-    """What ``stack`` needs to run this question's model and recipe in its layout."""
+    """What ``stack`` needs to run this workload's model and recipe in its layout."""
     if stack not in _WRITERS:
         raise BadInput(f"there is no export to {stack!r}", did_you_mean(stack, STACKS))
     return _WRITERS[stack](workload)
