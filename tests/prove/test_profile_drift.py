@@ -22,23 +22,23 @@ from shoal.prove.profile_drift import of_run
 from shoal.train.metrics.compare import Comparison
 
 RECIPE = Recipe(seq=4096, batch=4, precision="bf16")
-QUESTION = Workload(PRESETS["llama3.2-1b"], find("1xH200"), RECIPE, Layout.parse("micro=2"))
+WORKLOAD = Workload(PRESETS["llama3.2-1b"], find("1xH200"), RECIPE, Layout.parse("micro=2"))
 
 
 def test_slower_kernels_are_named_with_what_to_do() -> None:
     calibration.install("H200", stored().calibration(Path("a file")))
-    kernels = cost_model(QUESTION).kernels
+    kernels = cost_model(WORKLOAD).kernels
     assert isinstance(kernels, MeasuredKernels)
-    kinds = by_kind(QUESTION, kernels)
-    assert of_run(QUESTION, kinds, 1.0) == []
-    assert of_run(QUESTION, {**kinds, "matrix products": 1.12 * kinds["matrix products"]}, 1.0) == [
-        "matrix products 12% slower than when calibrated on 2026-11-15: shoal profile --calibrate again, "
-        "or the device is throttled or shared"
+    kinds = by_kind(WORKLOAD, kernels)
+    assert of_run(WORKLOAD, kinds, 1.0) == []
+    assert of_run(WORKLOAD, {**kinds, "matrix products": 1.12 * kinds["matrix products"]}, 1.0) == [
+        "matrix products 12% slower than when calibrated on 2026-11-15: run shoal profile --calibrate again, "
+        "or check whether the device is throttled or shared"
     ]
 
 
 def test_without_a_calibration_nothing_drifts() -> None:
-    assert of_run(QUESTION, {"matrix products": 1e3, "attention": 1e3}, 1.0) == []
+    assert of_run(WORKLOAD, {"matrix products": 1e3, "attention": 1e3}, 1.0) == []
 
 
 @pytest.mark.parametrize(

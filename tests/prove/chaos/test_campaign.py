@@ -80,7 +80,9 @@ def test_bad_input_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[s
     folder.mkdir()
     (folder / "thesis.tex").touch()
     assert call("--run", str(folder), "--set", "cluster.on=8xcpu") == 2
-    assert (folder / "thesis.tex").exists() and "something else" in capfd.readouterr().err
+    assert (
+        folder / "thesis.tex"
+    ).exists() and "something other than a chaos campaign" in capfd.readouterr().err
     assert call("--faults", "0") == 2
 
 

@@ -69,7 +69,7 @@ def test_every_collective_is_noted_with_its_group_its_bytes_and_its_line(tmp_pat
             ("all_gather", "fsdp", across, 256),
             ("reduce_scatter", "fsdp", across, 256),
         ]
-        assert "sequence.py:" in snapshot.entries[0].where
+        assert "tensor_region.py:" in snapshot.entries[0].where
         # FSDP2 calls from inside of torch; what led there is in this file.
         assert all(HERE in entry.where for entry in snapshot.entries[3:])
         assert [entry.number for entry in snapshot.entries[:3]] == [1, 2, 3]

@@ -309,7 +309,7 @@ def unknown(name: str) -> tuple[str, str]:
     words = normalised(name)
     if not words:
         return "the device is missing", f"{catalogue}; or describe it in a TOML file"
-    # clusters.py has all that may stand in such a file.
+    # notation.py has all that may stand in such a file.
     described = (
         "describe it in a cluster TOML, with its datasheet's numbers in place of these: "
         f"device = {{name = {json.dumps(name.strip())}, memory_bytes = 32e9, peaks = {{bf16 = 100e12}}}}"
