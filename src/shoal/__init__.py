@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Cluster", "Layout", "Model", "__version__", "plan", "predict"]
 
-# Imported when they are first asked for, so that ``import shoal`` costs nothing. ``plan`` and ``predict`` are also
-# rooms of the house; as modules they can be called.
+# Imported when they are first asked for, so that ``import shoal`` costs nothing. ``plan`` and ``predict`` are packages
+# that can be called (facts/callable_package.py).
 _PLACES = {
     "Cluster": "shoal.facts.cluster",
     "Layout": "shoal.facts.layout",

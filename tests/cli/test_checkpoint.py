@@ -136,7 +136,7 @@ MODEL_CHANGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", MODEL_CHANGES)
 def test_a_model_that_was_changed_is_damage(name: str, run: RunDirectory, capsys: Output) -> None:
-    """Also where whoever changed it has hashed the manifest again."""
+    """Also where the manifest was hashed again after the change."""
     rows = json.loads(run.manifest.read_text())
     run.manifest.write_text(json.dumps({**rows, "model": small("tiny").model_dump(mode="json")}))
     checkpoint = run.checkpoints / "step-00000006"

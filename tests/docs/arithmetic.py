@@ -16,6 +16,7 @@ from shoal.facts.cluster.stack import MEGATRON, SHOAL, TITAN_COMPILED, Stack
 from shoal.facts.ledger import Ledger
 from shoal.facts.model.parameters import parameter_count
 from shoal.facts.model.presets import PRESETS
+from shoal.facts.recipe import Recipe
 from shoal.facts.schedules.programs import bubble, in_flight, instructions, simulate
 from shoal.plan.request import plan_request
 from shoal.predict.flops import flops_per_token
@@ -35,7 +36,9 @@ USABLE = f"{H100.memory_bytes / 1e9:.0f} GB ({H100.memory_bytes / GIB:.1f} GiB)"
 
 def of(stack: Stack) -> BytesPerParameter:
     """Bytes per parameter in bf16 with AdamW."""
-    return bytes_per_parameter("bf16", "fp32", "fp32", "adamw", stack)
+    return bytes_per_parameter(
+        Recipe(precision="bf16", states="fp32", reduce="fp32", optimizer="adamw"), stack
+    )
 
 
 def weighs(hold: BytesPerParameter) -> float:

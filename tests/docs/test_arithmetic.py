@@ -53,7 +53,7 @@ def test_no_figure_stands_outside_the_tables() -> None:
     assert not re.search(r"\d", prose)
 
 
-# What the figures must come out as, whoever computes them.
+# What the figures must come out as, whatever computes them.
 KNOWN: dict[Callable[[], Row], str] = {
     sum_of_bytes: "2 + 4 + 4 + 8 = 18",
     seventy_on_eight: "105 GB per GPU at 12 bytes, 140 GB at 16: neither fits",

@@ -22,7 +22,7 @@ from shoal.train.program import compute_dtype, parameter_dtype, reduce_dtype
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
 def test_memory_and_traffic_count_the_same_bytes(precision: str, states: str, reduce: str) -> None:
     recipe = Recipe.model_validate({"precision": precision, "states": states, "reduce": reduce})
-    held = bytes_per_parameter(recipe.precision, recipe.states, recipe.reduce, "sgd", SHOAL)
+    held = bytes_per_parameter(recipe.model_copy(update={"optimizer": "sgd"}), SHOAL)
     assert held.compute == compute_width(recipe)
     assert held.weight == (8 if precision == "fp64" else state_width(recipe))
     assert held.gradient == gradient_width(recipe)

@@ -1,4 +1,4 @@
-"""torchrun's agent ends the peers of a rank that has died. Those deaths are ours, whoever looks when."""
+"""torchrun's agent ends the peers of a rank that has died. Those deaths are ours, whenever they are noticed."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import Run, Train, after_steps
+from tests.waiting import waited
 
 from shoal.launch.report import FAILED, FINISHED
 from shoal.observe.flight_recorder import FlightReader
@@ -49,9 +49,7 @@ def test_a_stalled_rank_is_the_last_word_of_the_run(
     # Stopped on its way to a collective or, more seldom, inside of one.
     assert f" {collective['op']} #{collective['number']} of group fsdp (ranks 0,1, " in first
     assert f" at {collective['where']}" in first
-    # Longer than it must, where the launcher has to wait for its turn on a busy machine.
-    waited = re.search(r" for (\d+) s", first)
-    assert waited is not None and int(waited[1]) >= 2, first
+    assert waited(first) >= 2
     assert "src/shoal/" in collective["where"] and collective["bytes"] > 0
     assert lines[0].startswith("  rank 1: stopped by a signal or a debugger, at src/shoal/")
     assert lines[1].startswith("  rank 0: at src/shoal/")

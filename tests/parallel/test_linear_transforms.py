@@ -53,6 +53,7 @@ def train_counting(rank: int, world: int, case: Case) -> tuple[list[Part], int]:
         found += len(self.heaps[stage, micro])
         compute(self, stage, micro)
 
+    # For this rank's process alone, which ends with the test.
     Deferred.compute = counted  # type: ignore[method-assign]
     return train(rank, world, case), found
 
@@ -131,7 +132,7 @@ def run(
     def pair_beside() -> None:
         linear.weight.requires_grad_(not frozen)
         linear.adapters.append(pair)
-        if linear.defer is not None:  # whoever adds projections has them watched as those that were there
+        if linear.defer is not None:  # a strategy that adds projections has them watched like the others
             deferred.watch(pair)
 
     transforms = {
@@ -233,7 +234,7 @@ def test_compiled_around_all_of_them() -> None:
             parameter.data = number(*parameter.shape)
         mlp.up_proj.adapters.append(LowRank(number(RANK, 12), number(20, RANK)))
         if compiled:
-            mlp.forward = torch.compile(mlp.forward, backend="aot_eager")  # type: ignore[method-assign]
+            mlp.compile(backend="aot_eager")
         round_products(mlp)
         if watched:
             deferred.watch(mlp)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from shoal.facts.cluster.stack import Stack
 from shoal.facts.precision import COMPUTE_BYTES, REDUCE_BYTES, STATE_BYTES
-from shoal.facts.recipe import OPTIMIZER_STATES, Precision
+from shoal.facts.recipe import OPTIMIZER_STATES, Precision, Recipe
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,16 @@ class BytesPerParameter:
         return self.compute
 
 
+def bytes_per_parameter(recipe: Recipe, stack: Stack) -> BytesPerParameter:
+    """Of a recipe, as a stack keeps them."""
+    # By what matters of the recipe, which is quicker to look up than all of it.
+    return _bytes_per_parameter(recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, stack)
+
+
 @lru_cache(maxsize=256)
-def bytes_per_parameter(
+def _bytes_per_parameter(
     precision: Precision, states: str, reduce: str, optimizer: str, stack: Stack
 ) -> BytesPerParameter:
-    """Of a recipe's ``precision``, ``states``, ``reduce`` and ``optimizer``, as a stack keeps them."""
     compute = COMPUTE_BYTES[precision]
     kept = len(OPTIMIZER_STATES[optimizer])
     if precision == "fp64":  # a reference: everything is fp64

@@ -23,17 +23,14 @@ class Strategy:
     policies: tuple[str, ...] = ()  # keys that say how, and mean nothing without it
     resets: tuple[str, ...] = ()  # other strategies' keys, whose values need not be legal without it
     file: str = ""  # where it lives; empty: the engine does not run it yet
-    elsewhere: dict[tuple[str, object], str] = field(
-        default_factory=dict
-    )  # a policy's value with its own file
+    # A policy's value with its own file.
+    elsewhere: dict[tuple[str, object], str] = field(default_factory=dict)
     off: str = "1"  # how a layout says that it is not wanted
     memory: str = ""  # the category of what its code makes
     made_in: tuple[str, ...] = ()  # that code: files of ours, or directories of torch
     strict: bool = True  # whether it can add up in the order of one rank
-    exposed: tuple[str, str] = (
-        "",
-        "",
-    )  # what a step waits for where its messages are not hidden, and what helps
+    # What a step waits for where its messages are not hidden, and what helps.
+    exposed: tuple[str, str] = ("", "")
 
     @property
     def runs(self) -> bool:

@@ -183,7 +183,7 @@ def _group(span: Span, names: Mapping[str, str], on_gpu: bool) -> str:
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _HostStretch:
     """A stretch of a host thread, and what the operators on its stack say about it."""
 
     start: float
@@ -199,7 +199,7 @@ class _Frame:
         return self.again and not self.in_loss
 
 
-def _frames(on_host: list[Span]) -> dict[object, list[_Frame]]:
+def _frames(on_host: list[Span]) -> dict[object, list[_HostStretch]]:
     """Every thread's time cut where an operator begins or ends; what the innermost one does itself is a frame."""
     threads: dict[object, list[Span]] = defaultdict(list)
     for span in on_host:
@@ -209,9 +209,9 @@ def _frames(on_host: list[Span]) -> dict[object, list[_Frame]]:
     return defaultdict(list, {thread: _cut(events) for thread, events in threads.items()})
 
 
-def _cut(events: list[Span]) -> list[_Frame]:
-    frames: list[_Frame] = []
-    stack: list[_Frame] = []
+def _cut(events: list[Span]) -> list[_HostStretch]:
+    frames: list[_HostStretch] = []
+    stack: list[_HostStretch] = []
     reached = 0.0
 
     def advance(until: float) -> None:
@@ -235,8 +235,8 @@ def _cut(events: list[Span]) -> list[_Frame]:
     return frames
 
 
-def _inside(outer: _Frame | None, span: Span) -> _Frame:
-    outer = outer or _Frame(span.start, span.end, None)
+def _inside(outer: _HostStretch | None, span: Span) -> _HostStretch:
+    outer = outer or _HostStretch(span.start, span.end, None)
     in_backward = outer.in_backward or span.name.startswith(_NODE_OF_AUTOGRAD)
     in_loss = outer.in_loss or (in_backward and kinds.is_node_of_loss(span.name))
     # A backward pass records nothing, unless it repeats a piece of the forward pass.
@@ -251,10 +251,10 @@ def _inside(outer: _Frame | None, span: Span) -> _Frame:
         kind = kind or kinds.of_operator(span.name)
         if kind is None and (around or kinds.computes(span.name)):
             kind = kinds.MEMORY_BOUND
-    return _Frame(span.start, span.end, kind, in_backward, in_loss, again)
+    return _HostStretch(span.start, span.end, kind, in_backward, in_loss, again)
 
 
-def _host_work(frames: list[_Frame]) -> list[Computation]:
+def _host_work(frames: list[_HostStretch]) -> list[Computation]:
     return [
         Computation(frame.start, frame.end, frame.kind, frame.start, frame.repeated)
         for frame in frames
@@ -262,7 +262,7 @@ def _host_work(frames: list[_Frame]) -> list[Computation]:
     ]
 
 
-def _kernel_work(kernel: Span, launch: Span | None, hosts: dict[object, list[_Frame]]) -> Computation:
+def _kernel_work(kernel: Span, launch: Span | None, hosts: dict[object, list[_HostStretch]]) -> Computation:
     frame = _at(hosts[launch.thread], launch.start) if launch else None
     issued = launch.start if launch else kernel.start
     if kernel.category == "gpu_memcpy" and ("HtoD" in kernel.name or "DtoH" in kernel.name):
@@ -274,6 +274,6 @@ def _kernel_work(kernel: Span, launch: Span | None, hosts: dict[object, list[_Fr
     return Computation(kernel.start, kernel.end, kind, issued, frame is not None and frame.repeated)
 
 
-def _at(frames: list[_Frame], moment: float) -> _Frame | None:
+def _at(frames: list[_HostStretch], moment: float) -> _HostStretch | None:
     place = bisect_right(frames, moment, key=lambda frame: frame.start) - 1
     return frames[place] if place >= 0 and moment <= frames[place].end else None

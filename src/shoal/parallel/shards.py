@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from shoal.facts.layout.parameter_groups import ParameterGroup, group_name, parameter_groups
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import Parameter, by_name
+from shoal.facts.model.parameters import EMBEDDING, HEAD, Parameter, by_name
 from shoal.facts.model.tensor_split import Box, TensorPart, tensor_part
 from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.stage_module import EMBEDDING, HEAD, StageModule
+from shoal.parallel.stage_module import StageModule
 
 GroupOf = Callable[[Parameter], ParameterGroup]
 

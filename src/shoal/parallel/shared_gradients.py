@@ -12,11 +12,10 @@ from torch import Tensor
 
 from shoal.facts.layout.stages import rank_of_stage
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import by_name
+from shoal.facts.model.parameters import EMBEDDING, by_name
 from shoal.facts.model.tensor_split import SummedOver, summed_over
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.shards import Shard, gradient
-from shoal.parallel.stage_module import EMBEDDING
 
 
 class SharedGradients:

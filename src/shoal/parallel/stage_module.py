@@ -12,9 +12,6 @@ from torch.distributed.tensor import DTensor
 from shoal.facts.layout.stages import Stage
 from shoal.models.decoder import Network
 
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-
 
 @dataclass(frozen=True)
 class MicroBatch:

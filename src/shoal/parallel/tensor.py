@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import by_name
+from shoal.facts.model.parameters import EMBEDDING, by_name
 from shoal.facts.model.tensor_split import tensor_part
 from shoal.models.decoder import Block, Network
 from shoal.models.linear import Linear
@@ -68,7 +68,7 @@ def split_block(block: Block, stream: TensorRegion) -> None:
 def split_ends(network: Network, model: Model, stream: TensorRegion) -> None:
     decoder = network.model
     embedding, head = decoder.embed_tokens, network.lm_head
-    box = tensor_part(by_name(model)["model.embed_tokens.weight"], stream.ranks, stream.index).box
+    box = tensor_part(by_name(model)[EMBEDDING], stream.ranks, stream.index).box
     if embedding is not None:
         decoder.embed_tokens = VocabularyEmbedding(embedding, box, stream)
         decoder.embedding_dropout.register_forward_pre_hook(at_local_positions(stream))

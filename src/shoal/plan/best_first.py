@@ -45,7 +45,7 @@ COUNTED = 30
 NEAR = tuple(offload for offload in OFFLOADS if offload not in ON_NVME.values())
 
 # Degrees of tp, cp, pp, ep; what data ranks share; whether anything is offloaded.
-Strategy = tuple[int, int, int, int, int, bool]
+StrategyKey = tuple[int, int, int, int, int, bool]
 
 
 class SearchNode(NamedTuple):
@@ -69,7 +69,7 @@ class Priced:
     memory: Ledger | None = None
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> StrategyKey:
         split, share, _, states, _ = self.candidate
         return strategy_of(split, share, states)
 
@@ -158,8 +158,8 @@ class BestFirst(Walk):
     """One search on its way."""
 
     top: int
-    before: dict[Strategy, float] = field(default_factory=dict)  # strategies with a plan already: its time
-    settled: set[Strategy] = field(default_factory=set)  # those that cannot get a better one
+    before: dict[StrategyKey, float] = field(default_factory=dict)  # strategies with a plan already: its time
+    settled: set[StrategyKey] = field(default_factory=set)  # those that cannot get a better one
     at_best: float | None = None  # where it was broken off: what is left takes at least so long
     accepted: list[Priced] = field(default_factory=list)
     lost: list[Priced] = field(default_factory=list)
@@ -192,7 +192,7 @@ class BestFirst(Walk):
         bound: float = self._heap[0][0]
         return len(self.accepted) + sum(seconds <= bound for seconds in self.before.values()) >= self.top
 
-    def plans(self) -> dict[Strategy, float]:
+    def plans(self) -> dict[StrategyKey, float]:
         """The time of every strategy that has a plan by now."""
         return self.before | {one.strategy: one.step.seconds for one in self.accepted}
 
@@ -290,10 +290,6 @@ class BestFirst(Walk):
         return False
 
 
-def strategy_of(split: ModelSplit, share: WorkShare, states: StateSharding) -> Strategy:
+def strategy_of(split: ModelSplit, share: WorkShare, states: StateSharding) -> StrategyKey:
     shared = states.zero if placed(split, states).sharded.size > 1 else 0
     return split.tp, split.cp, split.pp, share.ep, shared, bool(states.offload)
-
-
-def runs(candidate: Candidate) -> bool:
-    return candidate.split.cp == candidate.share.ep == 1 and not candidate.states.offload

@@ -22,7 +22,15 @@ from shoal.facts.layout.parameter_groups import placement
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
-from shoal.plan.space import ModelSplit, PipelineOrder, StateSharding, WorkShare, layout_of, placed
+from shoal.plan.space import (
+    ModelSplit,
+    PipelineOrder,
+    StateSharding,
+    WorkShare,
+    layout_of,
+    one_sequence,
+    placed,
+)
 from shoal.predict.memory.activations import BlockActivations
 from shoal.predict.memory.device import on_top
 from shoal.predict.memory.micro_batch import micro_batch_bytes
@@ -63,12 +71,9 @@ class MemoryBound:
     lora: Lora | None
 
     def __post_init__(self) -> None:
-        recipe = self.recipe
-        self.hold = bytes_per_parameter(
-            recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, self.stack
-        )
+        self.hold = bytes_per_parameter(self.recipe, self.stack)
         self.capacity = self.cluster.device.memory_bytes
-        self.cut_by = None if self.stack.even_stages else recipe.seq
+        self.cut_by = None if self.stack.even_stages else self.recipe.seq
         # By what each depends on, and not by the model, whose hash takes a while.
         self._most = cache(self._allocated)
         self._part = cache(self._block_count)
@@ -284,14 +289,7 @@ class MemoryBound:
         key = split.tp, split.cp, share.sp, share.cp_kind, recompute, experts
         known = self._blocks.get(key)
         if known is None:
-            layout = layout_of(
-                tp=split.tp,
-                sp=share.sp,
-                cp=split.cp,
-                cp_kind=share.cp_kind,
-                micro=1,
-                recompute=recompute,
-            )
+            layout = one_sequence(split, share, recompute)
             workload = Workload(self.model, self.cluster, self.recipe, layout, self.stack, lora=self.lora)
             alike = [one for kind, one in micro_batch_bytes(workload).blocks.items() if kind[0] == experts]
             known = self._blocks[key] = min(alike, key=lambda one: one.resting)

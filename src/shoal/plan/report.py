@@ -16,7 +16,7 @@ from shoal.plan.explain import against, binds, parts, strategy, why
 from shoal.plan.judge import Plan, engine_runs, judge
 from shoal.plan.judge import as_json as plan_json
 from shoal.plan.remedy import Remedy, for_layout, for_model
-from shoal.plan.request import PlanRequest
+from shoal.plan.request import PlanRequest, plan_request
 from shoal.plan.scale import Cost, Point
 
 
@@ -60,6 +60,13 @@ class PlanReport:
 
     def as_json(self) -> dict[str, Any]:
         return _json(self)
+
+
+def plan(
+    model: Any, on: Any, *, seq: int, batch: int, top: int = 10, curve: bool = False, **others: Any
+) -> PlanReport:
+    """What ``shoal plan`` says. ``others``: layout, lora, tokens, price, and fields of a recipe."""
+    return plan_report(plan_request(model, on, seq=seq, batch=batch, **others), top, curve)
 
 
 def plan_report(asked: PlanRequest, top: int = 10, curve: bool = False) -> PlanReport:

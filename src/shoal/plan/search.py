@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
+from shoal.facts import support
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL, Stack
 from shoal.facts.config import Lora, TuneSection
@@ -16,7 +17,7 @@ from shoal.facts.layout import Layout, divisors
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.plan import explain
-from shoal.plan.best_first import BestFirst, Priced, Strategy, runs
+from shoal.plan.best_first import BestFirst, Priced, StrategyKey
 from shoal.plan.choose import Chosen, choose, planned
 from shoal.plan.judge import Plan, Replicas, replicas
 from shoal.plan.memory_bound import MemoryBound
@@ -189,12 +190,12 @@ def _hunted(whole: BestFirst, effort: int | None, frugal_first: bool = False) ->
 
 def _ranked(hunts: list[BestFirst], top: int, against: Replicas) -> list[Plan]:
     """The best of all hunts; if none of several runs, the best that does takes the last place."""
-    best: dict[Strategy, Priced] = {}
+    best: dict[StrategyKey, Priced] = {}
     for one in sorted((one for hunt in hunts for one in hunt.accepted), key=lambda one: one.step.seconds):
         best.setdefault(one.strategy, one)
     ranked = list(best.values())
     shown = ranked[:top]
-    first_that_runs = next((one for one in ranked if runs(one.candidate)), None)
+    first_that_runs = next((one for one in ranked if support.runs(one.workload.layout)), None)
     if top > 1 and first_that_runs is not None and first_that_runs not in shown:
         shown[-1] = first_that_runs
     plans = [planned(one, against) for one in shown]
@@ -208,7 +209,7 @@ def _rejected(hunts: list[BestFirst], plans: list[Plan]) -> list[Rejected]:
     if not plans:
         return []
     taken = {plan.layout for plan in plans}
-    nearest: dict[tuple[Strategy, bool], Priced] = {}
+    nearest: dict[tuple[StrategyKey, bool], Priced] = {}
     losers = [one for hunt in hunts for one in (*hunt.lost, *hunt.accepted)]
     for one in sorted(losers, key=lambda one: one.step.seconds):
         if one.workload.layout not in taken:

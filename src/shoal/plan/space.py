@@ -94,6 +94,13 @@ class StateSharding(NamedTuple):
     offload: tuple[Offload, ...] = NOTHING
 
 
+def one_sequence(split: ModelSplit, share: WorkShare, recompute: Recompute) -> Layout:
+    """All that decides what a block keeps of one sequence; of a micro-batch it keeps as many times that."""
+    return layout_of(
+        tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, micro=1, recompute=recompute
+    )
+
+
 def placed(split: ModelSplit, states: StateSharding, ep: int = 1) -> Placement:
     """Who shards and who copies parameters of which ``ep`` data ranks hold one set."""
     return placement(split.tp, split.cp, states.fsdp, states.dp, ep)

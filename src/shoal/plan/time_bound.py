@@ -15,7 +15,16 @@ from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout, Offload, Recompute, accumulation
 from shoal.facts.layout.parameter_groups import Placement
 from shoal.facts.precision import compute_width, reduce_width, state_width
-from shoal.plan.space import UNITS, ModelSplit, PipelineOrder, StateSharding, WorkShare, layout_of, placed
+from shoal.plan.space import (
+    UNITS,
+    ModelSplit,
+    PipelineOrder,
+    StateSharding,
+    WorkShare,
+    layout_of,
+    one_sequence,
+    placed,
+)
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.flops import matrix_parameters
 from shoal.predict.memory.micro_batch import micro_batch_bytes
@@ -294,10 +303,7 @@ class TimeBound:
         key = split.tp, split.cp, share.sp, share.cp_kind, recompute
         known = self._resting.get(key)
         if known is None:
-            layout = layout_of(
-                tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, micro=1, recompute=recompute
-            )
-            blocks = micro_batch_bytes(self._workload(layout)).blocks.values()
+            blocks = micro_batch_bytes(self._workload(one_sequence(split, share, recompute))).blocks.values()
             known = self._resting[key] = min(block.resting for block in blocks)
         return known
 

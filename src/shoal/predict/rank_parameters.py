@@ -15,6 +15,7 @@ from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind
 from shoal.facts.layout.stages import Stage, cut, rank_of_stage, stages_of_rank
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import (
+    HEAD,
     Parameter,
     adapters,
     block_parameters,
@@ -23,9 +24,6 @@ from shoal.facts.model.parameters import (
 )
 from shoal.facts.model.tensor_split import SummedOver, summed_over, tensor_part
 from shoal.predict.workload import Workload
-
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 
 # A few layers are cut into buckets, and as many again: the difference is what further ones add.
 SAMPLE = 8

@@ -14,11 +14,10 @@ from pathlib import Path
 
 from shoal.facts.config import Config
 from shoal.facts.layout import Layout
-from shoal.facts.model.parameters import by_name
+from shoal.facts.model.parameters import EMBEDDING, by_name
 from shoal.facts.model.tensor_split import summed_over
 from shoal.facts.strategies import STRATEGIES, Strategy
 from shoal.launch.ranks import RankFailed, run_ranks
-from shoal.parallel.stage_module import EMBEDDING
 from shoal.plan.resolve import Job, resolve
 from shoal.prove.parity_rank import Difference, ParityRank, ParityRequest, run_parity_rank
 

@@ -7,7 +7,6 @@ argument itself, written in place; by the shapes of what they are given.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,8 @@ import torch
 # Private, as all of torch that runs without data is (2.11 to 2.13).
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
+
+from shoal.observe.subclasses import plain_tensors
 
 CPU = torch.device("cpu")
 
@@ -110,7 +111,7 @@ def _is_ours(value: Any) -> bool:
 
 def _remembered(result: Any, args: tuple[Any, ...]) -> OutputShape | list[OutputShape] | None:
     """What to remember of a result: nothing where a tensor of it is no view, nor new and as large as its storage."""
-    given = [_storage(one) for one in _flat(args)]
+    given = [_storage(one) for one in plain_tensors(args)]
     first = _storage(args[0]) if args and isinstance(args[0], torch.Tensor) else None
     results = result if isinstance(result, list) else [result]
     made: list[OutputShape] = []
@@ -126,15 +127,6 @@ def _remembered(result: Any, args: tuple[Any, ...]) -> OutputShape | list[Output
             given.append(storage._cdata)
         made.append(OutputShape(one.shape, one.stride(), one.dtype, offset, view))
     return made if isinstance(result, list) else made[0]
-
-
-def _flat(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [
-        one
-        for value in values
-        for one in (value if isinstance(value, (list, tuple)) else [value])
-        if isinstance(one, torch.Tensor)
-    ]
 
 
 def _storage(tensor: torch.Tensor) -> int:

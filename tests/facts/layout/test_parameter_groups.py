@@ -42,7 +42,7 @@ def set_of_experts(rank: int, layout: Layout) -> int:
 
 
 @given(layouts())
-def test_whoever_has_the_same_parameters_shards_or_copies_them(layout: Layout) -> None:
+def test_ranks_with_the_same_parameters_shard_or_copy_them(layout: Layout) -> None:
     groups = parameter_groups(layout, experts=True, lora=False)
     stage = [
         rank

@@ -1,4 +1,4 @@
-"""Preparing: equal results whoever does the work, done once, whole or not there."""
+"""Preparing: equal results whichever process does the work, done once, whole or not there."""
 
 import gzip
 import json

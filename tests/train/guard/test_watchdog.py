@@ -7,7 +7,6 @@ import ctypes
 import inspect
 import os
 import queue
-import re
 import signal
 import threading
 import time
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
+from tests.waiting import waited
 
 from shoal.observe.flight_recorder import (
     COMMIT,
@@ -118,13 +118,6 @@ def _stop(rank: int, flight: FlightRecorder) -> None:
     dist.all_reduce(torch.ones(2000))
 
 
-def waited(text: str) -> int:
-    """Seconds: more than it takes, where whoever looks has to wait for a turn on a busy machine."""
-    found = re.search(r" for (\d+) s", text)
-    assert found is not None, text
-    return int(found[1])
-
-
 @pytest.mark.parametrize(
     ("function", "word", "doing"),
     [
@@ -219,7 +212,7 @@ def _chain(rank: int, flight: FlightRecorder) -> None:
     dist.all_reduce(torch.ones(2000))
 
 
-def test_whoever_only_waits_for_another_is_not_blamed(tmp_path: Path) -> None:
+def test_a_rank_that_only_waits_for_another_is_not_blamed(tmp_path: Path) -> None:
     verdict = judged(3, _chain, tmp_path / "run")
     assert verdict is not None
     assert verdict.rank == 2

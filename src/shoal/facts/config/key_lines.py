@@ -18,7 +18,7 @@ _TOKEN = re.compile(
 
 
 @dataclass
-class _Frame:
+class _OpenTable:
     """A table, an inline table or an array that we are inside of."""
 
     path: KeyPath
@@ -32,7 +32,7 @@ def key_lines(text: str) -> dict[str, int]:
     """
     lines: dict[KeyPath, int] = {}
     items: dict[KeyPath, int] = {}  # arrays of tables, and the last item of each
-    frames = [_Frame(())]
+    frames = [_OpenTable(())]
     parts: list[str] = []  # of the key that is being read
     in_key, brackets = True, 0  # brackets: those open around a header
     number, seen = 1, 0
@@ -57,7 +57,7 @@ def key_lines(text: str) -> dict[str, int]:
             in_key = False
         elif mark in ("[", "{"):
             path = (*frame.path, *parts) if frame.index is None else (*frame.path, str(frame.index))
-            frames.append(_Frame(path, 0 if mark == "[" else None))
+            frames.append(_OpenTable(path, 0 if mark == "[" else None))
             parts, in_key = [], mark == "{"
         elif mark in ("]", "}") and len(frames) > 1:
             frames.pop()

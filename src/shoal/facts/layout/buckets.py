@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+from shoal.facts.model.parameters import EMBEDDING
+
 
 def buckets(sizes: Iterable[tuple[str, int]], bucket_bytes: int) -> list[list[str]]:
     """Cut parameters, given as (name, bytes) in forward order, into buckets whose gradients are summed at once.
@@ -50,7 +52,7 @@ def flat_kind(label: str, name: str, copies: int) -> Hashable:
     that ``copies`` ranks of a tensor group hold alike, and those of the two copies of a tied embedding. Their chunks
     must be the same ones over there, so they have buckets whose sizes are the same over there.
     """
-    if name == "model.embed_tokens.weight":
+    if name == EMBEDDING:
         return label
     return copies
 

@@ -10,6 +10,9 @@ from typing import Literal, NamedTuple
 
 from shoal.facts.model import Experts, Family, Latent, Model
 
+# The two ends of the vocabulary, which are one matrix where a model is tied.
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 Kind = Literal["embedding", "position", "attention", "mlp", "expert", "router", "norm", "head", "adapter"]
 # How tensor ranks split it: by output features, which stay apart; by input features, whose products add up; by rows of
 # the vocabulary; or every rank has all of it.
@@ -136,7 +139,7 @@ def _count(model: Model, experts: int) -> int:
 
 def _llama_before(model: Model) -> Iterator[Parameter]:
     shape = (model.vocab, model.hidden)
-    yield Parameter("model.embed_tokens.weight", shape, None, "embedding", True, "vocabulary")
+    yield Parameter(EMBEDDING, shape, None, "embedding", True, "vocabulary")
     if model.positions == "learned":
         shape = (model.max_positions, model.hidden)
         yield Parameter("model.embed_positions.weight", shape, None, "position", True)

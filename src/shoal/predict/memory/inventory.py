@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from shoal.facts.bytes_per_parameter import BytesPerParameter
+from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from shoal.facts.layout.parameter_groups import DENSE, EXPERTS
 from shoal.facts.layout.stages import Stage, rank_of_stage, stages_of_rank
 from shoal.facts.model import Model
@@ -16,7 +16,6 @@ from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.predict.memory.in_flight import bottom
 from shoal.predict.memory.micro_batch import (
     MicroBatchBytes,
-    bytes_per_parameter,
     micro_batch_bytes,
     parameters_are_sharded,
 )
@@ -158,7 +157,8 @@ class PipelineStages(NamedTuple):
 
 def _inventories(workload: Workload, ranks: Iterable[int]) -> Iterator[RankInventory]:
     pipeline, micro_batch = _pipeline(workload), micro_batch_bytes(workload)
-    hold, sharded = bytes_per_parameter(workload), parameters_are_sharded(workload)
+    hold = bytes_per_parameter(workload.recipe, workload.stack)
+    sharded = parameters_are_sharded(workload)
     for rank in ranks:
         yield RankInventory(workload, rank, pipeline.ranks[rank], pipeline.ends, hold, micro_batch, sharded)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from shoal.facts.bytes_per_parameter import BytesPerParameter
-from shoal.facts.bytes_per_parameter import bytes_per_parameter as holdings
+from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
 from shoal.predict.memory.activations import (
@@ -31,18 +30,14 @@ class MicroBatchBytes(NamedTuple):
     stream: float  # one residual stream
 
 
-def bytes_per_parameter(workload: Workload) -> BytesPerParameter:
-    recipe = workload.recipe
-    return holdings(recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, workload.stack)
-
-
 def parameters_are_sharded(workload: Workload) -> bool:
     group = workload.groups[DENSE]
     return group.sharded.size > 1 and (group.zero == 3 or workload.stack.unsharded == "fsdp")
 
 
 def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
-    layout, recipe, hold = workload.layout, workload.recipe, bytes_per_parameter(workload)
+    layout, recipe = workload.layout, workload.recipe
+    hold = bytes_per_parameter(recipe, workload.stack)
     work = BlockWorkload(
         tokens=workload.tokens,
         rows=workload.micro,

@@ -57,7 +57,7 @@ def _placed(rank: RankInventory, what: str, size: float, master: float = 0.0) ->
 
 def replica_states(model: Model, recipe: Recipe) -> dict[str, int]:
     """Bytes of one unsharded replica, as Shoal's engine keeps them."""
-    hold = bytes_per_parameter(recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, SHOAL)
+    hold = bytes_per_parameter(recipe, SHOAL)
     count = parameter_count(model)
     return {
         "params": round(count * hold.weight),

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.layout.ranks import AXES, coordinates, line, stride
+from shoal.facts.model.parameters import EMBEDDING
 from shoal.facts.traffic import Traffic, show_ranks
 from shoal.predict.collective_call import CollectiveCall
-from shoal.predict.rank_parameters import EMBEDDING, RankParameters, named_tensors, rank_parameters, trained
+from shoal.predict.rank_parameters import RankParameters, named_tensors, rank_parameters, trained
 from shoal.predict.traffic import context, control, expert, pipeline, replicate, shard, tensor
 from shoal.predict.workload import Workload
 
