@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,6 +78,17 @@ def refuse(place: CheckpointStorage, method: str, when: Callable[[int, str], boo
             return original(step, attempt, file, *content)
 
     setattr(place, method, refused)
+
+
+def one_at_a_time(lock: threading.Lock, *places: CheckpointStorage) -> None:
+    for place in places:
+        original = place.write
+
+        def write(*arguments: Any, original: Callable[..., str] = original) -> str:
+            with lock:
+                return original(*arguments)
+
+        place.write = write  # type: ignore[method-assign]
 
 
 def one_place(kind: str, folder: Path, rank: int) -> DirectoryStorage | ObjectStore:
@@ -153,6 +165,8 @@ def train_with_a_full_disk(
     training = Training(job, RunDirectory(path), dataset, mesh)
     if rank == world - 1:
         refuse(training.commits.disk, "write", lambda step, file: step in refused)
+        # A limit is the whole process's: what is written to memory at that moment would be refused too.
+        one_at_a_time(threading.Lock(), training.commits.disk, training.commits.memory)
     trouble = ""
     try:
         training.run_to_end(bool)
