@@ -8,10 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from shoal.facts.logits import tokens_at_once
 from shoal.facts.targets import IGNORE
+from shoal.models.cross_entropy import (
+    PendingWeightGradient,
+    Vocabulary,
+    WholeVocabulary,
+    linear_cross_entropy,
+)
 from shoal.models.linear import Embedding
 
 
@@ -25,6 +29,8 @@ class Head(nn.Module):
         # The module and not its parameter, because to_empty and FSDP put new parameters in its place; in a
         # tuple, so that torch does not list the same parameter under a second name.
         self.tied = () if tied is None else (tied,)
+        # Given for a step in which several forward passes come before the first backward pass.
+        self.pending: PendingWeightGradient | None = None
 
     def matrix(self) -> Tensor:
         """The parameter in use: our own, or the embedding's."""
@@ -41,17 +47,13 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy summed over the targets that count, and how many do (int64)."""
-        rows, wanted = hidden.flatten(0, -2), targets.flatten()
-        count = (wanted != IGNORE).sum()
-        at_once = tokens_at_once(self.matrix().shape[0])
-        if rows.shape[0] <= at_once:
-            return self.summed(rows, wanted), count
-        # No preserve_rng_state: nothing in a chunk draws random numbers.
-        pieces = [
-            checkpoint(self.summed, *piece, use_reentrant=False, preserve_rng_state=False)
-            for piece in zip(torch.split(rows, at_once), torch.split(wanted, at_once), strict=True)
-        ]
-        return torch.stack(pieces).sum(), count
+        rows, wanted = self.enter(hidden).flatten(0, -2), targets.flatten()
+        loss = linear_cross_entropy(rows, self.matrix(), wanted, self.vocabulary(), self.pending)
+        return loss, (wanted != IGNORE).sum()
 
-    def summed(self, rows: Tensor, wanted: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(rows), wanted, ignore_index=IGNORE, reduction="sum")
+    def enter(self, hidden: Tensor) -> Tensor:
+        """All tokens of the micro-batch."""
+        return hidden
+
+    def vocabulary(self) -> Vocabulary:
+        return WholeVocabulary(self.matrix().shape[0])

@@ -101,7 +101,7 @@ def apply(
 
     # In strict mode a weight's gradient is taken where autograd gives it, micro-batch by micro-batch.
     split_backward = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and not strict
-    executor = Executor(segments, mesh, exact or gradients, split_backward)
+    executor = Executor(segments, mesh, exact or gradients, split_backward, strict)
     # There a sum of two has one rounding, as where both are on one rank.
     shared = SharedGradients(model, mesh, own_head, None if strict else reduce_dtype)
     return Placed(segments, slices, exact or gradients, shared, executor, exact)

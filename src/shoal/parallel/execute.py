@@ -16,6 +16,8 @@ from torch.profiler import record_function
 
 from shoal.facts.layout.stages import rank_of_stage
 from shoal.facts.schedules.programs import Action, Instruction, programs
+from shoal.models.cross_entropy import PendingWeightGradient
+from shoal.models.loss import Head
 from shoal.parallel.deferred import Deferred
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pipeline import Arrival, Channels
@@ -41,7 +43,12 @@ class Executor:
     """Runs the segments of one rank."""
 
     def __init__(
-        self, segments: list[StageModule], mesh: Mesh, gradients: Reducer, split_backward: bool
+        self,
+        segments: list[StageModule],
+        mesh: Mesh,
+        gradients: Reducer,
+        split_backward: bool,
+        strict: bool = False,
     ) -> None:
         """``split_backward``: whether the schedule's separate weight gradients are really computed apart."""
         self.segments = {segment.stage.index: segment for segment in segments}
@@ -55,6 +62,9 @@ class Executor:
         self.loaded: set[tuple[torch.Size, bool, bool]] | None = None
         if self.channels is not None and mesh.device.type == "cuda":
             self.loaded = set()
+        # In strict mode a gradient is one micro-batch's. Elsewhere those of the head add up while they wait.
+        ends = [] if strict else [segment.network.lm_head for segment in segments if segment.stage.last]
+        self.heads: list[Head] = ends
         self.deferred = Deferred() if split_backward else None
         if self.deferred is not None:
             for segment in segments:
@@ -66,6 +76,8 @@ class Executor:
         program = self._program(len(batches))
         complete = _last_backward(program)
         underway = StepState(batches)
+        for head in self.heads:
+            head.pending = PendingWeightGradient()
         for number, instruction in enumerate(program):
             # A trace shows which instruction it is at; outside of one this costs microseconds.
             with record_function(f"shoal {instruction}"):
