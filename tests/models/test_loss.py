@@ -8,8 +8,11 @@ from torch.nn import functional as F
 
 from shoal.facts import logits
 from shoal.facts.targets import IGNORE
+from shoal.models import logits as logits_on_cpu
+from shoal.models.cross_entropy import PendingWeightGradient
 from shoal.models.linear import Embedding
 from shoal.models.loss import Head
+from shoal.observe.memory import MemoryTracker
 
 
 def head(dtype: torch.dtype = torch.float64) -> Head:
@@ -72,3 +75,94 @@ def test_a_tied_head_borrows_whatever_the_embedding_holds() -> None:
     copied = copy.deepcopy(both)
     assert copied[1].matrix() is copied[0].weight
     assert copied[1].matrix() is not embedding.weight
+
+
+def gradients_of(total: torch.Tensor, *of: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(total, of))
+
+
+@pytest.mark.parametrize("logits_at_once", [50 * 4, 50 * 64])
+def test_the_loss_is_torchs_own_with_any_factor_and_z(
+    monkeypatch: pytest.MonkeyPatch, logits_at_once: int
+) -> None:
+    monkeypatch.setattr(logits, "LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(logits_on_cpu, "IN_CACHE", 50 * 3)
+    made, (hidden, targets) = head(), batch()
+    made.z_loss = 0.3
+    scores = hidden.flatten(0, 1) @ made.weight.T
+    plain = F.cross_entropy(scores, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    drift = scores.logsumexp(-1)[targets.flatten() != IGNORE].square().sum()
+    expected = plain + 0.3 * drift
+    wanted = gradients_of(expected / 26, hidden, made.weight)
+    # The factor is known beforehand; or it comes with the backward pass.
+    for factor, later in ((1 / 26, 1.0), (1.0, 1 / 26)):
+        made.start_step(factor, None)
+        total, _ = made(hidden, targets)
+        assert torch.allclose(total, expected, rtol=1e-13)
+        for found, right in zip(gradients_of(total * later, hidden, made.weight), wanted, strict=True):
+            assert torch.allclose(found, right, rtol=1e-11, atol=1e-14)
+
+
+def test_several_forward_passes_before_the_first_backward_pass_keep_one_weight_gradient() -> None:
+    made, batches = head(), [batch() for _ in range(3)]
+    expected = torch.zeros_like(made.weight)
+    for hidden, targets in batches:
+        scores = hidden.flatten(0, 1) @ made.weight.T
+        loss = F.cross_entropy(scores, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        expected += torch.autograd.grad(loss * 0.5, made.weight)[0]
+    pending = PendingWeightGradient()
+    made.start_step(0.5, pending)
+    losses = [made(hidden, targets)[0] for hidden, targets in batches]
+    assert pending.sum is not None and pending.sum.shape == made.weight.shape
+    for loss in losses[:2]:
+        loss.backward()
+        assert made.weight.grad is None
+    losses[2].backward()
+    assert pending.sum is None and torch.allclose(made.weight.grad, expected, rtol=1e-12)
+
+
+def test_a_half_precision_weight_gets_its_gradient_in_the_precision_that_it_adds_up_in() -> None:
+    made = head(torch.bfloat16)
+    made.weight.grad_dtype = torch.float32
+    hidden, targets = batch(torch.bfloat16)
+    made.start_step(1.0, PendingWeightGradient())
+    made(hidden, targets)[0].backward()
+    assert made.weight.grad is not None and made.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("logits_at_once", [50 * 4, 50 * 64])
+def test_log_probabilities_take_any_gradient(monkeypatch: pytest.MonkeyPatch, logits_at_once: int) -> None:
+    monkeypatch.setattr(logits, "LOGITS_AT_ONCE", logits_at_once)
+    made, (hidden, targets) = head(), batch()
+    upstream = torch.randn(targets.shape, dtype=torch.float64)
+    every = torch.log_softmax(hidden @ made.weight.T, -1)
+    expected = every.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets != IGNORE)
+    found = made.log_probabilities(hidden, targets)
+    assert torch.allclose(found, expected, rtol=1e-13, atol=1e-14)
+    wanted = gradients_of((expected * upstream).sum(), hidden, made.weight)
+    for ours, right in zip(gradients_of((found * upstream).sum(), hidden, made.weight), wanted, strict=True):
+        assert torch.allclose(ours, right, rtol=1e-11, atol=1e-14)
+
+
+def test_in_single_precision_the_loss_is_the_plain_one_within_rounding() -> None:
+    made, (hidden, targets) = head(torch.float32), batch(torch.float32)
+    plain = F.cross_entropy(
+        hidden.flatten(0, 1) @ made.weight.T, targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+    total, _ = made(hidden, targets)
+    assert float((total - plain).detach().abs() / plain.detach()) < 1e-6
+    wanted = gradients_of(plain, hidden, made.weight)
+    for found, right in zip(gradients_of(total, hidden, made.weight), wanted, strict=True):
+        assert float((found - right).abs().max() / right.abs().max()) < 1e-6
+
+
+def test_no_operator_leaves_more_than_its_result_behind() -> None:
+    """What a dry run sees of the loss: logits in the compute precision, a few numbers for each token, gradients."""
+    made, (hidden, targets) = head(torch.float32), batch(torch.float32)
+    with MemoryTracker() as tracker:
+        tracker.mark([made.weight, hidden, targets], "given")
+        made(hidden, targets)
+    tokens = targets.numel()
+    # The logits beside the hidden states' gradient and the weight's; and what each token has.
+    most = 4 * (tokens * 50 + tokens * 16 + 50 * 16) + 60 * tokens
+    assert tracker.peak - sum(one.nbytes for one in (made.weight, hidden, targets)) < most

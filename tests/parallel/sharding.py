@@ -203,7 +203,7 @@ def measure(rank: int, world: int, case: Case) -> Measured:
         next(run)
         with CollectiveCounter(mesh.names) as counter:
             optimizer = next(run)
-        tracker.mark((slice_.local for _, slice_ in placed.slices), "params")
+        tracker.mark((slice_.local for _, slice_ in placed.weights), "params")
         tracker.mark((piece.tensor.grad for piece in placed.gradients.pieces), "grads")
         for states in optimizer.state.values():
             tracker.mark((states["exp_avg"], states["exp_avg_sq"]), "optimizer")

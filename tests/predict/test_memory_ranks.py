@@ -53,7 +53,7 @@ def _peak(workload: Workload, rank: int) -> dict[str, int]:
     step(1, batches, BATCH * SEQ)
     gc.collect()
     with MemoryTracker() as tracker:
-        tracker.mark((part.local for _, part in placed.slices), "params")
+        tracker.mark((part.local for _, part in placed.weights), "params")
         tracker.mark((piece.tensor for piece in placed.gradients.pieces), "params")
         tracker.mark((batch.tokens for batch in batches), "batch")
         tracker.mark((batch.positions for batch in batches), "batch")

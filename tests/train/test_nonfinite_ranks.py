@@ -26,7 +26,7 @@ def poisoned_step(rank: int, world: int, jobs: list[Job], dataset: Path) -> list
     for job in jobs:
         mesh = Mesh(job.layout, rank, torch.device("cpu"))
         program = Program(job, Dataset.open(dataset), mesh, first_weights(job))
-        before = [part.local.clone() for _, part in program.placed.slices]
+        before = [part.local.clone() for _, part in program.placed.weights]
         batches = [program.loader.rows(1, places) for places in program.positions()]
         (targets,) = mesh.hosts.sum_integers([program.own_targets(batches)])
         # The last rank holds the end of every pipeline, the last part of every tensor, the last rows of a batch.
@@ -35,7 +35,7 @@ def poisoned_step(rank: int, world: int, jobs: list[Job], dataset: Path) -> list
             self, batches, factor * poison
         )
         result = program.step(1, batches, targets)
-        after = [part.local for _, part in program.placed.slices]
+        after = [part.local for _, part in program.placed.weights]
         same = all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
         seen.append((result.updated, same))
     return seen

@@ -17,7 +17,7 @@ class BytesPerParameter:
     weight: float  # at rest
     gradient: float
     moments: float  # all optimizer states but the master copy
-    master: float  # an fp32 copy of a half-precision weight
+    master: float  # the copy that the optimizer updates, where the network reads a narrower one
     compute: int  # a value of the computation: activations, and weights where they are used
     reduce: int  # a gradient on its way between ranks
 
@@ -37,15 +37,17 @@ class BytesPerParameter:
         return self.compute
 
 
-def bytes_per_parameter(recipe: Recipe, stack: Stack) -> BytesPerParameter:
-    """Of a recipe, as a stack keeps them."""
+def bytes_per_parameter(recipe: Recipe, stack: Stack, sharded: bool = False) -> BytesPerParameter:
+    """Of a recipe, as a stack keeps them. ``sharded``: parameters rest in shards."""
     # By what matters of the recipe, which is quicker to look up than all of it.
-    return _bytes_per_parameter(recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, stack)
+    return _bytes_per_parameter(
+        recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, stack, sharded
+    )
 
 
 @lru_cache(maxsize=256)
 def _bytes_per_parameter(
-    precision: Precision, states: str, reduce: str, optimizer: str, stack: Stack
+    precision: Precision, states: str, reduce: str, optimizer: str, stack: Stack, sharded: bool
 ) -> BytesPerParameter:
     compute = COMPUTE_BYTES[precision]
     kept = len(OPTIMIZER_STATES[optimizer])
@@ -58,4 +60,6 @@ def _bytes_per_parameter(
         return BytesPerParameter(compute, gradient, state * kept, 4, compute, gradient)
     # int8 is no precision to add gradients up in.
     trained = compute if states == "int8" else state
+    if stack.weights == "working" and not sharded and compute < state:
+        return BytesPerParameter(compute, state, state * kept, state, compute, REDUCE_BYTES[reduce])
     return BytesPerParameter(state, trained, state * kept, 0, compute, REDUCE_BYTES[reduce])

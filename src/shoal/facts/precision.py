@@ -22,6 +22,11 @@ def state_width(recipe: Recipe) -> float:
     return 8 if recipe.precision == "fp64" else STATE_BYTES[recipe.states]
 
 
+def weight_width(recipe: Recipe) -> float:
+    """Bytes of a whole parameter as the network reads it: a working copy is narrower than its state."""
+    return min(compute_width(recipe), state_width(recipe))
+
+
 def gradient_width(recipe: Recipe) -> int:
     """Bytes of a parameter's gradient: as the parameter rests, but int8 is no precision to add up in."""
     return compute_width(recipe) if recipe.states == "int8" else int(state_width(recipe))

@@ -1,11 +1,10 @@
-"""Cross-entropy of a linear head that never holds all logits, with its gradients made in the forward pass.
+"""Cross-entropy of a linear head that never holds all logits.
 
-The logits of a chunk of tokens are made, turned into their own gradients in place, multiplied into the gradients of the
-hidden states and of the head's weight, and forgotten. So nothing is computed twice, and what waits for the backward
-pass is as large as the hidden states and the weight, not as the logits.
-
-The functions on one chunk are plain torch, elementwise and sums along rows: on a GPU they are compiled, and read and
-write the logits once each.
+In two forms. ``summed_cross_entropy``, for training, makes its gradients in the forward pass: the logits of a chunk of
+tokens are turned into their own gradients in place, multiplied into the gradients of the hidden states and of the
+head's weight, and forgotten. Nothing is computed twice, and what waits for the backward pass is as large as the hidden
+states and the weight. ``token_log_probabilities``, for losses that are made of them, takes any upstream gradient, and
+so has to compute a chunk's logits again in the backward pass.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.facts.logits import tokens_at_once
 from shoal.facts.targets import IGNORE
+from shoal.models.logits import logits_to_gradients_, token_statistics
 
 
 class Vocabulary(Protocol):
@@ -57,9 +57,10 @@ class PendingWeightGradient:
         self.passes = 0
         self.sum: Tensor | None = None
 
-    def add(self, gradient: Tensor) -> None:
+    def add(self, gradient: Tensor, dtype: torch.dtype) -> None:
+        """``dtype``: the precision that they add up in."""
         self.passes += 1
-        self.sum = gradient if self.sum is None else self.sum.add_(gradient)
+        self.sum = gradient.to(dtype) if self.sum is None else self.sum.add_(gradient)
 
     def take(self) -> Tensor | None:
         """The sum, with the last of the passes that it is made of."""
@@ -70,38 +71,48 @@ class PendingWeightGradient:
         return taken
 
 
-def linear_cross_entropy(
+def summed_cross_entropy(
     rows: Tensor,
     weight: Tensor,
     targets: Tensor,
     vocabulary: Vocabulary,
+    factor: float = 1.0,
+    z: float = 0.0,
     pending: PendingWeightGradient | None = None,
 ) -> Tensor:
     """Σ (ln Σ exp(x·Wᵀ) − target's logit) over the tokens whose target counts: rows [N, hidden], weight [V, hidden].
 
-    ``pending`` adds the weight's gradient up over several calls, whose losses have to be scaled alike.
+    Its gradients are those of factor · Σ: made ahead of the backward pass, they would otherwise be rounded twice.
+    ``z`` adds z · ln² Σ exp of every such token, which keeps logits from drifting. ``pending`` adds the weight's
+    gradient up over several calls, with whose last backward pass it comes, in the precision that the weight's gradients
+    add up in. These passes have to begin here, with a gradient of 1. Without it a gradient is rounded to the weight's
+    own precision, and the backward pass may begin anywhere.
     """
     if torch.is_grad_enabled():
-        loss: Tensor = LinearCrossEntropy.apply(
-            rows, weight, targets, vocabulary, pending or PendingWeightGradient()
-        )
+        loss: Tensor = _SummedCrossEntropy.apply(rows, weight, targets, vocabulary, factor, z, pending)
         return loss
     matrix = weight.to(rows.dtype)
-    losses = [
-        summed(*normalisers(part @ matrix.T, wanted, vocabulary), wanted)
-        for part, wanted in in_chunks(vocabulary, rows, targets)
+    parts = [
+        _sum(*_normalisers(part @ matrix.T, wanted, vocabulary), wanted, z)
+        for part, wanted in _in_chunks(vocabulary, rows, targets)
     ]
-    return torch.stack(losses).sum()
+    return torch.stack(parts).sum()
 
 
-def in_chunks(vocabulary: Vocabulary, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def token_log_probabilities(rows: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """[N]: ln of the probability of each token's target, 0 where it does not count."""
+    found: Tensor = _TokenLogProbabilities.apply(rows, weight, targets, vocabulary)
+    return found
+
+
+def _in_chunks(vocabulary: Vocabulary, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """By the largest part and not by this rank's: ranks meet in every chunk, so all must have equally many."""
     at_once = tokens_at_once(vocabulary.most_rows)
     return zip(*(tensor.split(at_once) for tensor in tensors), strict=True)
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """Makes the gradients of a loss whose factor is not yet known; the backward pass only multiplies by it."""
+class _SummedCrossEntropy(torch.autograd.Function):
+    """Makes its gradients in the forward pass; the backward pass hands them on, times the gradient that it is given."""
 
     @staticmethod
     def forward(
@@ -110,78 +121,105 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         vocabulary: Vocabulary,
-        pending: PendingWeightGradient,
+        factor: float,
+        z: float,
+        pending: PendingWeightGradient | None,
     ) -> Tensor:
-        matrix = weight.to(rows.dtype)
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=rows.device)
-        of_rows, of_weight = torch.empty_like(rows), None
-        for part, wanted, back in in_chunks(vocabulary, rows, targets, of_rows):
+        matrix, of_rows = weight.to(rows.dtype), torch.empty_like(rows)
+        of_weight = _WeightGradient(rows.shape[0] > tokens_at_once(vocabulary.most_rows))
+
+        def chunk(part: Tensor, wanted: Tensor, back: Tensor) -> Tensor:
             logits = part @ matrix.T
-            normaliser, target = normalisers(logits, wanted, vocabulary)
-            loss += summed(normaliser, target, wanted)
-            to_gradients(logits, wanted, normaliser, vocabulary.first)
+            normaliser, target = _normalisers(logits, wanted, vocabulary)
+            loss = _sum(normaliser, target, wanted, z)
+            scale = torch.full_like(normaliser, factor)
+            logits_to_gradients_(logits, wanted, vocabulary.first, normaliser, scale, z)
             torch.mm(logits, matrix, out=back)
-            product = logits.T @ part
-            of_weight = product.to(weight.dtype) if of_weight is None else of_weight.add_(product)
-        assert of_weight is not None
-        pending.add(of_weight)
+            of_weight.add(logits, part)
+            return loss
+
+        losses = [chunk(*tensors) for tensors in _in_chunks(vocabulary, rows, targets, of_rows)]
+        ctx.alone, ctx.pending = pending is None, pending or PendingWeightGradient()
+        ctx.pending.add(of_weight.take(), weight.dtype if pending is None else weight.grad_dtype)
         ctx.save_for_backward(of_rows)
-        ctx.pending = pending
-        return loss
+        return torch.stack(losses).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # Every micro-batch of a step has the same factor, so the sum of their gradients may be scaled with the last.
         (of_rows,) = ctx.saved_tensors
         of_weight = ctx.pending.take()
-        of_weight = None if of_weight is None else of_weight.mul_(gradient)
-        return of_rows * gradient.to(of_rows.dtype), of_weight, None, None, None
+        if ctx.alone:
+            of_rows, of_weight = of_rows.mul_(gradient), of_weight.mul_(gradient)
+        return of_rows, of_weight, None, None, None, None, None
 
 
-def normalisers(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+class _TokenLogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+        matrix = weight.to(rows.dtype)
+        parts = [
+            _normalisers(part @ matrix.T, wanted, vocabulary)
+            for part, wanted in _in_chunks(vocabulary, rows, targets)
+        ]
+        normaliser, target = (torch.cat(every) for every in zip(*parts, strict=True))
+        ctx.save_for_backward(rows, weight, targets, normaliser)
+        ctx.vocabulary = vocabulary
+        return torch.where(targets != IGNORE, target - normaliser, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, targets, normaliser = ctx.saved_tensors
+        vocabulary, matrix = ctx.vocabulary, weight.to(rows.dtype)
+        of_weight = _WeightGradient(rows.shape[0] > tokens_at_once(vocabulary.most_rows))
+        of_rows = torch.empty_like(rows)
+
+        def chunk(part: Tensor, wanted: Tensor, scale: Tensor, upstream: Tensor, back: Tensor) -> None:
+            logits = part @ matrix.T
+            logits_to_gradients_(logits, wanted, vocabulary.first, scale, -upstream.to(scale.dtype), 0.0)
+            torch.mm(logits, matrix, out=back)
+            of_weight.add(logits, part)
+
+        for tensors in _in_chunks(vocabulary, rows, targets, normaliser, gradient, of_rows):
+            chunk(*tensors)
+        return of_rows, of_weight.take().to(weight.dtype), None, None
+
+
+class _WeightGradient:
+    """Adds the chunks' gradients of a head's weight up, in at least fp32 where there are several."""
+
+    def __init__(self, several: bool) -> None:
+        self.several = several
+        self.sum: Tensor | None = None
+
+    def add(self, logits: Tensor, rows: Tensor) -> None:
+        product = logits.T @ rows
+        if self.sum is not None:
+            self.sum += product
+        elif self.several:
+            self.sum = product.to(torch.promote_types(product.dtype, torch.float32))
+        else:
+            self.sum = product
+
+    def take(self) -> Tensor:
+        assert self.sum is not None
+        taken, self.sum = self.sum, None
+        return taken
+
+
+def _normalisers(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
     """For each token ln Σ exp(logit) over all ranks' rows, and the logit of its target."""
-    peak = row_peaks(logits)
-    vocabulary.largest(peak)
-    both = row_sums(logits, targets, peak, vocabulary.first)
-    vocabulary.total(both)
-    return both[0].log() + peak, both[1]
+    found = token_statistics(logits, targets, vocabulary.first)
+    largest = found[0].clone()
+    vocabulary.largest(largest)
+    found[1] *= (found[0] - largest).exp()
+    vocabulary.total(found[1:])
+    return found[1].log() + largest, found[2]
 
 
-def row_peaks(logits: Tensor) -> Tensor:
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    if not logits.shape[1]:
-        return torch.full(logits.shape[:1], -torch.inf, dtype=wide, device=logits.device)
-    return logits.amax(-1).to(wide)
-
-
-def row_sums(logits: Tensor, targets: Tensor, peak: Tensor, first: int) -> Tensor:
-    """[2, tokens]: Σ exp(logit − peak), and the target's logit where its row is here."""
-    added = (logits.to(peak.dtype) - peak[:, None]).exp().sum(-1)
-    if not logits.shape[1]:
-        return torch.stack([added, torch.zeros_like(added)])
-    place, here = rows_here(targets, first, logits.shape[1])
-    found = logits.gather(1, place[:, None])[:, 0].to(peak.dtype)
-    return torch.stack([added, torch.where(here, found, 0)])
-
-
-def summed(normaliser: Tensor, target: Tensor, wanted: Tensor) -> Tensor:
-    return torch.where(wanted != IGNORE, normaliser - target, 0).sum()
-
-
-def to_gradients(logits: Tensor, targets: Tensor, normaliser: Tensor, first: int) -> None:
-    """In place: softmax minus one-hot, and zero where the target does not count."""
-    if not logits.shape[1]:
-        return
-    place, here = rows_here(targets, first, logits.shape[1])
-    softmax = (logits.to(normaliser.dtype) - normaliser[:, None]).exp()
-    softmax.scatter_add_(1, place[:, None], -here[:, None].to(softmax.dtype))
-    logits.copy_(softmax.mul_((targets != IGNORE)[:, None]))
-
-
-def rows_here(index: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Which row of ours a token is, any where it is none, and whether it is one. IGNORE is in no rank's rows."""
-    place = index - first
-    here = (place >= 0) & (place < rows)
-    return place.clamp(0, max(0, rows - 1)), here
+def _sum(normaliser: Tensor, target: Tensor, targets: Tensor, z: float) -> Tensor:
+    losses = normaliser - target
+    if z:
+        losses = losses + z * normaliser.square()
+    return torch.where(targets != IGNORE, losses, 0).sum()

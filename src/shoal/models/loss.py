@@ -14,7 +14,8 @@ from shoal.models.cross_entropy import (
     PendingWeightGradient,
     Vocabulary,
     WholeVocabulary,
-    linear_cross_entropy,
+    summed_cross_entropy,
+    token_log_probabilities,
 )
 from shoal.models.linear import Embedding
 
@@ -29,8 +30,18 @@ class Head(nn.Module):
         # The module and not its parameter, because to_empty and FSDP put new parameters in its place; in a
         # tuple, so that torch does not list the same parameter under a second name.
         self.tied = () if tied is None else (tied,)
-        # Given for a step in which several forward passes come before the first backward pass.
-        self.pending: PendingWeightGradient | None = None
+        self.z_loss = 0.0
+        self.factor, self.pending = 1.0, None
+
+    factor: float
+    pending: PendingWeightGradient | None
+
+    def start_step(self, factor: float, pending: PendingWeightGradient | None) -> None:
+        """From now on gradients are those of loss · ``factor``: the forward pass makes them, so it has to know.
+
+        ``pending`` adds the weight's up over micro-batches, whose backward passes begin with the loss.
+        """
+        self.factor, self.pending = factor, pending
 
     def matrix(self) -> Tensor:
         """The parameter in use: our own, or the embedding's."""
@@ -48,8 +59,15 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy summed over the targets that count, and how many do (int64)."""
         rows, wanted = self.enter(hidden).flatten(0, -2), targets.flatten()
-        loss = linear_cross_entropy(rows, self.matrix(), wanted, self.vocabulary(), self.pending)
+        weight, vocabulary = self.matrix(), self.vocabulary()
+        loss = summed_cross_entropy(rows, weight, wanted, vocabulary, self.factor, self.z_loss, self.pending)
         return loss, (wanted != IGNORE).sum()
+
+    def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Of every target; 0 where it does not count."""
+        rows, wanted = self.enter(hidden).flatten(0, -2), targets.flatten()
+        found = token_log_probabilities(rows, self.matrix(), wanted, self.vocabulary())
+        return found.view(targets.shape)
 
     def enter(self, hidden: Tensor) -> Tensor:
         """All tokens of the micro-batch."""

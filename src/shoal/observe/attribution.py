@@ -120,8 +120,8 @@ class Attributions:
         if not sources or sources <= OF_WEIGHTS:
             return bool(sources)
         # A weight's gradient is the product of two activations, an input's that of one and the weight. Some schedules
-        # compute it after the backward pass, when no module is at work.
-        late = phase == "backward" or len(self._stack) == 1
+        # compute it after the backward pass, when no module is at work; the loss makes the head's in the forward pass.
+        late = phase == "backward" or len(self._stack) == 1 or self._stack[-1] == "lm_head"
         product = late and operator in PRODUCTS and not sources & OF_WEIGHTS
         return (product and result.shape in self._shapes) or operator in LOOKED_UP
 

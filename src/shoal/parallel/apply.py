@@ -18,13 +18,21 @@ from shoal.parallel.pipeline import my_stages
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
 from shoal.parallel.shard import FullyShard, shard
-from shoal.parallel.shards import ComposedReducer, GroupOf, HeldParameter, NoReducer, Reducer, held_parameters
+from shoal.parallel.shards import (
+    ComposedReducer,
+    GroupOf,
+    HeldParameter,
+    NoReducer,
+    Reducer,
+    held_parameters,
+    piece_slices,
+)
 from shoal.parallel.shared_gradients import SharedGradients
 from shoal.parallel.stage_module import StageModule, materialize, split_stages
 from shoal.parallel.strict import StrictReducer
 from shoal.parallel.zero import ShardedStates
 
-# Called with what a rank holds, to give it its first values: canonical names, and the boxes of those parameters.
+# Called with what a rank updates, to give it its first values: canonical names, and the boxes of those parameters.
 Fill = Callable[[list[tuple[str, Slice]]], None]
 
 
@@ -33,11 +41,22 @@ class Placed:
     """This rank's part of a network: it has storage and values, and knows how to work with the other ranks."""
 
     segments: list[StageModule]
-    slices: list[tuple[str, Slice]]  # every parameter value held here
+    weights: list[tuple[str, Slice]]  # every parameter held here, as the network reads it
     gradients: Reducer
     shared: SharedGradients
     executor: Executor
     exact: StrictReducer | None  # in strict mode
+
+    def fill(self, give: Fill) -> None:
+        """Give the network values: to the pieces that are updated here, from which all ranks' weights follow."""
+        give(
+            [
+                (piece.name, part)
+                for piece in self.gradients.pieces
+                for part in piece_slices(piece, piece.tensor)
+            ]
+        )
+        self.gradients.after_update()
 
 
 def apply(
@@ -50,13 +69,20 @@ def apply(
     strict: bool = False,
     group_of: GroupOf | None = None,
 ) -> Placed:
-    """Place a network that was built on the meta device; ``fill`` gives the parameters held here their values.
+    """Place a network that was built on the meta device; ``fill`` gives the parameters updated here their values.
 
-    No rank ever holds more than its part. ``reduce_dtype`` is the type gradients travel in, None for their own.
+    The network has the precision that its state is kept in. No rank ever holds more than its part. ``reduce_dtype`` is
+    the type gradients travel in, None for their own.
     ``group_of``: to which group a parameter belongs, if not to those of the layout.
     """
     layout, model = mesh.layout, network.shape
-    compute = network.model.compute
+    compute, states = network.model.compute, next(network.parameters()).dtype
+    fully = layout.fsdp > 1 and layout.zero == 3
+    summed = reduce_dtype or states
+    # Shards rest as wide as they are updated, and are gathered as narrow as they are used. Everywhere else the network
+    # reads a working copy.
+    if not fully and compute.itemsize < states.itemsize:
+        network.to(compute)
 
     # Pipeline: the blocks of this rank's stages, and nothing else. A tied embedding that is needed at both ends of
     # a pipeline has two copies; so it has in strict mode, where each end's gradient is rounded by itself.
@@ -72,13 +98,14 @@ def apply(
     recompute(blocks, layout.recompute)
 
     # Shard or replicate, group by group: who holds, sums and updates what among the data ranks.
-    fully = layout.fsdp > 1 and layout.zero == 3
-    summed = reduce_dtype or next(network.parameters()).dtype
     if fully:
         for segment in segments:
             shard(segment, mesh, tune, compute, summed)
     for segment in segments:
         materialize(segment, mesh.device)
+        if not fully:
+            for parameter in segment.parameters():
+                parameter.grad_dtype = states
     held = held_parameters(segments, model, mesh, group_of)
     bucket_bytes = round(tune.bucket_mb * 2**20)
 
@@ -96,12 +123,12 @@ def apply(
     reducers = {group: reducer([one for one in held if one.group == group]) for group in groups}
     gradients = ComposedReducer(held, reducers) if len(reducers) > 1 else reducers[held[0].group]
     exact = StrictReducer(gradients, held, mesh) if strict else None
-    slices = gradients.slices()
-    fill(slices)
 
     # In strict mode a weight's gradient is taken where autograd gives it, micro-batch by micro-batch.
     split_backward = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and not strict
     executor = Executor(segments, mesh, exact or gradients, split_backward, strict)
     # There a sum of two has one rounding, as where both are on one rank.
     shared = SharedGradients(model, mesh, own_head, None if strict else reduce_dtype)
-    return Placed(segments, slices, exact or gradients, shared, executor, exact)
+    placed = Placed(segments, gradients.weights(), exact or gradients, shared, executor, exact)
+    placed.fill(fill)
+    return placed

@@ -62,9 +62,8 @@ class Executor:
         self.loaded: set[tuple[torch.Size, bool, bool]] | None = None
         if self.channels is not None and mesh.device.type == "cuda":
             self.loaded = set()
-        # In strict mode a gradient is one micro-batch's. Elsewhere those of the head add up while they wait.
-        ends = [] if strict else [segment.network.lm_head for segment in segments if segment.stage.last]
-        self.heads: list[Head] = ends
+        self.heads: list[Head] = [segment.network.lm_head for segment in segments if segment.stage.last]
+        self.strict = strict
         self.deferred = Deferred() if split_backward else None
         if self.deferred is not None:
             for segment in segments:
@@ -77,7 +76,8 @@ class Executor:
         complete = _last_backward(program)
         underway = StepState(batches)
         for head in self.heads:
-            head.pending = PendingWeightGradient()
+            # In strict mode a gradient is one micro-batch's. Elsewhere those of the head add up while they wait.
+            head.start_step(factor, None if self.strict else PendingWeightGradient())
         for number, instruction in enumerate(program):
             # A trace shows which instruction it is at; outside of one this costs microseconds.
             with record_function(f"shoal {instruction}"):
@@ -88,12 +88,12 @@ class Executor:
                         self._forward(stage, micro, underway)
                     case Action.BACKWARD:
                         self.gradients.before_backward(stage, last)
-                        self._backward(stage, micro, underway, factor)
+                        self._backward(stage, micro, underway)
                         self.gradients.after_backward(stage, last)
                     case Action.INPUT:
                         self.gradients.before_backward(stage, False)
                         with self._deferring(stage, micro):
-                            self._backward(stage, micro, underway, factor)
+                            self._backward(stage, micro, underway)
                     case Action.WEIGHT:
                         if self.deferred is not None:
                             self.deferred.compute(stage, micro)
@@ -201,11 +201,11 @@ class Executor:
         elif stage + 1 in self.segments:  # the bottom of a V: the next stage is here as well
             underway.arriving[stage + 1, micro] = output.detach()
 
-    def _backward(self, stage: int, micro: int, underway: StepState, factor: float) -> None:
+    def _backward(self, stage: int, micro: int, underway: StepState) -> None:
         segment = self.segments[stage]
         output = underway.outputs.pop((stage, micro))
         if segment.stage.last:
-            (output * factor).backward()
+            output.backward()
         else:
             gradient = _arrived(underway.arriving_back.pop((stage, micro)))
             if self.channels is not None and stage + 1 not in self.segments:

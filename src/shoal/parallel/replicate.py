@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from shoal.facts.layout.buckets import buckets
-from shoal.models.initial import Slice
 from shoal.parallel.bucket_reducer import BucketReducer
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.shards import HeldParameter, whole_pieces, whole_slices
+from shoal.parallel.shards import HeldParameter, WholeParameters, gradient_bytes
 
 
 class GradientBucket:
@@ -29,7 +27,7 @@ class GradientBucket:
         parameters = [one.parameter for one in held]
         self.flat = torch.zeros(
             sum(parameter.numel() for parameter in parameters),
-            dtype=parameters[0].dtype,
+            dtype=parameters[0].grad_dtype,
             device=parameters[0].device,
         )
         self.missing = 0
@@ -39,7 +37,7 @@ class GradientBucket:
             start += parameter.numel()
 
 
-class Replicate:
+class Replicate(WholeParameters):
     """Sums gradients over the replicas of a model."""
 
     def __init__(
@@ -49,20 +47,20 @@ class Replicate:
         bucket_bytes: int,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self.held = held
-        self.pieces = whole_pieces(held, mesh)
+        super().__init__(held, mesh)
         self.group = mesh.group_of(held[0].group.replicated)
         self.reduce_dtype = reduce_dtype
         # A stage of a pipeline is complete at its own time, so it has its own buckets.
         self.stages: dict[int, BucketReducer[GradientBucket]] = {}
         for stage in dict.fromkeys(one.stage for one in held):
             by_label = {one.label: one for one in held if one.stage == stage}
-            sizes = [(label, one.parameter.nbytes) for label, one in by_label.items()]
+            sizes = [(label, gradient_bytes(one.parameter)) for label, one in by_label.items()]
             cut = [
                 GradientBucket([by_label[label] for label in labels])
                 for labels in buckets(sizes, bucket_bytes)
             ]
             self.stages[stage] = BucketReducer(cut, None, self._send)
+        self.hand_gradients()
         self._flying: list[tuple[GradientBucket, torch.Tensor, dist.Work]] = []
 
     def start_step(self) -> None:
@@ -87,14 +85,6 @@ class Replicate:
             if sent is not bucket.flat:
                 bucket.flat.copy_(sent)
         self._flying.clear()
-
-    def after_update(self) -> None: ...
-
-    def slices(self) -> list[tuple[str, Slice]]:
-        return whole_slices(self.held)
-
-    def computed_with(self) -> list[nn.Parameter]:
-        return [one.parameter for one in self.held]
 
     def _send(self, bucket: GradientBucket) -> None:
         sent = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)

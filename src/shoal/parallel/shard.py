@@ -172,7 +172,7 @@ class FullyShard:
         sums = [group._partial_reduce_output for group in groups if group is not None]
         return [one for one in sums if one is not None]
 
-    def slices(self) -> list[tuple[str, Slice]]:
+    def weights(self) -> list[tuple[str, Slice]]:
         return [(piece.name, _slice(piece)) for piece in self.pieces]
 
     def computed_with(self) -> list[nn.Parameter]:

@@ -1,10 +1,14 @@
-"""What a rank holds of the parameters: slices to fill with values, and shards that the optimizer updates.
+"""What a rank holds of the parameters: the weights that the network reads, and shards that the optimizer updates.
 
-They differ where parameters are whole and only the optimizer's work is shared out (``zero=1|2``).
+They differ where parameters are whole and only the optimizer's work is shared out (``zero=1|2``), and where the network
+computes in a narrower precision than the run keeps its state in. Then the optimizer updates a master copy, and the
+network reads a working copy: it is cast once a step, not wherever a micro-batch uses it. A parameter's ``grad_dtype``,
+in which its gradients add up, is the precision of its master copy too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +19,7 @@ from torch import Tensor, nn
 from shoal.facts.layout.parameter_groups import ParameterGroup, group_name, parameter_groups
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import EMBEDDING, HEAD, Parameter, by_name
-from shoal.facts.model.tensor_split import Box, TensorPart, tensor_part
+from shoal.facts.model.tensor_split import Box, TensorPart, range_boxes, tensor_part
 from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.stage_module import StageModule
@@ -45,7 +49,9 @@ class Shard:
     """What one rank's optimizer updates of one parameter: elements ``start`` to ``stop`` of its box, row by row."""
 
     held: HeldParameter
-    tensor: nn.Parameter  # its gradient is, after ``finish_step``, the global batch's
+    tensor: (
+        nn.Parameter
+    )  # the parameter, or a master copy. Its gradient is, after ``finish_step``, the global batch's
     start: int
     stop: int
     counted: bool  # of several equal pieces one counts: in the norm, and as the one that is written
@@ -89,9 +95,13 @@ def _named(segment: StageModule) -> Iterator[tuple[str, nn.Parameter, bool]]:
         yield EMBEDDING if copied else name, parameter, copied
 
 
-def whole_pieces(held: Iterable[HeldParameter], mesh: Mesh) -> list[Shard]:
-    """The optimizer updates all that is held."""
-    return [Shard(one, one.parameter, 0, one.parameter.numel(), counts(one, mesh)) for one in held]
+def has_master(parameter: Tensor) -> bool:
+    """Whether the optimizer updates a wider copy of a parameter, which the parameter then follows."""
+    return bool(parameter.grad_dtype != parameter.dtype)
+
+
+def gradient_bytes(parameter: Tensor) -> int:
+    return parameter.numel() * parameter.grad_dtype.itemsize
 
 
 def counts(held: HeldParameter, mesh: Mesh) -> bool:
@@ -117,39 +127,62 @@ class Reducer(Protocol):
         """Every piece's gradient is the sum over the data ranks."""
 
     def after_update(self) -> None:
-        """The optimizer has moved the pieces: make the parameters that the network reads follow."""
+        """The pieces have new values: make the parameters that the network reads follow, on all ranks."""
 
-    def slices(self) -> list[tuple[str, Slice]]:
-        """All parameter values that are held here, to be given values."""
+    def weights(self) -> list[tuple[str, Slice]]:
+        """All parameters that are held here, as the network reads them."""
 
     def computed_with(self) -> list[nn.Parameter]:
         """The parameters that the network computes with, and autograd gives gradients to, one for each held."""
 
 
-class NoReducer:
-    """One data rank: gradients are what they are."""
+class WholeParameters:
+    """Parameters that no data rank shares out: the optimizer updates all that is held."""
 
     def __init__(self, held: list[HeldParameter], mesh: Mesh) -> None:
         self.held = held
-        self.pieces = whole_pieces(held, mesh)
+        self.pieces = [
+            Shard(one, _updated(one.parameter), 0, one.parameter.numel(), counts(one, mesh)) for one in held
+        ]
+        self.masters = [piece for piece in self.pieces if has_master(piece.held.parameter)]
+
+    def hand_gradients(self) -> None:
+        """To the master copies."""
+        for piece in self.masters:
+            piece.tensor.grad = piece.held.parameter.grad
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        if self.masters:
+            working = [piece.held.parameter for piece in self.masters]
+            torch._foreach_copy_(working, [piece.tensor for piece in self.masters])
+
+    def weights(self) -> list[tuple[str, Slice]]:
+        return whole_weights(self.held)
+
+    def computed_with(self) -> list[nn.Parameter]:
+        return [one.parameter for one in self.held]
+
+
+def _updated(parameter: nn.Parameter) -> nn.Parameter:
+    if not has_master(parameter):
+        return parameter
+    return nn.Parameter(torch.empty_like(parameter, dtype=parameter.grad_dtype))
+
+
+class NoReducer(WholeParameters):
+    """One data rank: gradients are what they are."""
 
     def start_step(self) -> None:
         for piece in self.pieces:
-            piece.tensor.grad = None
+            piece.tensor.grad = piece.held.parameter.grad = None
 
     def before_backward(self, stage: int, last: bool) -> None: ...
 
     def after_backward(self, stage: int, last: bool) -> None: ...
 
-    def finish_step(self) -> None: ...
-
-    def after_update(self) -> None: ...
-
-    def slices(self) -> list[tuple[str, Slice]]:
-        return whole_slices(self.held)
-
-    def computed_with(self) -> list[nn.Parameter]:
-        return [one.parameter for one in self.held]
+    def finish_step(self) -> None:
+        self.hand_gradients()
 
 
 class ComposedReducer:
@@ -182,17 +215,34 @@ class ComposedReducer:
         for part in self.parts:
             part.after_update()
 
-    def slices(self) -> list[tuple[str, Slice]]:
-        return [one for part in self.parts for one in part.slices()]
+    def weights(self) -> list[tuple[str, Slice]]:
+        return [one for part in self.parts for one in part.weights()]
 
     def computed_with(self) -> list[nn.Parameter]:
         found = {group: iter(part.computed_with()) for group, part in self.by_group.items()}
         return [next(found[one.group]) for one in self.held]
 
 
-def whole_slices(held: Iterable[HeldParameter]) -> list[tuple[str, Slice]]:
+def whole_weights(held: Iterable[HeldParameter]) -> list[tuple[str, Slice]]:
     """Parameters that are not sharded further."""
     return [(one.name, Slice(one.parameter.data, one.part.box.whole, one.part.box.offset)) for one in held]
+
+
+def piece_slices(piece: Shard, values: Tensor) -> Iterator[Slice]:
+    """A tensor that has a value for each element of a piece, as boxes of the whole parameter: to be filled."""
+    flat = values.detach().view(-1)
+    for (offset, shape), begin in piece_boxes(piece, 0, piece.stop - piece.start):
+        yield Slice(flat[begin : begin + math.prod(shape)].view(shape), piece.box.whole, offset)
+
+
+def piece_boxes(
+    piece: Shard, start: int, stop: int
+) -> Iterator[tuple[tuple[tuple[int, ...], tuple[int, ...]], int]]:
+    """Elements of a piece as boxes (offset, shape) of the whole parameter, each with its first element's number."""
+    begin = start
+    for offset, shape in range_boxes(piece.box.shape, piece.start + start, piece.start + stop):
+        yield (tuple(a + b for a, b in zip(piece.box.offset, offset, strict=True)), shape), begin
+        begin += math.prod(shape)
 
 
 def weight(piece: Shard) -> Tensor:

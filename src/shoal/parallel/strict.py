@@ -77,8 +77,8 @@ class StrictReducer:
     def after_update(self) -> None:
         self.placed.after_update()
 
-    def slices(self) -> list[tuple[str, Slice]]:
-        return self.placed.slices()
+    def weights(self) -> list[tuple[str, Slice]]:
+        return self.placed.weights()
 
     def computed_with(self) -> list[nn.Parameter]:
         return self.placed.computed_with()

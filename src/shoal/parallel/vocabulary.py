@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.facts.model.tensor_split import Box
-from shoal.models.cross_entropy import rows_here
 from shoal.models.linear import Embedding
+from shoal.models.logits import rows_here
 from shoal.models.loss import Head
 from shoal.parallel.tensor_region import TensorRegion, all_gather
 

@@ -23,7 +23,7 @@ from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind
 from shoal.models.initial import Slice
 from shoal.parallel.bucket_reducer import BucketReducer
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.shards import HeldParameter, Shard, counts, whole_slices
+from shoal.parallel.shards import HeldParameter, Shard, counts, gradient_bytes, has_master, whole_weights
 from shoal.parallel.tensor_region import all_gather_single, reduce_scatter_single
 
 
@@ -40,6 +40,10 @@ class ShardedBucket:
         for one, view in zip(held, self.views(self.values), strict=True):
             view.copy_(one.parameter.detach())
             one.parameter.data = view
+        # Of the chunk: what the optimizer updates.
+        self.master = self.values[self.owned]
+        if has_master(held[0].parameter):
+            self.master = torch.zeros_like(self.master, dtype=held[0].parameter.grad_dtype)
         self.whole: Tensor | None = None  # gradients of all that is in the bucket
         self.shard: Tensor  # gradients of the chunk
         self.missing = 0
@@ -57,15 +61,15 @@ class ShardedBucket:
         for one, (start, stop) in zip(self.held, self.ranges, strict=True):
             begin, end = max(start, self.owned.start), min(stop, self.owned.stop)
             if begin < end:
-                tensor = nn.Parameter(self.values[begin:end])
-                piece = Shard(one, tensor, begin - start, end - start, counts(one, mesh))
-                found.append((piece, slice(begin - self.owned.start, end - self.owned.start)))
+                place = slice(begin - self.owned.start, end - self.owned.start)
+                tensor = nn.Parameter(self.master[place])
+                found.append((Shard(one, tensor, begin - start, end - start, counts(one, mesh)), place))
         return found
 
     def add_up(self) -> None:
         """From now on gradients add up in ``whole``, in place."""
         if self.whole is None:
-            self.whole = torch.zeros_like(self.values)
+            self.whole = self.no_gradients()
         else:
             self.whole.zero_()
         for one, view in zip(self.held, self.views(self.whole), strict=True):
@@ -80,6 +84,10 @@ class ShardedBucket:
         assert parameter.grad is not None
         self.whole[start:stop].copy_(parameter.grad.reshape(-1))
         parameter.grad = None
+
+    def no_gradients(self) -> Tensor:
+        """Zeros for all that is in the bucket."""
+        return torch.zeros_like(self.values, dtype=self.master.dtype)
 
     def free(self) -> None:
         self.whole = None
@@ -152,6 +160,9 @@ class ShardedStates:
 
     def after_update(self) -> None:
         """Every rank's chunks of the parameters to all ranks."""
+        for bucket in self._buckets():
+            if bucket.master.dtype != bucket.values.dtype:
+                bucket.values[bucket.owned].copy_(bucket.master)
         works = [
             all_gather_single(bucket.values, bucket.values[bucket.owned], group=self.group, async_op=True)
             for bucket in self._buckets()
@@ -159,8 +170,8 @@ class ShardedStates:
         for work in works:
             work.wait()
 
-    def slices(self) -> list[tuple[str, Slice]]:
-        return whole_slices(self.held)
+    def weights(self) -> list[tuple[str, Slice]]:
+        return whole_weights(self.held)
 
     def computed_with(self) -> list[nn.Parameter]:
         return [one.parameter for one in self.held]
@@ -171,13 +182,13 @@ class ShardedStates:
     def _keep_gradients(self, bucket: ShardedBucket) -> None:
         """Between steps: the whole gradients, of which the chunk is a part, or the chunk alone."""
         if self.zero == 1:
-            bucket.whole = torch.zeros_like(bucket.values)
+            bucket.whole = bucket.no_gradients()
             bucket.shard = bucket.whole[bucket.owned]
         else:
-            bucket.shard = torch.zeros_like(bucket.values[bucket.owned])
+            bucket.shard = torch.zeros_like(bucket.master)
 
     def _take(self, bucket: ShardedBucket, number: int) -> None:
-        bucket.take(number, self.reduce_dtype or bucket.values.dtype)
+        bucket.take(number, self.reduce_dtype or bucket.master.dtype)
 
     def _send(self, bucket: ShardedBucket) -> None:
         if self.every_pass and self._flying:
@@ -185,7 +196,7 @@ class ShardedStates:
             self._land()
         whole = bucket.whole
         if whole is None:  # no gradient came; the other ranks still wait for this one
-            whole = torch.zeros_like(bucket.values)
+            whole = bucket.no_gradients()
         sent = whole if self.reduce_dtype is None else whole.to(self.reduce_dtype)
         if self.zero == 2:
             bucket.free()  # what is sent lives until it has landed, and no longer
@@ -216,7 +227,7 @@ class ShardedStates:
 def _cut(held: list[HeldParameter], mesh: Mesh, bucket_bytes: int) -> list[ShardedBucket]:
     by_label, shards = {one.label: one for one in held}, held[0].group.sharded
     sizes = [
-        (label, one.parameter.nbytes, flat_kind(label, one.name, one.part.copies))
+        (label, gradient_bytes(one.parameter), flat_kind(label, one.name, one.part.copies))
         for label, one in by_label.items()
     ]
     return [

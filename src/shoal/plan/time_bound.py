@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout, Offload, Recompute, accumulation
 from shoal.facts.layout.parameter_groups import Placement
-from shoal.facts.precision import compute_width, reduce_width, state_width
+from shoal.facts.precision import compute_width, reduce_width, weight_width
 from shoal.plan.space import (
     UNITS,
     ModelSplit,
@@ -275,7 +275,7 @@ class TimeBound:
             return Exchange(gathered, again + backward + passes * scattered, 0.0)
         if not reduced:
             return Exchange(0.0, 0.0, 0.0)
-        updated = seconds("all_gather", int(elements * state_width(recipe)), shards, stride)
+        updated = seconds("all_gather", int(elements * weight_width(recipe)), shards, stride)
         return Exchange(0.0, backward + (passes if zero == 2 else 1) * scattered, updated)
 
     def _update(

@@ -102,6 +102,7 @@ class Commits:
             place, step = choice
             damaged = self._try(place, step)
             if not damaged:
+                self.state.settle()
                 self.committed = step if place == self.disk else max(self.disk.committed(), default=0)
                 if self.mesh.rank == 0:
                     for place in self._keepers:

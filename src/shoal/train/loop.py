@@ -118,7 +118,7 @@ class Training:
         self.announce(RESTORE, 0)
         self.done = self.commits.restore()
         if not self.done:
-            first_weights(job)(placed.slices)
+            placed.fill(first_weights(job))
         self.corruption = CorruptionGuard(self.step, config.fault.check_every, self.done)
         self.spikes = SpikeGuard.from_rows(self._last_rows(), config.fault.spike, config.fault.on_spike)
         self.step.refuses = self.spikes.refuses

@@ -15,11 +15,11 @@ from shoal.facts.recipe import OPTIMIZER_STATES
 from shoal.models.initial import Slice
 from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.shards import Shard, weight
+from shoal.parallel.shards import Shard, piece_slices, weight
 from shoal.train.checkpoint.manifest import Damaged, Manifest, check_agrees, identity_hash
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.staging import StagingBuffer, States
-from shoal.train.checkpoint.write_plan import parts, piece_slices
+from shoal.train.checkpoint.write_plan import parts
 from shoal.train.optimizer import LossScale
 
 
@@ -73,7 +73,10 @@ class State:
         )
 
     def restore(self, checkpoint: Checkpoint) -> int:
-        """Become the state of a checkpoint, whichever layout wrote it; return its step."""
+        """Become the state of a checkpoint, whichever layout wrote it; return its step.
+
+        The network's weights follow when all ranks have read what they need (``settle``).
+        """
         check_agrees(checkpoint.manifest, checkpoint.place.name(checkpoint.step))
         scalars = checkpoint.manifest.scalars
         found = checkpoint.states - {"weight"}
@@ -82,7 +85,11 @@ class State:
                 f"{checkpoint.place.name(checkpoint.step)} holds {', '.join(sorted(found))}; "
                 f"this optimizer needs {', '.join(self.kinds)}"
             )
-        weights = [("weight", name, part) for name, part in self.placed.slices]
+        weights = [
+            ("weight", piece.name, part)
+            for piece in self.pieces
+            for part in piece_slices(piece, piece.tensor)
+        ]
         self.optimizer.state.clear()
         checkpoint.fill(self.model, [*weights, *self._states_to_fill(found)])
         if "exp_avg" in found:
@@ -93,6 +100,10 @@ class State:
         self.scale.value = scalars["loss_scale"]
         self.scale.quiet = int(scalars["quiet_steps"])
         return checkpoint.manifest.step
+
+    def settle(self) -> None:
+        """All ranks have restored the same state: give the network its weights."""
+        self.placed.gradients.after_update()
 
     def _states_to_fill(self, kinds: set[str]) -> Iterator[tuple[str, str, Slice]]:
         for kind in sorted(kinds):

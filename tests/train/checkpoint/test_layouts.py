@@ -19,12 +19,12 @@ from shoal.models.decoder import build
 from shoal.models.initial import Slice, fill
 from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.shards import piece_slices
 from shoal.parallel.signed_store import SignedStore
 from shoal.train import optimizer as optimizers
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.save import Saver
 from shoal.train.checkpoint.storage import DirectoryStorage
-from shoal.train.checkpoint.write_plan import piece_slices
 from shoal.train.optimizer import LossScale
 from shoal.train.program import no_weights
 from shoal.train.state import State
@@ -75,7 +75,7 @@ def _save(rank: int, world: int, layout: str, model: str, path: Path) -> None:
 def _load(rank: int, world: int, layout: str, model: str, path: Path) -> None:
     state = _placed(layout, rank, model, filled=False)
     assert state.restore(Checkpoint(DirectoryStorage(path), 3)) == 3
-    for name, part in state.placed.slices:
+    for name, part in state.placed.weights:
         wanted = Slice(torch.empty_like(part.local), part.global_shape, part.offset)
         fill([(name, wanted)], state.model, 0)
         assert torch.equal(part.local, wanted.local), (layout, name)

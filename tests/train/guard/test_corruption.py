@@ -67,13 +67,13 @@ class Rig:
     def _tensor(self, flip: Flip) -> Tensor:
         placed = self.program.placed
         if flip.state == "weight":
-            return [part.local for name, part in placed.slices if name == flip.name][flip.which]
+            return [part.local for name, part in placed.weights if name == flip.name][flip.which]
         found = [piece for piece in placed.gradients.pieces if piece.name == flip.name]
         values: Tensor = self.program.optimizer.state[found[flip.which].tensor][flip.state]
         return values
 
     def values(self) -> list[Tensor]:
-        return [part.local.clone() for _, part in self.program.placed.slices]
+        return [part.local.clone() for _, part in self.program.placed.weights]
 
 
 def watch_over(

@@ -16,22 +16,24 @@ class Stack:
     """One software stack. Strings and booleans are facts about its code; the three numbers at the end are fitted."""
 
     name: str
-    # What a step rests on: weights once, in ``recipe.states``, cast to the compute precision where they are used; or
-    # half-precision weights beside an fp32 master copy.
-    weights: Literal["cast", "master"] = "cast"
-    gradient_bytes: int | None = None  # beside a master copy; None: gradients are as wide as the weights
+    # What a step rests on: weights once, in ``recipe.states``, cast to the compute precision where they are used;
+    # half-precision weights beside an fp32 master copy; or working copies in the compute precision beside master copies
+    # in ``recipe.states``, as wide as which gradients add up, but for shards, which are gathered as narrow as they are
+    # used.
+    weights: Literal["cast", "master", "working"] = "cast"
+    gradient_bytes: int | None = None  # beside an fp32 master copy; None: gradients are as wide as the weights
     attention: Literal["flash", "unfused"] = "flash"
     norms: Literal["eager", "fused"] = "eager"
     activation: Literal["eager", "fused"] = "eager"
     # Queries, keys and values from one product: what is kept of the values then holds all of its result.
     joined: bool = False
-    # All logits at once; in pieces that are computed again in the backward pass; gradients together with the loss, in
-    # pieces; all at once, but compiled into one kernel each way, which reads and writes them in the compute precision.
-    loss: Literal["full", "chunked", "fused", "compiled"] = "chunked"
+    # All logits at once; in chunks, with gradients made in the forward pass; all at once, but compiled into one kernel
+    # each way, which reads and writes them in the compute precision.
+    loss: Literal["full", "fused", "compiled"] = "fused"
     logit_bytes: float = (
         36.0  # that move for every logit, from the product to the loss and back to its gradient
     )
-    loss_tokens: int | None = None  # in a piece; None: as ``facts.logits`` decides
+    loss_tokens: int | None = None  # in a chunk; None: as ``facts.logits`` decides
     keeps_logits: bool = False  # whether the caller holds on to them through the backward pass
     # What ``recompute=selective`` keeps: all matrix products; every second one and attention's result; or all but
     # attention's inner scores.
@@ -57,7 +59,9 @@ class Stack:
 
 
 # Ours: on CUDA, attention is what SDPA chooses, which is cuDNN's on Hopper. Its overlap was never measured.
-SHOAL = Stack("shoal", logit_bytes=60.0, kernel="fused", host=0.3e-3, fusion=2.2, overlap=0.7)
+SHOAL = Stack(
+    "shoal", weights="working", logit_bytes=8.0, kernel="fused", host=0.3e-3, fusion=2.2, overlap=0.7
+)
 MEGATRON = Stack(
     "megatron",
     weights="master",

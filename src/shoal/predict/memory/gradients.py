@@ -30,7 +30,7 @@ class RankGradients:
         self.model, self.layout, self.tune = workload.model, workload.layout, workload.tune
         self.adapters_only = workload.lora is not None
         # Bytes of a gradient as it adds up, and as autograd hands it on; whether it is cast in between.
-        self.width, self.handed_on, self.widens = hold.gradient, hold.gradient, hold.cast
+        self.width, self.handed_on, self.widens = hold.gradient, hold.gradient, hold.gradient != hold.compute
         # Where the host updates, shards of gradients follow the optimizer's states there as they are summed.
         self.stay = 1.0
         model, routed, tp = self.model, self.model.experts, self.layout.tp
@@ -39,11 +39,6 @@ class RankGradients:
         self.down = even_share(model.ffn, tp) * model.hidden, count * even_share(width, tp) * model.hidden
         # The embedding's matrix. The gradient of learned positions, which lie beside it, comes by itself.
         self.table = min(self.ends.embedding.trained, even_share(model.vocab, tp) * model.hidden)
-        # A head that is the embedding: whether its gradient is a view, as a single product gives it. Then the two
-        # gradients are added up in a third tensor.
-        tied = model.tied and self.layout.pp == 1 and not self.adapters_only
-        self.head_is_view = tied and not rank.micro_batch.logits.adding
-        self.third_tensor = hold.gradient * self.table if self.head_is_view and not hold.cast else 0.0
         # In buffers: from the first backward pass of a step to its end; as a forward pass comes to the head; what it
         # still holds, in the loss, of what it gathered; what the head's gradient is put into.
         self.standing = self.gathering_head = self.behind = self.head_bucket = 0.0
@@ -128,8 +123,8 @@ class RankGradients:
             yield added, 0.0
 
     def added_up(self, product: float, added: float, block: BlockActivations) -> tuple[float, float]:
-        """By then the weight as it was multiplied has gone as well, as wide as the product."""
-        return added, block.put_off
+        """Where the weight was cast, that has gone as well by then, as wide as the product."""
+        return added + (0.0 if self.hold.cast else product), block.put_off
 
     def blocks_looked_at(self, run: BlockRun, done: int) -> list[int]:
         """How many blocks of a run are done when one can be the fullest: none, or all but one."""
@@ -144,15 +139,25 @@ class RankGradients:
 
     def in_embedding(self, moment: Moment, left: Peak, entering: float) -> Iterator[Peak]:
         """The last gradient of all, from the one that enters; then that the pass is over."""
-        product = self.hold.gradient * self.table
+        product, widened = self.of_table
         if self.stays(moment) and not self.model.tied:
-            yield left.plus("embedding", grads=product, activations=entering)
+            computed = left.plus("embedding", activations=entering)
+            yield computed.plus("embedding", buffers=product) if widened else computed.plus("embedding", grads=product)
+            if widened:
+                yield left.plus("embedding", grads=widened, buffers=product)
             return
         passing = self.copies(self.total.trained - self.ends.embedding.trained) + product
         passing += self.tied_head(moment)
         yield left.plus("embedding", activations=entering, buffers=passing)
-        if self.third_tensor:
-            yield left.plus("embedding", buffers=passing + self.third_tensor)
+        if widened:
+            yield left.plus("embedding", buffers=passing + widened)
+
+    @property
+    def of_table(self) -> tuple[float, float]:
+        """The embedding's gradient as it is computed, and as it adds up where that is wider; where it is not, 0."""
+        if self.widens and not self.hold.cast:
+            return self.hold.compute * self.table, self.width * self.table
+        return self.width * self.table, 0.0
 
     def copies(self, count: float) -> float:
         """Gradients that travel as copies."""

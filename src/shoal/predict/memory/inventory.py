@@ -157,8 +157,8 @@ class PipelineStages(NamedTuple):
 
 def _inventories(workload: Workload, ranks: Iterable[int]) -> Iterator[RankInventory]:
     pipeline, micro_batch = _pipeline(workload), micro_batch_bytes(workload)
-    hold = bytes_per_parameter(workload.recipe, workload.stack)
     sharded = parameters_are_sharded(workload)
+    hold = bytes_per_parameter(workload.recipe, workload.stack, sharded)
     for rank in ranks:
         yield RankInventory(workload, rank, pipeline.ranks[rank], pipeline.ends, hold, micro_batch, sharded)
 

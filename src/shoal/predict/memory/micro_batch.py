@@ -24,7 +24,8 @@ class MicroBatchBytes(NamedTuple):
     # By whether there are experts, and whether a window is shorter than the sequence.
     blocks: dict[tuple[bool, bool], BlockActivations]
     logits: Logits
-    norm: float  # what the norm after the last block keeps, and its result
+    norm: float  # what the norm after the last block keeps, and its result where the head keeps that
+    result: float  # that result, where it is only there while the loss is computed; as the head reads it
     norm_backward: float  # and the fullest moment of its backward pass
     tables: float  # of rotary positions
     stream: float  # one residual stream
@@ -37,7 +38,8 @@ def parameters_are_sharded(workload: Workload) -> bool:
 
 def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
     layout, recipe = workload.layout, workload.recipe
-    hold = bytes_per_parameter(recipe, workload.stack)
+    sharded = parameters_are_sharded(workload)
+    hold = bytes_per_parameter(recipe, workload.stack, sharded)
     work = BlockWorkload(
         tokens=workload.tokens,
         rows=workload.micro,
@@ -52,13 +54,20 @@ def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
         context=layout.cp_kind if layout.cp > 1 else None,
         adapters=None if workload.lora is None else tuple(workload.lora.targets),
     )
-    return _counted(workload.model, work, hold, parameters_are_sharded(workload))
+    handed_on = hold.gradient
+    if sharded:
+        handed_on = hold.compute if layout.pp == 1 else hold.reduce
+    return _counted(workload.model, work, hold, handed_on, sharded)
 
 
 @lru_cache(maxsize=65536)
-def _counted(model: Model, work: BlockWorkload, hold: BytesPerParameter, sharded: bool) -> MicroBatchBytes:
+def _counted(
+    model: Model, work: BlockWorkload, hold: BytesPerParameter, handed_on: float, sharded: bool
+) -> MicroBatchBytes:
     windowed = {(model.layer_window(layer) or work.seq) < work.seq for layer in range(model.layers)}
     experts = {model.has_experts(layer) for layer in range(model.layers)}
+    stream, read = (hold.compute * model.hidden * count for count in (work.stream, work.tokens))
+    fused = work.stack.loss == "fused"
     rotary = model.latent.rope_dim if model.latent else int(model.head_dim * model.rope_fraction)
     return MicroBatchBytes(
         work=work,
@@ -67,9 +76,18 @@ def _counted(model: Model, work: BlockWorkload, hold: BytesPerParameter, sharded
             for sparse in experts
             for window in windowed
         },
-        logits=logits(model, tokens=work.tokens, tp=work.tp, hold=hold, gathered=sharded, stack=work.stack),
-        norm=norm_keeps(model, work) * work.stream + hold.compute * model.hidden * work.tokens,
+        logits=logits(
+            model,
+            tokens=work.tokens,
+            tp=work.tp,
+            hold=hold,
+            handed_on=handed_on,
+            gathered=sharded,
+            stack=work.stack,
+        ),
+        norm=norm_keeps(model, work) * work.stream + (0.0 if fused else read),
+        result=read + (stream if work.sp else 0.0) if fused else 0.0,
         norm_backward=norm_backward(model, work),
         tables=hold.wide * rotary * work.tokens if model.positions == "rotary" else 0.0,
-        stream=hold.compute * model.hidden * work.stream,
+        stream=stream,
     )

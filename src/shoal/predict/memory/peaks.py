@@ -94,6 +94,9 @@ class BackwardPass:
         self.gathered_stream = self.micro.stream * (self.work.tp if self.work.sp else 1)
         self.offloaded = self.rank.offloaded("activations")
         self.start = held_at_start(self.rank, moment, gradients.standing)
+        # The head's gradients of micro-batches that are yet to come back.
+        others = self.stage.last and moment.held[moment.stage] > 1
+        self.waiting = self.micro.logits.waiting if others else 0.0
 
     def peaks(self) -> Iterator[Peak]:
         if self.work.tp > 1 and not self.stage.last:
@@ -101,7 +104,9 @@ class BackwardPass:
         if self.stage.last:
             yield from self._head()
         # What is left of the start once the head is done.
-        left = self.start.plus("", logits=-self.kept.logits, buffers=-self.kept.head_cast)
+        left = self.start.plus("", logits=-self.kept.logits, buffers=self.waiting - self.kept.head_cast)
+        if self.gradients.alone:
+            left = left.plus("", grads=-self.waiting)
         if self.stage.last:
             left = left.plus("", activations=-self.micro.norm)
             yield left.plus(
@@ -127,53 +132,35 @@ class BackwardPass:
         )
 
     def _head(self) -> Iterator[Peak]:
-        """The loss, with logits and what is made of them; then the head's backward pass, with its weight's gradient."""
+        """The loss, with logits and what is made of them; then the head's gradient, as it is handed on."""
         gradients, moment, found = self.gradients, self.moment, self.micro.logits
         gathered, gathering = gradients.in_loss(moment), gradients.gathering_head
-        stays = gradients.stays(moment)  # what this pass makes is the gradient itself
-        start = self.start.plus("loss", grads=gradients.held(moment, None), logits=-found.resting)
-        if found.forward:
-            yield start.plus(
-                "loss",
-                # The tokens of this rank, beside those that were gathered of them.
-                activations=self.micro.stream if self.work.sp else 0.0,
-                logits=found.forward,
-                buffers=gathered + found.weight - found.adding + gradients.behind,
-            )
+        start = self.start.plus("loss", grads=gradients.held(moment, None))
+        if moment.waiting:
+            # What comes for the next forward pass is asked for after this one.
+            start = start.plus("loss", buffers=-self.micro.stream)
+        before = start.plus("loss", activations=self.micro.result, logits=-found.resting)
         if gathering:
-            yield start.plus("head", buffers=gathering - found.cast)
-        loss = start.plus("loss", logits=found.hidden, buffers=gathered + found.weight)
-        if stays:
-            loss = loss.plus("loss", grads=found.adding, buffers=-found.adding)
-        yield loss.plus("loss", logits=found.peak)
+            yield before.plus("head", buffers=gathering - found.cast)
+        if self.rank.workload.stack.loss != "fused":
+            yield before.plus("loss", logits=found.peak, buffers=gathered)
+            return
+        # Gradients of other micro-batches wait, to which this one's is added.
+        loss = start.plus("loss", activations=self.micro.result, buffers=gathered + self.waiting)
+        made = found.product + found.added
+        yield loss.plus("loss", logits=found.peak, buffers=found.copy + made + gradients.behind)
         if gradients.adapters_only:
             return
-        # The weight's product.
-        alone = stays and not found.adding
-        head = loss.plus("head", buffers=found.product)
-        if alone and not found.added:
-            head = loss.plus("head", grads=found.product)
-        yield head.plus("head", logits=found.given)
-        # The logits' gradients have gone, and with them the weight as it was multiplied and what it was multiplied by.
-        gone, bucket = found.hidden + found.entering, gradients.head_bucket
-        if found.adding:
-            beside = max(found.added, bucket - found.product)
-        else:
-            beside = bucket + (0.0 if alone else found.added)
-        head = head.plus(
-            "head",
-            grads=found.added if alone else 0.0,
-            activations=-gone,
-            logits=found.entering,
-            buffers=beside - found.cast,
-        )
-        yield head
-        left = start.plus("head", activations=-gone, logits=gone, buffers=-found.cast)
-        yield from gradients.after_head(moment, left)
+        last = found.added or found.product
+        if not self.waiting and last != found.waiting:
+            yield loss.plus("head", buffers=last + found.waiting)
+        stays = gradients.stays(moment)  # what this pass makes is the gradient itself
+        head = start.plus("head", buffers=gathered + gradients.head_bucket)
+        yield head.plus("head", grads=found.waiting * stays, buffers=found.waiting * (not stays))
+        yield from gradients.after_head(moment, start)
         if self.work.sp and self.work.rows > 1:
             # Ranks are sent their parts of all sequences one after the other: they are put in order.
-            product = 0.0 if stays else found.product
-            yield head.plus("head", activations=gone + self.micro.stream, buffers=-product)
+            yield head.plus("head", activations=self.gathered_stream, grads=found.waiting * stays)
 
     def _blocks(self, left: Peak) -> Iterator[Peak]:
         """The last blocks of every run of equal ones, and the first block of all."""
@@ -229,8 +216,10 @@ class BackwardPass:
             activations=-freed - others,
             buffers=-self.kept.casts,
         )
-        wide = self.gathered_stream * self.rank.hold.wide / self.rank.hold.compute
-        yield from self.gradients.in_embedding(self.moment, left, wide)
+        # Looked up in a table that is wider than the computation, and so cast.
+        hold = self.rank.hold
+        wide = hold.wide / hold.compute if hold.cast else 1.0
+        yield from self.gradients.in_embedding(self.moment, left, wide * self.gathered_stream)
 
     def _kind(self, run: BlockRun) -> BlockActivations:
         return self.micro.blocks[run.experts, run.window]

@@ -46,8 +46,10 @@ class ReplicatedGradients(RankGradients):
         if not self.scatters:
             # The embedding's gradient has been computed and not been copied yet.
             table = self.ends.embedding.trained if rank.stages[0].first else 0
-            left = rank.micro_batch.norm_backward + rank.micro_batch.stream
-            buffers = copies - hold.reduce * table + hold.gradient * table
+            left = rank.micro_batch.stream
+            if not self.of_table[1]:
+                left += rank.micro_batch.norm_backward
+            buffers = copies - hold.reduce * table + (sum(self.of_table) if table else 0.0)
             yield batch.plus("reduce", grads=self.complete, activations=left, buffers=buffers)
         elif rank.stages[-1].last and not self.adapters_only:
             # A bucket goes as soon as it is copied. The first one is the head's.

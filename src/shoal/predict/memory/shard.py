@@ -218,8 +218,6 @@ class ShardedGradients(RankGradients):
         passing = kept + before + hold.compute * table.trained + self.tied_head(moment)
         passing += self._landing(run, layers)
         yield left.plus("embedding", activations=entering, buffers=passing)
-        if self.head_is_view:
-            yield left.plus("embedding", buffers=passing + hold.compute * self.table)
         stays, passing = self._summed(moment, table.trained_share)
         # What is reduced is no longer gathered; a sum goes as it is copied.
         passing += (0.0 if self.frees else kept) + hold.reduce * table.trained

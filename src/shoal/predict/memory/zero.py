@@ -21,7 +21,7 @@ class ScatteredGradients(ReplicatedGradients):
             head = self.ends.head.trained
             bucket = self.hold.reduce * min(max(self.bucket, head), self.others)
             # Where the product is cast it has gone by then.
-            self.head_bucket = max(0.0, bucket - self.hold.compute * head) if self.hold.cast else bucket
+            self.head_bucket = bucket
 
     def in_loss(self, moment: Moment) -> float:
         """The last bucket of a backward pass, the embedding's, lands when the next one is sent."""
@@ -37,13 +37,17 @@ class ScatteredGradients(ReplicatedGradients):
         return self.hold.reduce * min(count * max(self.bucket, *self.down), self.others)
 
     def in_embedding(self, moment: Moment, left: Peak, entering: float) -> Iterator[Peak]:
-        product = self.hold.gradient * self.table
+        product, widened = self.of_table
         if self.model.tied:
-            yield left.plus("embedding", buffers=self.tied_head(moment) + product + self.third_tensor)
+            yield left.plus(
+                "embedding", activations=entering, buffers=self.tied_head(moment) + product + widened
+            )
         yield left.plus(
             "embedding",
             activations=0.0 if self.model.tied else entering,
-            buffers=product + self.hold.reduce * self.ends.embedding.trained + self.buckets(1),
+            buffers=(widened or product)
+            + self.hold.reduce * self.ends.embedding.trained
+            + self.buckets(1),
         )
 
     def at_end(self, batch: Peak) -> Iterator[Peak]:

@@ -4,7 +4,7 @@ N ranks share a copy, M = ``dp`` copies exist. A is a data rank's micro-batches;
 once a step, as if A were 1. Elements include padding.
 
     zero=1|2  reduce-scatter  a bucket, once a step (zero=2: every micro-batch)    elements · reduce width
-              all-gather      a bucket, after the update                           elements · state width
+              all-gather      a bucket, after the update                           elements · weight width
     zero=3    all-gather      a unit, every micro-batch: forward, and backward     elements · compute width
                               again, unless it stays or is only looked up
               reduce-scatter  a unit, every micro-batch                            elements · reduce width
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from shoal.facts.layout.buckets import Unit, even_share, units
 from shoal.facts.layout.parameter_groups import DENSE, ParameterGroup
 from shoal.facts.layout.stages import Stage
-from shoal.facts.precision import compute_width, gradient_width, reduce_width, state_width
+from shoal.facts.precision import compute_width, gradient_width, reduce_width, weight_width
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.rank_parameters import (
     RankParameters,
@@ -71,7 +71,7 @@ def bucket_calls(
                 CollectiveCall("all_reduce", copies.name, reduced // sharded.size, count, "gradients")
             )
         found.append(
-            CollectiveCall("all_gather", sharded.name, round(elements * state_width(recipe)), count, "update")
+            CollectiveCall("all_gather", sharded.name, round(elements * weight_width(recipe)), count, "update")
         )
     return found
 

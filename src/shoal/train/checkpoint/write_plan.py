@@ -13,10 +13,8 @@ from torch import Tensor
 
 from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import View, intersect, views_by_parameter
-from shoal.facts.model.tensor_split import range_boxes
-from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.shards import Shard
+from shoal.parallel.shards import Shard, piece_boxes
 
 # Elements: larger pieces are cut, so that several threads hash and read one tensor, and none needs much memory.
 LARGEST_PIECE = 1 << 23
@@ -81,7 +79,7 @@ def _cut(piece: Shard, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _parts(piece: Shard, start: int, stop: int, boxes: list[View]) -> Iterator[WrittenBox]:
-    for (offset, shape), begin in _ranges(piece, start, stop):
+    for (offset, shape), begin in piece_boxes(piece, start, stop):
         for view in boxes:
             overlap = intersect(view, offset, shape)
             if overlap is not None:
@@ -99,20 +97,3 @@ def _parts(piece: Shard, start: int, stop: int, boxes: list[View]) -> Iterator[W
                     overlap.tensor_offset,
                     overlap.tensor_shape,
                 )
-
-
-def piece_slices(piece: Shard, values: Tensor) -> Iterator[Slice]:
-    """A tensor that has a value for each element of a piece, as boxes of the whole parameter: to be filled."""
-    flat = values.detach().view(-1)
-    for (offset, shape), begin in _ranges(piece, 0, piece.stop - piece.start):
-        yield Slice(flat[begin : begin + math.prod(shape)].view(shape), piece.box.whole, offset)
-
-
-def _ranges(
-    piece: Shard, start: int, stop: int
-) -> Iterator[tuple[tuple[tuple[int, ...], tuple[int, ...]], int]]:
-    """Elements of a piece as boxes (offset, shape) of the whole parameter, each with its first element's number."""
-    begin = start
-    for offset, shape in range_boxes(piece.box.shape, piece.start + start, piece.start + stop):
-        yield (tuple(a + b for a, b in zip(piece.box.offset, offset, strict=True)), shape), begin
-        begin += math.prod(shape)

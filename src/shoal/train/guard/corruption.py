@@ -23,12 +23,12 @@ from torch import Tensor
 from shoal.facts.model.parameters import EMBEDDING, by_name
 from shoal.facts.model.tensor_split import tensor_part
 from shoal.facts.traffic import name_ranks
-from shoal.parallel.shards import Shard
+from shoal.parallel.shards import Shard, has_master
 from shoal.parallel.tensor_region import all_gather_single
 from shoal.train.guard.digest import BLOCK, Digests, digest, prepare
 from shoal.train.step import Step
 
-WEIGHT, UPDATES = "weight", "update count"
+WEIGHT, MASTER, UPDATES = "weight", "master weight", "update count"
 
 # What is compared together. Copies are alike on other ranks than the rest, so they are compared apart; and so is a
 # tied embedding, which a rank may hold twice. Weights may be whole where optimizer states are sharded.
@@ -221,6 +221,8 @@ class CorruptionGuard:
         yield from self._weights
         counts: list[Tensor] = []
         for piece, elements, kept_as in self._pieces:
+            if has_master(piece.held.parameter):
+                yield GuardedTensor(MASTER, piece.name, elements, kept_as, piece.tensor)
             for kind, values in sorted(self.optimizer.state.get(piece.tensor, {}).items()):
                 if isinstance(values, Tensor) and values.dim() == 0:
                     counts.append(values)
@@ -240,7 +242,7 @@ class CorruptionGuard:
         canonical, tp, index = by_name(self.placed.shared.model), self.mesh.layout.tp, self.mesh.coords["tp"]
         found: list[GuardedTensor] = []
         embeddings = 0
-        for name, part in self.placed.slices:
+        for name, part in self.placed.weights:
             copies = tensor_part(canonical[name], tp, index).copies
             embeddings += name == EMBEDDING
             kept_as = _kept_as(name, copies, tp, second=embeddings == 2)

@@ -134,14 +134,10 @@ def measure(program: Program | None, message: str) -> MeasuredMemory:
     params = grads = optimizer = 0
     if program is not None:
         seen: set[int] = set()
-        params = _bytes(
-            [part.local for _, part in program.placed.slices] + [piece.tensor for piece in program.pieces],
-            seen,
-        )
+        params = _bytes((part.local for _, part in program.placed.weights), seen)
         grads = _bytes((piece.tensor.grad for piece in program.pieces), seen)
-        optimizer = _bytes(
-            (value for states in program.optimizer.state.values() for value in states.values()), seen
-        )
+        states = [value for states in program.optimizer.state.values() for value in states.values()]
+        optimizer = _bytes([*(piece.tensor for piece in program.pieces), *states], seen)
     asked, allocated, unused = (_said(pattern, message) for pattern in (ASKED, ALLOCATED, UNUSED))
     found = MeasuredMemory(params, grads, optimizer, asked or 0, allocated)
     if torch.cuda.is_initialized():

@@ -17,6 +17,7 @@ from shoal.observe.attribution import Attributions, module_of
 from shoal.observe.collectives import CollectiveCounter
 from shoal.observe.memory import AllocationSite, MemoryTracker
 from shoal.parallel.shard import FullyShard
+from shoal.parallel.shards import has_master
 from shoal.train.data.loader import Batch
 from shoal.train.step import Step
 
@@ -121,10 +122,11 @@ def _mark(tracker: MemoryTracker, step: Step, batches: Sequence[Batch]) -> None:
     for batch in batches:
         tensors = (batch.tokens, batch.targets, batch.positions, batch.documents)
         tracker.mark((tensor for tensor in tensors if tensor is not None), "activations")
-    for name, part in step.placed.slices:
+    for name, part in step.placed.weights:
         tracker.mark([part.local], "params", module_of(name))
     for piece in pieces:
-        tracker.mark([piece.tensor], "params", module_of(piece.name))
+        kind = "optimizer" if has_master(piece.held.parameter) else "params"
+        tracker.mark([piece.tensor], kind, module_of(piece.name))
         if piece.tensor.grad is not None:
             tracker.mark([piece.tensor.grad], "grads", module_of(piece.name))
         states = step.optimizer.state.get(piece.tensor, {}).values()

@@ -1,0 +1,112 @@
+"""What the loss makes of a chunk of logits: statistics of every token, and the logits' gradients in their place.
+
+Two operators of our own, so that all that looks on (a dry run, a memory tracker, the compiler) sees what is left of
+them and not how they get there. On a GPU each is one compiled pass over the logits, which reads and writes them in
+their own precision. On a CPU rows are taken a few at a time, so that what is made on the way stays in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shoal.facts.targets import IGNORE
+
+# Logits that a CPU takes at a time.
+IN_CACHE = 2**17
+
+
+@torch.library.custom_op("shoal::token_statistics", mutates_args=())
+def token_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """[3, tokens], in at least fp32, of logits [tokens, rows]: the largest, Σ exp(logit − largest), the target's.
+
+    ``first``: the vocabulary's number of the first row. Where a target's row is not here, its logit is 0; without any
+    rows the largest is −∞.
+    """
+    found = _no_statistics(logits, targets, first)
+    if not logits.shape[1]:
+        found.zero_()[0].fill_(-torch.inf)
+    elif logits.is_cuda:
+        _compiled_statistics(logits, targets, first, found)
+    else:
+        _in_cache(_statistics, logits, targets, first, found)
+    return found
+
+
+@token_statistics.register_fake
+def _no_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return torch.empty(3, logits.shape[0], dtype=wide, device=logits.device)
+
+
+@torch.library.custom_op("shoal::logits_to_gradients_", mutates_args=("logits",))
+def logits_to_gradients_(
+    logits: Tensor, targets: Tensor, first: int, normaliser: Tensor, factor: Tensor, z: float
+) -> None:
+    """In place the gradients of Σ factor · (n − target + z·n²), n = ln Σ exp.
+
+    They are (softmax · (1 + 2·z·n) − one-hot) · factor.
+    ``normaliser``: ln Σ exp of every token. ``factor``: of every token; its gradient is zero where its target does not
+    count.
+    """
+    if not logits.shape[1]:
+        return
+    arguments = logits, targets, first, normaliser, factor
+    if logits.is_cuda:
+        _compiled_gradients(*arguments, z)
+    else:
+        _in_cache(lambda *parts: _gradients(*parts, z), *arguments)
+
+
+@logits_to_gradients_.register_fake
+def _nothing(
+    logits: Tensor, targets: Tensor, first: int, normaliser: Tensor, factor: Tensor, z: float
+) -> None: ...
+
+
+def _statistics(logits: Tensor, targets: Tensor, first: int, found: Tensor) -> None:
+    wide = logits.to(found.dtype)
+    largest = wide.amax(-1)
+    place, here = rows_here(targets, first, logits.shape[1])
+    of_target = wide.gather(1, place[:, None])[:, 0]
+    found[0] = largest
+    found[1] = (wide - largest[:, None]).exp().sum(-1)
+    found[2] = torch.where(here, of_target, 0)
+
+
+def _gradients(
+    logits: Tensor, targets: Tensor, first: int, normaliser: Tensor, factor: Tensor, z: float
+) -> None:
+    place, here = rows_here(targets, first, logits.shape[1])
+    softmax = (logits.to(normaliser.dtype) - normaliser[:, None]).exp()
+    if z:
+        softmax = softmax * (1 + 2 * z * normaliser[:, None])
+    # A comparison and not a scattered sum: it is part of the same pass.
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    own = (columns == place[:, None]) & here[:, None]
+    factor = torch.where(targets == IGNORE, 0, factor)
+    logits.copy_(torch.where(own, softmax - 1, softmax) * factor[:, None])
+
+
+# Rows of a chunk may differ from call to call, so the compiler is not to fix them.
+_compiled_statistics = torch.compile(_statistics)
+_compiled_gradients = torch.compile(_gradients)
+
+
+def _in_cache(
+    work: Callable[..., None], logits: Tensor, targets: Tensor, first: int, *by_token: Tensor
+) -> None:
+    """Some tokens at a time. ``by_token``: tensors whose last dimension has as many."""
+    at_once = max(1, IN_CACHE // logits.shape[1])
+    for start in range(0, logits.shape[0], at_once):
+        part = slice(start, start + at_once)
+        work(logits[part], targets[part], first, *(tensor[..., part] for tensor in by_token))
+
+
+def rows_here(index: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Which row of ours a token is, any where it is none, and whether it is one. IGNORE is in no rank's rows."""
+    place = index - first
+    here = (place >= 0) & (place < rows)
+    return place.clamp(0, max(0, rows - 1)), here
