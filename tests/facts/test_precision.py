@@ -10,7 +10,7 @@ from shoal.facts.cluster import notation
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
 from shoal.facts.model import presets
-from shoal.facts.precision import compute_width, gradient_width, reduce_width, state_width
+from shoal.facts.precision import compute_width, gradient_width, reduce_width, state_width, weight_width
 from shoal.facts.recipe import Recipe
 from shoal.predict.traffic import calls
 from shoal.predict.workload import Workload
@@ -22,11 +22,13 @@ from shoal.train.program import compute_dtype, parameter_dtype, reduce_dtype
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
 def test_memory_and_traffic_count_the_same_bytes(precision: str, states: str, reduce: str) -> None:
     recipe = Recipe.model_validate({"precision": precision, "states": states, "reduce": reduce})
-    held = bytes_per_parameter(recipe.model_copy(update={"optimizer": "sgd"}), SHOAL)
-    assert held.compute == compute_width(recipe)
-    assert held.weight == (8 if precision == "fp64" else state_width(recipe))
-    assert held.gradient == gradient_width(recipe)
-    assert held.reduce == reduce_width(recipe)
+    for sharded in (False, True):
+        held = bytes_per_parameter(recipe.model_copy(update={"optimizer": "sgd"}), SHOAL, sharded)
+        assert held.compute == compute_width(recipe)
+        assert held.weight == (state_width(recipe) if sharded else weight_width(recipe))
+        assert held.master == (0 if sharded or held.weight == state_width(recipe) else state_width(recipe))
+        assert held.gradient == gradient_width(recipe)
+        assert held.reduce == reduce_width(recipe)
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])

@@ -12,7 +12,7 @@ from shoal.facts.recipe import Recipe
 from shoal.models.decoder import build
 from shoal.models.initial import initialise
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.shards import held_parameters, whole_pieces
+from shoal.parallel.shards import NoReducer, held_parameters
 from shoal.parallel.stage_module import split_stages
 from shoal.predict.memory.states import rank_states, replica_states
 from shoal.train import optimizer as optimizers
@@ -30,7 +30,7 @@ def test_predicted_bytes_are_those_of_the_tensors(recipe: Recipe) -> None:
     initialise(network, model, 0)
     mesh = Mesh(Layout(), 0, torch.device("cpu"))
     segments = split_stages(network, cut(model, 1), own_head=False)
-    optimizer = optimizers.build(whole_pieces(held_parameters(segments, model, mesh), mesh), recipe)
+    optimizer = optimizers.build(NoReducer(held_parameters(segments, model, mesh), mesh).pieces, recipe)
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -72,6 +72,7 @@ class MemoryBound:
 
     def __post_init__(self) -> None:
         self.hold = bytes_per_parameter(self.recipe, self.stack)
+        self.in_shards = bytes_per_parameter(self.recipe, self.stack, sharded=True)
         self.capacity = self.cluster.device.memory_bytes
         self.cut_by = None if self.stack.even_stages else self.recipe.seq
         # By what each depends on, and not by the model, whose hash takes a while.
@@ -191,7 +192,7 @@ class MemoryBound:
         self, sizes: ParameterCount, sharded: bool, scattered: bool, offload: tuple[Offload, ...]
     ) -> tuple[float, float, float]:
         """Bytes of weights, of the optimizer's states, and of gradients at the update."""
-        hold, away = self.hold, {part.what for part in offload}
+        hold, away = self.in_shards if sharded else self.hold, {part.what for part in offload}
         each = hold.weight if self.lora is None else hold.frozen
         weight = 0.0 if "params" in away else each * (sizes.share if sharded else sizes.whole)
         optimizer = 0.0 if "optimizer" in away else (hold.moments + hold.master) * sizes.trained_share

@@ -284,7 +284,7 @@ class TimeBound:
         """The optimizer on the device; where something waits elsewhere, its travels as well."""
         elements, layers = self._on_first_rank(split, share, order)
         owned = elements / placed(split, states).sharded.size
-        seconds = update_seconds(self.on, owned)
+        seconds = update_seconds(self.on, owned, states.zero < 3)
         if not states.offload:
             return seconds
         workload = self._offloading(split.data, share.micro, states.offload)

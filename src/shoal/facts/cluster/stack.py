@@ -21,7 +21,9 @@ class Stack:
     # in ``recipe.states``, as wide as which gradients add up, but for shards, which are gathered as narrow as they are
     # used.
     weights: Literal["cast", "master", "working"] = "cast"
-    gradient_bytes: int | None = None  # beside an fp32 master copy; None: gradients are as wide as the weights
+    gradient_bytes: int | None = (
+        None  # beside an fp32 master copy; None: gradients are as wide as the weights
+    )
     attention: Literal["flash", "unfused"] = "flash"
     norms: Literal["eager", "fused"] = "eager"
     activation: Literal["eager", "fused"] = "eager"

@@ -142,7 +142,11 @@ class RankGradients:
         product, widened = self.of_table
         if self.stays(moment) and not self.model.tied:
             computed = left.plus("embedding", activations=entering)
-            yield computed.plus("embedding", buffers=product) if widened else computed.plus("embedding", grads=product)
+            yield (
+                computed.plus("embedding", buffers=product)
+                if widened
+                else computed.plus("embedding", grads=product)
+            )
             if widened:
                 yield left.plus("embedding", grads=widened, buffers=product)
             return

@@ -26,9 +26,16 @@ class Logits(NamedTuple):
 
 
 def logits(
-    model: Model, *, tokens: int, tp: int, hold: BytesPerParameter, handed_on: float, gathered: bool, stack: Stack
+    model: Model,
+    *,
+    tokens: int,
+    tp: int,
+    hold: BytesPerParameter,
+    handed_on: float,
+    gathered: bool,
+    stack: Stack,
 ) -> Logits:
-    """``gathered``: the head's weight is there in the compute precision anyway. ``handed_on``: bytes of its gradient."""
+    """``gathered``: the head's weight is there in the compute precision anyway. ``handed_on``: bytes per gradient."""
     rows = even_share(model.vocab, tp)
     matrix = rows * model.hidden
     copy = matrix * hold.compute if hold.cast and not gathered else 0.0

@@ -147,20 +147,22 @@ class BackwardPass:
             return
         # Gradients of other micro-batches wait, to which this one's is added.
         loss = start.plus("loss", activations=self.micro.result, buffers=gathered + self.waiting)
-        made = found.product + found.added
+        made, last = found.product + found.added, found.added or found.product
+        stays = gradients.stays(moment)  # what this pass makes is the gradient itself
+        if stays and last == found.waiting:
+            loss, made = loss.plus("loss", grads=last), made - last
         yield loss.plus("loss", logits=found.peak, buffers=found.copy + made + gradients.behind)
         if gradients.adapters_only:
             return
-        last = found.added or found.product
         if not self.waiting and last != found.waiting:
             yield loss.plus("head", buffers=last + found.waiting)
-        stays = gradients.stays(moment)  # what this pass makes is the gradient itself
         head = start.plus("head", buffers=gathered + gradients.head_bucket)
         yield head.plus("head", grads=found.waiting * stays, buffers=found.waiting * (not stays))
         yield from gradients.after_head(moment, start)
         if self.work.sp and self.work.rows > 1:
             # Ranks are sent their parts of all sequences one after the other: they are put in order.
-            yield head.plus("head", activations=self.gathered_stream, grads=found.waiting * stays)
+            sorted_out = self.gathered_stream + self.micro.stream
+            yield head.plus("head", activations=sorted_out, grads=found.waiting * stays)
 
     def _blocks(self, left: Peak) -> Iterator[Peak]:
         """The last blocks of every run of equal ones, and the first block of all."""

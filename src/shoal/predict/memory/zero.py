@@ -45,9 +45,7 @@ class ScatteredGradients(ReplicatedGradients):
         yield left.plus(
             "embedding",
             activations=0.0 if self.model.tied else entering,
-            buffers=(widened or product)
-            + self.hold.reduce * self.ends.embedding.trained
-            + self.buckets(1),
+            buffers=(widened or product) + self.hold.reduce * self.ends.embedding.trained + self.buckets(1),
         )
 
     def at_end(self, batch: Peak) -> Iterator[Peak]:

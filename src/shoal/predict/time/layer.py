@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.facts.cluster.stack import Stack
-from shoal.facts.logits import tokens_at_once
 from shoal.facts.model import Model
 from shoal.facts.precision import compute_width, state_width
 from shoal.facts.recipe import Recipe
@@ -44,7 +43,7 @@ SCORES = Passes(13, 19)
 # Bytes a parameter and micro-batch: wide weights cast for the products, gradients cast back; and added to those of the
 # micro-batches before.
 CAST = Passes(6, 6)
-ADD = {"cast": 8, "master": 6}
+ADD = {"cast": 8, "master": 6, "working": 8}
 
 
 NONE = Passes(0, 0)
@@ -57,8 +56,10 @@ def handling(stack: Stack, recipe: Recipe, sharded: bool, micro_batches: int) ->
     """
     if sharded:
         return NONE
-    wide = stack.weights == "cast" and state_width(recipe) > compute_width(recipe)
+    wide = stack.weights != "master" and state_width(recipe) > compute_width(recipe)
     forward, backward = CAST if wide else NONE
+    if stack.weights == "working":
+        forward = 0  # the update has cast it
     return Passes(forward, backward + (ADD[stack.weights] if micro_batches > 1 else 0))
 
 
@@ -204,17 +205,12 @@ def head(model: Model, stack: Stack, kernels: Kernels, tokens: int, rows: int, h
     """The head's product with ``rows`` of the vocabulary on this rank, and the loss."""
     product = kernels.product(tokens, model.hidden, rows)
     move = kernels.moved(tokens * rows * stack.logit_bytes)
-    again = 0.0
-    if stack.loss == "chunked" and tokens > tokens_at_once(rows):
-        again = product + move / 3  # every chunk is computed a second time
-    forward = product + move / 2 + kernels.moved(rows * model.hidden * held.forward)
-    return Seconds(
-        forward,
-        kernels.product(tokens, rows, model.hidden) + move / 2 + again,
-        kernels.product(model.hidden, tokens, rows) + kernels.moved(rows * model.hidden * held.backward),
-        0.0,
-        0.0,
-    )
+    cast, added = (kernels.moved(rows * model.hidden * each) for each in held)
+    inputs = kernels.product(tokens, rows, model.hidden)
+    weights = kernels.product(model.hidden, tokens, rows)
+    if stack.loss == "fused":  # all gradients are made with the loss
+        return Seconds(product + inputs + weights + move + cast, 0.0, added, 0.0, 0.0)
+    return Seconds(product + move / 2 + cast, inputs + move / 2, weights + added, 0.0, 0.0)
 
 
 def embedding(model: Model, kernels: Kernels, tokens: int) -> Seconds:

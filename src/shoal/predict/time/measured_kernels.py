@@ -121,13 +121,15 @@ class MeasuredKernels(Kernels):
     def moved(self, size: float) -> float:
         return self.shared * super().moved(size)
 
-    def updated(self, elements: float, optimizer: str, clipped: bool) -> float:
-        """Clipping and the optimizer, over so many parameters."""
+    def updated(self, elements: float, optimizer: str, clipped: bool, copied: bool) -> float:
+        """Clipping and the optimizer, over so many parameters. ``copied``: and their working copies."""
         bits, size = 8 * self.widths.states, elements * self.widths.states
         # SGD keeps one moment, not two: it reads gradient, weight and moment and writes the last two.
         passes = 7 if optimizer == "adamw" else 5
         works = [OperatorWork(f"adamw {bits} bit", passes * size, 1)]
         works += [OperatorWork(f"clip {bits} bit", 3 * size, 1)] if clipped else []
+        if copied and self.widths.compute < self.widths.states:
+            works.append(OperatorWork("weights", size + elements * self.widths.compute, 1))
         return self.works(works)
 
 

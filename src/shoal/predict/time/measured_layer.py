@@ -16,11 +16,15 @@ from shoal.predict.workload import Workload
 
 
 def handling(widths: Widths, sharded: bool, micro_batches: int) -> Passes:
-    """Bytes that move for every parameter and micro-batch. The first one's gradients have nothing to be added to."""
+    """Bytes that move for every parameter and micro-batch. The first one's gradients have nothing to be added to.
+
+    A gradient is widened to its parameter's state. A parameter that is wider than its state is cast where it is used.
+    """
     if sharded:
         return NONE
     each = float(widths.states + widths.compute) if widths.casts else 0.0
-    return Passes(each, each + 3 * widths.states * (micro_batches - 1) / micro_batches)
+    ahead = each if widths.compute > widths.states else 0.0
+    return Passes(ahead, each + 3 * widths.states * (micro_batches - 1) / micro_batches)
 
 
 def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
@@ -36,7 +40,7 @@ def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
         count += times
     attend, attend_back = _attention(model, kernels, share)
     mine = Tokens(share.tokens, share.between, *head_widths(model, share.tp), inner_width(model, share))
-    moved = operators.block(model, mine, kernels.widths)
+    moved = operators.block(model, mine, _at_use(kernels, share.held))
     cast = kernels.works(operators.matrices(count, parameters, share.held.forward))
     cast_back = kernels.works(operators.matrices(count, parameters, share.held.backward))
     whole = forward + attend + kernels.works(moved.forward) + cast
@@ -59,20 +63,17 @@ def _attention(model: Model, kernels: MeasuredKernels, share: LayerShare) -> tup
 
 
 def head(model: Model, kernels: MeasuredKernels, tokens: int, rows: int, held: Passes) -> Seconds:
-    """Where there are several chunks of tokens, each has products of its own, the first of them twice."""
+    """Every chunk of tokens has three products of its own, all in the forward pass."""
     hidden, at_once = model.hidden, min(tokens, tokens_at_once(rows))
     moved = operators.head(model, tokens, rows, _at_use(kernels, held))
-    chunks = tokens / at_once
-    product = chunks * kernels.product(at_once, hidden, rows)
-    again = product if moved.chunks > 1 else 0.0
-    added = operators.matrices(1, rows * hidden, held.backward - held.forward)
-    return Seconds(
-        product + kernels.works(moved.forward),
-        chunks * kernels.product(at_once, rows, hidden, "input") + again + kernels.works(moved.backward),
-        chunks * kernels.product(hidden, at_once, rows, "weight") + kernels.works(added),
-        0.0,
-        0.0,
+    each = (
+        kernels.product(at_once, hidden, rows)
+        + kernels.product(at_once, rows, hidden, "input")
+        + kernels.product(hidden, at_once, rows, "weight")
     )
+    added = operators.matrices(1, rows * hidden, held.backward - held.forward)
+    forward = tokens / at_once * each + kernels.works(moved.forward)
+    return Seconds(forward, kernels.works(moved.backward), kernels.works(added), 0.0, 0.0)
 
 
 def embedding(

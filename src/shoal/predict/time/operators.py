@@ -123,9 +123,8 @@ GATE_BACKWARD = (
 )
 PLAIN_FORWARD = (Operator("activation", narrow=2),)
 PLAIN_BACKWARD = (Operator("activation backward", narrow=3),)
-# models/loss.py: per logit. Its losses are picked out of the logarithms; their gradient is written everywhere.
-LOSS_FORWARD = (_CAST, Operator("log softmax", wide=2), Operator("pick"))
-LOSS_BACKWARD = (Operator("spread", wide=1), Operator("log softmax backward", wide=3), _CAST)
+# models/logits.py: per logit.
+LOSS = (Operator("token statistics", narrow=1), Operator("logits to gradients", narrow=2))
 
 WIDE_HEAD = 96
 
@@ -248,27 +247,28 @@ def summed(elements: float, widths: Widths) -> list[OperatorWork]:
 class EndOperators(NamedTuple):
     forward: list[OperatorWork]
     backward: list[OperatorWork]
-    chunks: int  # that the loss cuts its tokens into; more than one are computed a second time
 
 
 def head(model: Model, tokens: int, rows: int, widths: Widths) -> EndOperators:
-    """The last norm, the loss over ``rows`` of the vocabulary, and what becomes of the head's weight."""
+    """The last norm, the loss over ``rows`` of the vocabulary, and what becomes of the head's weight.
+
+    All gradients are made with the loss, chunk by chunk.
+    """
     at_once = tokens_at_once(rows)
-    chunks = -(-tokens // at_once)
-    matrix = rows * model.hidden
-    norm, norm_back = _norm(model, tokens * model.hidden, widths)
-    forward, backward = [norm], [norm_back]
     sizes = [min(at_once, tokens - start) for start in range(0, tokens, at_once)]
-    for size in sizes:
-        # A chunk casts the head's weight for itself, and its gradient is widened and added by itself.
-        loss = [moved("loss", LOSS_FORWARD, size * rows, widths), *cast(matrix, widths)]
-        forward += loss
-        backward += loss if chunks > 1 else []
-        backward += [moved("loss backward", LOSS_BACKWARD, size * rows, widths), *cast(matrix, widths)]
-    backward += summed(matrix, widths) * (chunks - 1)
-    if chunks > 1:
-        backward.append(moved("copy", [COPY], tokens * model.hidden, widths))
-    return EndOperators(forward, backward, chunks)
+    norm, norm_back = _norm(model, tokens * model.hidden, widths)
+    forward = [norm, *(moved("loss", LOSS, size * rows, widths) for size in sizes)]
+    matrix = rows * model.hidden
+    forward += cast(matrix, widths)
+    if len(sizes) > 1:
+        # The first chunk's gradient of the weight is widened, the others' are added to it.
+        widened = widths.compute + widths.wide if widths.compute < widths.wide else 0
+        forward += matrices(1, matrix, widened)
+        forward += matrices(len(sizes) - 1, matrix * (len(sizes) - 1), widths.compute + 2 * widths.wide)
+        forward += matrices(1, matrix, widths.wide + widths.states if widths.states < widths.wide else 0)
+    elif widths.casts:
+        forward += matrices(1, matrix, widths.compute + widths.states)
+    return EndOperators(forward, [norm_back])
 
 
 def embedding(model: Model, tokens: int, rows: int, widths: Widths, joined: bool) -> EndOperators:
@@ -288,7 +288,7 @@ def embedding(model: Model, tokens: int, rows: int, widths: Widths, joined: bool
         ]
     if joined:
         backward += summed(rows * model.hidden, widths)
-    return EndOperators(forward, backward, 1)
+    return EndOperators(forward, backward)
 
 
 def operators(model: Model, widths: Widths) -> tuple[int, int]:

@@ -33,7 +33,7 @@ from shoal.predict.workload import Workload
 # but the gradient (beside a master copy the gradient is half as wide, and the weight is written twice). Clipping
 # reads the gradient, then reads and writes it.
 OPTIMIZER_BYTES = {"adamw": 28.0, "sgd": 20.0}
-CLIPPING_BYTES = {"cast": 12.0, "master": 6.0}
+CLIPPING_BYTES = {"cast": 12.0, "master": 6.0, "working": 12.0}
 
 ALWAYS = ("forward", "backward", "recompute")
 
@@ -274,20 +274,27 @@ def _message(workload: Workload, on: CostModel) -> float:
 def _optimizer(workload: Workload, on: CostModel) -> float:
     """The update of what the fullest rank owns."""
     here = rank_parameters(workload.layout, workload.model, workload.cut_by, 0)
-    return update_seconds(on, trained_with_experts(workload, here) / workload.groups[DENSE].sharded.size)
+    group = workload.groups[DENSE]
+    whole = group.sharded.size == 1 or group.zero < 3
+    return update_seconds(on, trained_with_experts(workload, here) / group.sharded.size, whole)
 
 
-def update_seconds(on: CostModel, elements: float) -> float:
-    """Clipping and updating so many parameters."""
+def update_seconds(on: CostModel, elements: float, whole: bool) -> float:
+    """Clipping and updating so many parameters. ``whole``: they are not gathered where they are used."""
     if isinstance(on.kernels, MeasuredKernels):
-        return on.kernels.updated(elements, on.recipe.optimizer, bool(on.recipe.clip))
-    return on.kernels.moved(elements * update_bytes(on.recipe, on.stack))
+        return on.kernels.updated(elements, on.recipe.optimizer, bool(on.recipe.clip), whole)
+    return on.kernels.moved(elements * update_bytes(on.recipe, on.stack, whole))
 
 
-def update_bytes(recipe: Recipe, stack: Stack) -> float:
+def update_bytes(recipe: Recipe, stack: Stack, whole: bool) -> float:
     """Bytes that clipping and the optimizer move for a parameter."""
     each = OPTIMIZER_BYTES[recipe.optimizer] + (CLIPPING_BYTES[stack.weights] if recipe.clip else 0.0)
-    return each * (1.0 if stack.weights == "master" else state_width(recipe) / 4)
+    if stack.weights == "master":
+        return each
+    state, compute = state_width(recipe), compute_width(recipe)
+    # A working copy is written beside the state.
+    copy = state + compute if whole and stack.weights == "working" and compute < state else 0.0
+    return each * state / 4 + copy
 
 
 def _offloadable(workload: Workload) -> tuple[float, float, float]:

@@ -71,7 +71,9 @@ def bucket_calls(
                 CollectiveCall("all_reduce", copies.name, reduced // sharded.size, count, "gradients")
             )
         found.append(
-            CollectiveCall("all_gather", sharded.name, round(elements * weight_width(recipe)), count, "update")
+            CollectiveCall(
+                "all_gather", sharded.name, round(elements * weight_width(recipe)), count, "update"
+            )
         )
     return found
 

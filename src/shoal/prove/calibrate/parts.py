@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.facts.calibration.measurements import Curve
+from shoal.models.logits import logits_to_gradients_, token_statistics
 from shoal.models.norm import LayerNorm, RMSNorm
 from shoal.models.rotary import rotate
 from shoal.predict.time import operators
@@ -133,8 +134,8 @@ def _sum(pool: Pool, tokens: int, hidden: int) -> Made:
 def _ends(pool: Pool, load: Load, sizes: CalibrationSizes, widths: Widths) -> Iterator[Ways]:
     for tokens, vocabulary in load.losses:
         yield Ways(
-            moved("loss", operators.LOSS_FORWARD, tokens * vocabulary, widths),
-            moved("loss backward", operators.LOSS_BACKWARD, tokens * vocabulary, widths),
+            moved("loss", operators.LOSS, tokens * vocabulary, widths),
+            None,
             partial(_scores, pool, tokens, vocabulary),
         )
     for tokens, vocabulary in load.lookups:
@@ -147,10 +148,17 @@ def _ends(pool: Pool, load: Load, sizes: CalibrationSizes, widths: Widths) -> It
 
 
 def _scores(pool: Pool, tokens: int, vocabulary: int) -> Made:
-    scores = _leaf(pool, tokens, vocabulary)
+    scores = pool.take(tokens, vocabulary)
     wanted = torch.randint(vocabulary, (tokens,), device=pool.device)
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    return lambda: F.cross_entropy(scores.to(wide), wanted, reduction="sum"), (scores,)
+    one = torch.ones(tokens, device=pool.device, dtype=torch.promote_types(scores.dtype, torch.float32))
+
+    def loss() -> Tensor:
+        found = token_statistics(scores, wanted, 0)
+        # Multiplied by 1 everywhere, so that it can be done again and again.
+        logits_to_gradients_(scores, wanted, 0, found[0], one, 0.0)
+        return found
+
+    return loss, ()
 
 
 def _lookup(pool: Pool, load: Load, tokens: int, vocabulary: int, hidden: int) -> Made:
