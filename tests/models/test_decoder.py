@@ -12,6 +12,7 @@ from shoal.facts.model.checkpoint_views import canonical_parameters
 from shoal.facts.problem import BadInput
 from shoal.models.attention import attend
 from shoal.models.decoder import Network, build
+from shoal.models.documents import Documents
 
 Shape = Callable[..., Model]
 Make = Callable[..., Network]
@@ -52,7 +53,7 @@ def test_a_packed_row_equals_separate_rows(
     lengths = [7, 4, 5]
     positions = torch.cat([torch.arange(length) for length in lengths]).expand_as(tokens)
     documents = torch.cat([torch.full((n,), which) for which, n in enumerate(lengths)]).expand_as(tokens)
-    packed = made(tokens, positions, documents)
+    packed = made(tokens, positions, Documents.of(documents))
     parts = [
         made(part, torch.arange(part.shape[1]).expand_as(part)) for part in torch.split(tokens, lengths, 1)
     ]
@@ -118,7 +119,7 @@ def test_attend_can_be_replaced(shape: Shape, network: Make, rows: Rows) -> None
 def test_one_graph_for_the_compiler(shape: Shape, network: Make, rows: Rows) -> None:
     made = network(shape(window=5, window_layers=(1,), qk_norm=True), dropout=0.1)
     tokens, positions = rows
-    arguments = (tokens, positions, positions // 6, torch.tensor([1, 2, 3]))
+    arguments = (tokens, positions, Documents.of(positions // 6), torch.tensor([1, 2, 3]))
     compiled = torch.compile(made, backend="eager", fullgraph=True, dynamic=False)
     assert torch.equal(compiled(*arguments), made(*arguments))
 
@@ -126,7 +127,7 @@ def test_one_graph_for_the_compiler(shape: Shape, network: Make, rows: Rows) -> 
 def test_one_graph_for_all_blocks(shape: Shape, network: Make, rows: Rows) -> None:
     made = network(shape(layers=4), dropout=0.1)
     tokens, positions = rows
-    arguments = (tokens, positions, positions // 6, torch.tensor([1, 2, 3]))
+    arguments = (tokens, positions, Documents.of(positions // 6), torch.tensor([1, 2, 3]))
     expected = made(*arguments)
     graphs = CompileCounter()
     for block in made.model.layers.values():

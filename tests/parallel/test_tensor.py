@@ -19,6 +19,7 @@ from shoal.facts.model.parameters import by_name, llama_parameters
 from shoal.facts.model.tensor_split import Box, summed_over, tensor_part
 from shoal.facts.targets import IGNORE
 from shoal.models.decoder import Network, build
+from shoal.models.documents import Documents
 from shoal.models.initial import Slice, initialise
 from shoal.models.random import key
 from shoal.parallel import tensor_region
@@ -82,7 +83,7 @@ class Outcome:
     gradients: dict[str, Tensor]
 
 
-def batch(case: Case) -> dict[str, Tensor]:
+def batch(case: Case) -> dict[str, Any]:
     """Packed rows of two documents, with targets that partly do not count."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, case.model.vocab, (case.rows, 8), generator=generator)
@@ -91,7 +92,7 @@ def batch(case: Case) -> dict[str, Tensor]:
     return {
         "tokens": tokens,
         "positions": torch.arange(8).expand_as(tokens),
-        "documents": (torch.arange(8) > 4).long().expand_as(tokens),
+        "documents": Documents.of((torch.arange(8) > 4).long().expand_as(tokens)),
         "noise": torch.tensor([key(3, 1, f"row {row}") for row in range(case.rows)]),
         "targets": targets,
     }

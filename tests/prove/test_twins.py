@@ -28,6 +28,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
     ("fsdp=2,tp=2,recompute=full", {"layers": 3}, {}, 3),
     ("pp=2,micro=1,schedule=interleaved,recompute=full", {"layers": 4}, {"precision": "bf16"}, 0),
     ("fsdp=2,pp=2,micro=1", {}, {"precision": "bf16"}, 2),
+    # Masks of dropout: of both branches of a block, and of the embedding.
+    ("micro=2", {"window": 8}, {"precision": "bf16", "dropout": 0.1}, 0),
+    ("tp=2,micro=1", {}, {"dropout": 0.1}, 0),
+    ("micro=2,recompute=selective", {}, {"precision": "bf16", "dropout": 0.1}, 0),
+    ("fsdp=2,pp=2,micro=1", {"layers": 4}, {"precision": "bf16", "batch": 8, "dropout": 0.1}, 0),
     # Gradients wider than the products that give them, added up in and apart from backward passes.
     ("fsdp=2,pp=2,schedule=zb", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
     ("fsdp=2,pp=2,schedule=zbv", {"layers": 4}, {"precision": "bf16", "batch": 8}, 2),

@@ -9,9 +9,11 @@ from torch.nn import functional as F
 
 from shoal.facts.cluster.attention_kernels import repeats_keys
 from shoal.facts.model import Model
+from shoal.models.documents import Documents
 from shoal.models.linear import Linear
 from shoal.models.norm import RMSNorm
 from shoal.models.rotary import rotate
+from shoal.models.varlen import attend_within
 
 
 class Attend(Protocol):
@@ -23,7 +25,7 @@ class Attend(Protocol):
         key: Tensor,
         value: Tensor,
         positions: Tensor,
-        documents: Tensor | None,
+        documents: Documents | None,
         *,
         scale: float,
         window: int | None,
@@ -35,44 +37,26 @@ def attend(
     key: Tensor,
     value: Tensor,
     positions: Tensor,
-    documents: Tensor | None,
+    documents: Documents | None,
     *,
     scale: float,
     window: int | None,
 ) -> Tensor:
     """Softmax attention where a token sees its own document, up to itself, no further back than the window.
 
-    Without documents a row is one document whose positions ascend: causal by position is then causal by
-    index, which the fused kernels know without being shown a mask.
+    Positions ascend within a document, so causal by position is causal by index, which the kernels know without being
+    shown a mask. Where a row is one document and no window cuts it, SDPA's causal kernel is the fastest there is;
+    everything else goes to variable-length attention, which computes only what is visible.
     """
-    windowed = window is not None and window < key.shape[2]
-    causal_by_index = documents is None and not windowed
+    within = window if window is not None and window < key.shape[2] else None
+    if documents is not None or within is not None:
+        return attend_within(query, key, value, documents, within, scale)
     shared = query.shape[1] // key.shape[1]
     if shared > 1 and repeats_keys(query.element_size()):
         key, value = (heads.repeat_interleave(shared, dim=1) for heads in (key, value))
     return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=None if causal_by_index else visible(positions, documents, window),
-        is_causal=causal_by_index,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
-
-
-def visible(positions: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
-    """Which token (row) sees which (column): a boolean mask [B, 1, T, T].
-
-    Compared pair by pair and in place: the distances themselves would be eight times as large as the mask.
-    """
-    rows, columns = positions[:, None, :, None], positions[:, None, None, :]
-    mask = rows >= columns
-    if window is not None:
-        mask &= rows < columns + window
-    if documents is not None:
-        mask &= documents[:, None, :, None] == documents[:, None, None, :]
-    return mask
 
 
 class Attention(nn.Module):
@@ -98,7 +82,7 @@ class Attention(nn.Module):
         x: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
         positions: Tensor,
-        documents: Tensor | None,
+        documents: Documents | None,
     ) -> Tensor:
         query = self.heads(self.q_proj(x), self.q_norm)
         key = self.heads(self.k_proj(x), self.k_norm)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem
 from shoal.models.attention import Attention
+from shoal.models.documents import Documents
 from shoal.models.dropout import Dropout
 from shoal.models.linear import Embedding, Linear
 from shoal.models.loss import Head
@@ -70,7 +71,7 @@ class Block(nn.Module):
         hidden: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
         positions: Tensor,
-        documents: Tensor | None,
+        documents: Documents | None,
         noise: Tensor | None,
     ) -> Tensor:
         attended: Tensor = self.self_attn(self.input_layernorm(hidden), rotation, positions, documents)
@@ -110,7 +111,7 @@ class Decoder(nn.Module):
         return output
 
     def forward(
-        self, inputs: Tensor, positions: Tensor, documents: Tensor | None, noise: Tensor | None
+        self, inputs: Tensor, positions: Tensor, documents: Documents | None, noise: Tensor | None
     ) -> Tensor:
         """Through all that is here; a pipeline stage without the embedding is given hidden states."""
         hidden = inputs if self.embed_tokens is None else self.embed(inputs, positions, noise)
@@ -138,14 +139,14 @@ class Network(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [B, T, hidden] after the final norm; of a pipeline stage, after what it has.
 
         tokens, positions: int64 [B, T]; a stage without the embedding takes hidden states in the tokens' place.
-        documents: int64 [B, T], None where every row is one document whose positions ascend. noise: int64 [B],
-        one hashed key for each sequence, None for no dropout.
+        documents: None where every row is one document. Positions ascend within a document. noise: int64 [B], one
+        hashed key for each sequence, None for no dropout.
         """
         hidden: Tensor = self.model(tokens, positions, documents, noise)
         return hidden

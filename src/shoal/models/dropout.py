@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -28,9 +30,50 @@ class Dropout(nn.Module):
             return x
         # A position is a place in the row: it does not start again with a document, or masks would repeat.
         tokens = random.bits(noise[:, None] ^ self.salt, positions)
-        features = torch.arange(x.shape[-1], device=x.device)
-        kept = random.bits(tokens[:, :, None], features) >= self.threshold
-        return torch.where(kept, x * (1 / (1 - self.p)), 0)
+        scale = 1 / (1 - self.p)
+        if torch.compiler.is_compiling():
+            # One kernel: the bits stay in its registers.
+            features = torch.arange(x.shape[-1], device=x.device)
+            kept = random.bits(tokens[:, :, None], features) >= self.threshold
+            return torch.where(kept, x * scale, 0)
+        dropped: Tensor = _Drop.apply(x, below(tokens, x.shape[-1], self.threshold), scale)
+        return dropped
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, p={self.p}"
+
+
+class _Drop(torch.autograd.Function):
+    """Keeps the mask, a byte a feature: operator by operator, making it again takes far longer than reading it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return (x * scale).masked_fill_(mask, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return (gradient * ctx.scale).masked_fill_(mask, 0), None, None
+
+
+# One operator to whoever watches, so that a dry run does not go through its many small ones.
+@torch.library.custom_op("shoal::dropped", mutates_args=())
+def below(tokens: Tensor, width: int, threshold: int) -> Tensor:
+    """Which of ``width`` features of each token [B, T] are dropped, [B, T, width]."""
+    mask = torch.empty(*tokens.shape, width, dtype=torch.bool, device=tokens.device)
+    rows, keys = mask.view(-1, width), tokens.reshape(-1, 1)
+    features = torch.arange(width, device=tokens.device)
+    # Some rows at a time: the bits, eight bytes a feature, stay in a cache.
+    chunk = random.CHUNK_CPU if tokens.device.type == "cpu" else random.CHUNK
+    at_once = max(1, chunk // width)
+    for first in range(0, len(rows), at_once):
+        some = slice(first, first + at_once)
+        torch.lt(random.bits(keys[some], features), threshold, out=rows[some])
+    return mask
+
+
+@below.register_fake
+def _(tokens: Tensor, width: int, threshold: int) -> Tensor:
+    return torch.empty(*tokens.shape, width, dtype=torch.bool, device=tokens.device)

@@ -36,12 +36,25 @@ def key(seed: int, step: int, name: str) -> int:
 
 def bits(key: int | Tensor, index: Tensor) -> Tensor:
     """64 random bits for each index, as int64. A tensor of keys broadcasts against the indices."""
-    # ~index is −(index + 1): splitmix64 counts from one. Written this way because the compiler takes an arange
-    # times a constant for address arithmetic, and that is 32 bits wide.
+    # ~index is −(index + 1): splitmix64 counts from one. Written this way because the compiler takes an arange times a
+    # constant for address arithmetic, and that is 32 bits wide.
     state = ~index * -GOLDEN + key
+    if not torch.compiler.is_compiling():
+        return _mix_in_place(state)
     state = (state ^ shift(state, 30)) * FIRST
     state = (state ^ shift(state, 27)) * SECOND
     return state ^ shift(state, 31)
+
+
+def _mix_in_place(state: Tensor) -> Tensor:
+    """The same steps operator by operator, with one tensor besides the state: more of them would leave the cache."""
+    moved = torch.empty_like(state)
+    for count, factor in ((30, FIRST), (27, SECOND), (31, 1)):
+        torch.bitwise_right_shift(state, count, out=moved)
+        state ^= moved.bitwise_and_(2 ** (64 - count) - 1)
+        if factor != 1:
+            state *= factor
+    return state
 
 
 def shift(value: Tensor, count: int) -> Tensor:

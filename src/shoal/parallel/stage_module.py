@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.facts.layout.stages import Stage
 from shoal.models.decoder import Network
+from shoal.models.documents import Documents
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class MicroBatch:
 
     tokens: Tensor  # int64 [rows, seq]
     positions: Tensor
-    documents: Tensor | None
+    documents: Documents | None
     targets: Tensor | None  # None: no loss is asked for
     noise: Tensor | None
 

@@ -38,6 +38,16 @@ def matrix_parameters(model: Model) -> int:
     return total + (routed * model.experts.active // model.experts.count if model.experts else 0)
 
 
+def attention_kinds(model: Model, seq: int) -> list[tuple[int, bool, float]]:
+    """How layers attend: a layer that does so, whether a window cuts its rows short, and what share of all it is."""
+    windows = [(model.layer_window(layer) or seq) < seq for layer in range(model.layers)]
+    return [
+        (windows.index(cut), cut, windows.count(cut) / model.layers)
+        for cut in (False, True)
+        if cut in windows
+    ]
+
+
 def attention_flops(model: Model, layer: int, seq: int) -> float:
     """Forward FLOPs a token of scores and weighted values in one layer, averaged over the sequence."""
     reach = min(model.layer_window(layer) or seq, seq)

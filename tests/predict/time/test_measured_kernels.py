@@ -18,6 +18,7 @@ from shoal.facts.recipe import Recipe
 from shoal.predict.flops import attention_flops, matrix_parameters
 from shoal.predict.time.cost_model import CostModel
 from shoal.predict.time.host import queued
+from shoal.predict.time.layer import LayerShare
 from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.measured_layer import by_kind
 from shoal.predict.time.operators import OperatorWork, Widths, operators
@@ -160,3 +161,28 @@ def test_a_lead_of_the_host_is_spent_where_it_is_slower(
     passes: list[tuple[float, float]], times: int, expected: float
 ) -> None:
     assert queued(passes, times) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_window_is_priced_by_the_pairs_it_lets_through(calibrated: bool) -> None:
+    """At the rate of flash's kernel, for the vendor's has no windows; layers without one cost what they did."""
+    asked = workload()
+    if calibrated:
+        calibration.install("H200", stored().calibration(Path("a file")))
+
+    def attention(**changes: Any) -> float:
+        """Seconds of a layer, beyond those of a window so short that next to nothing is visible."""
+        model = asked.model.model_copy(update=changes)
+        on = CostModel(model, asked.cluster, asked.recipe, SHOAL, calibration.find(asked.cluster))
+        seconds = on.layer(LayerShare(4096, 4096.0, 1, 4096, 1, 1, False))
+        return seconds.forward + seconds.backward
+
+    nothing = attention(window=1)
+    whole, half = attention() - nothing, attention(window=1024) - nothing
+    pairs = (1024 * 1025 / 2 + 3072 * 1024) / (4096 * 4097 / 2)
+    fused, flash = calibration.HOPPER.fused, calibration.HOPPER.flash
+    slower = (fused.forward / flash.forward, fused.backward / flash.backward)
+    assert min(slower) * pairs * 0.99 < half / whole < max(slower) * pairs * 1.01
+    # In half of the layers: the average of the two.
+    some = attention(window=1024, window_layers=tuple(range(8))) - nothing
+    assert some == pytest.approx((whole + half) / 2)

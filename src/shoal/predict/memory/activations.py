@@ -114,10 +114,6 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     gathered = c * model.hidden * tokens if work.sp else 0.0
     opening = parts.all + stream + gathered + c * inner
     working = _working(model, parts, stream, c * inner, values, work)
-    if window and work.recompute != "none" and work.stack.attention != "unfused":
-        # Attention's forward pass, as it is repeated: who sees whom, as truth values too.
-        seen = parts.norm + parts.entered + parts.attention + tokens * work.seq
-        working = (BlockPeak(seen + stream, 0), *working)
     if gathered and work.rows > 1 and work.recompute == "none":
         # Ranks send their parts of all sequences one after the other: they are put in order. Where the forward pass is
         # repeated, that comes later.
@@ -198,8 +194,10 @@ def _attention(model: Model, window: bool, work: BlockWorkload) -> float:
     c, stack = work.compute, work.stack
     query, key, value = _widths(model, work.tp)
     heads, normed = even_share(model.heads, work.tp), query + key
+    # A window's kernel keeps no scores, shares keys in every precision and answers token by token.
+    varlen = window and stack.attention == "flash" and model.latent is None
     if model.latent is None:
-        if repeats_keys(c):
+        if repeats_keys(c) and not varlen:
             key = value = query
         kept: float = c * (query + key + value + query) + 4 * heads  # queries, keys, values, result, ln Σ exp
         if stack.joined and model.positions == "rotary":
@@ -214,13 +212,11 @@ def _attention(model: Model, window: bool, work: BlockWorkload) -> float:
     if model.qk_norm:
         kept += _norm(normed, work) + work.wide * (heads + even_share(model.kv_heads, work.tp) - 1)
     by_head = stack.kernel == "fused" and not answers_by_token(work.cpu, c)
-    if (work.cpu or by_head) and model.positions == "rotary" and heads > 1:
+    if (work.cpu or by_head) and not varlen and model.positions == "rotary" and heads > 1:
         # Turned back, several heads are a copy.
         kept += c * (query if model.latent is None else value)
     if stack.attention == "unfused":
         kept += (2 * c + 1) * heads * work.seq  # scores, dropped scores and which were dropped
-    elif window:
-        kept += c * work.seq  # who sees whom, as it is added to the scores
     return kept * work.tokens
 
 

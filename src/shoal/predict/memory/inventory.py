@@ -57,7 +57,7 @@ class InFlight(NamedTuple):
     """What a micro-batch in flight holds of one stage, in bytes."""
 
     blocks: float
-    others: float  # tables of rotary positions; the final norm and its result
+    others: float  # tables of rotary positions; the embedding's dropout; the final norm and its result
     logits: float
     casts: float  # the blocks' weights in the compute precision, where autograd keeps them
     head_cast: float  # and the head's
@@ -117,7 +117,7 @@ class RankInventory:
         micro, hidden = self.micro_batch, self.workload.model.hidden
         kinds = [(run.layers, micro.blocks[run.experts, run.window]) for run in stage.runs]
         blocks = sum(layers * one.resting for layers, one in kinds)
-        others = micro.tables + (micro.norm if stage.last else 0.0)
+        others = micro.tables + (micro.norm if stage.last else 0.0) + (micro.dropped if stage.first else 0.0)
         messages = 0.0
         if self.workload.layout.pp > 1:
             if not stage.first and kinds[0][1].held_input:

@@ -29,6 +29,7 @@ class MicroBatchBytes(NamedTuple):
     norm_backward: float  # and the fullest moment of its backward pass
     tables: float  # of rotary positions
     stream: float  # one residual stream
+    dropped: float  # which features of the embedding dropout took away
 
 
 def parameters_are_sharded(workload: Workload) -> bool:
@@ -90,4 +91,5 @@ def _counted(
         norm_backward=norm_backward(model, work),
         tables=hold.wide * rotary * work.tokens if model.positions == "rotary" else 0.0,
         stream=stream,
+        dropped=model.hidden * work.stream if work.dropout or work.stack.dropout else 0.0,
     )

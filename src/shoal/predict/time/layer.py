@@ -14,7 +14,7 @@ from shoal.facts.cluster.stack import Stack
 from shoal.facts.model import Model
 from shoal.facts.precision import compute_width, state_width
 from shoal.facts.recipe import Recipe
-from shoal.predict.flops import attention_flops
+from shoal.predict.flops import attention_flops, attention_kinds
 from shoal.predict.time.kernels import Kernels
 
 
@@ -159,14 +159,21 @@ def layer(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> Se
 
 
 def _attention(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> tuple[float, float]:
+    """Forward and backward, on average over the model's layers."""
     if stack.attention == "unfused":
         # All of the square is computed, and its scores go through memory.
         scores = share.sequences * (model.heads // share.tp) * share.seq**2
         flops = 4.0 * scores * model.head_dim
         move = [kernels.moved(scores * size * stack.fusion) for size in SCORES]
         return kernels.batched(flops) + move[0], 2 * kernels.batched(flops) + move[1]
-    flops = share.tokens * attention_flops(model, 0, share.seq) / share.tp
-    return kernels.attention(stack.kernel, flops, model.head_dim)
+    total = [0.0, 0.0]
+    for layer, windowed, part in attention_kinds(model, share.seq):
+        # Only the pairs that are visible; the vendor's kernel knows no windows (models/varlen.py).
+        kernel = "flash" if windowed and stack.kernel == "fused" else stack.kernel
+        flops = share.tokens * attention_flops(model, layer, share.seq) / share.tp
+        for way, seconds in enumerate(kernels.attention(kernel, flops, model.head_dim)):
+            total[way] += part * seconds
+    return total[0], total[1]
 
 
 def _moved(model: Model, stack: Stack, share: LayerShare) -> Passes:

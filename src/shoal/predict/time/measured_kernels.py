@@ -95,15 +95,23 @@ class MeasuredKernels(Kernels):
             known = self._shapes[key] = max(self.shared * seconds, least)
         return known
 
-    def attended(self, shape: tuple[int, int, int, int, int], flops: float) -> tuple[float, float]:
-        """Forward and backward of causal attention: (head size, heads, key heads, length, sequences)."""
+    def attended(
+        self, shape: tuple[int, int, int, int, int], flops: float, windowed: bool = False
+    ) -> tuple[float, float]:
+        """Forward and backward of causal attention: (head size, heads, key heads, length, sequences).
+
+        Measured is attention without a window. With one it is flash's kernel, slower by as much as its built-in rate is
+        lower.
+        """
         if not self._forward.known:
-            forward, backward = self.attention("fused", flops, shape[0])
+            forward, backward = self.attention("flash" if windowed else "fused", flops, shape[0])
             return self.shared * forward, self.shared * backward
         place = _place(*shape)
+        fused, flash = self.rates.fused, self.rates.flash
+        ahead, back = (fused.forward / flash.forward, fused.backward / flash.backward) if windowed else (1, 1)
         return (
-            self.shared * flops * self._forward.at(place),
-            self.shared * flops * self._backward.at(place),
+            self.shared * flops * ahead * self._forward.at(place),
+            self.shared * flops * back * self._backward.at(place),
         )
 
     def works(self, works: Iterable[OperatorWork]) -> float:

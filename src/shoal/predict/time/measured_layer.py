@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shoal.facts.logits import tokens_at_once
 from shoal.facts.model import Model
-from shoal.predict.flops import attention_flops
+from shoal.predict.flops import attention_flops, attention_kinds
 from shoal.predict.time import operators
 from shoal.predict.time.layer import NONE, LayerShare, Passes, Seconds, head_widths, inner_width, products
 from shoal.predict.time.measured_kernels import MeasuredKernels
@@ -56,10 +56,15 @@ def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
 
 
 def _attention(model: Model, kernels: MeasuredKernels, share: LayerShare) -> tuple[float, float]:
+    """Forward and backward, on average over the model's layers."""
     query, key = head_widths(model, share.tp)
     shape = model.head_dim, query // model.head_dim, key // model.head_dim, share.seq, share.sequences
-    flops = share.tokens * attention_flops(model, 0, share.seq) / share.tp
-    return kernels.attended(shape, flops)
+    total = [0.0, 0.0]
+    for layer, windowed, part in attention_kinds(model, share.seq):
+        flops = share.tokens * attention_flops(model, layer, share.seq) / share.tp
+        for way, seconds in enumerate(kernels.attended(shape, flops, windowed)):
+            total[way] += part * seconds
+    return total[0], total[1]
 
 
 def head(model: Model, kernels: MeasuredKernels, tokens: int, rows: int, held: Passes) -> Seconds:

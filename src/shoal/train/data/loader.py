@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from shoal.facts.targets import IGNORE
+from shoal.models.documents import Documents
 from shoal.train.data.order import sample_indices
 from shoal.train.data.samples import Sample, Samples
 
@@ -32,7 +33,7 @@ class Batch:
     # of dropout follow from. It never restarts at a document: two tokens of a row would then share their
     # dropout, and rotary attention, which sees differences of positions only, would gain nothing.
     positions: torch.Tensor
-    documents: torch.Tensor | None  # int64 [rows, seq] where attention stays within documents
+    documents: Documents | None  # where attention stays within them
     rows: torch.Tensor  # int64 [rows]: each row's position in the global batch
     count: int  # targets to predict; counted here, on the CPU, so that no caller waits for a device
     samples: tuple[int, ...] = ()  # which of all samples the rows are
@@ -42,6 +43,8 @@ class Batch:
         moved: dict[str, Any] = {
             name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()
         }
+        if self.documents is not None:
+            moved["documents"] = self.documents.to(device)
         return replace(self, **moved)
 
 
@@ -139,7 +142,7 @@ def _collate(source: Samples, samples: Sequence[Sample], positions: Sequence[int
     targets = np.stack([sample.targets for sample in samples])
     documents = None
     if source.within_documents:
-        documents = torch.from_numpy(np.stack([sample.documents for sample in samples]))
+        documents = Documents.of(torch.from_numpy(np.stack([sample.documents for sample in samples])))
     return Batch(
         tokens=torch.from_numpy(np.stack([sample.tokens for sample in samples])),
         targets=torch.from_numpy(targets),

@@ -120,8 +120,8 @@ def _mark(tracker: MemoryTracker, step: Step, batches: Sequence[Batch]) -> None:
     """What the tracker cannot tell by where it was made."""
     pieces = step.pieces
     for batch in batches:
-        tensors = (batch.tokens, batch.targets, batch.positions, batch.documents)
-        tracker.mark((tensor for tensor in tensors if tensor is not None), "activations")
+        ends = [] if batch.documents is None else [batch.documents.ends]
+        tracker.mark((batch.tokens, batch.targets, batch.positions, *ends), "activations")
     for name, part in step.placed.weights:
         tracker.mark([part.local], "params", module_of(name))
     for piece in pieces:

@@ -1,0 +1,229 @@
+"""Attention document by document, and where a window is shorter than one, block by block: never all of a row's square.
+
+For devices and precisions without a variable-length kernel. A block is one call of the fused kernel that a CPU's SDPA
+uses, or, elsewhere (fp32 and fp64 on a GPU), a few plain products over some queries at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Queries that the plain products take at once: their scores are all that is ever held of the square.
+QUERIES_AT_ONCE = 256
+
+
+class Block(NamedTuple):
+    """Queries [begin, begin + blocks·size), in so many blocks; the i-th sees keys [keys + i·size, … + reach)."""
+
+    begin: int
+    blocks: int
+    size: int
+    keys: int
+    reach: int
+    banded: bool  # or causal: queries and keys are then the same tokens
+
+
+class Part(NamedTuple):
+    """Views of one block's tensors, [blocks, heads, size, head_dim], and what is added to its scores."""
+
+    block: Block
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None  # None: causal
+
+
+def cut(ends: list[int], window: int | None) -> Iterator[Block]:
+    """Blocks for documents between these cumulative lengths."""
+    for start, stop in pairwise(ends):
+        length = stop - start
+        first = length if window is None else min(window, length)
+        yield Block(start, 1, first, start, first, banded=False)
+        if window is None or first == length:
+            continue
+        # All later queries see ``window`` keys: a block of as many queries touches twice as many keys.
+        count, rest = divmod(length - window, window)
+        if count:
+            yield Block(start + window, count, window, start, 2 * window, banded=True)
+        if rest:
+            begin = stop - rest
+            yield Block(begin, 1, rest, begin - window, window + rest, banded=True)
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, ends: list[int], window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Of [tokens, heads, head_dim]: the result, laid out alike, and ln Σ exp of the scores [heads, tokens]."""
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    logarithms = query.new_empty(query.shape[1], query.shape[0], dtype=logarithm_dtype(query))
+    for part in _parts(query, key, value, ends, window):
+        mixed, logarithm = _forward(part, scale)
+        _queries(output, part.block).copy_(mixed)
+        _columns(logarithms, part.block).copy_(logarithm)
+    return output, logarithms
+
+
+def backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logarithms: Tensor,
+    ends: list[int],
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, each laid out token by token."""
+    queries = torch.empty_like(query, memory_format=torch.contiguous_format)
+    # Blocks of a window share keys, so their gradients are added up.
+    keys, values = (torch.zeros_like(one, memory_format=torch.contiguous_format) for one in (key, value))
+    for part in _parts(query, key, value, ends, window):
+        block = part.block
+        found = _backward(
+            part,
+            _queries(gradient, block),
+            _queries(output, block),
+            _columns(logarithms, block).contiguous(),
+            scale,
+        )
+        _queries(queries, block).copy_(found[0])
+        for total, piece in ((keys, found[1]), (values, found[2])):
+            shared = piece.unflatten(1, (key.shape[1], -1)).sum(2) if piece.shape[1] > key.shape[1] else piece
+            for number, each in enumerate(shared):
+                first = block.keys + number * block.size
+                total[first : first + block.reach] += each.transpose(0, 1)
+    return queries, keys, values
+
+
+def on_cpu(query: Tensor) -> bool:
+    """Whether a CPU's fused kernel computes a block, and not plain products."""
+    return query.device.type == "cpu"
+
+
+def logarithm_dtype(query: Tensor) -> torch.dtype:
+    return torch.promote_types(query.dtype, torch.float32)
+
+
+def _parts(query: Tensor, key: Tensor, value: Tensor, ends: list[int], window: int | None) -> Iterator[Part]:
+    band = (
+        None if window is None else _band(window, max(stop - start for start, stop in pairwise(ends)), query)
+    )
+    shared = query.shape[1] // key.shape[1]
+    for block in cut(ends, window):
+        keys, values = (_keys(one, block) for one in (key, value))
+        if shared > 1:
+            # The kernels want a key head for each query head; copied for this block alone.
+            keys, values = (one.repeat_interleave(shared, dim=1) for one in (keys, values))
+        mask = band[: block.size, : block.reach] if block.banded and band is not None else None
+        yield Part(block, _queries(query, block), keys, values, mask)
+
+
+def _band(window: int, longest: int, like: Tensor) -> Tensor | None:
+    """What is added to a block's scores [window, 2·window]: key j is visible to query i where i < j ≤ i + window."""
+    if longest <= window:
+        return None
+    size = min(window, longest - window)
+    row = torch.arange(size, device=like.device)[:, None]
+    column = torch.arange(window + size, device=like.device)
+    hidden = (column <= row) | (column > row + window)
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+
+
+def _queries(tokens: Tensor, block: Block) -> Tensor:
+    """[tokens, heads, head_dim] → a view [blocks, heads, size, head_dim] of a block's queries."""
+    mine = tokens[block.begin : block.begin + block.blocks * block.size]
+    return mine.unflatten(0, (block.blocks, block.size)).transpose(1, 2)
+
+
+def _keys(tokens: Tensor, block: Block) -> Tensor:
+    """The same of its keys; blocks that share some are views of the same memory."""
+    stop = block.keys + (block.blocks - 1) * block.size + block.reach
+    return tokens[block.keys : stop].unfold(0, block.reach, block.size).transpose(2, 3)
+
+
+def _columns(logarithms: Tensor, block: Block) -> Tensor:
+    """[heads, tokens] → a view [blocks, heads, size]."""
+    mine = logarithms[:, block.begin : block.begin + block.blocks * block.size]
+    return mine.unflatten(1, (block.blocks, block.size)).transpose(0, 1)
+
+
+def _forward(part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    if on_cpu(part.query):
+        # Private, but it is what SDPA calls on a CPU, and SDPA itself keeps the logarithms to itself.
+        mixed, logarithm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            part.query, part.key, part.value, 0.0, part.mask is None, attn_mask=part.mask, scale=scale
+        )
+        return mixed, logarithm
+    return plain_forward(part.query, part.key, part.value, part.mask, scale)
+
+
+def _backward(
+    part: Part, gradient: Tensor, output: Tensor, logarithm: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if on_cpu(part.query):
+        query, key, value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(gradient, part.query, part.key, part.value, output, logarithm, 0.0, part.mask is None),
+            attn_mask=part.mask,
+            scale=scale,
+        )
+        return query, key, value
+    return plain_backward(gradient, part.query, part.key, part.value, output, logarithm, part.mask, scale)
+
+
+def plain_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As the fused kernel: the result, and ln Σ exp of each query's scores."""
+    mixed, logarithms = [], []
+    for first in range(0, query.shape[2], QUERIES_AT_ONCE):
+        scores = _scores(query, key, mask, scale, first)
+        logarithm = scores.logsumexp(-1)
+        logarithms.append(logarithm)
+        weights = scores.sub_(logarithm[..., None]).exp_()
+        mixed.append(weights.to(value.dtype) @ value[:, :, : scores.shape[-1]])
+    return torch.cat(mixed, 2), torch.cat(logarithms, 2)
+
+
+def plain_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logarithm: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights are made again from the scores and their logarithms."""
+    queries, keys, values = (torch.zeros_like(one) for one in (query, key, value))
+    for first in range(0, query.shape[2], QUERIES_AT_ONCE):
+        rows = slice(first, first + QUERIES_AT_ONCE)
+        scores = _scores(query, key, mask, scale, first)
+        seen = slice(0, scores.shape[-1])
+        weights = scores.sub_(logarithm[:, :, rows, None]).exp_().to(value.dtype)
+        mine = gradient[:, :, rows]
+        values[:, :, seen] += weights.transpose(2, 3) @ mine
+        inner = (mine * output[:, :, rows]).sum(-1, keepdim=True)
+        change = (mine @ value[:, :, seen].transpose(2, 3)).sub_(inner).mul_(weights).mul_(scale)
+        queries[:, :, rows] = change @ key[:, :, seen]
+        keys[:, :, seen] += change.transpose(2, 3) @ query[:, :, rows]
+    return queries, keys, values
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, first: int) -> Tensor:
+    """Of some queries from ``first`` on; where nothing is masked, causal: with the keys up to the last of them."""
+    some = query[:, :, first : first + QUERIES_AT_ONCE]
+    count = some.shape[2]
+    if mask is not None:
+        scores = (some @ key.transpose(2, 3)).to(logarithm_dtype(query)).mul_(scale)
+        return scores.add_(mask[first : first + count])
+    last = first + count
+    scores = (some @ key[:, :, :last].transpose(2, 3)).to(logarithm_dtype(query)).mul_(scale)
+    future = torch.ones(count, last, dtype=torch.bool, device=query.device).triu_(first + 1)
+    return scores.masked_fill_(future, -torch.inf)

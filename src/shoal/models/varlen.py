@@ -1,0 +1,175 @@
+"""Variable-length attention: causal within documents and windows, as one operator that keeps no mask and no scores.
+
+An operator of our own around torch's kernels, and not ``torch.nn.attention.varlen``, for three reasons. That function
+takes the number of documents and the longest as a shape and a number, so that a compiled block would be compiled anew
+for each batch; here they are read from a tensor on the host, which no compiler looks into. In torch 2.11 it does not
+say that heads may share keys, which its kernel can. And it has no kernel for CPUs and wide precisions: this operator
+keeps the same tensors everywhere, so that a dry run shows what a GPU would hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.models import attention_blocks
+from shoal.models.documents import Documents
+
+
+def attend_within(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, window: int | None, scale: float
+) -> Tensor:
+    """Softmax attention of [B, heads, T, head_dim], by index: up to itself, in its document, within the window."""
+    rows, _, length, _ = query.shape
+    # Token by token: a projection's own layout, and the one that variable-length kernels read.
+    flat = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
+    ends, sizes = (None, None) if documents is None else (documents.ends, documents.sizes)
+    mixed, _ = _attend(*flat, ends, sizes, length, window, scale)
+    output: Tensor = mixed.unflatten(0, (rows, length)).transpose(1, 2)
+    return output
+
+
+def flash_kernel(query: Tensor) -> bool:
+    """Whether FlashAttention's variable-length kernel computes this; else it is block by block.
+
+    Per layer on an H200 (4 × 4096 tokens, 32/8 heads of 64, forward and backward): documents of 700 tokens take it
+    1.30 ms, flex attention 1.52 and a dense mask 7.5. It knows windows, so flex attention (1.82 ms at a window of
+    1,024; its mask 1.9 to 7.6 ms a batch; no backward on CPUs or in fp64) would be a second path for nothing.
+    ``benchmarks/attention.py`` holds them against each other. The kernel is for 16 bits, head sizes that are multiples
+    of 8 up to 256, and CUDA (on AMD it lays its logarithms out in another way).
+    """
+    head_dim = query.shape[-1]
+    narrow = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and torch.version.hip is None and narrow and head_dim % 8 == 0 and head_dim <= 256
+
+
+@torch.library.custom_op("shoal::attend_within", mutates_args=())
+def _attend(
+    query: Tensor,  # [tokens, heads, head_dim]
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor | None,  # see Documents; None: rows are one document each
+    sizes: Tensor | None,
+    length: int,  # of a row
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The result, laid out as the queries, and ln Σ exp of the scores, [heads, tokens]."""
+    if not flash_kernel(query):
+        return attention_blocks.forward(
+            query, key, value, _host_ends(query, ends, sizes, length), window, scale
+        )
+    lengths, longest = _device_ends(query, ends, sizes, length)
+    # Private, as is the backward kernel below: what torch.nn.attention.varlen itself calls, alike in 2.11 to 2.13.
+    output, logarithms, *_ = torch.ops.aten._flash_attention_forward(
+        *(query, key, value, lengths, lengths, longest, longest, 0.0, window is None),
+        return_debug_mask=False,
+        scale=scale,
+        **_reach(window),
+    )
+    return output, logarithms
+
+
+@_attend.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor | None,
+    sizes: Tensor | None,
+    length: int,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    logarithms = query.new_empty(
+        query.shape[1], query.shape[0], dtype=attention_blocks.logarithm_dtype(query)
+    )
+    return torch.empty_like(query, memory_format=torch.contiguous_format), logarithms
+
+
+@torch.library.custom_op("shoal::attend_within_backward", mutates_args=())
+def _attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logarithms: Tensor,
+    ends: Tensor | None,
+    sizes: Tensor | None,
+    length: int,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not flash_kernel(query):
+        host = _host_ends(query, ends, sizes, length)
+        return attention_blocks.backward(gradient, query, key, value, output, logarithms, host, window, scale)
+    lengths, longest = _device_ends(query, ends, sizes, length)
+    # Nothing is dropped, so no random state is read; the kernel asks for one of this type nevertheless.
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    unused = torch.empty(0, device=query.device)
+    queries, keys, values = torch.ops.aten._flash_attention_backward(
+        *(gradient, query, key, value, output, logarithms, lengths, lengths, longest, longest),
+        *(0.0, window is None, state, unused),
+        scale=scale,
+        **_reach(window),
+    )
+    return queries, keys, values
+
+
+@_attend_backward.register_fake
+def _(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logarithms: Tensor,
+    ends: Tensor | None,
+    sizes: Tensor | None,
+    length: int,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys, values = (
+        torch.empty_like(one, memory_format=torch.contiguous_format) for one in (query, key, value)
+    )
+    return queries, keys, values
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ends, sizes, *numbers = inputs
+    ctx.save_for_backward(query, key, value, *output, ends, sizes)
+    ctx.numbers = numbers
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    found = _attend_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
+    return *found, None, None, None, None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _reach(window: int | None) -> dict[str, int]:
+    """How far back and ahead the kernel lets a token see, itself not counted; −1: without end."""
+    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+
+
+def _host_ends(query: Tensor, ends: Tensor | None, sizes: Tensor | None, length: int) -> list[int]:
+    """Cumulative lengths of the documents. On a GPU, in fp32 or fp64, this waits for it."""
+    if ends is None or sizes is None:
+        return list(range(0, query.shape[0] + 1, length))
+    found: list[int] = ends[: int(sizes[0]) + 1].tolist()
+    return found
+
+
+def _device_ends(query: Tensor, ends: Tensor | None, sizes: Tensor | None, length: int) -> tuple[Tensor, int]:
+    """The same where the tokens are, and the longest; nothing here waits for the device."""
+    if ends is None or sizes is None:
+        tokens = query.shape[0]
+        return torch.arange(0, tokens + 1, length, dtype=torch.int32, device=query.device), length
+    count, longest = sizes.tolist()
+    return ends[: count + 1], longest
