@@ -12,6 +12,7 @@ from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.models.decoder import Network
 from shoal.models.initial import Slice
 from shoal.parallel import tensor
+from shoal.parallel.compile import CompiledBlocks
 from shoal.parallel.execute import Executor
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pipeline import my_stages
@@ -38,6 +39,7 @@ class Placed:
     shared: SharedGradients
     executor: Executor
     exact: StrictReducer | None  # in strict mode
+    compiled: CompiledBlocks | None  # None: blocks run eager
 
 
 def apply(
@@ -49,11 +51,13 @@ def apply(
     reduce_dtype: torch.dtype | None = None,
     strict: bool = False,
     group_of: GroupOf | None = None,
+    compile_with: str | None = None,
 ) -> Placed:
     """Place a network that was built on the meta device; ``fill`` gives the parameters held here their values.
 
     No rank ever holds more than its part. ``reduce_dtype`` is the type gradients travel in, None for their own.
-    ``group_of``: to which group a parameter belongs, if not to those of the layout.
+    ``group_of``: to which group a parameter belongs, if not to those of the layout. ``compile_with``: torch.compile's
+    backend for the blocks, None to run them eager.
     """
     layout, model = mesh.layout, network.shape
     compute = network.model.compute
@@ -70,6 +74,7 @@ def apply(
             tensor.split(segment.network, model, layout.tp, mesh.coords["tp"], group, layout.sp)
 
     recompute(blocks, layout.recompute)
+    compiled = None if compile_with is None else CompiledBlocks(blocks, layout.recompute, compile_with)
 
     # Shard or replicate, group by group: who holds, sums and updates what among the data ranks.
     fully = layout.fsdp > 1 and layout.zero == 3
@@ -104,4 +109,4 @@ def apply(
     executor = Executor(segments, mesh, exact or gradients, split_backward)
     # There a sum of two has one rounding, as where both are on one rank.
     shared = SharedGradients(model, mesh, own_head, None if strict else reduce_dtype)
-    return Placed(segments, slices, exact or gradients, shared, executor, exact)
+    return Placed(segments, slices, exact or gradients, shared, executor, exact, compiled)
