@@ -1,4 +1,4 @@
-"""Compiled blocks: the same numbers as eager ones, one graph for all layers, and what they keep as ``facts`` lists it."""
+"""Compiled blocks: the numbers of eager ones, one graph for all layers, and kept is what ``facts`` lists."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def place(
 ) -> Placed:
     network = build(model, dropout, compute=compute or dtype, dtype=dtype)
     mesh = Mesh(Layout.parse(layout), 0, torch.device("cpu"))
-    return apply(
-        network, mesh, TuneSection(), partial(fill, model=model, seed=0), SEQ, compile_with=backend
-    )
+    return apply(network, mesh, TuneSection(), partial(fill, model=model, seed=0), SEQ, compile_with=backend)
 
 
 def rows(model: Model, count: int = ROWS, documents: bool = False, dropout: bool = False) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""Whether a job's blocks are compiled and, where they are not, why: decided once, for the engine and for predictions."""
+"""Whether a job's blocks are compiled and, where not, why: decided once, for the engine and for predictions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def compilation(
     if not wanted:
         return Compilation(False)
     if strict:
-        return Compilation(False, "strict mode runs eager: a fused kernel rounds as its shape and device have it")
+        return Compilation(
+            False, "strict mode runs eager: a fused kernel rounds as its shape and device have it"
+        )
     if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD:
         # A compiled block is one node of autograd's graph, and its backward pass one piece.
         return Compilation(

@@ -74,7 +74,9 @@ def apply(
             tensor.split(segment.network, model, layout.tp, mesh.coords["tp"], group, layout.sp)
 
     recompute(blocks, layout.recompute)
-    compiled = None if compile_with is None else CompiledBlocks(blocks, layout.recompute, compile_with)
+    compiled = None
+    if compile_with is not None:
+        compiled = CompiledBlocks(blocks, layout.recompute, compile_with, mesh.group("tp"))
 
     # Shard or replicate, group by group: who holds, sums and updates what among the data ranks.
     fully = layout.fsdp > 1 and layout.zero == 3
@@ -106,7 +108,7 @@ def apply(
 
     # In strict mode a weight's gradient is taken where autograd gives it, micro-batch by micro-batch.
     split_backward = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and not strict
-    executor = Executor(segments, mesh, exact or gradients, split_backward)
+    executor = Executor(segments, mesh, exact or gradients, split_backward, compiled is not None)
     # There a sum of two has one rounding, as where both are on one rank.
     shared = SharedGradients(model, mesh, own_head, None if strict else reduce_dtype)
     return Placed(segments, slices, exact or gradients, shared, executor, exact, compiled)

@@ -7,8 +7,9 @@ lists. Everything else is elementwise and is computed again inside the kernels o
 Blocks are alike but for their weights, which are inputs of the graph: it is traced once and serves all layers. Around
 ``forward`` and not around the module, so that hooks, such as FSDP's, stay outside.
 
-If compilation fails on a rank, that rank runs eager from then on and says why. Its peers need not follow: eager and
-compiled blocks issue the same collectives in the same order.
+If compilation fails on a rank, that rank runs eager from then on and says why. Most of its peers need not follow, for
+nothing is sent inside of their blocks. Ranks of a tensor group do: compiled blocks repeat less in their backward pass
+than eager ones, so these ranks agree on each block when they first meet it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -59,15 +61,28 @@ Forward = Callable[..., Tensor]
 class CompiledBlocks:
     """The compiled blocks of a rank, and what became of them."""
 
-    def __init__(self, blocks: list[nn.Module], kind: Recompute, backend: str | Callable[..., Any]) -> None:
-        """From now on these blocks run compiled. ``forward`` of each is eager, with recomputation applied."""
+    # Compiled or not, a block's collectives are counted as they are issued (``observe/collectives.py``): a graph calls
+    # them through torch's dispatcher, one by one.
+
+    def __init__(
+        self,
+        blocks: list[nn.Module],
+        kind: Recompute,
+        backend: str,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """From now on these blocks run compiled. ``forward`` of each is eager, with recomputation applied.
+
+        ``group``: the ranks that meet inside of the blocks.
+        """
         _settings()
+        self.group = group
         self.problem: str | None = None  # why blocks run eager after all
         self.seconds = 0.0  # that compilation took, first runs included
         self.shapes: set[torch.Size] = set()
-        self._met: set[tuple[torch.Size, bool]] = set()
+        self._met: set[tuple[nn.Module, torch.Size, bool]] = set()
         self._compiled: Forward = torch.compile(
-            partial(_checkpointed, _context(kind)), backend=backend, dynamic=False, fullgraph=True
+            partial(_checkpointed, CONTEXTS[kind]), backend=backend, dynamic=False, fullgraph=True
         )
         for block in blocks:
             block.forward = partial(self._run, block, type(block).forward, block.forward)
@@ -75,17 +90,28 @@ class CompiledBlocks:
     def _run(self, block: nn.Module, plain: Forward, eager: Forward, hidden: Tensor, *others: Any) -> Tensor:
         if self.problem is not None or not self._takes(hidden.shape):
             return eager(hidden, *others)
-        met = hidden.shape, torch.is_grad_enabled()
+        if (key := (block, hidden.shape, torch.is_grad_enabled())) in self._met:
+            return self._compiled(plain, block, hidden, *others)
+        self._met.add(key)
         began = time.perf_counter()
         try:
-            return self._compiled(plain, block, hidden, *others)
+            output = self._compiled(plain, block, hidden, *others)
         except _compiler_errors() as error:
             self.problem = _first_line(error)
-            return eager(hidden, *others)
-        finally:
-            if met not in self._met:
-                self._met.add(met)
-                self.seconds += time.perf_counter() - began
+            # What peers receive in their forward pass it sends as well.
+            output = eager(hidden, *others)
+        self.seconds += time.perf_counter() - began
+        return output if self._agreed(hidden.device) else eager(hidden, *others)
+
+    def _agreed(self, device: torch.device) -> bool:
+        """Whether all ranks that meet in the block go on in the same way; they do once none is compiled."""
+        if self.group is None:
+            return True
+        failed = torch.tensor(int(self.problem is not None), device=device)
+        dist.all_reduce(failed, group=self.group)
+        if failed and self.problem is None:
+            self.problem = "another rank of the tensor group could not compile"
+        return not failed
 
     def _takes(self, shape: torch.Size) -> bool:
         """Shapes that are trained on. Others, such as those of a text that grows by a token at a time, run eager."""
@@ -102,17 +128,25 @@ def _checkpointed(context: dict[str, Any], plain: Forward, block: nn.Module, *ar
     return output
 
 
-def _context(kind: Recompute) -> dict[str, Any]:
-    if not KEPT[kind]:
-        return {}  # a block's input alone
-    return {"context_fn": partial(create_selective_checkpoint_contexts, partial(_keep, KEPT[kind]))}
+def _keeping(kept: frozenset[str]) -> Callable[[], Any]:
+    """A context of checkpointing: of what a block computes it keeps the results of these operators."""
+
+    def keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+        found = operator.name() in kept
+        return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def context() -> Any:
+        return create_selective_checkpoint_contexts(keep)
+
+    # By this torch's cache on disk knows that a policy is the one it was compiled with.
+    vars(context)["cache_hash"] = " ".join(sorted(kept))
+    return context
 
 
-def _keep(
-    kept: frozenset[str], context: Any, operator: Any, *arguments: Any, **options: Any
-) -> CheckpointPolicy:
-    found = operator.name() in kept
-    return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
+# For ``full``, which keeps a block's input alone, it takes none.
+CONTEXTS: dict[Recompute, dict[str, Any]] = {
+    kind: {"context_fn": _keeping(kept)} if kept else {} for kind, kept in KEPT.items()
+}
 
 
 def _settings() -> None:
@@ -123,11 +157,34 @@ def _settings() -> None:
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
     functorch: Any = torch._functorch.config
-    if hasattr(functorch, "force_non_lazy_backward_lowering"):
+    for name in (
         # With the forward pass: an error in a backward pass would come when it is too late to run eager.
-        functorch.force_non_lazy_backward_lowering = True
+        "force_non_lazy_backward_lowering",
+        # What is kept on disk are graphs and kernels. Functions of autograd are in a graph with all that they do.
+        "enable_autograd_cache",
+        "autograd_cache_allow_custom_autograd_functions",
+    ):
+        if hasattr(functorch, name):
+            setattr(functorch, name, True)
     # It warns that a region whose policy it is given must not change tensors in place. Blocks do not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
+class CacheCounts(NamedTuple):
+    """Graphs of this process that were found compiled on disk, and those that were not."""
+
+    hits: int
+    misses: int
+
+
+def cache_counts() -> CacheCounts:
+    """As torch counts them, in a place that is private to it (2.11 to 2.13)."""
+    from torch._dynamo.utils import counters
+
+    graphs = counters["inductor"]
+    return CacheCounts(
+        graphs["fxgraph_cache_hit"], graphs["fxgraph_cache_miss"] + graphs["fxgraph_cache_bypass"]
+    )
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:

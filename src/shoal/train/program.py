@@ -70,7 +70,9 @@ def assemble(
     compile_with: str | None = None,
 ) -> Step:
     """The network, placed, with its optimizer: all of a rank's computation, whatever data it is given."""
-    placed = apply(network, mesh, tune, fill, recipe.seq, reduce_dtype(recipe), strict, compile_with=compile_with)
+    placed = apply(
+        network, mesh, tune, fill, recipe.seq, reduce_dtype(recipe), strict, compile_with=compile_with
+    )
     optimizer = optimizers.build(placed.gradients.pieces, recipe)
     scale = optimizers.LossScale.for_precision(recipe.precision)
     return Step(placed, optimizer, recipe, mesh, scale)

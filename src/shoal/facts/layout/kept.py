@@ -48,7 +48,10 @@ def kept_tensors(
         found += [KeptTensor(place, size) for place, size in zip(PROJECTED, (query, key), strict=True)]
     found += [KeptTensor(QUERIES, query), KeptTensor(KEYS, key), KeptTensor(VALUES, key)]
     if kind == "none":
-        found += [KeptTensor(ATTENDED, query), KeptTensor(LOG_SUM, max(LOG_SUM_BYTES, compute // 8 * 8) * heads)]
+        found += [
+            KeptTensor(ATTENDED, query),
+            KeptTensor(LOG_SUM, max(LOG_SUM_BYTES, compute // 8 * 8) * heads),
+        ]
     if not model.parallel_residual:
         # What the second norm reads, less the block's input. In parallel both norms read that.
         found.append(KeptTensor(OUT, compute * model.hidden, of_stream=True))
