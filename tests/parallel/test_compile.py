@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from shoal.facts.config import TuneSection
 from shoal.facts.layout import RECOMPUTES, Layout, Recompute
 from shoal.facts.layout.kept import kept_tensors
 from shoal.facts.model import Model
+from shoal.models.attention import attend
 from shoal.models.decoder import build
 from shoal.models.initial import fill
 from shoal.models.rotary import tables
@@ -99,32 +101,72 @@ def compiled(placed: Placed) -> None:
     assert placed.compiled is not None and placed.compiled.problem is None
 
 
-def test_inductor_computes_what_eager_blocks_do() -> None:
-    """The compiler that is used, once, with all that a block may have in it."""
-    model = Model(**{**SHAPE, **QWEN3})
-    batches = [rows(model, documents=True, dropout=True)]
-    expected = step(place(model, None, dropout=0.1), batches)
-    placed = place(model, "inductor", dropout=0.1)
-    found = step(placed, batches)
+def test_layers_share_graphs_but_for_their_windows() -> None:
+    """And texts that grow token by token, or an evaluation's last rows, are not compiled at all."""
+    model = Model(**{**SHAPE, "layers": 4, "window": 5, "window_layers": (1, 3)})
+    placed = place(model, "aot_eager")
+    step(placed, [rows(model)])
     compiled(placed)
-    assert counters["stats"]["unique_graphs"] == 1
-    for ours, theirs in zip(found, expected, strict=True):
-        assert_close(ours, theirs, 1e-6)
+    assert counters["stats"]["unique_graphs"] == 2
+    placed.executor.forward_only([rows(model)])
+    assert counters["stats"]["unique_graphs"] == 4
+    placed.executor.forward_only([rows(model, count=1)])
+    for length in range(3, 8):
+        written = rows(model, count=1)
+        text = MicroBatch(written.tokens[:, :length], written.positions[:, :length], None, None, None)
+        placed.executor.scores(text, length - 1)
+    step(placed, [rows(model)])
+    assert counters["stats"]["unique_graphs"] == 4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_compiled_block_keeps_and_computes(family: str) -> None:
-    """In every kind of recomputation. The partitioner is the one of torch's own compiler; only kernels are eager."""
-    model = Model(**{**SHAPE, **FAMILIES[family]})
+def test_what_cannot_be_compiled_runs_eager() -> None:
+    model = Model(**SHAPE)
+    expected = step(place(model, None), [rows(model)])
+    placed = place(model, "aot_eager")
+    for segment in placed.segments:
+        for block in segment.network.model.layers.values():
+            block.self_attn.attend = untraceable
+    losses, gradients = step(placed, [rows(model)])
+    assert placed.compiled is not None and placed.compiled.problem is not None
+    assert "\n" not in placed.compiled.problem
+    assert torch.equal(losses[0], expected[0][0])
+    assert all(map(torch.equal, gradients, expected[1]))
+
+
+def untraceable(*arguments: Any, **named: Any) -> Tensor:
+    torch._dynamo.graph_break()
+    return attend(*arguments, **named)
+
+
+@dataclass(frozen=True)
+class Kept:
+    family: str
+    kinds: tuple[Recompute, ...] = ("none",)
+    compute: torch.dtype = torch.float32
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Kept("llama", RECOMPUTES),
+        Kept("qwen3", compute=torch.bfloat16),
+        Kept("gpt2"),
+        Kept("neox", ("selective",)),
+    ],
+    ids=lambda case: case.family,
+)
+def test_what_a_compiled_block_keeps_and_computes(case: Kept) -> None:
+    """The partitioner is the one of torch's own compiler; only kernels are eager. Weights rest in fp32."""
+    model = Model(**{**SHAPE, **FAMILIES[case.family]})
     batches = [rows(model, dropout=True)]
-    expected = step(place(model, None, dropout=0.1), batches)
-    for kind in RECOMPUTES:
-        placed = place(model, "aot_eager", f"recompute={kind}", dropout=0.1)
+    expected = step(place(model, None, dropout=0.1, compute=case.compute), batches)
+    for kind in case.kinds:
+        placed = place(model, "aot_eager", f"recompute={kind}", dropout=0.1, compute=case.compute)
         found = step(placed, batches)
         compiled(placed)
         for ours, theirs in zip(found, expected, strict=True):
-            assert_close(ours, theirs, 1e-6)
-        assert saved(placed, batches[0]) == listed(model, kind, 4), kind
+            assert_close(ours, theirs, 1e-6 if case.compute == torch.float32 else 0.05)
+        assert saved(placed, batches[0]) == listed(model, kind, case.compute.itemsize), kind
 
 
 def saved(placed: Placed, batch: MicroBatch) -> list[int]:

@@ -82,7 +82,7 @@ class CompiledBlocks:
         self.shapes: set[torch.Size] = set()
         self._met: set[tuple[nn.Module, torch.Size, bool]] = set()
         self._compiled: Forward = torch.compile(
-            partial(_checkpointed, CONTEXTS[kind]), backend=backend, dynamic=False, fullgraph=True
+            partial(_checkpointed, kind), backend=backend, dynamic=False, fullgraph=True
         )
         for block in blocks:
             block.forward = partial(self._run, block, type(block).forward, block.forward)
@@ -120,7 +120,9 @@ class CompiledBlocks:
         return shape in self.shapes
 
 
-def _checkpointed(context: dict[str, Any], plain: Forward, block: nn.Module, *arguments: Any) -> Tensor:
+def _checkpointed(kind: Recompute, plain: Forward, block: nn.Module, *arguments: Any) -> Tensor:
+    # The kind by its name: of two functions with the same code the compiler would take one for the other.
+    context = CONTEXTS[kind]
     # Random numbers are hashes here, so there is no generator whose state would have to be kept.
     output: Tensor = checkpoint(
         plain, block, *arguments, use_reentrant=False, preserve_rng_state=False, **context
