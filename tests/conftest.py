@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -69,8 +70,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_server() -> None:
-    """Workers are forked from one process that has imported torch; see tests/ranks.py."""
+def warm_server(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Workers are forked from one process that has imported torch; see tests/ranks.py.
+
+    What they compile goes to a folder of this session, and not to the user's.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
     ranks.warm()
 
 

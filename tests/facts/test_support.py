@@ -56,7 +56,6 @@ def test_layouts_that_are_not_run(layout: str, what: str, fix: str) -> None:
         {"data": {"mix": [{"source": "a"}]}},
         {"recipe": {"precision": "fp8"}},
         {"recipe": {"states": "int8"}},
-        {"compile": {"enabled": True}},
         *({"track": {tracker: True}} for tracker in ("tensorboard", "wandb", "mlflow", "trackio")),
     ],
 )
@@ -68,7 +67,7 @@ def test_configs_that_are_not_run(tables: dict[str, Any]) -> None:
 
 
 def test_everything_is_refused_at_once() -> None:
-    config = Config.model_validate({"compile": {"enabled": True}, "recipe": {"precision": "fp8"}})
+    config = Config.model_validate({"track": {"wandb": True}, "recipe": {"precision": "fp8"}})
     with pytest.raises(BadInput) as caught:
         support.check(config, PRESETS["deepseek-v3"], Layout.parse("cp=2"))
     assert len(caught.value.problems) == 5

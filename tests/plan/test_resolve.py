@@ -134,13 +134,13 @@ def test_strict_works_on_one_sequence_at_a_time() -> None:
 
 def test_an_unknown_model_and_cluster_do_not_hide_the_rest() -> None:
     found = problems(
-        model={"preset": "tinny"}, cluster={"on": "8xH1000"}, compile={"enabled": True}, layout="cp=2"
+        model={"preset": "tinny"}, cluster={"on": "8xH1000"}, track={"wandb": True}, layout="cp=2"
     )
     said = "\n".join(found)
     for part in (
         "'tinny' is neither a preset",
         "the device 'H1000' is not in the catalogue",
-        "compile.enabled",
+        "track.wandb",
         "layout: cp=2",
     ):
         assert part in said

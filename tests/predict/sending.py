@@ -77,6 +77,7 @@ class Case:
     recipe: dict[str, Any] = field(default_factory=dict)
     tune: dict[str, Any] = field(default_factory=dict)
     logits_at_once: int = logits.LOGITS_AT_ONCE
+    compiled: bool = False
 
     def __str__(self) -> str:
         changed = {**self.model, **self.recipe, **self.tune}
@@ -89,7 +90,7 @@ class Case:
         # Buckets of about a layer, so that there are several.
         tune = TuneSection.model_validate({"bucket_mb": 0.008, **self.tune})
         model = Model.model_validate({**SHAPE, **self.model})
-        return Workload(model, find(f"{layout.world}xcpu"), recipe, layout, tune=tune)
+        return Workload(model, find(f"{layout.world}xcpu"), recipe, layout, tune=tune, compiled=self.compiled)
 
 
 def count(rank: int, world: int, cases: list[Case]) -> list[list[Traffic]]:
@@ -102,8 +103,14 @@ def _counted(rank: int, case: Case) -> list[Traffic]:
     model, recipe, layout = workload.model, workload.recipe, workload.layout
     mesh = Mesh(layout, rank, torch.device("cpu"))
     with patch.object(logits, "LOGITS_AT_ONCE", case.logits_at_once):
+        # Kernels play no part in what is sent; the graphs that send it are those of torch's own compiler.
         step = assemble(
-            blueprint(model, recipe), recipe, workload.tune, mesh, partial(fill, model=model, seed=0)
+            blueprint(model, recipe),
+            recipe,
+            workload.tune,
+            mesh,
+            partial(fill, model=model, seed=0),
+            compile_with="aot_eager" if case.compiled else None,
         )
         share = ROWS // layout.data_ranks
         start = mesh.data_index * share

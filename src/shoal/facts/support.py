@@ -56,8 +56,6 @@ def _in_config(config: Config) -> Iterator[tuple[str, str]]:
         yield 'recipe.precision = "fp8"', 'recipe.precision = "bf16"'
     if config.recipe.states == "int8":
         yield 'recipe.states = "int8"', 'recipe.states = "bf16"'
-    if config.compile.enabled:
-        yield "compile.enabled", "compile.enabled = false"
     for tracker in ("tensorboard", "wandb", "mlflow", "trackio"):
         if getattr(config.track, tracker):
             yield f"track.{tracker}", f"track.{tracker} = false; metrics.jsonl holds every step"

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.facts.cluster.this_machine import usable_threads
+from shoal.launch.compile_cache import use_compile_cache
 from shoal.launch.interfaces import interface_of
 from shoal.parallel import device_context
 from shoal.parallel.mesh import Mesh
@@ -40,6 +41,8 @@ def init_rank(job: Job, rank: int, local_rank: int, store: SignedStore, nodes: i
         device = torch.device("cuda", local_rank % devices)
         device_context.take(device)
         backend = "nccl"
+    if job.compilation.on:
+        use_compile_cache(here)
     if job.layout.world > 1:
         dist.init_process_group(
             backend, store=store.plain, rank=rank, world_size=job.layout.world, timeout=timeout

@@ -104,9 +104,19 @@ def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) 
         run.adopt_memory()
         if run.step():
             console.print(f"resuming {run.path} after step {run.step()}", markup=False)
+        if (line := compile_line(job)) is not None:
+            console.print(line, markup=False)
         run.write_start(job, start, describe_plan(job))
         with run.alive():
             yield
+
+
+def compile_line(job: Job) -> str | None:
+    """What a user is told of compilation; None where it was neither asked for nor usual."""
+    on, why_not = job.compilation
+    if on:
+        return "compiling, about 20 s; later runs and restarts find it in the cache"
+    return f"not compiled: {why_not}" if why_not else None
 
 
 def load_attempt(kind: str) -> type[Any]:

@@ -12,6 +12,7 @@ from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.models.decoder import Network
 from shoal.models.initial import Slice
 from shoal.parallel import tensor
+from shoal.parallel.compile import CompiledBlocks
 from shoal.parallel.execute import Executor
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pipeline import my_stages
@@ -46,6 +47,7 @@ class Placed:
     shared: SharedGradients
     executor: Executor
     exact: StrictReducer | None  # in strict mode
+    compiled: CompiledBlocks | None  # None: blocks run eager
 
     def fill(self, give: Fill) -> None:
         """Give the network values: to the pieces that are updated here, from which all ranks' weights follow."""
@@ -68,12 +70,13 @@ def apply(
     reduce_dtype: torch.dtype | None = None,
     strict: bool = False,
     group_of: GroupOf | None = None,
+    compile_with: str | None = None,
 ) -> Placed:
     """Place a network that was built on the meta device; ``fill`` gives the parameters updated here their values.
 
     The network has the precision that its state is kept in. No rank ever holds more than its part. ``reduce_dtype`` is
-    the type gradients travel in, None for their own.
-    ``group_of``: to which group a parameter belongs, if not to those of the layout.
+    the type gradients travel in, None for their own. ``group_of``: to which group a parameter belongs, if not to those
+    of the layout. ``compile_with``: torch.compile's backend for the blocks, None to run them eager.
     """
     layout, model = mesh.layout, network.shape
     compute, states = network.model.compute, next(network.parameters()).dtype
@@ -96,6 +99,9 @@ def apply(
             tensor.split(segment.network, model, layout.tp, mesh.coords["tp"], group, layout.sp)
 
     recompute(blocks, layout.recompute)
+    compiled = None
+    if compile_with is not None:
+        compiled = CompiledBlocks(blocks, layout.recompute, compile_with, mesh.group("tp"))
 
     # Shard or replicate, group by group: who holds, sums and updates what among the data ranks.
     if fully:
@@ -126,9 +132,9 @@ def apply(
 
     # In strict mode a weight's gradient is taken where autograd gives it, micro-batch by micro-batch.
     split_backward = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and not strict
-    executor = Executor(segments, mesh, exact or gradients, split_backward, strict)
+    executor = Executor(segments, mesh, exact or gradients, split_backward, strict, compiled is not None)
     # There a sum of two has one rounding, as where both are on one rank.
     shared = SharedGradients(model, mesh, own_head, None if strict else reduce_dtype)
-    placed = Placed(segments, gradients.weights(), exact or gradients, shared, executor, exact)
+    placed = Placed(segments, gradients.weights(), exact or gradients, shared, executor, exact, compiled)
     placed.fill(fill)
     return placed

@@ -49,8 +49,12 @@ class Executor:
         gradients: Reducer,
         split_backward: bool,
         strict: bool = False,
+        compiled: bool = False,
     ) -> None:
-        """``split_backward``: whether the schedule's separate weight gradients are really computed apart."""
+        """``split_backward``: whether the schedule's separate weight gradients are really computed apart.
+
+        ``compiled``: whether blocks compile when they are first run.
+        """
         self.segments = {segment.stage.index: segment for segment in segments}
         self.mesh, self.layout = mesh, mesh.layout
         self.gradients = gradients
@@ -60,7 +64,7 @@ class Executor:
         self.channels = Channels(mesh) if self.layout.pp > 1 else None
         # What has been computed before, where that matters.
         self.loaded: set[tuple[torch.Size, bool, bool]] | None = None
-        if self.channels is not None and mesh.device.type == "cuda":
+        if self.channels is not None and (compiled or mesh.device.type == "cuda"):
             self.loaded = set()
         self.heads: list[Head] = [segment.network.lm_head for segment in segments if segment.stage.last]
         self.strict = strict
@@ -140,7 +144,8 @@ class Executor:
         """Compute every stage once, before the first message, wherever a batch of this shape was not computed yet.
 
         CUDA loads a kernel when it is first launched, and for that waits until the device is idle; which it may not
-        be, because a receive that was started ahead waits there for a rank that waits for us. What is computed is
+        be, because a receive that was started ahead waits there for a rank that waits for us. And stages compile their
+        blocks at the same time here; in a step each would begin when the one before is done. What is computed is
         thrown away: all ranks of a stage take part in its sums, and the step then starts anew.
         """
         kind = (batch.tokens.shape, torch.is_grad_enabled(), place is None)
@@ -168,7 +173,8 @@ class Executor:
         if torch.is_grad_enabled():
             self.gradients.finish_step()
             self.gradients.start_step()
-        torch.cuda.synchronize(self.mesh.device)
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
 
     @contextmanager
     def _deferring(self, stage: int, micro: int) -> Iterator[None]:

@@ -103,7 +103,8 @@ class SumForward(torch.autograd.Function):
         return gradient, None, None
 
 
-# The collectives, out of place: a matmul's output may be what selective recomputation has kept.
+# The collectives, out of place: a matmul's output may be what selective recomputation has kept. Inside of a compiled
+# block they are torch's functional ones, operators that the compiler sees and keeps in order; sums are the same.
 
 # Torch 2.13 renames these two and warns of the old names; before it there are only those.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -113,8 +114,11 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 def all_gather(local: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
     """[B, t, hidden] of each rank → [B, T, hidden]."""
     batch, tokens, width = local.shape
-    gathered = local.new_empty(ranks * batch, tokens, width)
-    all_gather_single(gathered, local.contiguous(), group=group)
+    if torch.compiler.is_compiling():
+        gathered = functional("all_gather_into_tensor", local.contiguous(), ranks, group.group_name)
+    else:
+        gathered = local.new_empty(ranks * batch, tokens, width)
+        all_gather_single(gathered, local.contiguous(), group=group)
     # Collectives join ranks in the first dimension. With one row that is the sequence already, and nothing is copied.
     return gathered.view(ranks, batch, tokens, width).transpose(0, 1).reshape(batch, ranks * tokens, width)
 
@@ -122,12 +126,23 @@ def all_gather(local: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
 def reduce_scatter(partial: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
     """[B, T, hidden] of each rank → the sum's [B, t, hidden] of this one."""
     by_rank = partial.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+    if torch.compiler.is_compiling():
+        return functional("reduce_scatter_tensor", by_rank.flatten(0, 1), "sum", ranks, group.group_name)
     summed = torch.empty_like(by_rank[0])
     reduce_scatter_single(summed, by_rank.flatten(0, 1), group=group)
     return summed
 
 
 def all_reduce(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional("all_reduce", partial.contiguous(), "sum", group.group_name)
     summed = partial.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(summed, group=group)
     return summed
+
+
+def functional(name: str, *arguments: Any) -> Tensor:
+    """A collective as an operator, and the wait for it. Private to torch, which offers no other to its compiler."""
+    begun = getattr(torch.ops._c10d_functional, name).default(*arguments)
+    arrived: Tensor = torch.ops._c10d_functional.wait_tensor.default(begun)
+    return arrived

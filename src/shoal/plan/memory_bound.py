@@ -31,7 +31,7 @@ from shoal.plan.space import (
     one_sequence,
     placed,
 )
-from shoal.predict.memory.activations import BlockActivations
+from shoal.predict.memory.block_workload import BlockActivations
 from shoal.predict.memory.device import on_top
 from shoal.predict.memory.micro_batch import micro_batch_bytes
 from shoal.predict.memory.peaks import BATCH_BYTES

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from shoal.facts import support
 from shoal.facts.cluster import Cluster, notation
+from shoal.facts.compilation import Compilation, compilation
 from shoal.facts.config import Config
 from shoal.facts.layout import Layout, nearest
 from shoal.facts.model import Model, presets
@@ -24,6 +25,13 @@ class Job:
     model: Model
     cluster: Cluster
     layout: Layout
+
+    @property
+    def compilation(self) -> Compilation:
+        """Whether the engine compiles the blocks."""
+        config, on_gpu = self.config, self.cluster.device.name != "cpu"
+        precision, strict = config.recipe.precision, config.run.strict
+        return compilation(config.compile.enabled, on_gpu, self.layout, precision, strict)
 
     def workload(self) -> Workload:
         """What predictions are asked about, with all of the config that changes a cost."""

@@ -27,6 +27,7 @@ class Workload:
     stack: Stack = SHOAL
     tune: TuneSection = USUAL
     lora: Lora | None = None
+    compiled: bool = False  # whether blocks are: see facts/compilation.py
 
     @cached_property
     def micro(self) -> int:

@@ -19,6 +19,7 @@ from shoal.observe.flight_recorder import (
     Announce,
     unheard,
 )
+from shoal.parallel.compile import cache_counts
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
 from shoal.train.commits import Commits
@@ -124,6 +125,7 @@ class Training:
         self.step.refuses = self.spikes.refuses
         self.stragglers = Stragglers(mesh, config.fault.straggler)
         self.steps_here = 0
+        self._told_eager = False
         self.meter = Meter(job, mesh)
         if self.first_rank:
             self.metrics = StepFile(run.metrics, self.done)
@@ -180,6 +182,7 @@ class Training:
         row["commit_wait_s"] = self.commits.take_waited()  # between this step and the one before
         if last or _due(step, config.evaluate.every):
             row["heldout_loss"] = finite(self._evaluate())
+        row.update(self._compiled(step))
         if self.first_rank:
             if (measured := self.comparison.add(row)) is not None:
                 self.run.note_measured(measured)
@@ -190,6 +193,23 @@ class Training:
         if vouched and self.mesh.device.type == "cpu":
             # On a GPU what is committed may still be on its way to the host.
             self.corruption.confirm(step)
+
+    def _compiled(self, step: int) -> dict[str, Any]:
+        """For the first row of a process: how long it compiled, and what was found in the cache.
+
+        A rank that could not compile says so, once, in its log; the first rank to the user.
+        """
+        compiled = self.program.placed.compiled
+        if compiled is None:
+            return {}
+        if compiled.problem is not None and not self._told_eager:
+            self._told_eager = True
+            print(f"step {step}: blocks run eager: {compiled.problem}", flush=True)
+            if self.first_rank:
+                self.run.note_fault(kind="compile", step=step, action=f"blocks run eager: {compiled.problem}")
+        if self.steps_here > 1:
+            return {}
+        return {"compiled": {"seconds": compiled.seconds, **cache_counts()._asdict()}}
 
     def _before_update(self) -> None:
         """Whatever has to be done before the weights change."""

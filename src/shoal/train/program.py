@@ -23,6 +23,8 @@ from shoal.train.data.samples import cut_samples
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 from shoal.train.step import Step
 
+BACKEND = "inductor"  # of torch.compile
+
 
 class Program:
     """Data, the placed network, its optimizer and the step that moves it."""
@@ -36,7 +38,8 @@ class Program:
         self.micro = job.layout.micro_batch(recipe.batch)
 
         network = blueprint(job.model, recipe)
-        self.step = assemble(network, recipe, config.tune, mesh, fill, config.run.strict)
+        compile_with = BACKEND if job.compilation.on else None
+        self.step = assemble(network, recipe, config.tune, mesh, fill, config.run.strict, compile_with)
         self.placed, self.pieces = self.step.placed, self.step.pieces
         self.optimizer, self.scale = self.step.optimizer, self.step.scale
 
@@ -58,10 +61,18 @@ def blueprint(model: Model, recipe: Recipe) -> Network:
 
 
 def assemble(
-    network: Network, recipe: Recipe, tune: TuneSection, mesh: Mesh, fill: Fill, strict: bool = False
+    network: Network,
+    recipe: Recipe,
+    tune: TuneSection,
+    mesh: Mesh,
+    fill: Fill,
+    strict: bool = False,
+    compile_with: str | None = None,
 ) -> Step:
     """The network, placed, with its optimizer: all of a rank's computation, whatever data it is given."""
-    placed = apply(network, mesh, tune, fill, recipe.seq, reduce_dtype(recipe), strict)
+    placed = apply(
+        network, mesh, tune, fill, recipe.seq, reduce_dtype(recipe), strict, compile_with=compile_with
+    )
     optimizer = optimizers.build(placed.gradients.pieces, recipe)
     scale = optimizers.LossScale.for_precision(recipe.precision)
     return Step(placed, optimizer, recipe, mesh, scale)

@@ -46,9 +46,13 @@ class Stored(Hardware):
         )
 
 
-def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """The one place where SHOAL_CACHE is read."""
-    return Path(environment.get(VARIABLE) or DEFAULT).expanduser() / "calibration"
+    return Path(environment.get(VARIABLE) or DEFAULT).expanduser()
+
+
+def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    return cache_folder(environment) / "calibration"
 
 
 def file_of(folder: Path, device: str) -> Path:

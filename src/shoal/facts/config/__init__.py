@@ -154,7 +154,9 @@ class CheckpointSection(Section):
 
 
 class CompileSection(Section):
-    enabled: bool = Field(False, description="compile the blocks with torch.compile")
+    enabled: bool | None = Field(
+        None, description="compile the blocks with torch.compile; unset: where the device is a GPU"
+    )
 
 
 class TuneSection(Section):

@@ -7,67 +7,14 @@ residual stream has, with sequence parallelism, 1/tp of the tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.facts.cluster.attention_kernels import answers_by_token, repeats_keys
-from shoal.facts.cluster.stack import Stack
-from shoal.facts.layout import ContextKind, Recompute
 from shoal.facts.layout.buckets import even_share
 from shoal.facts.model import Model
-
-
-class BlockPeak(NamedTuple):
-    """A moment of a block's backward pass."""
-
-    bytes: float  # beyond what rests; a repeated forward pass included
-    made: int | None  # how many of the MLP's weights have their gradients by then; None: all of the block's
-
-
-class BlockActivations(NamedTuple):
-    """Bytes of one block and one micro-batch on one rank."""
-
-    resting: float  # kept between the passes
-    working: tuple[BlockPeak, ...]  # the fullest moments of its backward pass
-    opening: float  # at that pass's first product, when the first weight gradient is made, beyond what rests
-    inner: float  # the MLP's product
-    put_off: float  # of its weights' gradients, what those that are put off still need
-    deferred: float  # kept between the two halves of a backward pass that is split
-    exchange: float  # tokens on their way to other ranks' experts, or keys and values to other ranks' queries
-    held_input: bool  # whether ``resting`` holds the block's input itself
-
-    @property
-    def fullest(self) -> float:
-        """The most of its backward pass, beyond what rests."""
-        return max(self.opening, *(moment.bytes for moment in self.working))
-
-
-@dataclass(frozen=True)
-class BlockWorkload:
-    """Everything besides the model that decides what a block keeps."""
-
-    tokens: int  # that a rank attends for; with tensor parallelism its group's
-    rows: int  # sequences that they are of
-    seq: int  # of a whole sequence
-    tp: int
-    sp: bool
-    compute: int  # c
-    stack: Stack
-    recompute: Recompute
-    cpu: bool
-    dropout: bool
-    context: ContextKind | None  # how ranks that share a sequence exchange it; None: none do
-    adapters: tuple[str, ...] | None  # projections with an adapter; None: all weights are trained
-
-    @property
-    def stream(self) -> float:
-        """Tokens of the residual stream that are here."""
-        return self.tokens / self.tp if self.sp else self.tokens
-
-    @property
-    def wide(self) -> int:
-        return max(self.compute, 4)
+from shoal.predict.memory.block_workload import BlockActivations, BlockPeak, BlockWorkload
+from shoal.predict.memory.compiled import compiled_activations
 
 
 class KeptTensors(NamedTuple):
@@ -88,6 +35,8 @@ class KeptTensors(NamedTuple):
 @lru_cache(maxsize=65536)
 def block_activations(model: Model, experts: bool, window: bool, work: BlockWorkload) -> BlockActivations:
     """One block, with experts in it or without, with a window that is shorter than the sequence or without."""
+    if work.compiled and not experts and model.latent is None and work.adapters is None:
+        return compiled_activations(model, work)
     parts = _parts(model, experts, window, work)
     c, tokens = work.compute, work.tokens
     stream = c * model.hidden * work.stream

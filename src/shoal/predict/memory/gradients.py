@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.facts.layout.buckets import even_share
-from shoal.predict.memory.activations import BlockActivations
+from shoal.predict.memory.block_workload import BlockActivations
 from shoal.predict.memory.in_flight import Begun, Moment
 from shoal.predict.memory.inventory import BlockRun, RankInventory, RankStage
 from shoal.predict.memory.peak import Peak

@@ -86,8 +86,8 @@ class RankInventory:
 
     @cached_property
     def casts_again(self) -> bool:
-        """For the backward pass, because it repeats the forward pass; else autograd keeps them."""
-        return self.casts and self.workload.layout.recompute != "none"
+        """For the backward pass, because it repeats the forward pass or is compiled; else autograd keeps them."""
+        return self.casts and (self.workload.layout.recompute != "none" or self.workload.compiled)
 
     @cached_property
     def bottom(self) -> bool:

@@ -8,13 +8,8 @@ from typing import NamedTuple
 from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
-from shoal.predict.memory.activations import (
-    BlockActivations,
-    BlockWorkload,
-    block_activations,
-    norm_backward,
-    norm_keeps,
-)
+from shoal.predict.memory.activations import block_activations, norm_backward, norm_keeps
+from shoal.predict.memory.block_workload import BlockActivations, BlockWorkload
 from shoal.predict.memory.logits import Logits, logits
 from shoal.predict.workload import Workload
 
@@ -54,6 +49,7 @@ def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
         dropout=recipe.dropout > 0,
         context=layout.cp_kind if layout.cp > 1 else None,
         adapters=None if workload.lora is None else tuple(workload.lora.targets),
+        compiled=workload.compiled,
     )
     handed_on = hold.gradient
     if sharded:

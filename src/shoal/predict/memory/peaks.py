@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.predict.memory.activations import BlockActivations
+from shoal.predict.memory.block_workload import BlockActivations
 from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.in_flight import Begun, Moment, moments
 from shoal.predict.memory.inventory import BlockRun, RankInventory

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
-from shoal.predict.memory.activations import BlockActivations
+from shoal.predict.memory.block_workload import BlockActivations
 from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.in_flight import Moment
 from shoal.predict.memory.inventory import BlockRun, RankInventory, RankStage

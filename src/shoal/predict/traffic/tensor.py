@@ -11,7 +11,9 @@ x = the tokens of a micro-batch · hidden · compute width. For every micro-batc
     loss  all-reduce a logit a token, then two, in each of its chunks
 
 A block that is computed again stops where nothing further is needed, which is before its last exchange; dropout makes
-a mask behind it, and so repeats that one too. Once a step, the gradients of what ranks hold alike are summed: over the
+a mask behind it, and so repeats that one too. A compiled block repeats only what its gradients need: with ``selective``
+nothing, for it keeps what it has received; with ``full`` never the last exchange, and none of attention's results where
+the MLP does not read them. Once a step, the gradients of what ranks hold alike are summed: over the
 group, and over the ranks that share a key/value head.
 """
 
@@ -30,9 +32,12 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
         return ()
     times, layers = workload.accumulation, here.layers
     stream = workload.tokens * workload.model.hidden * compute_width(recipe)
-    again = 0 if layout.recompute == "none" else layers
+    keeps = "none", "selective" if workload.compiled else "none"
+    again = 0 if layout.recompute in keeps else layers
     entering, leaving = 2 * layers + here.last, 2 * layers + here.first
     repeated = 2 * again if recipe.dropout else again
+    if workload.compiled:
+        repeated = 0 if workload.model.parallel_residual else again
     if layout.sp:
         found = [
             CollectiveCall("all_gather", "tp", stream, times * entering, "forward"),

@@ -1,0 +1,47 @@
+"""Where compiled code is kept between runs and restarts, and how many processes of a rank compile it.
+
+It is code that a later run loads and executes, so it lies in a folder that no one else can write to. Torch would take a
+folder of /tmp with a name that anyone can guess, and create first.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from shoal.facts.calibration.file import cache_folder
+from shoal.facts.cluster.this_machine import usable_threads
+
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+# A block has some dozens of kernels; more processes than this wait for its largest one.
+MOST_PROCESSES = 8
+
+
+def use_compile_cache(ranks: int, environment: MutableMapping[str, str] = os.environ) -> None:
+    """For this process, one of so many on this machine. What the user has set holds."""
+    if not environment.get(FOLDER):
+        environment[FOLDER] = str(private_folder(cache_folder(environment) / "compiled"))
+    if not environment.get(THREADS):
+        # Torch has read the variable when it was imported, in the server that ranks are forked from.
+        import torch._inductor.config
+
+        torch._inductor.config.compile_threads = max(1, min(MOST_PROCESSES, usable_threads() // ranks))
+
+
+def private_folder(wanted: Path) -> Path:
+    """That folder if it is ours alone, made now or found; else a new one, which later runs will not find."""
+    try:
+        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = wanted.lstat()
+        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+        reason = "others can use it (chmod 700 it, or remove it)"
+    except OSError as error:
+        ours, reason = False, str(error.strerror or error)
+    if ours:
+        return wanted
+    print(f"compiled code is not kept for later runs: {wanted}: {reason}", flush=True)
+    return Path(tempfile.mkdtemp(prefix="shoal-compiled-"))

@@ -1,0 +1,201 @@
+"""Compile blocks with torch.compile: one graph for the layers of all stages here, recomputation inside of it.
+
+The compiler fuses what lies between matrix products. What a block keeps for its backward pass is not left to its
+heuristics: checkpointing goes around the block, inside the graph, and its policy keeps what ``facts/layout/kept.py``
+lists. Everything else is elementwise and is computed again inside the kernels of the backward pass.
+
+Blocks are alike but for their weights, which are inputs of the graph: it is traced once and serves all layers. Around
+``forward`` and not around the module, so that hooks, such as FSDP's, stay outside.
+
+If compilation fails on a rank, that rank runs eager from then on and says why. Most of its peers need not follow, for
+nothing is sent inside of their blocks. Ranks of a tensor group do: compiled blocks repeat less in their backward pass
+than eager ones, so these ranks agree on each block when they first meet it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shoal.facts.layout import Recompute
+
+# What is dear to compute for its size, by the dispatcher's names; what a version lacks is simply never seen.
+PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::linear", "aten::_scaled_mm", "aten::_grouped_mm"})
+ATTENTION = frozenset(
+    {
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "torch_attn::_varlen_attn",
+        "flex_attention",
+    }
+)
+# The rotated queries and keys come out of a concatenation: kept, a backward pass need not turn them again.
+ROTATED = frozenset({"aten::cat"})
+# Results of collectives: with them no traffic is repeated.
+RECEIVED = frozenset({"_c10d_functional::wait_tensor"})
+KEPT: dict[Recompute, frozenset[str]] = {
+    "none": PRODUCTS | ATTENTION | ROTATED | RECEIVED,
+    "selective": PRODUCTS | ROTATED | RECEIVED,
+    "full": frozenset(),
+}
+
+# Training has one shape; more come from whoever calls the blocks with others, and some of those may be compiled too.
+MOST_SHAPES = 4
+# Graphs of one process: for each shape with and without gradients, and each window. Torch would stop at 8.
+MOST_GRAPHS = 64
+
+Forward = Callable[..., Tensor]
+
+
+class CompiledBlocks:
+    """The compiled blocks of a rank, and what became of them."""
+
+    # Compiled or not, a block's collectives are counted as they are issued (``observe/collectives.py``): a graph calls
+    # them through torch's dispatcher, one by one.
+
+    def __init__(
+        self,
+        blocks: list[nn.Module],
+        kind: Recompute,
+        backend: str,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """From now on these blocks run compiled. ``forward`` of each is eager, with recomputation applied.
+
+        ``group``: the ranks that meet inside of the blocks.
+        """
+        _settings()
+        self.group = group
+        self.problem: str | None = None  # why blocks run eager after all
+        self.seconds = 0.0  # that compilation took, first runs included
+        self.shapes: set[torch.Size] = set()
+        self._met: set[tuple[nn.Module, torch.Size, bool]] = set()
+        self._compiled: Forward = torch.compile(
+            partial(_checkpointed, kind), backend=backend, dynamic=False, fullgraph=True
+        )
+        for block in blocks:
+            block.forward = partial(self._run, block, type(block).forward, block.forward)
+
+    def _run(self, block: nn.Module, plain: Forward, eager: Forward, hidden: Tensor, *others: Any) -> Tensor:
+        if self.problem is not None or not self._takes(hidden.shape):
+            return eager(hidden, *others)
+        if (key := (block, hidden.shape, torch.is_grad_enabled())) in self._met:
+            return self._compiled(plain, block, hidden, *others)
+        self._met.add(key)
+        began = time.perf_counter()
+        try:
+            output = self._compiled(plain, block, hidden, *others)
+        except _compiler_errors() as error:
+            self.problem = _first_line(error)
+            # What peers receive in their forward pass it sends as well.
+            output = eager(hidden, *others)
+        self.seconds += time.perf_counter() - began
+        return output if self._agreed(hidden.device) else eager(hidden, *others)
+
+    def _agreed(self, device: torch.device) -> bool:
+        """Whether all ranks that meet in the block go on in the same way; they do once none is compiled."""
+        if self.group is None:
+            return True
+        failed = torch.tensor(int(self.problem is not None), device=device)
+        dist.all_reduce(failed, group=self.group)
+        if failed and self.problem is None:
+            self.problem = "another rank of the tensor group could not compile"
+        return not failed
+
+    def _takes(self, shape: torch.Size) -> bool:
+        """Shapes that are trained on. Others, such as those of a text that grows by a token at a time, run eager."""
+        if torch.is_grad_enabled() and len(self.shapes) < MOST_SHAPES:
+            self.shapes.add(shape)
+        return shape in self.shapes
+
+
+def _checkpointed(kind: Recompute, plain: Forward, block: nn.Module, *arguments: Any) -> Tensor:
+    # The kind by its name: of two functions with the same code the compiler would take one for the other.
+    context = CONTEXTS[kind]
+    # Random numbers are hashes here, so there is no generator whose state would have to be kept.
+    output: Tensor = checkpoint(
+        plain, block, *arguments, use_reentrant=False, preserve_rng_state=False, **context
+    )
+    return output
+
+
+def _keeping(kept: frozenset[str]) -> Callable[[], Any]:
+    """A context of checkpointing: of what a block computes it keeps the results of these operators."""
+
+    def keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+        found = operator.name() in kept
+        return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def context() -> Any:
+        return create_selective_checkpoint_contexts(keep)
+
+    # By this torch's cache on disk knows that a policy is the one it was compiled with.
+    vars(context)["cache_hash"] = " ".join(sorted(kept))
+    return context
+
+
+# For ``full``, which keeps a block's input alone, it takes none.
+CONTEXTS: dict[Recompute, dict[str, Any]] = {
+    kind: {"context_fn": _keeping(kept)} if kept else {} for kind, kept in KEPT.items()
+}
+
+
+def _settings() -> None:
+    """Of this process. They are private to torch, and the only way to say so; 2.11 to 2.13 have them."""
+    import torch._dynamo.config
+    import torch._functorch.config
+
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
+    functorch: Any = torch._functorch.config
+    for name in (
+        # With the forward pass: an error in a backward pass would come when it is too late to run eager.
+        "force_non_lazy_backward_lowering",
+        # What is kept on disk are graphs and kernels. Functions of autograd are in a graph with all that they do.
+        "enable_autograd_cache",
+        "autograd_cache_allow_custom_autograd_functions",
+    ):
+        if hasattr(functorch, name):
+            setattr(functorch, name, True)
+    # It warns that a region whose policy it is given must not change tensors in place. Blocks do not.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
+class CacheCounts(NamedTuple):
+    """Graphs of this process that were found compiled on disk, and those that were not."""
+
+    hits: int
+    misses: int
+
+
+def cache_counts() -> CacheCounts:
+    """As torch counts them, in a place that is private to it (2.11 to 2.13)."""
+    from torch._dynamo.utils import counters
+
+    graphs = counters["inductor"]
+    return CacheCounts(
+        graphs["fxgraph_cache_hit"], graphs["fxgraph_cache_miss"] + graphs["fxgraph_cache_bypass"]
+    )
+
+
+def _compiler_errors() -> tuple[type[Exception], ...]:
+    """What torch raises where it cannot trace or compile; whatever else a block raises is its own error."""
+    from torch._dynamo import exc
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

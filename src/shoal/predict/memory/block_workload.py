@@ -1,0 +1,62 @@
+"""What decides a block's activation memory, and what is asked of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.facts.cluster.stack import Stack
+from shoal.facts.layout import ContextKind, Recompute
+
+
+class BlockPeak(NamedTuple):
+    """A moment of a block's backward pass."""
+
+    bytes: float  # beyond what rests; a repeated forward pass included
+    made: int | None  # how many of the MLP's weights have their gradients by then; None: all of the block's
+
+
+class BlockActivations(NamedTuple):
+    """Bytes of one block and one micro-batch on one rank."""
+
+    resting: float  # kept between the passes
+    working: tuple[BlockPeak, ...]  # the fullest moments of its backward pass
+    opening: float  # at that pass's first product, when the first weight gradient is made, beyond what rests
+    inner: float  # the MLP's product
+    put_off: float  # of its weights' gradients, what those that are put off still need
+    deferred: float  # kept between the two halves of a backward pass that is split
+    exchange: float  # tokens on their way to other ranks' experts, or keys and values to other ranks' queries
+    held_input: bool  # whether ``resting`` holds the block's input itself
+
+    @property
+    def fullest(self) -> float:
+        """The most of its backward pass, beyond what rests."""
+        return max(self.opening, *(moment.bytes for moment in self.working))
+
+
+@dataclass(frozen=True)
+class BlockWorkload:
+    """Everything besides the model that decides what a block keeps."""
+
+    tokens: int  # that a rank attends for; with tensor parallelism its group's
+    rows: int  # sequences that they are of
+    seq: int  # of a whole sequence
+    tp: int
+    sp: bool
+    compute: int  # c
+    stack: Stack
+    recompute: Recompute
+    cpu: bool
+    dropout: bool
+    context: ContextKind | None  # how ranks that share a sequence exchange it; None: none do
+    adapters: tuple[str, ...] | None  # projections with an adapter; None: all weights are trained
+    compiled: bool = False
+
+    @property
+    def stream(self) -> float:
+        """Tokens of the residual stream that are here."""
+        return self.tokens / self.tp if self.sp else self.tokens
+
+    @property
+    def wide(self) -> int:
+        return max(self.compute, 4)

@@ -1,0 +1,198 @@
+"""Compiled blocks: the numbers of eager ones, one graph for all layers, and kept is what ``facts`` lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests.predict.sending import GPT2, NEOX, QWEN3
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.autograd.graph import saved_tensors_hooks
+
+from shoal.facts.config import TuneSection
+from shoal.facts.layout import RECOMPUTES, Layout, Recompute
+from shoal.facts.layout.kept import kept_tensors
+from shoal.facts.model import Model
+from shoal.models.attention import attend
+from shoal.models.decoder import build
+from shoal.models.initial import fill
+from shoal.models.rotary import tables
+from shoal.parallel.apply import Placed, apply
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.stage_module import MicroBatch
+
+ROWS, SEQ = 2, 16
+# No two widths are alike, so that a size tells what has it.
+SHAPE: dict[str, Any] = {
+    "name": "small",
+    "family": "llama",
+    "layers": 2,
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 24,
+    "ffn": 112,
+    "vocab": 61,
+    "max_positions": 32,
+    "init_std": 0.1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": QWEN3, "gpt2": GPT2, "neox": NEOX}
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Nothing compiled before; what torch counts begins anew."""
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def place(
+    model: Model,
+    backend: str | None,
+    layout: str = "dp=1",
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    compute: torch.dtype | None = None,
+) -> Placed:
+    network = build(model, dropout, compute=compute or dtype, dtype=dtype)
+    mesh = Mesh(Layout.parse(layout), 0, torch.device("cpu"))
+    return apply(network, mesh, TuneSection(), partial(fill, model=model, seed=0), SEQ, compile_with=backend)
+
+
+def rows(model: Model, count: int = ROWS, documents: bool = False, dropout: bool = False) -> MicroBatch:
+    tokens = (torch.arange(SEQ) * 7 + torch.arange(count)[:, None] * 13) % model.vocab
+    positions = torch.arange(SEQ).repeat(count, 1)
+    return MicroBatch(
+        tokens,
+        positions,
+        positions // 5 if documents else None,
+        tokens.roll(-1, 1),
+        torch.arange(count) + 5 if dropout else None,
+    )
+
+
+def step(placed: Placed, batches: list[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses and gradients."""
+    placed.gradients.start_step()
+    losses = placed.executor.forward_backward(batches, 1 / (ROWS * SEQ))
+    placed.gradients.finish_step()
+    gradients = [piece.tensor.grad for piece in placed.gradients.pieces]
+    return losses, [one.clone() for one in gradients if one is not None]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    assert len(found) == len(expected) > 0
+    largest = max(float(one.abs().max()) for one in expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        # A gradient that is nothing but rounding is measured against the others.
+        scale = max(float(theirs.abs().max()), 1e-3 * largest)
+        assert float((ours - theirs).abs().max()) <= tolerance * scale
+
+
+def compiled(placed: Placed) -> None:
+    """That it was, and not fallen back."""
+    assert placed.compiled is not None and placed.compiled.problem is None
+
+
+def test_layers_share_graphs_but_for_their_windows() -> None:
+    """And texts that grow token by token, or an evaluation's last rows, are not compiled at all."""
+    model = Model(**{**SHAPE, "layers": 4, "window": 5, "window_layers": (1, 3)})
+    placed = place(model, "aot_eager")
+    step(placed, [rows(model)])
+    compiled(placed)
+    assert counters["stats"]["unique_graphs"] == 2
+    placed.executor.forward_only([rows(model)])
+    assert counters["stats"]["unique_graphs"] == 4
+    placed.executor.forward_only([rows(model, count=1)])
+    for length in range(3, 8):
+        written = rows(model, count=1)
+        text = MicroBatch(written.tokens[:, :length], written.positions[:, :length], None, None, None)
+        placed.executor.scores(text, length - 1)
+    step(placed, [rows(model)])
+    assert counters["stats"]["unique_graphs"] == 4
+
+
+def test_what_cannot_be_compiled_runs_eager() -> None:
+    model = Model(**SHAPE)
+    expected = step(place(model, None), [rows(model)])
+    placed = place(model, "aot_eager")
+    for segment in placed.segments:
+        for block in segment.network.model.layers.values():
+            block.self_attn.attend = untraceable
+    losses, gradients = step(placed, [rows(model)])
+    assert placed.compiled is not None and placed.compiled.problem is not None
+    assert "\n" not in placed.compiled.problem
+    assert torch.equal(losses[0], expected[0][0])
+    assert all(map(torch.equal, gradients, expected[1]))
+
+
+def untraceable(*arguments: Any, **named: Any) -> Tensor:
+    torch._dynamo.graph_break()
+    return attend(*arguments, **named)
+
+
+@dataclass(frozen=True)
+class Kept:
+    family: str
+    kinds: tuple[Recompute, ...] = ("none",)
+    compute: torch.dtype = torch.float32
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Kept("llama", RECOMPUTES),
+        Kept("qwen3", compute=torch.bfloat16),
+        Kept("gpt2"),
+        Kept("neox", ("selective",)),
+    ],
+    ids=lambda case: case.family,
+)
+def test_what_a_compiled_block_keeps_and_computes(case: Kept) -> None:
+    """The partitioner is the one of torch's own compiler; only kernels are eager. Weights rest in fp32."""
+    model = Model(**{**SHAPE, **FAMILIES[case.family]})
+    batches = [rows(model, dropout=True)]
+    expected = step(place(model, None, dropout=0.1, compute=case.compute), batches)
+    for kind in case.kinds:
+        placed = place(model, "aot_eager", f"recompute={kind}", dropout=0.1, compute=case.compute)
+        found = step(placed, batches)
+        compiled(placed)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_close(ours, theirs, 1e-6 if case.compute == torch.float32 else 0.05)
+        assert saved(placed, batches[0]) == listed(model, kind, case.compute.itemsize), kind
+
+
+def saved(placed: Placed, batch: MicroBatch) -> list[int]:
+    """Bytes of what one block keeps beside weights and what all layers share, the smallest first."""
+    (segment,) = placed.segments
+    decoder = segment.network.model
+    hidden = decoder.embed(batch.tokens, batch.positions, batch.noise).detach().requires_grad_()
+    turned = decoder.shape.positions == "rotary"
+    rotation = tables(decoder.shape, None, batch.positions, decoder.compute) if turned else None
+    shared = [*decoder.layers["0"].parameters(), batch.positions, *(rotation or ())]
+    shared += [one for one in (batch.noise, batch.documents) if one is not None]
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = decoder.layers["0"](hidden, rotation, batch.positions, batch.documents, batch.noise)
+    assert output.requires_grad
+    known = {tensor.untyped_storage().data_ptr() for tensor in shared}
+    # To torch attention may be random. Where it is repeated, the generator's state is kept: some bytes, of no token.
+    state = torch.get_rng_state().nbytes
+    return sorted(size for address, size in kept.items() if address not in known and size != state)
+
+
+def listed(model: Model, kind: Recompute, compute: int) -> list[int]:
+    return sorted(ROWS * SEQ * one.bytes for one in kept_tensors(model, kind, compute))
