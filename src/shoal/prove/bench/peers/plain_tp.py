@@ -1,11 +1,10 @@
-"""Tensor and sequence parallelism on plain PyTorch: ``parallelize_module`` and ``loss_parallel``."""
+"""Tensor and sequence parallelism on plain PyTorch: `parallelize_module` and `loss_parallel`."""
 
 from __future__ import annotations
 
 import torch
-from common import CLIP, Decoder, Journal, adamw, build, join, mean_loss, options
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -15,31 +14,34 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from shoal.prove.bench.journal import Journal
+from shoal.prove.bench.plain_decoder import PlainDecoder
+from shoal.prove.bench.setup import PeerSetup, mean_loss
 
-def main() -> None:
-    chosen = options()
-    _, world = join()
-    model = build(chosen.tied)
-    split(model, init_device_mesh("cpu", (world,)))
-    if chosen.tied:  # splitting has given each of the two a parameter of its own
-        model.lm_head.weight = model.embed_tokens.weight
-    optimizer = adamw(model)
-    journal = Journal(chosen.steps)
-    for batches in journal.micro_batches(0, 1):
-        total = torch.zeros(())
-        for tokens, targets in batches:
+
+def train(setup: PeerSetup, journal: Journal) -> None:
+    model = setup.decoder()
+    split(model, init_device_mesh(setup.device.type, (setup.world,)))
+    if setup.model.tied:  # splitting has given each of the two a parameter of its own
+        model.tie()
+    setup.compile_blocks(model.layers)
+    optimizer = setup.adamw(model.parameters())
+    for batches in setup.batches(journal):
+        total = torch.zeros((), device=setup.device)
+        for batch in batches:
             with loss_parallel():
-                loss = mean_loss(model(tokens), targets) / len(batches)
+                with setup.autocast():
+                    loss = mean_loss(model(batch.tokens), batch.targets) / len(batches)
                 loss.backward()
-            total += loss.detach().full_tensor()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            whole = loss.detach()
+            total += whole.full_tensor() if isinstance(whole, DTensor) else whole
+        setup.clip(model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-        journal.finish_step(float(total))
-    journal.close()
+        journal.note(total)
 
 
-def split(model: Decoder, mesh: DeviceMesh) -> None:
+def split(model: PlainDecoder, mesh: DeviceMesh) -> None:
     """Between the blocks the sequence is split, within attention and MLP the heads and the features are."""
     parallelize_module(
         model,
@@ -72,7 +74,3 @@ def split(model: Decoder, mesh: DeviceMesh) -> None:
                 "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
             },
         )
-
-
-if __name__ == "__main__":
-    main()
