@@ -8,6 +8,7 @@ their own precision. On a CPU rows are taken a few at a time, so that what is ma
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def token_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     if not logits.shape[1]:
         found.zero_()[0].fill_(-torch.inf)
     elif logits.is_cuda:
-        _compiled_statistics(logits, targets, first, found)
+        _compiled(_statistics)(logits, targets, first, found)
     else:
         _in_cache(_statistics, logits, targets, first, found)
     return found
@@ -55,7 +56,7 @@ def logits_to_gradients_(
         return
     arguments = logits, targets, first, normaliser, factor
     if logits.is_cuda:
-        _compiled_gradients(*arguments, z)
+        _compiled(_gradients)(*arguments, z)
     else:
         _in_cache(lambda *parts: _gradients(*parts, z), *arguments)
 
@@ -90,9 +91,10 @@ def _gradients(
     logits.copy_(torch.where(own, softmax - 1, softmax) * factor[:, None])
 
 
-# Rows of a chunk may differ from call to call, so the compiler is not to fix them.
-_compiled_statistics = torch.compile(_statistics)
-_compiled_gradients = torch.compile(_gradients)
+@cache
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """When it is first used and not before: the compiler looks at the GPU, which a process that forks must not."""
+    return torch.compile(function)
 
 
 def _in_cache(
