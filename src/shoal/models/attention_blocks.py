@@ -17,7 +17,7 @@ from torch import Tensor
 QUERIES_AT_ONCE = 256
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Queries [begin, begin + blocks·size), in so many blocks; the i-th sees keys [keys + i·size, … + reach)."""
 
     begin: int
@@ -31,28 +31,28 @@ class Block(NamedTuple):
 class Part(NamedTuple):
     """Views of one block's tensors, [blocks, heads, size, head_dim], and what is added to its scores."""
 
-    block: Block
+    block: QueryBlock
     query: Tensor
     key: Tensor
     value: Tensor
     mask: Tensor | None  # None: causal
 
 
-def cut(ends: list[int], window: int | None) -> Iterator[Block]:
+def cut(ends: list[int], window: int | None) -> Iterator[QueryBlock]:
     """Blocks for documents between these cumulative lengths."""
     for start, stop in pairwise(ends):
         length = stop - start
         first = length if window is None else min(window, length)
-        yield Block(start, 1, first, start, first, banded=False)
+        yield QueryBlock(start, 1, first, start, first, banded=False)
         if window is None or first == length:
             continue
         # All later queries see ``window`` keys: a block of as many queries touches twice as many keys.
         count, rest = divmod(length - window, window)
         if count:
-            yield Block(start + window, count, window, start, 2 * window, banded=True)
+            yield QueryBlock(start + window, count, window, start, 2 * window, banded=True)
         if rest:
             begin = stop - rest
-            yield Block(begin, 1, rest, begin - window, window + rest, banded=True)
+            yield QueryBlock(begin, 1, rest, begin - window, window + rest, banded=True)
 
 
 def forward(
@@ -135,19 +135,19 @@ def _band(window: int, longest: int, like: Tensor) -> Tensor | None:
     return like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
-def _queries(tokens: Tensor, block: Block) -> Tensor:
+def _queries(tokens: Tensor, block: QueryBlock) -> Tensor:
     """[tokens, heads, head_dim] → a view [blocks, heads, size, head_dim] of a block's queries."""
     mine = tokens[block.begin : block.begin + block.blocks * block.size]
     return mine.unflatten(0, (block.blocks, block.size)).transpose(1, 2)
 
 
-def _keys(tokens: Tensor, block: Block) -> Tensor:
+def _keys(tokens: Tensor, block: QueryBlock) -> Tensor:
     """The same of its keys; blocks that share some are views of the same memory."""
     stop = block.keys + (block.blocks - 1) * block.size + block.reach
     return tokens[block.keys : stop].unfold(0, block.reach, block.size).transpose(2, 3)
 
 
-def _columns(logarithms: Tensor, block: Block) -> Tensor:
+def _columns(logarithms: Tensor, block: QueryBlock) -> Tensor:
     """[heads, tokens] → a view [blocks, heads, size]."""
     mine = logarithms[:, block.begin : block.begin + block.blocks * block.size]
     return mine.unflatten(1, (block.blocks, block.size)).transpose(0, 1)

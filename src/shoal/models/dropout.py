@@ -58,7 +58,7 @@ class _Drop(torch.autograd.Function):
         return (gradient * ctx.scale).masked_fill_(mask, 0), None, None
 
 
-# One operator to whoever watches, so that a dry run does not go through its many small ones.
+# One operator, so that a dry run does not go through its many small ones.
 @torch.library.custom_op("shoal::dropped", mutates_args=())
 def below(tokens: Tensor, width: int, threshold: int) -> Tensor:
     """Which of ``width`` features of each token [B, T] are dropped, [B, T, width]."""
