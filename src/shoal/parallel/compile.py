@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _python_dispatch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.facts.layout import Recompute
@@ -62,7 +63,8 @@ class CompiledBlocks:
     """The compiled blocks of a rank, and what became of them."""
 
     # Compiled or not, a block's collectives are counted as they are issued (``observe/collectives.py``): a graph calls
-    # them through torch's dispatcher, one by one.
+    # them through torch's dispatcher, one by one. A step whose memory is tracked (``run.observe``) runs eager. The
+    # flight recorder, which wraps the methods that Python calls, does not see those that a graph issues.
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class CompiledBlocks:
             block.forward = partial(self._run, block, type(block).forward, block.forward)
 
     def _run(self, block: nn.Module, plain: Forward, eager: Forward, hidden: Tensor, *others: Any) -> Tensor:
-        if self.problem is not None or not self._takes(hidden.shape):
+        if self.problem is not None or _followed() or not self._takes(hidden.shape):
             return eager(hidden, *others)
         if (key := (block, hidden.shape, torch.is_grad_enabled())) in self._met:
             return self._compiled(plain, block, hidden, *others)
@@ -170,6 +172,12 @@ def _settings() -> None:
             setattr(functorch, name, True)
     # It warns that a region whose policy it is given must not change tensors in place. Blocks do not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
+def _followed() -> bool:
+    """Whether an observer wants to see every operator, as ``observe/memory.py`` does: torch compiles nothing then."""
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    return any(not mode.ignore_compile_internals() for mode in modes)
 
 
 class CacheCounts(NamedTuple):
