@@ -51,7 +51,7 @@ KEPT: dict[Recompute, frozenset[str]] = {
     "full": frozenset(),
 }
 
-# Training has one shape; more come from whoever calls the blocks with others, and some of those may be compiled too.
+# Training has one shape; what calls the blocks with others gets some of those compiled too.
 MOST_SHAPES = 4
 # Graphs of one process: for each shape with and without gradients, and each window. Torch would stop at 8.
 MOST_GRAPHS = 64
