@@ -123,7 +123,7 @@ class CompiledBlocks:
 
 
 def _checkpointed(kind: Recompute, plain: Forward, block: nn.Module, *arguments: Any) -> Tensor:
-    # The kind by its name: of two functions with the same code the compiler would take one for the other.
+    # The kind by its name, which the compiler checks; a context given as an argument it takes for any other.
     context = CONTEXTS[kind]
     # Random numbers are hashes here, so there is no generator whose state would have to be kept.
     output: Tensor = checkpoint(
@@ -132,25 +132,33 @@ def _checkpointed(kind: Recompute, plain: Forward, block: nn.Module, *arguments:
     return output
 
 
-def _keeping(kept: frozenset[str]) -> Callable[[], Any]:
-    """A context of checkpointing: of what a block computes it keeps the results of these operators."""
-
-    def keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-        found = operator.name() in kept
-        return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def context() -> Any:
-        return create_selective_checkpoint_contexts(keep)
-
-    # By this torch's cache on disk knows that a policy is the one it was compiled with.
-    vars(context)["cache_hash"] = " ".join(sorted(kept))
-    return context
+def _keep(
+    kept: frozenset[str], context: Any, operator: Any, *arguments: Any, **options: Any
+) -> CheckpointPolicy:
+    found = operator.name() in kept
+    return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# For ``full``, which keeps a block's input alone, it takes none.
+# Contexts of checkpointing. Functions of the module, for torch's cache on disk has to find them by name; by their hash
+# it knows that a policy is the one it compiled with.
+
+
+def keep_for_none() -> Any:
+    return create_selective_checkpoint_contexts(partial(_keep, KEPT["none"]))
+
+
+def keep_for_selective() -> Any:
+    return create_selective_checkpoint_contexts(partial(_keep, KEPT["selective"]))
+
+
 CONTEXTS: dict[Recompute, dict[str, Any]] = {
-    kind: {"context_fn": _keeping(kept)} if kept else {} for kind, kept in KEPT.items()
+    "none": {"context_fn": keep_for_none},
+    "selective": {"context_fn": keep_for_selective},
+    "full": {},  # a block's input alone
 }
+for kind, context in CONTEXTS.items():
+    for function in context.values():
+        function.cache_hash = " ".join(sorted(KEPT[kind]))
 
 
 def _settings() -> None:
