@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -70,13 +69,18 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_server(tmp_path_factory: pytest.TempPathFactory) -> None:
+def warm_server(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Workers are forked from one process that has imported torch; see tests/ranks.py.
 
-    What they compile goes to a folder of this session, and not to the user's.
+    Their cache is a folder of this session, and not the user's.
     """
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
-    ranks.warm()
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(calibrationfile.VARIABLE, str(cache))
+        # Torch has set it as we imported it; a user's own environment has not.
+        patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        ranks.warm()
+    return cache
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ OPTIONS = {"recipe__steps": 60, "evaluate__batches": 0, "recipe__dropout": 0.1}
 
 
 def test_killed_and_continued_to_the_same_bits(
-    train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    train: Train, tmp_path: Path, warm_server: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The compiler that is used on every machine. The second run, and the restart in it, find all graphs on disk."""
     eager = train("eager", **OPTIONS)
@@ -32,7 +33,11 @@ def test_killed_and_continued_to_the_same_bits(
     whole = train("whole", compile__enabled=True, **OPTIONS)
     assert "compiling, about 20 s" in capfd.readouterr().err
     assert whole.rows[0]["compiled"]["misses"] > 0
-    assert "eager" not in whole.directory.log(0).read_text()
+    log = whole.directory.log(0).read_text()
+    assert "eager" not in log and "pickle" not in log
+    cache = warm_server / "compiled"
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert {"aotautograd", "fxgraph", "precompiled_headers"} <= {path.name for path in cache.iterdir()}
     # Of the first step alone: after it, a difference in the last bit grows.
     for name in ("loss", "grad_norm"):
         assert whole.rows[0][name] == pytest.approx(eager.rows[0][name], rel=1e-6)
@@ -93,7 +98,10 @@ def test_the_cache_is_private(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert stat.S_IMODE(other.stat().st_mode) == 0o700
         other.rmdir()
         assert "compiled code is not kept for later runs" in capsys.readouterr().out
-    # What the user has chosen holds.
-    chosen = {**environment, FOLDER: "/chosen"}
-    use_compile_cache(1, chosen)
-    assert chosen[FOLDER] == "/chosen"
+    folder.chmod(0o700)
+    # What the user has chosen holds; what torch has chosen, as it was imported, does not.
+    theirs = str(Path(tempfile.gettempdir()) / "torchinductor_someone")
+    for given, used in (("/chosen", "/chosen"), (theirs, str(folder))):
+        chosen = {**environment, FOLDER: given}
+        use_compile_cache(1, chosen)
+        assert chosen[FOLDER] == used

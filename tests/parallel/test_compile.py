@@ -22,6 +22,7 @@ from shoal.models.attention import attend
 from shoal.models.decoder import build
 from shoal.models.initial import fill
 from shoal.models.rotary import tables
+from shoal.observe.memory import MemoryTracker
 from shoal.parallel.apply import Placed, apply
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.stage_module import MicroBatch
@@ -116,6 +117,11 @@ def test_layers_share_graphs_but_for_their_windows() -> None:
         text = MicroBatch(written.tokens[:, :length], written.positions[:, :length], None, None, None)
         placed.executor.scores(text, length - 1)
     step(placed, [rows(model)])
+    # Who wants to see every operator sees an eager step, and afterwards all is as before.
+    with MemoryTracker():
+        step(placed, [rows(model)])
+    step(placed, [rows(model)])
+    compiled(placed)
     assert counters["stats"]["unique_graphs"] == 4
 
 

@@ -23,13 +23,36 @@ MOST_PROCESSES = 8
 
 def use_compile_cache(ranks: int, environment: MutableMapping[str, str] = os.environ) -> None:
     """For this process, one of so many on this machine. What the user has set holds."""
-    if not environment.get(FOLDER):
+    if not _chosen(environment.get(FOLDER)):
         environment[FOLDER] = str(private_folder(cache_folder(environment) / "compiled"))
+    _move_headers(Path(environment[FOLDER]) / "precompiled_headers")
     if not environment.get(THREADS):
         # Torch has read the variable when it was imported, in the server that ranks are forked from.
         import torch._inductor.config
 
         torch._inductor.config.compile_threads = max(1, min(MOST_PROCESSES, usable_threads() // ranks))
+
+
+def _chosen(folder: str | None) -> bool:
+    """Whether the user has named it. Torch, too, sets the variable, as it is imported: to its folder of /tmp."""
+    if not folder:
+        return False
+    path = Path(folder)
+    return not (path.name.startswith("torchinductor_") and path.parent == Path(tempfile.gettempdir()))
+
+
+def _move_headers(folder: Path) -> None:
+    """C++ headers, compiled once for all kernels, which torch keeps in its folder of /tmp whatever it is told.
+
+    Where they lie is private to torch (2.13); if they cannot be moved they are not kept.
+    """
+    from torch._inductor import codecache, config
+
+    if hasattr(codecache, "_HEADER_DIR") and hasattr(codecache, "_HEADER_LOCK_DIR"):
+        codecache._HEADER_DIR = str(folder)
+        codecache._HEADER_LOCK_DIR = str(folder / "locks")
+    elif hasattr(config, "cpp_cache_precompile_headers"):
+        config.cpp_cache_precompile_headers = False
 
 
 def private_folder(wanted: Path) -> Path:

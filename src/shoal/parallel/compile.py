@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _python_dispatch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.facts.layout import Recompute
@@ -50,7 +51,7 @@ KEPT: dict[Recompute, frozenset[str]] = {
     "full": frozenset(),
 }
 
-# Training has one shape; more come from whoever calls the blocks with others, and some of those may be compiled too.
+# Training has one shape; what calls the blocks with others gets some of those compiled too.
 MOST_SHAPES = 4
 # Graphs of one process: for each shape with and without gradients, and each window. Torch would stop at 8.
 MOST_GRAPHS = 64
@@ -62,7 +63,8 @@ class CompiledBlocks:
     """The compiled blocks of a rank, and what became of them."""
 
     # Compiled or not, a block's collectives are counted as they are issued (``observe/collectives.py``): a graph calls
-    # them through torch's dispatcher, one by one.
+    # them through torch's dispatcher, one by one. A step whose memory is tracked (``run.observe``) runs eager. The
+    # flight recorder, which wraps the methods that Python calls, does not see those that a graph issues.
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class CompiledBlocks:
             block.forward = partial(self._run, block, type(block).forward, block.forward)
 
     def _run(self, block: nn.Module, plain: Forward, eager: Forward, hidden: Tensor, *others: Any) -> Tensor:
-        if self.problem is not None or not self._takes(hidden.shape):
+        if self.problem is not None or _followed() or not self._takes(hidden.shape):
             return eager(hidden, *others)
         if (key := (block, hidden.shape, torch.is_grad_enabled())) in self._met:
             return self._compiled(plain, block, hidden, *others)
@@ -121,7 +123,7 @@ class CompiledBlocks:
 
 
 def _checkpointed(kind: Recompute, plain: Forward, block: nn.Module, *arguments: Any) -> Tensor:
-    # The kind by its name: of two functions with the same code the compiler would take one for the other.
+    # The kind by its name, which the compiler checks; a context given as an argument it takes for any other.
     context = CONTEXTS[kind]
     # Random numbers are hashes here, so there is no generator whose state would have to be kept.
     output: Tensor = checkpoint(
@@ -130,25 +132,33 @@ def _checkpointed(kind: Recompute, plain: Forward, block: nn.Module, *arguments:
     return output
 
 
-def _keeping(kept: frozenset[str]) -> Callable[[], Any]:
-    """A context of checkpointing: of what a block computes it keeps the results of these operators."""
-
-    def keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-        found = operator.name() in kept
-        return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def context() -> Any:
-        return create_selective_checkpoint_contexts(keep)
-
-    # By this torch's cache on disk knows that a policy is the one it was compiled with.
-    vars(context)["cache_hash"] = " ".join(sorted(kept))
-    return context
+def _keep(
+    kept: frozenset[str], context: Any, operator: Any, *arguments: Any, **options: Any
+) -> CheckpointPolicy:
+    found = operator.name() in kept
+    return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# For ``full``, which keeps a block's input alone, it takes none.
+# Contexts of checkpointing. Functions of the module, for torch's cache on disk has to find them by name; by their hash
+# it knows that a policy is the one it compiled with.
+
+
+def keep_for_none() -> Any:
+    return create_selective_checkpoint_contexts(partial(_keep, KEPT["none"]))
+
+
+def keep_for_selective() -> Any:
+    return create_selective_checkpoint_contexts(partial(_keep, KEPT["selective"]))
+
+
 CONTEXTS: dict[Recompute, dict[str, Any]] = {
-    kind: {"context_fn": _keeping(kept)} if kept else {} for kind, kept in KEPT.items()
+    "none": {"context_fn": keep_for_none},
+    "selective": {"context_fn": keep_for_selective},
+    "full": {},  # a block's input alone
 }
+for kind, context in CONTEXTS.items():
+    for function in context.values():
+        function.cache_hash = " ".join(sorted(KEPT[kind]))
 
 
 def _settings() -> None:
@@ -170,6 +180,12 @@ def _settings() -> None:
             setattr(functorch, name, True)
     # It warns that a region whose policy it is given must not change tensors in place. Blocks do not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
+def _followed() -> bool:
+    """Whether an observer wants to see every operator, as ``observe/memory.py`` does: torch compiles nothing then."""
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    return any(not mode.ignore_compile_internals() for mode in modes)
 
 
 class CacheCounts(NamedTuple):
