@@ -1,4 +1,4 @@
-"""``shoal bench``: compare the planner with published runs."""
+"""``shoal bench``: a training step next to other stacks; the planner next to published runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-app = App(name="bench", help="Compare the planner with published runs.", help_format="plaintext")
+app = App(
+    name="bench",
+    help="Measure a training step next to other stacks; compare the planner with published runs.",
+    help_format="plaintext",
+)
+app.command("shoal.cli.bench_step:step", name="step", help="Measure a training step next to other stacks.")
 
 WORST = 10
 

@@ -57,7 +57,11 @@ for command, place, does in (
     ("config", "shoal.cli.config:app", "Show every value of a config and where it came from."),
     ("data", "shoal.cli.data:app", "Tokenise data ahead of a run."),
     ("checkpoint", "shoal.cli.checkpoint:app", "List a run's checkpoints; verify every byte."),
-    ("bench", "shoal.cli.bench:app", "Compare the planner with published runs."),
+    (
+        "bench",
+        "shoal.cli.bench:app",
+        "Measure a training step next to other stacks; compare the planner with published runs.",
+    ),
     ("doctor", "shoal.cli.doctor:doctor", "Check whether this machine is ready to train."),
 ):
     app.command(place, name=command, help=does)

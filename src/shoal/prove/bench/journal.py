@@ -1,0 +1,89 @@
+"""A peer's journal: lets it begin a step when its turn has come, times the step, keeps its loss."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Given = TypeVar("Given")
+
+
+class Journal:
+    """One rank's end of the pipe to the benchmark. An order is a number of steps; none ends the peer."""
+
+    def __init__(self, pipe: Connection, device: torch.device) -> None:
+        self._pipe = pipe
+        self._clock = StepClock(device)
+        self._losses: list[Tensor] = []
+        self.read_losses: Callable[[], list[float]] = self._noted
+
+    def note(self, loss: Tensor) -> None:
+        """A step's mean loss. It is read after the turn: who notes it does not wait for the device."""
+        self._losses.append(loss.detach())
+
+    def paced(self, source: Iterator[Given]) -> Iterator[Given]:
+        """The items of a loader, one a step, while it is this peer's turn.
+
+        A step lasts from the moment its batch is asked for to the moment the next one is: waiting for input, copying
+        it and whatever a loop does after its update are part of it.
+        """
+        while steps := json.loads(self._pipe.recv_bytes()):
+            self._clock.begin()
+            for _ in range(steps):
+                yield next(source)
+                self._clock.mark()
+            seconds = self._clock.end()
+            report = {"step_s": seconds, "losses": self.read_losses(), **self._clock.peaks()}
+            self._pipe.send_bytes(json.dumps(report).encode())
+
+    def _noted(self) -> list[float]:
+        return [float(loss) for loss in self._losses]
+
+
+class StepClock:
+    """Times steps without making the host wait for the device between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+
+    def begin(self) -> None:
+        self._marks, self._events = [], []
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self.mark()
+
+    def mark(self) -> None:
+        """On a GPU an event in the stream: the moment when all work so far is done, whenever it was issued."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def end(self) -> list[float]:
+        """Seconds of each step."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+            pairs = zip(self._events, self._events[1:], strict=False)
+            return [first.elapsed_time(second) / 1e3 for first, second in pairs]
+        return [second - first for first, second in zip(self._marks, self._marks[1:], strict=False)]
+
+    def peaks(self) -> dict[str, int | None]:
+        """Bytes of this turn. A CPU's allocator keeps no such count, and a process's own is mostly libraries."""
+        if not self._on_gpu:
+            return {"peak_allocated": None, "peak_reserved": None}
+        return {
+            "peak_allocated": torch.cuda.max_memory_allocated(self._device),
+            "peak_reserved": torch.cuda.max_memory_reserved(self._device),
+        }

@@ -1,0 +1,119 @@
+"""Measure a step of each peer in one run, in turns, so that what slows the machine for a while slows all alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from shoal.launch import local
+from shoal.plan.resolve import Job
+from shoal.predict.memory import ledger
+from shoal.prove.bench.rank import PeerRequest
+from shoal.prove.bench.registry import PeerKind, strategy
+from shoal.prove.bench.result import PeerResult, StepBench
+from shoal.prove.bench.tokens import write_tokens
+from shoal.prove.bench.turns import PeerFailed, PeerRanks
+
+# The hungriest stack seen held 1.7 times what Shoal does: all logits at once, in fp32.
+HUNGRIEST = 2
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Measured:
+    """What one peer's turns have given so far."""
+
+    kind: PeerKind
+    rounds: list[list[float]] = field(default_factory=list)  # seconds of each step, round by round
+    losses: list[float] = field(default_factory=list)
+    peak_allocated: int | None = None
+    peak_reserved: int | None = None
+    setup_s: float | None = None  # until the first warm-up was over: building, compiling
+    failure: str | None = None
+
+    def add(self, reports: list[dict[str, Any]]) -> None:
+        """Of a turn: the first rank's times, the fullest rank's memory."""
+        self.rounds.append(reports[0]["step_s"])
+        for name in ("peak_allocated", "peak_reserved"):
+            seen = [report[name] for report in reports if report[name] is not None]
+            if seen:
+                setattr(self, name, max(*seen, getattr(self, name) or 0))
+
+
+def measure(job: Job, kinds: Sequence[PeerKind], rounds: int, steps: int, warm_up: int, say: Say) -> StepBench:
+    """``rounds`` times each peer's ``steps``. ``say`` is told of each turn."""
+    together = all_fit(job, len(kinds))
+    measured = {kind.name: Measured(kind) for kind in kinds}
+    local.warm_workers((*local.PRELOAD, "shoal.prove.bench.rank"), job.config)
+    with TemporaryDirectory(prefix="shoal-bench-") as name:
+        folder = Path(name)
+        dataset = write_tokens(job, warm_up + rounds * steps, folder / "tokens")
+        alive: dict[str, PeerRanks] = {}
+        for number in range(rounds):
+            # There and back, so that nobody always follows the same neighbour.
+            for kind in kinds if number % 2 == 0 else reversed(kinds):
+                own = measured[kind.name]
+                if own.failure is not None:
+                    continue
+                try:
+                    ranks = alive.pop(kind.name, None)
+                    if ranks is None:
+                        place = folder / f"{kind.name}-{number}"
+                        ranks = begin(job, own, dataset, place, warm_up)
+                    own.add(ranks.turn(steps))
+                    if together and number + 1 < rounds:
+                        alive[kind.name] = ranks
+                    else:
+                        ranks.end()
+                except PeerFailed as failure:
+                    own.failure = str(failure)
+                    say(f"{kind.name} failed: {failure}")
+                else:
+                    say(f"round {number + 1}: {kind.name} {median(own.rounds[-1]) * 1e3:,.1f} ms a step")
+    results = [
+        PeerResult(
+            name=own.kind.name,
+            what=own.kind.what,
+            versions=own.kind.versions,
+            rounds=own.rounds,
+            losses=own.losses,
+            peak_allocated=own.peak_allocated,
+            peak_reserved=own.peak_reserved,
+            setup_s=own.setup_s,
+            failure=own.failure,
+        )
+        for own in measured.values()
+    ]
+    return StepBench(job, results, rounds, steps, warm_up, together)
+
+
+def begin(job: Job, own: Measured, dataset: Path, place: Path, warm_up: int) -> PeerRanks:
+    """A peer's processes, past their warm-up: built, compiled, with memory where it will be."""
+    kind = own.kind
+    module = kind.modules.get("*") or kind.modules[strategy(job.layout) or ""]
+    place.mkdir()
+    started = time.perf_counter()
+    ranks = PeerRanks(PeerRequest(job, module, kind.compiled, dataset, place))
+    reports = ranks.turn(warm_up)
+    if own.setup_s is None:
+        own.setup_s = time.perf_counter() - started
+        own.losses = reports[0]["losses"]
+    return ranks
+
+
+def all_fit(job: Job, peers: int) -> bool:
+    """Whether all peers can stay in memory between their turns; else each is started anew for every turn.
+
+    By what is predicted of Shoal's own step. Every peer has processes of its own in either case: stacks keep global
+    state (process groups, compilers' caches, Accelerate's singletons), and the allocator's peak is then one peer's.
+    """
+    held = ledger(job.workload()).peak_allocated
+    shares = job.cluster.device.name == "cpu" or job.config.cluster.share
+    ranks = job.layout.world if shares else 1
+    return peers * ranks * held * HUNGRIEST <= job.cluster.device.memory_bytes

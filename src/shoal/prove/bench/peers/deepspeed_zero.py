@@ -1,0 +1,46 @@
+"""DeepSpeed with the ZeRO stage that the layout names; everything that is not told here at its default."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from shoal.prove.bench.journal import Journal
+from shoal.prove.bench.setup import PeerSetup, mean_loss, mean_over_ranks
+
+
+def train(setup: PeerSetup, journal: Journal) -> None:
+    if setup.device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read when it is imported
+    import deepspeed
+
+    if not dist.is_initialized():
+        backend = "gloo" if setup.device.type == "cpu" else "nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(auto_mpi_discovery=False)
+    # Of one rank nothing is sharded.
+    stage = setup.job.layout.zero if setup.world > 1 else 0
+    model = setup.decoder(torch.float32 if setup.mixed else None)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=setup.adamw(model.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": setup.micro,
+            "gradient_accumulation_steps": setup.accumulation,
+            "gradient_clipping": setup.recipe.clip,
+            "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": setup.compute == torch.bfloat16},
+        },
+    )
+    if engine.zero_optimization_stage() != stage:
+        raise RuntimeError(f"DeepSpeed runs ZeRO {engine.zero_optimization_stage()}, not {stage}")
+    for batches in setup.batches(journal):
+        total = torch.zeros((), device=setup.device)
+        for batch in batches:
+            loss = mean_loss(engine(batch.tokens), batch.targets)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / len(batches)
+        journal.note(mean_over_ranks(total))

@@ -1,0 +1,50 @@
+"""One rank of a peer: joins the others, then runs the peer's own loop until the benchmark ends it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from shoal.launch.init_rank import init_rank
+from shoal.parallel.signed_store import SignedStore
+from shoal.plan.resolve import Job
+from shoal.prove.bench.journal import Journal
+from shoal.prove.bench.setup import PeerSetup
+
+
+@dataclass(frozen=True)
+class PeerRequest:
+    """Which peer, on what, and where its files go."""
+
+    job: Job
+    module: str  # of ``peers``
+    compiled: bool
+    dataset: Path
+    directory: Path
+
+
+def take_part(
+    rank: int, world: int, store: SignedStore, request: PeerRequest, pipes: list[Connection]
+) -> None:
+    """The peer's life on this rank. What it prints goes to a file: standard output may be a JSON document's."""
+    _print_to(request.directory / f"rank-{rank}.log")
+    # What torchrun would say, for stacks that look for it.
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    if world > 1:
+        os.environ.update({name: str(value) for name, value in told.items()})
+    mesh = init_rank(request.job, rank, rank, store)
+    setup = PeerSetup(request.job, mesh, request.dataset, request.directory, request.compiled)
+    peer = importlib.import_module(f"shoal.prove.bench.peers.{request.module}")
+    peer.train(setup, Journal(pipes[rank], mesh.device))
+
+
+def _print_to(log: Path) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        stream.flush()
+        os.dup2(descriptor, number)
+    os.close(descriptor)

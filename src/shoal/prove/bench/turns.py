@@ -1,0 +1,79 @@
+"""A peer's processes, and how they take their turn."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import threading
+import time
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from shoal.launch.ranks import RankFailed, run_ranks
+from shoal.prove.bench.rank import PeerRequest, take_part
+
+# For one turn: the first one builds and compiles, and some stacks build extensions of their own.
+TURN_SECONDS = 1800.0
+# Of the whole life of a peer.
+LIFE_SECONDS = 24 * 3600.0
+LOOK_SECONDS = 0.2
+
+
+class PeerFailed(RuntimeError):
+    """A peer did not run to the end of its turn; the message is its own error."""
+
+
+class PeerRanks:
+    """One peer's ranks, each a process. They begin at once and wait for their first turn."""
+
+    def __init__(self, request: PeerRequest) -> None:
+        context = multiprocessing.get_context("forkserver")
+        pairs = [context.Pipe() for _ in range(request.job.layout.world)]
+        self._pipes = [ours for ours, _ in pairs]
+        self._theirs = [theirs for _, theirs in pairs]
+        self._failure: RankFailed | None = None
+        self._thread = threading.Thread(target=self._live, args=(request,), daemon=True)
+        self._thread.start()
+
+    def turn(self, steps: int) -> list[dict[str, Any]]:
+        """Run so many steps; each rank's report."""
+        for pipe in self._pipes:
+            pipe.send_bytes(json.dumps(steps).encode())
+        deadline = time.monotonic() + TURN_SECONDS
+        return [json.loads(self._answer(pipe, deadline)) for pipe in self._pipes]
+
+    def end(self) -> None:
+        """The last turn is over; what the peer held is free when this returns."""
+        for pipe in self._pipes:
+            pipe.send_bytes(json.dumps(0).encode())
+        self._thread.join()
+        self._close()
+        if self._failure is not None:
+            raise PeerFailed(str(self._failure))
+
+    def _live(self, request: PeerRequest) -> None:
+        try:
+            run_ranks(request.job.layout.world, take_part, (request, self._theirs), LIFE_SECONDS)
+        except RankFailed as failure:
+            self._failure = failure
+
+    def _answer(self, pipe: Connection, deadline: float) -> bytes:
+        while not wait([pipe], LOOK_SECONDS):
+            if not self._thread.is_alive() and not pipe.poll():
+                self._close()
+                raise PeerFailed(str(self._failure or "its processes ended before their turn did"))
+            if time.monotonic() > deadline:
+                raise PeerFailed(f"no answer within {TURN_SECONDS:.0f} s")
+        return pipe.recv_bytes()
+
+    def _close(self) -> None:
+        for pipe in (*self._pipes, *self._theirs):
+            pipe.close()
+
+
+def last_words(directory: Path) -> str:
+    """The end of what the peer's first rank printed, for a failure that says little."""
+    log = directory / "rank-0.log"
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return next((line for line in reversed(lines) if line.strip()), "")
