@@ -186,7 +186,7 @@ def _memory(rows: list[AccuracyRow]) -> Iterator[str]:
 
 
 def own_rows() -> Iterator[tuple[dict[str, Any], Workload]]:
-    """What ``step.py`` measured on an H200, with the question for each."""
+    """What was measured on an H200 before `shoal bench step` had this format, with the question for each."""
     seen: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in (HERE / "results" / "step.jsonl").open():
         row = json.loads(line)
@@ -208,7 +208,7 @@ def own_rows() -> Iterator[tuple[dict[str, Any], Workload]]:
 
 
 def _own() -> Iterator[str]:
-    yield "`benchmarks/step.py`, bf16. Layouts of several ranks shared the one GPU: right for memory, not for time."
+    yield "`benchmarks/results/step.jsonl`, bf16. Several ranks shared the one GPU: right for memory, not for time."
     yield ""
     yield "| model | seq | layout | states | step s | measured | error | peak GiB | measured | error |"
     yield "|---|---|---|---|---|---|---|---|---|---|"

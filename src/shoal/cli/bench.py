@@ -7,12 +7,14 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from shoal.cli.bench_step import step
+
 app = App(
     name="bench",
     help="Measure a training step next to other stacks; compare the planner with published runs.",
     help_format="plaintext",
 )
-app.command("shoal.cli.bench_step:step", name="step", help="Measure a training step next to other stacks.")
+app.command(step)
 
 WORST = 10
 

@@ -29,8 +29,9 @@ FIXED = {
     "checkpoint.every": 0,
     "fault.timeout": 600.0,
 }
-ON_CPU = {"seq": 128, "precision": "fp32"}
-ON_GPU = {"seq": 4096, "precision": "bf16"}
+# Length and precision where none are given.
+ON_CPU = (128, "fp32")
+ON_GPU = (4096, "bf16")
 
 
 def step(
@@ -120,7 +121,7 @@ def step(
         print_json(found.document())
     else:
         _show(found)
-    return FAILED if any(result.failure for result in found.results) else FINISHED
+    return FINISHED if found.ok else FAILED
 
 
 def _check(counts: dict[str, int], picture: Path | None, out: Path | None) -> None:
@@ -128,7 +129,9 @@ def _check(counts: dict[str, int], picture: Path | None, out: Path | None) -> No
     from shoal.facts.problem import BadInput, Problem
 
     problems = [
-        Problem(f"{flag} {count}: must be 1 or more", f"{flag} 3") for flag, count in counts.items() if count < 1
+        Problem(f"{flag} {count}: must be 1 or more", f"{flag} 3")
+        for flag, count in counts.items()
+        if count < 1
     ]
     for flag, path in (("--picture", picture), ("--out", out)):
         if path is not None and not path.expanduser().absolute().parent.is_dir():
@@ -168,9 +171,9 @@ def _job(
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shape = presets.find(model)
-    usual = ON_CPU if notation.find(on, visible).device.name == "cpu" else ON_GPU
-    length = min(int(usual["seq"]), shape.max_positions) if seq is None else seq
-    recipe = {**told, "seq": length, "precision": precision or usual["precision"]}
+    length, usual = ON_CPU if notation.find(on, visible).device.name == "cpu" else ON_GPU
+    length = min(length, shape.max_positions) if seq is None else seq
+    recipe = {**told, "seq": length, "precision": precision or usual}
     key = "preset" if model.lower() in presets.PRESETS else "path"
     values = {
         f"model.{key}": model,
@@ -197,7 +200,18 @@ def _write(found: StepBench, picture: Path | None, out: Path | None) -> None:
 
 def _show(found: StepBench) -> None:
     rows: list[tuple[str, ...]] = [
-        ("peer", "tokens/s", "ms a step", "of rounds", "TFLOP/s", "MFU", "peak GiB", "Shoal is", "95 %", "losses")
+        (
+            "peer",
+            "tokens/s",
+            "ms a step",
+            "of rounds",
+            "TFLOP/s",
+            "MFU",
+            "peak GiB",
+            "Shoal is",
+            "95 %",
+            "losses",
+        )
     ]
     for result in found.results:
         if result.failure is not None:

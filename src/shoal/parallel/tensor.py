@@ -6,7 +6,7 @@ exchange, ``vocabulary`` the embedding and the head.
 
 Why not DTensor and ``parallelize_module``: key/value heads that neighbouring ranks share, vocabularies that do not
 divide and a loss in chunks are outside what their styles express, and every operation on a DTensor pays for its
-dispatch. Plain tensors and a few explicit collectives do all of it; ``benchmarks/parallel`` holds the two against each
+dispatch. Plain tensors and a few explicit collectives do all of it; ``shoal bench step`` holds the two against each
 other.
 """
 

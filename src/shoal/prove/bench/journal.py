@@ -40,6 +40,8 @@ class Journal:
                 self._clock.mark()
             seconds = self._clock.end()
             report = {"step_s": seconds, "losses": self.read_losses(), **self._clock.peaks()}
+            # Others may share the device: what is not held between steps is theirs for the time of their turns.
+            torch.cuda.empty_cache()
             self._pipe.send_bytes(json.dumps(report).encode())
 
     def _noted(self) -> list[float]:

@@ -13,14 +13,17 @@ from typing import Any
 from shoal.launch import local
 from shoal.plan.resolve import Job
 from shoal.predict.memory import ledger
+from shoal.predict.memory.states import rank_states
 from shoal.prove.bench.rank import PeerRequest
 from shoal.prove.bench.registry import PeerKind, strategy
 from shoal.prove.bench.result import PeerResult, StepBench
 from shoal.prove.bench.tokens import write_tokens
 from shoal.prove.bench.turns import PeerFailed, PeerRanks
 
-# The hungriest stack seen held 1.7 times what Shoal does: all logits at once, in fp32.
-HUNGRIEST = 2
+# A turn begins with a step that is not measured: memory that was given back has to be asked for again.
+SETTLING_STEPS = 1
+# What a process holds of a GPU besides its tensors.
+CONTEXT_BYTES = 1 << 30
 
 Say = Callable[[str], None]
 
@@ -36,27 +39,30 @@ class Measured:
     peak_reserved: int | None = None
     setup_s: float | None = None  # until the first warm-up was over: building, compiling
     failure: str | None = None
+    traceback: str | None = None
 
     def add(self, reports: list[dict[str, Any]]) -> None:
         """Of a turn: the first rank's times, the fullest rank's memory."""
-        self.rounds.append(reports[0]["step_s"])
+        self.rounds.append(reports[0]["step_s"][SETTLING_STEPS:])
         for name in ("peak_allocated", "peak_reserved"):
             seen = [report[name] for report in reports if report[name] is not None]
             if seen:
                 setattr(self, name, max(*seen, getattr(self, name) or 0))
 
 
-def measure(job: Job, kinds: Sequence[PeerKind], rounds: int, steps: int, warm_up: int, say: Say) -> StepBench:
+def measure(
+    job: Job, kinds: Sequence[PeerKind], rounds: int, steps: int, warm_up: int, say: Say
+) -> StepBench:
     """``rounds`` times each peer's ``steps``. ``say`` is told of each turn."""
-    together = all_fit(job, len(kinds))
+    together = all_fit(job, kinds)
     measured = {kind.name: Measured(kind) for kind in kinds}
     local.warm_workers((*local.PRELOAD, "shoal.prove.bench.rank"), job.config)
     with TemporaryDirectory(prefix="shoal-bench-") as name:
         folder = Path(name)
-        dataset = write_tokens(job, warm_up + rounds * steps, folder / "tokens")
+        dataset = write_tokens(job, warm_up + rounds * (SETTLING_STEPS + steps), folder / "tokens")
         alive: dict[str, PeerRanks] = {}
         for number in range(rounds):
-            # There and back, so that nobody always follows the same neighbour.
+            # There and back, so that no peer always follows the same neighbour.
             for kind in kinds if number % 2 == 0 else reversed(kinds):
                 own = measured[kind.name]
                 if own.failure is not None:
@@ -66,13 +72,13 @@ def measure(job: Job, kinds: Sequence[PeerKind], rounds: int, steps: int, warm_u
                     if ranks is None:
                         place = folder / f"{kind.name}-{number}"
                         ranks = begin(job, own, dataset, place, warm_up)
-                    own.add(ranks.turn(steps))
+                    own.add(ranks.turn(SETTLING_STEPS + steps))
                     if together and number + 1 < rounds:
                         alive[kind.name] = ranks
                     else:
                         ranks.end()
                 except PeerFailed as failure:
-                    own.failure = str(failure)
+                    own.failure, own.traceback = str(failure), failure.text
                     say(f"{kind.name} failed: {failure}")
                 else:
                     say(f"round {number + 1}: {kind.name} {median(own.rounds[-1]) * 1e3:,.1f} ms a step")
@@ -87,6 +93,7 @@ def measure(job: Job, kinds: Sequence[PeerKind], rounds: int, steps: int, warm_u
             peak_reserved=own.peak_reserved,
             setup_s=own.setup_s,
             failure=own.failure,
+            traceback=own.traceback,
         )
         for own in measured.values()
     ]
@@ -107,13 +114,17 @@ def begin(job: Job, own: Measured, dataset: Path, place: Path, warm_up: int) -> 
     return ranks
 
 
-def all_fit(job: Job, peers: int) -> bool:
-    """Whether all peers can stay in memory between their turns; else each is started anew for every turn.
+def all_fit(job: Job, kinds: Sequence[PeerKind]) -> bool:
+    """Whether all peers can stay alive between their turns; else each is started anew for every turn.
 
-    By what is predicted of Shoal's own step. Every peer has processes of its own in either case: stacks keep global
-    state (process groups, compilers' caches, Accelerate's singletons), and the allocator's peak is then one peer's.
+    One computes at a time, while the others hold their states. By what is predicted of Shoal's own step. Every peer
+    has processes of its own in either case: stacks keep global state (process groups, compilers' caches, Accelerate's
+    singletons), and the allocator's peak is then one peer's.
     """
-    held = ledger(job.workload()).peak_allocated
-    shares = job.cluster.device.name == "cpu" or job.config.cluster.share
-    ranks = job.layout.world if shares else 1
-    return peers * ranks * held * HUNGRIEST <= job.cluster.device.memory_bytes
+    recipe, cluster = job.config.recipe, job.cluster
+    waiting = sum(rank_states(job.model, recipe, job.layout).values()) + CONTEXT_BYTES
+    computing = ledger(job.workload()).peak_allocated * max((kind.hunger for kind in kinds), default=1.0)
+    on_cpu = cluster.device.name == "cpu"
+    # Several ranks on one device where they share it, as they do on a CPU.
+    ranks = job.layout.world if on_cpu or job.config.cluster.share else 1
+    return ranks * (len(kinds) * waiting + computing) <= cluster.device.memory_bytes

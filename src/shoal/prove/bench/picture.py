@@ -23,7 +23,9 @@ def svg(bench: StepBench) -> str:
         f"layout {bench.job.layout}"
     )
     bars = "".join(_bar(bench, row, number, most) for number, row in enumerate(rows))
-    note = f"{bench.rounds} rounds of {bench.steps} steps in turns, medians; whiskers: slowest and fastest round"
+    note = (
+        f"{bench.rounds} rounds of {bench.steps} steps in turns, medians; whiskers: slowest and fastest round"
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
         f'height="{height}" font-family="sans-serif" font-size="13">'

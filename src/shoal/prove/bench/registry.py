@@ -30,6 +30,8 @@ class PeerKind:
     compiled: bool = False
     llama_shaped: bool = True  # runs the plain decoder, which has one shape
     needs_gpu: bool = False
+    # Its peak over Shoal's, roughly and not too low: who holds all logits in fp32 needs the most.
+    hunger: float = 2.0
 
     @property
     def missing(self) -> list[str]:
@@ -46,8 +48,8 @@ _TRANSFORMERS = {ONE: "transformers_accelerate", DP: "transformers_accelerate"}
 _DEEPSPEED = dict.fromkeys((ONE, FSDP, ZERO1, ZERO2), "deepspeed_zero")
 
 _ALL = (
-    PeerKind("shoal", "shoal train with its defaults", {"*": "shoal_train"}, llama_shaped=False),
-    PeerKind("pytorch", "plain PyTorch, blocks compiled on GPUs", _PLAIN, compiled=True),
+    PeerKind("shoal", "shoal train with its defaults", {"*": "shoal_train"}, llama_shaped=False, hunger=1.0),
+    PeerKind("pytorch", "plain PyTorch, blocks compiled on GPUs", _PLAIN, compiled=True, hunger=1.2),
     PeerKind("pytorch-eager", "plain PyTorch, eager, autocast", _EAGER),
     PeerKind(
         "transformers",
@@ -65,6 +67,7 @@ _ALL = (
         install="transformers accelerate",
         compiled=True,
         llama_shaped=False,
+        needs_gpu=True,
     ),
     PeerKind(
         "fabric",
@@ -146,8 +149,11 @@ def cannot(kind: PeerKind, job: Job) -> str:
     recipe = job.config.recipe
     if strategy(job.layout) not in kind.modules:
         return f"no counterpart of layout {job.layout}"
-    if kind.needs_gpu and job.cluster.device.name == "cpu":
-        return "does not run on a CPU"
+    on_cpu = job.cluster.device.name == "cpu"
+    if kind.needs_gpu and on_cpu:
+        return "measured on a GPU only"
+    if on_cpu and job.layout.world > 1 and kind.modules is _EAGER:
+        return "with several ranks on a CPU it is what pytorch is: nothing is compiled there"
     if recipe.precision not in ("fp32", "bf16") or recipe.states not in ("fp32", "bf16"):
         return f"measured in fp32 and bf16 only, not in {recipe.precision} with {recipe.states} states"
     if recipe.states == "bf16" and recipe.precision != "bf16":

@@ -1,4 +1,4 @@
-"""What a benchmark of a step found: medians, ratios with their intervals, whether all trained the same. No torch."""
+"""What a benchmark of a step found: medians, ratios with their intervals, whether all trained the same."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class PeerResult:
     peak_reserved: int | None
     setup_s: float | None
     failure: str | None = None
+    traceback: str | None = None
 
     @property
     def medians(self) -> list[float]:
@@ -66,6 +67,12 @@ class StepBench:
         return [result for result in self.results if result.failure is None]
 
     @property
+    def ok(self) -> bool:
+        """A peer's failure is a finding; ours is none."""
+        failed = [result.name for result in self.results if result.failure is not None]
+        return bool(self.measured) and SHOAL not in failed
+
+    @property
     def how(self) -> str:
         """In one sentence."""
         between = (
@@ -73,8 +80,9 @@ class StepBench:
             if self.together
             else "each was started anew for every turn, since not all fit into memory together"
         )
+        turns = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
         return (
-            f"{self.rounds} rounds of {self.steps} steps a peer, in turns; the median of a round's steps, then of the "
+            f"{turns} of {self.steps} steps a peer, in turns; the median of a round's steps, then of the "
             f"rounds; every peer in processes of its own, {between}"
         )
 
@@ -120,7 +128,7 @@ class StepBench:
     def document(self) -> dict[str, Any]:
         job, recipe = self.job, self.job.config.recipe
         return {
-            "ok": not any(result.failure for result in self.results),
+            "ok": self.ok,
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "commit": git_commit(Path(__file__).parent, 12),
             "device": job.cluster.device.name,
@@ -152,6 +160,7 @@ class StepBench:
             "what": result.what,
             "versions": result.versions,
             "failure": result.failure,
+            "traceback": result.traceback,
             "setup_s": result.setup_s,
             "losses": result.losses,
             "step_s_by_round": result.rounds,
@@ -186,4 +195,9 @@ def bootstrap(values: list[float]) -> tuple[float, float]:
 def torch_versions() -> dict[str, str | None]:
     import torch
 
-    return {"torch": version("torch"), "cuda": torch.version.cuda}
+    cudnn = torch.backends.cudnn.version()
+    return {
+        "torch": version("torch"),
+        "cuda": torch.version.cuda,
+        "cudnn": None if cudnn is None else str(cudnn),
+    }

@@ -116,7 +116,7 @@ class PeerSetup:
         return torch.autocast(self.device.type, self.compute) if self.mixed else nullcontext()
 
     def compile_blocks(self, blocks: Iterable[nn.Module]) -> None:
-        """Where there is a GPU: on a CPU these small kernels gain less than their compilation costs."""
+        """Where there is a GPU, as Shoal does."""
         if self.compiled and self.device.type == "cuda":
             for block in blocks:
                 block.compile(dynamic=False)

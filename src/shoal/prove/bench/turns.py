@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import threading
 import time
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from shoal.launch.ranks import RankFailed, run_ranks
@@ -21,7 +21,11 @@ LOOK_SECONDS = 0.2
 
 
 class PeerFailed(RuntimeError):
-    """A peer did not run to the end of its turn; the message is its own error."""
+    """A peer did not run to the end of its turn; the message names its error, ``text`` is all of it."""
+
+    def __init__(self, what: str, text: str = "") -> None:
+        self.text = text
+        super().__init__(what)
 
 
 class PeerRanks:
@@ -50,7 +54,7 @@ class PeerRanks:
         self._thread.join()
         self._close()
         if self._failure is not None:
-            raise PeerFailed(str(self._failure))
+            raise self._failed()
 
     def _live(self, request: PeerRequest) -> None:
         try:
@@ -58,11 +62,15 @@ class PeerRanks:
         except RankFailed as failure:
             self._failure = failure
 
+    def _failed(self) -> PeerFailed:
+        text = self._failure.text if self._failure is not None else ""
+        return PeerFailed(error_line(text), text)
+
     def _answer(self, pipe: Connection, deadline: float) -> bytes:
         while not wait([pipe], LOOK_SECONDS):
             if not self._thread.is_alive() and not pipe.poll():
                 self._close()
-                raise PeerFailed(str(self._failure or "its processes ended before their turn did"))
+                raise self._failed()
             if time.monotonic() > deadline:
                 raise PeerFailed(f"no answer within {TURN_SECONDS:.0f} s")
         return pipe.recv_bytes()
@@ -72,8 +80,8 @@ class PeerRanks:
             pipe.close()
 
 
-def last_words(directory: Path) -> str:
-    """The end of what the peer's first rank printed, for a failure that says little."""
-    log = directory / "rank-0.log"
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return next((line for line in reversed(lines) if line.strip()), "")
+def error_line(text: str) -> str:
+    """The line of a traceback that names its error: a compiler's last one only says how to see more."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|BadInput|Interrupt)\b", line)]
+    return (named or lines or ["its processes ended before their turn did"])[-1]

@@ -84,7 +84,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         scale = upstream[0] / ctx.count
         of_hidden, of_weight = ctx.saved_tensors
-        return of_hidden * scale, of_weight * scale, None, None
+        return of_hidden.mul_(scale), of_weight.mul_(scale), None, None
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,19 +24,21 @@ def train(setup: PeerSetup, journal: Journal) -> None:
         run.write_start(job, {}, describe_plan(job))
     mesh.hosts.wait_for_first_rank()
     # A rank of a real run also writes down its collectives, for the launcher to see who waits for whom.
-    with FlightRecorder(run.flight(mesh.rank)) as flight:
-        with recording(flight, mesh.names) if job.config.fault.stall else nullcontext():
-            training = Training(job, run, setup.dataset, mesh, flight.enter)
-            training.loader = PacedLoader(training.loader, journal)
+    with (
+        FlightRecorder(run.flight(mesh.rank)) as flight,
+        recording(flight, mesh.names) if job.config.fault.stall else nullcontext(),
+    ):
+        training = Training(job, run, setup.dataset, mesh, flight.enter)
+        training.loader = PacedLoader(training.loader, journal)
 
-            def losses() -> list[float]:
-                if not training.first_rank:
-                    return []
-                training.metrics.sync()
-                return [row["loss"] for row in read_rows(run.metrics)]
+        def losses() -> list[float]:
+            if not training.first_rank:
+                return []
+            training.metrics.sync()
+            return [row["loss"] for row in read_rows(run.metrics)]
 
-            journal.read_losses = losses
-            training.run_to_end(bool)
+        journal.read_losses = losses
+        training.run_to_end(bool)
 
 
 class PacedLoader(Loader):

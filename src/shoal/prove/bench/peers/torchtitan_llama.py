@@ -38,7 +38,9 @@ NAMES = {
 def train(setup: PeerSetup, journal: Journal) -> None:
     found = version("torchtitan")
     if not found.startswith(SERIES):
-        raise RuntimeError(f"torchtitan {found}: only {SERIES}x has a Llama that can be built outside its trainer")
+        raise RuntimeError(
+            f"torchtitan {found}: only {SERIES}x has a Llama that can be built outside its trainer"
+        )
     from torchtitan.components.loss import cross_entropy_loss
 
     model = build(setup)

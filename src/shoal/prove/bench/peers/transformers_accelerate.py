@@ -1,4 +1,4 @@
-"""Hugging Face `transformers` with Accelerate, in the loop that their documentation shows: eager, or layers compiled."""
+"""Hugging Face `transformers` with Accelerate, in the loop that its documentation shows: eager, or layers compiled."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def train(setup: PeerSetup, journal: Journal) -> None:
         raise RuntimeError(f"Accelerate sees {accelerator.num_processes} processes, not {setup.world}")
     network = build(setup)
     fill(network, setup)
-    if setup.compiled:
-        for layer in layers(network):
-            layer.compile(dynamic=False)
+    setup.compile_blocks(layers(network))
     model, optimizer = accelerator.prepare(network, setup.adamw(network.parameters()))
     for batches in setup.batches(journal):
         total = torch.zeros((), device=setup.device)
@@ -65,7 +63,9 @@ def build(setup: PeerSetup) -> Any:
 
 def layers(network: Any) -> nn.ModuleList:
     """The blocks, whatever a family calls them."""
-    found: nn.ModuleList = next(one for one in network.base_model.children() if isinstance(one, nn.ModuleList))
+    found: nn.ModuleList = next(
+        one for one in network.base_model.children() if isinstance(one, nn.ModuleList)
+    )
     return found
 
 
