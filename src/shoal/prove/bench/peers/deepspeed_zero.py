@@ -14,6 +14,7 @@ from shoal.prove.bench.setup import PeerSetup, mean_loss, mean_over_ranks
 def train(setup: PeerSetup, journal: Journal) -> None:
     if setup.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when it is imported
+    os.environ.setdefault("LOCAL_RANK", "0")  # of one rank, which has no launcher to say so
     import deepspeed
 
     if not dist.is_initialized():
