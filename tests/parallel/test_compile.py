@@ -20,6 +20,7 @@ from shoal.facts.layout.kept import kept_tensors
 from shoal.facts.model import Model
 from shoal.models.attention import attend
 from shoal.models.decoder import build
+from shoal.models.documents import Documents
 from shoal.models.initial import fill
 from shoal.models.rotary import tables
 from shoal.observe.memory import MemoryTracker
@@ -73,7 +74,7 @@ def rows(model: Model, count: int = ROWS, documents: bool = False, dropout: bool
     return MicroBatch(
         tokens,
         positions,
-        positions // 5 if documents else None,
+        Documents.of(positions // 5) if documents else None,
         tokens.roll(-1, 1),
         torch.arange(count) + 5 if dropout else None,
     )
@@ -183,7 +184,8 @@ def saved(placed: Placed, batch: MicroBatch) -> list[int]:
     turned = decoder.shape.positions == "rotary"
     rotation = tables(decoder.shape, None, batch.positions, decoder.compute) if turned else None
     shared = [*decoder.layers["0"].parameters(), batch.positions, *(rotation or ())]
-    shared += [one for one in (batch.noise, batch.documents) if one is not None]
+    shared += [] if batch.noise is None else [batch.noise]
+    shared += [] if batch.documents is None else [batch.documents.ends, batch.documents.sizes]
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

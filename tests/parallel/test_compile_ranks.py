@@ -11,6 +11,7 @@ from tests.ranks import run_ranks
 from torch import Tensor
 
 from shoal.facts.traffic import Traffic
+from shoal.models.documents import Documents
 from shoal.models.initial import fill
 from shoal.observe.collectives import CollectiveCounter
 from shoal.parallel.mesh import Mesh
@@ -85,7 +86,7 @@ def packed(vocabulary: int, first: int, number: int) -> Batch:
     """Rows of several documents, each other ones."""
     tokens = (torch.arange(SEQ) * 7 + torch.arange(first, first + number)[:, None] * 13) % vocabulary
     positions = torch.arange(SEQ).repeat(number, 1)
-    documents = (positions + torch.arange(number)[:, None]) // 3
+    documents = Documents.of((positions + torch.arange(number)[:, None]) // 3)
     return Batch(
         tokens, tokens.roll(-1, 1), positions, documents, torch.arange(first, first + number), number * SEQ
     )

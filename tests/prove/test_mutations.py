@@ -46,7 +46,15 @@ def averaged_instead_of_summed() -> None:
 
 
 def stale_parameters() -> None:
-    ShardedStates.after_update = lambda self: None  # type: ignore[method-assign]
+    """They follow when they are given their first values, and never again."""
+    original = ShardedStates.after_update
+
+    def only_once(self: ShardedStates) -> None:
+        if not hasattr(self, "followed"):
+            self.followed = True
+            original(self)
+
+    ShardedStates.after_update = only_once  # type: ignore[method-assign]
 
 
 def wrong_stage_order() -> None:

@@ -64,9 +64,13 @@ def test_low_precision_keeps_full_precision_weights(training: MakeTraining) -> N
         assert result.loss == pytest.approx(exact.loss, rel=2e-2)
         assert result.grad_norm == pytest.approx(exact.grad_norm, rel=5e-2)
         assert all(
-            parameter.dtype == parameter.grad.dtype == torch.float32
-            for parameter in network_of(made).parameters()
+            piece.tensor.dtype == piece.tensor.grad.dtype == torch.float32 for piece in made.step.pieces
         )
+        # What the network reads is as narrow as it computes, and follows.
+        for piece in made.step.pieces:
+            working = piece.held.parameter
+            assert working.dtype == network_of(made).model.compute
+            assert torch.equal(working, piece.tensor.to(working.dtype))
 
 
 def test_an_overflow_leaves_weights_alone_and_lowers_the_scale(training: MakeTraining) -> None:

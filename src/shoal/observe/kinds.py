@@ -13,8 +13,8 @@ KINDS = (MATRIX, ATTENTION, MEMORY_BOUND, EMBEDDING, LOSS, COPIES)
 
 # Of operators that call each other the outermost name that says something decides: attention may use a matrix product.
 _OPERATORS = (
-    (ATTENTION, re.compile(r"scaled_dot_product|flash_attention|efficient_attention")),
-    (LOSS, re.compile(r"cross_entropy|nll_loss|log_softmax|^CrossEntropy")),
+    (ATTENTION, re.compile(r"scaled_dot_product|flash_attention|efficient_attention|^shoal::attend")),
+    (LOSS, re.compile(r"cross_entropy|nll_loss|log_softmax|CrossEntropy|^shoal::(token|logits)_")),
     (EMBEDDING, re.compile(r"^aten::embedding")),
     (MATRIX, re.compile(r"^aten::(\w*mm|mkldnn_linear\w*)$")),
 )

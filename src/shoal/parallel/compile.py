@@ -37,6 +37,7 @@ ATTENTION = frozenset(
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_fused_attention_overrideable",
+        "shoal::attend_within",
         "torch_attn::_varlen_attn",
         "flex_attention",
     }

@@ -75,6 +75,7 @@ def _save(rank: int, world: int, layout: str, model: str, path: Path) -> None:
 def _load(rank: int, world: int, layout: str, model: str, path: Path) -> None:
     state = _placed(layout, rank, model, filled=False)
     assert state.restore(Checkpoint(DirectoryStorage(path), 3)) == 3
+    state.settle()
     for name, part in state.placed.weights:
         wanted = Slice(torch.empty_like(part.local), part.global_shape, part.offset)
         fill([(name, wanted)], state.model, 0)

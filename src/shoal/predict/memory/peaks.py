@@ -35,7 +35,8 @@ def _peaks_of_passes(gradients: RankGradients) -> Iterator[Peak]:
         # What comes on top depends on these three alone.
         kind = moment.stage, moment.begun, moment.split
         found = BackwardPass(gradients, moment)
-        if kind not in fullest or found.start.total() > fullest[kind].start.total():
+        # Of two that begin as full the one that has asked for less ahead, which its forward pass has not.
+        if kind not in fullest or found.fullness > fullest[kind].fullness:
             fullest[kind] = found
     for found in fullest.values():
         yield from found.peaks()
@@ -97,6 +98,10 @@ class BackwardPass:
         # The head's gradients of micro-batches that are yet to come back.
         others = self.stage.last and moment.held[moment.stage] > 1
         self.waiting = self.micro.logits.waiting if others else 0.0
+
+    @property
+    def fullness(self) -> tuple[float, int]:
+        return self.start.total(), -self.moment.waiting
 
     def peaks(self) -> Iterator[Peak]:
         if self.work.tp > 1 and not self.stage.last:

@@ -148,7 +148,7 @@ def _ends(pool: Pool, load: Load, sizes: CalibrationSizes, widths: Widths) -> It
 
 
 def _scores(pool: Pool, tokens: int, vocabulary: int) -> Made:
-    scores = pool.take(tokens, vocabulary)
+    scores = pool.take(tokens, vocabulary).clone()  # others read what the pool gives
     wanted = torch.randint(vocabulary, (tokens,), device=pool.device)
     one = torch.ones(tokens, device=pool.device, dtype=torch.promote_types(scores.dtype, torch.float32))
 
