@@ -48,7 +48,7 @@ def test_links_that_are_too_slow(tmp_path: Path) -> None:
     file.write_text(
         'device = "RTX4090"\nnodes = 2\ndevices_per_node = 1\n[network]\nbandwidth = 12.5e6\nlatency = 1e-3\n'
     )
-    decision = answered("llama3.2-1b", str(file), 512, 8).decision
+    decision = answered("gpt2", str(file), 512, 8).decision
     assert not decision.distribute
     assert any("slower than one" in reason and "links are too slow" in reason for reason in decision.reasons)
 

@@ -12,7 +12,7 @@ RATE, BANDWIDTH, ATTENTION = 500e12, 4e12, 400e12
 HOST = HostWork(forward=5e-6, backward=6e-6, selective=3e-6, full=6e-6, once=1e-3, tensor=1e-6)
 PARTS = (
     *("norm", "norm backward", "rotary", "rotary backward", "gate", "gate backward", "add", "copy", "sum"),
-    *("loss", "loss backward", "lookup", "lookup backward", "weights"),
+    *("loss", "lookup", "lookup backward", "weights"),
     *("adamw 32 bit", "adamw 16 bit", "clip 32 bit", "clip 16 bit"),
 )
 DATE = "2026-11-15T12:00:00Z"

@@ -153,7 +153,7 @@ def test_what_is_kept() -> None:
 
 def test_the_best_by_evaluation_is_kept(training: MakeTraining) -> None:
     made = training(
-        recipe__steps=12, recipe__lr=2.0, checkpoint__every=2, checkpoint__keep=1, checkpoint__keep_best=1,
+        recipe__steps=12, recipe__lr=3.0, checkpoint__every=2, checkpoint__keep=1, checkpoint__keep_best=1,
         checkpoint__keep_every=8, evaluate__every=2,
     )  # fmt: skip
     run(made)

@@ -62,7 +62,7 @@ def test_the_allocators_words_are_read() -> None:
 
 
 def test_the_verdict_sets_the_ledger_beside_what_was_there_and_names_a_change_that_fits() -> None:
-    job = job_of("fsdp=8,micro=4")
+    job = job_of("fsdp=8,micro=4", seq=6144)
     foreseen = ledger_of(job)
     full = foreseen.capacity
     assert not foreseen.fits
@@ -105,7 +105,7 @@ def test_the_cost_of_a_change_is_told() -> None:
 
 def test_a_prediction_that_was_too_low_is_not_believed_again() -> None:
     """It said that this fits. A fifth more was needed, so what fits by less than that is not proposed."""
-    job = job_of("fsdp=8,micro=1")
+    job = job_of("fsdp=8,micro=1", seq=6144)
     foreseen = ledger_of(job)
     assert foreseen.fits
     full = foreseen.capacity

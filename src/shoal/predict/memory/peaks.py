@@ -35,8 +35,7 @@ def _peaks_of_passes(gradients: RankGradients) -> Iterator[Peak]:
         # What comes on top depends on these three alone.
         kind = moment.stage, moment.begun, moment.split
         found = BackwardPass(gradients, moment)
-        # Of two that begin as full the one that has asked for less ahead, which its forward pass has not.
-        if kind not in fullest or found.fullness > fullest[kind].fullness:
+        if kind not in fullest or found.start.total() > fullest[kind].start.total():
             fullest[kind] = found
     for found in fullest.values():
         yield from found.peaks()
@@ -99,10 +98,6 @@ class BackwardPass:
         others = self.stage.last and moment.held[moment.stage] > 1
         self.waiting = self.micro.logits.waiting if others else 0.0
 
-    @property
-    def fullness(self) -> tuple[float, int]:
-        return self.start.total(), -self.moment.waiting
-
     def peaks(self) -> Iterator[Peak]:
         if self.work.tp > 1 and not self.stage.last:
             yield self._end_of_forward()
@@ -141,8 +136,9 @@ class BackwardPass:
         gradients, moment, found = self.gradients, self.moment, self.micro.logits
         gathered, gathering = gradients.in_loss(moment), gradients.gathering_head
         start = self.start.plus("loss", grads=gradients.held(moment, None))
-        if moment.waiting:
-            # What comes for the next forward pass is asked for after this one.
+        if moment.waiting and not self.work.cpu:
+            # What comes for the next forward pass is asked for after this one. Then, with gloo, which keeps what was
+            # sent, that pass has one message more.
             start = start.plus("loss", buffers=-self.micro.stream)
         before = start.plus("loss", activations=self.micro.result, logits=-found.resting)
         if gathering:
