@@ -56,6 +56,8 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     else:
         kept, again = _selected(model, parts, c * inner, work)
         resting, shared = stream + kept, (stream if parts.has_input else 0.0) + again
+        if work.dropout:
+            shared += c * model.hidden * tokens  # dropout reads the last product again, and lets go of it
     held_input = work.recompute != "none" or parts.has_input
     residual = 4 * c * model.hidden * tokens
     deferred = residual + c * tokens * query + products + c * inner
@@ -211,17 +213,19 @@ def _working(
     c, tokens = work.compute, work.tokens
     query, key, value = _widths(model, work.tp)
     ways_in = 2 if model.gated else 1
-    after_mlp = parts.all - mlp - parts.entered - parts.norm
+    # The MLP's dropout comes first, and its mask has gone.
+    held = parts.all - parts.dropout / 2
+    after_mlp = held - mlp - parts.entered - parts.norm
     later = (
         # Its way in: what each of the projections makes of its gradient, still apart.
-        parts.all - mlp + stream + inner + ways_in * c * model.hidden * tokens,
+        held - mlp + stream + inner + ways_in * c * model.hidden * tokens,
         # The second norm, after the MLP's tensors have gone. In one precision the two gradients of the stream are one.
         after_mlp + norm_backward(model, work) + (stream if work.wide > c else 0.0),
         # Attention: gradients of its result, queries, keys and values.
         after_mlp + stream + c * tokens * (query + query + key + value),
     )
     # The activation: the gradients of its two factors and of their product, which itself is gone.
-    activation = parts.all + stream + ways_in * inner
+    activation = held + stream + ways_in * inner
     # The first norm, when nothing else of the block is left and all of its weights' gradients are there.
     end = norm_backward(model, work) + (stream if work.wide > c else 0.0)
     return BlockPeak(activation, 1), BlockPeak(max(later), 1 + ways_in), BlockPeak(end, None)
