@@ -3,9 +3,8 @@
     python benchmarks/accuracy.py           # prints the page; --write puts it into docs/
     python benchmarks/accuracy.py --dryrun  # prints dry runs' peaks beside those measured by ranks that shared a GPU
 
-Needs no GPU. Times and memory of Shoal's own engine are those of ``results/step.jsonl`` and of
-``results/predicted.jsonl`` (``predicted_tables.py``), measured on an H200; cross-validation is what
-``fit_planner.py --cross-validate`` recorded.
+Needs no GPU. Times and memory of Shoal's own engine are those of ``results/predicted.jsonl``
+(``predicted_tables.py``), measured on an H200; cross-validation is what ``fit_planner.py --cross-validate`` recorded.
 """
 
 from __future__ import annotations
@@ -14,22 +13,15 @@ import argparse
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import predicted_tables
 from predicted_tables import prose
 
 from shoal.facts import calibration
-from shoal.facts.cluster import notation, stack
-from shoal.facts.layout import Layout
-from shoal.facts.model.presets import PRESETS
-from shoal.facts.recipe import Recipe
+from shoal.facts.cluster import stack
 from shoal.plan import evidence
 from shoal.plan.accuracy import AccuracyRow, judged
 from shoal.plan.published_runs import FITTED, fitted, read
-from shoal.predict.memory import ledger
-from shoal.predict.memory.device import WORKSPACE
-from shoal.predict.time.step import step
 from shoal.predict.workload import Workload
 
 HERE = Path(__file__).parent
@@ -60,10 +52,6 @@ def page() -> str:
             "## Memory",
             "",
             *_memory(rows),
-            "",
-            "## Shoal's own engine on one H200",
-            "",
-            *_own(),
             "",
             "## Steps of the 1B and the 8B shape on one H200",
             "",
@@ -182,57 +170,6 @@ def _memory(rows: list[AccuracyRow]) -> Iterator[str]:
         "from spring 2024, before what FSDP2 keeps was settled; the compiled qwen3-32b also compiles its loss, we",
         "believe. Of a hand-written Llama's steps on an H200, 24 rows that a stack describes are held to 2 % of peak",
         "allocated by `tests/predict/test_h200.py`. Out-of-memory rows: none is in the table.",
-    )
-
-
-def own_rows() -> Iterator[tuple[dict[str, Any], Workload]]:
-    """What was measured on an H200 before `shoal bench step` had this format, with the question for each."""
-    seen: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in (HERE / "results" / "step.jsonl").open():
-        row = json.loads(line)
-        if row["device"] == "H200":
-            seen[row["layout"], *sorted(row["set"])] = row
-    for row in seen.values():
-        said = dict(pair.split("=", 1) for pair in row["set"])
-        layout = Layout.parse(row["layout"])
-        recipe = Recipe.model_validate(
-            {
-                "seq": int(said["recipe.seq"]),
-                "batch": int(said["recipe.batch"]),
-                "precision": said["recipe.precision"],
-                "states": said.get("recipe.states", "fp32"),
-            }
-        )
-        cluster = notation.find(f"1x{layout.world}xH200")
-        yield row, Workload(PRESETS[said["model.preset"]], cluster, recipe, layout)
-
-
-def _own() -> Iterator[str]:
-    yield "`benchmarks/results/step.jsonl`, bf16. Several ranks shared the one GPU: right for memory, not for time."
-    yield ""
-    yield "| model | seq | layout | states | step s | measured | error | peak GiB | measured | error |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
-    times, peaks = [], []
-    for row, workload in own_rows():
-        spent, held = step(workload).seconds, ledger(workload).peak_allocated / 2**30
-        peak = held / row["memory_peak_gib"] - 1
-        peaks.append(abs(peak))
-        timed = "– | – | –"
-        if workload.layout.world == 1:
-            error = spent / row["step_s"] - 1
-            times.append(abs(error))
-            timed = f"{spent:.3f} | {row['step_s']:.3f} | {error:+.1%}"
-        recipe = workload.recipe
-        yield (
-            f"| {workload.model.name} | {recipe.seq} | {row['layout']} | {recipe.states} | {timed} | {held:.2f} "
-            f"| {row['memory_peak_gib']:.2f} | {peak:+.1%} |"
-        )
-    yield ""
-    yield from prose(
-        f"Step time: mean {sum(times) / len(times):.1%}, worst {max(times):.1%}; of its three properties `fusion` was",
-        "set on these rows, so this is a fit. Peak allocated:",
-        f"mean {sum(peaks) / len(peaks):.2%}, worst {max(peaks):.1%}, from shapes and {WORKSPACE // 2**20} MiB of",
-        "cuBLAS's workspaces.",
     )
 
 

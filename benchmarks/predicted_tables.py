@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from predicted import ALONE, SHARED, Case
-from predicted import BLIND as BLIND_CASES
+from predicted import ALONE, BLIND, SHARED, Case
 
 from shoal.facts.calibration import file
 from shoal.facts.calibration.measurements import Measurements
@@ -55,12 +54,6 @@ PEAK = Errors(0.005, 0.015)
 STEP = Errors(0.05, 0.10)
 # What the best open tool reports of peaks, on its own cases.
 BEST_TOOL = Errors(0.0046, 0.0138)
-# What these tables say with the code of the last commit before the first row: nobody had seen a row then. They were
-# made with that commit's src/ and benchmarks/, these rows, this calibration and this file.
-BLIND = "ba7d66c"
-BLIND_PEAK = Errors(0.0028, 0.0074)
-BLIND_STEP = Errors(0.0195, 0.0462)
-BLIND_SHARED = Errors(0.0093, 0.0331)
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,6 @@ class Row:
     workload: Workload
     peaks: list[Pair]  # bytes allocated, of every rank
     step: Pair | None  # seconds; None where ranks shared the GPU
-    blind: bool  # measured when nothing that predicts was changed any more
 
     @property
     def worst_rank(self) -> int:
@@ -120,7 +112,7 @@ def _row(found: dict[str, Any]) -> Row:
     stages = [coordinates(rank, workload.layout)["pp"] for rank in range(len(ranks))]
     peaks = [Pair(rank["peak"], said[stage]) for rank, stage in zip(ranks, stages, strict=True)]
     timed = Pair(ranks[0]["step_s"], step(workload).seconds) if len(ranks) == 1 else None
-    return Row(case, workload, peaks, timed, found.get("blind", False))
+    return Row(case, workload, peaks, timed)
 
 
 @contextmanager
@@ -171,18 +163,17 @@ def _circumstances(calibration: Measurements) -> Iterator[str]:
     yield from prose(
         f"`benchmarks/predicted.py` on one H200 ({trees}; rows in `results/predicted.jsonl`): training's own step on",
         "random tokens; peak allocated bytes of the third and fourth step, and the median of at least five steps after",
-        "two seconds of others. Times are predicted with `data/calibration/H200.json`, which",
-        "`shoal profile --calibrate` wrote on the same machine just before, in",
+        "two seconds of others; blocks not compiled. Times are predicted with `data/calibration/H200.json`, which",
+        "`shoal profile --calibrate` wrote on a machine of that kind two days before, with an older engine's loss, in",
         f"{calibration.seconds:.0f} s ([what is in it](calibration.md)).",
     )
     yield ""
     yield from prose(
         f"No constant was fitted to these rows. Peaks come from shapes and {WORKSPACE // 2**20} MiB of cuBLAS's",
         "workspaces, a size that was seen before; times from kernels that were timed one by one, among whose",
-        f"{products} products are those of these two models' layers. But what the code holds was counted anew after",
-        f"most of these rows were seen, so for peaks they are no blind test. `{BLIND}`, from before the first row, is",
-        "one: its mean and worst errors stand in the last column. The rows marked * are another one: they were",
-        "measured for the first time when nothing that predicts was changed any more.",
+        f"{products} products are those of these two models' layers. The engine of these rows keeps working copies of",
+        "its weights and a loss without logits; what it holds was counted before the first of them was measured, and",
+        "nothing of that was changed since, so for peaks they are a blind test.",
     )
 
 
@@ -204,10 +195,10 @@ def _alone(found: Sequence[Row]) -> Iterator[str]:
 
 
 def _model(row: Row) -> str:
-    """Its name, what was changed of it that no column says, and whether it is a blind row."""
+    """Its name, and what was changed of it that no column says."""
     layers = f", {row.workload.model.layers} layers" if "layers" in row.case.changes else ""
     untied = ", untied" if row.step is None and row.case.changes.get("tied") is False else ""
-    return f"{row.case.model}{layers}{untied}{' *' if row.blind else ''}"
+    return f"{row.case.model}{layers}{untied}"
 
 
 def _memory(peak: Pair) -> str:
@@ -215,13 +206,10 @@ def _memory(peak: Pair) -> str:
 
 
 def _alone_summary(found: Sequence[Row]) -> Iterator[str]:
-    seen, blind = [[row for row in found if row.blind is kind] for kind in (False, True)]
     yield from _summaries(
         (
-            ("peak allocated", [row.peaks[0] for row in seen], PEAK, BLIND_PEAK),
-            ("peak allocated *", [row.peaks[0] for row in blind], PEAK, None),
-            ("step", [row.step for row in seen if row.step], STEP, BLIND_STEP),
-            ("step *", [row.step for row in blind if row.step], STEP, None),
+            ("peak allocated", [row.peaks[0] for row in found], PEAK),
+            ("step", [row.step for row in found if row.step], STEP),
         ),
     )
     yield ""
@@ -230,17 +218,14 @@ def _alone_summary(found: Sequence[Row]) -> Iterator[str]:
     )
 
 
-def _summaries(lines: Iterable[tuple[str, Sequence[Pair], Errors, Errors | None]]) -> Iterator[str]:
-    yield f"| | number | mean error | wanted | worst | wanted | bias | blind (`{BLIND}`) |"
-    yield "|" + "---|" * 8
-    for name, pairs, wanted, blind in lines:
-        if not pairs:
-            continue
+def _summaries(lines: Iterable[tuple[str, Sequence[Pair], Errors]]) -> Iterator[str]:
+    yield "| | number | mean error | wanted | worst | wanted | bias |"
+    yield "|" + "---|" * 7
+    for name, pairs, wanted in lines:
         found = summary(pairs)
-        then = f"{blind.mean:.2%}, {blind.worst:.2%}" if blind else "the row itself"
         yield (
             f"| {name} | {found.number} | {found.mean:.2%} | {wanted.mean:.1%} | {found.worst:.2%} "
-            f"| {wanted.worst:.1%} | {found.bias:+.2%} | {then} |"
+            f"| {wanted.worst:.1%} | {found.bias:+.2%} |"
         )
 
 
@@ -260,19 +245,8 @@ def _shared(found: Sequence[Row]) -> Iterator[str]:
 
 
 def _shared_summary(found: Sequence[Row]) -> Iterator[str]:
-    seen, blind = [
-        [peak for row in found if row.blind is kind for peak in row.peaks] for kind in (False, True)
-    ]
     yield from _summaries(
-        (
-            ("peak allocated, all ranks", seen, PEAK, BLIND_SHARED),
-            ("peak allocated, all ranks *", blind, PEAK, None),
-        )
-    )
-    yield ""
-    yield from prose(
-        f"At `{BLIND}` this goal was missed: layouts with `tp` were up to {BLIND_SHARED.worst:.1%} off. What a rank of",
-        "those really holds was found by their dry runs, and then counted; the rows marked * came after that.",
+        [("peak allocated, all ranks", [peak for row in found for peak in row.peaks], PEAK)]
     )
 
 
@@ -280,7 +254,7 @@ def _not_measured() -> Iterator[str]:
     rows_there = measured()
     have = {_name(row) for row in rows_there}
     models = ", ".join(sorted({row["model"] for row in rows_there}))
-    missing = [case for case in (*ALONE, *SHARED, *BLIND_CASES) if _name(asdict(case)) not in have]
+    missing = [case for case in (*ALONE, *SHARED, *BLIND) if _name(asdict(case)) not in have]
     yield from prose("- Compiled networks: the engine does not compile yet, so every row is eager.")
     yield from prose(
         "- Several GPUs: ranks of one layout shared one, so neither the time of a layout with more than one rank nor",

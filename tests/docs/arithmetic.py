@@ -34,11 +34,10 @@ GIB, YEAR = 2**30, 365.25 * 86400
 USABLE = f"{H100.memory_bytes / 1e9:.0f} GB ({H100.memory_bytes / GIB:.1f} GiB)"
 
 
-def of(stack: Stack) -> BytesPerParameter:
+def of(stack: Stack, sharded: bool = False) -> BytesPerParameter:
     """Bytes per parameter in bf16 with AdamW."""
-    return bytes_per_parameter(
-        Recipe(precision="bf16", states="fp32", reduce="fp32", optimizer="adamw"), stack
-    )
+    recipe = Recipe(precision="bf16", states="fp32", reduce="fp32", optimizer="adamw")
+    return bytes_per_parameter(recipe, stack, sharded)
 
 
 def weighs(hold: BytesPerParameter) -> float:
@@ -47,13 +46,14 @@ def weighs(hold: BytesPerParameter) -> float:
 
 WIDE_GRADIENTS = replace(MEGATRON, gradient_bytes=4)
 BOTH_GRADIENTS = replace(MEGATRON, gradient_bytes=2 + 4)
-PLAIN, WIDE, BOTH, ONCE = of(MEGATRON), of(WIDE_GRADIENTS), of(BOTH_GRADIENTS), of(SHOAL)
+PLAIN, WIDE, BOTH = of(MEGATRON), of(WIDE_GRADIENTS), of(BOTH_GRADIENTS)
+ONCE = of(SHOAL, sharded=True)
 NO_MASTER = replace(PLAIN, master=0)
 TEXTBOOKS = {
     "blog posts and calculators that leave the master weights out": NO_MASTER,
     "ZeRO (Rajbhandari et al., 2020): half-precision gradients": PLAIN,
-    'Megatron Core\'s "fp32 parameters, fp32 gradients"; Shoal, whose weights rest once, in fp32': ONCE,
-    "Megatron Core's \"bf16 parameters, fp32 gradients\"; Hugging Face's page on GPU memory": WIDE,
+    'Megatron Core\'s "fp32 parameters, fp32 gradients"; Shoal, whose shards (zero=3) rest once, in fp32': ONCE,
+    "Megatron Core's \"bf16 parameters, fp32 gradients\"; Hugging Face's page on GPU memory; Shoal elsewhere": WIDE,
     'Megatron Core\'s "fp16 parameters, fp16 gradients"; the Ultra-Scale Playbook, summing in fp32': BOTH,
 }
 
