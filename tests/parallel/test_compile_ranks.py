@@ -70,7 +70,7 @@ def one_case(rank: int, case: Case) -> Seen:
     for number in (1, 2, 3):
         with CollectiveCounter(mesh.names) as counter:
             step.agree(ROWS * SEQ)
-            seen.losses.append(step.compute_gradients(number, batches, ROWS * SEQ)[0])
+            seen.losses.append(float(step.compute_gradients(number, batches, ROWS * SEQ)[0]))
         if number == 2:
             seen.traffic = counter.traffic()
         if number > 1:

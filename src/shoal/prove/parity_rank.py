@@ -72,11 +72,11 @@ def run_parity_rank(rank: int, world: int, store: SignedStore, script: ParityReq
     for step in range(1, script.steps + 1):
         batches = [program.loader.rows(step, places).to(mesh.device) for places in program.positions()]
         targets, _ = program.step.agree(program.own_targets(batches))
-        loss, norm = program.step.compute_gradients(step, batches, targets)
+        measured = program.step.compute_gradients(step, batches, targets)
         tensors.look(job, collector, step, "gradient", gradient, seen)
-        program.step.update(step, loss, norm)
-        seen.losses.append(loss)
-        seen.norms.append(norm)
+        result = program.step.update(step, measured)
+        seen.losses.append(result.loss)
+        seen.norms.append(result.grad_norm)
     tensors.look(job, collector, script.steps, "parameter", weight, seen)
     _evaluate(program, seen)
     mesh.close()

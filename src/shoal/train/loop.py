@@ -122,7 +122,7 @@ class Training:
             placed.fill(first_weights(job))
         self.corruption = CorruptionGuard(self.step, config.fault.check_every, self.done)
         self.spikes = SpikeGuard.from_rows(self._last_rows(), config.fault.spike, config.fault.on_spike)
-        self.step.refuses = self.spikes.refuses
+        self.step.refuse_above = self.spikes.refuse_above
         self.stragglers = Stragglers(mesh, config.fault.straggler)
         self.steps_here = 0
         self._told_eager = False

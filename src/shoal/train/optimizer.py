@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.facts.recipe import Recipe
 from shoal.parallel.shards import Shard, gradient
+
+# As torch's own clipping has it.
+CLIP_EPS = 1e-6
 
 
 def build(pieces: list[Shard], recipe: Recipe) -> torch.optim.Optimizer:
@@ -23,7 +27,12 @@ def build(pieces: list[Shard], recipe: Recipe) -> torch.optim.Optimizer:
     nothing: dict[str, Any] = {"params": [torch.nn.Parameter(torch.empty(0))]}
     groups = [group for group in groups if group["params"]] or [nothing]
     if recipe.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=recipe.peak_lr, momentum=recipe.momentum, fused=True)
+        optimizer = torch.optim.SGD(groups, lr=recipe.peak_lr, momentum=recipe.momentum, fused=True)
+        if recipe.momentum:
+            # Torch would make them in the first update, and leave them without values if that is refused.
+            for piece in pieces:
+                optimizer.state[piece.tensor]["momentum_buffer"] = torch.zeros_like(piece.tensor)
+        return optimizer
     return torch.optim.AdamW(
         groups, lr=recipe.peak_lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps, fused=True
     )
@@ -36,23 +45,38 @@ def unscale(pieces: list[Shard], scale: float) -> None:
             gradient(piece).div_(scale)
 
 
-def squared_norm(pieces: list[Shard]) -> float:
-    """The squares of these gradients, added up in at least fp32: torch's own total has the gradients' precision."""
+def squared_norm(pieces: list[Shard], device: torch.device) -> Tensor:
+    """The squares of these gradients, in fp64 on their device, which nobody waits for.
+
+    Added up in at least fp32: torch's own total has the gradients' precision.
+    """
     gradients = [gradient(piece) for piece in pieces]
     if any(one.dtype.itemsize < 4 for one in gradients):
         each = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients]
-        norm = float(torch.linalg.vector_norm(torch.stack(each)))
+        norm = torch.linalg.vector_norm(torch.stack(each))
     else:
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-    return norm * norm  # not norm**2, which raises where this gives infinity
+        norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.to(device, torch.float64).square()
 
 
-def clip(pieces: list[Shard], limit: float, norm: float) -> None:
-    """Shrink gradients whose norm, over all ranks, is ``norm`` to ``limit`` (0: do not)."""
+def clip_and_update(
+    optimizer: torch.optim.Optimizer, pieces: list[Shard], norm: Tensor, limit: float, most: float
+) -> None:
+    """Update with gradients whose norm, over all ranks, is ``norm``, clipped to ``limit`` (0: not at all).
+
+    Where the norm is not finite, or above ``most``, weights and states are left alone. That is decided on the device,
+    so that the host need not wait for it: torch's fused optimizers divide gradients by ``grad_scale``, in the pass that
+    updates, and do nothing where ``found_inf`` is 1. So does its GradScaler tell them.
+    """
+    steered: Any = optimizer
+    refused = ~(torch.isfinite(norm) & (norm <= most))
+    steered.found_inf, steered.grad_scale = refused.float(), None
     if limit and pieces:
-        wide = torch.promote_types(pieces[0].tensor.dtype, torch.float32)
-        total = torch.tensor(norm, dtype=wide, device=pieces[0].tensor.device)
-        torch.nn.utils.clip_grads_with_norm_([piece.tensor for piece in pieces], limit, total)
+        if pieces[0].tensor.dtype == torch.float64:  # a scale is fp32, too coarse for it
+            torch.nn.utils.clip_grads_with_norm_([piece.tensor for piece in pieces], limit, norm)
+        else:
+            steered.grad_scale = ((norm + CLIP_EPS) / limit).clamp(min=1.0).float()
+    optimizer.step()
 
 
 @dataclass

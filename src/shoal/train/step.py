@@ -17,7 +17,7 @@ from shoal.parallel.shards import gradient
 from shoal.parallel.stage_module import MicroBatch
 from shoal.parallel.strict import strict_loss, strict_norm
 from shoal.train.data.loader import Batch
-from shoal.train.optimizer import LossScale, clip, learning_rate, squared_norm, unscale
+from shoal.train.optimizer import LossScale, clip_and_update, learning_rate, squared_norm, unscale
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Step:
         self.pieces = placed.gradients.pieces
         # Called before the weights change: the last moment for background readers to finish.
         self.before_update: Callable[[], None] = lambda: None
-        # Asked with the norm of the gradients, and must answer alike on all ranks.
-        self.refuses: Callable[[float], bool] = lambda norm: False
+        # Gradients of a larger norm do not reach the weights. It must answer alike on all ranks.
+        self.refuse_above: Callable[[], float] = lambda: math.inf
 
     def __call__(self, step: int, batches: list[Batch], targets: int) -> StepResult:
         """Work through this rank's micro-batches of one step.
@@ -55,16 +55,15 @@ class Step:
         before the backward pass, so that gradients only ever need adding up: over micro-batches, over ranks,
         however unevenly tokens are spread over them.
         """
-        loss, norm = self.compute_gradients(step, batches, targets)
-        return self.update(step, loss, norm)
+        return self.update(step, self.compute_gradients(step, batches, targets))
 
     def agree(self, targets: int, stop: bool = False) -> tuple[int, bool]:
         """One small sum tells every rank how many targets the step has, and whether any rank was asked to stop."""
         total, asking = self.mesh.hosts.sum_integers([targets, int(stop)])
         return total, asking > 0
 
-    def compute_gradients(self, step: int, batches: list[Batch], targets: int) -> tuple[float, float]:
-        """Leave the global batch's gradients with the pieces; return its mean loss and their norm."""
+    def compute_gradients(self, step: int, batches: list[Batch], targets: int) -> Tensor:
+        """Leave the global batch's gradients with the pieces; return its mean loss and their norm, on the device."""
         placed = self.placed
         targets = max(1, targets)  # a batch may have nothing to predict
         micro_batches = [self._micro_batch(step, batch) for batch in batches]
@@ -76,22 +75,23 @@ class Step:
         placed.shared.sum(self.pieces)
         unscale(self.pieces, self.scale.value)
         loss, norm = self._measure(losses)
-        return loss / targets, norm
+        return torch.stack([loss / targets, norm])
 
-    def update(self, step: int, loss: float, norm: float) -> StepResult:
-        """Clip the gradients and move the weights, unless a gradient is not finite."""
+    def update(self, step: int, measured: Tensor) -> StepResult:
+        """Clip the gradients and move the weights, unless a gradient is not finite.
+
+        All of it is given to the device before its numbers are read, which waits for it.
+        """
+        lr, most = learning_rate(self.recipe, step), self.refuse_above()
+        self.before_update()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        clip_and_update(self.optimizer, self.pieces, measured[1], self.recipe.clip, most)
+        self.placed.gradients.after_update()
+        loss, norm = measured.tolist()
         finite = math.isfinite(norm)
-        updated = finite and not self.refuses(norm)
-        lr = learning_rate(self.recipe, step)
-        if updated:
-            self.before_update()
-            clip(self.pieces, self.recipe.clip, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            self.placed.gradients.after_update()
         self.scale.update(overflow=not finite)
-        return StepResult(loss, norm, lr, updated, () if finite else self._blame())
+        return StepResult(loss, norm, lr, finite and norm <= most, () if finite else self._blame())
 
     def _blame(self) -> tuple[int, ...]:
         """Which rank's gradients are not finite. After the sum that is lost; strict mode keeps each rank's own."""
@@ -106,17 +106,21 @@ class Step:
                 return blamed
         return ()
 
-    def _measure(self, losses: list[Tensor]) -> tuple[float, float]:
+    def _measure(self, losses: list[Tensor]) -> Tensor:
         """The sum of all losses and the norm of all gradients, everything counted once."""
+        mesh, mine = self.mesh, own_losses(losses, self.mesh)
         if self.placed.exact is not None:
-            return strict_loss(own_losses(losses, self.mesh), self.mesh), strict_norm(self.pieces, self.mesh)
-        squares = squared_norm([piece for piece in self.pieces if piece.counted])
+            exact = [strict_loss(mine, mesh), strict_norm(self.pieces, mesh)]
+            return torch.tensor(exact, dtype=torch.float64, device=mesh.device)
+        squares = squared_norm([piece for piece in self.pieces if piece.counted], mesh.device)
         # Of equal gradients one counts, but each has to be finite: a machine may have spoiled any of them.
-        others = squared_norm([piece for piece in self.pieces if not piece.counted])
-        squares = squares if math.isfinite(others) else math.nan
-        # One small message for both.
-        loss, total = self.mesh.hosts.sum_floats([added(own_losses(losses, self.mesh)), squares])
-        return loss, math.sqrt(total)
+        others = squared_norm([piece for piece in self.pieces if not piece.counted], mesh.device)
+        squares = torch.where(torch.isfinite(others), squares, math.nan)
+        both = torch.stack([added(mine, mesh.device), squares])
+        if mesh.world > 1:
+            # One small message for both. Between hosts, so that here they wait for their devices.
+            both = torch.tensor(mesh.hosts.sum_floats(both.tolist()), dtype=torch.float64, device=mesh.device)
+        return torch.stack([both[0], both[1].sqrt()])
 
     def _micro_batch(self, step: int, batch: Batch) -> MicroBatch:
         noise = self._noise(step, batch)
@@ -135,12 +139,18 @@ def own_losses(losses: list[Tensor], mesh: Mesh) -> list[Tensor]:
     return losses if mesh.coords["tp"] == 0 else []
 
 
-def added(losses: list[Tensor]) -> float:
+def added(losses: list[Tensor], device: torch.device) -> Tensor:
     """In double precision; 0 where the network does not end on this rank."""
-    return float(torch.stack(losses).double().sum()) if losses else 0.0
+    if not losses:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(losses).double().sum()
 
 
 def summed_loss(losses: list[Tensor], placed: Placed, mesh: Mesh) -> float:
     """All ranks' losses, in strict mode without any rounding."""
     mine = own_losses(losses, mesh)
-    return strict_loss(mine, mesh) if placed.exact is not None else mesh.hosts.sum_floats([added(mine)])[0]
+    return (
+        strict_loss(mine, mesh)
+        if placed.exact is not None
+        else mesh.hosts.sum_floats([float(added(mine, mesh.device))])[0]
+    )

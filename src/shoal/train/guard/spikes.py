@@ -39,13 +39,21 @@ class Usual:
 
     def deviations(self, value: float) -> float:
         """How many robust standard deviations a value lies above the median; 0 where there is too little to tell."""
+        unit = self._deviation()
+        return (value - self.value) / unit if unit and math.isfinite(value) else 0.0
+
+    def above(self, deviations: float) -> float:
+        """The value that lies so many above the median; infinity where there is too little to tell."""
+        unit = self._deviation()
+        return self.value + deviations * unit if unit else math.inf
+
+    def _deviation(self) -> float:
         known = self._known()
-        if len(known) < FEWEST or not math.isfinite(value):
+        if len(known) < FEWEST:
             return 0.0
         usual = median(known)
         spread = OF_NORMAL * median(abs(one - usual) for one in known)
-        unit = max(spread, LEAST * abs(usual))
-        return (value - usual) / unit if unit else 0.0
+        return max(spread, LEAST * abs(usual))
 
     @property
     def value(self) -> float:
@@ -58,7 +66,7 @@ class Usual:
 class SpikeGuard:
     """Notes spikes of the loss and, with the policy ``skip``, keeps those of the gradient from the weights.
 
-    To be asked ``refuses`` before an update and told each step's numbers after it, on every rank.
+    To be asked ``refuse_above`` before an update and told each step's numbers after it, on every rank.
     """
 
     def __init__(self, factor: float, policy: Policy = "warn") -> None:
@@ -76,9 +84,12 @@ class SpikeGuard:
             guard._add(row["loss"], row["grad_norm"])
         return guard
 
+    def refuse_above(self) -> float:
+        """The norm of the gradient above which it should not reach the weights."""
+        return self.norm.above(self.factor) if self.policy == "skip" and self.factor > 0 else math.inf
+
     def refuses(self, norm: float) -> bool:
-        """Whether a gradient of this norm should not reach the weights."""
-        return self.policy == "skip" and self._spikes(self.norm.deviations(norm))
+        return math.isfinite(norm) and norm > self.refuse_above()
 
     def judge(self, step: int, loss: float, norm: float) -> dict[str, Any] | None:
         """Take a step's numbers in; a row of faults.jsonl where one of them is a spike.
