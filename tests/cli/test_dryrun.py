@@ -96,10 +96,10 @@ def test_a_difference_is_said_and_ends_with_1(capfd: Capture, monkeypatch: pytes
 
 
 def test_a_few_kilobytes_of_a_toy_are_no_difference(capfd: Capture) -> None:
-    """33,792 bytes are gradients where buffers were predicted: 2 % of a toy's, and nothing to anybody."""
-    code, out, _ = dryrun(capfd, *TINY, "--layout", "tp=2,sp=0,recompute=selective", *FP32, "--json")
+    """98,304 bytes are logits where activations were predicted: 4 % of a toy's, and nothing to anybody."""
+    code, out, _ = dryrun(capfd, *TINY, "--layout", "fsdp=2,micro=1", "--precision", "bf16", "--json")
     document = json.loads(out)
-    seen, predicted = document["memory"]["grads"], document["predicted"]["grads"]
+    seen, predicted = document["memory"]["activations"], document["predicted"]["activations"]
     assert abs(seen - predicted) > 0.01 * predicted, "the case is not the one meant"
     assert (code, document["findings"], document["memory_matches"]) == (0, [], True)
 
