@@ -24,8 +24,12 @@ from shoal.models.logits import logits_to_gradients_, token_statistics
 class Vocabulary(Protocol):
     """The rows of the head that are here, and how ranks that hold other rows agree on what a token needs of all."""
 
-    first: int
-    most_rows: int  # of any rank
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def most_rows(self) -> int:
+        """Of any rank."""
 
     def largest(self, values: Tensor) -> None:
         """The largest of all ranks', in place."""

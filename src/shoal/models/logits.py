@@ -8,7 +8,7 @@ their own precision. On a CPU rows are taken a few at a time, so that what is ma
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -54,11 +54,10 @@ def logits_to_gradients_(
     """
     if not logits.shape[1]:
         return
-    arguments = logits, targets, first, normaliser, factor
     if logits.is_cuda:
-        _compiled(_gradients)(*arguments, z)
+        _compiled(_gradients)(logits, targets, first, normaliser, factor, z)
     else:
-        _in_cache(lambda *parts: _gradients(*parts, z), *arguments)
+        _in_cache(partial(_gradients, z=z), logits, targets, first, normaliser, factor)
 
 
 @logits_to_gradients_.register_fake

@@ -101,7 +101,7 @@ def has_master(parameter: Tensor) -> bool:
 
 
 def gradient_bytes(parameter: Tensor) -> int:
-    return parameter.numel() * parameter.grad_dtype.itemsize
+    return parameter.numel() * (parameter.grad_dtype or parameter.dtype).itemsize
 
 
 def counts(held: HeldParameter, mesh: Mesh) -> bool:
@@ -154,8 +154,9 @@ class WholeParameters:
     @torch.no_grad()
     def after_update(self) -> None:
         if self.masters:
-            working = [piece.held.parameter for piece in self.masters]
-            torch._foreach_copy_(working, [piece.tensor for piece in self.masters])
+            working: list[Tensor] = [piece.held.parameter for piece in self.masters]
+            updated: list[Tensor] = [piece.tensor for piece in self.masters]
+            torch._foreach_copy_(working, updated)
 
     def weights(self) -> list[tuple[str, Slice]]:
         return whole_weights(self.held)
