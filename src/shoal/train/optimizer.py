@@ -46,7 +46,7 @@ def unscale(pieces: list[Shard], scale: float) -> None:
 
 
 def squared_norm(pieces: list[Shard], device: torch.device) -> Tensor:
-    """The squares of these gradients, in fp64 on their device, which nobody waits for.
+    """The squares of these gradients, in fp64 on their device, for which the host does not wait.
 
     Added up in at least fp32: torch's own total has the gradients' precision.
     """

@@ -30,6 +30,7 @@ class Moment(NamedTuple):
     stage: int = 0  # whose backward pass it is, of the rank's stages
     split: bool = False  # whether this one leaves its weight gradients for later
     waiting: int = 0  # messages that are being received, or have been, for computations after it
+    since_loss: int = 0  # of the last stage: how many of these were asked for after the loss
     sent: int = 0  # gradients that were sent before
     just_sent: bool = False  # whether one of them was the last message
     passed: int = 0  # gradients that one stage has left for another one here
@@ -69,6 +70,7 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
     left = [Begun.NOTHING] * len(stages)
     waiting = sent = passed = 0
     just_sent = False
+    at_loss = 0  # messages that were there when a loss was last computed
     # And how many gradients had been sent, when it was so for the last time.
     seen: dict[Moment, int] = {}
     for instruction in rank_program(schedule, pp, chunks, micro_batches, rank):
@@ -81,6 +83,8 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
         elif action is Action.FORWARD:
             held[here] += 1
             waiting -= instruction.stage > 0 and instruction.stage - 1 not in place
+            if instruction.stage == pp * chunks - 1:
+                at_loss = waiting
         elif action is Action.WEIGHT:
             deferred[here] -= 1
             left[here] = Begun.ALL
@@ -95,6 +99,7 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
                 stage=here,
                 split=half,
                 waiting=waiting,
+                since_loss=waiting - at_loss if instruction.stage == pp * chunks - 1 else 0,
                 just_sent=just_sent,
                 passed=passed,
             )
@@ -115,6 +120,7 @@ def _outermost(seen: Iterable[Moment]) -> list[Moment]:
             one.stage == other.stage
             and one.split >= other.split
             and one.waiting >= other.waiting
+            and one.since_loss <= other.since_loss
             and one.just_sent >= other.just_sent
             and one.passed >= other.passed
             and all(map(ge, one.held, other.held))

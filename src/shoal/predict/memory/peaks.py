@@ -136,10 +136,8 @@ class BackwardPass:
         gradients, moment, found = self.gradients, self.moment, self.micro.logits
         gathered, gathering = gradients.in_loss(moment), gradients.gathering_head
         start = self.start.plus("loss", grads=gradients.held(moment, None))
-        if moment.waiting and not self.work.cpu:
-            # What comes for the next forward pass is asked for after this one. Then, with gloo, which keeps what was
-            # sent, that pass has one message more.
-            start = start.plus("loss", buffers=-self.micro.stream)
+        # It was computed before some of the messages were asked for that the backward pass finds.
+        start = start.plus("loss", buffers=-moment.since_loss * self.micro.stream)
         before = start.plus("loss", activations=self.micro.result, logits=-found.resting)
         if gathering:
             yield before.plus("head", buffers=gathering - found.cast)
