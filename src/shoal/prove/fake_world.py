@@ -72,21 +72,24 @@ class SumsInPlace(Mode):
             return args[0].fake_device
         if takes_itself_apart(types):
             return NotImplemented
-        if func is torch.ops.aten.add.Tensor and not kwargs and _is_autograds_alone(args[0]):
-            return torch.ops.aten.add_.Tensor(*args)
+        if func is torch.ops.aten.add.Tensor and not kwargs:
+            # Autograd adds to a tensor that has no other reference. On the way here it gains some; counted here and not
+            # further down, for how many a call adds depends on whether torch.compile was used in this process.
+            alone = args[0]._use_count() == 4 and sys.getrefcount(args[0]) == 3
+            if alone and _is_autograds_sum(args[0]):
+                return torch.ops.aten.add_.Tensor(*args)
         return func(*args, **(kwargs or {}))
 
 
-def _is_autograds_alone(tensor: Any) -> bool:
-    """As autograd judges it: no view, and no other reference. On the way here it gains three more references."""
+def _is_autograds_sum(tensor: Any) -> bool:
+    """Whether autograd adds to this tensor itself, which is no view."""
     if current_node() is None or tensor._is_view():
         return False
     # Not what Python code of a backward pass adds up: autograd's own sums come straight from where it was started.
     caller = sys._getframe(2)
     while caller.f_back is not None and caller.f_code.co_name in ("_fn", "inner"):  # around every mode
         caller = caller.f_back
-    alone = tensor._use_count() == 4 and sys.getrefcount(tensor) == 4
-    return alone and caller.f_code.co_name == "_engine_run_backward"
+    return caller.f_code.co_name == "_engine_run_backward"
 
 
 class _Readings(Mode):
