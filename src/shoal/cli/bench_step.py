@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from shoal.cli.show import print_columns, print_json, warn_of_length
+from shoal.cli.show import print_columns, print_json, unwritable, warn_of_length
 from shoal.launch.screen import Console
 
 if TYPE_CHECKING:
@@ -125,7 +125,6 @@ def step(
 
 
 def _check(counts: dict[str, int], picture: Path | None, out: Path | None) -> None:
-    """An hour's measurement is not lost to a directory that is not there."""
     from shoal.facts.problem import BadInput, Problem
 
     problems = [
@@ -133,11 +132,7 @@ def _check(counts: dict[str, int], picture: Path | None, out: Path | None) -> No
         for flag, count in counts.items()
         if count < 1
     ]
-    for flag, path in (("--picture", picture), ("--out", out)):
-        if path is not None and not path.expanduser().absolute().parent.is_dir():
-            problems.append(Problem(f"{flag} {path}: its directory does not exist", "create it first"))
-        elif path is not None and path.expanduser().is_dir():
-            problems.append(Problem(f"{flag} {path}: is a directory", "name a file in it"))
+    problems += unwritable(path.expanduser() for path in (picture, out) if path is not None)
     if problems:
         raise BadInput(problems)
 

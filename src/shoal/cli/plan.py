@@ -194,18 +194,15 @@ def _start(exported: Exported, to: Path) -> str:
 
 
 def _write(files: dict[Path, str], force: bool) -> None:
+    from shoal.cli.show import unwritable
     from shoal.facts.problem import BadInput, Problem
 
     problems = [
         Problem(f"{path} exists", "another name, or --force to replace it")
         for path in files
-        if path.exists() and not force
+        if path.is_file() and not force
     ]
-    problems += [
-        Problem(f"cannot write {path}: there is no directory {path.parent}", "a directory that exists")
-        for path in files
-        if not path.parent.is_dir()
-    ]
+    problems += unwritable(files)
     if problems:
         raise BadInput(problems)
     for path, text in files.items():

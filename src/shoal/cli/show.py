@@ -6,7 +6,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.facts.problem import Problem
@@ -62,6 +63,17 @@ def print_columns(rows: list[tuple[str, ...]]) -> None:
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(cells).rstrip())
+
+
+def unwritable(paths: Iterable[Path]) -> Iterator[Problem]:
+    """What keeps a command from writing its output, said before it begins: an hour's work is not lost to a typo."""
+    for path in paths:
+        if not path.parent.is_dir():
+            yield Problem(
+                f"cannot write {path}: there is no directory {path.parent}", "a directory that exists"
+            )
+        elif path.is_dir():
+            yield Problem(f"cannot write {path}: it is a directory", "name a file in it")
 
 
 def use_calibration(wanted: bool = True) -> None:

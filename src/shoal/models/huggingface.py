@@ -15,15 +15,12 @@ from shoal.facts.model.checkpoint_views import View, intersect, views
 from shoal.facts.model.parameters import parameters
 from shoal.facts.model.tensor_split import box_slices
 from shoal.facts.problem import BadInput, Problem
-from shoal.models.initial import Slice
+from shoal.models.initial import Slice, whole
 
 
 def from_tensors(model: Model, read: Callable[[str], Tensor], canonical: Mapping[str, Tensor]) -> None:
     """Fill whole parameters of ours from Hugging Face's tensors, each read once."""
-    wholes = (
-        (name, Slice(tensor, tuple(tensor.shape), (0,) * tensor.dim())) for name, tensor in canonical.items()
-    )
-    fill_slices(model, read, wholes)
+    fill_slices(model, read, ((name, whole(name, tensor)) for name, tensor in canonical.items()))
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ class Slice(NamedTuple):
     offset: tuple[int, ...]
 
 
-def whole(name: str, parameter: nn.Parameter) -> Slice:
+def whole(name: str, parameter: Tensor) -> Slice:
     """A parameter that is not split."""
     return Slice(parameter.data, tuple(parameter.shape), (0,) * parameter.dim())
 

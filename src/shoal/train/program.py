@@ -45,9 +45,7 @@ class Program:
 
     def positions(self) -> list[range]:
         """This rank's places in the global batch, one range a micro-batch."""
-        count = self.job.layout.accumulation(self.job.config.recipe.batch)
-        first = self.mesh.data_index * count
-        return [range(one * self.micro, (one + 1) * self.micro) for one in range(first, first + count)]
+        return self.job.layout.positions(self.job.config.recipe.batch, self.mesh.data_index)
 
     def own_targets(self, batches: list[Batch]) -> int:
         """What this rank adds to the step's number of targets: rows that several ranks work on count once."""

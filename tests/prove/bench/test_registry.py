@@ -52,7 +52,7 @@ def test_unknown_and_missing_peers_are_told_at_once(
     [
         (["--steps", "0"], "--steps 0: must be 1 or more"),
         (["--peers", ","], "--peers is empty"),
-        (["--out", "/no/such/folder/step.json"], "its directory does not exist"),
+        (["--out", "/no/such/folder/step.json"], "there is no directory /no/such/folder"),
         (["--layout", "tp=3"], "tp=3"),
         (["--batch", "3", "--layout", "micro=2"], "micro=2"),
     ],

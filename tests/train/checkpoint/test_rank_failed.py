@@ -10,7 +10,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,28 +67,31 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def refuse(place: CheckpointStorage, method: str, when: Callable[[int, str], bool]) -> None:
-    """Let the disk be full inside of a place's method, where ``when(step, file)`` says so."""
+def inside(
+    place: CheckpointStorage, method: str, around: Callable[..., AbstractContextManager[object]]
+) -> None:
+    """Let a place's method run inside of ``around(step, attempt, file, …)``."""
     original = getattr(place, method)
 
-    def refused(step: int, attempt: str, file: str, *content: Any) -> Any:
-        if not when(step, file):
-            return original(step, attempt, file, *content)
-        with full_disk():
-            return original(step, attempt, file, *content)
+    def surrounded(*arguments: Any) -> Any:
+        with around(*arguments):
+            return original(*arguments)
 
-    setattr(place, method, refused)
+    setattr(place, method, surrounded)
+
+
+def refuse(place: CheckpointStorage, method: str, when: Callable[[int, str], bool]) -> None:
+    """Let the disk be full inside of a place's method, where ``when(step, file)`` says so."""
+
+    def around(step: int, attempt: str, file: str, *content: Any) -> AbstractContextManager[object]:
+        return full_disk() if when(step, file) else nullcontext()
+
+    inside(place, method, around)
 
 
 def one_at_a_time(lock: threading.Lock, *places: CheckpointStorage) -> None:
     for place in places:
-        original = place.write
-
-        def write(*arguments: Any, original: Callable[..., str] = original) -> str:
-            with lock:
-                return original(*arguments)
-
-        place.write = write  # type: ignore[method-assign]
+        inside(place, "write", lambda *arguments: lock)
 
 
 def one_place(kind: str, folder: Path, rank: int) -> DirectoryStorage | ObjectStore:

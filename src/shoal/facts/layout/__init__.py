@@ -133,6 +133,12 @@ class Layout(BaseModel):
         """Micro-batches that one data rank works through in a step."""
         return accumulation(batch, self.data_ranks, self.micro_batch(batch))
 
+    def positions(self, batch: int, data_rank: int) -> list[range]:
+        """A data rank's places in the global batch, one range a micro-batch."""
+        micro, count = self.micro_batch(batch), self.accumulation(batch)
+        first = data_rank * count
+        return [range(one * micro, (one + 1) * micro) for one in range(first, first + count)]
+
     def written(self) -> dict[str, Any]:
         """The fields that differ from their defaults, in canonical order."""
         defaults = {name: field.default for name, field in type(self).model_fields.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
@@ -77,9 +78,8 @@ class StepClock:
         """Seconds of each step."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-            pairs = zip(self._events, self._events[1:], strict=False)
-            return [first.elapsed_time(second) / 1e3 for first, second in pairs]
-        return [second - first for first, second in zip(self._marks, self._marks[1:], strict=False)]
+            return [first.elapsed_time(second) / 1e3 for first, second in pairwise(self._events)]
+        return [second - first for first, second in pairwise(self._marks)]
 
     def peaks(self) -> dict[str, int | None]:
         """Bytes of this turn. A CPU's allocator keeps no such count, and a process's own is mostly libraries."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from shoal.launch import local
 from shoal.plan.resolve import Job
@@ -28,34 +26,12 @@ CONTEXT_BYTES = 1 << 30
 Say = Callable[[str], None]
 
 
-@dataclass
-class Measured:
-    """What one peer's turns have given so far."""
-
-    kind: PeerKind
-    rounds: list[list[float]] = field(default_factory=list)  # seconds of each step, round by round
-    losses: list[float] = field(default_factory=list)
-    peak_allocated: int | None = None
-    peak_reserved: int | None = None
-    setup_s: float | None = None  # until the first warm-up was over: building, compiling
-    failure: str | None = None
-    traceback: str | None = None
-
-    def add(self, reports: list[dict[str, Any]]) -> None:
-        """Of a turn: the first rank's times, the fullest rank's memory."""
-        self.rounds.append(reports[0]["step_s"][SETTLING_STEPS:])
-        for name in ("peak_allocated", "peak_reserved"):
-            seen = [report[name] for report in reports if report[name] is not None]
-            if seen:
-                setattr(self, name, max(*seen, getattr(self, name) or 0))
-
-
 def measure(
     job: Job, kinds: Sequence[PeerKind], rounds: int, steps: int, warm_up: int, say: Say
 ) -> StepBench:
     """``rounds`` times each peer's ``steps``. ``say`` is told of each turn."""
     together = all_fit(job, kinds)
-    measured = {kind.name: Measured(kind) for kind in kinds}
+    results = {kind.name: PeerResult(kind.name, kind.what, kind.versions) for kind in kinds}
     local.warm_workers((*local.PRELOAD, "shoal.prove.bench.rank"), job.config)
     with TemporaryDirectory(prefix="shoal-bench-") as name:
         folder = Path(name)
@@ -64,15 +40,15 @@ def measure(
         for number in range(rounds):
             # There and back, so that no peer always follows the same neighbour.
             for kind in kinds if number % 2 == 0 else reversed(kinds):
-                own = measured[kind.name]
+                own = results[kind.name]
                 if own.failure is not None:
                     continue
                 try:
                     ranks = alive.pop(kind.name, None)
                     if ranks is None:
                         place = folder / f"{kind.name}-{number}"
-                        ranks = begin(job, own, dataset, place, warm_up)
-                    own.add(ranks.turn(SETTLING_STEPS + steps))
+                        ranks = begin(job, kind, own, dataset, place, warm_up)
+                    own.add(ranks.turn(SETTLING_STEPS + steps), SETTLING_STEPS)
                     if together and number + 1 < rounds:
                         alive[kind.name] = ranks
                     else:
@@ -82,27 +58,11 @@ def measure(
                     say(f"{kind.name} failed: {failure}")
                 else:
                     say(f"round {number + 1}: {kind.name} {median(own.rounds[-1]) * 1e3:,.1f} ms a step")
-    results = [
-        PeerResult(
-            name=own.kind.name,
-            what=own.kind.what,
-            versions=own.kind.versions,
-            rounds=own.rounds,
-            losses=own.losses,
-            peak_allocated=own.peak_allocated,
-            peak_reserved=own.peak_reserved,
-            setup_s=own.setup_s,
-            failure=own.failure,
-            traceback=own.traceback,
-        )
-        for own in measured.values()
-    ]
-    return StepBench(job, results, rounds, steps, warm_up, together)
+    return StepBench(job, list(results.values()), rounds, steps, warm_up, together)
 
 
-def begin(job: Job, own: Measured, dataset: Path, place: Path, warm_up: int) -> PeerRanks:
+def begin(job: Job, kind: PeerKind, own: PeerResult, dataset: Path, place: Path, warm_up: int) -> PeerRanks:
     """A peer's processes, past their warm-up: built, compiled, with memory where it will be."""
-    kind = own.kind
     module = kind.modules.get("*") or kind.modules[strategy(job.layout) or ""]
     place.mkdir()
     started = time.perf_counter()

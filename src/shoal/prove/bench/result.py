@@ -6,7 +6,7 @@ import os
 import platform
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -25,20 +25,28 @@ RESAMPLES = 10_000
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3, "fp8": 2e-2}
 
 
-@dataclass(frozen=True)
+@dataclass
 class PeerResult:
-    """One peer's turns."""
+    """What one peer's turns have given so far."""
 
     name: str
     what: str
     versions: dict[str, str]
-    rounds: list[list[float]]  # seconds of each step, round by round
-    losses: list[float]  # of the warm-up's steps
-    peak_allocated: int | None  # bytes of the fullest rank; None on a CPU
-    peak_reserved: int | None
-    setup_s: float | None
+    rounds: list[list[float]] = field(default_factory=list)  # seconds of each step, round by round
+    losses: list[float] = field(default_factory=list)  # of the warm-up's steps
+    peak_allocated: int | None = None  # bytes of the fullest rank; None on a CPU
+    peak_reserved: int | None = None
+    setup_s: float | None = None  # until the first warm-up was over: building, compiling
     failure: str | None = None
     traceback: str | None = None
+
+    def add(self, reports: list[dict[str, Any]], settling: int) -> None:
+        """A turn, whose first steps are not counted: the first rank's times, the fullest rank's memory."""
+        self.rounds.append(reports[0]["step_s"][settling:])
+        for name in ("peak_allocated", "peak_reserved"):
+            seen = [report[name] for report in reports if report[name] is not None]
+            if seen:
+                setattr(self, name, max(*seen, getattr(self, name) or 0))
 
     @property
     def medians(self) -> list[float]:

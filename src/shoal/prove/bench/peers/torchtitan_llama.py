@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from shoal.facts.model.parameters import llama_parameters
 from shoal.models import initial
-from shoal.models.initial import Slice
 from shoal.prove.bench.journal import Journal
 from shoal.prove.bench.setup import PeerSetup
 
@@ -108,8 +107,7 @@ def fill(model: nn.Module, setup: PeerSetup) -> None:
     theirs = dict(model.named_parameters())
     for parameter in llama_parameters(setup.model):
         value = torch.empty(parameter.shape, dtype=setup.states, device=setup.device)
-        part = Slice(value, parameter.shape, (0,) * value.dim())
-        initial.fill([(parameter.name, part)], setup.model, setup.recipe.seed)
+        initial.fill([(parameter.name, initial.whole(parameter.name, value))], setup.model, setup.recipe.seed)
         if "q_proj" in parameter.name or "k_proj" in parameter.name:
             value = interleaved(value, setup.model.head_dim)
         theirs[renamed(parameter.name)].copy_(value)
