@@ -101,6 +101,8 @@ def test_the_loss_is_torchs_own_with_any_factor_and_z(
         assert torch.allclose(total, expected, rtol=1e-13)
         for found, right in zip(gradients_of(total * later, hidden, made.weight), wanted, strict=True):
             assert torch.allclose(found, right, rtol=1e-11, atol=1e-14)
+    with torch.no_grad():
+        assert torch.allclose(made(hidden, targets)[0], plain, rtol=1e-13), "a validation loss knows no z"
 
 
 def test_several_forward_passes_before_the_first_backward_pass_keep_one_weight_gradient() -> None:

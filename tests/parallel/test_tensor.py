@@ -48,6 +48,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     sp: bool = True
     dropout: float = 0.0
+    z_loss: float = 0.0
     rows: int = 2
     logits_at_once: int = 2**27
 
@@ -60,7 +61,7 @@ BY_WORLD = {
     2: [
         Case({"heads": 8, "kv_heads": 4}),
         Case({"heads": 4, "kv_heads": 2, "vocab": 263, "window": 3}, dropout=0.2),
-        Case({"tied": True}, logits_at_once=32 * 5),
+        Case({"tied": True}, z_loss=0.1, logits_at_once=32 * 5),
         Case({**GPT2, "tied": True, "vocab": 63}, dropout=0.1),
         Case({**NEOX}, dropout=0.1, rows=1),
         Case({"qk_norm": True, "kv_heads": 2}),
@@ -70,7 +71,7 @@ BY_WORLD = {
         Case({"heads": 8, "kv_heads": 1, "vocab": 263}, logits_at_once=66 * 3),
         Case({"heads": 4, "kv_heads": 2, "qkv_bias": True, "qk_norm": True, "vocab": 5}, dropout=0.1),
         Case({**GPT2, "tied": True, "vocab": 5}, logits_at_once=2),
-        Case({**NEOX, "vocab": 6}),
+        Case({**NEOX, "vocab": 6}, z_loss=0.1),
     ],
 }
 
@@ -120,13 +121,13 @@ def outcome(network: Network, case: Case) -> Outcome:
 
 
 def in_one_process(case: Case) -> Outcome:
-    network = build(case.model, case.dropout, torch.float64, "cpu", torch.float64)
+    network = build(case.model, case.dropout, torch.float64, "cpu", torch.float64, z_loss=case.z_loss)
     give_values(network, lambda name, one: Slice(one.data, tuple(one.shape), (0,) * one.dim()))
     return outcome(network, case)
 
 
 def my_part(case: Case, rank: int, world: int) -> tuple[Network, dict[str, Box]]:
-    network = build(case.model, case.dropout, torch.float64, "meta", torch.float64)
+    network = build(case.model, case.dropout, torch.float64, "meta", torch.float64, z_loss=case.z_loss)
     names = [name for name, _ in network.named_parameters()]
     group = dist.group.WORLD
     assert group is not None

@@ -17,7 +17,7 @@ import yaml
 from tests.plan.exporting import ask, questions
 
 from shoal.facts.layout.stages import cut
-from shoal.plan.export import export
+from shoal.plan.export import STACKS, export
 
 
 def gaps(stack: str, layout: str, **others: Any) -> str:
@@ -76,6 +76,12 @@ def test_accelerate_fsdp() -> None:
     assert "nearest: reshard_after_forward false" in gaps("accelerate", "fsdp=4,zero=2,tp=2")
     assert "nearest: fsdp=4" in gaps("accelerate", "dp=4,tp=2")
     assert "nearest: those ranks shard too, fsdp=8" in gaps("accelerate", "fsdp=4,pp=2,micro=1")
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_loss_that_no_stack_has_is_said(stack: str) -> None:
+    assert gaps(stack, "fsdp=8", z_loss=1e-4).count("z_loss=0.0001") == 1
+    assert "z_loss" not in gaps(stack, "fsdp=8")
 
 
 def test_accelerate_says_nothing_twice() -> None:

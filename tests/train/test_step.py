@@ -16,10 +16,15 @@ from shoal.train.optimizer import learning_rate
 MakeTraining = Callable[..., Training]
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "dp=1,micro=1", "dp=1,micro=4"])
-def test_steps_equal_a_plain_loop(training: MakeTraining, layout: str) -> None:
+@pytest.mark.parametrize(("layout", "z_loss"), [("dp=1", 0), ("dp=1,micro=1", 0.01), ("dp=1,micro=4", 0)])
+def test_steps_equal_a_plain_loop(training: MakeTraining, layout: str, z_loss: float) -> None:
     """Gradients, norm, clipping and AdamW, three steps, in fp64; micro-batches have unequal numbers of targets."""
-    options = {"recipe__precision": "fp64", "data__packing": False, "recipe__clip": 0.5}
+    options = {
+        "recipe__precision": "fp64",
+        "data__packing": False,
+        "recipe__clip": 0.5,
+        "recipe__z_loss": z_loss,
+    }
     ours = training("ours", layout, **options)
     reference = network_of(training("reference", **options))
     matrices = [p for p in reference.parameters() if p.ndim >= 2]
@@ -37,6 +42,7 @@ def test_steps_equal_a_plain_loop(training: MakeTraining, layout: str) -> None:
         optimizer.zero_grad()
         logits = reference.lm_head.logits(reference(batch.tokens, batch.positions))
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
+        loss = loss + z_loss * logits.logsumexp(-1)[batch.targets != -100].square().mean()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(list(reference.parameters()), 0.5)
         for group in optimizer.param_groups:

@@ -91,6 +91,11 @@ class Recipe(BaseModel):
     clip: float = Field(1.0, ge=0, description="maximum gradient norm; 0: no clipping")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of initial weights, sample order and dropout")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability")
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the squared log-normaliser of each token in the training loss; 0: none",
+    )
     precision: Precision = Field(
         "fp32", description='compute precision: "fp32", "bf16", "fp16", "fp64" or "fp8"'
     )

@@ -129,10 +129,13 @@ class Decoder(nn.Module):
 class Network(nn.Module):
     """A decoder and its head. The forward pass ends at the hidden states; the loss is the head's."""
 
-    def __init__(self, model: Model, dropout: float, compute: torch.dtype, length: int | None) -> None:
+    def __init__(
+        self, model: Model, dropout: float, compute: torch.dtype, length: int | None, z_loss: float
+    ) -> None:
         super().__init__()
         self.model = Decoder(model, dropout, compute, length)
-        self.lm_head = Head(model.hidden, model.vocab, self.model.embed_tokens if model.tied else None)
+        tied = self.model.embed_tokens if model.tied else None
+        self.lm_head = Head(model.hidden, model.vocab, tied, z_loss)
         self.shape = model
 
     def forward(
@@ -159,6 +162,7 @@ def build(
     device: torch.device | str = "meta",
     dtype: torch.dtype = torch.float32,
     length: int | None = None,
+    z_loss: float = 0.0,
 ) -> Network:
     """The network of a model, its parameters still without values: see ``initial.initialise``.
 
@@ -167,7 +171,7 @@ def build(
     """
     refuse_unknown(model)
     with torch.device("meta"):
-        network = Network(model, dropout, compute, length).to(dtype)
+        network = Network(model, dropout, compute, length, z_loss).to(dtype)
     return network if torch.device(device).type == "meta" else network.to_empty(device=device)
 
 

@@ -23,14 +23,14 @@ from shoal.models.linear import Embedding
 class Head(nn.Module):
     """From hidden states to logits and to the loss. Tied: it borrows the embedding's weight."""
 
-    def __init__(self, hidden: int, vocab: int, tied: Embedding | None) -> None:
+    def __init__(self, hidden: int, vocab: int, tied: Embedding | None, z_loss: float = 0.0) -> None:
         super().__init__()
         if tied is None:
             self.weight = nn.Parameter(torch.empty(vocab, hidden))
         # The module and not its parameter, because to_empty and FSDP put new parameters in its place; in a
         # tuple, so that torch does not list the same parameter under a second name.
         self.tied = () if tied is None else (tied,)
-        self.z_loss = 0.0
+        self.z_loss = z_loss
         self.factor, self.pending = 1.0, None
 
     factor: float
@@ -57,10 +57,14 @@ class Head(nn.Module):
         return self.logits(hidden[:, place])
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-entropy summed over the targets that count, and how many do (int64)."""
+        """Cross-entropy summed over the targets that count, and how many do (int64).
+
+        In training with what z_loss adds; a validation loss is the cross-entropy alone, whatever was trained with.
+        """
         rows, wanted = self.enter(hidden).flatten(0, -2), targets.flatten()
         weight, vocabulary = self.matrix(), self.vocabulary()
-        loss = summed_cross_entropy(rows, weight, wanted, vocabulary, self.factor, self.z_loss, self.pending)
+        z = self.z_loss if torch.is_grad_enabled() else 0.0
+        loss = summed_cross_entropy(rows, weight, wanted, vocabulary, self.factor, z, self.pending)
         return loss, (wanted != IGNORE).sum()
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:

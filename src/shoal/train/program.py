@@ -55,7 +55,7 @@ class Program:
 def blueprint(model: Model, recipe: Recipe) -> Network:
     """The whole network on the meta device, where it takes no memory."""
     compute, rest = compute_dtype(recipe), parameter_dtype(recipe)
-    return build(model, recipe.dropout, compute, dtype=rest, length=recipe.seq)
+    return build(model, recipe.dropout, compute, dtype=rest, length=recipe.seq, z_loss=recipe.z_loss)
 
 
 def assemble(

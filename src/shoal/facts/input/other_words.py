@@ -47,6 +47,7 @@ KEYS: Mapping[str, str] = {
         "recipe.clip": "max_grad_norm max_norm grad_clip clip_grad gradient_clipping gradient_clip_val clip_grad_norm",
         "recipe.seed": "data_seed random_seed",
         "recipe.dropout": "hidden_dropout attention_dropout dropout_rate",
+        "recipe.z_loss": "z_loss_weight z_loss_coeff z_loss_multiplier softmax_auxiliary_loss lse_square_scale",
         "recipe.precision": "mixed_precision dtype torch_dtype params_dtype mixed_precision_param",
         "recipe.reduce": "mixed_precision_reduce communication_data_type grad_reduce_in_bf16 "
         "accumulate_grad_in_fp32 accumulate_allreduce_grads_in_fp32",
@@ -156,7 +157,6 @@ SENTENCES: Mapping[str, str] = {
 LATER: Mapping[str, str] = {
     "recipe.epochs": "say how long the run is with recipe.steps or recipe.tokens",
     "recipe.loss": "the loss is that of the next token; leave it out",
-    "recipe.z_loss": "leave it out",
     "recipe.router_aux": "leave it out",
     "recipe.router_z": "leave it out",
     "recipe.ema": "leave it out; checkpoint.keep_best keeps the best weights",

@@ -242,5 +242,7 @@ def _cannot_compute(workload: Workload) -> Iterator[str]:
         yield f"states={recipe.states}: nearest: fp32 master weights and moments"
     if recipe.dropout:
         yield f"dropout={recipe.dropout}: it belongs to the model's config.json; nearest: set it there"
+    if recipe.z_loss:
+        yield f"z_loss={recipe.z_loss}: the script computes the loss; nearest: 0"
     if workload.lora is not None:
         yield f"lora of rank {workload.lora.rank}: nearest: peft.get_peft_model before deepspeed.initialize"

@@ -208,5 +208,7 @@ def _cannot_compute(workload: Workload) -> Iterator[str]:
         yield f"states={recipe.states}: nearest: fp32 master weights; --exp-avg-dtype narrows the moments"
     if recipe.seed == 0:
         yield "seed=0: nearest: 1"
+    if recipe.z_loss:
+        yield f"z_loss={recipe.z_loss}: its head's loss is the cross-entropy alone; nearest: 0"
     if workload.lora is not None:
         yield f"lora of rank {workload.lora.rank}: nearest: train all weights"

@@ -184,6 +184,8 @@ def _cannot(workload: Workload) -> Iterator[str]:
         yield "prefetch and persist_below: FSDP2's own defaults hold; nearest: those"
     if recipe.dropout:
         yield f"dropout={recipe.dropout}: its models have none; nearest: 0"
+    if recipe.z_loss:
+        yield f"z_loss={recipe.z_loss}: its loss is the cross-entropy alone; nearest: 0"
     if workload.lora is not None:
         yield f"lora of rank {workload.lora.rank}: nearest: train all weights"
 

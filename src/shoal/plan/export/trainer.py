@@ -61,5 +61,7 @@ def cannot(workload: Workload) -> Iterator[str]:
         yield f"momentum={recipe.momentum}: the Trainer's sgd has none; nearest: pass it an optimizer of your own"
     if recipe.states != "fp32":
         yield f"states={recipe.states}: the script decides it; nearest: load the model with dtype bfloat16"
+    if recipe.z_loss:
+        yield f"z_loss={recipe.z_loss}: the model computes the loss; nearest: 0"
     if recipe.dropout:
         yield f"dropout={recipe.dropout}: it belongs to the model's config.json; nearest: set it there"

@@ -162,6 +162,8 @@ def cannot(kind: PeerKind, job: Job) -> str:
         return f"measured with adamw only, not with {recipe.optimizer}"
     if recipe.dropout:
         return "measured without dropout: every stack draws its own"
+    if recipe.z_loss:
+        return "its loss has no z_loss"
     if kind.llama_shaped and job.layout.pp > 1 and job.model.tied:
         return "its embedding and its head are on different stages: they cannot be one matrix"
     if kind.llama_shaped and (odd := not_llama_shaped(job.model, recipe.seq)):
