@@ -86,7 +86,7 @@ def measure(family: str, kind: str, compiled: bool, options: argparse.Namespace)
     recipe = Recipe.model_validate({"seq": seq, "batch": options.micro, "precision": "bf16"})
     cluster = find("1xcpu" if options.device == "cpu" else options.cluster)
     layout = Layout.parse(f"recompute={kind}")
-    workload = Workload(model, cluster, recipe, layout, compiled=compiled)
+    workload = Workload(model, cluster, recipe, layout, compile=compiled)
     device = torch.device(options.device)
     torch.compiler.reset()
     step = assemble(

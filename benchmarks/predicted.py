@@ -1,9 +1,9 @@
 """Steps measured on a GPU, for predictions to be held against: one rank, and ranks that share the GPU.
 
-``python benchmarks/predicted.py alone|shared|blind [FIRST]``: a row a case in ``results/predicted.jsonl``, with the
-peak of allocated bytes of every rank and the step's seconds; FIRST is the number of the case to begin with. Ranks that
-share a GPU have the memory of ranks that do not, but not their speed. Nothing that predicts reads these rows;
-``benchmarks/accuracy.py`` sets them beside the prediction.
+``python benchmarks/predicted.py SET [FIRST]``, SET one of alone, shared, blind, families, families-compiled: a row a
+case in ``results/predicted.jsonl``, with the peak of allocated bytes of every rank and the step's seconds; FIRST is the
+number of the case to begin with. Ranks that share a GPU have the memory of ranks that do not, but not their speed.
+Nothing that predicts reads these rows; ``benchmarks/accuracy.py`` sets them beside the prediction.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from shoal.launch.ranks import RankFailed, run_ranks
 from shoal.plan.resolve import Job
 from shoal.predict.workload import Workload
 from shoal.train.data.loader import Batch
-from shoal.train.program import assemble, blueprint, first_weights
+from shoal.train.program import BACKEND, assemble, blueprint, first_weights
 
 # Long enough that clocks are those of a long run.
 WARM_SECONDS = 2.0
@@ -47,6 +47,7 @@ class Case:
     batch: int
     recipe: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)  # to the model
+    compiled: bool = False
 
     def job(self) -> Job:
         values = {
@@ -58,7 +59,13 @@ class Case:
             "steps": 100,
         }
         config = Config.model_validate(
-            {"recipe": values, "layout": self.layout, "cluster": {"share": True}, "fault": {"timeout": 120}}
+            {
+                "recipe": values,
+                "layout": self.layout,
+                "cluster": {"share": True},
+                "fault": {"timeout": 120},
+                "compile": {"enabled": self.compiled},
+            }
         )
         model = PRESETS[self.model].model_copy(update=self.changes)
         return Job(config, model, find("local"), Layout.parse(self.layout))
@@ -66,7 +73,7 @@ class Case:
     def workload(self, cluster: str) -> Workload:
         """The same, for a prediction."""
         job = self.job()
-        return Workload(job.model, find(cluster), job.config.recipe, job.layout)
+        return Workload(job.model, find(cluster), job.config.recipe, job.layout, compile=self.compiled)
 
 
 SMALL, LARGE = "llama3.2-1b", "llama3-8b"
@@ -148,6 +155,24 @@ BLIND = (
     Case(SMALL, "tp=2,pp=2,micro=2", 1024, 8),
 )
 
+# Six families, eager and compiled, chosen before any of them was measured; nothing was fitted on them.
+FAMILIES = (
+    Case("gpt2-xl", "micro=8", 1024, 8),
+    Case("gpt2-xl", "micro=4", 1024, 8, {"dropout": 0.1}),
+    Case("gpt2-xl", "micro=4,recompute=selective", 1024, 4, {"precision": "fp16"}),
+    Case("gpt2", "micro=16", 1024, 16, {"precision": "fp32"}),
+    Case("mistral-7b", "micro=1", 16384, 1, changes={"layers": 8}),
+    Case("mistral-7b", "micro=4,recompute=full", 2048, 4, changes={"layers": 12}),
+    Case("qwen2-7b", "micro=2", 4096, 2, changes={"layers": 8}),
+    Case("qwen2-7b", "micro=4,recompute=selective", 2048, 4, HALF, {"layers": 10}),
+    Case("qwen3-8b", "micro=2", 4096, 2, changes={"layers": 10}),
+    Case("qwen3-8b", "micro=1,recompute=full", 8192, 1, changes={"layers": 12}),
+    Case("pythia-6.9b", "micro=4", 2048, 4, changes={"layers": 10}),
+    Case("pythia-6.9b", "micro=2,recompute=selective", 2048, 6, changes={"layers": 12}),
+    Case("llama2-7b", "micro=2", 4096, 2, changes={"layers": 10}),
+    Case("llama2-13b", "micro=4", 2048, 4, HALF, {"layers": 6}),
+)
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -165,7 +190,8 @@ def measure(rank: int, world: int, store: dist.Store, case: Case) -> Measured:
     mesh = init_rank(job, rank, rank, store)
     recipe = job.config.recipe
     network = blueprint(job.model, recipe)
-    step = assemble(network, recipe, job.config.tune, mesh, first_weights(job))
+    compile_with = BACKEND if job.compilation.on else None
+    step = assemble(network, recipe, job.config.tune, mesh, first_weights(job), compile_with=compile_with)
     workload = Workload(job.model, job.cluster, recipe, job.layout)
     batches = [_batch(workload, mesh.device) for _ in range(workload.accumulation)]
     mine = sum(batch.count for batch in batches) if mesh.first_of_replica else 0
@@ -179,6 +205,8 @@ def measure(rank: int, world: int, store: dist.Store, case: Case) -> Measured:
         return time.perf_counter() - began
 
     seconds(), seconds()
+    if compile_with and step.placed.compiled.problem:
+        raise RuntimeError(f"not compiled: {step.placed.compiled.problem}")
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
         seconds()
@@ -213,7 +241,14 @@ def _batch(workload: Workload, device: torch.device) -> Batch:
 
 
 def main() -> None:
-    kinds = {"alone": ALONE, "shared": SHARED, "blind": BLIND}
+    compiled = tuple(replace(case, compiled=True) for case in FAMILIES)
+    kinds = {
+        "alone": ALONE,
+        "shared": SHARED,
+        "blind": BLIND,
+        "families": FAMILIES,
+        "families-compiled": compiled,
+    }
     if len(sys.argv) < 2 or sys.argv[1] not in kinds:
         sys.exit(__doc__)
     local.warm_workers((*local.PRELOAD, "shoal.launch.init_rank"))
@@ -226,7 +261,13 @@ def main() -> None:
             continue
         kind = "alone" if world == 1 else "shared"
         measured = [asdict(one) for one in ranks]
-        record("predicted", kind=kind, blind=sys.argv[1] == "blind", **asdict(case), ranks=measured)
+        record(
+            "predicted",
+            kind=kind,
+            blind=sys.argv[1] not in ("alone", "shared"),
+            **asdict(case),
+            ranks=measured,
+        )
 
 
 if __name__ == "__main__":

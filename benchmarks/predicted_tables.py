@@ -101,11 +101,11 @@ def rows(kind: Kind) -> list[Row]:
 
 
 def _name(case: dict[str, Any]) -> str:
-    return json.dumps([case[field] for field in Case.__dataclass_fields__], sort_keys=True)
+    return json.dumps([case.get(field, False) for field in Case.__dataclass_fields__], sort_keys=True)
 
 
 def _row(found: dict[str, Any]) -> Row:
-    case = Case(**{field: found[field] for field in Case.__dataclass_fields__})
+    case = Case(**{field: found[field] for field in Case.__dataclass_fields__ if field in found})
     ranks = found["ranks"]
     workload = case.workload(f"1x{len(ranks)}x{DEVICE}")
     said = [one.peak_allocated for one in ledgers(workload)]

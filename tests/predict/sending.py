@@ -90,7 +90,7 @@ class Case:
         # Buckets of about a layer, so that there are several.
         tune = TuneSection.model_validate({"bucket_mb": 0.008, **self.tune})
         model = Model.model_validate({**SHAPE, **self.model})
-        return Workload(model, find(f"{layout.world}xcpu"), recipe, layout, tune=tune, compiled=self.compiled)
+        return Workload(model, find(f"{layout.world}xcpu"), recipe, layout, tune=tune, compile=self.compiled)
 
 
 def count(rank: int, world: int, cases: list[Case]) -> list[list[Traffic]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import product
 from operator import mul
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from shoal.facts.bytes_per_parameter import bytes_per_parameter
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import Stack
 from shoal.facts.config import Lora
-from shoal.facts.layout import RECOMPUTES, V_SHAPED, Offload, Recompute, Zero, accumulation
+from shoal.facts.layout import RECOMPUTES, V_SHAPED, Offload, Recompute, Schedule, Zero, accumulation
 from shoal.facts.layout.parameter_groups import placement
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
@@ -69,6 +70,7 @@ class MemoryBound:
     recipe: Recipe
     stack: Stack
     lora: Lora | None
+    compile: bool | None = None
 
     def __post_init__(self) -> None:
         self.hold = bytes_per_parameter(self.recipe, self.stack)
@@ -77,6 +79,7 @@ class MemoryBound:
         self.cut_by = None if self.stack.even_stages else self.recipe.seq
         # By what each depends on, and not by the model, whose hash takes a while.
         self._most = cache(self._allocated)
+        self._compiled = cache(self._compiles)
         self._part = cache(self._block_count)
         self._activations = cache(self._counted)
         self._chunks_of = cache(self._cut)
@@ -117,13 +120,15 @@ class MemoryBound:
         Its activations are there then, also where others wait elsewhere. It grows with the micro-batch: where one is
         too large, so are all that are larger.
         """
-        key = split.tp, split.cp, share.sp, share.cp_kind
+        key = split.tp, split.cp, share.sp, share.cp_kind, split.pp > 1
         least = self._least.get(key)
         if least is None:
             least = float("inf")
-            for recompute in RECOMPUTES:
+            # The schedule is not known yet, and with it whether blocks are compiled.
+            ways = {self._compiled(split.pp, schedule) for schedule in ("1f1b", "zb")}
+            for recompute, compiled in product(RECOMPUTES, ways):
                 kinds = [
-                    self._block(split, share, recompute, experts)
+                    self._block(split, share, recompute, experts, compiled)
                     for experts, count in zip((False, True), self._layers, strict=True)
                     if count
                 ]
@@ -255,12 +260,14 @@ class MemoryBound:
         times = accumulation(self.recipe.batch, split.data, share.micro)
         part = ShardDegrees(split.tp, share.ep, 1, 1)
         each, put_off, largest, working = [], [], 0.0, float("inf")
+        compiled = self._compiled(split.pp, order.schedule)
+        cast = cast and not compiled
         for blocks in chunks:
             held = late = 0.0
             for experts, count in ((False, blocks.dense), (True, blocks.sparse)):
                 if not count:
                     continue
-                one = self._block(split, share, order.recompute, experts)
+                one = self._block(split, share, order.recompute, experts, compiled)
                 held += count * share.micro * one.resting * stay
                 late += count * share.micro * one.deferred
                 working = min(working, share.micro * one.fullest)
@@ -283,15 +290,28 @@ class MemoryBound:
             most[begun] = max(most[begun], fixed + max(0.0, flying))
         return KeptActivations(*most)
 
+    def _compiles(self, pp: int, schedule: Schedule) -> bool:
+        layout = layout_of(pp=pp, schedule=schedule)
+        workload = Workload(self.model, self.cluster, self.recipe, layout, self.stack, compile=self.compile)
+        return workload.compiled
+
     def _block(
-        self, split: ModelSplit, share: WorkShare, recompute: Recompute, experts: bool
+        self, split: ModelSplit, share: WorkShare, recompute: Recompute, experts: bool, compiled: bool
     ) -> BlockActivations:
         """With one sequence; everything of it grows in proportion to the micro-batch."""
-        key = split.tp, split.cp, share.sp, share.cp_kind, recompute, experts
+        key = split.tp, split.cp, share.sp, share.cp_kind, recompute, experts, compiled
         known = self._blocks.get(key)
         if known is None:
             layout = one_sequence(split, share, recompute)
-            workload = Workload(self.model, self.cluster, self.recipe, layout, self.stack, lora=self.lora)
+            workload = Workload(
+                self.model,
+                self.cluster,
+                self.recipe,
+                layout,
+                self.stack,
+                lora=self.lora,
+                compile=self.compile,
+            )
             alike = [one for kind, one in micro_batch_bytes(workload).blocks.items() if kind[0] == experts]
             known = self._blocks[key] = min(alike, key=lambda one: one.resting)
         return known

@@ -37,7 +37,13 @@ class Job:
         """What predictions are asked about, with all of the config that changes a cost."""
         config = self.config
         return Workload(
-            self.model, self.cluster, config.recipe, self.layout, tune=config.tune, lora=config.model.lora
+            self.model,
+            self.cluster,
+            config.recipe,
+            self.layout,
+            tune=config.tune,
+            lora=config.model.lora,
+            compile=self.compilation.on,
         )
 
 
@@ -78,7 +84,15 @@ def choose(config: Config, cluster: Cluster, model: Model | None = None) -> Layo
     """What ``shoal plan`` chooses, by the same rule (``plan/choose.py``), of what the engine runs."""
     plain = Layout(dp=usable(cluster, config.recipe.batch)[0])
     model = model or look_up(config)
-    workload = Workload(model, cluster, config.recipe, plain, tune=config.tune, lora=config.model.lora)
+    workload = Workload(
+        model,
+        cluster,
+        config.recipe,
+        plain,
+        tune=config.tune,
+        lora=config.model.lora,
+        compile=config.compile.enabled,
+    )
     # Strict mode has rules that the search does not know. What is not run at all is refused by its own name.
     if config.run.strict or replicas_only(cluster) or not engine_runs(workload):
         return plain

@@ -84,6 +84,7 @@ def search(
     tune: TuneSection | None = None,
     runnable: bool = False,
     devices: int | None = None,
+    compile: bool | None = None,
     effort: int | None = EFFORT,
 ) -> SearchResult:
     """The fastest layout of each of the ``top`` best strategies, and among them one that the engine runs.
@@ -92,11 +93,11 @@ def search(
     ``effort``: how much work to do at most, in bounds; None: as much as it takes.
     """
     started = time.perf_counter()
-    asked = Workload(model, cluster, recipe, Layout(), stack, tune or TuneSection(), lora)
+    asked = Workload(model, cluster, recipe, Layout(), stack, tune or TuneSection(), lora, compile)
     count_of_devices = devices or cluster.devices
     tools = (
-        TimeBound(cost_model(asked), asked.tune, lora, count_of_devices),
-        MemoryBound(model, cluster, recipe, stack, lora),
+        TimeBound(cost_model(asked), asked.tune, lora, count_of_devices, compile),
+        MemoryBound(model, cluster, recipe, stack, lora, compile),
     )
     space = Space(model, recipe, count_of_devices, runnable=True)
     hunts: list[BestFirst] = []
@@ -143,6 +144,7 @@ def searched(workload: Workload, top: int = TOP, runnable: bool = False) -> Sear
                 tune=workload.tune,
                 runnable=runnable,
                 devices=devices,
+                compile=workload.compile,
                 effort=effort,
             )
             if found.plans:

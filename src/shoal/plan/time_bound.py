@@ -70,6 +70,7 @@ class TimeBound:
     tune: TuneSection
     lora: Lora | None
     devices: int
+    compile: bool | None = None
 
     def __post_init__(self) -> None:
         self.model, self.recipe, self.stack = self.on.model, self.on.recipe, self.on.stack
@@ -81,6 +82,7 @@ class TimeBound:
         self._costs: dict[tuple[object, ...], Costs] = {}
         self._first: dict[tuple[object, ...], tuple[float, int]] = {}
         self._resting: dict[tuple[object, ...], float] = {}
+        self._compiles: dict[tuple[int, str], bool] = {}
 
     def of_split(self, split: ModelSplit) -> float:
         """Products at the rate of the best one, and what tensor ranks exchange as one message a layer."""
@@ -119,8 +121,8 @@ class TimeBound:
         ``held``: what is moved of weights for every micro-batch, once states say that. ``played``: also of a pipeline
         that never fills, whose waiting has no formula and takes a while to find.
         """
-        costs = self.costs(split, share, order.recompute, held)
-        hosts = sum(host.of_layer(self.on, order.recompute))
+        costs = self.costs(split, share, order.recompute, held, self._compiled(split, order))
+        hosts = sum(host.of_layer(self.on, order.recompute, self._compiled(split, order)))
         total = slowest = 0.0
         for dense, sparse, first, last, ranks, _ in self.kinds(split.pp, order.chunks, order.schedule):
             seconds = dense * costs.dense + sparse * costs.sparse
@@ -165,7 +167,8 @@ class TimeBound:
         """``worked``: ``of_order``, with what these states move of weights."""
         exchange = self._exchange(split, share, order, states)
         times = accumulation(self.recipe.batch, split.data, share.micro)
-        costs = self.costs(split, share, order.recompute, self.handled(split, share, states))
+        held = self.handled(split, share, states)
+        costs = self.costs(split, share, order.recompute, held, self._compiled(split, order))
         layers = max(kind.dense + kind.sparse for kind in self.kinds(split.pp, order.chunks, order.schedule))
         # It hides behind every micro-batch's pass, and once more what comes at the end of a step.
         overlap, passes = self.stack.overlap, (times + 1) * layers
@@ -178,21 +181,40 @@ class TimeBound:
         times = accumulation(self.recipe.batch, split.data, share.micro)
         return self.on.handling(sharded, times)
 
-    def costs(self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Passes) -> Costs:
-        key = (split.tp, split.cp, *share, recompute, held)
+    def costs(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        recompute: Recompute,
+        held: Passes,
+        compiled: bool | None = None,
+    ) -> Costs:
+        """``compiled``: None where the schedule is not known yet; then blocks are, if any schedule's are."""
+        compiled = self._compiled(split, None) if compiled is None else compiled
+        key = (split.tp, split.cp, *share, recompute, held, compiled)
         known = self._costs.get(key)
         if known is None:
-            known = self._costs[key] = self._priced(split, share, recompute, held)
+            known = self._costs[key] = self._priced(split, share, recompute, held, compiled)
         return known
 
-    def _priced(self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Passes) -> Costs:
+    def _compiled(self, split: ModelSplit, order: PipelineOrder | None) -> bool:
+        key = split.pp, order.schedule if order else "1f1b"
+        known = self._compiles.get(key)
+        if known is None:
+            layout = layout_of(pp=key[0], schedule=key[1])
+            known = self._compiles[key] = self._workload(layout).compiled
+        return known
+
+    def _priced(
+        self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Passes, compiled: bool
+    ) -> Costs:
         """One micro-batch of one rank. As many replicas as there are experts' ranks, so that these have a place."""
         layout = layout_of(
             dp=share.ep, tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, ep=share.ep,
             micro=share.micro, recompute=recompute,
         )  # fmt: skip
         recipe = self.recipe.model_copy(update={"batch": share.ep * share.micro})
-        workload = Workload(self.model, self.on.cluster, recipe, layout, self.stack, self.tune, self.lora)
+        workload = replace(self._workload(layout), recipe=recipe, compile=compiled)
         tokens, model = workload.tokens, self.model
         between = tokens / split.tp if share.sp else float(tokens)
         body = self._body(split.tp, share.sp)
@@ -206,8 +228,9 @@ class TimeBound:
             if not count:
                 continue
             part = layer.LayerShare(
-                tokens, between, share.micro, self.recipe.seq, split.tp, share.ep, place == 1, held
-            )
+                tokens, between, share.micro, self.recipe.seq, split.tp, share.ep, place == 1, held, compiled,
+                recipe.dropout > 0,
+            )  # fmt: skip
             one = self.on.layer(part)
             again = {"none": 0.0, "selective": one.again, "full": one.full}[recompute]
             backward = one.input + (0.0 if self.lora else one.weight) + again
@@ -289,21 +312,28 @@ class TimeBound:
             return seconds
         workload = self._offloading(split.data, share.micro, states.offload)
         times = workload.accumulation
-        kept = times * layers * share.micro * self._kept(split, share, order.recompute)
+        kept = (
+            times
+            * layers
+            * share.micro
+            * self._kept(split, share, order.recompute, self._compiled(split, order))
+        )
         weights = (owned if states.zero == 3 else elements) * compute_width(self.recipe)
         # The longer a step computes, the more hides behind it: at most so long.
-        costs = self.costs(split, share, order.recompute, self.handled(split, share, states))
+        held = self.handled(split, share, states)
+        costs = self.costs(split, share, order.recompute, held, self._compiled(split, order))
         most = max(kind.dense + kind.sparse for kind in self.kinds(split.pp, order.chunks, order.schedule))
         computed = times * (most * (costs.forward + costs.backward) + costs.first + costs.last)
         moved = transfer(workload, self.on.links.host, computed, owned, kept, weights)
         return moved.seconds + (0.0 if moved.updates else seconds)
 
-    def _kept(self, split: ModelSplit, share: WorkShare, recompute: Recompute) -> float:
+    def _kept(self, split: ModelSplit, share: WorkShare, recompute: Recompute, compiled: bool) -> float:
         """Bytes that one layer keeps of one sequence, of the kind that keeps the least."""
-        key = split.tp, split.cp, share.sp, share.cp_kind, recompute
+        key = split.tp, split.cp, share.sp, share.cp_kind, recompute, compiled
         known = self._resting.get(key)
         if known is None:
-            blocks = micro_batch_bytes(self._workload(one_sequence(split, share, recompute))).blocks.values()
+            workload = replace(self._workload(one_sequence(split, share, recompute)), compile=compiled)
+            blocks = micro_batch_bytes(workload).blocks.values()
             known = self._resting[key] = min(block.resting for block in blocks)
         return known
 
@@ -312,7 +342,16 @@ class TimeBound:
         return self._workload(layout_of(dp=data, micro=micro, offload=offload))
 
     def _workload(self, layout: Layout) -> Workload:
-        return Workload(self.model, self.on.cluster, self.recipe, layout, self.stack, self.tune, self.lora)
+        return Workload(
+            self.model,
+            self.on.cluster,
+            self.recipe,
+            layout,
+            self.stack,
+            self.tune,
+            self.lora,
+            self.compile,
+        )
 
     def _on_first_rank(self, split: ModelSplit, share: WorkShare, order: PipelineOrder) -> tuple[float, int]:
         """Trained parameters of the pipeline's first rank, before they are shared out, and its layers."""

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL, Stack
+from shoal.facts.compilation import compilation
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.layout.parameter_groups import ParameterGroup, RankGroup, communicators, parameter_groups
@@ -27,7 +28,15 @@ class Workload:
     stack: Stack = SHOAL
     tune: TuneSection = USUAL
     lora: Lora | None = None
-    compiled: bool = False  # whether blocks are: see facts/compilation.py
+    compile: bool | None = None  # as compile.enabled: None leaves it to the device
+
+    @cached_property
+    def compiled(self) -> bool:
+        """Whether blocks are, as the engine decides it. What other software does is in its stack."""
+        if self.stack.name != SHOAL.name:
+            return False
+        on_gpu, precision = self.cluster.device.name != "cpu", self.recipe.precision
+        return compilation(self.compile, on_gpu, self.layout, precision, strict=False).on
 
     @cached_property
     def micro(self) -> int:

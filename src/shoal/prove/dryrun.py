@@ -11,7 +11,7 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import torch
@@ -85,7 +85,11 @@ def fullest_rank(workload: Workload) -> int:
 
 
 def dryrun(workload: Workload, rank: int) -> DryRun:
-    """The second step of one rank: after the first, optimizer states and FSDP's buffers are there."""
+    """The second step of one rank: after the first, optimizer states and FSDP's buffers are there.
+
+    Of eager blocks, operator by operator: a compiler would have to see the device that the kernels are for.
+    """
+    workload = replace(workload, compile=False)
     began = time.perf_counter()
     on_cpu = workload.cluster.device.name == "cpu"
     with fake_rank(workload.layout, rank, "gloo" if on_cpu else "nccl") as mesh:

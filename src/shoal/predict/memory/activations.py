@@ -35,6 +35,7 @@ class KeptTensors(NamedTuple):
 @lru_cache(maxsize=65536)
 def block_activations(model: Model, experts: bool, window: bool, work: BlockWorkload) -> BlockActivations:
     """One block, with experts in it or without, with a window that is shorter than the sequence or without."""
+    # What a compiled block keeps is known of those that the engine runs; of others it is priced as of eager ones.
     if work.compiled and not experts and model.latent is None and work.adapters is None:
         return compiled_activations(model, work)
     parts = _parts(model, experts, window, work)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from shoal.facts.calibration.measurements import HostWork
 from shoal.facts.precision import compute_width, state_width
 from shoal.predict.time import operators
+from shoal.predict.time.compiled_operators import compiled_operators
 from shoal.predict.time.cost_model import CostModel
 from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.operators import Widths
@@ -39,14 +40,17 @@ class Hosts(NamedTuple):
     again: float
 
 
-def of_layer(on: CostModel, recompute: str) -> Hosts:
+def of_layer(on: CostModel, recompute: str, compiled: bool) -> Hosts:
+    """What a compiled block repeats it starts with its backward pass."""
+    eager = operators.operators(on.model, _widths(on))
+    forward, backward = compiled_operators(on.model, _widths(on)) if compiled else eager
+    repeats = recompute != "none" and not (compiled and recompute == "selective")
     if (seen := _seen(on)) is not None:
-        forward, backward = operators.operators(on.model, _widths(on))
-        again = {"none": 0.0, "selective": seen.selective, "full": seen.full}[recompute]
+        again = {"none": 0.0, "selective": seen.selective, "full": seen.full}[recompute] if repeats else 0.0
         return Hosts(forward * seen.forward, backward * seen.backward, forward * again)
-    host = on.stack.host
-    again = {"none": 0.0, "selective": 0.5, "full": 1.0}[recompute]
-    return Hosts(host, HOST_BACKWARD * host, again * host)
+    ahead, back = forward / eager[0] * on.stack.host, backward / eager[1] * on.stack.host
+    again = {"none": 0.0, "selective": 0.5, "full": 1.0}[recompute] if repeats else 0.0
+    return Hosts(ahead, HOST_BACKWARD * back, again * ahead)
 
 
 def spread(tp: int) -> float:

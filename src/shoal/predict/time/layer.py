@@ -15,7 +15,9 @@ from shoal.facts.model import Model
 from shoal.facts.precision import compute_width, state_width
 from shoal.facts.recipe import Recipe
 from shoal.predict.flops import attention_flops, attention_kinds
+from shoal.predict.time.compiled_operators import compiled_block
 from shoal.predict.time.kernels import Kernels
+from shoal.predict.time.operators import Tokens, Widths
 
 
 class Passes(NamedTuple):
@@ -91,6 +93,8 @@ class LayerShare:
     held: Passes = (
         NONE  # bytes that move for a parameter and micro-batch beside its products: see ``handling``
     )
+    compiled: bool = False
+    dropout: bool = False
 
 
 def products(model: Model, share: LayerShare, joined: bool = False) -> list[tuple[int, int, int, int]]:
@@ -144,10 +148,12 @@ def layer(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> Se
         weights += times * kernels.product(inner, rows, columns)
         parameters += times * inner * columns
     attend, attend_back = _attention(model, stack, kernels, share)
-    moved = _moved(model, stack, share)
-    scale = kernels.width * stack.fusion
+    moved = _compiled(model, kernels, share) if share.compiled else _moved(model, stack, share)
+    scale = kernels.width * (1.0 if share.compiled else stack.fusion)
     pointwise = kernels.moved(moved.forward * scale)
     again = {"products": pointwise + attend, "half": pointwise + forward / 2, "scores": attend}
+    if share.compiled:  # it makes elementwise results anew where it reads them
+        again = dict.fromkeys(again, attend)
     whole = forward + attend + pointwise + kernels.moved(parameters * share.held.forward)
     return Seconds(
         whole,
@@ -192,6 +198,15 @@ def _moved(model: Model, stack: Stack, share: LayerShare) -> Passes:
             + tokens * (query * COPIES[way] + (query + key) * rotated + width * inner[way])
         )
     return Passes(*found)
+
+
+def _compiled(model: Model, kernels: Kernels, share: LayerShare) -> Passes:
+    """Elements that a compiled block's kernels read and write."""
+    mine = Tokens(share.tokens, share.between, *head_widths(model, share.tp), inner_width(model, share))
+    found = compiled_block(model, mine, Widths(kernels.width, kernels.width))
+    return Passes(
+        *(sum(work.bytes for work in way) / kernels.width for way in (found.forward, found.backward))
+    )
 
 
 def head_widths(model: Model, tp: int) -> tuple[int, int]:

@@ -9,9 +9,10 @@ from shoal.facts.logits import tokens_at_once
 from shoal.facts.model import Model
 from shoal.predict.flops import attention_flops, attention_kinds
 from shoal.predict.time import operators
+from shoal.predict.time.compiled_operators import compiled_block
 from shoal.predict.time.layer import NONE, LayerShare, Passes, Seconds, head_widths, inner_width, products
 from shoal.predict.time.measured_kernels import MeasuredKernels
-from shoal.predict.time.operators import Tokens, Widths
+from shoal.predict.time.operators import NOTHING, Tokens, Widths
 from shoal.predict.workload import Workload
 
 
@@ -40,17 +41,25 @@ def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
         count += times
     attend, attend_back = _attention(model, kernels, share)
     mine = Tokens(share.tokens, share.between, *head_widths(model, share.tp), inner_width(model, share))
-    moved = operators.block(model, mine, _at_use(kernels, share.held))
+    block = compiled_block if share.compiled else operators.block
+    moved = block(model, mine, _at_use(kernels, share.held))
     cast = kernels.works(operators.matrices(count, parameters, share.held.forward))
     cast_back = kernels.works(operators.matrices(count, parameters, share.held.backward))
-    whole = forward + attend + kernels.works(moved.forward) + cast
+    dropped = (
+        operators.dropout(2 * share.between * model.hidden, kernels.widths) if share.dropout else NOTHING
+    )
+    if share.compiled:
+        dropped = NOTHING  # a mask is made in the kernel that adds to the stream
+    whole = forward + attend + kernels.works(moved.forward) + kernels.works(dropped.forward) + cast
     # What is repeated ends before the last product, whose result no gradient needs.
     again = whole - kernels.works(moved.last)
     return Seconds(
         whole,
-        inputs + attend_back + kernels.works(moved.backward),
+        inputs + attend_back + kernels.works(moved.backward) + kernels.works(dropped.backward),
         weights + cast_back,
-        again - forward,
+        attend
+        if share.compiled
+        else again - forward,  # a compiled pass makes elementwise results where it reads them
         again - last,
     )
 

@@ -126,6 +126,10 @@ PLAIN_BACKWARD = (Operator("activation backward", narrow=3),)
 # models/logits.py: per logit.
 LOSS = (Operator("token statistics", narrow=1), Operator("logits to gradients", narrow=2))
 
+# models/dropout.py: hashes of 8 bytes, mixed step by step in a cache that is about twice as fast as memory.
+MASK_OPERATORS = 15
+MASK_BYTES = MASK_OPERATORS * 16 / 2
+
 WIDE_HEAD = 96
 
 ADD = Operator("add", narrow=3)
@@ -182,7 +186,7 @@ def block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators:
     # Gradients of what several read: the stream by norm and sum, queries, keys and values, gate and up.
     backward += [residual, residual]
     backward += [moved("add", [ADD], tokens * hidden, widths)] * (3 if model.gated else 2)
-    for elements in _biased(model, mine):
+    for elements in biased(model, mine):
         backward.append(moved("sum", [SUM, _VECTOR], elements, widths))
         forward.append(moved("weights", [_VECTOR], 0, widths))
     return BlockOperators(forward, backward, [residual])
@@ -217,7 +221,7 @@ def rotary(
     return ways[0], ways[1]
 
 
-def _biased(model: Model, mine: Tokens) -> list[float]:
+def biased(model: Model, mine: Tokens) -> list[float]:
     """Elements that are summed over tokens for the gradients of biases."""
     widths: list[float] = []
     if model.qkv_bias:
@@ -291,10 +295,20 @@ def embedding(model: Model, tokens: int, rows: int, widths: Widths, joined: bool
     return EndOperators(forward, backward)
 
 
+NOTHING = EndOperators([], [])
+
+
+def dropout(elements: float, widths: Widths) -> EndOperators:
+    """A mask of hashes, a byte an element, over so many; scaled and dropped, forward and backward."""
+    mask = OperatorWork("mask", MASK_BYTES * elements, MASK_OPERATORS)
+    each = moved("add", [COPY, COPY], elements, widths)
+    return EndOperators([mask, each], [each])
+
+
 def operators(model: Model, widths: Widths) -> tuple[int, int]:
     """How many a layer starts, forward and backward, with products and attention."""
     found = block(model, Tokens(1, 1, 1, 1, 1), widths)
-    products = 7 if model.gated else 6
+    products = product_count(model)
     forward, backward = (sum(work.operators for work in way) for way in (found.forward, found.backward))
     casts = products if widths.casts else 0
     return forward + casts + products + 1, backward + casts + 2 * products + 1
@@ -303,5 +317,10 @@ def operators(model: Model, widths: Widths) -> tuple[int, int]:
 def tensors(model: Model) -> int:
     """Parameters that an update goes through, one by one."""
     norms = 2 * (1 if model.norm == "rms" else 2) + 2 * model.qk_norm
-    biases = len(_biased(model, Tokens(1, 1, 1, 1, 1)))
-    return model.layers * ((7 if model.gated else 6) + norms + biases) + 2
+    biases = len(biased(model, Tokens(1, 1, 1, 1, 1)))
+    return model.layers * (product_count(model) + norms + biases) + 2
+
+
+def product_count(model: Model) -> int:
+    """Of a dense layer: queries, keys, values, the way out of attention; the ways into the MLP and out."""
+    return 7 if model.gated else 6

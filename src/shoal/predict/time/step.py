@@ -145,7 +145,7 @@ def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
     spent, once, alone = _communicated(workload, on, stage)
 
     # The host starts every layer's kernels; it is hidden where the device is the slower of the two.
-    host = hosts.of_layer(on, layout.recompute)
+    host = hosts.of_layer(on, layout.recompute, workload.compiled)
     times = here.layers * hosts.spread(layout.tp)
     within = {phase: sum(spent[phase].values()) for phase in ALWAYS}
     waiting = hosts.waiting(
@@ -197,7 +197,16 @@ def _computed(workload: Workload, on: CostModel, here: RankParameters) -> tuple[
     for count, experts in ((here.dense, False), (here.sparse, True)):
         if count:
             share = LayerShare(
-                tokens, between, workload.micro, workload.recipe.seq, layout.tp, layout.ep, experts, handled
+                tokens,
+                between,
+                workload.micro,
+                workload.recipe.seq,
+                layout.tp,
+                layout.ep,
+                experts,
+                handled,
+                workload.compiled,
+                workload.recipe.dropout > 0,
             )
             for place, seconds in enumerate(on.layer(share)):
                 sums[place] += count * seconds

@@ -1,0 +1,53 @@
+"""The kernels of a compiled block besides matrix products and attention, with the bytes each moves.
+
+The compiler joins everything between two products into one kernel: it reads what comes from memory, and writes what a
+product, attention or the backward pass reads. What the backward pass makes anew (``facts/layout/kept.py`` says what it
+need not) is made in the kernel that uses it, and written only where a product reads it. Passes are over all elements of
+a tensor, at the compute width.
+"""
+
+from __future__ import annotations
+
+from shoal.facts.model import Model
+from shoal.predict.time.operators import BlockOperators, OperatorWork, Tokens, Widths, biased, product_count
+
+# As a calibration calls one elementwise kernel: joined ones read and write memory as well as it does.
+PART = "add"
+
+
+def compiled_block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators:
+    """One layer, one micro-batch."""
+    stream, whole = mine.between * model.hidden, mine.inside * model.hidden
+    heads, inner = mine.inside * (mine.query + mine.key), mine.inside * mine.inner
+    ways_in = 2 if model.gated else 1
+
+    def kernel(elements: float) -> OperatorWork:
+        return OperatorWork(PART, elements * widths.compute, 1)
+
+    turned = [kernel(2 * heads)] if model.positions == "rotary" or model.qk_norm else []
+    last = kernel(3 * stream)  # the MLP's result added to the stream
+    activation = kernel((ways_in + 1) * inner)
+    # Gradients of the inner width; what the activation gave, made anew for a weight's gradient.
+    activation_back = kernel((1 + 2 * ways_in + 1) * inner)
+    turned_back = [kernel((3 if model.qk_norm else 2) * heads)] if turned else []
+    # A norm's input, and what it gives made anew for the weights' gradients; the gradients that reach it, one from each
+    # product that reads it; the stream's gradient, read and written.
+    first_norm_back = kernel(2 * stream + 3 * whole + 2 * stream)
+    sums = [kernel(elements) for elements in biased(model, mine)]
+    if model.parallel_residual:
+        # Both norms read the block's input, and both results join the stream together.
+        forward = [kernel(3 * stream), *turned, activation, kernel(4 * stream)]
+        back = kernel(3 * stream + (3 + ways_in) * whole + 2 * stream)
+        return BlockOperators(forward, [activation_back, *turned_back, back, *sums], [kernel(4 * stream)])
+    forward = [kernel(2 * stream), *turned, kernel(4 * stream), activation, last]
+    # The second norm's input is the block's and attention's together.
+    second_norm_back = kernel(3 * stream + ways_in * whole + 2 * stream)
+    return BlockOperators(
+        forward, [activation_back, second_norm_back, *turned_back, first_norm_back, *sums], [last]
+    )
+
+
+def compiled_operators(model: Model, widths: Widths) -> tuple[int, int]:
+    """How many kernels a layer starts, forward and backward, with products and attention."""
+    found, products = compiled_block(model, Tokens(1, 1, 1, 1, 1), widths), product_count(model)
+    return len(found.forward) + products + 1, len(found.backward) + 2 * products + 1
