@@ -237,9 +237,11 @@ ACTIVATIONS = "shoal plan llama2-7b --on 1xH100 --seq 4096 --batch 4 --layout mi
 FLASH = replace(SHOAL, kernel="flash")
 
 
-def kept(stack: Stack = FLASH, recompute: str = "none", command: str = ACTIVATIONS) -> float:
+def kept(
+    stack: Stack = FLASH, recompute: str = "none", command: str = ACTIVATIONS, compile: bool = False
+) -> float:
     """Bytes that all blocks keep of a micro-batch."""
-    workload = asked(f"{command},recompute={recompute}", stack)
+    workload = replace(asked(f"{command},recompute={recompute}", stack), compile=compile)
     return workload.model.layers * micro_batch_bytes(workload).blocks[False, False].resting
 
 
@@ -256,8 +258,9 @@ def activations() -> Row:
     why = (
         f"Beside {states / 1e9:.0f} GB of states. llama2-7b, bf16, flash attention, eager kernels: "
         f"{a_token('llama2-7b', FLASH):.1f} · width bytes per token and layer ({a_token('llama3-8b', FLASH):.1f} in "
-        f"llama3-8b's shape). Norms and SwiGLU fused: {kept(TITAN_COMPILED) / 1e9:.0f} GB; attention not fused, with "
-        f"dropout: {kept(MEGATRON) / 1e9:.0f} GB; `recompute=full`: {kept(recompute='full') / 1e9:.1f} GB. The "
+        f"llama3-8b's shape). Norms and SwiGLU fused: {kept(TITAN_COMPILED) / 1e9:.0f} GB; Shoal's compiled blocks, "
+        f"which keep products alone: {kept(compile=True) / 1e9:.0f} GB; attention not fused, with dropout: "
+        f"{kept(MEGATRON) / 1e9:.0f} GB; `recompute=full`: {kept(recompute='full') / 1e9:.1f} GB. The "
         f"{gpt:.0f} · width of Korthikanti et al. (2022) is GPT's block with dropout, without attention's scores. "
         f"`{ACTIVATIONS}`: {shown(ledger(asked(ACTIVATIONS)))}"
     )

@@ -23,8 +23,9 @@ def attend_within(
 ) -> Tensor:
     """Softmax attention of [B, heads, T, head_dim], by index: up to itself, in its document, within the window."""
     rows, _, length, _ = query.shape
-    # Token by token: a projection's own layout, and the one that variable-length kernels read.
-    flat = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
+    # Token by token: a projection's own layout, and the one that variable-length kernels read. Also of a single row,
+    # which flattens to a view: the kernel answers in the layout of the queries, and the projection behind reads tokens.
+    flat = (heads.transpose(1, 2).flatten(0, 1).contiguous() for heads in (query, key, value))
     ends, sizes = (None, None) if documents is None else (documents.ends, documents.sizes)
     mixed, _ = _attend(*flat, ends, sizes, length, window, scale)
     output: Tensor = mixed.unflatten(0, (rows, length)).transpose(1, 2)

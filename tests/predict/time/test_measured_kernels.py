@@ -26,9 +26,10 @@ from shoal.predict.time.step import StepTime, step
 from shoal.predict.workload import Workload
 
 
-def workload(layout: str = "micro=1", batch: int = 1, **recipe: Any) -> Workload:
+def workload(layout: str = "micro=1", batch: int = 1, compile: bool = False, **recipe: Any) -> Workload:
     said = {"seq": 4096, "precision": "bf16", **recipe, "batch": batch}
-    return Workload(PRESETS["llama3.2-1b"], find("1xH200"), Recipe.model_validate(said), Layout.parse(layout))
+    model, used = PRESETS["llama3.2-1b"], Recipe.model_validate(said)
+    return Workload(model, find("1xH200"), used, Layout.parse(layout), compile=compile)
 
 
 def predicted(asked: Workload, **changes: Any) -> StepTime:
@@ -127,6 +128,14 @@ def test_short_sequences_wait_for_the_host() -> None:
     assert patient.seconds > 0  # without a measured host the stack's own rate is used
     quick = predicted(workload(seq=128), host=HOST.model_copy(update={"forward": 0.0, "backward": 0.0}))
     assert quick.other < short.other
+
+
+def test_a_compiled_block_starts_fewer_kernels_and_moves_fewer_bytes() -> None:
+    eager, compiled = (predicted(workload(batch=8, layout="micro=8", compile=way)) for way in (False, True))
+    assert 0.7 * eager.compute < compiled.compute < 0.9 * eager.compute
+    assert compiled.optimizer == eager.optimizer
+    short = [predicted(workload(seq=128, compile=way)).seconds for way in (False, True)]
+    assert short[1] < 0.8 * short[0]
 
 
 def test_fp32_uses_its_own_products_where_there_are_some() -> None:

@@ -24,27 +24,32 @@ def compiled_block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators
     def kernel(elements: float) -> OperatorWork:
         return OperatorWork(PART, elements * widths.compute, 1)
 
-    turned = [kernel(2 * heads)] if model.positions == "rotary" or model.qk_norm else []
     last = kernel(3 * stream)  # the MLP's result added to the stream
     activation = kernel((ways_in + 1) * inner)
     # Gradients of the inner width; what the activation gave, made anew for a weight's gradient.
     activation_back = kernel((1 + 2 * ways_in + 1) * inner)
-    turned_back = [kernel((3 if model.qk_norm else 2) * heads)] if turned else []
+    turned, turned_back = [], []
+    if model.positions == "rotary" or model.qk_norm:
+        # What was turned lies head by head, and so do attention's result and the gradients that it asks for and gives;
+        # products read and write token by token.
+        laid_out = kernel(2 * mine.inside * mine.query)
+        turned = [kernel(2 * heads), laid_out]
+        turned_back = [kernel((3 if model.qk_norm else 2) * heads), laid_out, laid_out]
     # A norm's input, and what it gives made anew for the weights' gradients; the gradients that reach it, one from each
-    # product that reads it; the stream's gradient, read and written.
-    first_norm_back = kernel(2 * stream + 3 * whole + 2 * stream)
+    # product that reads it; the stream's gradient, read and written. And once more three of them, column by column, for
+    # the gradient of its own weight.
+    first_norm_back = [kernel(2 * stream + 3 * whole + 2 * stream), kernel(3 * stream)]
     sums = [kernel(elements) for elements in biased(model, mine)]
     if model.parallel_residual:
         # Both norms read the block's input, and both results join the stream together.
         forward = [kernel(3 * stream), *turned, activation, kernel(4 * stream)]
-        back = kernel(3 * stream + (3 + ways_in) * whole + 2 * stream)
-        return BlockOperators(forward, [activation_back, *turned_back, back, *sums], [kernel(4 * stream)])
+        back = [kernel(3 * stream + (3 + ways_in) * whole + 2 * stream), kernel(6 * stream)]
+        return BlockOperators(forward, [activation_back, *turned_back, *back, *sums], [kernel(4 * stream)])
     forward = [kernel(2 * stream), *turned, kernel(4 * stream), activation, last]
     # The second norm's input is the block's and attention's together.
-    second_norm_back = kernel(3 * stream + ways_in * whole + 2 * stream)
-    return BlockOperators(
-        forward, [activation_back, second_norm_back, *turned_back, first_norm_back, *sums], [last]
-    )
+    second_norm_back = [kernel(3 * stream + ways_in * whole + 2 * stream), kernel(3 * stream)]
+    backward = [activation_back, *second_norm_back, *turned_back, *first_norm_back, *sums]
+    return BlockOperators(forward, backward, [last])
 
 
 def compiled_operators(model: Model, widths: Widths) -> tuple[int, int]:

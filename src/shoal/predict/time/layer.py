@@ -50,6 +50,9 @@ ADD = {"cast": 8, "master": 6, "working": 8}
 
 NONE = Passes(0, 0)
 
+# Of a compiled block's bytes: on an H200 its kernels take 1.1 to 1.2 times what its memory's rate makes of them.
+COMPILED_FUSION = 1.15
+
 
 def handling(stack: Stack, recipe: Recipe, sharded: bool, micro_batches: int) -> Passes:
     """Bytes that move for every parameter and micro-batch: casts, and sums over micro-batches.
@@ -149,7 +152,7 @@ def layer(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> Se
         parameters += times * inner * columns
     attend, attend_back = _attention(model, stack, kernels, share)
     moved = _compiled(model, kernels, share) if share.compiled else _moved(model, stack, share)
-    scale = kernels.width * (1.0 if share.compiled else stack.fusion)
+    scale = kernels.width * (COMPILED_FUSION if share.compiled else stack.fusion)
     pointwise = kernels.moved(moved.forward * scale)
     again = {"products": pointwise + attend, "half": pointwise + forward / 2, "scores": attend}
     if share.compiled:  # it makes elementwise results anew where it reads them
