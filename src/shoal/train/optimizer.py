@@ -50,6 +50,10 @@ def squared_norm(pieces: list[Shard], device: torch.device) -> Tensor:
 
     Added up in at least fp32: torch's own total has the gradients' precision.
     """
+    if (
+        not pieces
+    ):  # torch's total would be on the CPU, and its way to the device a moment at which the host waits
+        return torch.zeros((), dtype=torch.float64, device=device)
     gradients = [gradient(piece) for piece in pieces]
     if any(one.dtype.itemsize < 4 for one in gradients):
         each = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients]

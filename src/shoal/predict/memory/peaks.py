@@ -28,12 +28,12 @@ def peaks(gradients: RankGradients) -> Iterator[Peak]:
 
 def _peaks_of_passes(gradients: RankGradients) -> Iterator[Peak]:
     workload, layout = gradients.rank.workload, gradients.layout
-    fullest: dict[tuple[int, tuple[Begun, ...], bool], BackwardPass] = {}
+    fullest: dict[tuple[int, tuple[Begun, ...], bool, int], BackwardPass] = {}
     for moment in moments(
         layout.schedule, layout.pp, layout.chunks, workload.accumulation, gradients.rank.number
     ):
-        # What comes on top depends on these three alone.
-        kind = moment.stage, moment.begun, moment.split
+        # What comes on top depends on these alone.
+        kind = moment.stage, moment.begun, moment.split, moment.since_loss
         found = BackwardPass(gradients, moment)
         if kind not in fullest or found.start.total() > fullest[kind].start.total():
             fullest[kind] = found
