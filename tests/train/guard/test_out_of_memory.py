@@ -82,7 +82,7 @@ def test_the_verdict_sets_the_ledger_beside_what_was_there_and_names_a_change_th
         found is not None and f"fix: nearest change that is predicted to fit: {found}; a step takes " in text
     )
     # One policy changed, and it fits.
-    assert found.plan.layout == job.layout.replace(micro=1) and found.plan.fits
+    assert found.plan.layout == job.layout.replace(micro=2) and found.plan.fits
     assert "more was needed than predicted" not in text
 
 
