@@ -24,6 +24,7 @@ from shoal.train.run_directory import RunDirectory
 OPTIONS = {"recipe__steps": 60, "evaluate__batches": 0, "recipe__dropout": 0.1}
 
 
+@pytest.mark.system  # the compiler calls the machine's own for C++, and that takes a minute
 def test_killed_and_continued_to_the_same_bits(
     train: Train, tmp_path: Path, warm_server: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
