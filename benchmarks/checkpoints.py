@@ -227,8 +227,13 @@ class Bench:
             for piece in self.state.pieces
             for part in piece_slices(piece, held[piece.tensor][kind])
         ]
-        weights = [("weight", name, part) for name, part in self.state.placed.slices]
+        weights = [
+            ("weight", piece.name, part)
+            for piece in self.state.pieces
+            for part in piece_slices(piece, piece.tensor)
+        ]
         checkpoint.fill(MODEL, [*weights, *states])
+        self.state.settle()
 
     def _load_dcp(self) -> None:
         dcp.load(self.tensors, checkpoint_id=self.theirs)

@@ -47,6 +47,7 @@ MODELS = (
     "qwen3-30b-a3b",
     "deepseek-v3",
     "gpt3-175b",
+    "qwen3-32b",
 )
 CLUSTERS = (
     *("1xH100", "2xA100-80GB", "4xH200", "8xH100", "16xH100", "64xA100-40GB", "256xH100"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -168,3 +169,24 @@ def test_no_operator_leaves_more_than_its_result_behind() -> None:
     # The logits beside the hidden states' gradient and the weight's; and what each token has.
     most = 4 * (tokens * 50 + tokens * 16 + 50 * 16) + 60 * tokens
     assert tracker.peak - sum(one.nbytes for one in (made.weight, hidden, targets)) < most
+
+
+def test_where_nothing_can_be_compiled_the_loss_goes_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    def compiled(function: object) -> Callable[..., None]:
+        def broken(*arguments: object) -> None:
+            calls.append(arguments)
+            raise RuntimeError("no C compiler\nand more")
+
+        return broken
+
+    monkeypatch.setattr(logits_on_cpu, "_compiled", compiled)
+    monkeypatch.setattr(logits_on_cpu, "_NOT_COMPILED", set())
+    assert not logits_on_cpu._ran_compiled(logits_on_cpu._statistics, 1)
+    assert not logits_on_cpu._ran_compiled(logits_on_cpu._statistics, 2)
+    assert calls == [(1,)]
+    said = capsys.readouterr().out
+    assert said == "the loss runs without kernels of its own, which is slower: no C compiler\n"

@@ -91,6 +91,15 @@ def test_a_refused_gradient_changes_nothing(optimizer: str, gradient: float, mos
     assert torch.equal(parameter, other) and not torch.equal(parameter, torch.ones(4))
 
 
+def test_a_refused_gradient_still_tells_whose_fault_it_is() -> None:
+    """In fp64, which is clipped in a pass of its own: a sound gradient beside a spoilt one stays sound."""
+    spoilt, sound = (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+    spoilt.grad, sound.grad = torch.full_like(spoilt, math.nan), torch.full_like(sound, 0.5)
+    pieces = [piece_of(spoilt), piece_of(sound)]
+    clip_and_update(build(pieces, Recipe(lr=0.1)), pieces, norm_of(pieces), 1.0, math.inf)
+    assert torch.equal(sound.grad, torch.full_like(sound, 0.5))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_norm_has_at_least_fp32s_precision(dtype: torch.dtype) -> None:
     """In bf16 a sum of squares is right to two digits, and so is what gradients are clipped to."""

@@ -1,7 +1,7 @@
 """Linear layers and embeddings whose parameters keep their dtype and are cast where they are used.
 
-So fp32 parameters train in bf16 without autocast, gradients arrive in the parameter's dtype, and where the
-dtypes already agree (FSDP's mixed precision casts whole groups) the cast costs nothing.
+So nothing needs autocast. Where the dtypes already agree, as those of working copies do (``parallel/shards.py``) and of
+what FSDP gathers, the cast costs nothing.
 """
 
 from __future__ import annotations

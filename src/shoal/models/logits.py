@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.facts.targets import IGNORE
 
-# Logits that a CPU takes at a time.
+# Logits that are taken at a time, where no kernel takes them all: few enough for a CPU's cache.
 IN_CACHE = 2**17
 
 
@@ -29,9 +29,7 @@ def token_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     found = _no_statistics(logits, targets, first)
     if not logits.shape[1]:
         found.zero_()[0].fill_(-torch.inf)
-    elif logits.is_cuda:
-        _compiled(_statistics)(logits, targets, first, found)
-    else:
+    elif not (logits.is_cuda and _ran_compiled(_statistics, logits, targets, first, found)):
         _in_cache(_statistics, logits, targets, first, found)
     return found
 
@@ -54,9 +52,7 @@ def logits_to_gradients_(
     """
     if not logits.shape[1]:
         return
-    if logits.is_cuda:
-        _compiled(_gradients)(logits, targets, first, normaliser, factor, z)
-    else:
+    if not (logits.is_cuda and _ran_compiled(_gradients, logits, targets, first, normaliser, factor, z)):
         _in_cache(partial(_gradients, z=z), logits, targets, first, normaliser, factor)
 
 
@@ -94,6 +90,26 @@ def _gradients(
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
     """When it is first used and not before: the compiler looks at the GPU, which a process that forks must not."""
     return torch.compile(function)
+
+
+# Functions that this machine cannot compile, for want of a compiler or because its GPU is too old for one.
+_NOT_COMPILED: set[Callable[..., None]] = set()
+
+
+def _ran_compiled(function: Callable[..., None], *arguments: object) -> bool:
+    """Whether it did; where it cannot, nothing has changed, and it will not be tried again."""
+    if function in _NOT_COMPILED:
+        return False
+    try:
+        _compiled(function)(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        _NOT_COMPILED.add(function)
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        print(f"the loss runs without kernels of its own, which is slower: {reason}", flush=True)
+        return False
+    return True
 
 
 def _in_cache(

@@ -43,7 +43,11 @@ def flash_kernel(query: Tensor) -> bool:
     """
     head_dim = query.shape[-1]
     narrow = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and torch.version.hip is None and narrow and head_dim % 8 == 0 and head_dim <= 256
+    if not query.is_cuda or torch.version.hip is not None or not narrow or head_dim % 8:
+        return False
+    # Since Ampere; the largest heads need the shared memory of the chips for data centres.
+    capability = torch.cuda.get_device_capability(query.device)
+    return capability >= (8, 0) and head_dim <= (256 if capability in ((8, 0), (9, 0)) else 192)
 
 
 @torch.library.custom_op("shoal::attend_within", mutates_args=())

@@ -18,15 +18,18 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from blake3 import blake3
 from torch import Tensor, nn
 from torch.utils import _python_dispatch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.facts.layout import Recompute
+from shoal.models import attention_blocks, varlen
 
 # What is dear to compute for its size, by the dispatcher's names; what a version lacks is simply never seen.
 PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::linear", "aten::_scaled_mm", "aten::_grouped_mm"})
@@ -167,6 +170,8 @@ def _settings() -> None:
     import torch._dynamo.config
     import torch._functorch.config
 
+    # What is kept on disk knows graphs, and of our own operators nothing but their names.
+    torch.compiler.config.cache_key_tag = _operators_hash()
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
     functorch: Any = torch._functorch.config
@@ -181,6 +186,12 @@ def _settings() -> None:
             setattr(functorch, name, True)
     # It warns that a region whose policy it is given must not change tensors in place. Blocks do not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
+def _operators_hash() -> str:
+    """Changes with the files whose operators blocks call: how they differentiate is in no graph's text."""
+    sources = (Path(module.__file__ or "").read_bytes() for module in (varlen, attention_blocks))
+    return blake3(b"".join(sources)).hexdigest(16)
 
 
 def _followed() -> bool:

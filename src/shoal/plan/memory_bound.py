@@ -310,7 +310,7 @@ class MemoryBound:
                 layout,
                 self.stack,
                 lora=self.lora,
-                compile=self.compile,
+                compile=compiled,
             )
             alike = [one for kind, one in micro_batch_bytes(workload).blocks.items() if kind[0] == experts]
             known = self._blocks[key] = min(alike, key=lambda one: one.resting)

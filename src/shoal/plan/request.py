@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shoal.facts.cluster import Cluster, notation
-from shoal.facts.config import MOST_RANKS, Config, Lora
+from shoal.facts.config import MOST_RANKS, Config, Lora, TuneSection
 from shoal.facts.config.check import explain
 from shoal.facts.layout import Layout, nearest
 from shoal.facts.layout.legality import violations
@@ -38,9 +38,14 @@ class PlanRequest:
     lora: Lora | None = None
     tokens: int | None = None  # of the whole run
     price: float | None = None  # of a GPU for an hour
+    tune: TuneSection | None = None
+    compile: bool | None = None  # as compile.enabled
 
     def workload(self, layout: Layout) -> Workload:
-        return Workload(self.model, self.cluster, self.recipe, layout, lora=self.lora)
+        tune = self.tune or TuneSection()
+        return Workload(
+            self.model, self.cluster, self.recipe, layout, tune=tune, lora=self.lora, compile=self.compile
+        )
 
 
 def plan_request(

@@ -77,7 +77,9 @@ def clip_and_update(
     steered.found_inf, steered.grad_scale = refused.float(), None
     if limit and pieces:
         if pieces[0].tensor.dtype == torch.float64:  # a scale is fp32, too coarse for it
-            torch.nn.utils.clip_grads_with_norm_([piece.tensor for piece in pieces], limit, norm)
+            # Gradients that are refused stay as they are: they tell whose fault it is.
+            sound = torch.where(refused, 0.0, norm)
+            torch.nn.utils.clip_grads_with_norm_([piece.tensor for piece in pieces], limit, sound)
         else:
             steered.grad_scale = ((norm + CLIP_EPS) / limit).clamp(min=1.0).float()
     optimizer.step()

@@ -92,6 +92,10 @@ class State:
         ]
         self.optimizer.state.clear()
         checkpoint.fill(self.model, [*weights, *self._states_to_fill(found)])
+        if "momentum_buffer" in self.kinds and not found:
+            # Written before the first update, by a version whose optimizer had none then.
+            for piece in self.pieces:
+                self.optimizer.state[piece.tensor]["momentum_buffer"] = torch.zeros_like(piece.tensor)
         if "exp_avg" in found:
             for piece in self.pieces:
                 # A tensor, as torch's fused AdamW keeps it: on the parameter's device.

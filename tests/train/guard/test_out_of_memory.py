@@ -33,14 +33,30 @@ CUDA = (
 )
 
 
-def job_of(layout: str, **recipe: object) -> Job:
+def job_of(layout: str, compile: bool = True, **recipe: object) -> Job:
     values = {"seq": 8192, "batch": 64, "precision": "bf16", **recipe}
-    sets = ["cluster.on=8xH100", "model.preset=llama3-8b", *(f"recipe.{k}={v}" for k, v in values.items())]
+    compiled = f"compile.enabled={str(compile).lower()}"
+    sets = [
+        compiled,
+        "cluster.on=8xH100",
+        "model.preset=llama3-8b",
+        *(f"recipe.{k}={v}" for k, v in values.items()),
+    ]
     return resolve(load(None, sets, layout).config)
 
 
 def ledger_of(job: Job) -> Ledger:
-    return ledger(Workload(job.model, job.cluster, job.config.recipe, job.layout))
+    return ledger(job.workload())
+
+
+def test_a_remedy_is_of_the_blocks_that_run() -> None:
+    """Eager ones hold more: what fits compiled may not fit them."""
+    job = job_of("fsdp=8,micro=4", compile=False, seq=6144)
+    foreseen = ledger_of(job)
+    measured = MeasuredMemory(0, 0, 0, GIB, foreseen.capacity, foreseen.capacity, foreseen.capacity)
+    found = nearest(job, foreseen, measured)
+    assert found is not None and not found.plan.workload.compiled
+    assert found.plan.layout == job.layout.replace(micro=1)
 
 
 def test_the_allocators_words_are_read() -> None:

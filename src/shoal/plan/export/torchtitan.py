@@ -93,7 +93,7 @@ def _settings(workload: Workload) -> dict[str, Any]:
         },
         "parallelism": _parallelism(workload),
         "activation_checkpoint": {"mode": layout.recompute, "selective_ac_option": "op"},
-        "compile": {"enable": False},
+        "compile": {"enable": workload.compiled},
         "debug": {"seed": recipe.seed},
     }
 

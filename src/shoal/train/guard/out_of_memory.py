@@ -135,7 +135,9 @@ def measure(program: Program | None, message: str) -> MeasuredMemory:
     if program is not None:
         seen: set[int] = set()
         params = _bytes((part.local for _, part in program.placed.weights), seen)
-        grads = _bytes((piece.tensor.grad for piece in program.pieces), seen)
+        # In a backward pass gradients may still be with the working copies.
+        held = (piece.held.parameter.grad for piece in program.pieces)
+        grads = _bytes((*(piece.tensor.grad for piece in program.pieces), *held), seen)
         states = [value for states in program.optimizer.state.values() for value in states.values()]
         optimizer = _bytes([*(piece.tensor for piece in program.pieces), *states], seen)
     asked, allocated, unused = (_said(pattern, message) for pattern in (ASKED, ALLOCATED, UNUSED))
@@ -237,7 +239,14 @@ def nearest(job: Job, predicted: Ledger, measured: MeasuredMemory) -> Remedy | N
     device = job.cluster.device.model_copy(update={"memory_bytes": max(1, room)})
     cluster = job.cluster.model_copy(update={"device": device})
     asked = PlanRequest(
-        job.model, job.model.name, cluster, job.config.recipe, job.layout, job.config.model.lora
+        job.model,
+        job.model.name,
+        cluster,
+        job.config.recipe,
+        job.layout,
+        job.config.model.lora,
+        tune=job.config.tune,
+        compile=job.compilation.on,
     )
     for remedy in for_layout(asked, job.layout):
         plan = remedy.plan
