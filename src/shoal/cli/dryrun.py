@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -103,9 +102,7 @@ def dryrun(
         f"{where}: {'one rank of every stage' if stages else 'one rank'} of {world:,}", markup=False
     )
     if workload.compiled:
-        # It sees every operator by itself, and so not what a GPU's compiler would make of them.
         console.print("blocks run eager here; training compiles them on this device", markup=False)
-        workload = replace(workload, compile=False)
 
     from shoal.prove.dryrun import dryrun as run_dry
     from shoal.prove.dryrun import dryrun_stages, fullest_rank

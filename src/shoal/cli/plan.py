@@ -200,7 +200,7 @@ def _write(files: dict[Path, str], force: bool) -> None:
     problems = [
         Problem(f"{path} exists", "another name, or --force to replace it")
         for path in files
-        if path.is_file() and not force
+        if path.exists() and not path.is_dir() and not force
     ]
     problems += unwritable(files)
     if problems:

@@ -58,6 +58,12 @@ def seek(where: str, look: Callable[[], Found], problems: list[Problem]) -> Foun
         return None
 
 
+def first_line(error: BaseException) -> str:
+    """Of what it says; its kind where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
 def shorten(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 

@@ -41,9 +41,8 @@ def init_rank(job: Job, rank: int, local_rank: int, store: SignedStore, nodes: i
         device = torch.device("cuda", local_rank % devices)
         device_context.take(device)
         backend = "nccl"
-    if (
-        job.compilation.on or device.type == "cuda"
-    ):  # on a GPU the loss has compiled kernels whatever blocks are
+    # On a GPU the loss has compiled kernels, whatever blocks are.
+    if job.compilation.on or device.type == "cuda":
         use_compile_cache(here)
     if job.layout.world > 1:
         dist.init_process_group(

@@ -13,6 +13,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from shoal.facts.problem import first_line
 from shoal.facts.targets import IGNORE
 
 # Logits that are taken at a time, where no kernel takes them all: few enough for a CPU's cache.
@@ -106,8 +107,7 @@ def _ran_compiled(function: Callable[..., None], *arguments: object) -> bool:
         raise
     except Exception as error:
         _NOT_COMPILED.add(function)
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        print(f"the loss runs without kernels of its own, which is slower: {reason}", flush=True)
+        print(f"the loss runs without kernels of its own, which is slower: {first_line(error)}", flush=True)
         return False
     return True
 

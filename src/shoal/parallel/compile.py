@@ -29,6 +29,7 @@ from torch.utils import _python_dispatch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.facts.layout import Recompute
+from shoal.facts.problem import first_line
 from shoal.models import attention_blocks, varlen
 
 # What is dear to compute for its size, by the dispatcher's names; what a version lacks is simply never seen.
@@ -103,7 +104,7 @@ class CompiledBlocks:
         try:
             output = self._compiled(plain, block, hidden, *others)
         except _compiler_errors() as error:
-            self.problem = _first_line(error)
+            self.problem = first_line(error)
             # What peers receive in their forward pass it sends as well.
             output = eager(hidden, *others)
         self.seconds += time.perf_counter() - began
@@ -222,8 +223,3 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo import exc
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

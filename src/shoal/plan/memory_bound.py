@@ -8,7 +8,7 @@ states, kept activations, gathered or cast weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
 from operator import mul
@@ -18,7 +18,7 @@ from shoal.facts.bytes_per_parameter import bytes_per_parameter
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import Stack
 from shoal.facts.config import Lora
-from shoal.facts.layout import RECOMPUTES, V_SHAPED, Offload, Recompute, Schedule, Zero, accumulation
+from shoal.facts.layout import RECOMPUTES, V_SHAPED, Layout, Offload, Recompute, Schedule, Zero, accumulation
 from shoal.facts.layout.parameter_groups import placement
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
@@ -94,8 +94,7 @@ class MemoryBound:
     def _allocated(self, split: ModelSplit) -> float:
         """The most that a device has room for; what comes on top grows in proportion, a few bytes are for rounding."""
         layout = layout_of(fsdp=split.data, tp=split.tp, cp=split.cp, pp=split.pp)
-        workload = Workload(self.model, self.cluster, self.recipe, layout, self.stack)
-        none, much = (on_top(workload, size).p90 for size in (0, 2**40))
+        none, much = (on_top(self._workload(layout), size).p90 for size in (0, 2**40))
         return (self.capacity - none) / (much - none) * 2**40 + 16
 
     def holds(
@@ -291,9 +290,18 @@ class MemoryBound:
         return KeptActivations(*most)
 
     def _compiles(self, pp: int, schedule: Schedule) -> bool:
-        layout = layout_of(pp=pp, schedule=schedule)
-        workload = Workload(self.model, self.cluster, self.recipe, layout, self.stack, compile=self.compile)
-        return workload.compiled
+        return self._workload(layout_of(pp=pp, schedule=schedule)).compiled
+
+    def _workload(self, layout: Layout) -> Workload:
+        return Workload(
+            self.model,
+            self.cluster,
+            self.recipe,
+            layout,
+            self.stack,
+            lora=self.lora,
+            compile=self.compile,
+        )
 
     def _block(
         self, split: ModelSplit, share: WorkShare, recompute: Recompute, experts: bool, compiled: bool
@@ -302,16 +310,7 @@ class MemoryBound:
         key = split.tp, split.cp, share.sp, share.cp_kind, recompute, experts, compiled
         known = self._blocks.get(key)
         if known is None:
-            layout = one_sequence(split, share, recompute)
-            workload = Workload(
-                self.model,
-                self.cluster,
-                self.recipe,
-                layout,
-                self.stack,
-                lora=self.lora,
-                compile=compiled,
-            )
+            workload = replace(self._workload(one_sequence(split, share, recompute)), compile=compiled)
             alike = [one for kind, one in micro_batch_bytes(workload).blocks.items() if kind[0] == experts]
             known = self._blocks[key] = min(alike, key=lambda one: one.resting)
         return known

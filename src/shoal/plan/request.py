@@ -16,7 +16,7 @@ from shoal.facts.layout.legality import violations
 from shoal.facts.model import Model, presets
 from shoal.facts.problem import BadInput, Problem, seek
 from shoal.facts.recipe import Recipe, read_count
-from shoal.predict.workload import Workload
+from shoal.predict.workload import USUAL, Workload
 
 # The default learning rate suits the tiny model; wide networks diverge at it. It changes no cost, but is written into
 # configs and exports.
@@ -38,13 +38,18 @@ class PlanRequest:
     lora: Lora | None = None
     tokens: int | None = None  # of the whole run
     price: float | None = None  # of a GPU for an hour
-    tune: TuneSection | None = None
+    tune: TuneSection = USUAL
     compile: bool | None = None  # as compile.enabled
 
     def workload(self, layout: Layout) -> Workload:
-        tune = self.tune or TuneSection()
         return Workload(
-            self.model, self.cluster, self.recipe, layout, tune=tune, lora=self.lora, compile=self.compile
+            self.model,
+            self.cluster,
+            self.recipe,
+            layout,
+            tune=self.tune,
+            lora=self.lora,
+            compile=self.compile,
         )
 
 

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from shoal.facts.config import Lora, TuneSection
-from shoal.facts.layout import Layout, Offload, Recompute, accumulation
+from shoal.facts.layout import Layout, Offload, Recompute, Schedule, accumulation
 from shoal.facts.layout.parameter_groups import Placement
 from shoal.facts.precision import compute_width, reduce_width, weight_width
 from shoal.plan.space import (
@@ -77,12 +77,12 @@ class TimeBound:
         # By what each depends on, and not by the model, whose hash takes a while.
         self.kinds = cache(self._stage_kinds)
         self._body = cache(self._all_layers)
+        self._compiles = cache(self._compiled_blocks)
         self._offloading = cache(self._with_offload)
         self.cut_by = None if self.stack.even_stages else self.recipe.seq
         self._costs: dict[tuple[object, ...], Costs] = {}
         self._first: dict[tuple[object, ...], tuple[float, int]] = {}
         self._resting: dict[tuple[object, ...], float] = {}
-        self._compiles: dict[tuple[int, str], bool] = {}
 
     def of_split(self, split: ModelSplit) -> float:
         """Products at the rate of the best one, and what tensor ranks exchange as one message a layer."""
@@ -198,12 +198,10 @@ class TimeBound:
         return known
 
     def _compiled(self, split: ModelSplit, order: PipelineOrder | None) -> bool:
-        key = split.pp, order.schedule if order else "1f1b"
-        known = self._compiles.get(key)
-        if known is None:
-            layout = layout_of(pp=key[0], schedule=key[1])
-            known = self._compiles[key] = self._workload(layout).compiled
-        return known
+        return self._compiles(split.pp, order.schedule if order else "1f1b")
+
+    def _compiled_blocks(self, pp: int, schedule: Schedule) -> bool:
+        return self._workload(layout_of(pp=pp, schedule=schedule)).compiled
 
     def _priced(
         self, split: ModelSplit, share: WorkShare, recompute: Recompute, held: Passes, compiled: bool

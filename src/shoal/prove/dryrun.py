@@ -81,15 +81,17 @@ def first_rank(layout: Layout, stage: int) -> int:
 
 def fullest_rank(workload: Workload) -> int:
     """The first rank of the stage that needs the most, as predicted."""
-    return first_rank(workload.layout, ledger(workload).worst_stage)
+    return first_rank(workload.layout, ledger(eager(workload)).worst_stage)
+
+
+def eager(workload: Workload) -> Workload:
+    """Operator by operator, as a dry run sees it: a compiler would have to see the device that kernels are for."""
+    return replace(workload, compile=False)
 
 
 def dryrun(workload: Workload, rank: int) -> DryRun:
-    """The second step of one rank: after the first, optimizer states and FSDP's buffers are there.
-
-    Of eager blocks, operator by operator: a compiler would have to see the device that the kernels are for.
-    """
-    workload = replace(workload, compile=False)
+    """The second step of one rank, of eager blocks: after the first, optimizer states and FSDP's buffers are there."""
+    workload = eager(workload)
     began = time.perf_counter()
     on_cpu = workload.cluster.device.name == "cpu"
     with fake_rank(workload.layout, rank, "gloo" if on_cpu else "nccl") as mesh:

@@ -29,13 +29,17 @@ def build(pieces: list[Shard], recipe: Recipe) -> torch.optim.Optimizer:
     if recipe.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=recipe.peak_lr, momentum=recipe.momentum, fused=True)
         if recipe.momentum:
-            # Torch would make them in the first update, and leave them without values if that is refused.
-            for piece in pieces:
-                optimizer.state[piece.tensor]["momentum_buffer"] = torch.zeros_like(piece.tensor)
+            start_momentum(optimizer, pieces)
         return optimizer
     return torch.optim.AdamW(
         groups, lr=recipe.peak_lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps, fused=True
     )
+
+
+def start_momentum(optimizer: torch.optim.Optimizer, pieces: list[Shard]) -> None:
+    """From nothing. Torch would make it in the first update, and leave it without values if that is refused."""
+    for piece in pieces:
+        optimizer.state[piece.tensor]["momentum_buffer"] = torch.zeros_like(piece.tensor)
 
 
 def unscale(pieces: list[Shard], scale: float) -> None:
@@ -50,9 +54,8 @@ def squared_norm(pieces: list[Shard], device: torch.device) -> Tensor:
 
     Added up in at least fp32: torch's own total has the gradients' precision.
     """
-    if (
-        not pieces
-    ):  # torch's total would be on the CPU, and its way to the device a moment at which the host waits
+    if not pieces:
+        # Torch's total would be on the CPU, and its way to the device a moment at which the host waits.
         return torch.zeros((), dtype=torch.float64, device=device)
     gradients = [gradient(piece) for piece in pieces]
     if any(one.dtype.itemsize < 4 for one in gradients):

@@ -20,7 +20,7 @@ from shoal.train.checkpoint.manifest import Damaged, Manifest, check_agrees, ide
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.staging import StagingBuffer, States
 from shoal.train.checkpoint.write_plan import parts
-from shoal.train.optimizer import LossScale
+from shoal.train.optimizer import LossScale, start_momentum
 
 
 class State:
@@ -94,8 +94,7 @@ class State:
         checkpoint.fill(self.model, [*weights, *self._states_to_fill(found)])
         if "momentum_buffer" in self.kinds and not found:
             # Written before the first update, by a version whose optimizer had none then.
-            for piece in self.pieces:
-                self.optimizer.state[piece.tensor]["momentum_buffer"] = torch.zeros_like(piece.tensor)
+            start_momentum(self.optimizer, self.pieces)
         if "exp_avg" in found:
             for piece in self.pieces:
                 # A tensor, as torch's fused AdamW keeps it: on the parameter's device.

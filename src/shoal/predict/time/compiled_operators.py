@@ -35,17 +35,18 @@ def compiled_block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators
         laid_out = kernel(2 * mine.inside * mine.query)
         turned = [kernel(2 * heads), laid_out]
         turned_back = [kernel((3 if model.qk_norm else 2) * heads), laid_out, laid_out]
-    # A norm's input, and what it gives made anew for the weights' gradients; the gradients that reach it, one from each
-    # product that reads it; the stream's gradient, read and written. And once more three of them, column by column, for
-    # the gradient of its own weight.
-    first_norm_back = [kernel(2 * stream + 3 * whole + 2 * stream), kernel(3 * stream)]
+    # Of a norm, backward: its input, and what it gives made anew for the weights' gradients; the gradients that reach
+    # it, one from each product that reads it; the stream's gradient, read and written. And once more three of them,
+    # column by column, for the gradient of its own weight.
     sums = [kernel(elements) for elements in biased(model, mine)]
     if model.parallel_residual:
         # Both norms read the block's input, and both results join the stream together.
-        forward = [kernel(3 * stream), *turned, activation, kernel(4 * stream)]
+        joined = kernel(4 * stream)
+        forward = [kernel(3 * stream), *turned, activation, joined]
         back = [kernel(3 * stream + (3 + ways_in) * whole + 2 * stream), kernel(6 * stream)]
-        return BlockOperators(forward, [activation_back, *turned_back, *back, *sums], [kernel(4 * stream)])
+        return BlockOperators(forward, [activation_back, *turned_back, *back, *sums], [joined])
     forward = [kernel(2 * stream), *turned, kernel(4 * stream), activation, last]
+    first_norm_back = [kernel(2 * stream + 3 * whole + 2 * stream), kernel(3 * stream)]
     # The second norm's input is the block's and attention's together.
     second_norm_back = [kernel(3 * stream + ways_in * whole + 2 * stream), kernel(3 * stream)]
     backward = [activation_back, *second_norm_back, *turned_back, *first_norm_back, *sums]

@@ -205,11 +205,14 @@ def _moved(model: Model, stack: Stack, share: LayerShare) -> Passes:
 
 def _compiled(model: Model, kernels: Kernels, share: LayerShare) -> Passes:
     """Elements that a compiled block's kernels read and write."""
-    mine = Tokens(share.tokens, share.between, *head_widths(model, share.tp), inner_width(model, share))
-    found = compiled_block(model, mine, Widths(kernels.width, kernels.width))
+    found = compiled_block(model, tokens_of(model, share), Widths(kernels.width, kernels.width))
     return Passes(
         *(sum(work.bytes for work in way) / kernels.width for way in (found.forward, found.backward))
     )
+
+
+def tokens_of(model: Model, share: LayerShare) -> Tokens:
+    return Tokens(share.tokens, share.between, *head_widths(model, share.tp), inner_width(model, share))
 
 
 def head_widths(model: Model, tp: int) -> tuple[int, int]:

@@ -10,9 +10,9 @@ from shoal.facts.model import Model
 from shoal.predict.flops import attention_flops, attention_kinds
 from shoal.predict.time import operators
 from shoal.predict.time.compiled_operators import compiled_block
-from shoal.predict.time.layer import NONE, LayerShare, Passes, Seconds, head_widths, inner_width, products
+from shoal.predict.time.layer import NONE, LayerShare, Passes, Seconds, head_widths, products, tokens_of
 from shoal.predict.time.measured_kernels import MeasuredKernels
-from shoal.predict.time.operators import NOTHING, Tokens, Widths
+from shoal.predict.time.operators import NOTHING, Widths
 from shoal.predict.workload import Workload
 
 # torch's kernel that copies 16 bits to 32 reads and writes memory less well than those that keep or halve the width:
@@ -46,16 +46,15 @@ def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
         parameters += times * inner * columns
         count += times
     attend, attend_back = _attention(model, kernels, share)
-    mine = Tokens(share.tokens, share.between, *head_widths(model, share.tp), inner_width(model, share))
     block = compiled_block if share.compiled else operators.block
-    moved = block(model, mine, _at_use(kernels, share.held))
+    moved = block(model, tokens_of(model, share), _at_use(kernels, share.held))
     cast = kernels.works(operators.matrices(count, parameters, share.held.forward))
     cast_back = kernels.works(operators.matrices(count, parameters, share.held.backward))
-    dropped = (
-        operators.dropout(2 * share.between * model.hidden, kernels.widths) if share.dropout else NOTHING
-    )
-    if share.compiled:
-        dropped = NOTHING  # a mask is made in the kernel that adds to the stream
+    dropped = NOTHING
+    if (
+        share.dropout and not share.compiled
+    ):  # a compiled block makes masks in the kernel that adds to the stream
+        dropped = operators.dropout(2 * share.between * model.hidden, kernels.widths)
     whole = forward + attend + kernels.works(moved.forward) + kernels.works(dropped.forward) + cast
     # What is repeated ends before the last product, whose result no gradient needs.
     again = whole - kernels.works(moved.last)
@@ -63,9 +62,8 @@ def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
         whole,
         inputs + attend_back + kernels.works(moved.backward) + kernels.works(dropped.backward),
         weights + cast_back,
-        attend
-        if share.compiled
-        else again - forward,  # a compiled pass makes elementwise results where it reads them
+        # A compiled pass makes elementwise results anew where it reads them.
+        attend if share.compiled else again - forward,
         again - last,
     )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.facts.problem import first_line
 from shoal.parallel.shards import Shard as Held
 from shoal.train.checkpoint.manifest import StoredPiece
 from shoal.train.checkpoint.write_plan import WrittenBox
@@ -207,9 +208,8 @@ def _pinned(size: int) -> tuple[Tensor, str]:
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True), ""
     except RuntimeError as refusal:
-        reason = str(refusal).splitlines()[0]
         return _pageable(size), (
-            f"{size / 1e9:.1f} GB of host memory for checkpoints could not be pinned ({reason}); "
+            f"{size / 1e9:.1f} GB of host memory for checkpoints could not be pinned ({first_line(refusal)}); "
             "pageable memory is used, and training waits longer for its copies"
         )
 
