@@ -50,12 +50,13 @@ floors: setup
 
 # Most tests wait for processes: more of them at once than there are cores.
 pytest: setup
-	$(BIN)/python -m pytest -m 'not system' -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -m 'not system and not long' -n $(WORKERS) --dist worksteal
 
-# Tests that need system packages or root.
+# Tests that take long, and tests that need system packages or root.
 test-system: setup
 	@$(BIN)/python -m pip install -qq --editable '.[system]' || echo "no S3 server could be installed: its test is skipped"
 	@command -v ip > /dev/null || apt-get install -qq -y iproute2 > /dev/null 2>&1 || echo "no iproute2: no network is cut between nodes"
+	$(BIN)/python -m pytest -m long -n $(WORKERS) --dist worksteal
 	$(BIN)/python -m pytest -m system
 
 # Starts anew each time; an earlier demo's run is moved aside.

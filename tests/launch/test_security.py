@@ -307,6 +307,7 @@ def files_below(*places: Path) -> list[Path]:
     return [path for place in places for path in [place, *place.rglob("*")]]
 
 
+@pytest.mark.long
 def test_a_planted_secret_appears_in_no_artifact(settings: Callable[..., list[str]], tmp_path: Path) -> None:
     """Of a run whose rank prints all it knows, through Python and past it, and dies of it, twice."""
     stolen = tmp_path / "stolen"

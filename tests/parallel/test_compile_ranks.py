@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+import pytest
 import torch
 from tests.predict.sending import NEOX, ROWS, SEQ, Case
 from tests.ranks import run_ranks
@@ -92,6 +93,7 @@ def packed(vocabulary: int, first: int, number: int) -> Batch:
     )
 
 
+@pytest.mark.long
 def test_gradients_traffic_and_graphs() -> None:
     compiled = [replace(case, compiled=True) for case in CASES]
     for rank, found in enumerate(run_ranks(2, work, [*CASES, *compiled])):

@@ -59,6 +59,7 @@ SMALL: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "layout"), LAYOUTS, ids=str)
 def test_a_layout_of_the_full_proof_costs_what_is_predicted(number: int, layout: str) -> None:
     parsed = Layout.parse(layout)

@@ -2,7 +2,8 @@
 
 torch remembers too, but looks at so much of every argument that finding what it remembers takes most of a dry run.
 Remembered here is only what is simple: operators whose results are new tensors, views of their first argument, or that
-argument itself, written in place; by the shapes of what they are given.
+argument itself, written in place; by the shapes of what they are given. What is not remembered yet, torch's kernels for
+shapes say, without the Python that torch puts around them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 # Private, as all of torch that runs without data is (2.11 to 2.13).
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.utils._mode_utils import no_dispatch
 
 from shoal.observe.subclasses import plain_tensors
@@ -38,10 +40,11 @@ class OutputShape(NamedTuple):
         return FakeTensor(mode, inner, CPU)
 
 
-# What an operator may do, and what came of it: one tensor or a list of them. None: torch's to say. For all dry runs of
-# this process: the same shapes give the same in each.
+# What an operator may do, and what came of it: one tensor or several. None: torch's to say. For all dry runs of this
+# process: the same shapes give the same in each.
+Made = OutputShape | list[OutputShape] | tuple[OutputShape, ...]
 _RULES: dict[Any, str | None] = {}
-_RESULTS: dict[Any, OutputShape | list[OutputShape] | None] = {}
+_RESULTS: dict[Any, Made | None] = {}
 
 
 class ShapeCache:
@@ -54,27 +57,47 @@ class ShapeCache:
         if func not in _RULES:
             _RULES[func] = _rule(func)
         rule = _RULES[func]
+        if rule == "passes":
+            with in_kernel_invocation_manager(self._mode):
+                return func(*args, **kwargs)
         key = _key(func, args, kwargs) if rule else None
         if key is None:
             return func(*args, **kwargs)
         if key not in _RESULTS:
-            result = func(*args, **kwargs)
-            _RESULTS[key] = _remembered(result, args)
-            return result
+            if not isinstance(args[0] if args else None, torch.Tensor) or kwargs.get("device") is not None:
+                # What is made from nothing, or for a device, is made by torch's mode, which knows where.
+                result = func(*args, **kwargs)
+                _RESULTS[key] = _remembered(result, args) if _is_ours(result) else None
+                return result
+            _RESULTS[key] = self._found(func, args, kwargs)
         made = _RESULTS[key]
         if made is None:
             return func(*args, **kwargs)
         if rule == "writes":
             return args[0]
         with no_dispatch():
+            first = args[0] if args else None
             if isinstance(made, OutputShape):
-                return made(self._mode, args[0] if args else None)
-            return [one(self._mode, args[0]) for one in made]
+                return made(self._mode, first)
+            results = [one(self._mode, first) for one in made]
+            return results if isinstance(made, list) else tuple(results)
+
+    def _found(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
+        with in_kernel_invocation_manager(self._mode):
+            try:
+                return _remembered(func(*args, **kwargs), args)
+            except NotImplementedError:
+                return None  # There is no such kernel; torch knows another way.
 
 
 def _rule(func: Any) -> str | None:
-    """Whether an operator makes something, or writes to its first argument and returns that."""
+    """Whether an operator makes something, or writes to its first argument and returns that, or has no shapes to find.
+
+    A collective fills what it is given, and a profiler's marks are about no tensor.
+    """
     schema = func._schema
+    if func.namespace in ("c10d", "profiler"):
+        return "passes"
     if func.namespace != "aten":
         return None
     written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
@@ -109,14 +132,13 @@ def _is_ours(value: Any) -> bool:
     return type(value) is FakeTensor and value.fake_device == CPU and value.layout == torch.strided
 
 
-def _remembered(result: Any, args: tuple[Any, ...]) -> OutputShape | list[OutputShape] | None:
+def _remembered(result: Any, args: tuple[Any, ...]) -> Made | None:
     """What to remember of a result: nothing where a tensor of it is no view, nor new and as large as its storage."""
     given = [_storage(one) for one in plain_tensors(args)]
     first = _storage(args[0]) if args and isinstance(args[0], torch.Tensor) else None
-    results = result if isinstance(result, list) else [result]
     made: list[OutputShape] = []
-    for one in results:
-        if not _is_ours(one):
+    for one in result if isinstance(result, list | tuple) else [result]:
+        if not isinstance(one, torch.Tensor) or one.layout != torch.strided:
             return None
         storage, offset = one.untyped_storage(), one.storage_offset()
         view = storage._cdata == first
@@ -126,7 +148,9 @@ def _remembered(result: Any, args: tuple[Any, ...]) -> OutputShape | list[Output
         if not view:
             given.append(storage._cdata)
         made.append(OutputShape(one.shape, one.stride(), one.dtype, offset, view))
-    return made if isinstance(result, list) else made[0]
+    if isinstance(result, torch.Tensor):
+        return made[0]
+    return made if isinstance(result, list) else tuple(made)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -31,7 +31,7 @@ def on_nodes(settings: Callable[..., list[str]], tmp_path: Path) -> Iterator[Sta
         nodes.end()
 
 
-@pytest.mark.system  # it needs nothing of the system but a minute
+@pytest.mark.long
 def test_nodes_are_lost_and_come_back_and_the_run_stays_the_same(on_nodes: Start, train: Train) -> None:
     """Nothing is committed to disk before the end: what goes on was in the other node's memory."""
     options = {"recipe__schedule": "constant", "checkpoint__every": 100_000}
@@ -70,6 +70,7 @@ def test_nodes_are_lost_and_come_back_and_the_run_stays_the_same(on_nodes: Start
     assert found.hexes == whole.hexes and found.tensors() == whole.tensors()
 
 
+@pytest.mark.long
 def test_faults_on_another_node_are_named_and_a_stop_is_for_all(on_nodes: Start) -> None:
     nodes = on_nodes(recipe__steps=5000, checkpoint__every=1)
     a, b = nodes.start("a"), nodes.start("b")

@@ -34,6 +34,7 @@ def overrides(settings: Callable[..., list[str]]) -> list[str]:
     return [word for value in values for word in ("--set", value)]
 
 
+@pytest.mark.long
 def test_a_short_campaign_changes_nothing(
     overrides: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,8 @@ a tensor, at the compute width.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from shoal.facts.model import Model
 from shoal.predict.time.operators import BlockOperators, OperatorWork, Tokens, Widths, biased, product_count
 
@@ -53,6 +55,7 @@ def compiled_block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators
     return BlockOperators(forward, backward, [last])
 
 
+@lru_cache(maxsize=256)
 def compiled_operators(model: Model, widths: Widths) -> tuple[int, int]:
     """How many kernels a layer starts, forward and backward, with products and attention."""
     found, products = compiled_block(model, Tokens(1, 1, 1, 1, 1), widths), product_count(model)

@@ -7,6 +7,7 @@ listed here is what torch's autograd really issues; a test counts the operators 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from shoal.facts.logits import tokens_at_once
@@ -305,6 +306,7 @@ def dropout(elements: float, widths: Widths) -> EndOperators:
     return EndOperators([mask, each], [each])
 
 
+@lru_cache(maxsize=256)
 def operators(model: Model, widths: Widths) -> tuple[int, int]:
     """How many a layer starts, forward and backward, with products and attention."""
     found = block(model, Tokens(1, 1, 1, 1, 1), widths)
