@@ -126,6 +126,22 @@ def test_layers_share_graphs_but_for_their_windows() -> None:
     assert counters["stats"]["unique_graphs"] == 4
 
 
+def test_an_evaluation_in_the_midst_of_training_is_compiled_too() -> None:
+    """Weights are narrower than the gradients that they then have, and keep."""
+    model = Model(**SHAPE)
+    placed = place(model, "aot_eager", compute=torch.bfloat16)
+    step(placed, [rows(model)])
+    held = [parameter.grad for parameter in placed.gradients.computed_with()]
+    assert any(one is not None and one.dtype == torch.float32 for one in held)
+    graphs = counters["stats"]["unique_graphs"]
+    placed.executor.forward_only([rows(model)])
+    compiled(placed)
+    assert counters["stats"]["unique_graphs"] == graphs + 1
+    assert all(
+        a is b for a, b in zip((one.grad for one in placed.gradients.computed_with()), held, strict=True)
+    )
+
+
 def test_what_cannot_be_compiled_runs_eager() -> None:
     model = Model(**SHAPE)
     expected = step(place(model, None), [rows(model)])

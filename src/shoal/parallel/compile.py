@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +34,16 @@ from shoal.facts.problem import first_line
 from shoal.models import attention_blocks, varlen
 
 # What is dear to compute for its size, by the dispatcher's names; what a version lacks is simply never seen.
-PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::linear", "aten::_scaled_mm", "aten::_grouped_mm"})
+PRODUCTS = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::linear",
+        "aten::_scaled_mm",
+        "aten::_scaled_mm_v2",
+        "aten::_grouped_mm",
+    }
+)
 ATTENTION = frozenset(
     {
         "aten::_scaled_dot_product_cudnn_attention",
@@ -102,7 +112,8 @@ class CompiledBlocks:
         self._met.add(key)
         began = time.perf_counter()
         try:
-            output = self._compiled(plain, block, hidden, *others)
+            with _gradients_aside(block):
+                output = self._compiled(plain, block, hidden, *others)
         except _compiler_errors() as error:
             self.problem = first_line(error)
             # What peers receive in their forward pass it sends as well.
@@ -125,6 +136,22 @@ class CompiledBlocks:
         if torch.is_grad_enabled() and len(self.shapes) < MOST_SHAPES:
             self.shapes.add(shape)
         return shape in self.shapes
+
+
+@contextmanager
+def _gradients_aside(block: nn.Module) -> Iterator[None]:
+    """Gradients may be wider than their parameters (``grad_dtype``), which the compiler refuses to trace.
+
+    They are there when a block first meets a shape in the midst of training, as an evaluation's.
+    """
+    held = [(parameter, parameter.grad) for parameter in block.parameters() if parameter.grad is not None]
+    for parameter, _ in held:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient
 
 
 def _checkpointed(kind: Recompute, plain: Forward, block: nn.Module, *arguments: Any) -> Tensor:
