@@ -89,7 +89,7 @@ def best_member(scenario: Scenario) -> Plan | None:
         scenario.members(asked.cluster.devices), (1, 2, 4, 8), RECOMPUTES
     ):
         layout = Layout(**degrees, micro=micro, recompute=recompute)
-        if any(broken(Case(layout, asked.model, recipe.seq, recipe.batch, asked.cluster, False))):
+        if any(broken(Case.of(layout, asked.model, recipe, asked.cluster))):
             continue
         workload = asked.workload(layout)
         seconds = step(workload).seconds

@@ -54,7 +54,6 @@ def test_layouts_that_are_not_run(layout: str, what: str, fix: str) -> None:
     [
         {"model": {"lora": {}}},
         {"data": {"mix": [{"source": "a"}]}},
-        {"recipe": {"precision": "fp8"}},
         {"recipe": {"states": "int8"}},
         *({"track": {tracker: True}} for tracker in ("tensorboard", "wandb", "mlflow", "trackio")),
     ],
@@ -66,8 +65,17 @@ def test_configs_that_are_not_run(tables: dict[str, Any]) -> None:
     assert problem.fix
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+def test_strict_mode_has_no_scales_that_depend_on_a_batch(precision: str) -> None:
+    config = Config.model_validate({"run": {"strict": True}, "recipe": {"precision": precision}})
+    (problem,) = support.missing(config, None, Layout())
+    assert (
+        problem.what.startswith(f'run.strict with recipe.precision = "{precision}"') and "bf16" in problem.fix
+    )
+
+
 def test_everything_is_refused_at_once() -> None:
-    config = Config.model_validate({"track": {"wandb": True}, "recipe": {"precision": "fp8"}})
+    config = Config.model_validate({"track": {"wandb": True}, "recipe": {"states": "int8"}})
     with pytest.raises(BadInput) as caught:
         support.check(config, PRESETS["deepseek-v3"], Layout.parse("cp=2"))
     assert len(caught.value.problems) == 5

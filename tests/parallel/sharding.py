@@ -124,7 +124,7 @@ def steps(placed: Placed, mesh: Mesh, case: Case, count: int) -> Iterator[torch.
             placed.exact.deliver(ROWS)
         placed.shared.sum(placed.gradients.pieces)
         optimizer.step()
-        placed.gradients.after_update()
+        placed.after_update()
         yield optimizer
 
 

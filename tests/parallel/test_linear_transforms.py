@@ -22,11 +22,11 @@ from shoal.parallel.tensor_region import TensorRegion
 class RoundedProduct:
     """As a product in fp8 would: its operands have few digits, here with double precision everywhere else."""
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, scales: object) -> Tensor:
         output = rounded(x) @ rounded(weight).T
         return output if bias is None else output + bias
 
-    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, gradient: Tensor, weight: Tensor, scales: object) -> Tensor:
         return gradient @ rounded(weight)
 
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from tests.plan.planning import answered
 
 from shoal.facts.cluster import notation
 from shoal.facts.config import Config
+from shoal.facts.config.file import load
 from shoal.facts.model.huggingface import write_config
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.problem import BadInput
@@ -180,3 +181,13 @@ def test_what_the_engine_does_not_run_is_refused_before_anything_starts(
     ((said, advice),) = problems(**tables).items()
     assert said.startswith(what)
     assert fix in advice
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision", "told"), [("1xH100", "fp8", 0), ("1xcpu", "fp8", 0), ("1xA100-80GB", "bf16", 1)]
+)
+def test_fp8_is_bf16_on_devices_without_it_and_that_is_said(cluster: str, precision: str, told: int) -> None:
+    settings = ["recipe.precision=fp8", f"cluster.on={cluster}", "model.preset=llama3.2-1b", "recipe.seq=256"]
+    job = resolve(load(None, settings, "dp=1").config)
+    assert job.config.recipe.precision == precision
+    assert len(job.notes) == told and all("does not multiply in fp8" in note for note in job.notes)

@@ -110,7 +110,7 @@ def test_every_layout_of_the_space_is_legal_canonical_and_there_once(on: str, ex
     assert len(layouts) == len({str(layout) for layout in layouts}) == space.size()
     for layout in random.Random(0).sample(layouts, 200):
         assert Layout.parse(str(layout)) == layout
-        assert not list(broken(Case(layout, model, asked.seq, asked.batch, cluster, False)))
+        assert not list(broken(Case.of(layout, model, asked, cluster)))
 
 
 def test_what_is_searched_for_the_engine_is_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def workload(
 
 def legal(asked: Workload) -> bool:
     recipe = asked.recipe
-    return not any(broken(Case(asked.layout, asked.model, recipe.seq, recipe.batch, None, False)))
+    return not any(broken(Case.of(asked.layout, asked.model, recipe)))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 OPTIMIZER_STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64", "fp8"]
+Scaling = Literal["tensorwise", "rowwise"]  # of operands in fp8
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _PERCENT = re.compile(r"\s*([0-9]{1,3}(?:\.[0-9]{1,20})?)\s*%\s*")
@@ -98,6 +99,10 @@ class Recipe(BaseModel):
     )
     precision: Precision = Field(
         "fp32", description='compute precision: "fp32", "bf16", "fp16", "fp64" or "fp8"'
+    )
+    fp8: Scaling = Field(
+        "tensorwise",
+        description='with precision "fp8", what shares a scale: "tensorwise", all of a tensor, or "rowwise"',
     )
     states: Literal["fp32", "bf16", "int8"] = Field(
         "fp32", description='precision of weights and optimizer states at rest: "fp32", "bf16" or "int8"'

@@ -46,14 +46,14 @@ def _in_model(model: Model) -> Iterator[tuple[str, str]]:
 
 
 def _in_config(config: Config) -> Iterator[tuple[str, str]]:
-    if config.run.strict and config.recipe.precision == "fp16":
-        yield 'run.strict with recipe.precision = "fp16"', 'recipe.precision = "bf16" or "fp32"'
+    if config.run.strict and config.recipe.precision in ("fp16", "fp8"):
+        # One's scale of the loss, the other's of activations, depend on what else is in a batch.
+        what = f'run.strict with recipe.precision = "{config.recipe.precision}"'
+        yield what, 'recipe.precision = "bf16" or "fp32"'
     if config.model.lora is not None:
         yield "model.lora", "leave it out: all weights are trained"
     if config.data.mix:
         yield "data.mix", 'one data.source, such as "data/*.jsonl"'
-    if config.recipe.precision == "fp8":
-        yield 'recipe.precision = "fp8"', 'recipe.precision = "bf16"'
     if config.recipe.states == "int8":
         yield 'recipe.states = "int8"', 'recipe.states = "bf16"'
     for tracker in ("tensorboard", "wandb", "mlflow", "trackio"):

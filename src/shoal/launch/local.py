@@ -104,8 +104,9 @@ def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) 
         run.adopt_memory()
         if run.step():
             console.print(f"resuming {run.path} after step {run.step()}", markup=False)
-        if (line := compile_line(job)) is not None:
-            console.print(line, markup=False)
+        for line in (*job.notes, compile_line(job)):
+            if line is not None:
+                console.print(line, markup=False)
         run.write_start(job, start, describe_plan(job))
         with run.alive():
             yield

@@ -13,16 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.models.float8 import WeightScales
+
 T = TypeVar("T")
 
 
 class MatrixProduct(Protocol):
-    """How a projection multiplies. No part knows autograd, so that each can be computed when its turn comes."""
+    """How a projection multiplies. No part knows autograd, so that each can be computed when its turn comes.
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    ``scales``: the weight's, where products need them.
+    """
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, scales: WeightScales | None) -> Tensor:
         """x·Wᵀ + b, all of one dtype."""
 
-    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor: ...
+    def input_gradient(self, gradient: Tensor, weight: Tensor, scales: WeightScales | None) -> Tensor: ...
 
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
         """Of rows: gradient [N, out], x [N, in]."""
@@ -31,10 +36,12 @@ class MatrixProduct(Protocol):
 class PlainProduct:
     """In the dtype of its arguments."""
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, scales: WeightScales | None = None
+    ) -> Tensor:
         return F.linear(x, weight, bias)
 
-    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, gradient: Tensor, weight: Tensor, scales: WeightScales | None = None) -> Tensor:
         return gradient @ weight
 
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
@@ -85,6 +92,8 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
         super().__init__(inputs, outputs, bias)
         self.adapters = nn.ModuleList()
+        # Kept true, whenever weights change, by what sets a product that needs them.
+        self.weight_scales: WeightScales | None = None
 
     def reset_parameters(self) -> None:
         """No values yet: ``initial.initialise`` or a checkpoint gives them."""
@@ -101,7 +110,7 @@ class Linear(nn.Linear):
         if self.defer is None and isinstance(self.product, PlainProduct):
             output = self.product(x, weight, bias)  # autograd's own parts cost the host less
         else:
-            output = _InParts.apply(x, weight, bias, self)
+            output = _InParts.apply(x, weight, bias, self, *(self.weight_scales or (None, None)))
         for adapter in self.adapters:
             output = output + adapter(x)
         return output
@@ -126,23 +135,37 @@ class _InParts(torch.autograd.Function):
     """A product whose backward pass computes the gradient of its input, and those of its weight unless deferred."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        linear: Linear,
+        forward: Tensor | None,
+        backward: Tensor | None,
+    ) -> Tensor:
         with_input, with_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if with_weight else None, weight if with_input else None)
+        ctx.save_for_backward(x if with_weight else None, weight if with_input else None, forward, backward)
         ctx.linear = linear
-        return linear.product(x, weight, bias)
+        return linear.product(x, weight, bias, _scales(forward, backward))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        back = None if weight is None else ctx.linear.product.input_gradient(gradient, weight)
+        x, weight, *scales = ctx.saved_tensors
+        back = None
+        if weight is not None:
+            back = ctx.linear.product.input_gradient(gradient, weight, _scales(*scales))
         with_bias = ctx.needs_input_grad[2]
         if x is None and not with_bias:
-            return back, None, None, None
+            return back, None, None, None, None, None
         # Detached: with x the graph that made it would stay, and with that the stage's input.
         rest = WeightGradient(ctx.linear, None if x is None else x.detach(), gradient, with_bias)
         deferred = ctx.linear.defer is not None and ctx.linear.defer(rest)
-        return back, *((None, None) if deferred else rest.compute()), None
+        return back, *((None, None) if deferred else rest.compute()), None, None, None
+
+
+def _scales(forward: Tensor | None, backward: Tensor | None) -> WeightScales | None:
+    return None if forward is None else WeightScales(forward, backward)
 
 
 class Embedding(nn.Embedding):

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from shoal.facts.config import TuneSection
+from shoal.facts.recipe import Scaling
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.models.decoder import Network
 from shoal.models.initial import Slice
 from shoal.parallel import tensor
 from shoal.parallel.compile import CompiledBlocks
 from shoal.parallel.execute import Executor
+from shoal.parallel.float8_scales import Float8Scales
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pipeline import my_stages
 from shoal.parallel.recompute import recompute
@@ -48,6 +50,7 @@ class Placed:
     executor: Executor
     exact: StrictReducer | None  # in strict mode
     compiled: CompiledBlocks | None  # None: blocks run eager
+    float8: Float8Scales | None  # None: products are in the compute precision
 
     def fill(self, give: Fill) -> None:
         """Give the network values: to the pieces that are updated here, from which all ranks' weights follow."""
@@ -58,7 +61,13 @@ class Placed:
                 for part in piece_slices(piece, piece.tensor)
             ]
         )
+        self.after_update()
+
+    def after_update(self) -> None:
+        """The pieces have new values: so have, on all ranks, the weights that the network reads."""
         self.gradients.after_update()
+        if self.float8 is not None:
+            self.float8.refresh()
 
 
 def apply(
@@ -71,12 +80,14 @@ def apply(
     strict: bool = False,
     group_of: GroupOf | None = None,
     compile_with: str | None = None,
+    fp8: Scaling | None = None,
 ) -> Placed:
     """Place a network that was built on the meta device; ``fill`` gives the parameters updated here their values.
 
     The network has the precision that its state is kept in. No rank ever holds more than its part. ``reduce_dtype`` is
     the type gradients travel in, None for their own. ``group_of``: to which group a parameter belongs, if not to those
-    of the layout. ``compile_with``: torch.compile's backend for the blocks, None to run them eager.
+    of the layout. ``compile_with``: torch.compile's backend for the blocks, None to run them eager. ``fp8``: how the
+    operands of the blocks' products are scaled, None for products in the compute precision.
     """
     layout, model = mesh.layout, network.shape
     compute, states = network.model.compute, next(network.parameters()).dtype
@@ -112,6 +123,7 @@ def apply(
         if not fully:
             for parameter in segment.parameters():
                 parameter.grad_dtype = states
+    float8 = None if fp8 is None else Float8Scales(blocks, fp8, mesh, sharded=fully)
     held = held_parameters(segments, model, mesh, group_of)
     bucket_bytes = round(tune.bucket_mb * 2**20)
 
@@ -135,6 +147,8 @@ def apply(
     executor = Executor(segments, mesh, exact or gradients, split_backward, strict, compiled is not None)
     # There a sum of two has one rounding, as where both are on one rank.
     shared = SharedGradients(model, mesh, own_head, None if strict else reduce_dtype)
-    placed = Placed(segments, gradients.weights(), exact or gradients, shared, executor, exact, compiled)
+    placed = Placed(
+        segments, gradients.weights(), exact or gradients, shared, executor, exact, compiled, float8
+    )
     placed.fill(fill)
     return placed

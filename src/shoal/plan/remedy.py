@@ -140,7 +140,7 @@ def _changes(layout: Layout, asked: PlanRequest) -> Iterator[tuple[str, dict[str
 
 def _legal(asked: PlanRequest, layout: Layout) -> bool:
     recipe = asked.recipe
-    return not any(broken(Case(layout, asked.model, recipe.seq, recipe.batch, asked.cluster, False)))
+    return not any(broken(Case.of(layout, asked.model, recipe, asked.cluster)))
 
 
 def _grown(asked: PlanRequest, layout: Layout) -> Iterator[Remedy]:

@@ -25,6 +25,7 @@ class Job:
     model: Model
     cluster: Cluster
     layout: Layout
+    notes: tuple[str, ...] = ()  # what is done otherwise than the config says, and why
 
     @property
     def compilation(self) -> Compilation:
@@ -58,6 +59,7 @@ def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
     cluster = seek("cluster.on", lambda: notation.find(config.cluster.on, visible), problems)
     if cluster is not None and nodes > 1 and cluster.name == "local":
         cluster = cluster.model_copy(update={"nodes": nodes})
+    config, notes = _as_computed(config, cluster)
     layout = Layout()
     if config.layout != "auto":
         layout = Layout.parse(config.layout)
@@ -77,7 +79,18 @@ def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
         problems.extend(replace(problem, where="layout") for problem in illegal)
     if problems or model is None or cluster is None:
         raise BadInput(problems)
-    return Job(config, model, cluster, layout)
+    return Job(config, model, cluster, layout, notes)
+
+
+def _as_computed(config: Config, cluster: Cluster | None) -> tuple[Config, tuple[str, ...]]:
+    """With the precision that the devices multiply in. A CPU multiplies in all of them, if slowly."""
+    if config.recipe.precision != "fp8" or cluster is None or cluster.device.name == "cpu":
+        return config, ()
+    if "fp8" in cluster.device.peaks:
+        return config, ()
+    recipe = config.recipe.model_copy(update={"precision": "bf16"})
+    note = f"precision: bf16, for {cluster.device.name} does not multiply in fp8; Hopper and newer GPUs do"
+    return config.model_copy(update={"recipe": recipe}), (note,)
 
 
 def choose(config: Config, cluster: Cluster, model: Model | None = None) -> Layout:

@@ -276,7 +276,7 @@ class Space:
         return OWNERS[key].runs or not self.runnable
 
     def _legal(self, layout: Layout) -> bool:
-        case = Case(layout, self.model, self.recipe.seq, self.recipe.batch, None, strict=False)
+        case = Case.of(layout, self.model, self.recipe)
         return next(broken(case), None) is None
 
     @property

@@ -98,7 +98,7 @@ class TimeBound:
         flops = float(each) * matrix_parameters(self.model) * self.recipe.batch * self.recipe.seq
         if self.model.experts is not None:
             flops /= 2  # a rank's tokens do not spread evenly over its experts, and rows are rounded down
-        return flops / self.on.kernels.fastest
+        return flops / self.on.fastest
 
     def of_share(self, split: ModelSplit, share: WorkShare, recompute: Recompute = "none") -> float:
         """All computation and exchange within layers, evenly over the pipeline."""

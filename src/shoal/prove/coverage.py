@@ -117,7 +117,5 @@ def legal(layouts: tuple[str, ...], job: Job) -> list[Layout]:
     strict = job.config.run.strict
     cluster = None if job.config.cluster.share else job.cluster
     return [
-        layout
-        for layout in parsed
-        if not any(broken(Case(layout, job.model, recipe.seq, recipe.batch, cluster, strict)))
+        layout for layout in parsed if not any(broken(Case.of(layout, job.model, recipe, cluster, strict)))
     ]

@@ -69,7 +69,15 @@ def assemble(
 ) -> Step:
     """The network, placed, with its optimizer: all of a rank's computation, whatever data it is given."""
     placed = apply(
-        network, mesh, tune, fill, recipe.seq, reduce_dtype(recipe), strict, compile_with=compile_with
+        network,
+        mesh,
+        tune,
+        fill,
+        recipe.seq,
+        reduce_dtype(recipe),
+        strict,
+        compile_with=compile_with,
+        fp8=recipe.fp8 if recipe.precision == "fp8" else None,
     )
     optimizer = optimizers.build(placed.gradients.pieces, recipe)
     scale = optimizers.LossScale.for_precision(recipe.precision)
@@ -94,6 +102,8 @@ def no_weights(slices: list[tuple[str, Slice]]) -> None:
 
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# fp8 is a precision of products; what lies between them is bf16.
+DTYPES["fp8"] = torch.bfloat16
 
 
 def compute_dtype(recipe: Recipe) -> torch.dtype:

@@ -106,7 +106,7 @@ class State:
 
     def settle(self) -> None:
         """All ranks have restored the same state: give the network its weights."""
-        self.placed.gradients.after_update()
+        self.placed.after_update()
 
     def _states_to_fill(self, kinds: set[str]) -> Iterator[tuple[str, str, Slice]]:
         for kind in sorted(kinds):

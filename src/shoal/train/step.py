@@ -87,7 +87,7 @@ class Step:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         clip_and_update(self.optimizer, self.pieces, measured[1], self.recipe.clip, most)
-        self.placed.gradients.after_update()
+        self.placed.after_update()
         loss, norm = measured.tolist()
         finite = math.isfinite(norm)
         self.scale.update(overflow=not finite)

@@ -303,3 +303,21 @@ def test_the_smaller_of_two_equally_near() -> None:
 def test_huge_values_are_judged_at_once() -> None:
     problems = judge("dp=999999937,pp=999999937,tp=999999937", batch=10**9, seq=10**9)
     assert all(problem.fix for problem in problems)
+
+
+def test_fp8_needs_whole_tiles() -> None:
+    """Of every rank's widths and of a micro-batch's tokens; the fix is the nearest value that has them."""
+
+    def judged(layout: str, model: Model, seq: int = 256) -> list[Problem]:
+        recipe = RECIPE.model_copy(update={"seq": seq, "precision": "fp8"})
+        return violations(Layout.parse(layout), model, recipe)
+
+    llama = PRESETS["llama3.2-1b"]
+    assert judged("tp=8", llama) == [] == judged("micro=2", llama, seq=8)
+    narrow = llama.model_copy(update={"ffn": 8200})
+    (problem,) = judged("tp=2", narrow)
+    assert "MLP width 8200" in problem.what and problem.fix == 'recipe.precision = "bf16"'
+    (problem,) = judged("tp=4", llama.model_copy(update={"ffn": 96}))
+    assert "one of 4 tensor ranks' part" in problem.what and problem.fix == "tp=2"
+    (problem,) = judged("micro=1", llama, seq=250)
+    assert "250 tokens" in problem.what and "recipe.seq = 256" in problem.fix

@@ -162,7 +162,6 @@ LATER: Mapping[str, str] = {
     "recipe.ema": "leave it out; checkpoint.keep_best keeps the best weights",
     "recipe.batch_ramp": "recipe.batch is the same in every step",
     "recipe.groups": "recipe.lr and recipe.weight_decay hold for all weights",
-    "recipe.fp8": "leave it out",
     "data.format": "rows are text: data.field names it",
     "data.template": "rows are text: data.field names it",
     "data.loss_on": "rows are text, and the loss is on all of it",

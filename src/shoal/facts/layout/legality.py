@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from shoal.facts.cluster import Cluster
-from shoal.facts.layout import DEFAULT_CHUNKS, ONE_CHUNK, V_SHAPED, Layout, divisors
+from shoal.facts.layout import DEFAULT_CHUNKS, ONE_CHUNK, V_SHAPED, Layout, divisors, float8
 from shoal.facts.layout.parameter_groups import experts_fit
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem
@@ -29,6 +29,18 @@ class Case:
     batch: int
     cluster: Cluster | None
     strict: bool
+    fp8: bool
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        model: Model,
+        recipe: Recipe,
+        cluster: Cluster | None = None,
+        strict: bool = False,
+    ) -> Case:
+        return cls(layout, model, recipe.seq, recipe.batch, cluster, strict, recipe.precision == "fp8")
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,7 @@ def violations(
     layout: Layout, model: Model, recipe: Recipe, cluster: Cluster | None = None, strict: bool = False
 ) -> list[Problem]:
     """Every violated rule with its fix."""
-    case = Case(layout, model, recipe.seq, recipe.batch, cluster, strict)
+    case = Case.of(layout, model, recipe, cluster, strict)
     found = list(broken(case))
     rules = {violation.rule for violation in found}
     return [Problem(violation.what, _fix(case, violation, rules)) for violation in found]
@@ -60,7 +72,7 @@ def violations(
 
 def broken(case: Case) -> Iterator[Violation]:
     """Every violated rule, without the search for a fix: what a planner asks of thousands of layouts."""
-    for rules in (_lengths, _batch, _tensor, _context, _pipeline, _experts, _strict, _world):
+    for rules in (_lengths, _batch, _tensor, _context, _pipeline, _experts, _float8, _strict, _world):
         yield from rules(case)
 
 
@@ -209,6 +221,30 @@ def _experts(case: Case) -> Iterator[Violation]:
         yield Violation("expert ranks", what, ("ep", "fsdp"))
 
 
+def _float8(case: Case) -> Iterator[Violation]:
+    """Kernels take tiles of 16 values, of a rank's features and of a micro-batch's tokens."""
+    if not case.fp8:
+        return
+    layout, model, tp = case.layout, case.model, case.layout.tp
+    # Each with the number of ranks that have a part of it.
+    widths = {
+        "hidden": (model.hidden, 1),
+        "query": (model.heads * model.head_dim, tp),
+        "key/value": (model.kv_heads * model.head_dim, min(tp, model.kv_heads)),
+        "MLP": (model.ffn, tp),
+    }
+    for part, (width, ranks) in widths.items():
+        if width % (ranks * float8.TILE):
+            whole = f"the {part} width {width} of {model.name}"
+            what = f"one of {ranks} tensor ranks' part of {whole}" if ranks > 1 else whole
+            what = f'precision "fp8": {what} is not a multiple of {float8.TILE}'
+            yield Violation(f"fp8 {part}", what, ("tp",) if ranks > 1 else (), 'recipe.precision = "bf16"')
+    tokens = (layout.micro or 1) * case.seq // layout.cp
+    if tokens % float8.TILE:
+        what = f'precision "fp8": a micro-batch has {tokens} tokens, not a multiple of {float8.TILE}'
+        yield Violation("fp8 tokens", what, ("recipe.seq", "micro"), 'recipe.precision = "bf16"')
+
+
 def _strict(case: Case) -> Iterator[Violation]:
     if not case.strict:
         return
@@ -296,6 +332,6 @@ def _candidates(case: Case, key: str) -> list[int] | list[str]:
 
 def _sequence_lengths(case: Case) -> list[int]:
     layout = case.layout
-    unit = lcm(_pieces(layout), layout.cp * layout.tp if layout.sp else 1)
+    unit = lcm(_pieces(layout), layout.cp * layout.tp if layout.sp else 1, float8.TILE if case.fp8 else 1)
     most = case.model.max_positions if case.model.positions == "learned" else case.seq + unit
     return [min(nearest_multiple(case.seq, unit), most // unit * unit)] if unit <= most else []

@@ -68,7 +68,7 @@ def nearest_layouts(
     wanted: Wanted = everything,
 ) -> list[Layout]:
     """Up to three legal layouts, the nearest first; none where it is the recipe that would have to change."""
-    asked = Case(layout, model, recipe.seq, recipe.batch, cluster, strict)
+    asked = Case.of(layout, model, recipe, cluster, strict)
     if not _legal_alone(asked, Layout(), wanted):
         return []
     near: list[Layout] = []

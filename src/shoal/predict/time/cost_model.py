@@ -14,6 +14,7 @@ from shoal.facts.precision import compute_width, state_width
 from shoal.facts.recipe import Recipe
 from shoal.predict.time import layer as layers
 from shoal.predict.time import measured_layer
+from shoal.predict.time.float8 import in_float8
 from shoal.predict.time.kernels import Kernels
 from shoal.predict.time.layer import LayerShare, Passes, Seconds
 from shoal.predict.time.links import Links
@@ -37,25 +38,36 @@ class CostModel:
         self.links = Links(self.cluster, self.rates)
         device, recipe, measured = self.cluster.device, self.recipe, self.rates.measured
         widths = Widths(compute_width(recipe), state_width(recipe))
+        # fp8 is a precision of the blocks' products; attention, the head and all else are in bf16.
+        precision = "bf16" if recipe.precision == "fp8" else recipe.precision
+        self.faster = (device.peak(recipe.precision) or 1.0) / (device.peak(precision) or 1.0)
         self.kernels: Kernels
         # What was measured are the kernels of our own engine; other software starts others.
         if measured is not None and self.stack.name == SHOAL.name:
             # Measured as one device is all of a CPU; where there are several here, they share it.
             shared = self.cluster.devices_per_node if device.name == "cpu" else 1
-            self.kernels = MeasuredKernels(self.rates, measured, recipe.precision, widths, shared)
+            self.kernels = MeasuredKernels(self.rates, measured, precision, widths, shared)
         else:
-            peak = device.peak(recipe.precision) or 1e12
+            peak = device.peak(precision) or 1e12
             self.kernels = Kernels(self.rates.device, peak, device.memory_bandwidth or 50e9, widths.compute)
 
     def layer(self, share: LayerShare) -> Seconds:
         known = self._layers.get(share_key := (*vars(share).values(),))
         if known is None:
-            known = self._layers[share_key] = (
+            known = (
                 measured_layer.layer(self.model, self.kernels, share)
                 if isinstance(self.kernels, MeasuredKernels)
                 else layers.layer(self.model, self.stack, self.kernels, share)
             )
+            if self.faster > 1:
+                known = in_float8(self.model, self.kernels, share, known, self.faster)
+            self._layers[share_key] = known
         return known
+
+    @property
+    def fastest(self) -> float:
+        """FLOP/s that no product exceeds."""
+        return self.kernels.fastest * self.faster
 
     def head(self, tokens: int, rows: int, held: Passes) -> Seconds:
         """The head with ``rows`` of the vocabulary, and the loss."""

@@ -14,7 +14,7 @@ from shoal.facts.model.parameters import EMBEDDING
 from shoal.facts.traffic import Traffic, show_ranks
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.rank_parameters import RankParameters, named_tensors, rank_parameters, trained
-from shoal.predict.traffic import context, control, expert, pipeline, replicate, shard, tensor
+from shoal.predict.traffic import context, control, expert, float8, pipeline, replicate, shard, tensor
 from shoal.predict.workload import Workload
 
 
@@ -36,6 +36,7 @@ def _exchanges(workload: Workload, here: RankParameters) -> tuple[CollectiveCall
         *context.calls(workload, here),
         *expert.calls(workload, here),
         *pipeline.calls(workload, here),
+        *float8.calls(workload, here),
         *control.calls(workload),
     )
 

@@ -1,0 +1,93 @@
+"""Products in fp8 (``recipe.precision = "fp8"``) for the projections of blocks, with the scales of their weights.
+
+A weight is rounded with the largest value of all of it, whichever ranks its parts are on, so that every layout rounds
+it alike. That is found once a step, when weights have changed: of what a rank holds, then over the ranks that hold the
+rest, all projections in one message. Embeddings, norms, biases and the head stay in bf16: the head's errors would be
+the loss's own, and the others are no products.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.facts.layout.buckets import even_share
+from shoal.facts.layout.float8 import ScaleSlot, scale_slots
+from shoal.facts.recipe import Scaling
+from shoal.models.float8 import PRECISE, Float8Product, WeightScales, largest, scale_of
+from shoal.models.linear import Linear
+from shoal.parallel.mesh import Mesh
+
+
+class _Noted(NamedTuple):
+    """Where one weight's largest values, by row or by column, are noted."""
+
+    start: int
+    slot: ScaleSlot
+
+
+class Float8Scales:
+    """The scales of all weights that a rank multiplies in fp8."""
+
+    def __init__(self, blocks: list[nn.Module], scaling: Scaling, mesh: Mesh, sharded: bool) -> None:
+        """The blocks have left the meta device. ``sharded``: of each weight this rank holds some rows (FSDP)."""
+        self.scaling, self.sharded, self.mesh = scaling, sharded, mesh
+        self.linears = [child for block in blocks for child in block.modules() if isinstance(child, Linear)]
+        product = Float8Product(scaling)
+        sizes: dict[bool, int] = {True: 0, False: 0}
+        self.noted: list[list[_Noted]] = []
+        for linear in self.linears:
+            linear.product = product
+            by_input = linear.reduce is not None  # how tensor ranks split it
+            outputs, inputs = linear.weight.shape
+            slots = scale_slots(scaling, outputs, inputs, by_input)
+            self.noted.append([_noted(sizes, slot) for slot in slots])
+        self.most = {over: torch.zeros(size, device=mesh.device) for over, size in sizes.items()}
+        self.scales = {over: torch.zeros_like(most) for over, most in self.most.items()}
+        for linear, noted in zip(self.linears, self.noted, strict=True):
+            linear.weight_scales = WeightScales(*(self._view(self.scales, one) for one in noted))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Weights have changed."""
+        for most in self.most.values():
+            most.zero_()
+        for linear, noted in zip(self.linears, self.noted, strict=True):
+            self._note(linear.weight, noted)
+        for over_tp, most in self.most.items():
+            for axis in ("fsdp", "tp"):
+                group = self.mesh.group(axis)
+                if group is not None and most.numel() and (over_tp if axis == "tp" else self.sharded):
+                    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            self.scales[over_tp].copy_(scale_of(most, PRECISE))
+
+    def _note(self, weight: Tensor, noted: list[_Noted]) -> None:
+        """What this rank has of a weight. Working copies are bf16, and so are their largest values."""
+        held, first = (weight, 0)
+        if isinstance(weight, DTensor):
+            held, first = weight.to_local(), self._first_row(weight)
+        if not held.numel():
+            return
+        forward, *backward = (self._view(self.most, one) for one in noted)
+        if self.scaling == "tensorwise":
+            forward.copy_(largest(held, self.scaling).bfloat16())
+        else:
+            forward[first : first + len(held)] = largest(held, self.scaling).bfloat16()
+            backward[0].copy_(largest(held.T, self.scaling).bfloat16())
+
+    def _first_row(self, weight: DTensor) -> int:
+        return self.mesh.coords["fsdp"] * even_share(weight.shape[0], self.mesh.layout.fsdp)
+
+    def _view(self, of: dict[bool, Tensor], noted: _Noted) -> Tensor:
+        found = of[noted.slot.over_tp][noted.start : noted.start + noted.slot.values]
+        return found.view(()) if self.scaling == "tensorwise" else found.view(-1, 1)
+
+
+def _noted(sizes: dict[bool, int], slot: ScaleSlot) -> _Noted:
+    start = sizes[slot.over_tp]
+    sizes[slot.over_tp] += slot.room
+    return _Noted(start, slot)
