@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
+from shoal.facts.model.parameters import by_name
 from shoal.facts.recipe import Scaling
 from shoal.models.decoder import build
 from shoal.models.float8 import (
@@ -146,11 +147,17 @@ def train(
     return scales, gradients
 
 
+@cache
+def one_process(scaling: Scaling) -> Found:
+    (found,) = run_ranks(1, train, "dp=1", scaling, 1)
+    return found
+
+
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_with_the_same_scales(layout: str, scaling: Scaling) -> None:
     """One sequence at a time everywhere, for an activation's scale is of what is multiplied together."""
-    ((whole, gradients),) = run_ranks(1, train, "dp=1", scaling, 1)
+    whole, gradients = one_process(scaling)
     split = Layout.parse(layout)
     for scales, parts in run_ranks(2, train, layout, scaling, 1):
         assert scales and len(scales) == 7 * MODEL.layers // split.pp
@@ -166,14 +173,10 @@ def test_every_layout_trains_with_the_same_scales(layout: str, scaling: Scaling)
                 # Tensor ranks round otherwise, so their weights differ after two steps.
                 torch.testing.assert_close(one, other, rtol=2**-6 if split.tp > 1 else 0, atol=0)
         for name, (gradient, box, start, stop) in parts.items():
-            reference = gradients[name][0].view(_shape(name))[box].flatten()[start:stop]
+            reference = gradients[name][0].view(by_name(MODEL)[name].shape)[box].flatten()[start:stop]
             difference = (gradient - reference).norm() / gradients[name][0].norm()
             # Of what it multiplies a tensor rank has other features than its peers, and so another scale.
             assert difference <= (0.15 if split.tp > 1 else 1e-6), (name, float(difference))
-
-
-def _shape(name: str) -> tuple[int, ...]:
-    return next(tuple(one.shape) for label, one in build(MODEL).named_parameters() if label == name)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -39,25 +39,27 @@ class Float8Scales:
         self.linears = [child for block in blocks for child in block.modules() if isinstance(child, Linear)]
         product = Float8Product(scaling)
         sizes: dict[bool, int] = {True: 0, False: 0}
-        self.noted: list[list[_Noted]] = []
+        noted: list[list[_Noted]] = []
         for linear in self.linears:
             linear.product = product
             by_input = linear.reduce is not None  # how tensor ranks split it
             outputs, inputs = linear.weight.shape
             slots = scale_slots(scaling, outputs, inputs, by_input)
-            self.noted.append([_noted(sizes, slot) for slot in slots])
+            noted.append([_noted(sizes, slot) for slot in slots])
         self.most = {over: torch.zeros(size, device=mesh.device) for over, size in sizes.items()}
         self.scales = {over: torch.zeros_like(most) for over, most in self.most.items()}
-        for linear, noted in zip(self.linears, self.noted, strict=True):
-            linear.weight_scales = WeightScales(*(self._view(self.scales, one) for one in noted))
+        # Of each weight, once and not in every step: where its largest values are noted.
+        self.parts = [[self._view(self.most, one) for one in ones] for ones in noted]
+        for linear, ones in zip(self.linears, noted, strict=True):
+            linear.weight_scales = WeightScales(*(self._view(self.scales, one) for one in ones))
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Weights have changed."""
         for most in self.most.values():
             most.zero_()
-        for linear, noted in zip(self.linears, self.noted, strict=True):
-            self._note(linear.weight, noted)
+        for linear, parts in zip(self.linears, self.parts, strict=True):
+            self._note(linear.weight, parts)
         for over_tp, most in self.most.items():
             for axis in ("fsdp", "tp"):
                 group = self.mesh.group(axis)
@@ -65,14 +67,14 @@ class Float8Scales:
                     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
             self.scales[over_tp].copy_(scale_of(most, PRECISE))
 
-    def _note(self, weight: Tensor, noted: list[_Noted]) -> None:
+    def _note(self, weight: Tensor, parts: list[Tensor]) -> None:
         """What this rank has of a weight. Working copies are bf16, and so are their largest values."""
-        held, first = (weight, 0)
+        held, first = weight, 0
         if isinstance(weight, DTensor):
             held, first = weight.to_local(), self._first_row(weight)
         if not held.numel():
             return
-        forward, *backward = (self._view(self.most, one) for one in noted)
+        forward, *backward = parts
         if self.scaling == "tensorwise":
             forward.copy_(largest(held, self.scaling).bfloat16())
         else:

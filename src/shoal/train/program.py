@@ -101,9 +101,13 @@ def no_weights(slices: list[tuple[str, Slice]]) -> None:
     """Where a checkpoint is about to give the weights, their first values need not be known."""
 
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# fp8 is a precision of products; what lies between them is bf16.
-DTYPES["fp8"] = torch.bfloat16
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # a precision of products; what lies between them is bf16
+}
 
 
 def compute_dtype(recipe: Recipe) -> torch.dtype:

@@ -18,23 +18,23 @@ WEIGHTS = Passes(2 + 1, 2 + 1)
 
 def in_float8(model: Model, kernels: Kernels, share: LayerShare, plain: Seconds, faster: float) -> Seconds:
     """``plain``: the layer in bf16. ``faster``: how many times faster the device multiplies in fp8."""
-    saved = {"forward": 0.0, "input": 0.0, "weight": 0.0}
-    forward = backward = 0.0
+    products_forward = products_input = products_weight = 0.0
+    forward = backward = 0.0  # bytes
     for rows, inner, columns, times in products(model, share):
-        saved["forward"] += times * kernels.product(rows, inner, columns)
-        saved["input"] += times * kernels.product(rows, columns, inner)
-        saved["weight"] += times * kernels.product(inner, rows, columns)
+        products_forward += times * kernels.product(rows, inner, columns)
+        products_input += times * kernels.product(rows, columns, inner)
+        products_weight += times * kernels.product(inner, rows, columns)
         # Projections of the same width read the same input, which is rounded once.
         forward += INPUTS.forward * rows * inner + times * WEIGHTS.forward * inner * columns
         backward += INPUTS.backward * rows * inner + times * WEIGHTS.backward * inner * columns
         backward += times * GRADIENTS * rows * columns
-    kept = 1 - 1 / faster
-    ahead = kernels.moved(forward * COMPILED_FUSION) - kept * saved["forward"]
+    saved = 1 - 1 / faster
+    ahead = kernels.moved(forward * COMPILED_FUSION) - saved * products_forward
     back = kernels.moved(backward * COMPILED_FUSION)
     return Seconds(
         plain.forward + ahead,
-        plain.input + back - kept * saved["input"],
-        plain.weight - kept * saved["weight"],
+        plain.input + back - saved * products_input,
+        plain.weight - saved * products_weight,
         plain.again,
         plain.full + ahead,
     )
