@@ -55,14 +55,14 @@ class Float8Product:
         rows = gradient.flatten(0, -2)
         scale = scales.forward if scales.backward is None else scales.backward
         across = rounded(weight.T, scale, PRECISE)
-        back = self._multiply(*self._rounded(rows, self.of_gradients), across, scale, of_gradients=True)
+        back = self._multiply(*self._rounded(rows, self.of_gradients), across, scale)
         return back.unflatten(0, gradient.shape[:-1])
 
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
         return self._multiply(
             *self._rounded(gradient, self.of_gradients, across=True),
             *self._rounded(x, PRECISE, across=True),
-            of_gradients=True,
+            over_tokens=True,
         )
 
     def _rounded(self, operand: Tensor, form: torch.dtype, across: bool = False) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class Float8Product:
         return rounded(turned, scale, form), scale
 
     def _multiply(
-        self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, of_gradients: bool = False
+        self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, over_tokens: bool = False
     ) -> Tensor:
         """a·bᵀ, of operands that lie row by row, which is how the kernels want both."""
         b_scale = b_scale.T if self.scaling == "rowwise" else b_scale
@@ -86,9 +86,9 @@ class Float8Product:
             scale_a=a_scale,
             scale_b=b_scale,
             out_dtype=torch.bfloat16,
-            # Hopper can sum up quickly, in few bits, and drops the rest, which adds up over many tokens. With
-            # it the first gradients of a 1.2B model were 13 % smaller than in bf16, and its loss fell behind.
-            use_fast_accum=not of_gradients,
+            # Hopper can sum up quickly, in few bits, and drops the rest, which adds up over many tokens: of
+            # 32,768 of them the gradients of weights were 13 % too small (of a 1.2B model, benchmarks/fp8.py).
+            use_fast_accum=not over_tokens,
         )
 
 

@@ -58,35 +58,47 @@ class Float8Scales:
         """Weights have changed."""
         for most in self.most.values():
             most.zero_()
-        for linear, parts in zip(self.linears, self.parts, strict=True):
-            self._note(linear.weight, parts)
+        if self.scaling == "tensorwise":
+            self._note_tensors()
+        else:
+            for linear, parts in zip(self.linears, self.parts, strict=True):
+                self._note_rows(linear.weight, *parts)
         for over_tp, most in self.most.items():
+            # What is rounded is bf16: working copies, or what FSDP gathers of wider shards.
+            most.copy_(most.bfloat16())
             for axis in ("fsdp", "tp"):
                 group = self.mesh.group(axis)
                 if group is not None and most.numel() and (over_tp if axis == "tp" else self.sharded):
                     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
             self.scales[over_tp].copy_(scale_of(most, PRECISE))
 
-    def _note(self, weight: Tensor, parts: list[Tensor]) -> None:
-        """What this rank has of a weight. Working copies are bf16, and so are their largest values."""
-        held, first = weight, 0
-        if isinstance(weight, DTensor):
-            held, first = weight.to_local(), self._first_row(weight)
-        if not held.numel():
-            return
-        forward, *backward = parts
-        if self.scaling == "tensorwise":
-            forward.copy_(largest(held, self.scaling).bfloat16())
-        else:
-            forward[first : first + len(held)] = largest(held, self.scaling).bfloat16()
-            backward[0].copy_(largest(held.T, self.scaling).bfloat16())
+    def _note_tensors(self) -> None:
+        """All weights in a few kernels: hundreds of small ones would keep the host from running ahead."""
+        held = [_local(linear.weight) for linear in self.linears]
+        some = [(weight, parts[0]) for weight, parts in zip(held, self.parts, strict=True) if weight.numel()]
+        if some:
+            weights, parts = zip(*some, strict=True)
+            torch._foreach_copy_(list(parts), torch._foreach_norm(list(weights), torch.inf))
 
-    def _first_row(self, weight: DTensor) -> int:
+    def _note_rows(self, weight: Tensor, forward: Tensor, backward: Tensor) -> None:
+        held, first = _local(weight), self._first_row(weight)
+        if held.numel():
+            forward[first : first + len(held)] = largest(held, self.scaling)
+            backward.copy_(largest(held.T, self.scaling))
+
+    def _first_row(self, weight: Tensor) -> int:
+        """Of what this rank has of a weight."""
+        if not isinstance(weight, DTensor):
+            return 0
         return self.mesh.coords["fsdp"] * even_share(weight.shape[0], self.mesh.layout.fsdp)
 
     def _view(self, of: dict[bool, Tensor], noted: _Noted) -> Tensor:
         found = of[noted.slot.over_tp][noted.start : noted.start + noted.slot.values]
         return found.view(()) if self.scaling == "tensorwise" else found.view(-1, 1)
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _noted(sizes: dict[bool, int], slot: ScaleSlot) -> _Noted:
