@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.train.conftest import network_of
 
+from shoal.observe.flight_recorder import COMMIT
 from shoal.train.data.loader import Batch, _collate
 from shoal.train.files import read_rows
+from shoal.train.guard.nonfinite import SKIPPED
 from shoal.train.loop import Training
 from shoal.train.outcome import Outcome
+from shoal.train.step import IssuedStep
 
 MakeTraining = Callable[..., Training]
 
@@ -85,6 +90,65 @@ def test_a_crash_after_a_commit_repeats_the_lost_steps_exactly(training: MakeTra
     run(continued)
     assert hexes(continued) == hexes(whole)
     assert [row["step"] for row in read_rows(continued.run.metrics)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_steps_that_are_read_late_change_nothing(training: MakeTraining) -> None:
+    """As on a GPU: a step is issued before the last one's numbers are read, except where its state is kept."""
+    options = {"checkpoint__every": 5, "recipe__steps": 9, "recipe__dropout": 0.2}
+    at_once = training("at-once", **options)
+    run(at_once)
+    late = training("late", **options)
+    late.runs_ahead = True
+    read: list[int] = []
+    late.announce = lambda phase, step: read.append(step) if phase == COMMIT else None
+    issued, issue = [], late.step.issue
+
+    def noted(step: int, *rest: Any) -> IssuedStep:
+        issued.append((step, read[-1] if read else 0))
+        return issue(step, *rest)
+
+    late.step.issue = noted  # type: ignore[method-assign]
+    assert run(late, stop_after=7) == Outcome(stopped=True, step=7)
+    # Of each step, the last that was read before: the first two are, and what is committed.
+    assert issued == [(1, 0), (2, 1), (3, 2), (4, 2), (5, 4), (6, 5), (7, 5)]
+    continued = training("late", **options)
+    continued.runs_ahead = True
+    assert continued.done == 7 and run(continued) == Outcome(stopped=False, step=9)
+    assert hexes(continued) == hexes(at_once)
+    for piece, other in zip(at_once.state.pieces, continued.state.pieces, strict=True):
+        assert torch.equal(piece.tensor, other.tensor), piece.name
+    waits = [(row["step_s"], row["input_wait_s"]) for row in read_rows(late.run.metrics)]
+    assert all(0 <= waited <= seconds for seconds, waited in waits)
+
+
+def test_a_gradient_that_is_not_finite_is_told_of_late(training: MakeTraining) -> None:
+    late = training("late", recipe__steps=6)
+    late.runs_ahead = True
+    spoil = late.step.compute_gradients
+
+    def spoiled(step: int, *rest: Any) -> torch.Tensor:
+        if step != 4:
+            return spoil(step, *rest)
+        with torch.no_grad():
+            whole = [piece.tensor.clone() for piece in late.step.pieces]
+            kept.extend(whole)
+        return torch.full_like(spoil(step, *rest), math.nan)
+
+    kept: list[torch.Tensor] = []
+    late.step.compute_gradients = spoiled  # type: ignore[method-assign]
+    before, update = [], late.step.issue_update
+
+    def noted(step: int, *rest: Any) -> IssuedStep:
+        if step == 5:
+            before.extend(piece.tensor.clone() for piece in late.step.pieces)
+        return update(step, *rest)
+
+    late.step.issue_update = noted  # type: ignore[method-assign]
+    run(late)
+    assert all(torch.equal(one, other) for one, other in zip(kept, before, strict=True))
+    (fault,) = read_rows(late.run.faults)
+    assert fault["kind"] == "nonfinite" and fault["step"] == 4 and fault["action"] == SKIPPED
+    assert [row["loss"] is None for row in read_rows(late.run.metrics)] == [False] * 3 + [True] + [False] * 2
 
 
 def test_padding_changes_no_loss(training: MakeTraining, even: Path) -> None:

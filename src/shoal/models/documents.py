@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from shoal.models.device_copy import to_device
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -35,5 +37,5 @@ class Documents:
         longest = int(torch.diff(starts, append=torch.tensor([tokens])).max()) if tokens else 0
         return Documents(ends, torch.tensor([len(starts), longest]))
 
-    def to(self, device: torch.device | str) -> Documents:
-        return replace(self, ends=self.ends.to(device, non_blocking=True))
+    def to(self, device: torch.device) -> Documents:
+        return replace(self, ends=to_device(self.ends, device))

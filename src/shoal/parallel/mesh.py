@@ -48,6 +48,7 @@ class Mesh:
         # Of the ranks that work on the same rows, the one that speaks for all of them.
         self.first_of_replica = all(self.coords[axis] == 0 for axis in ("pp", "cp", "tp"))
         self.transport = transport
+        self.everyone: dist.ProcessGroup | None = None  # all ranks, by their devices
         self.control: dist.ProcessGroup | None = None
         self._axes: DeviceMesh | None = None
         self._others: dict[RankGroup, dist.ProcessGroup | None] = {}
@@ -55,7 +56,7 @@ class Mesh:
         if self.world > 1:
             backend = dist.get_backend()
             self.transport = transport or backend
-            self.control = dist.group.WORLD
+            self.everyone = self.control = dist.group.WORLD
             if self.transport == "nccl":
                 # In a dry run, whose ranks only seem to talk, this group is of the same kind as all others.
                 self.control = dist.new_group(backend="gloo" if backend == "nccl" else None, timeout=timeout)
@@ -127,8 +128,11 @@ class Mesh:
     @property
     def names(self) -> dict[str, str]:
         """What torch calls each axis's group, and what we do."""
-        groups = {"world": self.control, **{axis: self.group(axis) for axis in AXES}} if self._axes else {}
-        return {group.group_name: name for name, group in groups.items() if group is not None}
+        if self._axes is None:
+            return {}
+        groups = [("world", self.everyone), ("world", self.control)]
+        groups += [(axis, self.group(axis)) for axis in AXES]
+        return {group.group_name: name for name, group in groups if group is not None}
 
     @property
     def purposes(self) -> dict[str, str]:

@@ -25,7 +25,7 @@ class CollectiveCall:
 
     ``group`` is an axis of the layout; several axes that act as one (``fsdp·cp``); what expert parallelism leaves of
     those (``fsdp·cp/ep``, ``dp/ep``); the tensor ranks that share a key/value head (``tp copies``); the two ends of a
-    pipeline (``pp ends``); or ``control``, all ranks.
+    pipeline (``pp ends``); or all ranks, by their devices (``everyone``) or their hosts (``control``).
     """
 
     op: str

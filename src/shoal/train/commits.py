@@ -182,10 +182,16 @@ class Commits:
         every = self.config.every
         return every > 0 and (last or step % every == 0)
 
+    def keeps(self, step: int, last: bool) -> bool:
+        """Whether a copy is made of the state after a step, on disk or in memory."""
+        return self.due(step, last) or self._due_in_memory(step)
+
+    def _due_in_memory(self, step: int) -> bool:
+        return self.config.memory > 0 and step % self.config.memory == 0
+
     def after_step(self, step: int, last: bool, heldout_loss: float | None) -> None:
         """Whatever is due after a step. Training waits for a copy of the state and no longer, unless it is to."""
-        memory = self.config.memory
-        if memory and step % memory == 0:
+        if self._due_in_memory(step):
             self._start(self.memory, step, heldout_loss)
         if self.due(step, last):
             self._start(self.disk, step, heldout_loss)

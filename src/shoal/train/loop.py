@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,8 +41,26 @@ from shoal.train.outcome import RESUMED, Outcome
 from shoal.train.program import Program, first_weights, no_weights
 from shoal.train.run_directory import RunDirectory, identity
 from shoal.train.state import State
+from shoal.train.step import IssuedStep, StepResult
 
 PROMPT_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A step that was issued and not read yet, and what its row is made of."""
+
+    step: int
+    micro_batches: list[Batch]
+    targets: int
+    waited: float  # for its input, on the host
+    issued: IssuedStep
+
+    @property
+    def without_input(self) -> float:
+        """Seconds of it, once it is read. While the device was at the step before, nothing waited."""
+        idle = self.issued.idle_before
+        return self.waited if idle is None else min(self.waited, idle)
 
 
 class Guest(Protocol):
@@ -126,6 +145,15 @@ class Training:
         self.stragglers = Stragglers(mesh, config.fault.straggler)
         self.steps_here = 0
         self._told_eager = False
+        self._in_flight: _InFlight | None = None
+        # A step's numbers are read while the device computes the next. A CPU has computed them when it returns, and
+        # what may have to be done again, or differently, is known before the next.
+        self.runs_ahead = (
+            mesh.device.type == "cuda"
+            and config.fault.nonfinite == "skip"
+            and config.fault.on_spike == "warn"
+            and not (scale.enabled or config.run.strict)
+        )
         self.meter = Meter(job, mesh)
         if self.first_rank:
             self.metrics = StepFile(run.metrics, self.done)
@@ -149,7 +177,7 @@ class Training:
                 self._one_step(step, micro_batches, targets)
                 self.announce(INPUT, step + 1)
                 self.stragglers.begin()
-                self.meter.start()
+            self.settle()
         self.announce(COMMIT, self.done)
         self.commits.finish(self.done, stopped)
         if self.first_rank:
@@ -157,12 +185,45 @@ class Training:
         return Outcome(stopped, self.done)
 
     def _one_step(self, step: int, micro_batches: list[Batch], targets: int) -> None:
+        batches = [batch.to(self.mesh.device) for batch in micro_batches]
+        self.steps_here += 1
+        issue = partial(self.step.issue, step, batches, targets)
+        in_flight = partial(_InFlight, step, micro_batches, targets, self.meter.waited)
+        if self._read_late(step):
+            before, self._in_flight = self._in_flight, in_flight(issue())
+            if before is not None:
+                self._finish(before, self.guard.judge(before.step, before.issued.read()))
+            return
+        self.settle()
+        with self._observation(step, batches):
+            flight = in_flight(issue())
+            result = self.guard.judge(step, flight.issued.read(), lambda: issue().read())
+        self._finish(flight, result)
+        self.meter.start()
+
+    def _read_late(self, step: int) -> bool:
+        """Whether the next step may be issued before it is known what this one did.
+
+        Not where its state is looked at or kept, and not for the first steps, which may be observed.
+        """
         config = self.job.config
         last = step == config.recipe.steps
-        batches = [batch.to(self.mesh.device) for batch in micro_batches]
-        attempt = partial(self.step, step, batches, targets)
-        with self._observation(step, batches):
-            result = self.guard.judge(step, attempt(), attempt)
+        return (
+            self.runs_ahead
+            and self.steps_here > OBSERVED_STEP
+            and not (self._evaluates(step) or self.commits.keeps(step, last) or self.corruption.due(step))
+        )
+
+    def settle(self) -> None:
+        """Read what is still to be read of the last step that was issued."""
+        if self._in_flight is not None:
+            flight, self._in_flight = self._in_flight, None
+            self._finish(flight, self.guard.judge(flight.step, flight.issued.read()))
+
+    def _finish(self, flight: _InFlight, result: StepResult) -> None:
+        """All that follows from what a step did."""
+        config, step = self.job.config, flight.step
+        last = step == config.recipe.steps
         self.meter.stop()
         self.stragglers.end()
         # Check the state before it is committed to disk: an unverified commit is useless when it is needed.
@@ -177,10 +238,10 @@ class Training:
         if self.first_rank and (told := self.guard.told(step, result)) is not None:
             self.run.note_fault(**told)
         if self.ledger is not None:
-            self.ledger.add(step, micro_batches)
-        row = {**self.meter.row(step, result, targets), "attempt": self.attempt}
+            self.ledger.add(step, flight.micro_batches)
+        row = {**self.meter.row(step, result, flight.targets, flight.without_input), "attempt": self.attempt}
         row["commit_wait_s"] = self.commits.take_waited()  # between this step and the one before
-        if last or _due(step, config.evaluate.every):
+        if self._evaluates(step):
             row["heldout_loss"] = finite(self._evaluate())
         row.update(self._compiled(step))
         if self.first_rank:
@@ -193,6 +254,9 @@ class Training:
         if vouched and self.mesh.device.type == "cpu":
             # On a GPU what is committed may still be on its way to the host.
             self.corruption.confirm(step)
+
+    def _evaluates(self, step: int) -> bool:
+        return step == self.job.config.recipe.steps or _due(step, self.job.config.evaluate.every)
 
     def _compiled(self, step: int) -> dict[str, Any]:
         """For the first row of a process: how long it compiled, and what was found in the cache.
@@ -233,7 +297,6 @@ class Training:
 
     def _observation(self, step: int, batches: list[Batch]) -> AbstractContextManager[None]:
         """The second step of this process is watched, where that is asked for."""
-        self.steps_here += 1
         if not self.job.config.run.observe or self.steps_here != OBSERVED_STEP:
             return nullcontext()
         return observed(self.step, batches, self.run.observed(self.mesh.rank), step)

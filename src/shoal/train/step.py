@@ -1,19 +1,23 @@
-"""One training step: forward, backward, reduce, clip, update; the same in every layout."""
+"""One training step: forward, backward, reduce, clip, update; the same in every layout.
+
+All of it is given to the device before any of its numbers is read: meanwhile the host can prepare the next step.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shoal.facts.recipe import Recipe
+from shoal.models.device_copy import to_device
 from shoal.models.random import key
 from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.shards import gradient
 from shoal.parallel.stage_module import MicroBatch
 from shoal.parallel.strict import strict_loss, strict_norm
 from shoal.train.data.loader import Batch
@@ -31,6 +35,36 @@ class StepResult:
     blamed: tuple[int, ...] = ()  # the ranks that it came from, where that can be told
 
 
+class IssuedStep:
+    """A step that the device has been given. What it did is known when the device has come to its end."""
+
+    def __init__(
+        self, step: Step, measured: Tensor, lr: float, most: float, begun: torch.Event | None
+    ) -> None:
+        self._step, self._lr, self._most, self._begun = step, lr, most, begun
+        # Into pinned memory: reading it waits for this step alone, not for what was issued after it.
+        self._numbers = measured.to("cpu", non_blocking=True)
+        self._before, step.last_end = step.last_end, _event(step.mesh.device)
+        self._end = step.last_end
+
+    def read(self) -> StepResult:
+        """Wait for the step's end. To be called once, on every rank alike."""
+        if self._end is not None:
+            self._end.synchronize()
+        loss, norm, *spoiled = self._numbers.tolist()
+        finite = math.isfinite(norm)
+        self._step.scale.update(overflow=not finite)
+        blamed = () if finite else _blamed(spoiled, self._step.mesh)
+        return StepResult(loss, norm, self._lr, finite and norm <= self._most, blamed)
+
+    @property
+    def idle_before(self) -> float | None:
+        """Seconds for which the device had nothing to do before this step, which was read; None where unknown."""
+        if self._begun is None or self._before is None:
+            return None
+        return float(self._before.elapsed_time(self._begun)) / 1e3
+
+
 class Step:
     """Owns what changes the weights: the placed network, its optimizer and the loss scale."""
 
@@ -43,6 +77,7 @@ class Step:
         self.mesh = mesh
         self.scale = scale
         self.pieces = placed.gradients.pieces
+        self.last_end: torch.Event | None = None  # of the step before, on a device that keeps events
         # Called before the weights change: the last moment for background readers to finish.
         self.before_update: Callable[[], None] = lambda: None
         # Gradients of a larger norm do not reach the weights. It must answer alike on all ranks.
@@ -55,7 +90,12 @@ class Step:
         before the backward pass, so that gradients only ever need adding up: over micro-batches, over ranks,
         however unevenly tokens are spread over them.
         """
-        return self.update(step, self.compute_gradients(step, batches, targets))
+        return self.issue(step, batches, targets).read()
+
+    def issue(self, step: int, batches: list[Batch], targets: int) -> IssuedStep:
+        """As a call, without waiting for the device."""
+        begun = _event(self.mesh.device)
+        return self.issue_update(step, self.compute_gradients(step, batches, targets), begun)
 
     def agree(self, targets: int, stop: bool = False) -> tuple[int, bool]:
         """One small sum tells every rank how many targets the step has, and whether any rank was asked to stop."""
@@ -63,7 +103,11 @@ class Step:
         return total, asking > 0
 
     def compute_gradients(self, step: int, batches: list[Batch], targets: int) -> Tensor:
-        """Leave the global batch's gradients with the pieces; return its mean loss and their norm, on the device."""
+        """Leave the global batch's gradients with the pieces.
+
+        Returns, on the device: its mean loss; their norm; and, of this rank, whether its own gradients and the sums
+        that it holds were spoiled (not finite).
+        """
         placed = self.placed
         targets = max(1, targets)  # a batch may have nothing to predict
         micro_batches = [self._micro_batch(step, batch) for batch in batches]
@@ -74,53 +118,40 @@ class Step:
             placed.exact.deliver(self.recipe.batch)
         placed.shared.sum(self.pieces)
         unscale(self.pieces, self.scale.value)
-        loss, norm = self._measure(losses)
-        return torch.stack([loss / targets, norm])
+        return self._measure(losses, targets)
 
     def update(self, step: int, measured: Tensor) -> StepResult:
-        """Clip the gradients and move the weights, unless a gradient is not finite.
+        """Clip the gradients and move the weights, unless a gradient is not finite."""
+        return self.issue_update(step, measured).read()
 
-        All of it is given to the device before its numbers are read, which waits for it.
-        """
+    def issue_update(self, step: int, measured: Tensor, begun: torch.Event | None = None) -> IssuedStep:
         lr, most = learning_rate(self.recipe, step), self.refuse_above()
         self.before_update()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         clip_and_update(self.optimizer, self.pieces, measured[1], self.recipe.clip, most)
         self.placed.after_update()
-        loss, norm = measured.tolist()
-        finite = math.isfinite(norm)
-        self.scale.update(overflow=not finite)
-        return StepResult(loss, norm, lr, finite and norm <= most, () if finite else self._blame())
+        return IssuedStep(self, measured, lr, most, begun)
 
-    def _blame(self) -> tuple[int, ...]:
-        """Which rank's gradients are not finite. After the sum that is lost; strict mode keeps each rank's own."""
-        sums = [gradient(piece) for piece in self.pieces if piece.tensor.grad is not None]
-        before = self.placed.exact is not None and not math.isfinite(float(self.placed.exact.largest))
-        after = not all(bool(torch.isfinite(one).all()) for one in sums)
-        own = [int(self.mesh.rank == rank) for rank in range(self.mesh.world)]
-        found = self.mesh.hosts.sum_integers([*(before * one for one in own), *(after * one for one in own)])
-        for part in (found[: self.mesh.world], found[self.mesh.world :]):
-            blamed = tuple(rank for rank, guilty in enumerate(part) if guilty)
-            if 0 < len(blamed) < max(2, self.mesh.world):
-                return blamed
-        return ()
-
-    def _measure(self, losses: list[Tensor]) -> Tensor:
-        """The sum of all losses and the norm of all gradients, everything counted once."""
-        mesh, mine = self.mesh, own_losses(losses, self.mesh)
-        if self.placed.exact is not None:
-            exact = [strict_loss(mine, mesh), strict_norm(self.pieces, mesh)]
-            return torch.tensor(exact, dtype=torch.float64, device=mesh.device)
+    def _measure(self, losses: list[Tensor], targets: int) -> Tensor:
+        """Losses and gradients of all ranks, everything counted once."""
+        mesh, exact, mine = self.mesh, self.placed.exact, own_losses(losses, self.mesh)
         squares = squared_norm([piece for piece in self.pieces if piece.counted], mesh.device)
         # Of equal gradients one counts, but each has to be finite: a machine may have spoiled any of them.
         others = squared_norm([piece for piece in self.pieces if not piece.counted], mesh.device)
         squares = torch.where(torch.isfinite(others), squares, math.nan)
-        both = torch.stack([added(mine, mesh.device), squares])
-        if mesh.world > 1:
-            # One small message for both. Between hosts, so that here they wait for their devices.
-            both = torch.tensor(mesh.hosts.sum_floats(both.tolist()), dtype=torch.float64, device=mesh.device)
-        return torch.stack([both[0], both[1].sqrt()])
+        # After the sum over ranks all of them are spoiled; strict mode knows what each rank had before.
+        own = squares if exact is None else exact.largest
+        spoiled = torch.stack([~torch.isfinite(own), ~torch.isfinite(squares)])
+        if exact is not None:
+            sums = [strict_loss(mine, mesh), strict_norm(self.pieces, mesh)]
+            loss, norm = torch.tensor(sums, dtype=torch.float64, device=mesh.device)
+        else:
+            both = torch.stack([added(mine, mesh.device), squares])
+            if mesh.everyone is not None:
+                dist.all_reduce(both, group=mesh.everyone)
+            loss, norm = both[0], both[1].sqrt()
+        return torch.stack([loss / targets, norm, *spoiled])
 
     def _micro_batch(self, step: int, batch: Batch) -> MicroBatch:
         noise = self._noise(step, batch)
@@ -131,7 +162,28 @@ class Step:
         if self.recipe.dropout == 0:
             return None
         keys = [key(self.recipe.seed, step, f"row {row}") for row in batch.rows.tolist()]
-        return torch.tensor(keys, dtype=torch.int64, device=self.mesh.device)
+        return to_device(torch.tensor(keys, dtype=torch.int64), self.mesh.device)
+
+
+def _blamed(spoiled: Sequence[float], mesh: Mesh) -> tuple[int, ...]:
+    """The ranks that a gradient which is not finite came from, if that can be told."""
+    every = mesh.hosts.sum_integers(
+        [int(mesh.rank == rank and bool(one)) for one in spoiled for rank in range(mesh.world)]
+    )
+    for part in (every[: mesh.world], every[mesh.world :]):
+        blamed = tuple(rank for rank, guilty in enumerate(part) if guilty)
+        if 0 < len(blamed) < max(2, mesh.world):
+            return blamed
+    return ()
+
+
+def _event(device: torch.device) -> torch.Event | None:
+    """The end of all that the device was given so far; None for a CPU, which has done it."""
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
 
 
 def own_losses(losses: list[Tensor], mesh: Mesh) -> list[Tensor]:

@@ -105,8 +105,8 @@ def merged(found: Iterable[CollectiveCall], workload: Workload, rank: int) -> li
 def shown(group: str, workload: Workload, rank: int) -> str:
     """A group as the counter shows it: by its axis or, where it is none of those, by its ranks."""
     layout, model = workload.layout, workload.model
-    if group == "control":
-        return _control(workload)
+    if group in ("control", "everyone"):
+        return _all_ranks(workload, between_hosts=group == "control")
     if group == "pp":
         return show_ranks(line(rank, "pp", layout))
     if group == "pp ends":
@@ -119,7 +119,8 @@ def shown(group: str, workload: Workload, rank: int) -> str:
     return group
 
 
-def _control(workload: Workload) -> str:
-    """On CPUs the group of all ranks is also that of the only axis, where there is but one."""
+def _all_ranks(workload: Workload, between_hosts: bool) -> str:
+    """The group of all ranks is also that of the only axis, where there is but one; hosts of GPUs have their own."""
     axes = [axis for axis in AXES if getattr(workload.layout, axis) > 1]
-    return axes[0] if len(axes) == 1 and workload.cluster.device.name == "cpu" else "world"
+    apart = between_hosts and workload.cluster.device.name != "cpu"
+    return axes[0] if len(axes) == 1 and not apart else "world"

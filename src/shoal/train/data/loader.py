@@ -7,12 +7,12 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import torch
 
 from shoal.facts.targets import IGNORE
+from shoal.models.device_copy import to_device
 from shoal.models.documents import Documents
 from shoal.train.data.order import sample_indices
 from shoal.train.data.samples import Sample, Samples
@@ -38,14 +38,15 @@ class Batch:
     count: int  # targets to predict; counted here, on the CPU, so that no caller waits for a device
     samples: tuple[int, ...] = ()  # which of all samples the rows are
 
-    def to(self, device: torch.device | str) -> Batch:
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        moved: dict[str, Any] = {
-            name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()
-        }
-        if self.documents is not None:
-            moved["documents"] = self.documents.to(device)
-        return replace(self, **moved)
+    def to(self, device: torch.device) -> Batch:
+        """With what a device computes with there; ``rows`` stays where reading it waits for no device."""
+        return replace(
+            self,
+            tokens=to_device(self.tokens, device),
+            targets=to_device(self.targets, device),
+            positions=to_device(self.positions, device),
+            documents=None if self.documents is None else self.documents.to(device),
+        )
 
 
 class Loader:

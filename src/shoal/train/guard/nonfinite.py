@@ -31,10 +31,14 @@ class NonFiniteGuard:
         self.in_a_row = 0
         self.found: StepResult | None = None  # the last step's first attempt, if that was not finite
 
-    def judge(self, step: int, result: StepResult, again: Callable[[], StepResult]) -> StepResult:
+    def judge(
+        self, step: int, result: StepResult, again: Callable[[], StepResult] | None = None
+    ) -> StepResult:
+        """``again`` takes the step once more, as the policy ``retry`` needs."""
         self.found = None if _finite(result) or self.scaled else result
         if not _finite(result) and self.policy == "retry" and not self.scaled:
             # The same data and weights: if it is finite now, hardware was the cause and not the data.
+            assert again is not None
             result = again()
         if _finite(result):
             self.in_a_row = 0

@@ -42,13 +42,15 @@ class Meter:
         self.waited = time.perf_counter() - self._started
 
     def stop(self) -> None:
-        """To be called when the step's work has been issued."""
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.mesh.device)
-        self.seconds = time.perf_counter() - self._started
+        """To be called when the step's numbers have been read, so its work is done. The next one may be under way."""
+        started, self._started = self._started, time.perf_counter()
+        self.seconds = self._started - started
 
-    def row(self, step: int, result: StepResult, targets: int) -> dict[str, Any]:
-        """A row of metrics.jsonl. ``tokens`` and ``samples`` count from the start of the run, padding included."""
+    def row(self, step: int, result: StepResult, targets: int, waited: float) -> dict[str, Any]:
+        """A row of metrics.jsonl. ``tokens`` and ``samples`` count from the start of the run, padding included.
+
+        ``waited``: seconds of the step without input.
+        """
         recipe = self.job.config.recipe
         rate = self.flops / self.seconds
         return {
@@ -61,7 +63,7 @@ class Meter:
             "samples": step * recipe.batch,
             "targets": targets,  # of this step: the tokens its loss is a mean over
             "step_s": self.seconds,
-            "input_wait_s": self.waited,  # part of step_s
+            "input_wait_s": min(waited, self.seconds),  # part of step_s
             "tokens_per_s": recipe.tokens_per_step / self.seconds,
             "model_flops_per_s": rate,
             "mfu": rate / self.peak if self.peak else None,

@@ -32,6 +32,7 @@ def train(setup: PeerSetup, journal: Journal) -> None:
         training.loader = PacedLoader(training.loader, journal)
 
         def losses() -> list[float]:
+            training.settle()
             if not training.first_rank:
                 return []
             training.metrics.sync()
