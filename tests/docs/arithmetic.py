@@ -177,8 +177,9 @@ def sent(layout: str, **recipe: str) -> float:
     """Bytes that a rank of eight sends in a step, in rings."""
     options = " ".join(f"--{name} {value}" for name, value in recipe.items())
     workload = asked(f"shoal plan llama2-7b --on 8xH100 --seq 4096 --batch 8 --layout {layout} {options}")
-    moved = (ROUNDS[one.op] * one.bytes for one in traffic(workload) if one.group != "world")
-    return 7 / 8 * sum(moved)
+    moved = sum(ROUNDS[one.op] * one.bytes for one in traffic(workload) if one.group != "world")
+    # The step's loss and norm travel in the group of the only axis too.
+    return 7 / 8 * (moved - ROUNDS["all_reduce"] * 16)
 
 
 def sharded_traffic() -> Row:
