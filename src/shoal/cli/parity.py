@@ -22,7 +22,7 @@ def parity(
     *,
     layouts: str = "quick",
     steps: int = 3,
-    precision: Literal["fp64", "fp32", "both"] = "both",
+    precision: Literal["fp64", "fp32", "both", "bf16", "fp8"] = "both",
     strict: Annotated[bool, Parameter(negative=())] = False,
     set: Annotated[list[str] | None, Parameter(negative=())] = None,
     json: Annotated[bool, Parameter(negative=())] = False,
