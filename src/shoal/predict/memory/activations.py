@@ -16,7 +16,6 @@ from shoal.facts.model import Model
 from shoal.predict.memory.block_workload import BlockActivations, BlockPeak, BlockWorkload
 from shoal.predict.memory.compiled import compiled_activations
 
-
 # Bytes of a value that is rounded, and of the copy that is rounded.
 FLOAT8, ROUNDED_IN = 1, 4
 
