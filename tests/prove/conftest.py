@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,7 @@ def make_prover(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
             folder = tmp_path_factory.mktemp("reference")
             provers[key] = Prover(config, dataset, STEPS, precision, folder)
         prover = provers[key]
-        broken = Prover(prover.config, prover.dataset, STEPS, precision, prover.folder, run)
-        broken.truth = prover.truth
-        return broken
+        return replace(prover, rehearse=run)  # the same dictionary of references
 
     return make
 

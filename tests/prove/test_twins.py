@@ -38,6 +38,14 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
     ("fsdp=2,pp=2,schedule=zbv", {"layers": 4}, {"precision": "bf16", "batch": 8}, 2),
     ("fsdp=2,pp=2,schedule=dualpipev", {"layers": 4}, {"precision": "bf16", "batch": 8}, 2),
     ("fsdp=2,pp=2,micro=1", {"vocab": 30000, "layers": 2}, {"precision": "bf16", "batch": 8}, 0),
+    # Operands that are rounded to fp8, and weights that are gathered in it.
+    ("micro=4,recompute=full", {}, {"precision": "fp8"}, 0),
+    ("tp=2,micro=2,recompute=full", {}, {"precision": "fp8", "fp8": "rowwise"}, 0),
+    ("fsdp=4,micro=1,recompute=full", {"layers": 3}, {"precision": "fp8"}, 1),
+    ("fsdp=2,unit=2,recompute=selective", {"layers": 3, "tied": True}, {"precision": "fp8"}, 0),
+    ("dp=2,fsdp=2", {}, {"precision": "fp8", "batch": 8}, 0),
+    ("fsdp=2,pp=2,micro=1", {}, {"precision": "fp8", "batch": 8}, 2),
+    ("fsdp=2,pp=2,schedule=zbv", {"layers": 4}, {"precision": "fp8", "batch": 8}, 2),
 ]
 
 

@@ -22,7 +22,7 @@ def parity(
     *,
     layouts: str = "quick",
     steps: int = 3,
-    precision: Literal["fp64", "fp32", "both"] = "both",
+    precision: Literal["fp64", "fp32", "both", "bf16", "fp8"] = "both",
     strict: Annotated[bool, Parameter(negative=())] = False,
     set: Annotated[list[str] | None, Parameter(negative=())] = None,
     json: Annotated[bool, Parameter(negative=())] = False,
@@ -44,8 +44,9 @@ def parity(
     steps
         How many steps to run.
     precision
-        fp64 is judged to 1e-12 in the first step's gradients and, relative to a loss above 1, in losses; fp32 to its
-        rounding.
+        fp64 is judged to 1e-12 in the first step's gradients and, relative to a loss above 1, in losses; fp32, bf16
+        and fp8 to their rounding; both: fp64 and fp32. With bf16 and compile.enabled=true a run as it ships: compiled
+        blocks, fused loss, fp32 masters. In fp8 a layout is compared with one process of the same micro-batches.
     strict
         As run.strict: not within rounding but bit by bit (dp, fsdp, pp), in fp32.
     set
@@ -55,6 +56,7 @@ def parity(
     """
     from shoal.cli.show import counted, print_json, warn_of_length
     from shoal.facts.config.file import load
+    from shoal.facts.problem import BadInput
     from shoal.launch.report import FAILED, FINISHED
     from shoal.plan.resolve import resolve
     from shoal.prove import prepare
@@ -62,6 +64,11 @@ def parity(
     overrides = [*(set or []), *(["run.strict=true"] if strict else [])]
     given = load(config, overrides, "dp=1")
     loaded = given.config
+    if loaded.run.strict and precision == "fp8":
+        raise BadInput(
+            "--precision fp8 in strict mode: scales of activations depend on the micro-batch",
+            "leave out --strict",
+        )
     precisions: list[str] = (
         ["fp32"] if loaded.run.strict else ["fp64", "fp32"] if precision == "both" else [precision]
     )
@@ -85,7 +92,8 @@ def parity(
         console.print(f"{kind}: {'bit by bit' if loaded.run.strict else 'within rounding'}", markup=False)
         with TemporaryDirectory(prefix="shoal-parity-") as folder:
             prover = Prover(loaded, dataset, steps, kind, Path(folder), visible=visible)
-            proofs.append(prover.prove(chosen, lambda verdict: _tell(verdict, console)))
+            layouts_and_micro = [*chosen, *prover.micro_batches(chosen)]
+            proofs.append(prover.prove(layouts_and_micro, lambda verdict: _tell(verdict, console)))
     if json:
         print_json(_document(proofs))
     failed = [verdict for proof in proofs for verdict in proof.verdicts if not verdict.ok]

@@ -105,6 +105,9 @@ def scale_of(most: Tensor, form: torch.dtype) -> Tensor:
 
 
 def rounded(operand: Tensor, scale: Tensor, form: torch.dtype) -> Tensor:
-    """In fp8, laid out row by row."""
+    """In fp8, laid out row by row; as it is, if it has been rounded with this scale already."""
+    if operand.dtype == form:
+        return operand.contiguous()
     most = torch.finfo(form).max
-    return (operand.float() / scale).clamp(-most, most).to(form).contiguous()
+    # In place: eager blocks hold one copy in fp32 at a time, and not two.
+    return operand.to(torch.float32, copy=True).div_(scale).clamp_(-most, most).to(form).contiguous()

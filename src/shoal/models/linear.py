@@ -94,6 +94,8 @@ class Linear(nn.Linear):
         self.adapters = nn.ModuleList()
         # Kept true, whenever weights change, by what sets a product that needs them.
         self.weight_scales: WeightScales | None = None
+        # The weight as its product takes it, where it came so (``parallel/float8_gather.py``).
+        self.rounded_weight: Tensor | None = None
 
     def reset_parameters(self) -> None:
         """No values yet: ``initial.initialise`` or a checkpoint gives them."""
@@ -110,7 +112,8 @@ class Linear(nn.Linear):
         if self.defer is None and isinstance(self.product, PlainProduct):
             output = self.product(x, weight, bias)  # autograd's own parts cost the host less
         else:
-            output = _InParts.apply(x, weight, bias, self, *(self.weight_scales or (None, None)))
+            scales = self.weight_scales or (None, None)
+            output = _InParts.apply(x, weight, bias, self, *scales, self.rounded_weight)
         for adapter in self.adapters:
             output = output + adapter(x)
         return output
@@ -143,8 +146,10 @@ class _InParts(torch.autograd.Function):
         linear: Linear,
         forward: Tensor | None,
         backward: Tensor | None,
+        rounded: Tensor | None,
     ) -> Tensor:
         with_input, with_weight, *_ = ctx.needs_input_grad
+        weight = weight if rounded is None else rounded
         ctx.save_for_backward(x if with_weight else None, weight if with_input else None, forward, backward)
         ctx.linear = linear
         return linear.product(x, weight, bias, _scales(forward, backward))
@@ -157,11 +162,11 @@ class _InParts(torch.autograd.Function):
             back = ctx.linear.product.input_gradient(gradient, weight, _scales(*scales))
         with_bias = ctx.needs_input_grad[2]
         if x is None and not with_bias:
-            return back, None, None, None, None, None
+            return back, None, None, None, None, None, None
         # Detached: with x the graph that made it would stay, and with that the stage's input.
         rest = WeightGradient(ctx.linear, None if x is None else x.detach(), gradient, with_bias)
         deferred = ctx.linear.defer is not None and ctx.linear.defer(rest)
-        return back, *((None, None) if deferred else rest.compute()), None, None, None
+        return back, *((None, None) if deferred else rest.compute()), None, None, None, None
 
 
 def _scales(forward: Tensor | None, backward: Tensor | None) -> WeightScales | None:

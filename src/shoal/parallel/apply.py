@@ -15,6 +15,7 @@ from shoal.models.initial import Slice
 from shoal.parallel import tensor
 from shoal.parallel.compile import CompiledBlocks
 from shoal.parallel.execute import Executor
+from shoal.parallel.float8_gather import gather_in_float8
 from shoal.parallel.float8_scales import Float8Scales
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pipeline import my_stages
@@ -124,13 +125,14 @@ def apply(
             for parameter in segment.parameters():
                 parameter.grad_dtype = states
     float8 = None if fp8 is None else Float8Scales(blocks, fp8, mesh, sharded=fully)
+    in_float8 = gather_in_float8(blocks, fp8, layout.fsdp) if fp8 is not None and fully else []
     held = held_parameters(segments, model, mesh, group_of)
     bucket_bytes = round(tune.bucket_mb * 2**20)
 
     def reducer(held: list[HeldParameter]) -> Reducer:
         group = held[0].group
         if group.sharded.size > 1 and group.zero == 3:
-            return FullyShard(segments, held, mesh, summed)
+            return FullyShard(segments, held, mesh, summed, in_float8)
         if group.sharded.size > 1:
             return ShardedStates(held, mesh, bucket_bytes, reduce_dtype)
         if group.replicated.size > 1 and not strict:

@@ -11,6 +11,7 @@ gradients whole, until the stage's last backward pass is done. They add up in th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from shoal.facts.config import TuneSection
 from shoal.facts.layout.buckets import Unit, even_share, units
 from shoal.models.initial import Slice
+from shoal.parallel.float8_gather import Float8Gather
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.replica_sums import ReplicaSums
 from shoal.parallel.shards import HeldParameter, Shard, counts
@@ -112,9 +114,17 @@ class FullyShard:
     """
 
     def __init__(
-        self, segments: list[StageModule], held: list[HeldParameter], mesh: Mesh, reduce_dtype: torch.dtype
+        self,
+        segments: list[StageModule],
+        held: list[HeldParameter],
+        mesh: Mesh,
+        reduce_dtype: torch.dtype,
+        in_float8: Sequence[Float8Gather] = (),
     ) -> None:
-        """The segments have left the meta device and have no values yet; ``held`` has FSDP's own parameters."""
+        """The segments have left the meta device and have no values yet; ``held`` has FSDP's own parameters.
+
+        ``in_float8``: those of them that travel so.
+        """
         self.segments = {segment.stage.index: segment for segment in segments}
         self.replicas = mesh.layout.dp > 1
         self.pipelined = mesh.layout.pp > 1
@@ -124,6 +134,8 @@ class FullyShard:
                 module.set_all_reduce_hook(self.landing)
         # The first gathering makes FSDP pad its rows, into tensors that it keeps from then on.
         self.gathered = [parameter for segment in segments for parameter in _gather_once(segment)]
+        for one in in_float8:
+            one.drop_storage()
         if self.pipelined:
             # FSDP would widen a gradient when a backward pass has left its unit. What is computed apart from any pass
             # it hears of at the end of the step: several micro-batches would have added up in the compute precision.

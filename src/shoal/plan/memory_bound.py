@@ -19,6 +19,7 @@ from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import Stack
 from shoal.facts.config import Lora
 from shoal.facts.layout import RECOMPUTES, V_SHAPED, Layout, Offload, Recompute, Schedule, Zero, accumulation
+from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.parameter_groups import placement
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
@@ -180,7 +181,8 @@ class MemoryBound:
         """Gradients and gathered weights in the backward pass."""
         hold = self.hold
         if sharded and split.pp > 1:
-            return hold.compute * sizes.whole + (hold.reduce * sizes.trained if begun else 0.0)
+            gathered = gathered_width(self.recipe) * sizes.whole
+            return gathered + (hold.reduce * sizes.trained if begun else 0.0)
         followed = any(part.what == "optimizer" for part in states.offload)  # gradients follow the states
         if sharded:
             # Replicas of shards add up in the precision that their sums travel in.

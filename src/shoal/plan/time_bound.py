@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout, Offload, Recompute, Schedule, accumulation
+from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.parameter_groups import Placement
 from shoal.facts.precision import compute_width, reduce_width, weight_width
 from shoal.plan.space import (
@@ -288,7 +289,7 @@ class TimeBound:
             return Exchange(0.0, backward, 0.0)
         scattered = seconds("reduce_scatter", reduced, shards, stride) if reduced else 0.0
         if zero == 3:
-            gathered = passes * seconds("all_gather", elements * compute_width(recipe), shards, stride)
+            gathered = passes * seconds("all_gather", elements * gathered_width(recipe), shards, stride)
             # The last group of blocks stays gathered for the backward pass; so may those that are told to persist.
             again = 0.0
             if not piped and not self.tune.persist_below:

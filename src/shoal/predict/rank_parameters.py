@@ -12,6 +12,7 @@ from typing import NamedTuple
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
 from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind
+from shoal.facts.layout.float8 import gathered_alike
 from shoal.facts.layout.stages import Stage, cut, rank_of_stage, stages_of_rank
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import (
@@ -27,6 +28,7 @@ from shoal.predict.workload import Workload
 
 # A few layers are cut into buckets, and as many again: the difference is what further ones add.
 SAMPLE = 8
+BLOCKS = "model.layers."
 
 
 class RankTensor(NamedTuple):
@@ -267,6 +269,7 @@ class ParameterCount(NamedTuple):
     share: int = 0  # the rows of them, padded, that each of the ranks that shard them keeps
     trained: int = 0
     trained_share: int = 0
+    projections: int = 0  # of a block: what is gathered in fp8 where products are in it (``zero=3``)
 
     def times(self, count: int) -> ParameterCount:
         return ParameterCount(*(count * value for value in self))
@@ -298,6 +301,7 @@ def block_count(
     """One block, with routed experts or with an ordinary MLP."""
     body = _body(model, degrees.tp, False, 0)
     found = _counted(body.sparse if experts else body.dense, degrees.ranks, lora is None)
+    found = found._replace(projections=projections(body.sparse if experts else body.dense, degrees.ranks))
     if experts and model.experts:
         each = _counted(body.expert, degrees.expert_ranks, lora is None)
         found = total((found, each.times(model.experts.count // degrees.ep)))
@@ -328,6 +332,16 @@ def _counted(component: Component, ranks: int, trained: bool = True) -> Paramete
 def padded(component: Component, ranks: int) -> int:
     """Elements of its gathered tensors, where each of so many ranks holds equally many rows of every one."""
     return sum(padded_size(tensor, ranks) for tensor in component.tensors)
+
+
+@cache
+def projections(block: Component, ranks: int) -> int:
+    """Elements of a block that such ranks gather in fp8."""
+    return sum(tensor.size for tensor in block.tensors if is_projection(tensor, ranks))
+
+
+def is_projection(tensor: RankTensor, ranks: int) -> bool:
+    return tensor.name.startswith(BLOCKS) and gathered_alike(tensor.shape, ranks)
 
 
 def padded_size(tensor: RankTensor, ranks: int) -> int:

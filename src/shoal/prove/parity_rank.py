@@ -24,9 +24,12 @@ from shoal.train.program import Program, first_weights
 
 PROMPT_TOKENS, WRITTEN_TOKENS = 8, 8
 
-# A tensor's gradient may be zero but for rounding (a key's bias, say). Measured against itself rounding would look
-# like an error, so what is compared is never taken to be smaller than this share of the step's largest gradient.
-FLOOR = 1e-3
+# A tensor's gradient may be zero but for rounding (a key's bias, say), and in a coarse precision a bias that begins at
+# zero consists of the signs of such gradients. Measured against itself rounding would look like an error, so what is
+# compared is never taken to be smaller than this share of the largest of its kind.
+FLOOR = {"gradient": 1e-3, "parameter": 1e-3}
+COARSE_FLOOR = {"gradient": 1e-2, "parameter": 1e-1}
+COARSE = ("bf16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,9 @@ class _Reference:
             largest = max((float(tensor.abs().max()) for tensor in tensors.values()), default=0.0)
             save_file(tensors, path, {"largest": json.dumps(largest)})
             return
+        share = (COARSE_FLOOR if job.config.recipe.precision in COARSE else FLOOR)[what]
         with safe_open(path, framework="pt") as file:
-            floor = FLOOR * json.loads(file.metadata()["largest"])
+            floor = share * json.loads(file.metadata()["largest"])
             for name in names:
                 ours = collector.whole(name, value)
                 if ours is not None:

@@ -52,8 +52,8 @@ WORLD_2 = [
     Case("pp=2,schedule=zb,chunks=2", TIED),
     Case("pp=2,schedule=zbv", GPT2),
     Case("pp=2,schedule=dualpipev", {"layers": 7}),
-    # scales of weights in fp8
-    Case("fsdp=2,micro=2", TILES, FP8),
+    # scales of weights in fp8, and weights gathered in it
+    Case("fsdp=2,micro=2,recompute=full", TILES, FP8),
     Case("fsdp=2,zero=1,micro=2", TILES, ROWWISE),
     Case("fsdp=2,micro=2", {**TILES, **GPT2}, ROWWISE),
     Case("tp=2,micro=2", TILES, FP8),
@@ -61,6 +61,8 @@ WORLD_2 = [
 ]
 WORLD_4 = [
     Case("fsdp=2,tp=2,micro=2", {**TILES, **QWEN2}, ROWWISE),
+    Case("fsdp=2,pp=2,micro=2", TILES, FP8),
+    Case("dp=2,fsdp=2,micro=2", {**TILES, **GPT2}, FP8),
     Case("tp=4", {"vocab": 9, **SHARED_HEADS, **TIED}),  # nine rows: the last rank has none
     Case("tp=4,sp=0,recompute=selective", {**QWEN3, "kv_heads": 2}),
     Case("fsdp=4", {"vocab": 3, "layers": 2, "hidden": 2, "ffn": 3}),  # fewer rows than ranks

@@ -16,6 +16,9 @@ from shoal.facts.model import Model
 from shoal.predict.memory.block_workload import BlockActivations, BlockPeak, BlockWorkload
 from shoal.predict.memory.compiled import compiled_activations
 
+# Bytes of a value that is rounded, and of the copy that is rounded.
+FLOAT8, ROUNDED_IN = 1, 4
+
 
 class KeptTensors(NamedTuple):
     """What autograd keeps of a block, place by place, in bytes."""
@@ -57,8 +60,9 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     else:
         kept, again = _selected(model, parts, c * inner, work)
         resting, shared = stream + kept, (stream if parts.has_input else 0.0) + again
-        if work.dropout:
-            shared += c * model.hidden * tokens  # dropout reads the last product again, and lets go of it
+        if work.dropout or work.fp8:
+            # Dropout reads the last product again, a product in fp8 is taken again as a whole: both let go of it.
+            shared += c * model.hidden * tokens
     held_input = work.recompute != "none" or parts.has_input
     residual = 4 * c * model.hidden * tokens
     deferred = residual + c * tokens * query + products + c * inner
@@ -75,11 +79,20 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         working=tuple(BlockPeak(size - shared, made) for size, made in working),
         opening=opening - shared,
         inner=c * inner,
+        rounding=_rounding(model.hidden * tokens, inner) if work.fp8 else 0.0,
         put_off=c * inner + gathered,
         deferred=deferred,
         exchange=exchange,
         held_input=held_input,
     )
+
+
+def _rounding(gradients: float, inputs: float) -> float:
+    """The operands of a weight's gradient in fp8, the second as it is rounded: beside it lies a copy in fp32.
+
+    Of an MLP's way out, that is: nowhere else are so many values rounded beside so much that is kept.
+    """
+    return FLOAT8 * (gradients + inputs) + ROUNDED_IN * inputs
 
 
 def _parts(model: Model, experts: bool, window: bool, work: BlockWorkload) -> KeptTensors:

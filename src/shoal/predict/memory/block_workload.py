@@ -22,6 +22,7 @@ class BlockActivations(NamedTuple):
     resting: float  # kept between the passes
     working: tuple[BlockPeak, ...]  # the fullest moments of its backward pass
     opening: float  # at that pass's first product, when the first weight gradient is made, beyond what rests
+    rounding: float  # and before that, while its operands are rounded to fp8, on top
     inner: float  # the MLP's product
     put_off: float  # of its weights' gradients, what those that are put off still need
     deferred: float  # kept between the two halves of a backward pass that is split
@@ -51,6 +52,7 @@ class BlockWorkload:
     context: ContextKind | None  # how ranks that share a sequence exchange it; None: none do
     adapters: tuple[str, ...] | None  # projections with an adapter; None: all weights are trained
     compiled: bool = False
+    fp8: bool = False
 
     @property
     def stream(self) -> float:

@@ -51,6 +51,7 @@ def compiled_activations(model: Model, work: BlockWorkload) -> BlockActivations:
             BlockPeak(first_norm - resting, None),
         ),
         opening=there + stream + gathered + inner - resting,
+        rounding=0.0,  # its kernels round as they read
         inner=inner,
         put_off=inner + gathered,
         deferred=0.0,  # schedules that split a backward pass run eager

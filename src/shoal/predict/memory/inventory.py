@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
+from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.parameter_groups import DENSE, EXPERTS
 from shoal.facts.layout.stages import Stage, rank_of_stage, stages_of_rank
 from shoal.facts.model import Model
@@ -78,6 +79,11 @@ class RankInventory:
     @cached_property
     def total(self) -> ParameterCount:
         return total(count for stage in self.stages for count in (stage.blocks, stage.ends))
+
+    def gathered(self, count: ParameterCount) -> float:
+        """Bytes of parameters where ranks that shard them have gathered them."""
+        compute, narrow = self.hold.compute, gathered_width(self.workload.recipe)
+        return compute * count.whole - (compute - narrow) * count.projections
 
     @cached_property
     def casts(self) -> bool:

@@ -50,6 +50,7 @@ def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
         context=layout.cp_kind if layout.cp > 1 else None,
         adapters=None if workload.lora is None else tuple(workload.lora.targets),
         compiled=workload.compiled,
+        fp8=recipe.precision == "fp8",
     )
     handed_on = hold.gradient
     if sharded:

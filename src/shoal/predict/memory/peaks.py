@@ -189,7 +189,14 @@ class BackwardPass:
         for size, gone in gradients.first_product(moment, run, block):
             yield left.plus(name, grads=grads, activations=block.opening - gone, buffers=passing + size)
         put_off = block.put_off if moment.split else 0.0
-        if moment.split and self.work.recompute == "selective":
+        if block.rounding and not moment.split:
+            yield left.plus(
+                name,
+                grads=gradients.held(moment, done),
+                activations=block.opening + block.rounding,
+                buffers=buffers + gradients.in_block(moment, run, done, 0),
+            )
+        if moment.split and self.work.recompute == "selective" and not self.work.fp8:
             # The last product, which nothing uses again, is not kept where its weight's gradient is put off.
             put_off -= hold.compute * self.rank.workload.model.hidden * self.work.tokens
         for size, count in block.working:

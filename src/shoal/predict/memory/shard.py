@@ -14,6 +14,7 @@ from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.in_flight import Moment
 from shoal.predict.memory.inventory import BlockRun, RankInventory, RankStage
 from shoal.predict.memory.peak import Peak
+from shoal.predict.rank_parameters import ParameterCount, total
 
 
 class UnitOfBlocks(NamedTuple):
@@ -54,10 +55,11 @@ class ShardedGradients(RankGradients):
         if self.frees:
             last, head = self.one.runs[-1], self.ends.head.whole
             # In a forward pass FSDP keeps what it gathered last in one piece as well, until it gathers again.
-            self.behind = self.hold.compute * (self._full_unit(last) if self.model.tied else head)
+            of_head = self.hold.compute * head
+            self.behind = rank.gathered(self._full_unit(last)) if self.model.tied else of_head
             if not self.model.tied:
                 # The unit before the head, and the head, both also in one piece.
-                self.gathering_head = 2 * self.hold.compute * (self._unit(last, 0) + head)
+                self.gathering_head = 2 * (rank.gathered(self._unit(last, 0)) + of_head)
 
     def passes(self) -> Iterator[RankGradients]:
         """Replicas of shards cast their sums in the last pass. Until then these add up as they travel."""
@@ -88,34 +90,36 @@ class ShardedGradients(RankGradients):
         """torch's allocator keeps a pool for each stream: what the computation frees, gradients cannot be put into."""
         if self.adapters_only:
             return 0.0
-        ahead = self.hold.compute * self.tune.prefetch
         unit = self._full_unit(self.one.runs[-1])
-        return max(0.0, self.complete - grads) + (self.hold.reduce + ahead) * unit
+        ahead = self.rank.gathered(unit) * self.tune.prefetch
+        return max(0.0, self.complete - grads) + self.hold.reduce * unit.whole + ahead
 
     # Gathered weights.
 
     def in_loss(self, moment: Moment) -> float:
         """The last blocks' and the head's; prefetching asks for more at the first backward hook."""
         if not self.frees:
-            return self.hold.compute * self.total.whole
-        last, ahead = self.one.runs[-1], max(1, self.tune.prefetch)
-        return self.hold.compute * (self.root + self._unit(last, 0) + self._full_unit(last) * (ahead - 1))
+            return self.rank.gathered(self.total)
+        last, ahead = self.one.runs[-1], max(1, self.tune.prefetch) - 1
+        units = self.rank.gathered(self._unit(last, 0)) + self.rank.gathered(self._full_unit(last)) * ahead
+        return self.hold.compute * self.root + units
 
     def _gathered(self, run: BlockRun, done: int) -> float:
         """This unit, and those asked for ahead, as far as there are any; and a matrix that embedding and head share."""
         if not self.frees:
-            return self.hold.compute * self.total.whole
-        gathered = self.root if self.model.tied else 0
+            return self.rank.gathered(self.total)
+        gathered = self.hold.compute * self.root if self.model.tied else 0.0
         if done < self.one.layers:
-            left = (self.one.layers - done - 1) // self.unit
-            gathered += self._unit(run, done) + min(left, self.tune.prefetch) * self._full_unit(run)
-        return self.hold.compute * gathered
+            ahead = min((self.one.layers - done - 1) // self.unit, self.tune.prefetch)
+            gathered += self.rank.gathered(self._unit(run, done))
+            gathered += self.rank.gathered(self._full_unit(run)) * ahead
+        return gathered
 
-    def _full_unit(self, run: BlockRun) -> int:
-        return run.block.whole * min(self.unit, run.layers)
+    def _full_unit(self, run: BlockRun) -> ParameterCount:
+        return run.block.times(min(self.unit, run.layers))
 
-    def _unit(self, run: BlockRun, done: int) -> int:
-        return run.block.whole * next_unit(self.one, done, self.unit).blocks
+    def _unit(self, run: BlockRun, done: int) -> ParameterCount:
+        return run.block.times(next_unit(self.one, done, self.unit).blocks)
 
     # Gradients on their way.
 
@@ -131,7 +135,7 @@ class ShardedGradients(RankGradients):
         if self.adapters_only:
             return gathered
         if done > of_unit:
-            before = self._unit(run, done - of_unit - 1)
+            before = self._unit(run, done - of_unit - 1).whole
         else:
             before = 0 if self.model.tied else self.ends.head.trained + self.ends.norm.trained
         own = self.hold.compute * (of_unit * run.block.whole + self.made(run, made))
@@ -196,11 +200,11 @@ class ShardedGradients(RankGradients):
         hold, grads, name = self.hold, self.held(moment, done), left.name
         following, kept = 0.0, self._gathered(run, self.one.layers)
         if self.frees and done + 1 < self.one.layers:
-            following = hold.compute * self._unit(run, done + 1)
+            following = self.rank.gathered(self._unit(run, done + 1))
         if self.adapters_only:
             yield left.plus(name, grads=grads, buffers=kept + 2 * following)
             return
-        unit, blocks = self._unit(run, done), next_unit(self.one, done, self.unit).blocks
+        unit, blocks = self._unit(run, done).whole, next_unit(self.one, done, self.unit).blocks
         passing = kept + following + hold.reduce * unit + self.tied_head(moment)
         # The unit's gradients, whole, and their copy on the way; then beside that copy this rank's share of the sum.
         whole = hold.compute * unit + self._landing(run, done)
@@ -214,7 +218,7 @@ class ShardedGradients(RankGradients):
     def in_embedding(self, moment: Moment, left: Peak, entering: float) -> Iterator[Peak]:
         hold, table, layers, run = self.hold, self.ends.embedding, self.one.layers, self.one.runs[0]
         kept = self._gathered(run, layers)
-        before = 0 if self.adapters_only else hold.reduce * self._unit(run, layers - 1)
+        before = 0 if self.adapters_only else hold.reduce * self._unit(run, layers - 1).whole
         passing = kept + before + hold.compute * table.trained + self.tied_head(moment)
         passing += self._landing(run, layers)
         yield left.plus("embedding", activations=entering, buffers=passing)
@@ -233,7 +237,7 @@ class PipelinedShards(RankGradients):
     def __init__(self, rank: RankInventory) -> None:
         super().__init__(rank)
         self.width, self.widens = self.hold.reduce, self.hold.compute != self.hold.reduce
-        self.gathered = self.hold.compute * self.total.whole
+        self.gathered = rank.gathered(self.total)
 
     def in_loss(self, moment: Moment) -> float:
         return self.gathered
@@ -272,15 +276,16 @@ class PipelinedShards(RankGradients):
         others = hold.gradient * sum(
             one.blocks.trained_share + one.ends.trained_share for one in self.rank.stages[1:]
         )
-        whole = stage.blocks.trained + stage.ends.trained
+        whole = total((stage.blocks, stage.ends))
         if stage.first:
-            first, share = ends.embedding.trained, ends.embedding.trained_share
+            first, share = ends.embedding, ends.embedding.trained_share
         else:
-            first, share = run.block.whole * next_unit(stage, stage.layers - 1, unit).blocks, 0
+            first, share = run.block.times(next_unit(stage, stage.layers - 1, unit).blocks), 0
+        gathered = self.rank.gathered(whole) - self.rank.gathered(first)
         yield batch.plus(
             "reduce",
-            grads=others + hold.reduce * whole + hold.gradient * share,
-            buffers=hold.compute * (whole - first) + hold.reduce * (first + share * cast),
+            grads=others + hold.reduce * whole.trained + hold.gradient * share,
+            buffers=gathered + hold.reduce * (first.trained + share * cast),
         )
         if stage.last:
             head = ends.head

@@ -7,6 +7,7 @@ once a step, as if A were 1. Elements include padding.
               all-gather      a bucket, after the update                           elements · weight width
     zero=3    all-gather      a unit, every micro-batch: forward, and backward     elements · compute width
                               again, unless it stays or is only looked up
+                              (fp8: projections 1 byte)
               reduce-scatter  a unit, every micro-batch                            elements · reduce width
     M > 1     all-reduce      a bucket or unit over the copies, once a step        elements / N · reduce width
 """
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from shoal.facts.layout.buckets import Unit, even_share, units
+from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.parameter_groups import DENSE, ParameterGroup
 from shoal.facts.layout.stages import Stage
 from shoal.facts.precision import compute_width, gradient_width, reduce_width, weight_width
@@ -26,8 +28,10 @@ from shoal.predict.rank_parameters import (
     RankParameters,
     RankTensor,
     bucket_names,
+    is_projection,
     padded,
     padded_size,
+    projections,
     trained,
 )
 from shoal.predict.traffic.replicate import bucket_bytes, even_buckets
@@ -40,7 +44,8 @@ class Travelling(NamedTuple):
     elements: int  # of one of them, padding included
     trained: int  # of these, how many have gradients
     times: int  # how many there are
-    gathers: int  # a micro-batch's, of a unit
+    gathers: int = 0  # a micro-batch's, of a unit
+    projections: int = 0  # of a unit's elements, those that may travel narrower
 
 
 def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...]:
@@ -53,7 +58,7 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
         return tuple(unit_calls(workload, _even_units(workload, here, shards), group))
     elements, count = even_buckets(workload, here, by_kind=True)
     each = even_share(elements, shards * count) * shards
-    return tuple(bucket_calls(workload, [Travelling(each, each, count, 0)], group))
+    return tuple(bucket_calls(workload, [Travelling(each, each, count)], group))
 
 
 def bucket_calls(
@@ -63,7 +68,7 @@ def bucket_calls(
     recipe, sharded, copies = workload.recipe, group.sharded, group.replicated
     passes = workload.accumulation if group.zero == 2 and workload.layout.pp == 1 else 1
     found = []
-    for elements, _, count, _ in travelling:
+    for elements, _, count, *_ in travelling:
         reduced = elements * reduce_width(recipe)
         found.append(CollectiveCall("reduce_scatter", sharded.name, reduced, count * passes, "gradients"))
         if copies.size > 1:
@@ -85,8 +90,10 @@ def unit_calls(
     recipe, sharded, copies = workload.recipe, group.sharded, group.replicated
     passes = workload.accumulation if workload.layout.pp == 1 else 1
     found = []
-    for elements, gradients, count, gathers in travelling:
-        gathered, reduced = elements * compute_width(recipe), gradients * reduce_width(recipe)
+    compute = compute_width(recipe)
+    for elements, gradients, count, gathers, narrow in travelling:
+        gathered = elements * compute - narrow * (compute - gathered_width(recipe))
+        reduced = gradients * reduce_width(recipe)
         found.append(CollectiveCall("all_gather", sharded.name, gathered, count * passes, "gather forward"))
         if gathers == 2 and workload.layout.pp == 1:
             found.append(
@@ -107,13 +114,15 @@ def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[Tr
     count = sum(even_share(len(stage.layers), size) for stage in here.stages)
     embedding, norm, head = (padded(one, ranks) for one in (here.embedding, here.norm, here.head))
     blocks = here.dense * padded(here.dense_block, ranks) + here.sparse * padded(here.sparse_block, ranks)
+    narrow = here.dense * projections(here.dense_block, ranks)
+    narrow += here.sparse * projections(here.sparse_block, ranks)
     # Of an element's gradient how much there is: with lora nothing at the ends, and of blocks what was added to them.
     of_ends = 1.0 if lora is None else 0.0
     of_blocks = 1.0 if lora is None else trained(workload, here).elements / blocks
 
-    def unit(elements: float, count: int, gradients: float, kind: Unit) -> Travelling:
+    def unit(elements: float, count: int, gradients: float, kind: Unit, narrow: float = 0.0) -> Travelling:
         gathers = kind.gathers(round(elements), workload.tune.persist_below)
-        return Travelling(round(elements), round(elements * gradients), count, gathers)
+        return Travelling(round(elements), round(elements * gradients), count, gathers, round(narrow))
 
     found = []
     if here.root:
@@ -124,11 +133,11 @@ def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[Tr
     left = here.layers - (count - 1) * size if len(here.stages) == 1 else here.layers / count
     last = 1 if here.last else 0
     if count > last:
-        each = blocks * (1 - last * left / here.layers) / (count - last)
-        found.append(unit(each, count - last, of_blocks, Unit(())))
+        each = (1 - last * left / here.layers) / (count - last)
+        found.append(unit(blocks * each, count - last, of_blocks, Unit(()), narrow * each))
     if here.last:
         rest = blocks * left / here.layers + (0 if here.root else norm)
-        found.append(unit(rest, 1, of_blocks, Unit((), whole=True)))
+        found.append(unit(rest, 1, of_blocks, Unit((), whole=True), narrow * left / here.layers))
     if here.head.tensors:
         found.append(unit(head, 1, of_ends, Unit((), whole=True)))
     return found
@@ -154,7 +163,7 @@ def exact(
         return unit_calls(workload, made, group)
     filled = [_flat_size(bucket) for tensors in stages for bucket in _buckets(workload, tensors)]
     sizes = [shards * even_share(size, shards) for size in filled]
-    return bucket_calls(workload, [Travelling(size, size, 1, 0) for size in sizes], group)
+    return bucket_calls(workload, [Travelling(size, size, 1) for size in sizes], group)
 
 
 def owned(
@@ -209,5 +218,6 @@ def _units(
     for unit, inside in zip(made, members, strict=True):
         elements = sum(padded_size(tensor, ranks) for tensor in inside)
         gathers = unit.gathers(sum(tensor.size for tensor in inside), workload.tune.persist_below)
-        found.append(Travelling(elements, elements, 1, gathers))
+        narrow = sum(tensor.size for tensor in inside if is_projection(tensor, ranks))
+        found.append(Travelling(elements, elements, 1, gathers, narrow))
     return found
