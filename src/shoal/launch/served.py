@@ -105,6 +105,7 @@ class ServedSupervisor(Supervisor):
                 function,
                 (assignment, number, incarnation, self.rendezvous.address, self.rendezvous.port),
             ),
+            name=f"shoal-worker-{number}",
             daemon=True,
         )
         process.start()

@@ -8,8 +8,9 @@ groups out of the ranks of one world, which is fixed; so links are made of gloo'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class Link:
         """Both ends give the same ``name``, which no other link has; it waits for the other end."""
         self.peer = 1 - role
         try:
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), role, 2, timeout)
+            self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, store), role, 2, timeout)
         except RuntimeError as error:
             raise LinkLost(str(error)) from None
 
@@ -64,11 +65,11 @@ class Link:
         found: list[float] = self.receive(torch.zeros(HEADER, dtype=torch.float64)).tolist()
         return found
 
-    def _wait(self, call: object, tensor: Tensor) -> None:
+    def _wait(self, call: Callable[..., dist.Work], tensor: Tensor) -> None:
         if not tensor.numel():
             return
         try:
-            call([tensor], self.peer, 0).wait()  # type: ignore[operator]
+            call([tensor], self.peer, 0).wait()
         except RuntimeError as error:
             raise LinkLost(str(error)) from None
 

@@ -121,7 +121,10 @@ class ParameterServer:
         self.stop_at: int | None = None
         self.applied = self.done * self.workers  # updates' worth of pushes
         self.waiting: dict[int, Push] = {}  # by item
-        self.taken: set[int] = set()  # items that were pushed since the last pause
+        # Items that were pushed: all below the floor, which the last pause has set, and these.
+        self.floor = self.applied
+        self.taken: set[int] = set()
+        self.present: set[int] = set()  # workers that have not been told to end
         self.pulled: dict[int, int] = {}  # async: by worker, the updates before the weights it computes with
         self.work = WorkQueue(self.applied)
         self.results: dict[int, tuple[float, int]] = {}  # of an evaluation, by part
@@ -236,6 +239,7 @@ class ParameterServer:
     def _finish(self, step: int) -> None:
         self.done = step
         if self._pauses(step):
+            self.floor = step * self.workers
             self.taken.clear()
         self.changed.notify_all()
 
@@ -321,7 +325,7 @@ class ParameterServer:
             self.work.ended = True
             self.changed.notify_all()
             if self.mesh.rank == 0:
-                self.changed.wait_for(lambda: not self.pulled and not self.work.held, END_SECONDS)
+                self.changed.wait_for(lambda: not self.present, END_SECONDS)
             self.over = True
             self.changed.notify_all()
         if self.mesh.rank == 0:
@@ -333,7 +337,8 @@ class ParameterServer:
         store = self.mesh.hosts.store
         assert store is not None
         # A thread that waits for a key keeps all others from its connection.
-        own = store.plain.clone()
+        plain: Any = store.plain
+        own = plain.clone()
         timeout = timedelta(seconds=max(START_SECONDS, self.job.config.fault.timeout))
         last = 0
         while not self.over:
@@ -344,13 +349,21 @@ class ParameterServer:
             last = came
             try:
                 link = Link(own, link_name(worker, came, self.mesh.rank), wire.SERVER, timeout)
+                self.present.add(worker)
                 while self._answer(worker, link):
                     pass
+                self._told_to_end(worker)
             except LinkLost:
                 self._lost(worker)
 
+    def _told_to_end(self, worker: int) -> None:
+        with self.changed:
+            self.present.discard(worker)
+            self.changed.notify_all()
+
     def _lost(self, worker: int) -> None:
         with self.changed:
+            self.present.discard(worker)
             self.work.lost(worker)
             if all(push.worker != worker for push in self.waiting.values()):
                 self.pulled.pop(worker, None)
@@ -382,7 +395,7 @@ class ParameterServer:
     def _take(self, push: Push) -> None:
         """One that was pushed before, by a worker that was lost in the midst of it, is not taken again."""
         self.work.done(push.worker)
-        if push.item in self.taken or (push.item < self.done * self.workers and self.sync):
+        if push.item in self.taken or push.item < self.floor:
             self.pulled.pop(push.worker, None)
         else:
             self.taken.add(push.item)
@@ -390,15 +403,20 @@ class ParameterServer:
         self.changed.notify_all()
 
     def _weights(self, worker: int, item: int, need: int) -> Tensor:
-        """Once ``need`` steps are done and the worker's own push is in; ``item`` below 0: not to train with them."""
+        """Once ``need`` steps are done; asynchronous, once the worker's own push is in and few enough others compute.
+
+        ``item`` below 0: not to train with them.
+        """
         with self.changed:
-            self.changed.wait_for(
-                lambda: (
-                    self.over
-                    or (self.done >= need and all(push.worker != worker for push in self.waiting.values()))
-                )
-            )
-            if item >= 0 and not self.sync:
+            trains = item >= 0 and not self.sync
+
+            def ready() -> bool:
+                own = any(push.worker == worker for push in self.waiting.values())
+                full = len(self.pulled) > self.bound
+                return self.over or (self.done >= need and not (trains and (own or full)))
+
+            self.changed.wait_for(ready)
+            if trains:
                 self.pulled[worker] = self.applied
             return self.served.flat.detach().clone()
 
