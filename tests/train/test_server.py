@@ -89,16 +89,16 @@ def test_a_dp_run_continues_with_a_server_and_the_other_way_round(train: Train, 
     same(moved, whole, 1e-10)
 
 
-def kill(worker: int) -> None:
+def signal_worker(worker: int, number: signal.Signals) -> None:
     (process,) = [one for one in multiprocessing.active_children() if one.name == f"shoal-worker-{worker}"]
     assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
+    os.kill(process.pid, number)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_lost_worker_stops_no_other_and_rejoins(train: Train, tmp_path: Path, mode: str) -> None:
     options = {**FP64, "recipe__steps": 120, "checkpoint__every": 100, "recipe__lr": 1e-3}
-    with after_steps(tmp_path / "lost", 10, lambda: kill(1)):
+    with after_steps(tmp_path / "lost", 10, lambda: signal_worker(1, signal.SIGKILL)):
         lost = train("lost", "dp=2", server__servers=2, server__mode=mode, **options)
     assert lost.report.code == FINISHED, lost.report.message
     assert [row["step"] for row in lost.rows] == list(range(1, 121))
@@ -112,6 +112,15 @@ def test_a_lost_worker_stops_no_other_and_rejoins(train: Train, tmp_path: Path, 
         same(lost, train("whole", "dp=2", **options), 1e-10)
     else:
         assert max(one for row in lost.rows for one in row["staleness"]) <= 4
+
+
+def test_a_worker_that_hangs_is_given_up(train: Train, tmp_path: Path) -> None:
+    options = {"recipe__steps": 40, "checkpoint__every": 0, "fault__timeout": 5}
+    with after_steps(tmp_path / "hangs", 5, lambda: signal_worker(1, signal.SIGSTOP)):
+        run = train("hangs", "dp=2", server__servers=2, server__mode="async", **options)
+    assert run.report.code == FINISHED, run.report.message
+    (fault,) = read_rows(run.directory.faults)
+    assert fault["kind"] == "worker lost" and fault["rank"] == 1
 
 
 def test_a_lost_server_is_restarted_from_the_last_commit(train: Train, tmp_path: Path) -> None:

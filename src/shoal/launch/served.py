@@ -21,6 +21,7 @@ from shoal.plan.resolve import Job
 from shoal.train.files import last_row
 from shoal.train.guard.watchdog import Limits
 from shoal.train.run_directory import RunDirectory
+from shoal.train.server.serve import LOST
 
 
 class ServedSupervisor(Supervisor):
@@ -73,7 +74,13 @@ class ServedSupervisor(Supervisor):
         if step > self._seen_step:
             self._seen_step = step
             self._losses.clear()
+        attempt = self.rendezvous.attempt()
         for number, process in [*self._workers.items()]:
+            if process.exitcode is None and attempt.read(LOST.format(number)) == str(
+                self._incarnations[number]
+            ):
+                process.kill()  # it did not answer
+                process.join()
             if process.exitcode is None or process.exitcode == 0:
                 continue
             del self._workers[number]

@@ -24,7 +24,7 @@ from shoal.observe.flight_recorder import Announce, unheard
 from shoal.parallel import device_context
 from shoal.parallel.hosts import PATIENCE
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.server import WORKER, Link
+from shoal.parallel.server import WORKER, ServerLink
 from shoal.parallel.signed_store import SignedStore
 from shoal.plan.resolve import Job
 from shoal.train.files import OWNER_ONLY
@@ -81,10 +81,10 @@ def work_for_servers(
     os._exit(0)
 
 
-def _links(attempt: SignedStore, number: int, incarnation: int, servers: int) -> Sequence[Link]:
+def _links(attempt: SignedStore, number: int, incarnation: int, servers: int) -> Sequence[ServerLink]:
     # A server that is gone closes the link at once; one that lives may have all work handed out for long.
     return [
-        Link(attempt.plain, link_name(number, incarnation, server), WORKER, PATIENCE)
+        ServerLink(attempt.plain, link_name(number, incarnation, server), WORKER, PATIENCE)
         for server in range(servers)
     ]
 

@@ -37,23 +37,22 @@ class LinkLost(RuntimeError):
     """The other end of a link has died, or does not answer."""
 
 
-class Link:
+class ServerLink:
     """Send and receive between one worker and one server."""
 
     def __init__(self, store: dist.Store, name: str, role: int, timeout: timedelta) -> None:
         """Both ends give the same ``name``, which no other link has; it waits for the other end."""
-        self.peer = 1 - role
+        self.peer, self.timeout = 1 - role, timeout
         try:
             self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, store), role, 2, timeout)
         except RuntimeError as error:
             raise LinkLost(str(error)) from None
 
-    def send(self, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            self._wait(self._group.send, tensor)
+    def send(self, tensor: Tensor) -> None:
+        self._wait(self._group.send, tensor, self.timeout)
 
-    def receive(self, tensor: Tensor) -> Tensor:
-        self._wait(self._group.recv, tensor)
+    def receive(self, tensor: Tensor, timeout: timedelta | None = None) -> Tensor:
+        self._wait(self._group.recv, tensor, timeout or self.timeout)
         return tensor
 
     def tell(self, *numbers: float) -> None:
@@ -61,15 +60,16 @@ class Link:
         header[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         self.send(header)
 
-    def hear(self) -> list[float]:
-        found: list[float] = self.receive(torch.zeros(HEADER, dtype=torch.float64)).tolist()
+    def hear(self, timeout: timedelta | None = None) -> list[float]:
+        """``timeout``: how long the other end may take to say something, if other than usual."""
+        found: list[float] = self.receive(torch.zeros(HEADER, dtype=torch.float64), timeout).tolist()
         return found
 
-    def _wait(self, call: Callable[..., dist.Work], tensor: Tensor) -> None:
+    def _wait(self, call: Callable[..., dist.Work], tensor: Tensor, timeout: timedelta) -> None:
         if not tensor.numel():
             return
         try:
-            call([tensor], self.peer, 0).wait()
+            call([tensor], self.peer, 0).wait(timeout)
         except RuntimeError as error:
             raise LinkLost(str(error)) from None
 

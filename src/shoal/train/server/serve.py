@@ -17,8 +17,9 @@ from torch import Tensor
 from shoal.facts.layout.served import item_of
 from shoal.observe.flight_recorder import COMMIT, EVALUATE, RESTORE, STEP, Announce, unheard
 from shoal.parallel import server as wire
+from shoal.parallel.hosts import PATIENCE
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.server import Link, LinkLost, ServedParameters
+from shoal.parallel.server import LinkLost, ServedParameters, ServerLink
 from shoal.plan.resolve import Job
 from shoal.train import optimizer as optimizers
 from shoal.train.commits import Commits
@@ -33,8 +34,9 @@ from shoal.train.server.items import WorkQueue
 from shoal.train.state import State
 from shoal.train.step import StepResult
 
-# Keys of an attempt's store: which incarnation of a worker has come, and the step after which servers stop.
-JOINED, STOP_AT = "worker-{}", "server-stop-at"
+# Keys of an attempt's store: which incarnation of a worker has come, and which one the first server has lost; the step
+# after which servers stop.
+JOINED, LOST, STOP_AT = "worker-{}", "lost-worker-{}", "server-stop-at"
 # Between two looks at the store, for workers and for the wish to stop.
 LOOK_SECONDS = 0.02
 # A worker that starts may import and compile for so long before its first words.
@@ -125,6 +127,9 @@ class ParameterServer:
         self.floor = self.applied
         self.taken: set[int] = set()
         self.present: set[int] = set()  # workers that have not been told to end
+        self.has_pushed: set[int] = set()  # workers that have imported and compiled what there is to
+        self.timeout = timedelta(seconds=config.fault.timeout)
+        self.to_start = max(self.timeout, timedelta(seconds=START_SECONDS))
         self.pulled: dict[int, int] = {}  # async: by worker, the updates before the weights it computes with
         self.work = WorkQueue(self.applied)
         self.results: dict[int, tuple[float, int]] = {}  # of an evaluation, by part
@@ -180,7 +185,7 @@ class ParameterServer:
             total = max(1, sum(push.targets for push in pushes))
             self.served.gradient.zero_()
             for push in pushes:
-                # In the order of parts, whoever was first: sums are the same in every run.
+                # In the order of parts, whichever came first: sums are the same in every run.
                 share = push.targets / total
                 self.served.gradient.add_(push.gradient.to(self.served.flat.dtype), alpha=share)
             squares = squared_norm(self.served.pieces, self.mesh.device)
@@ -339,7 +344,6 @@ class ParameterServer:
         # A thread that waits for a key keeps all others from its connection.
         plain: Any = store.plain
         own = plain.clone()
-        timeout = timedelta(seconds=max(START_SECONDS, self.job.config.fault.timeout))
         last = 0
         while not self.over:
             came = int(store.read(JOINED.format(worker)) or 0)
@@ -348,13 +352,16 @@ class ParameterServer:
                 continue
             last = came
             try:
-                link = Link(own, link_name(worker, came, self.mesh.rank), wire.SERVER, timeout)
+                link = ServerLink(own, link_name(worker, came, self.mesh.rank), wire.SERVER, self.to_start)
                 self.present.add(worker)
                 while self._answer(worker, link):
                     pass
                 self._told_to_end(worker)
             except LinkLost:
                 self._lost(worker)
+                if self.mesh.rank == 0:
+                    # The launcher makes sure that it is gone: one that hangs holds the links of other servers.
+                    store.set(LOST.format(worker), str(came))
 
     def _told_to_end(self, worker: int) -> None:
         with self.changed:
@@ -364,14 +371,15 @@ class ParameterServer:
     def _lost(self, worker: int) -> None:
         with self.changed:
             self.present.discard(worker)
+            self.has_pushed.discard(worker)
             self.work.lost(worker)
             if all(push.worker != worker for push in self.waiting.values()):
                 self.pulled.pop(worker, None)
             self.changed.notify_all()
 
-    def _answer(self, worker: int, link: Link) -> bool:
+    def _answer(self, worker: int, link: ServerLink) -> bool:
         """One request. False: that was the last."""
-        kind, number, targets, loss, norm, need = link.hear()
+        kind, number, targets, loss, norm, need = link.hear(self._patience(worker))
         item = int(number)
         if kind == wire.PUSH:
             gradient = link.receive(torch.empty(self.served.flat.numel(), dtype=self.reduce))
@@ -392,9 +400,16 @@ class ParameterServer:
             return told != wire.END
         return True
 
+    def _patience(self, worker: int) -> timedelta:
+        """How long a worker may compute. Only the first server knows that it does, and not waits for work."""
+        if self.mesh.rank != 0:
+            return PATIENCE
+        return self.timeout if worker in self.has_pushed else self.to_start
+
     def _take(self, push: Push) -> None:
         """One that was pushed before, by a worker that was lost in the midst of it, is not taken again."""
         self.work.done(push.worker)
+        self.has_pushed.add(push.worker)
         if push.item in self.taken or push.item < self.floor:
             self.pulled.pop(push.worker, None)
         else:

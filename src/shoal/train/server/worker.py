@@ -13,7 +13,7 @@ from shoal.observe.flight_recorder import COMMIT, EVALUATE, INPUT, STEP, Announc
 from shoal.parallel import server as wire
 from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.server import Link, ranges
+from shoal.parallel.server import ServerLink, ranges
 from shoal.parallel.shards import gradient
 from shoal.plan.resolve import Job
 from shoal.train.data.dataset import Dataset
@@ -37,7 +37,7 @@ class ServerWorker:
         run: RunDirectory,
         dataset: Path,
         mesh: Mesh,
-        links: Sequence[Link],
+        links: Sequence[ServerLink],
         announce: Announce = unheard,
     ) -> None:
         """``mesh`` has this worker alone; ``job`` is that of all workers."""
