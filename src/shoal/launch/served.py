@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -104,12 +102,10 @@ class ServedSupervisor(Supervisor):
     def _start(self, number: int) -> None:
         assignment: Assignment = self.spec.args[0]
         incarnation = self._incarnations[number] = self._incarnations.get(number, 0) + 1
-        module, _, function = self.worker_entrypoint.partition(":")
         process = multiprocessing.get_context("forkserver").Process(
-            target=_call,
+            target=server.begin_worker,
             args=(
-                module,
-                function,
+                self.worker_entrypoint,
                 (assignment, number, incarnation, self.rendezvous.address, self.rendezvous.port),
             ),
             name=f"shoal-worker-{number}",
@@ -132,7 +128,3 @@ class ServedSupervisor(Supervisor):
             process.kill()
             process.join()
         self._workers.clear()
-
-
-def _call(module: str, function: str, arguments: tuple[Any, ...]) -> None:
-    getattr(importlib.import_module(module), function)(*arguments)

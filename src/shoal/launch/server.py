@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -48,6 +50,12 @@ def server_job(job: Job) -> Job:
     count = job.config.server.servers
     layout = Layout(fsdp=count, zero=1) if count > 1 else Layout()
     return replace(job, layout=layout, cluster=notation.find(f"{count}xcpu"))
+
+
+def begin_worker(entrypoint: str, arguments: tuple[Any, ...]) -> None:
+    """The first line of a worker, which calls "module:function"."""
+    module, _, function = entrypoint.partition(":")
+    getattr(importlib.import_module(module), function)(*arguments)
 
 
 def work_for_servers(
