@@ -173,3 +173,12 @@ def test_what_does_not_go_with_servers_is_refused(
 def test_auto_is_replicas() -> None:
     config = load(None, ["server.servers=1", "cluster.on=2xH100", "model.preset=llama3-8b"], "auto").config
     assert str(resolve(config).layout) == "dp=2"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_gradients_that_are_not_finite_are_not_applied(train: Train, mode: str) -> None:
+    run = train(
+        "wild", "dp=2", server__servers=2, server__mode=mode, recipe__lr=1e30, recipe__warmup=0,
+        recipe__schedule="constant", fault__nonfinite="stop", fault__max_restarts=0,
+    )  # fmt: skip
+    assert run.report.code == FAILED and "not finite" in run.report.message

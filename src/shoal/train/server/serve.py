@@ -25,6 +25,7 @@ from shoal.train import optimizer as optimizers
 from shoal.train.commits import Commits
 from shoal.train.data.dataset import Dataset
 from shoal.train.files import StepFile
+from shoal.train.guard.nonfinite import NonFiniteGuard
 from shoal.train.metrics.meter import Meter, finite
 from shoal.train.optimizer import LossScale, clip_and_update, learning_rate, squared_norm
 from shoal.train.outcome import RESUMED, Outcome
@@ -134,6 +135,7 @@ class ParameterServer:
         self.work = WorkQueue(self.applied)
         self.results: dict[int, tuple[float, int]] = {}  # of an evaluation, by part
         self.meter = Meter(job, mesh)
+        self.guard = NonFiniteGuard(config.fault.nonfinite, scaled=False)
         if mesh.rank == 0:
             self.metrics = StepFile(run.metrics, self.done)
             StepFile(run.samples, self.done)  # a worker appends to it
@@ -159,16 +161,23 @@ class ParameterServer:
     def _step(self, step: int) -> bool:
         """Updates with all of a step's parts, or with as many pushes as it has. False: asked to stop before it."""
         self.announce(STEP, step)
+        with self.changed:
+            self._look_for_stop()
         pushes = self._synchronous(step) if self.sync else self._asynchronous(step)
         if pushes is None:
             return False
         self.meter.stop()
         last = step == self.recipe.steps
-        row = self._row(step, pushes)
+        result = self._result(step, pushes)
+        # A gradient that was pushed cannot be computed again: to try again is to stop.
+        self.guard.judge(step, result, lambda: result)
+        row = self._row(step, pushes, result)
         if self._evaluates(step):
             row["heldout_loss"] = finite(self._heldout(step))
         if self.mesh.rank == 0:
             self.metrics.append(row)
+            if (told := self.guard.told(step, result)) is not None:
+                self.run.note_fault(**told)
         self.announce(COMMIT, step)
         self.commits.hear()
         self.commits.after_step(step, last, row.get("heldout_loss"))
@@ -248,10 +257,15 @@ class ParameterServer:
             self.taken.clear()
         self.changed.notify_all()
 
-    def _row(self, step: int, pushes: list[Push]) -> dict[str, Any]:
+    def _result(self, step: int, pushes: list[Push]) -> StepResult:
         targets = sum(push.targets for push in pushes)
         loss = sum(push.loss * push.targets for push in pushes) / max(1, targets)
-        result = StepResult(loss, self.norm, learning_rate(self.recipe, step), math.isfinite(self.norm))
+        blamed = {push.worker for push in pushes if not math.isfinite(push.norm)}
+        rate = learning_rate(self.recipe, step)
+        return StepResult(loss, self.norm, rate, math.isfinite(self.norm), tuple(sorted(blamed)))
+
+    def _row(self, step: int, pushes: list[Push], result: StepResult) -> dict[str, Any]:
+        targets = sum(push.targets for push in pushes)
         row = {**self.meter.row(step, result, targets), "world": self.workers, "attempt": self.attempt}
         row["workers"] = [push.worker for push in pushes]
         row["staleness"] = [0 if self.sync else push.pulled for push in pushes]
