@@ -1,4 +1,4 @@
-"""``shoal bench``: a training step next to other stacks; the planner next to published runs."""
+"""``shoal bench``: collectives; a training step next to other stacks; the planner next to published runs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from shoal.cli.bench_comm import comm
 from shoal.cli.bench_step import step
 
 app = App(
     name="bench",
-    help="Measure a training step next to other stacks; compare the planner with published runs.",
+    help="Measure collectives, or a training step next to other stacks; compare the planner with published runs.",
     help_format="plaintext",
 )
+app.command(comm)
 app.command(step)
 
 WORST = 10

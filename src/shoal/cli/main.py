@@ -60,7 +60,7 @@ for command, place, does in (
     (
         "bench",
         "shoal.cli.bench:app",
-        "Measure a training step next to other stacks; compare the planner with published runs.",
+        "Measure collectives, or a training step next to other stacks; compare the planner with published runs.",
     ),
     ("doctor", "shoal.cli.doctor:doctor", "Check whether this machine is ready to train."),
 ):

@@ -90,4 +90,6 @@ def measured_rates(cluster: Cluster) -> str | None:
     from shoal.facts import calibration
 
     found = calibration.find(cluster)
-    return f"rates: {found.words}; --no-calibration ignores them" if found.measured is not None else None
+    if found.measured is None and not found.links:
+        return None
+    return f"rates: {found.words}; --no-calibration ignores them"

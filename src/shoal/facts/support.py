@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shoal.facts import strategies
 from shoal.facts.config import Config
-from shoal.facts.layout import DEGREES, Layout, printed
+from shoal.facts.layout import DEGREES, Layout, divisors, printed
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem
 
@@ -21,7 +21,29 @@ def check(config: Config, model: Model, layout: Layout) -> None:
 def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem]:
     """Everything asked for that the engine does not run yet. ``model`` is None where none was found."""
     found = [*_in_config(config), *_in_layout(layout), *(_in_model(model) if model else ())]
-    return [Problem(f"{what}: this version of Shoal does not train with it", fix) for what, fix in found]
+    lacking = [Problem(f"{what}: this version of Shoal does not train with it", fix) for what, fix in found]
+    return [*lacking, *(_beside_servers(config, layout) if config.server.servers else ())]
+
+
+def _beside_servers(config: Config, layout: Layout) -> Iterator[Problem]:
+    """What a parameter server does not go with: workers are replicas, and each decides for itself."""
+    others = [axis for axis in DEGREES if axis != "dp" and getattr(layout, axis) > 1]
+    if others:
+        batch = config.recipe.batch
+        nearest = Layout(dp=max(one for one in divisors(batch) if one <= layout.world))
+        yield Problem(
+            f"server.servers = {config.server.servers} with {', '.join(others)}: workers of a parameter server hold "
+            "whole models, so dp is its only axis",
+            f"nearest legal layout: {nearest}; or server.servers = 0",
+            "layout",
+        )
+    if config.run.strict:
+        yield Problem("server.servers with run.strict", "run.strict = false, or server.servers = 0")
+    if config.recipe.precision == "fp16":
+        yield Problem(
+            'server.servers with recipe.precision = "fp16": one loss scale for all is not known to workers',
+            'recipe.precision = "bf16" or "fp32"',
+        )
 
 
 def runs(layout: Layout) -> bool:

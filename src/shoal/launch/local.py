@@ -34,6 +34,8 @@ from shoal.train.run_directory import RunDirectory, identity
 
 WORKER = "shoal.launch.worker:work"
 ATTEMPT = "shoal.launch.supervisor:Supervisor"
+# With a parameter server workers are started beside the agent, which has the servers.
+SERVED, SERVED_WORKER = "shoal.launch.served:ServedSupervisor", "shoal.launch.server:work_for_servers"
 # What workers find imported. torch's optimizers import its compiler on first use, which takes two seconds.
 PRELOAD = ("shoal.launch.worker", "torch._dynamo")
 
@@ -44,12 +46,15 @@ def train(
     fresh: bool,
     console: Console,
     visible: str | None = None,
-    entrypoint: str = WORKER,
+    entrypoint: str | None = None,
 ) -> Report:
     """Train ``job`` in ``run`` to its end, from wherever it stands. Bad input raises before anything is spawned.
 
-    ``visible`` is what CUDA_VISIBLE_DEVICES says; ``entrypoint`` ("module:function") what a rank's process calls.
+    ``visible`` is what CUDA_VISIBLE_DEVICES says; ``entrypoint`` ("module:function") what a rank's process calls, or
+    that of a parameter server's worker.
     """
+    served = job.config.server.servers > 0
+    entrypoint = entrypoint or (SERVED_WORKER if served else WORKER)
     check(job, run, visible)
     with ExitStack() as held:
         if run.path.exists():
@@ -59,7 +64,7 @@ def train(
         if isinstance(start, Report):
             return start
         warm_workers([*PRELOAD, entrypoint.partition(":")[0]], job.config)
-        attempt = load_attempt(ATTEMPT)
+        attempt = load_attempt(SERVED if served else ATTEMPT)
         count = partial(devices_here, job, visible)
         with begun(job, run, console, start):
             return attempt(job, run, dataset.path, console, entrypoint, count).run_to_end()

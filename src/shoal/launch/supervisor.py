@@ -83,7 +83,7 @@ class Supervisor:
         self.watchdog: Watchdog | None = None
         self.spec = WorkerSpec(
             role="shoal",
-            local_world_size=job.layout.world,
+            local_world_size=job.processes,
             rdzv_handler=self.rendezvous,
             entrypoint=begin,
             max_restarts=AS_OFTEN_AS_WE_SAY,
@@ -114,7 +114,7 @@ class Supervisor:
     ) -> None:
         """What the workers of the next round are to do, and those of so many nodes in all."""
         self.job, fault = job, job.config.fault
-        self.spec.local_world_size = job.layout.world // nodes
+        self.spec.local_world_size = job.processes // nodes
         path = self.run.path.resolve()
         secret, name = self.rendezvous.store.secret, attempt or f"{self.name}-{number}"
         more = number, set_aside, self.run.node, nodes
@@ -124,7 +124,7 @@ class Supervisor:
 
     def _watch_over(self, limits: Limits) -> None:
         """The ranks of the next round."""
-        ranks = LocalRanks(self.run, range(self.job.layout.world), self.agent.processes)
+        ranks = LocalRanks(self.run, range(self.job.processes), self.agent.processes)
         self.watchdog = Watchdog(ranks, limits) if self.job.config.fault.stall else None
 
     def run_to_end(self) -> Report:
@@ -227,7 +227,7 @@ class Supervisor:
         store, attempt = self.rendezvous.store, self.rendezvous.attempt()
         # Peers of a rank that stalls may give up while the watchdog still looks who it is: it is heard out.
         with self._watching:
-            return cause(store, attempt, self.job.layout.world, self._deaths())
+            return cause(store, attempt, self.job.processes, self._deaths())
 
     def _deaths(self) -> Sequence[Death]:
         """Which ranks have ended, the first one first."""

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -50,10 +50,15 @@ WRITER_SECONDS = 20.0
 TELL_SECONDS = 10.0
 
 
-def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
-    """The process of one rank, from its first line to its last. None: an earlier attempt's error is final."""
-    _end_with_launcher()
-    _own_session()
+def work(
+    assignment: Assignment, guest: Guest | None = None, main: Callable[..., Outcome] = train
+) -> Outcome | None:
+    """The process of one rank, from its first line to its last. None: an earlier attempt's error is final.
+
+    ``main``: what it does among the others, once it has joined them.
+    """
+    end_with_launcher()
+    own_session()
     os.umask(OWNER_ONLY)
     left_out = keep_only_passed(assignment.job.config)
     rank = int(os.environ["RANK"])
@@ -66,7 +71,7 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
     if store.has(FATAL):
         return None
     try:
-        _print_to(run.log(rank))
+        print_to(run.log(rank))
         if left_out:
             print(f"not passed on to ranks (see run.environment): {' '.join(left_out)}", flush=True)
         with (
@@ -86,7 +91,7 @@ def work(assignment: Assignment, guest: Guest | None = None) -> Outcome | None:
             asked = partial(_asked, store, attempt) if rank == 0 else bool
             with recording(flight, mesh.names) if watched else contextlib.nullcontext():
                 restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-                outcome = train(
+                outcome = main(
                     assignment.job,
                     run,
                     assignment.dataset,
@@ -148,7 +153,7 @@ def _to_start(job: Job) -> float:
     return max(START_SECONDS, job.config.fault.timeout)
 
 
-def _end_with_launcher() -> None:
+def end_with_launcher() -> None:
     """A launcher that was killed cannot stop its workers, so they watch it: its end closes a pipe that they hold.
 
     Its process id would not do: until its exit code is read, a dead process still has one.
@@ -163,7 +168,7 @@ def _end_with_launcher() -> None:
     threading.Thread(target=watch, name="shoal-launcher-watch", daemon=True).start()
 
 
-def _own_session() -> None:
+def own_session() -> None:
     """What is meant for the launcher's terminal or its group does not reach us. We were born with signals blocked."""
     with contextlib.suppress(OSError):
         os.setsid()
@@ -172,7 +177,7 @@ def _own_session() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _print_to(log: Path) -> None:
+def print_to(log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

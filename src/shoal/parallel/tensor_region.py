@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shoal.comm.renamed import all_gather_single, reduce_scatter_single
+
 
 class TensorRegion:
     """How one rank of a tensor group reads and writes the residual stream [B, T, hidden].
@@ -105,10 +107,6 @@ class SumForward(torch.autograd.Function):
 
 # The collectives, out of place: a matmul's output may be what selective recomputation has kept. Inside of a compiled
 # block they are torch's functional ones, operators that the compiler sees and keeps in order; sums are the same.
-
-# Torch 2.13 renames these two and warns of the old names; before it there are only those.
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def all_gather(local: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.comm.renamed import all_gather_single, reduce_scatter_single
 from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind
 from shoal.models.initial import Slice
 from shoal.parallel.bucket_reducer import BucketReducer
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.shards import HeldParameter, Shard, counts, gradient_bytes, has_master, whole_weights
-from shoal.parallel.tensor_region import all_gather_single, reduce_scatter_single
 
 
 class ShardedBucket:

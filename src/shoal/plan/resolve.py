@@ -34,6 +34,11 @@ class Job:
         precision, strict = config.recipe.precision, config.run.strict
         return compilation(config.compile.enabled, on_gpu, self.layout, precision, strict)
 
+    @property
+    def processes(self) -> int:
+        """How many the agent starts, watches and restarts together: ranks or, where there are any, servers."""
+        return self.config.server.servers or self.layout.world
+
     def workload(self) -> Workload:
         """What predictions are asked about, with all of the config that changes a cost."""
         config = self.config
@@ -107,7 +112,8 @@ def choose(config: Config, cluster: Cluster, model: Model | None = None) -> Layo
         compile=config.compile.enabled,
     )
     # Strict mode has rules that the search does not know. What is not run at all is refused by its own name.
-    if config.run.strict or replicas_only(cluster) or not engine_runs(workload):
+    # A parameter server has replicas alone.
+    if config.run.strict or config.server.servers or replicas_only(cluster) or not engine_runs(workload):
         return plain
     chosen = searched(workload, runnable=True).chosen
     if chosen is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shoal.facts.config import EvaluateSection
 from shoal.models.generate import generate
 from shoal.models.random import key
 from shoal.parallel.apply import Placed
@@ -14,6 +17,8 @@ from shoal.parallel.stage_module import MicroBatch
 from shoal.train.data.loader import Loader
 from shoal.train.data.tokenizers import Tokenizer
 from shoal.train.step import summed_loss
+
+PROMPT_TOKENS = 32
 
 
 def heldout_loss(
@@ -24,10 +29,23 @@ def heldout_loss(
     Which rank sees which sample changes no sum. All ranks run equally many rows, for some strategies meet in every
     forward pass; rows past the last sample are empty. ``at_once`` micro-batches of ``micro`` rows fill a pipeline.
     """
-    count, ranks = min(most, loader.heldout_count), mesh.layout.data_ranks
+    losses, targets = own_heldout(
+        placed, loader, mesh, most, micro, at_once, (mesh.data_index, mesh.layout.data_ranks)
+    )
+    loss = summed_loss(losses, placed, mesh)
+    (seen,) = mesh.hosts.sum_integers([targets if mesh.first_of_replica else 0])
+    return loss / seen if seen else None
+
+
+def own_heldout(
+    placed: Placed, loader: Loader, mesh: Mesh, most: int, micro: int, at_once: int, part: tuple[int, int]
+) -> tuple[list[Tensor], int]:
+    """The losses of one part's held-out rows, and how many targets these have; ``part``: which one of how many."""
+    index, ranks = part
+    count = min(most, loader.heldout_count)
     chosen = [number * loader.heldout_count // count for number in range(count)]
     chosen += [loader.heldout_count] * (-count % ranks)
-    mine = chosen[mesh.data_index :: ranks]
+    mine = chosen[index::ranks]
     groups = [mine[start : start + micro] for start in range(0, len(mine), micro)]
     losses: list[Tensor] = []
     targets = 0
@@ -36,9 +54,25 @@ def heldout_loss(
         batches = [MicroBatch(row.tokens, row.positions, row.documents, row.targets, None) for row in rows]
         losses += placed.executor.forward_only(batches)
         targets += sum(row.count for row in rows)
-    loss = summed_loss(losses, placed, mesh)
-    (seen,) = mesh.hosts.sum_integers([targets if mesh.first_of_replica else 0])
-    return loss / seen if seen else None
+    return losses, targets
+
+
+def sample_rows(
+    placed: Placed,
+    loader: Loader,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    evaluate: EvaluateSection,
+    seed: int,
+    step: int,
+) -> list[dict[str, Any]]:
+    """Rows of samples.jsonl: continuations of the first held-out texts."""
+    count = min(evaluate.samples, loader.heldout_count)
+    prompts = [loader.heldout_rows([number]).tokens[0, :PROMPT_TOKENS] for number in range(count)]
+    written = write_samples(
+        placed, tokenizer, mesh, prompts, evaluate.sample_tokens, evaluate.temperature, seed, step
+    )
+    return [{"step": step, "prompt": prompt, "text": text} for prompt, text in written]
 
 
 def write_samples(

@@ -26,7 +26,7 @@ from shoal.plan.resolve import Job
 from shoal.train.commits import Commits
 from shoal.train.data.dataset import Dataset
 from shoal.train.data.loader import Batch
-from shoal.train.evaluate import heldout_loss, write_samples
+from shoal.train.evaluate import heldout_loss, sample_rows
 from shoal.train.files import StepFile, read_rows
 from shoal.train.guard.corruption import CorruptionGuard
 from shoal.train.guard.nonfinite import NonFiniteGuard
@@ -42,8 +42,6 @@ from shoal.train.program import Program, first_weights, no_weights
 from shoal.train.run_directory import RunDirectory, identity
 from shoal.train.state import State
 from shoal.train.step import IssuedStep, StepResult
-
-PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -310,23 +308,11 @@ class Training:
         most = evaluate.batches * recipe.batch
         loss = heldout_loss(placed, self.loader, self.mesh, most, self.program.micro, at_once)
         if _writes_samples(self.mesh):
-            count = min(evaluate.samples, self.loader.heldout_count)
-            prompts = [
-                self.loader.heldout_rows([number]).tokens[0, :PROMPT_TOKENS] for number in range(count)
-            ]
-            written = write_samples(
-                placed,
-                self.program.tokenizer,
-                self.mesh,
-                prompts,
-                evaluate.sample_tokens,
-                evaluate.temperature,
-                recipe.seed,
-                self.done,
+            rows = sample_rows(
+                placed, self.loader, self.program.tokenizer, self.mesh, evaluate, recipe.seed, self.done
             )
-            if self.first_rank:
-                for prompt, text in written:
-                    self.samples.append({"step": self.done, "prompt": prompt, "text": text})
+            for row in rows if self.first_rank else ():
+                self.samples.append(row)
         self.mesh.hosts.wait_for_first_rank()
         return loss
 

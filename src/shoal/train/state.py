@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameters
 from shoal.facts.recipe import OPTIMIZER_STATES
 from shoal.models.initial import Slice
-from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.shards import Shard, piece_slices, weight
 from shoal.train.checkpoint.manifest import Damaged, Manifest, check_agrees, identity_hash
@@ -23,13 +22,26 @@ from shoal.train.checkpoint.write_plan import parts
 from shoal.train.optimizer import LossScale, start_momentum
 
 
+class Updated(Protocol):
+    """What a rank's optimizer updates, and what follows from it."""
+
+    @property
+    def gradients(self) -> HasPieces: ...
+
+    def after_update(self) -> None: ...
+
+
+class HasPieces(Protocol):
+    pieces: list[Shard]
+
+
 class State:
     """Weights, optimizer states and the few numbers beside them. All else is a function of the recipe and the step."""
 
     def __init__(
         self,
         model: Model,
-        placed: Placed,
+        placed: Updated,
         optimizer: torch.optim.Optimizer,
         kind: str,
         scale: LossScale,

@@ -72,6 +72,7 @@ class Calibration(Hardware):
     known: bool  # whether the device kind was measured; otherwise its rates are those of a relative
     measured: Measurements | None = None  # kernel by kernel, on a machine at hand
     path: str = ""  # of the file that it came from
+    links: str = ""  # of the file that the links' rates came from, where that is another
 
     def __hash__(self) -> int:  # quick, for caches; equality stays field by field
         return hash((self.device.source, self.fast.source, self.path))
@@ -79,9 +80,11 @@ class Calibration(Hardware):
     @property
     def words(self) -> str:
         """Where the rates come from, in one line."""
+        links = f"; links measured ({self.links})" if self.links else ""
         if self.measured is None:
-            return f"built in ({self.device.source if self.known else 'those of a relative: never measured'})"
-        return f"measured here on {self.measured.date[:10]} ({self.path})"
+            source = self.device.source if self.known else "those of a relative: never measured"
+            return f"built in ({source}){links}"
+        return f"measured here on {self.measured.date[:10]} ({self.path}){links}"
 
 
 _FITTED = "fitted on a fifth of the published runs (benchmarks/fit_planner.py)"
@@ -146,6 +149,7 @@ HOST = LinkRates(share=0.87, hop=0.0, start=2e-5, source="H200: pinned copies at
 
 
 _installed: dict[str, Calibration] = {}
+_installed_links: dict[str, dict[str, LinkRates | str]] = {}
 
 
 def install(device: str, measured: Calibration) -> None:
@@ -153,14 +157,23 @@ def install(device: str, measured: Calibration) -> None:
     _installed[device] = measured
 
 
+def install_links(device: str, fast: LinkRates | None, network: LinkRates | None, path: str) -> None:
+    """From now on predictions for this device kind use these links' rates, whatever the others' source; None: as is."""
+    found = {"fast": fast, "network": network, "links": path}
+    _installed_links[device] = {name: value for name, value in found.items() if value is not None}
+
+
 def forget() -> None:
     """Back to what comes with Shoal."""
     _installed.clear()
+    _installed_links.clear()
 
 
 def find(cluster: Cluster) -> Calibration:
     """What is known of a cluster's device kind: measured here, built in, or the rates of its nearest relative."""
-    return _installed.get(cluster.device.name) or built_in(cluster.device)
+    name = cluster.device.name
+    found = _installed.get(name) or built_in(cluster.device)
+    return found.model_copy(update=_installed_links[name]) if name in _installed_links else found
 
 
 def built_in(device: Device) -> Calibration:

@@ -1,5 +1,8 @@
 """Measured calibrations on disk: one JSON file per kind of device in ``calibration/`` of Shoal's cache.
 
+Links have files of their own in ``calibration/links/``: ``shoal profile --calibrate`` and ``shoal bench comm`` both
+measure them, and what was measured last counts.
+
 Predictions read none of these by themselves. A command that predicts calls ``use`` at its start, once in every
 process that predicts; from then on ``calibration.find`` knows what the files say. A library or a test that does not
 call it predicts the same on every machine.
@@ -46,6 +49,15 @@ class Stored(Hardware):
         )
 
 
+class StoredLinks(Hardware):
+    """What was last measured between devices of one kind."""
+
+    format: int
+    device: str
+    fast: LinkRates | None = None  # within a node
+    network: LinkRates | None = None  # between nodes
+
+
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """The one place where SHOAL_CACHE is read."""
     return Path(environment.get(VARIABLE) or DEFAULT).expanduser()
@@ -75,6 +87,34 @@ def read(path: Path) -> Stored:
     return stored
 
 
+def links_file(folder: Path, device: str) -> Path:
+    return file_of(folder / "links", device)
+
+
+def read_links(path: Path) -> StoredLinks:
+    """Raises ``ValueError`` as ``read`` does."""
+    try:
+        stored = StoredLinks.model_validate_json(read_bytes(path))
+    except ValidationError as error:
+        raise ValueError(first_fault(error)) from None
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from None
+    if stored.format != FORMAT:
+        raise ValueError(f"format {stored.format}, this version of Shoal reads {FORMAT}")
+    if file_of(path.parent, stored.device) != path:
+        raise ValueError(f"is about {stored.device}, which its name does not say")
+    return stored
+
+
+def with_link(folder: Path, device: str, kind: str, rates: LinkRates) -> StoredLinks:
+    """What a device kind's file of links holds once ``kind`` ("fast" or "network") has these rates."""
+    try:
+        before = read_links(links_file(folder, device))
+    except ValueError:  # none, or none that can be used: it is replaced
+        before = StoredLinks(format=FORMAT, device=device)
+    return before.model_copy(update={kind: rates})
+
+
 def use(folder: Path | None) -> list[str]:
     """Let predictions use what is stored in this folder, and nothing else; None: built-in rates alone.
 
@@ -82,6 +122,13 @@ def use(folder: Path | None) -> list[str]:
     """
     calibration.forget()
     warnings = []
+    for path in sorted((folder / "links").glob("*.json")) if folder is not None else ():
+        try:
+            links = read_links(path)
+        except ValueError as error:
+            warnings.append(f"links {path} are not used: {error}; run shoal bench comm, or delete the file")
+        else:
+            calibration.install_links(links.device, links.fast, links.network, str(path))
     for path in sorted(folder.glob("*.json")) if folder is not None else ():
         try:
             stored = read(path)

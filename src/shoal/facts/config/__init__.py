@@ -159,6 +159,26 @@ class CompileSection(Section):
     )
 
 
+class ServerSection(Section):
+    servers: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="parameter servers beside the workers of a dp layout: they hold parameters and optimizer states; "
+        "0: none",
+    )
+    mode: Literal["sync", "async"] = Field(
+        "sync",
+        description="sync: a step's gradients are summed, as in dp; async: each is an update, whenever it comes",
+    )
+    staleness: int = Field(
+        4,
+        ge=0,
+        le=10**6,
+        description="async: most updates between the pull of parameters and the update with their gradient",
+    )
+
+
 class TuneSection(Section):
     bucket_mb: float = Field(25.0, gt=0, le=1e6, description="gradient bucket size, in MiB")
     prefetch: int = Field(1, ge=0, le=10**4, description="FSDP units to all-gather ahead")
@@ -227,6 +247,7 @@ class Config(Section):
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     compile: CompileSection = CompileSection()
+    server: ServerSection = ServerSection()
     tune: TuneSection = TuneSection()
     fault: FaultSection = FaultSection()
     track: TrackSection = TrackSection()

@@ -166,7 +166,6 @@ LATER: Mapping[str, str] = {
     "data.template": "rows are text: data.field names it",
     "data.loss_on": "rows are text, and the loss is on all of it",
     "evaluate.source": "data.heldout keeps a share of the documents for evaluation",
-    "server": 'layout = "dp=4" trains 4 replicas without a server',
     "tune.search": 'layout = "auto" takes what shoal plan puts first',
     "model.lora.kind": "leave it out: the kind is lora",
     "model.lora.dropout": "leave it out",

@@ -73,6 +73,11 @@ def train(
 
 
 def check_even(job: Job, nodes: NodeCount) -> None:
+    if job.config.server.servers:
+        raise BadInput(
+            f"server.servers = {job.config.server.servers} with --nodes: a parameter server and its workers are on one",
+            "--nodes 1, or server.servers = 0",
+        )
     if job.layout.world % nodes.most:
         raise BadInput(
             f"layout {job.layout} has {job.layout.world} ranks, which are not as many on each of {nodes.most} nodes",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from shoal.comm.measure import wait
 from shoal.facts.calibration.measurements import HostWork
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout, Recompute
@@ -20,7 +21,6 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.recompute import recompute
 from shoal.predict.time import operators as eager
 from shoal.predict.time.operators import Widths
-from shoal.prove.calibrate.sampling import wait
 from shoal.train.data.loader import Batch
 from shoal.train.program import assemble, blueprint, compute_dtype
 

@@ -1,114 +1,163 @@
-"""Time collectives between this machine's ranks: latency and bandwidth by operation and size."""
+"""The ranks between which links are measured (``profile --calibrate``, ``bench comm``): of this machine, or adopted."""
 
 from __future__ import annotations
 
 import os
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shoal.facts.calibration import LinkRates
+from shoal.comm.fit import PRICED, link_rates
+from shoal.comm.measure import TIMES, WARM_UP, measure
+from shoal.comm.operations import TimedCollective
+from shoal.comm.ring import ShownRing, show_ring
+from shoal.facts.calibration import LinkRates, file
 from shoal.facts.cluster.this_machine import usable_threads
+from shoal.launch.environment import ToldRank
 from shoal.launch.init_rank import given_threads
 from shoal.launch.interfaces import LOOPBACK_INTERFACE
 from shoal.launch.local import PRELOAD, warm_workers
 from shoal.launch.ranks import run_ranks
 from shoal.parallel.signed_store import SignedStore
-from shoal.parallel.tensor_region import all_gather_single, reduce_scatter_single
-from shoal.predict.time.links import ROUNDS
-from shoal.prove.calibrate.sampling import wait
+from shoal.train.files import replace_text
 
 SMALL, LARGE = 2**12, {"nccl": 2**28, "gloo": 2**23}
-TIMES = 9
 PATIENCE = 90.0
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
+# At least so many bytes/s, on any link that is worth waiting for.
+SLOWEST = 20e6
 
 
-class TimedCollective(NamedTuple):
-    """One operation over a buffer of so many bytes."""
+@dataclass(frozen=True)
+class StartedRanks:
+    """Ranks on this machine, each with a device of its own unless they share."""
 
-    op: str
-    bytes: int
-    seconds: float
+    world: int
+    backend: str
+    share: bool = False
+
+    nodes = 1
+    prints = True
+
+    def measure(self, operations: Sequence[str], sizes: Sequence[int]) -> list[TimedCollective]:
+        found: list[TimedCollective] = self._everywhere(
+            _measure, patience(operations, sizes), operations, sizes
+        )[0]
+        return found
+
+    def show_ring(self) -> list[ShownRing]:
+        return self._everywhere(_show_ring, PATIENCE)
+
+    def _everywhere(self, part: Callable[..., Any], seconds: float, *arguments: Any) -> list[Any]:
+        warm_workers((*PRELOAD, __name__))
+        return run_ranks(self.world, _in_group, (self, seconds, part, arguments), seconds)
+
+
+@dataclass(frozen=True)
+class AdoptedRanks:
+    """The ranks that a launcher has started, of which this process is one; on one node or several."""
+
+    told: ToldRank
+    backend: str
+    share = False
+
+    @property
+    def world(self) -> int:
+        return self.told.world
+
+    @property
+    def nodes(self) -> int:
+        return self.told.nodes
+
+    @property
+    def prints(self) -> bool:
+        return self.told.rank == 0
+
+    def measure(self, operations: Sequence[str], sizes: Sequence[int]) -> list[TimedCollective]:
+        with self._group(patience(operations, sizes)) as device:
+            return measure(operations, sizes, device)
+
+    def show_ring(self) -> list[ShownRing]:
+        with self._group(PATIENCE) as device:
+            every: list[Any] = [None] * self.world
+            dist.all_gather_object(every, show_ring(device))
+            return every
+
+    @contextmanager
+    def _group(self, seconds: float) -> Iterator[torch.device]:
+        device = _device(self.backend, self.told.local_rank, self.told.local_world)
+        dist.init_process_group(self.backend, timeout=timedelta(seconds=seconds))
+        try:
+            yield device
+        finally:
+            dist.destroy_process_group()
+
+
+def patience(operations: Sequence[str], sizes: Sequence[int]) -> float:
+    """How long a measurement may take, all of it."""
+    return PATIENCE + sum(sizes) * len(operations) * (WARM_UP + TIMES) / SLOWEST
 
 
 def links(devices: int, on_cpu: bool) -> LinkRates | None:
     """None where there is no peer."""
-    world = 2 if on_cpu else devices
-    if world < 2:
+    ranks = StartedRanks(2 if on_cpu else devices, "gloo" if on_cpu else "nccl")
+    if ranks.world < 2:
         return None
-    backend = "gloo" if on_cpu else "nccl"
-    warm_workers((*PRELOAD, "shoal.prove.calibrate.links"))
-    calls = run_ranks(world, measure, (backend,), PATIENCE)[0]
-    return fitted(calls, world, f"{backend}, {world} ranks of this machine")
+    largest = LARGE[ranks.backend]
+    return link_rates(ranks.measure(PRICED, (SMALL, largest // 16, largest)), described(ranks))
 
 
-def measure(rank: int, world: int, store: SignedStore, backend: str) -> list[TimedCollective]:
+def keep(folder: Path, device: str, kind: str, rates: LinkRates) -> Path:
+    """Store rates where predictions read them; ``kind`` is "fast" within a node, "network" between nodes."""
+    path = file.links_file(folder, device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, file.with_link(folder, device, kind, rates).model_dump_json(indent=1) + "\n")
+    return path
+
+
+def described(ranks: StartedRanks | AdoptedRanks) -> str:
+    """Where rates come from, in a few words."""
+    where = "this machine" if ranks.nodes == 1 else f"{ranks.nodes} nodes"
+    return f"{ranks.backend}, {ranks.world} ranks of {where}"
+
+
+def _measure(device: torch.device, operations: Sequence[str], sizes: Sequence[int]) -> list[TimedCollective]:
+    return measure(operations, sizes, device)
+
+
+def _show_ring(device: torch.device) -> ShownRing:
+    return show_ring(device)
+
+
+def _in_group(
+    rank: int,
+    world: int,
+    store: SignedStore,
+    ranks: StartedRanks,
+    seconds: float,
+    part: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> Any:
     """One rank's part."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
-    device = torch.device("cpu")
+    if ranks.share:
+        # NCCL takes two ranks on one device of one host for a mistake. On two hosts it asks no questions.
+        os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+    device = _device(ranks.backend, rank, world)
+    timeout = timedelta(seconds=seconds)
+    dist.init_process_group(ranks.backend, store=store.plain, rank=rank, world_size=world, timeout=timeout)
+    return part(device, *arguments)
+
+
+def _device(backend: str, local_rank: int, here: int) -> torch.device:
     if backend == "nccl":
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(given_threads() or max(1, usable_threads() // world))
-    timeout = timedelta(seconds=PATIENCE)
-    dist.init_process_group(backend, store=store.plain, rank=rank, world_size=world, timeout=timeout)
-    found = []
-    for size in (SMALL, LARGE[backend] // 16, LARGE[backend]):
-        elements = size // 4 // world * world
-        whole, part = torch.zeros(elements, device=device), torch.zeros(elements // world, device=device)
-        for op in OPERATIONS:
-            run = _call(op, rank, whole, part)
-            taken = []
-            for _ in range(TIMES):
-                dist.barrier(device_ids=None if device.index is None else [device.index])
-                wait(device)
-                start = time.perf_counter()
-                run()
-                wait(device)
-                taken.append(time.perf_counter() - start)
-            found.append(TimedCollective(op, whole.nbytes, statistics.median(taken[2:])))
-    return found
-
-
-def _call(op: str, rank: int, whole: torch.Tensor, part: torch.Tensor) -> Callable[[], object]:
-    """Between the first two ranks, where it is a message: there and back, so that one clock sees both."""
-
-    def message() -> None:
-        if rank == 0:
-            dist.send(whole, 1)
-            dist.recv(whole, 1)
-        elif rank == 1:
-            dist.recv(whole, 0)
-            dist.send(whole, 0)
-
-    return {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: all_gather_single(whole, part),
-        "reduce_scatter": lambda: reduce_scatter_single(part, whole),
-        "send": message,
-    }[op]
-
-
-def fitted(calls: list[TimedCollective], world: int, source: str) -> LinkRates:
-    """Small messages give the latency: of one start and, for each rank that is passed, a hop. Large ones the rate."""
-    sizes = [call.bytes for call in calls]
-    small, large = (
-        {call.op: call for call in calls if call.bytes == size} for size in (min(sizes), max(sizes))
-    )
-    latency = {op: small[op].seconds / (2 if op == "send" else 1) for op in OPERATIONS}
-    passes = {op: ROUNDS.get(op, 1.0) * (world - 1 if op in ROUNDS else 1) for op in OPERATIONS}
-    between = passes["all_reduce"] - passes["all_gather"]
-    hop = max(0.0, (latency["all_reduce"] - latency["all_gather"]) / between)
-    start = max(0.0, statistics.median(latency[op] - passes[op] * hop for op in OPERATIONS))
-    rates = []
-    for op, call in large.items():
-        moved = call.bytes * (2.0 if op == "send" else ROUNDS[op] * (world - 1) / world)
-        rates.append(moved / max(1e-9, call.seconds - small[op].seconds))
-    return LinkRates(share=1.0, hop=hop, start=start, bandwidth=statistics.median(rates), source=source)
+        return device
+    torch.set_num_threads(given_threads() or max(1, usable_threads() // here))
+    return torch.device("cpu")

@@ -54,6 +54,8 @@ def calibrate(
     folder.mkdir(parents=True, exist_ok=True)
     path = file.file_of(folder, stored.measured.device)
     replace_text(path, stored.model_dump_json(indent=1) + "\n")
+    if stored.fast is not None:
+        links.keep(folder, stored.measured.device, "fast", stored.fast)
     for warning in file.use(folder):
         console.print(warning, markup=False)
     if before is None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.comm.measure import wait
+
 # A sample is repeated back to back until it takes about this long, so that starting a clock does not show.
 LONG_ENOUGH = {"cuda": 1e-3, "cpu": 4e-3}
 MOST_REPEATS = 40
@@ -188,12 +190,6 @@ class Rounds:
         wait(self.device)
         for sample, start, end in clocks:
             sample.seen.append(start.elapsed_time(end) / 1e3 / sample.repeats)
-
-
-def wait(device: torch.device) -> None:
-    """Until it has done all that it was asked for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class Pool:

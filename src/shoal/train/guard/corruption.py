@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.renamed import all_gather_single
 from shoal.facts.model.parameters import EMBEDDING, by_name
 from shoal.facts.model.tensor_split import tensor_part
 from shoal.facts.traffic import name_ranks
 from shoal.parallel.shards import Shard, has_master
-from shoal.parallel.tensor_region import all_gather_single
 from shoal.train.guard.digest import BLOCK, Digests, digest, prepare
 from shoal.train.step import Step
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from shoal.comm.renamed import all_gather_single
 from shoal.facts.layout.ranks import coordinates
 from shoal.observe.waits import Waits, timed_waits
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.tensor_region import all_gather_single
 
 # Steps over which a rank's usual time is taken, and between which ranks compare theirs.
 WINDOW = 20

@@ -1,0 +1,49 @@
+"""Time operations between the ranks of the process group at hand, by size: on gloo, on NCCL, on one node or several."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.operations import TimedCollective, caller
+
+TIMES, WARM_UP = 9, 2
+
+
+def measure(
+    operations: Sequence[str], sizes: Sequence[int], device: torch.device, times: int = TIMES
+) -> list[TimedCollective]:
+    """Every operation at every size, in bytes of fp32, on every rank of the default group; all ranks get the answer.
+
+    A call takes as long as the slowest rank takes, from a moment at which all were ready. The median over calls counts.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found = []
+    for size in sizes:
+        part = torch.zeros(max(1, size // 4 // ranks), device=device)
+        whole = part.new_zeros(part.numel() * ranks)
+        for op in operations:
+            call = caller(op, rank, ranks, whole, part)
+            taken = []
+            for _ in range(WARM_UP + times):
+                dist.barrier(device_ids=None if device.index is None else [device.index])
+                wait(device)
+                start = time.perf_counter()
+                call()
+                wait(device)
+                taken.append(time.perf_counter() - start)
+            slowest = torch.tensor(taken[WARM_UP:], dtype=torch.float64, device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            seconds = statistics.median(slowest.tolist())
+            found.append(TimedCollective(op, ranks, whole.nbytes, seconds / (2 if op == "send" else 1)))
+    return found
+
+
+def wait(device: torch.device) -> None:
+    """Until it has done all that it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,67 @@
+"""The operations that are measured: how each is called, and how many bytes a rank's link carries for it.
+
+Bandwidths are those of nccl-tests. Algorithm bandwidth is the largest buffer over the time, which is what a program
+sees. Bus bandwidth is what the busiest link carried over the time, so that it compares with a datasheet whatever the
+operation and the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.renamed import all_gather_single, reduce_scatter_single
+
+
+class TimedCollective(NamedTuple):
+    """One operation over a largest buffer of so many bytes, in a group of so many ranks."""
+
+    op: str
+    ranks: int
+    bytes: int
+    seconds: float
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        return self.bytes / self.seconds
+
+    @property
+    def bus_bandwidth(self) -> float:
+        return self.bytes * bus_share(self.op, self.ranks) / self.seconds
+
+
+def bus_share(op: str, ranks: int) -> float:
+    """Of a call's largest buffer, the part that passes a rank's link in one direction, by a ring."""
+    others = (ranks - 1) / ranks
+    return {"all_reduce": 2 * others, "send": 1.0, "broadcast": 1.0, "reduce": 1.0}.get(op, others)
+
+
+def caller(op: str, rank: int, ranks: int, whole: Tensor, part: Tensor) -> Callable[[], object]:
+    """One call of an operation; ``part`` is a rank's share of ``whole``.
+
+    Point-to-point is between the first two ranks, there and back, so that one clock sees both ways. The root of a
+    broadcast and of a reduce is the last rank: others' clocks see the bytes arrive, or leave.
+    """
+
+    def there_and_back() -> None:
+        if rank == 0:
+            dist.send(whole, 1)
+            dist.recv(whole, 1)
+        elif rank == 1:
+            dist.recv(whole, 0)
+            dist.send(whole, 0)
+
+    calls: dict[str, Callable[[], object]] = {
+        "send": there_and_back,
+        "broadcast": lambda: dist.broadcast(whole, ranks - 1),
+        "reduce": lambda: dist.reduce(whole, ranks - 1),
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: all_gather_single(whole, part),
+        "reduce_scatter": lambda: reduce_scatter_single(part, whole),
+        "all_to_all": lambda: dist.all_to_all_single(received, whole),
+    }
+    received = whole.new_empty(whole.shape if op == "all_to_all" else 0)
+    return calls[op]

@@ -1,0 +1,56 @@
+"""The work that servers hand out: items of steps in order, and parts of an evaluation; those of a lost worker again."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from shoal.parallel.server import END, EVALUATE, TRAIN
+
+
+class WorkItem(NamedTuple):
+    """What a worker is told to do."""
+
+    kind: int
+    number: int = 0  # of an item of training, or of a part of an evaluation
+
+
+class WorkQueue:
+    """Items in order of their number, up to a limit. Not safe for several threads: its owner has a lock."""
+
+    def __init__(self, first: int) -> None:
+        self.next = self.limit = first
+        self.ended = False
+        self.held: dict[int, WorkItem] = {}  # by worker
+        self._again: list[WorkItem] = []
+
+    def take(self, worker: int) -> WorkItem | None:
+        """The next one for a worker, which is done with the one before; None where there is none now."""
+        self.held.pop(worker, None)
+        if self.ended:
+            return WorkItem(END)
+        item = None
+        if self._again:
+            item = heapq.heappop(self._again)
+        elif self.next < self.limit:
+            item = WorkItem(TRAIN, self.next)
+            self.next += 1
+        if item is not None:
+            self.held[worker] = item
+        return item
+
+    def done(self, worker: int) -> None:
+        """A worker's item has arrived: should the worker be lost from now on, it is not handed out again."""
+        self.held.pop(worker, None)
+
+    def lost(self, worker: int) -> WorkItem | None:
+        """Another worker will do what this one had; what that was."""
+        item = self.held.pop(worker, None)
+        if item is not None:
+            heapq.heappush(self._again, item)
+        return item
+
+    def evaluate(self, parts: Iterable[int]) -> None:
+        for part in parts:
+            heapq.heappush(self._again, WorkItem(EVALUATE, part))
