@@ -266,7 +266,8 @@ class ParameterServer:
 
     def _row(self, step: int, pushes: list[Push], result: StepResult) -> dict[str, Any]:
         targets = sum(push.targets for push in pushes)
-        row = {**self.meter.row(step, result, targets), "world": self.workers, "attempt": self.attempt}
+        row = self.meter.row(step, result, targets, self.meter.waited)
+        row |= {"world": self.workers, "attempt": self.attempt}
         row["workers"] = [push.worker for push in pushes]
         row["staleness"] = [0 if self.sync else push.pulled for push in pushes]
         row["commit_wait_s"] = self.commits.take_waited()
@@ -279,14 +280,8 @@ class ParameterServer:
         return step == self.recipe.steps or (every > 0 and step % every == 0)
 
     def _pauses(self, step: int) -> bool:
-        memory = self.job.config.checkpoint.memory
         last = step == self.recipe.steps
-        return (
-            self.sync
-            or self._evaluates(step)
-            or self.commits.due(step, last)
-            or (memory > 0 and step % memory == 0)
-        )
+        return self.sync or self._evaluates(step) or self.commits.keeps(step, last)
 
     def _hand_out(self) -> None:
         """Whatever work there is up to the next pause."""

@@ -86,7 +86,7 @@ class ServerWorker:
         positions = self.job.layout.positions(self.job.config.recipe.batch, part)
         batches = [self.loader.rows(step, group).to(self.mesh.device) for group in positions]
         targets = sum(batch.count for batch in batches)
-        loss, norm = self.step.compute_gradients(step, batches, targets).tolist()
+        loss, norm, *_ = self.step.compute_gradients(step, batches, targets).tolist()
         self.announce(COMMIT, step)
         flat = torch.cat([gradient(piece).reshape(-1) for piece in self.pieces]).to("cpu", self.reduce)
         shares = flat.split(self.shares)
