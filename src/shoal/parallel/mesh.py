@@ -87,11 +87,20 @@ class Mesh:
             self._others[ranks] = self._subgroup(axis, every)
         return self._others[ranks]
 
-    def axes(self, *names: str) -> DeviceMesh:
-        """Those of the named axes that have more than one rank, as torch's strategies take them."""
-        assert self._axes is not None
-        wanted = tuple(name for name in names if getattr(self.layout, name) > 1)
-        return self._axes[wanted]
+    def torch_mesh(self, *ranks: RankGroup) -> DeviceMesh:
+        """Groups of more than one rank, the slowest first, as torch's strategies take them: a mesh of those ranks."""
+        several = [one for one in ranks if one.size > 1]
+        groups = [self.group_of(one) for one in several]
+        found = [group for group in groups if group is not None]
+        names = tuple(one.name for one in several)
+        start = self.rank - sum(self.index_in(one) * one.stride for one in several)
+        members = [start]
+        for one in several:
+            members = [first + index * one.stride for first in members for index in range(one.size)]
+        grid = torch.tensor(members).reshape([one.size for one in several])
+        if len(found) == 1:
+            return DeviceMesh.from_group(found[0], self.device.type, mesh_dim_names=names)
+        return DeviceMesh.from_group(found, self.device.type, mesh=grid, mesh_dim_names=names)
 
     def subgroup(self, axis: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Of every line of ranks along an axis the same parts, each a group: the one that this rank is in, if any."""
@@ -126,9 +135,10 @@ class Mesh:
 
     @property
     def names(self) -> dict[str, str]:
-        """What torch calls each axis's group, and what we do."""
+        """What torch calls the group of each axis, and of several that act as one, and what we do."""
         groups = {"world": self.control, **{axis: self.group(axis) for axis in AXES}} if self._axes else {}
-        return {group.group_name: name for name, group in groups.items() if group is not None}
+        named = [*groups.items(), *((ranks.name, group) for ranks, group in self._others.items())]
+        return {group.group_name: name for name, group in named if group is not None}
 
     @property
     def purposes(self) -> dict[str, str]:

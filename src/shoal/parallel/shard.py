@@ -1,8 +1,8 @@
 """Sharded parameters, gradients and optimizer states (``zero=3``) with torch's FSDP2.
 
-Of every parameter a rank of the ``fsdp`` group holds some rows. A unit of modules (``facts.groups``) is gathered before
-it is used and freed after; its gradients are reduce-scattered behind the backward pass of the units before it. With
-replicas (``dp``) the sums are then all-reduced over these, once a step.
+Of every parameter a rank of the ``fsdp`` group, with context parallelism of ``fsdp``·``cp``, holds some rows. A unit of
+modules (``facts.groups``) is gathered before it is used and freed after; its gradients are reduce-scattered behind the
+backward pass of the units before it. With replicas (``dp``) the sums are then all-reduced over these, once a step.
 
 A pipeline runs every unit once for each of many micro-batches, so there parameters stay gathered through a step, and
 gradients whole, until the stage's last backward pass is done. They add up in the precision that they are reduced in.
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.facts.config import TuneSection
 from shoal.facts.layout.buckets import Unit, even_share, units
+from shoal.facts.layout.parameter_groups import placement
 from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.replica_sums import ReplicaSums
@@ -47,7 +48,8 @@ def shard(
     layout, network = mesh.layout, segment.network
     # Parameters are gathered in the compute dtype, gradients still summed in that of all layouts.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    ranks = mesh.axes("dp", "fsdp")
+    placed = placement(layout.tp, layout.cp, layout.fsdp, layout.dp)
+    ranks = mesh.torch_mesh(placed.replicated, placed.sharded)
     cut = units(
         segment.stage.layers,
         layout.unit,
@@ -196,8 +198,8 @@ def _gather_once(segment: StageModule) -> list[nn.Parameter]:
 
 def _piece(held: HeldParameter, mesh: Mesh) -> Shard:
     rows, rest = held.part.box.shape[0], math.prod(held.part.box.shape[1:])
-    share = even_share(rows, mesh.layout.fsdp)
-    first = min(mesh.coords["fsdp"] * share, rows)
+    share = even_share(rows, held.group.sharded.size)
+    first = min(mesh.index_in(held.group.sharded) * share, rows)
     tensor = nn.Parameter(_local(held.parameter))
     stop = min(first + share, rows)
     assert tensor.numel() == (stop - first) * rest
