@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.facts.layout import Layout
-from shoal.facts.layout.parameter_groups import RankGroup
+from shoal.facts.layout.parameter_groups import RankGroup, placement
 from shoal.facts.layout.ranks import AXES, coordinates, stride
 from shoal.facts.strategies import purpose_of
 from shoal.parallel.hosts import HostGroup
@@ -62,6 +62,7 @@ class Mesh:
             names = [axis for axis in AXES if getattr(layout, axis) > 1]
             sizes = [getattr(layout, axis) for axis in names]
             self._axes = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=tuple(names))
+        self.sharding = self._sharding()
         self.hosts = HostGroup(rank, self.world, self.control, store)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
@@ -87,20 +88,21 @@ class Mesh:
             self._others[ranks] = self._subgroup(axis, every)
         return self._others[ranks]
 
-    def torch_mesh(self, *ranks: RankGroup) -> DeviceMesh:
-        """Groups of more than one rank, the slowest first, as torch's strategies take them: a mesh of those ranks."""
-        several = [one for one in ranks if one.size > 1]
-        groups = [self.group_of(one) for one in several]
-        found = [group for group in groups if group is not None]
-        names = tuple(one.name for one in several)
+    def _sharding(self) -> DeviceMesh | None:
+        """The ranks that hold the same parameters, as FSDP takes them: copies, if there are several, then shards."""
+        layout = self.layout
+        placed = placement(layout.tp, layout.cp, layout.fsdp, layout.dp)
+        if placed.sharded.size == 1 or layout.zero < 3:
+            return None
+        several = [one for one in (placed.replicated, placed.sharded) if one.size > 1]
+        groups = [group for one in several if (group := self.group_of(one)) is not None]
+        names, kind = tuple(one.name for one in several), self.device.type
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=names)
         start = self.rank - sum(self.index_in(one) * one.stride for one in several)
-        members = [start]
-        for one in several:
-            members = [first + index * one.stride for first in members for index in range(one.size)]
-        grid = torch.tensor(members).reshape([one.size for one in several])
-        if len(found) == 1:
-            return DeviceMesh.from_group(found[0], self.device.type, mesh_dim_names=names)
-        return DeviceMesh.from_group(found, self.device.type, mesh=grid, mesh_dim_names=names)
+        copies, shards = ([index * one.stride for index in range(one.size)] for one in several)
+        ranks = torch.tensor([[start + copy + shard for shard in shards] for copy in copies])
+        return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
     def subgroup(self, axis: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Of every line of ranks along an axis the same parts, each a group: the one that this rank is in, if any."""

@@ -105,6 +105,8 @@ class RingAttention(torch.autograd.Function):
         queries, held, output, logarithms, ends, sizes = ctx.saved_tensors
         ring, window, scale = ctx.ring, ctx.window, ctx.scale
         entering = gradient.transpose(1, 2).contiguous()
+        if torch.compiler.is_compiling():
+            held = in_backward(held, entering)
         changes: Tensor | None = None
         own: Tensor | None = None
         following: Passing | None = None
@@ -115,14 +117,19 @@ class RingAttention(torch.autograd.Function):
                 *(entering, queries, held, output, logarithms, changes, ends, sizes),
                 *(*place, passing is None, window, scale),
             )
+            if passing is None:
+                held = part  # the last keys and values are done with
             if turn == 0:
                 own = part
             else:
-                following = ring.pass_on(part if following is None else part + following.wait())
+                if following is not None:
+                    part.add_(following.wait())
+                following = None  # lets go of what it holds, before more comes
+                following = ring.pass_on(part)
             if passing is not None:
                 held = passing.wait()
         assert changes is not None and own is not None and following is not None
-        keys, values = (own + following.wait()).transpose(2, 3).unbind(0)
+        keys, values = own.add_(following.wait()).transpose(2, 3).unbind(0)
         return changes.transpose(1, 2), keys, values, None, None, None, None, None
 
 
@@ -233,6 +240,21 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     dtype = query.dtype if last else logarithm_dtype(query)
     return torch.empty_like(query, dtype=dtype), torch.empty_like(keys_values)
+
+
+@torch.library.custom_op("shoal::in_backward", mutates_args=())
+def in_backward(keys_values: Tensor, gradient: Tensor) -> Tensor:
+    """A copy that needs the gradient, so that the compiler leaves what is done with it to the backward pass.
+
+    It takes two equal exchanges for one, and what depends on the forward pass alone it would do there: keys and values
+    of all ranks would be kept from the one pass to the other.
+    """
+    return keys_values.clone()
+
+
+@in_backward.register_fake
+def _(keys_values: Tensor, gradient: Tensor) -> Tensor:
+    return torch.empty_like(keys_values)
 
 
 def _listed(ends: Tensor | None, sizes: Tensor | None) -> list[int] | None:

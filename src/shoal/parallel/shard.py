@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 from shoal.facts.config import TuneSection
 from shoal.facts.layout.buckets import Unit, even_share, units
-from shoal.facts.layout.parameter_groups import placement
 from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.replica_sums import ReplicaSums
@@ -48,8 +47,6 @@ def shard(
     layout, network = mesh.layout, segment.network
     # Parameters are gathered in the compute dtype, gradients still summed in that of all layouts.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    placed = placement(layout.tp, layout.cp, layout.fsdp, layout.dp)
-    ranks = mesh.torch_mesh(placed.replicated, placed.sharded)
     cut = units(
         segment.stage.layers,
         layout.unit,
@@ -62,13 +59,13 @@ def shard(
         modules = _modules(segment, unit)
         elements = sum(parameter.numel() for module in modules for parameter in _unsharded(module))
         freed = layout.pp == 1 and not unit.stays(elements, tune.persist_below)
-        fully_shard(modules, mesh=ranks, mp_policy=policy, reshard_after_forward=freed)
+        fully_shard(modules, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=freed)
         order.insert(0, cast(FSDPModule, modules[0]))
         if unit.looked_up:
             order[0].set_unshard_in_backward(False)
     root = cast(FSDPModule, segment)
     if root not in order:
-        fully_shard(segment, mesh=ranks, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(segment, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
     if network.lm_head is not None:
         register_fsdp_forward_method(network.lm_head, "scores")
     for module in _sharded_modules(segment):

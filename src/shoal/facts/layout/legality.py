@@ -176,6 +176,11 @@ def _context(case: Case) -> Iterator[Violation]:
         split = f"tp·cp = {layout.tp * cp}"
         what = f"cp_kind=ulysses: {split} does not divide the {model.heads} heads of {model.name}"
         yield Violation("ulysses heads", what, ("cp", "cp_kind"))
+    # As for tensor ranks: with fewer key/value heads than ranks, several are sent the same one.
+    key_heads = max(1, model.kv_heads // layout.tp)
+    if layout.cp_kind == "ulysses" and key_heads % cp and cp % key_heads:
+        what = f"cp_kind=ulysses: of cp={cp} and {key_heads} key/value heads a tensor rank, neither divides the other"
+        yield Violation("ulysses key/value heads", what, ("cp", "cp_kind"))
 
 
 def _pipeline(case: Case) -> Iterator[Violation]:

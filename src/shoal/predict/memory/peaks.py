@@ -192,7 +192,7 @@ class BackwardPass:
         if moment.split and self.work.recompute == "selective":
             # The last product, which nothing uses again, is not kept where its weight's gradient is put off.
             put_off -= hold.compute * self.rank.workload.model.hidden * self.work.tokens
-        for size, count in block.working:
+        for size, count, exchange in block.working:
             # By then some projections are done, unless their weights' gradients are put off.
             made = gradients.made(run, count)
             used = made * hold.compute if self.rank.casts else 0
@@ -202,7 +202,7 @@ class BackwardPass:
                 name,
                 grads=gradients.held(moment, done, made),
                 activations=fresh + put_off,
-                buffers=buffers - used + gradients.in_block(moment, run, done, count),
+                buffers=buffers + exchange - used + gradients.in_block(moment, run, done, count),
             )
         end = left.plus(name, activations=stream - self._freed(block))
         yield from gradients.after_block(moment, run, done, end)
