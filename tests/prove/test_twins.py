@@ -43,7 +43,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
     # Context ranks; with a small MLP and vocabulary, attention's backward pass is the fullest moment.
     ("cp=2", ATTENDS, {}, 0),
     ("cp=3", ATTENDS, {"seq": 504}, 1),
-    ("cp=4,micro=2", ATTENDS, {}, 0),
+    ("cp=4,micro=2", ATTENDS, {"precision": "bf16"}, 0),
     ("cp=4,recompute=selective", ATTENDS, {"precision": "bf16"}, 3),
     ("cp=2,recompute=full", {**ATTENDS, "kv_heads": 2}, {}, 1),
     ("zero=1,cp=2,micro=1", {"window": 64, **ATTENDS}, {}, 0),

@@ -45,7 +45,10 @@ def _peaks_of_passes(gradients: RankGradients) -> Iterator[Peak]:
 
 
 def _batch(workload: Workload) -> float:
-    return float(BATCH_BYTES * workload.tokens * workload.accumulation)
+    # Context ranks read whole rows and take their tokens of them.
+    cp = workload.layout.cp
+    shares = cp + 1 if cp > 1 else 1
+    return float(BATCH_BYTES * workload.tokens * shares * workload.accumulation)
 
 
 def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
