@@ -174,6 +174,25 @@ def pipeline(schedule: str, cuts: int, tied_sum: bool = True) -> Sent:
     return Sent(f"pp=2,{schedule}", {"all_reduce": tied, "receive": (calls, size), "send": (calls, size)})
 
 
+def context(layout: str, forwards: int = 1) -> Sent:
+    """Two micro-batches of two sequences; two ranks, two buckets. ``forwards``: passes, repeated ones too."""
+    micro, times = 2, 2
+    token = 4 * micro * SEQ // 2
+    padded = PARAMETERS + PARAMETERS % 2
+    sums = {
+        "all_gather": (2, 4 * padded),
+        "all_reduce": with_scalars(0, 0),
+        "reduce_scatter": (2, 4 * padded),
+    }
+    turns = times * LAYERS * (forwards + 2)
+    if "ulysses" in layout:
+        passes = times * LAYERS * (forwards + 1)
+        sums["all_to_all"] = (4 * passes, 2 * passes * token * (4 + 2) * HEAD)
+    else:
+        sums |= dict.fromkeys(("receive", "send"), (turns, turns * token * 2 * 2 * HEAD))
+    return Sent(layout, sums, micro)
+
+
 WAYS = 4 * LAYERS + 2
 SENT = [
     Sent("dp=2", {"all_reduce": with_scalars(1, 4 * PARAMETERS)}),
@@ -182,6 +201,10 @@ SENT = [
     tensor("tp=2,recompute=full", WAYS + 2 * LAYERS, WAYS + LAYERS, shared_heads=True),
     tensor("tp=2,sp=0", WAYS, WAYS, shared_heads=True),
     tensor("tp=2,sp=0,recompute=full", WAYS + LAYERS, 0),
+    context("zero=1,cp=2"),
+    context("zero=1,cp=2,recompute=full", forwards=2),
+    context("zero=1,cp=2,cp_kind=ulysses"),
+    context("zero=1,cp=2,cp_kind=ulysses,recompute=selective", forwards=2),
     pipeline("schedule=zb", 1),
     pipeline("schedule=interleaved", 3),
     pipeline("schedule=zbv", 2, tied_sum=False),
@@ -265,8 +288,8 @@ def _settled(tracker: MemoryTracker) -> int:
 
 def _forward(placed: Placed, model: Model, sequences: int = 2) -> Tensor:
     batch = rows(model, 0, sequences)
-    micro = MicroBatch(batch.tokens, batch.positions, None, batch.targets, None)
-    loss: Tensor = placed.segments[0](batch.tokens, micro)
+    micro = placed.executor.sequence.of(MicroBatch(batch.tokens, batch.positions, None, batch.targets, None))
+    loss: Tensor = placed.segments[0](micro.tokens, micro)
     return loss
 
 
@@ -287,6 +310,19 @@ def test_a_split_block_keeps_what_the_page_says() -> None:
     full, selective = run_ranks(2, kept_under_tensor)[0]
     assert full == 4 * TOKENS * HIDDEN / 2
     assert selective == 4 * TOKENS * (HIDDEN / 2 + 2 * HIDDEN + INSIDE / 2)
+
+
+def kept_under_context(rank: int, world: int) -> list[float]:
+    return [kept(f"zero=1,cp={world},cp_kind={kind}", rank) for kind in ("ring", "ulysses")]
+
+
+def test_context_ranks_keep_their_tokens_alone() -> None:
+    """Of all that a block keeps, each of N ranks has 1/N. Alone, fp32 attention keeps a copy of keys for each head."""
+    whole = kept("dp=1")
+    copied = 4 * TOKENS * (2 * (16 - 8) + 16)  # keys and values for each query head; the result turned back
+    for ring, ulysses in run_ranks(2, kept_under_context):
+        assert ring == (whole - copied) / 2
+        assert ulysses == whole / 2
 
 
 def test_without_recomputation_no_weight_is_kept() -> None:

@@ -37,7 +37,6 @@ def test_what_is_run(layout: str, strict: bool) -> None:
 @pytest.mark.parametrize(
     ("layout", "what", "fix"),
     [
-        ("cp=2", "layout: cp=2", "cp=1"),
         ("dp=2,ep=2", "layout: ep=2", "ep=1"),
         ("offload=params:0.5", "layout: offload=params:0.5", "offload=none"),
     ],
@@ -77,5 +76,5 @@ def test_strict_mode_has_no_scales_that_depend_on_a_batch(precision: str) -> Non
 def test_everything_is_refused_at_once() -> None:
     config = Config.model_validate({"track": {"wandb": True}, "recipe": {"states": "int8"}})
     with pytest.raises(BadInput) as caught:
-        support.check(config, PRESETS["deepseek-v3"], Layout.parse("cp=2"))
+        support.check(config, PRESETS["deepseek-v3"], Layout.parse("dp=2,ep=2"))
     assert len(caught.value.problems) == 5

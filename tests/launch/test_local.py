@@ -80,7 +80,7 @@ def test_a_signal_finishes_the_step_commits_and_the_same_command_continues(
 def test_a_chain_of_resumes_in_other_layouts_is_one_run(
     train: Train, tmp_path: Path, precision: str, tolerance: float
 ) -> None:
-    """Stopped four times and continued split in other ways: losses, weights and optimizer states of one process."""
+    """Stopped five times and continued split in other ways: losses, weights and optimizer states of one process."""
     options = {
         "recipe__steps": 80,
         "checkpoint__every": 1000,
@@ -88,7 +88,7 @@ def test_a_chain_of_resumes_in_other_layouts_is_one_run(
         "recipe__lr": 1e-3,
     }
     options |= {"cluster__on": "4xcpu", "fault__timeout": 60}
-    layouts = ["fsdp=4", "fsdp=2,tp=2", "dp=2,pp=2", "dp=1", "fsdp=2,zero=1"]
+    layouts = ["fsdp=4", "fsdp=2,tp=2", "dp=2,pp=2", "tp=2,cp=2", "dp=1", "zero=1,cp=2"]
     whole = train("whole", **options)
     done = 0
     for layout in layouts[:-1]:

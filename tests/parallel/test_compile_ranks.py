@@ -28,6 +28,8 @@ CASES = [
     Case("tp=2,micro=8,recompute=full", SMALL, DROPOUT),
     Case("tp=2,sp=0,micro=8,recompute=selective", {**SMALL, **NEOX}, DROPOUT),
     Case("pp=2,micro=2", SMALL, DROPOUT),
+    Case("cp=2,micro=4,recompute=selective", SMALL, DROPOUT),
+    Case("cp=2,cp_kind=ulysses,micro=4", SMALL, DROPOUT),
 ]
 
 

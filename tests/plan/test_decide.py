@@ -98,7 +98,7 @@ def test_the_reason_names_the_error_bar_and_what_is_saved() -> None:
 
 
 def test_what_is_faster_and_not_run_yet_is_named_and_not_chosen() -> None:
-    found = answered("llama3-8b", "64xH100", 8192, 100)
+    found = answered("llama3-8b", "4xA100-40GB", 4096, 16)
     chosen, fastest = found.choice, found.plans[0]
     assert chosen is not None and chosen.runs and not fastest.runs
     said = f"{fastest.layout} is predicted to be "

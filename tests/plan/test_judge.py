@@ -80,8 +80,8 @@ def test_against_plain_replicas() -> None:
 def test_what_the_engine_runs_is_said() -> None:
     assert judged("fsdp=8").support == "runs" and judged("fsdp=8").runs
     assert "--save plan.toml && shoal train plan.toml" in judged("fsdp=8").command
-    planned = judged("fsdp=4,cp=2,offload=optimizer")
-    assert planned.support == "planned only: layout: cp=2, layout: offload=optimizer"
+    planned = judged("fsdp=8,offload=optimizer")
+    assert planned.support == "planned only: layout: offload=optimizer"
     assert "--export" in planned.command and not planned.runs
     assert "mixture of experts" in judged("fsdp=8", model="mixtral-8x7b").support
     assert "lora" in judged("dp=8", lora=Lora()).support

@@ -96,7 +96,7 @@ def test_a_model_from_a_directory_called_like_a_preset(
 
 def test_problems_of_several_sources_come_together() -> None:
     found = problems(
-        layout="dp=3,tp=3,cp=2",
+        layout="dp=3,tp=3,cp=2,offload=params",
         run={"strict": True},
         model={"preset": "mixtral-8x7b", "lora": {}},
         track={"wandb": True},
@@ -105,7 +105,7 @@ def test_problems_of_several_sources_come_together() -> None:
     said = "\n".join(found)
     for part in (
         "model mixtral-8x7b is a mixture of experts: this version of Shoal does not train with it",
-        "layout: cp=2: this version of Shoal does not train with it",
+        "layout: offload=params: this version of Shoal does not train with it",
         "model.lora",
         "track.wandb",
         'recipe.precision = "fp8"',
@@ -135,14 +135,14 @@ def test_strict_works_on_one_sequence_at_a_time() -> None:
 
 def test_an_unknown_model_and_cluster_do_not_hide_the_rest() -> None:
     found = problems(
-        model={"preset": "tinny"}, cluster={"on": "8xH1000"}, track={"wandb": True}, layout="cp=2"
+        model={"preset": "tinny"}, cluster={"on": "8xH1000"}, track={"wandb": True}, layout="offload=params"
     )
     said = "\n".join(found)
     for part in (
         "'tinny' is neither a preset",
         "the device 'H1000' is not in the catalogue",
         "track.wandb",
-        "layout: cp=2",
+        "layout: offload=params",
     ):
         assert part in said
     # Without a cluster nothing is said of a layout that we would have had to choose.
@@ -168,7 +168,6 @@ def test_models_that_are_planned_but_not_trained(preset: str, said: list[str]) -
 @pytest.mark.parametrize(
     ("tables", "what", "fix"),
     [
-        ({"layout": "cp=2"}, "layout: cp=2", "cp=1"),
         ({"layout": "offload=params:0.5"}, "layout: offload=params:0.5", "offload=none"),
         ({"data": {"mix": [{"source": "a"}]}}, "data.mix", "one data.source"),
         ({"recipe": {"states": "int8"}}, "recipe.states", 'recipe.states = "bf16"'),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,15 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from shoal.facts.layout import Layout
+from shoal.facts.layout.ring_blocks import Rectangle
 from shoal.facts.layout.stages import Stage
-from shoal.parallel import pipeline, recompute, shards, vocabulary
+from shoal.parallel import pipeline, recompute, ring, shards, vocabulary
+from shoal.parallel.context import SequenceShare
 from shoal.parallel.deferred import Deferred
 from shoal.parallel.replicate import Replicate
 from shoal.parallel.shards import Shard
 from shoal.parallel.shared_gradients import SharedGradients
+from shoal.parallel.stage_module import MicroBatch
 from shoal.parallel.zero import ShardedStates
 from shoal.prove.parity import Prover
 from shoal.prove.parity_rank import ParityRank, run_parity_rank
@@ -128,6 +132,28 @@ def _own_rows_only(self: Any, index: Tensor) -> Tensor:
 _embedding_forward = vocabulary.VocabularyEmbedding.forward
 
 
+def later_pieces_unmasked() -> None:
+    """A ring's turns with later ranks' keys see all of them: work is uneven, and some of it looks ahead."""
+    rectangles = ring.rectangles
+
+    def unbalanced(ranks: int, index: int, source: int, *others: Any) -> Iterator[Rectangle]:
+        for seen in rectangles(ranks, index, source, *others):
+            yield seen if seen.masked else seen._replace(begin=0)
+
+    ring.rectangles = unbalanced
+
+
+def positions_off_by_a_shard() -> None:
+    """As if every rank had the first tokens of its rows."""
+    of = SequenceShare.of
+
+    def shifted(self: SequenceShare, batch: MicroBatch) -> MicroBatch:
+        first = SequenceShare(self.layout, 0)
+        return replace(of(self, batch), positions=of(first, batch).positions)
+
+    SequenceShare.of = shifted  # type: ignore[method-assign]
+
+
 MUTATIONS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
@@ -143,6 +169,8 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         rows_mixed_up_on_the_way,
         input_detached_in_recompute,
         embedding_not_summed_over_vocabulary,
+        later_pieces_unmasked,
+        positions_off_by_a_shard,
     )
 }
 
@@ -189,6 +217,8 @@ class Broken:
         (rows_mixed_up_on_the_way, "pp=2,schedule=gpipe", "pp", "parallel/pipeline.py", None),
         (input_detached_in_recompute, "dp=2,recompute=full", "recompute", "parallel/recompute.py", None),
         (embedding_not_summed_over_vocabulary, "fsdp=2,tp=2", "tp", "parallel/tensor.py", None),
+        (later_pieces_unmasked, "fsdp=2,cp=2", "cp", "parallel/ring.py", None),
+        (positions_off_by_a_shard, "cp=2,cp_kind=ulysses", "cp", "parallel/ulysses.py", None),
     ],
     ids=list(MUTATIONS),
 )

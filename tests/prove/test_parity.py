@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from shoal.cli.main import main
-from shoal.facts.layout import RECOMPUTES, SCHEDULES, Layout
+from shoal.facts.layout import CONTEXT_KINDS, RECOMPUTES, SCHEDULES, Layout
 from shoal.prove import coverage
 from shoal.prove.parity import Prover
 
@@ -28,12 +29,19 @@ COVERING = (
     "fsdp=2,pp=2,schedule=zb",
     "tp=2,pp=2,schedule=interleaved",
     "fsdp=2,zero=2,tp=2,pp=2,schedule=dualpipev",
+    "zero=1,cp=2,recompute=full",
+    "cp=4,cp_kind=ulysses",
+    "dp=2,cp=2,cp_kind=ulysses,micro=2",
+    "fsdp=2,cp=2",
+    "tp=2,cp=2,recompute=selective",
+    "fsdp=2,zero=2,cp=2,pp=2",
+    "tp=2,cp=2,cp_kind=ulysses,pp=2",
 )
 STRICT = ("dp=2", "fsdp=4,zero=1", "pp=2,schedule=zb", "fsdp=2,pp=2,schedule=zbv", "dp=2,fsdp=2,zero=2,pp=2")
 
 
 def strategies(layout: Layout) -> set[str]:
-    found = {axis for axis in ("dp", "fsdp", "tp", "pp") if getattr(layout, axis) > 1}
+    found = {axis for axis in ("dp", "fsdp", "tp", "cp", "pp") if getattr(layout, axis) > 1}
     return found | ({"recompute"} if layout.recompute != "none" else set())
 
 
@@ -44,12 +52,14 @@ def test_every_value_and_every_pair_is_covered(chosen: tuple[str, ...]) -> None:
     assert {layout.recompute for layout in layouts} == set(RECOMPUTES)
     assert {layout.zero for layout in layouts if layout.fsdp > 1} == {1, 2, 3}
     assert {layout.sp for layout in layouts if layout.tp > 1} == {True, False}
+    assert {layout.cp_kind for layout in layouts if layout.cp > 1} == set(CONTEXT_KINDS)
+    assert {layout.zero for layout in layouts if layout.cp > 1} == {1, 2, 3}
     assert (
         {layout.unit > 1 for layout in layouts} == {layout.chunks > 1 for layout in layouts} == {True, False}
     )
     assert {layout.micro is not None for layout in layouts} == {True, False}
     pairs = {frozenset(pair) for layout in layouts for pair in itertools.combinations(strategies(layout), 2)}
-    wanted = itertools.combinations(("dp", "fsdp", "tp", "pp", "recompute"), 2)
+    wanted = itertools.combinations(("dp", "fsdp", "tp", "cp", "pp", "recompute"), 2)
     assert pairs == {frozenset(pair) for pair in wanted}
     assert any(len(strategies(layout) - {"recompute"}) == 3 for layout in layouts)
 
@@ -59,7 +69,7 @@ def test_the_full_set_is_large_enough() -> None:
     assert len(set(layouts)) == len(coverage.FULL) >= 36
     assert {layout.world for layout in layouts} == {2, 4, 8}
     # Each level of zero meets tensor and pipeline parallelism, and three axes at once every one of them.
-    for zero, axis in itertools.product((1, 2, 3), ("tp", "pp")):
+    for zero, axis in itertools.product((1, 2, 3), ("tp", "cp", "pp")):
         assert any(
             layout.fsdp > 1 and layout.zero == zero and getattr(layout, axis) > 1 for layout in layouts
         )
@@ -73,7 +83,21 @@ def test_no_layout_changes_the_run(make_prover: Callable[..., Prover], layout: s
     assert len(verdict.losses) == 2
 
 
-@pytest.mark.parametrize("layout", ["fsdp=2,micro=2", "tp=2", "dp=2,pp=2,schedule=interleaved"])
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_context_ranks_keep_documents_and_windows(
+    make_prover: Callable[..., Prover], small_family: Callable[[str], str], kind: str
+) -> None:
+    """Rows of several documents, a window shorter than a rank's piece reaches, fewer key/value heads than ranks."""
+    path = small_family("mistral-7b")
+    shape = json.loads(Path(path).read_text())
+    Path(path).write_text(json.dumps({**shape, "sliding_window": 5, "num_key_value_heads": 1}))
+    prover = make_prover("fp64", model__path=path, data__packing="true", data__within_documents="true")
+    (verdict,) = prover.prove([Layout.parse(f"cp=4,cp_kind={kind}")]).verdicts
+    assert verdict.ok, f"{verdict.reason}; {verdict.strategy}: {verdict.file}"
+    assert verdict.max_loss_diff <= 1e-12 and verdict.max_grad_diff <= 1e-12
+
+
+@pytest.mark.parametrize("layout", ["fsdp=2,micro=2", "tp=2", "cp=2", "dp=2,pp=2,schedule=interleaved"])
 def test_in_single_precision_within_rounding(make_prover: Callable[..., Prover], layout: str) -> None:
     (verdict,) = make_prover("fp32").prove([Layout.parse(layout)]).verdicts
     assert verdict.ok, verdict.reason

@@ -16,6 +16,8 @@ from shoal.facts.layout import Layout
 from shoal.prove.coverage import FULL
 from shoal.prove.dryrun import dryrun, first_rank
 
+ATTENDS: dict[str, Any] = {"ffn": 64, "vocab": 100, "kv_heads": 8}
+
 # Layout, changes to the model, recipe, rank: what neither a list of layouts nor the pairs below vary.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
     ("micro=4", {"vocab": 90000, "layers": 1}, {"precision": "bf16"}, 0),
@@ -46,12 +48,25 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
     ("dp=2,fsdp=2", {}, {"precision": "fp8", "batch": 8}, 0),
     ("fsdp=2,pp=2,micro=1", {}, {"precision": "fp8", "batch": 8}, 2),
     ("fsdp=2,pp=2,schedule=zbv", {"layers": 4}, {"precision": "fp8", "batch": 8}, 2),
+    # Context ranks; with a small MLP and vocabulary, attention's backward pass is the fullest moment.
+    ("cp=2", ATTENDS, {}, 0),
+    ("cp=3", ATTENDS, {"seq": 504}, 1),
+    ("cp=4,micro=2", ATTENDS, {"precision": "bf16"}, 0),
+    ("cp=4,recompute=selective", ATTENDS, {"precision": "bf16"}, 3),
+    ("cp=2,recompute=full", {**ATTENDS, "kv_heads": 2}, {}, 1),
+    ("zero=1,cp=2,micro=1", {"window": 64, **ATTENDS}, {}, 0),
+    ("fsdp=2,zero=2,cp=2,micro=1", {}, {"dropout": 0.1}, 2),
+    ("cp=4,cp_kind=ulysses", {**ATTENDS, "kv_heads": 2}, {}, 0),
+    ("fsdp=2,cp=2,cp_kind=ulysses,recompute=selective", {"window": 64}, {"precision": "bf16"}, 1),
+    ("tp=2,cp=2", {}, {}, 0),
+    ("tp=2,sp=0,cp=2,cp_kind=ulysses", {}, {"precision": "bf16"}, 3),
+    ("cp=2,pp=2", {"layers": 4}, {"batch": 8}, 2),
 ]
 
 
 def is_pairs_alone(layout: Layout) -> bool:
     """Whether the pairs, with models and recipes of every kind, have all that this layout has."""
-    degrees = layout.dp <= 4 and layout.fsdp <= 2 and layout.tp <= 2 and layout.pp <= 2
+    degrees = layout.dp <= 4 and layout.fsdp <= 2 and layout.tp <= 2 and layout.pp <= 2 and layout.cp == 1
     return degrees and layout.unit == 1 and layout.sp and (layout.schedule, layout.chunks) == ("1f1b", 1)
 
 

@@ -154,35 +154,58 @@ def _columns(logarithms: Tensor, block: QueryBlock) -> Tensor:
 
 
 def _forward(part: Part, scale: float) -> tuple[Tensor, Tensor]:
-    if on_cpu(part.query):
-        # Private, but it is what SDPA calls on a CPU, and SDPA itself keeps the logarithms to itself.
-        mixed, logarithm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            part.query, part.key, part.value, 0.0, part.mask is None, attn_mask=part.mask, scale=scale
-        )
-        return mixed, logarithm
-    return plain_forward(part.query, part.key, part.value, part.mask, scale)
+    return block_forward(part.query, part.key, part.value, part.mask, part.mask is None, scale)
 
 
 def _backward(
     part: Part, gradient: Tensor, output: Tensor, logarithm: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if on_cpu(part.query):
-        query, key, value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(gradient, part.query, part.key, part.value, output, logarithm, 0.0, part.mask is None),
-            attn_mask=part.mask,
-            scale=scale,
+    mask = part.mask
+    return block_backward(
+        gradient, part.query, part.key, part.value, output, logarithm, mask, mask is None, scale
+    )
+
+
+def block_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """One block [B, heads, size, head_dim]: the result, and ln Σ exp of the scores, to which ``mask`` is added."""
+    if on_cpu(query):
+        # Private, but it is what SDPA calls on a CPU, and SDPA itself keeps the logarithms to itself.
+        mixed, logarithm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
-        return query, key, value
-    return plain_backward(gradient, part.query, part.key, part.value, output, logarithm, part.mask, scale)
+        return mixed, logarithm
+    return plain_forward(query, key, value, mask, causal, scale)
+
+
+def block_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logarithm: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values. Result and logarithms may be those of more keys than the block has."""
+    if on_cpu(query):
+        queries, keys, values = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(gradient, query, key, value, output, logarithm, 0.0, causal), attn_mask=mask, scale=scale
+        )
+        return queries, keys, values
+    return plain_backward(gradient, query, key, value, output, logarithm, mask, causal, scale)
 
 
 def plain_forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """As the fused kernel: the result, and ln Σ exp of each query's scores."""
     mixed, logarithms = [], []
     for first in range(0, query.shape[2], QUERIES_AT_ONCE):
-        scores = _scores(query, key, mask, scale, first)
+        scores = _scores(query, key, mask, causal, scale, first)
         logarithm = scores.logsumexp(-1)
         logarithms.append(logarithm)
         weights = scores.sub_(logarithm[..., None]).exp_()
@@ -198,13 +221,14 @@ def plain_backward(
     output: Tensor,
     logarithm: Tensor,
     mask: Tensor | None,
+    causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The weights are made again from the scores and their logarithms."""
     queries, keys, values = (torch.zeros_like(one) for one in (query, key, value))
     for first in range(0, query.shape[2], QUERIES_AT_ONCE):
         rows = slice(first, first + QUERIES_AT_ONCE)
-        scores = _scores(query, key, mask, scale, first)
+        scores = _scores(query, key, mask, causal, scale, first)
         seen = slice(0, scores.shape[-1])
         weights = scores.sub_(logarithm[:, :, rows, None]).exp_().to(value.dtype)
         mine = gradient[:, :, rows]
@@ -216,14 +240,17 @@ def plain_backward(
     return queries, keys, values
 
 
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, first: int) -> Tensor:
-    """Of some queries from ``first`` on; where nothing is masked, causal: with the keys up to the last of them."""
+def _scores(
+    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, first: int
+) -> Tensor:
+    """Of some queries from ``first`` on; where it is causal, with the keys up to the last of them."""
     some = query[:, :, first : first + QUERIES_AT_ONCE]
     count = some.shape[2]
+    seen = first + count if causal else key.shape[2]
+    scores = (some @ key[:, :, :seen].transpose(2, 3)).to(logarithm_dtype(query)).mul_(scale)
     if mask is not None:
-        scores = (some @ key.transpose(2, 3)).to(logarithm_dtype(query)).mul_(scale)
         return scores.add_(mask[first : first + count])
-    last = first + count
-    scores = (some @ key[:, :, :last].transpose(2, 3)).to(logarithm_dtype(query)).mul_(scale)
-    future = torch.ones(count, last, dtype=torch.bool, device=query.device).triu_(first + 1)
+    if not causal:
+        return scores
+    future = torch.ones(count, seen, dtype=torch.bool, device=query.device).triu_(first + 1)
     return scores.masked_fill_(future, -torch.inf)

@@ -14,7 +14,7 @@ from shoal.models.device_copy import to_device
 class Documents:
     """The documents of [B, T] tokens, which attention does not cross. None ends later than its row.
 
-    Both tensors have the same shape for every micro-batch of that size, and no number in them is a Python one: a
+    All tensors have the same shape for every micro-batch of that size, and no number in them is a Python one: a
     compiled block, which is handed them, is never compiled again for other documents.
     """
 
@@ -23,6 +23,8 @@ class Documents:
     ends: Tensor
     # int64 [2], always on the host, so that reading it waits for no device: how many there are, and the longest.
     sizes: Tensor
+    # The cumulative lengths once more, always on the host: for who computes documents piece by piece.
+    host_ends: Tensor
 
     @staticmethod
     def of(ids: Tensor) -> Documents:
@@ -35,7 +37,7 @@ class Documents:
         ends = torch.full((tokens + 1,), tokens, dtype=torch.int32)
         ends[: len(starts)] = starts
         longest = int(torch.diff(starts, append=torch.tensor([tokens])).max()) if tokens else 0
-        return Documents(ends, torch.tensor([len(starts), longest]))
+        return Documents(ends, torch.tensor([len(starts), longest]), ends)
 
     def to(self, device: torch.device) -> Documents:
         return replace(self, ends=to_device(self.ends, device))

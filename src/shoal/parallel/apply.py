@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from shoal.facts.config import TuneSection
+from shoal.facts.layout.parameter_groups import meeting_in_blocks
 from shoal.facts.recipe import Scaling
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.models.decoder import Network
 from shoal.models.initial import Slice
 from shoal.parallel import tensor
 from shoal.parallel.compile import CompiledBlocks
+from shoal.parallel.context import split_sequence
 from shoal.parallel.execute import Executor
 from shoal.parallel.float8_gather import gather_in_float8
 from shoal.parallel.float8_scales import Float8Scales
@@ -92,7 +94,7 @@ def apply(
     """
     layout, model = mesh.layout, network.shape
     compute, states = network.model.compute, next(network.parameters()).dtype
-    fully = layout.fsdp > 1 and layout.zero == 3
+    fully = layout.shards > 1 and layout.zero == 3
     summed = reduce_dtype or states
     # Shards rest as wide as they are updated, and are gathered as narrow as they are used. Everywhere else the network
     # reads a working copy.
@@ -110,10 +112,15 @@ def apply(
         for segment in segments:
             tensor.split(segment.network, model, layout.tp, mesh.coords["tp"], group, layout.sp)
 
+    # Context: of every row this rank's tokens, and attention to all of them.
+    split_sequence(blocks, mesh)
+
     recompute(blocks, layout.recompute)
     compiled = None
     if compile_with is not None:
-        compiled = CompiledBlocks(blocks, layout.recompute, compile_with, mesh.group("tp"))
+        compiled = CompiledBlocks(
+            blocks, layout.recompute, compile_with, mesh.group_of(meeting_in_blocks(layout))
+        )
 
     # Shard or replicate, group by group: who holds, sums and updates what among the data ranks.
     if fully:

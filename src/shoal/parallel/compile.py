@@ -8,8 +8,8 @@ Blocks are alike but for their weights, which are inputs of the graph: it is tra
 ``forward`` and not around the module, so that hooks, such as FSDP's, stay outside.
 
 If compilation fails on a rank, that rank runs eager from then on and says why. Most of its peers need not follow, for
-nothing is sent inside of their blocks. Ranks of a tensor group do: compiled blocks repeat less in their backward pass
-than eager ones, so these ranks agree on each block when they first meet it.
+nothing is sent inside of their blocks. Ranks of a tensor or context group do: compiled blocks repeat less in their
+backward pass than eager ones, so these ranks agree on each block when they first meet it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shoal.facts.layout import Recompute
 from shoal.facts.problem import first_line
-from shoal.models import attention_blocks, varlen
+from shoal.models import attention_blocks, attention_rectangle, varlen
+from shoal.parallel import ring
 
 # What is dear to compute for its size, by the dispatcher's names; what a version lacks is simply never seen.
 PRODUCTS = frozenset(
@@ -44,6 +45,7 @@ PRODUCTS = frozenset(
         "aten::_grouped_mm",
     }
 )
+RING = "shoal::attend_turn"
 ATTENTION = frozenset(
     {
         "aten::_scaled_dot_product_cudnn_attention",
@@ -52,6 +54,7 @@ ATTENTION = frozenset(
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_fused_attention_overrideable",
         "shoal::attend_within",
+        RING,
         "torch_attn::_varlen_attn",
         "flex_attention",
     }
@@ -62,7 +65,8 @@ ROTATED = frozenset({"aten::cat"})
 RECEIVED = frozenset({"_c10d_functional::wait_tensor"})
 KEPT: dict[Recompute, frozenset[str]] = {
     "none": PRODUCTS | ATTENTION | ROTATED | RECEIVED,
-    "selective": PRODUCTS | ROTATED | RECEIVED,
+    # Attention is repeated, but not a ring's: it would keep what came from all ranks, or send it again.
+    "selective": PRODUCTS | ROTATED | RECEIVED | {RING},
     "full": frozenset(),
 }
 
@@ -128,7 +132,7 @@ class CompiledBlocks:
         failed = torch.tensor(int(self.problem is not None), device=device)
         dist.all_reduce(failed, group=self.group)
         if failed and self.problem is None:
-            self.problem = "another rank of the tensor group could not compile"
+            self.problem = "another rank that it meets in its blocks could not compile"
         return not failed
 
     def _takes(self, shape: torch.Size) -> bool:
@@ -218,7 +222,8 @@ def _settings() -> None:
 
 def _operators_hash() -> str:
     """Changes with the files whose operators blocks call: how they differentiate is in no graph's text."""
-    sources = (Path(module.__file__ or "").read_bytes() for module in (varlen, attention_blocks))
+    modules = (varlen, attention_blocks, attention_rectangle, ring)
+    sources = (Path(module.__file__ or "").read_bytes() for module in modules)
     return blake3(b"".join(sources)).hexdigest(16)
 
 

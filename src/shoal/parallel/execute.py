@@ -18,6 +18,7 @@ from shoal.facts.layout.stages import rank_of_stage
 from shoal.facts.schedules.programs import Action, Instruction, programs
 from shoal.models.cross_entropy import PendingWeightGradient
 from shoal.models.loss import Head
+from shoal.parallel.context import SequenceShare
 from shoal.parallel.deferred import Deferred
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pipeline import Arrival, Channels
@@ -66,6 +67,7 @@ class Executor:
         self.loaded: set[tuple[torch.Size, bool, bool]] | None = None
         if self.channels is not None and (compiled or mesh.device.type == "cuda"):
             self.loaded = set()
+        self.sequence = SequenceShare(self.layout, mesh.coords["cp"])
         self.heads: list[Head] = [segment.network.lm_head for segment in segments if segment.stage.last]
         self.strict = strict
         self.deferred = Deferred() if split_backward else None
@@ -74,7 +76,11 @@ class Executor:
                 self.deferred.watch(segment)
 
     def forward_backward(self, batches: list[MicroBatch], factor: float) -> list[Tensor]:
-        """Gradients of the losses times ``factor``; the summed loss of each micro-batch whose end is here."""
+        """Gradients of the losses times ``factor``; the summed loss of each micro-batch whose end is here.
+
+        Batches have whole rows; of the losses of ranks that share them, each is a part.
+        """
+        batches = [self.sequence.of(batch) for batch in batches]
         self._load_kernels(batches[0], None)
         program = self._program(len(batches))
         complete = _last_backward(program)
@@ -110,7 +116,11 @@ class Executor:
 
     @torch.no_grad()
     def forward_only(self, batches: list[MicroBatch], place: int | None = None) -> list[Tensor]:
-        """The summed loss of each micro-batch (or the scores after ``place``) where the end of the network is here."""
+        """The summed loss of each micro-batch (or the scores after ``place``) where the end of the network is here.
+
+        ``place`` counts the tokens that are here.
+        """
+        batches = [self.sequence.of(batch) for batch in batches]
         self._load_kernels(batches[0], place)
         underway = StepState(batches)
         for instruction in self._program(len(batches)):
@@ -128,16 +138,16 @@ class Executor:
         return underway.losses
 
     def scores(self, batch: MicroBatch, place: int) -> Tensor:
-        """The scores [rows, vocabulary] of the token after ``place``, on every rank of the pipeline."""
-        here = self.forward_only([batch], place)
-        group = self.mesh.group("pp")
-        if group is None:
-            return here[0]
-        end = self._rank_of(self.stages - 1)
+        """The scores [rows, vocabulary] of the token after ``place`` of whole rows, on every rank of the replica."""
+        # Ranks without that token score another one: all of them take part in every exchange.
+        holder, own = self.sequence.holder(place, batch.tokens.shape[1])
+        here = self.forward_only([batch], own)
         size = (batch.tokens.shape[0], self._network.shape.vocab)
         scores = here[0] if here else torch.empty(size, device=self.mesh.device)
-        scores = scores.to(torch.float64).contiguous()
-        dist.broadcast(scores, group=group, group_src=end)
+        for axis, source in (("pp", self._rank_of(self.stages - 1)), ("cp", holder)):
+            if (group := self.mesh.group(axis)) is not None:
+                scores = scores.to(torch.float64).contiguous()
+                dist.broadcast(scores, group=group, group_src=source)
         return scores
 
     def _load_kernels(self, batch: MicroBatch, place: int | None) -> None:

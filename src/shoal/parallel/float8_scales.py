@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.facts.layout.buckets import even_share
 from shoal.facts.layout.float8 import ScaleSlot, scale_slots
+from shoal.facts.layout.parameter_groups import placement
 from shoal.facts.recipe import Scaling
 from shoal.models.float8 import PRECISE, Float8Product, WeightScales, largest, scale_of
 from shoal.models.linear import Linear
@@ -36,6 +37,9 @@ class Float8Scales:
     def __init__(self, blocks: list[nn.Module], scaling: Scaling, mesh: Mesh, sharded: bool) -> None:
         """The blocks have left the meta device. ``sharded``: of each weight this rank holds some rows (FSDP)."""
         self.scaling, self.sharded, self.mesh = scaling, sharded, mesh
+        layout = mesh.layout
+        self.ranks = placement(layout.tp, layout.cp, layout.fsdp, layout.dp).sharded
+        self.shards = mesh.group_of(self.ranks)
         self.linears = [child for block in blocks for child in block.modules() if isinstance(child, Linear)]
         product = Float8Product(scaling)
         sizes: dict[bool, int] = {True: 0, False: 0}
@@ -66,9 +70,9 @@ class Float8Scales:
         for over_tp, most in self.most.items():
             # What is rounded is bf16: working copies, or what FSDP gathers of wider shards.
             most.copy_(most.bfloat16())
-            for axis in ("fsdp", "tp"):
-                group = self.mesh.group(axis)
-                if group is not None and most.numel() and (over_tp if axis == "tp" else self.sharded):
+            groups = [self.shards if self.sharded else None, self.mesh.group("tp") if over_tp else None]
+            for group in groups:
+                if group is not None and most.numel():
                     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
             self.scales[over_tp].copy_(scale_of(most, PRECISE))
 
@@ -90,7 +94,7 @@ class Float8Scales:
         """Of what this rank has of a weight."""
         if not isinstance(weight, DTensor):
             return 0
-        return self.mesh.coords["fsdp"] * even_share(weight.shape[0], self.mesh.layout.fsdp)
+        return self.mesh.index_in(self.ranks) * even_share(weight.shape[0], self.ranks.size)
 
     def _view(self, of: dict[bool, Tensor], noted: _Noted) -> Tensor:
         found = of[noted.slot.over_tp][noted.start : noted.start + noted.slot.values]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.facts.layout import Layout
-from shoal.facts.layout.parameter_groups import RankGroup
+from shoal.facts.layout.parameter_groups import RankGroup, placement
 from shoal.facts.layout.ranks import AXES, coordinates, stride
 from shoal.facts.strategies import purpose_of
 from shoal.parallel.hosts import HostGroup
@@ -63,6 +63,7 @@ class Mesh:
             names = [axis for axis in AXES if getattr(layout, axis) > 1]
             sizes = [getattr(layout, axis) for axis in names]
             self._axes = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=tuple(names))
+        self.sharding = self._sharding()
         self.hosts = HostGroup(rank, self.world, self.control, store)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
@@ -88,11 +89,21 @@ class Mesh:
             self._others[ranks] = self._subgroup(axis, every)
         return self._others[ranks]
 
-    def axes(self, *names: str) -> DeviceMesh:
-        """Those of the named axes that have more than one rank, as torch's strategies take them."""
-        assert self._axes is not None
-        wanted = tuple(name for name in names if getattr(self.layout, name) > 1)
-        return self._axes[wanted]
+    def _sharding(self) -> DeviceMesh | None:
+        """The ranks that hold the same parameters, as FSDP takes them: copies, if there are several, then shards."""
+        layout = self.layout
+        placed = placement(layout.tp, layout.cp, layout.fsdp, layout.dp)
+        if placed.sharded.size == 1 or layout.zero < 3:
+            return None
+        several = [one for one in (placed.replicated, placed.sharded) if one.size > 1]
+        groups = [group for one in several if (group := self.group_of(one)) is not None]
+        names, kind = tuple(one.name for one in several), self.device.type
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=names)
+        start = self.rank - sum(self.index_in(one) * one.stride for one in several)
+        copies, shards = ([index * one.stride for index in range(one.size)] for one in several)
+        ranks = torch.tensor([[start + copy + shard for shard in shards] for copy in copies])
+        return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
     def subgroup(self, axis: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Of every line of ranks along an axis the same parts, each a group: the one that this rank is in, if any."""
@@ -127,12 +138,13 @@ class Mesh:
 
     @property
     def names(self) -> dict[str, str]:
-        """What torch calls each axis's group, and what we do."""
+        """What torch calls the group of each axis, and of several that act as one, and what we do."""
         if self._axes is None:
             return {}
-        groups = [("world", self.everyone), ("world", self.control)]
-        groups += [(axis, self.group(axis)) for axis in AXES]
-        return {group.group_name: name for name, group in groups if group is not None}
+        named = [("world", self.everyone), ("world", self.control)]
+        named += [(axis, self.group(axis)) for axis in AXES]
+        named += [(ranks.name, group) for ranks, group in self._others.items()]
+        return {group.group_name: name for name, group in named if group is not None}
 
     @property
     def purposes(self) -> dict[str, str]:

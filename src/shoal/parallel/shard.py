@@ -1,8 +1,8 @@
 """Sharded parameters, gradients and optimizer states (``zero=3``) with torch's FSDP2.
 
-Of every parameter a rank of the ``fsdp`` group holds some rows. A unit of modules (``facts.groups``) is gathered before
-it is used and freed after; its gradients are reduce-scattered behind the backward pass of the units before it. With
-replicas (``dp``) the sums are then all-reduced over these, once a step.
+Of every parameter a rank of the ``fsdp`` group, with context parallelism of ``fsdp``·``cp``, holds some rows. A unit of
+modules (``facts.groups``) is gathered before it is used and freed after; its gradients are reduce-scattered behind the
+backward pass of the units before it. With replicas (``dp``) the sums are then all-reduced over these, once a step.
 
 A pipeline runs every unit once for each of many micro-batches, so there parameters stay gathered through a step, and
 gradients whole, until the stage's last backward pass is done. They add up in the precision that they are reduced in.
@@ -49,7 +49,6 @@ def shard(
     layout, network = mesh.layout, segment.network
     # Parameters are gathered in the compute dtype, gradients still summed in that of all layouts.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    ranks = mesh.axes("dp", "fsdp")
     cut = units(
         segment.stage.layers,
         layout.unit,
@@ -62,13 +61,13 @@ def shard(
         modules = _modules(segment, unit)
         elements = sum(parameter.numel() for module in modules for parameter in _unsharded(module))
         freed = layout.pp == 1 and not unit.stays(elements, tune.persist_below)
-        fully_shard(modules, mesh=ranks, mp_policy=policy, reshard_after_forward=freed)
+        fully_shard(modules, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=freed)
         order.insert(0, cast(FSDPModule, modules[0]))
         if unit.looked_up:
             order[0].set_unshard_in_backward(False)
     root = cast(FSDPModule, segment)
     if root not in order:
-        fully_shard(segment, mesh=ranks, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(segment, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
     if network.lm_head is not None:
         register_fsdp_forward_method(network.lm_head, "scores")
     for module in _sharded_modules(segment):
@@ -208,8 +207,8 @@ def _gather_once(segment: StageModule) -> list[nn.Parameter]:
 
 def _piece(held: HeldParameter, mesh: Mesh) -> Shard:
     rows, rest = held.part.box.shape[0], math.prod(held.part.box.shape[1:])
-    share = even_share(rows, mesh.layout.fsdp)
-    first = min(mesh.coords["fsdp"] * share, rows)
+    share = even_share(rows, held.group.sharded.size)
+    first = min(mesh.index_in(held.group.sharded) * share, rows)
     tensor = nn.Parameter(_local(held.parameter))
     stop = min(first + share, rows)
     assert tensor.numel() == (stop - first) * rest

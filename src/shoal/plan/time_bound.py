@@ -35,12 +35,12 @@ from shoal.predict.rank_parameters import (
     rank_parameters,
     trained_with_experts,
 )
-from shoal.predict.time import host, layer
+from shoal.predict.time import context, host, layer
 from shoal.predict.time.bubble import Idle, follows, idle
 from shoal.predict.time.layer import Passes
 from shoal.predict.time.offload import transfer
 from shoal.predict.time.step import ALWAYS, CostModel, RankKind, stage_kinds, update_seconds
-from shoal.predict.traffic import context, expert, tensor
+from shoal.predict.traffic import expert, tensor
 from shoal.predict.workload import Workload
 
 
@@ -218,7 +218,6 @@ class TimeBound:
         between = tokens / split.tp if share.sp else float(tokens)
         body = self._body(split.tp, share.sp)
         within = sum(self._seconds(workload, call) for call in tensor.calls(workload, body))
-        within += sum(self._seconds(workload, call) for call in context.calls(workload, body))
         routed = sum(
             self._seconds(workload, call) for call in expert.calls(workload, body) if call.phase in ALWAYS
         )
@@ -231,10 +230,11 @@ class TimeBound:
                 recipe.dropout > 0,
             )  # fmt: skip
             one = self.on.layer(part)
+            shared = sum(context.waits(workload, self.on, body, part).values()) / body.layers
             again = {"none": 0.0, "selective": one.again, "full": one.full}[recompute]
             backward = one.input + (0.0 if self.lora else one.weight) + again
             seconds[place] = (
-                one.forward + backward + within / body.layers + (routed / count if place else 0.0)
+                one.forward + backward + shared + within / body.layers + (routed / count if place else 0.0)
             )
             forwards.append(one.forward)
             backwards.append(backward)

@@ -25,8 +25,8 @@ OPERATORS: dict[str, AttentionKernel] = {
     "aten::_safe_softmax": "unfused",
     "aten::_softmax": "unfused",
 }
-# Windows go through an operator of our own, which keeps the same on every device and in every precision.
-ANYWHERE = "shoal::attend_within"
+# Windows and rings go through operators of our own, which keep the same on every device and in every precision.
+ANYWHERE = ("shoal::attend_within", "shoal::attend_turn")
 
 
 class WrongKernel(RuntimeError):
@@ -50,7 +50,7 @@ class UsedKernels(Mode):
             return NotImplemented
         name = func._schema.name
         result = func(*args, **(kwargs or {}))
-        self.anywhere |= name == ANYWHERE
+        self.anywhere |= name in ANYWHERE
         if name in OPERATORS:
             self.used[name] = OPERATORS[name]
             if self.by_token and OPERATORS[name] == "fused":

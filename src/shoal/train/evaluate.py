@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.facts.config import EvaluateSection
+from shoal.facts.layout.sequence import length_unit
 from shoal.models.generate import generate
 from shoal.models.random import key
 from shoal.parallel.apply import Placed
@@ -93,8 +94,8 @@ def write_samples(
         return placed.executor.scores(padded(tokens, mesh), tokens.shape[1] - 1)
 
     def padded(tokens: Tensor, mesh: Mesh) -> MicroBatch:
-        """Sequence parallelism wants a length that divides; padding after the last token is never attended to."""
-        length = tokens.shape[1] + -tokens.shape[1] % mesh.layout.tp
+        """Ranks that share a row want a length that divides; padding after the last token is never attended to."""
+        length = tokens.shape[1] + -tokens.shape[1] % length_unit(mesh.layout)
         positions = torch.arange(length, device=tokens.device)
         if shape.positions == "learned":
             positions = positions.clamp(max=shape.max_positions - 1)

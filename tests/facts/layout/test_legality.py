@@ -92,6 +92,12 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
         {},
     ),
     ("tp=4,cp=4,cp_kind=ulysses", "tp·cp = 16 does not divide the 8 heads", "cp=2 or cp_kind=ring", {}),
+    (
+        "cp=2,cp_kind=ulysses",
+        "of cp=2 and 3 key/value heads a tensor rank, neither divides the other",
+        "cp=1 or cp_kind=ring",
+        {"model": TINY.model_copy(update={"heads": 12, "kv_heads": 3})},
+    ),
     ("pp=2,chunks=2", "schedule=1f1b has 1 chunk(s) per rank, not 2", "chunks=1", {}),
     ("pp=2,schedule=gpipe,chunks=4", "schedule=gpipe has 1 chunk(s) per rank, not 4", "chunks=1", {}),
     ("pp=2,schedule=zbv,chunks=1", "schedule=zbv has 2 chunk(s) per rank, not 1", "chunks=2", {}),

@@ -53,7 +53,7 @@ NEAREST: list[tuple[str, str, dict[str, Any]]] = [
     ("dp=4", "dp=8; dp=4,fsdp=2; dp=4,tp=2", {"cluster": H100}),
     ("dp=3,tp=3", "dp=4,tp=2; dp=2,tp=4; dp=2,fsdp=2,tp=2", {"cluster": H100}),
     ("tp=4,pp=4", "tp=4,pp=2; tp=2,pp=4; dp=2,tp=4", {"cluster": H100}),
-    ("dp=8", "dp=4,tp=2; dp=4,pp=2; dp=2,tp=4", {"cluster": H100, "batch": 12, "wanted": support.runs}),
+    ("dp=8", "dp=4,tp=2; dp=4,cp=2; dp=4,pp=2", {"cluster": H100, "batch": 12, "wanted": support.runs}),
     ("dp=8", "dp=4; dp=2; dp=1", {"cluster": LOCAL}),  # on this machine some may stay idle
     (
         "fsdp=64,tp=7,pp=10,schedule=interleaved,chunks=20",
@@ -63,7 +63,7 @@ NEAREST: list[tuple[str, str, dict[str, Any]]] = [
     ),
     # Strict, and only what the engine runs.
     ("dp=2,tp=2", "dp=2,micro=1; dp=4,micro=1; dp=2,fsdp=2,micro=1", {"strict": True, "micro": 1}),
-    ("dp=3,cp=2,offload=params", "dp=4; dp=2; dp=8", {"wanted": support.runs}),
+    ("dp=3,cp=2,offload=params", "dp=4,cp=2; dp=2,cp=2; dp=8,cp=2", {"wanted": support.runs}),
     ("dp=8,ep=3", "dp=8,ep=4; dp=8,ep=2; dp=8,ep=8", {"model": MIXTRAL}),
     # A recipe that no layout takes, and a cluster that this batch and model cannot fill.
     ("cp=3", "", {"model": GPT2, "seq": 2000}),
@@ -143,9 +143,9 @@ def test_nothing_nearer_is_overlooked(
 ) -> None:
     layout, recipe = Layout(**fields, micro=1), Recipe(seq=256, batch=batch)
     in_worlds = [
-        Layout(dp=dp, fsdp=fsdp, tp=tp, pp=pp, micro=1)
-        for dp, fsdp, tp, pp in product(range(1, cluster.devices + 1), repeat=4)
-        if dp * fsdp * tp * pp <= cluster.devices
+        Layout(dp=dp, fsdp=fsdp, tp=tp, cp=cp, pp=pp, micro=1)
+        for dp, fsdp, tp, cp, pp in product(range(1, cluster.devices + 1), repeat=5)
+        if dp * fsdp * tp * cp * pp <= cluster.devices
     ]
     legal = [other for other in in_worlds if not violations(other, TINY, recipe, cluster, strict)]
     distances = sorted(distance(layout, other) for other in legal)

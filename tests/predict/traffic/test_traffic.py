@@ -58,6 +58,15 @@ WORLD_2 = [
     Case("fsdp=2,micro=2", {**TILES, **GPT2}, ROWWISE),
     Case("tp=2,micro=2", TILES, FP8),
     Case("pp=2,micro=2", TILES, FP8),
+    Case("cp=2,micro=2", QWEN3, BF16),
+    Case("cp=2,zero=1,recompute=full", {**TIED, "window": 3}),
+    Case("cp=2,cp_kind=ulysses,zero=2,micro=4,recompute=selective", SHARED_HEADS),
+    Case("cp=2,cp_kind=ulysses", GPT2),
+    Case("cp=2", {}, compiled=True),
+    Case("cp=2,zero=1,recompute=full", {}, compiled=True),
+    Case("cp=2,recompute=selective", {}, compiled=True),
+    Case("cp=2,cp_kind=ulysses,recompute=selective", {}, compiled=True),
+    Case("cp=2,cp_kind=ulysses,zero=2,recompute=full", {}, compiled=True),
 ]
 WORLD_4 = [
     Case("fsdp=2,tp=2,micro=2", {**TILES, **QWEN2}, ROWWISE),
@@ -81,6 +90,15 @@ WORLD_4 = [
     Case("tp=2,pp=2", {**TIED, **SHARED_HEADS}),
     Case("tp=2,pp=2,schedule=dualpipev,sp=0", GPT2, BF16),
     Case("tp=2,pp=2,schedule=interleaved,recompute=full", QWEN3, DROPOUT),
+    Case("cp=4", TIED),
+    Case("cp=4,cp_kind=ulysses", SHARED_HEADS),
+    Case("dp=2,cp=2,micro=2", QWEN2),
+    Case("fsdp=2,zero=1,cp=2", {"vocab": 3}),
+    Case("fsdp=2,cp=2,cp_kind=ulysses,micro=2", {}, BF16),
+    Case("tp=2,cp=2", QWEN2),
+    Case("tp=2,sp=0,cp=2,cp_kind=ulysses", SHARED_HEADS),
+    Case("cp=2,pp=2,schedule=zb", TIED),
+    Case("tp=2,cp=2", {}, compiled=True),
 ]
 
 

@@ -41,6 +41,8 @@ LAYOUTS = [
     "tp=2,fsdp=2",
     "pp=2,dp=2",
     "pp=2,tp=2",
+    "fsdp=2,cp=2",
+    "zero=1,cp=2",
 ]
 
 

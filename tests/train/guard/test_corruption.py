@@ -134,6 +134,8 @@ Found = Callable[..., list[list[tuple[str, dict[str, Any], bool]]]]
                 "tp=2,sp=0",
                 "pp=2",
                 "pp=2,schedule=zb",
+                "cp=2",
+                "zero=1,cp=2,cp_kind=ulysses",
             ],
             {},
         ),

@@ -13,6 +13,7 @@ from math import lcm
 from shoal.facts.cluster import Cluster
 from shoal.facts.layout import DEFAULT_CHUNKS, ONE_CHUNK, V_SHAPED, Layout, divisors, float8
 from shoal.facts.layout.parameter_groups import experts_fit
+from shoal.facts.layout.sequence import length_unit, piece_count
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.recipe import Recipe
@@ -167,7 +168,7 @@ def _context(case: Case) -> Iterator[Violation]:
     layout, model, cp = case.layout, case.model, case.layout.cp
     if cp == 1:
         return
-    pieces = _pieces(layout)
+    pieces = piece_count(layout)
     if case.seq % pieces:
         what = f"cp={cp} ({layout.cp_kind}) needs seq={case.seq} to divide by {pieces}"
         yield Violation("context length", what, ("recipe.seq", "cp"))
@@ -175,11 +176,11 @@ def _context(case: Case) -> Iterator[Violation]:
         split = f"tp·cp = {layout.tp * cp}"
         what = f"cp_kind=ulysses: {split} does not divide the {model.heads} heads of {model.name}"
         yield Violation("ulysses heads", what, ("cp", "cp_kind"))
-
-
-def _pieces(layout: Layout) -> int:
-    """Ring attention gives every rank one early and one late piece, so that causal work is even."""
-    return 2 * layout.cp if layout.cp > 1 and layout.cp_kind == "ring" else layout.cp
+    # As for tensor ranks: with fewer key/value heads than ranks, several are sent the same one.
+    key_heads = max(1, model.kv_heads // layout.tp)
+    if layout.cp_kind == "ulysses" and key_heads % cp and cp % key_heads:
+        what = f"cp_kind=ulysses: of cp={cp} and {key_heads} key/value heads a tensor rank, neither divides the other"
+        yield Violation("ulysses key/value heads", what, ("cp", "cp_kind"))
 
 
 def _pipeline(case: Case) -> Iterator[Violation]:
@@ -332,6 +333,6 @@ def _candidates(case: Case, key: str) -> list[int] | list[str]:
 
 def _sequence_lengths(case: Case) -> list[int]:
     layout = case.layout
-    unit = lcm(_pieces(layout), layout.cp * layout.tp if layout.sp else 1, float8.TILE if case.fp8 else 1)
+    unit = lcm(length_unit(layout), float8.TILE if case.fp8 else 1)
     most = case.model.max_positions if case.model.positions == "learned" else case.seq + unit
     return [min(nearest_multiple(case.seq, unit), most // unit * unit)] if unit <= most else []

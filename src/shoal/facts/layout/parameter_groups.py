@@ -87,6 +87,13 @@ def group_name(parameter: Parameter) -> str:
     return {"expert": EXPERTS, "adapter": ADAPTERS}.get(parameter.kind, DENSE)
 
 
+def meeting_in_blocks(layout: Layout) -> RankGroup:
+    """The ranks that exchange activations inside of a block."""
+    if layout.cp == 1:
+        return RankGroup("tp", layout.tp, 1)
+    return RankGroup("cp" if layout.tp == 1 else "cp·tp", layout.cp * layout.tp, 1)
+
+
 def communicators(layout: Layout, kv_heads: int) -> dict[str, RankGroup]:
     """Every set of ranks that one rank of a layout may communicate in, by its name."""
     tp, pp = layout.tp, layout.pp

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from shoal.facts.cluster.attention_kernels import answers_by_token, repeats_keys
 from shoal.facts.layout.buckets import even_share
 from shoal.facts.model import Model
+from shoal.predict.memory import context
 from shoal.predict.memory.block_workload import BlockActivations, BlockPeak, BlockWorkload
 from shoal.predict.memory.compiled import compiled_activations
 
@@ -45,12 +46,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     c, tokens = work.compute, work.tokens
     stream = c * model.hidden * work.stream
     inner, values, exchange = _mlp(model, experts, work)
-    query, key, value = _widths(model, work.tp)
-    if work.context == "ring":
-        # A neighbour's keys and values in use, the next one's on the way.
-        exchange += 2 * c * tokens * (key + value)
-    elif work.context == "ulysses":
-        exchange += c * tokens * (query + key + value)  # laid out to be sent
+    query, key, _ = _widths(model, work.tp)
     products = c * tokens * (query + 2 * key) + inner * c * (2 if model.gated else 1)
     if work.recompute == "none":
         # In a narrow computation the norms keep a wider copy, and the input itself goes.
@@ -76,7 +72,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         working = (BlockPeak(parts.all + stream + 2 * gathered, 0), *working)
     return BlockActivations(
         resting=resting,
-        working=tuple(BlockPeak(size - shared, made) for size, made in working),
+        working=tuple(moment._replace(bytes=moment.bytes - shared) for moment in working),
         opening=opening - shared,
         inner=c * inner,
         rounding=_rounding(model.hidden * tokens, inner) if work.fp8 else 0.0,
@@ -159,8 +155,10 @@ def _attention(model: Model, window: bool, work: BlockWorkload) -> float:
     c, stack = work.compute, work.stack
     query, key, value = _widths(model, work.tp)
     heads, normed = even_share(model.heads, work.tp), query + key
-    # A window's kernel keeps no scores, shares keys in every precision and answers token by token.
-    varlen = window and stack.attention == "flash" and model.latent is None
+    # A window's kernel keeps no scores, shares keys in every precision and answers token by token; so does a ring's.
+    varlen = (window or work.context == "ring") and stack.attention == "flash" and model.latent is None
+    if work.context == "ulysses" and model.latent is None:
+        key = value = max(key, work.cp * model.head_dim)  # a head for every rank
     if model.latent is None:
         if repeats_keys(c) and not varlen:
             key = value = query
@@ -177,8 +175,9 @@ def _attention(model: Model, window: bool, work: BlockWorkload) -> float:
     if model.qk_norm:
         kept += _norm(normed, work) + work.wide * (heads + even_share(model.kv_heads, work.tp) - 1)
     by_head = stack.kernel == "fused" and not answers_by_token(work.cpu, c)
-    if (work.cpu or by_head) and not varlen and model.positions == "rotary" and heads > 1:
-        # Turned back, several heads are a copy.
+    turned = (work.cpu or by_head) and not varlen and model.positions == "rotary" and heads > 1
+    if turned or work.context == "ulysses":
+        # Turned back, several heads are a copy; as are those that came from other ranks.
         kept += c * (query if model.latent is None else value)
     if stack.attention == "unfused":
         kept += (2 * c + 1) * heads * work.seq  # scores, dropped scores and which were dropped
@@ -238,8 +237,14 @@ def _working(
         # Attention: gradients of its result, queries, keys and values.
         after_mlp + stream + c * tokens * (query + query + key + value),
     )
+    # By then the way out of attention has its weight's gradient too.
+    ways_out = query / even_share(model.ffn, work.tp)
+    shared = [
+        BlockPeak(after_mlp + stream + moment.activations, 1 + ways_in + ways_out, moment.buffers)
+        for moment in (context.moments(query, key, value, work) if work.context else ())
+    ]
     # The activation: the gradients of its two factors and of their product, which itself is gone.
     activation = held + stream + ways_in * inner
     # The first norm, when nothing else of the block is left and all of its weights' gradients are there.
     end = norm_backward(model, work) + (stream if work.wide > c else 0.0)
-    return BlockPeak(activation, 1), BlockPeak(max(later), 1 + ways_in), BlockPeak(end, None)
+    return BlockPeak(activation, 1), BlockPeak(max(later), 1 + ways_in), *shared, BlockPeak(end, None)

@@ -13,7 +13,8 @@ class BlockPeak(NamedTuple):
     """A moment of a block's backward pass."""
 
     bytes: float  # beyond what rests; a repeated forward pass included
-    made: int | None  # how many of the MLP's weights have their gradients by then; None: all of the block's
+    made: float | None  # how many of the MLP's weights' gradients are there by then; None: all of the block's
+    exchange: float = 0.0  # in buffers: what other context ranks send and are sent
 
 
 class BlockActivations(NamedTuple):
@@ -26,7 +27,7 @@ class BlockActivations(NamedTuple):
     inner: float  # the MLP's product
     put_off: float  # of its weights' gradients, what those that are put off still need
     deferred: float  # kept between the two halves of a backward pass that is split
-    exchange: float  # tokens on their way to other ranks' experts, or keys and values to other ranks' queries
+    exchange: float  # tokens on their way to other ranks' experts
     held_input: bool  # whether ``resting`` holds the block's input itself
 
     @property
@@ -49,7 +50,8 @@ class BlockWorkload:
     recompute: Recompute
     cpu: bool
     dropout: bool
-    context: ContextKind | None  # how ranks that share a sequence exchange it; None: none do
+    cp: int  # ranks that share a sequence
+    context: ContextKind | None  # how they exchange it; None: they are one
     adapters: tuple[str, ...] | None  # projections with an adapter; None: all weights are trained
     compiled: bool = False
     fp8: bool = False

@@ -20,9 +20,12 @@ from __future__ import annotations
 from shoal.facts.cluster.attention_kernels import repeats_keys
 from shoal.facts.layout import Recompute
 from shoal.facts.layout.buckets import even_share
-from shoal.facts.layout.kept import GATE, GATHERED, INPUT, OUT, UP, kept_tensors
+from shoal.facts.layout.kept import ATTENDED, GATE, GATHERED, INPUT, LOG_SUM, OUT, QUERIES, UP, kept_tensors
 from shoal.facts.model import Model
+from shoal.predict.memory import context
 from shoal.predict.memory.block_workload import BlockActivations, BlockPeak, BlockWorkload
+
+RETURNED = "attention result of all heads"
 
 
 def compiled_activations(model: Model, work: BlockWorkload) -> BlockActivations:
@@ -43,11 +46,21 @@ def compiled_activations(model: Model, work: BlockWorkload) -> BlockActivations:
     entering = there + stream + (0.0 if work.sp else whole) + ways_in * whole
     attention = everything - mlp + stream + query + (query + 2 * key) + query
     first_norm = places[INPUT] + stream + (0.0 if work.sp else whole) + 3 * whole
+    here = even_share(model.kv_heads, work.tp) * model.head_dim
+    moments = context.moments(query // (c * tokens), here, here, work) if work.context else []
+    # The way out of attention has its weight's gradient by then.
+    ways_out = query / inner
     return BlockActivations(
         resting=resting,
         working=(
             BlockPeak(activation - resting, 1),
             BlockPeak(max(entering, attention) - resting, 1 + ways_in),
+            *(
+                BlockPeak(
+                    everything - mlp + stream + one.activations - resting, 1 + ways_in + ways_out, one.buffers
+                )
+                for one in moments
+            ),
             BlockPeak(first_norm - resting, None),
         ),
         opening=there + stream + gathered + inner - resting,
@@ -62,7 +75,16 @@ def compiled_activations(model: Model, work: BlockWorkload) -> BlockActivations:
 
 def _kept(model: Model, work: BlockWorkload, kind: Recompute) -> dict[str, float]:
     """Bytes of a micro-batch, by place."""
-    return {
+    kept = {
         one.place: one.bytes * (work.stream if one.of_stream else work.tokens)
         for one in kept_tensors(model, kind, work.compute, work.tp, work.sp)
     }
+    if work.context == "ulysses" and kind != "full":
+        # Attention's result as it came back from other ranks, which the way out reads.
+        kept[RETURNED] = kept[QUERIES]
+    elif work.context == "ring" and kind == "selective":
+        # Attention is not repeated: that would send again.
+        kept |= {
+            place: size for place, size in _kept(model, work, "none").items() if place in (ATTENDED, LOG_SUM)
+        }
+    return kept

@@ -49,7 +49,7 @@ def host_share(cluster: Cluster) -> int:
 
 
 def communicators(workload: Workload) -> int:
-    """One for each axis that has several ranks; a pipeline has one for either direction."""
+    """One for each axis that has several ranks, and for those that share states; a pipeline has one for either way."""
     layout = workload.layout
-    axes = [layout.dp, layout.shards, layout.tp, layout.pp, layout.pp, layout.ep]
+    axes = [layout.dp, layout.shards, layout.tp, layout.cp, layout.pp, layout.pp, layout.ep]
     return sum(1 for ranks in axes if ranks > 1)

@@ -75,9 +75,9 @@ class RankGradients:
         """Nothing is there yet that a gradient would be added to."""
         return self.alone and not moment.before
 
-    def made(self, run: BlockRun, count: int | None) -> int:
+    def made(self, run: BlockRun, count: float | None) -> int:
         """Of a block's weights whose gradients come first: the MLP's, from its way out; None: of all of them."""
-        return run.block.whole if count is None else count * self.down[run.experts]
+        return run.block.whole if count is None else round(count * self.down[run.experts])
 
     def in_other_streams(self, grads: float) -> float:
         """What is allocated in streams of its own, beyond ``grads`` that are there at the fullest moment."""
@@ -92,7 +92,7 @@ class RankGradients:
         """After the head, before the last block."""
         return self.in_block(moment, self.stage(moment).runs[-1], 0, 0)
 
-    def in_block(self, moment: Moment, run: BlockRun, done: int, made: int | None) -> float:
+    def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
         """``made``: how many of the MLP's gradients are there already; None: all of the block's."""
         return self.tied_head(moment)
 

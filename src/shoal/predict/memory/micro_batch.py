@@ -47,6 +47,7 @@ def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
         recompute=layout.recompute,
         cpu=workload.cluster.device.name == "cpu",
         dropout=recipe.dropout > 0,
+        cp=layout.cp,
         context=layout.cp_kind if layout.cp > 1 else None,
         adapters=None if workload.lora is None else tuple(workload.lora.targets),
         compiled=workload.compiled,

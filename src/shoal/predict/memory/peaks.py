@@ -45,7 +45,10 @@ def _peaks_of_passes(gradients: RankGradients) -> Iterator[Peak]:
 
 
 def _batch(workload: Workload) -> float:
-    return float(BATCH_BYTES * workload.tokens * workload.accumulation)
+    # Context ranks read whole rows and take their tokens of them.
+    cp = workload.layout.cp
+    shares = cp + 1 if cp > 1 else 1
+    return float(BATCH_BYTES * workload.tokens * shares * workload.accumulation)
 
 
 def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
@@ -199,7 +202,7 @@ class BackwardPass:
         if moment.split and self.work.recompute == "selective" and not self.work.fp8:
             # The last product, which nothing uses again, is not kept where its weight's gradient is put off.
             put_off -= hold.compute * self.rank.workload.model.hidden * self.work.tokens
-        for size, count in block.working:
+        for size, count, exchange in block.working:
             # By then some projections are done, unless their weights' gradients are put off.
             made = gradients.made(run, count)
             used = made * hold.compute if self.rank.casts else 0
@@ -209,7 +212,7 @@ class BackwardPass:
                 name,
                 grads=gradients.held(moment, done, made),
                 activations=fresh + put_off,
-                buffers=buffers - used + gradients.in_block(moment, run, done, count),
+                buffers=buffers + exchange - used + gradients.in_block(moment, run, done, count),
             )
         end = left.plus(name, activations=stream - self._freed(block))
         yield from gradients.after_block(moment, run, done, end)

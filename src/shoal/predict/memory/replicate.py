@@ -29,7 +29,7 @@ class ReplicatedGradients(RankGradients):
     def copies(self, count: float) -> float:
         return self.hold.reduce * count if self.travels_as_copy and self.layout.pp == 1 else 0.0
 
-    def in_block(self, moment: Moment, run: BlockRun, done: int, made: int | None) -> float:
+    def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
         return self.tied_head(moment) + self.copies(self.reduced(moment, done))
 
     def reduced(self, moment: Moment, done: int) -> float:

@@ -129,7 +129,7 @@ class ShardedGradients(RankGradients):
         head = 0.0 if self.model.tied else self.hold.reduce * self.ends.head.trained
         return self._gathered(last, 0) + head + self.tied_head(moment) + self._landing(last, 0)
 
-    def in_block(self, moment: Moment, run: BlockRun, done: int, made: int | None) -> float:
+    def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
         """Of this unit's gradients those of its later blocks; the unit before is on its way."""
         gathered, of_unit = self._gathered(run, done), next_unit(self.one, done, self.unit).done
         if self.adapters_only:
@@ -242,7 +242,7 @@ class PipelinedShards(RankGradients):
     def in_loss(self, moment: Moment) -> float:
         return self.gathered
 
-    def in_block(self, moment: Moment, run: BlockRun, done: int, made: int | None) -> float:
+    def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
         return self.gathered
 
     def added_up(self, product: float, added: float, block: BlockActivations) -> tuple[float, float]:

@@ -70,5 +70,5 @@ def rank_states(model: Model, recipe: Recipe, layout: Layout) -> dict[str, int]:
     """An even share of them: what a rank of this layout holds, but for padding and stages of unequal size."""
     whole = replica_states(model, recipe)
     sharded_here = {"params": layout.zero == 3, "grads": layout.zero >= 2, "optimizer": True}
-    ranks = {name: layout.fsdp if on else 1 for name, on in sharded_here.items()}
+    ranks = {name: layout.shards if on else 1 for name, on in sharded_here.items()}
     return {name: -(-size // (layout.tp * layout.pp * ranks[name])) for name, size in whole.items()}

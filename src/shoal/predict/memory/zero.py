@@ -27,7 +27,7 @@ class ScatteredGradients(ReplicatedGradients):
         """The last bucket of a backward pass, the embedding's, lands when the next one is sent."""
         return self.hold.reduce * self.ends.embedding.trained if moment.before else 0.0
 
-    def in_block(self, moment: Moment, run: BlockRun, done: int, made: int | None) -> float:
+    def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
         """One bucket fills and one is sent; as long as the first one fills, the last one of the pass before may be."""
         if self.reduced(moment, done) + self.made(run, made) <= self.bucket:
             return self.tied_head(moment) + self.buckets(1) + self.in_loss(moment)

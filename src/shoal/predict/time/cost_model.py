@@ -64,6 +64,12 @@ class CostModel:
             self._layers[share_key] = known
         return known
 
+    def attention(self, share: LayerShare) -> tuple[float, float]:
+        """Of a layer's time, attention's: forward and backward."""
+        if isinstance(self.kernels, MeasuredKernels):
+            return measured_layer.attention(self.model, self.kernels, share)
+        return layers.attention(self.model, self.stack, self.kernels, share)
+
     @property
     def fastest(self) -> float:
         """FLOP/s that no product exceeds."""

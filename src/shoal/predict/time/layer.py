@@ -150,7 +150,7 @@ def layer(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> Se
         inputs += times * kernels.product(rows, columns, inner)
         weights += times * kernels.product(inner, rows, columns)
         parameters += times * inner * columns
-    attend, attend_back = _attention(model, stack, kernels, share)
+    attend, attend_back = attention(model, stack, kernels, share)
     moved = _compiled(model, kernels, share) if share.compiled else _moved(model, stack, share)
     scale = kernels.width * (COMPILED_FUSION if share.compiled else stack.fusion)
     pointwise = kernels.moved(moved.forward * scale)
@@ -167,7 +167,7 @@ def layer(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> Se
     )
 
 
-def _attention(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> tuple[float, float]:
+def attention(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> tuple[float, float]:
     """Forward and backward, on average over the model's layers."""
     if stack.attention == "unfused":
         # All of the square is computed, and its scores go through memory.

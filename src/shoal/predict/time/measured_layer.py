@@ -45,7 +45,7 @@ def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
         weights += times * kernels.product(inner, rows, columns, "weight")
         parameters += times * inner * columns
         count += times
-    attend, attend_back = _attention(model, kernels, share)
+    attend, attend_back = attention(model, kernels, share)
     block = compiled_block if share.compiled else operators.block
     moved = block(model, tokens_of(model, share), _at_use(kernels, share.held))
     cast = kernels.works(operators.matrices(count, parameters, share.held.forward))
@@ -68,7 +68,7 @@ def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
     )
 
 
-def _attention(model: Model, kernels: MeasuredKernels, share: LayerShare) -> tuple[float, float]:
+def attention(model: Model, kernels: MeasuredKernels, share: LayerShare) -> tuple[float, float]:
     """Forward and backward, on average over the model's layers."""
     query, key = head_widths(model, share.tp)
     shape = model.head_dim, query // model.head_dim, key // model.head_dim, share.seq, share.sequences
@@ -129,7 +129,7 @@ def by_kind(workload: Workload, kernels: MeasuredKernels) -> dict[str, float]:
         + kernels.product(at_once, model.vocab, model.hidden, "input")
         + kernels.product(model.hidden, at_once, model.vocab, "weight")
     )
-    attended = sum(_attention(model, kernels, share))
+    attended = sum(attention(model, kernels, share))
     return {
         "matrix products": workload.accumulation * (model.layers * each + head),
         "attention": workload.accumulation * model.layers * attended,

@@ -17,13 +17,14 @@ from shoal.facts.recipe import Recipe
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.memory.micro_batch import micro_batch_bytes
 from shoal.predict.rank_parameters import RankParameters, rank_parameters, stages_here, trained_with_experts
+from shoal.predict.time import context
 from shoal.predict.time import host as hosts
 from shoal.predict.time.bubble import idle
 
 # Who prices a step also makes its bench.
 from shoal.predict.time.cost_model import CostModel as CostModel
 from shoal.predict.time.cost_model import cost_model as cost_model
-from shoal.predict.time.layer import LayerShare, Seconds
+from shoal.predict.time.layer import LayerShare, Passes, Seconds
 from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.offload import transfer
 from shoal.predict.traffic import calls
@@ -143,6 +144,9 @@ def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
     if layout.recompute != "none":
         again = body.full if layout.recompute == "full" else body.again
     spent, once, alone = _communicated(workload, on, stage)
+    waits = context.waits(workload, on, here, _share(workload, on, here.dense == 0))
+    for way, seconds in waits.items():
+        spent[way]["cp"] = seconds
 
     # The host starts every layer's kernels; it is hidden where the device is the slower of the two.
     host = hosts.of_layer(on, layout.recompute, workload.compiled)
@@ -187,28 +191,12 @@ def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
 
 def _computed(workload: Workload, on: CostModel, here: RankParameters) -> tuple[Seconds, Seconds]:
     """Device time of one micro-batch: of this rank's layers; of embedding and head."""
-    layout, model = workload.layout, workload.model
-    tokens = workload.tokens
-    group = workload.groups[DENSE]
-    sharded = group.zero == 3 and group.sharded.size > 1
-    handled = on.handling(sharded, workload.accumulation)
-    between = tokens / layout.tp if layout.sp else float(tokens)
+    layout, model, tokens = workload.layout, workload.model, workload.tokens
+    handled = _handled(workload, on)
     sums = [0.0] * 5
     for count, experts in ((here.dense, False), (here.sparse, True)):
         if count:
-            share = LayerShare(
-                tokens,
-                between,
-                workload.micro,
-                workload.recipe.seq,
-                layout.tp,
-                layout.ep,
-                experts,
-                handled,
-                workload.compiled,
-                workload.recipe.dropout > 0,
-            )
-            for place, seconds in enumerate(on.layer(share)):
+            for place, seconds in enumerate(on.layer(_share(workload, on, experts))):
                 sums[place] += count * seconds
     rows = -(-model.vocab // layout.tp)
     ends = [0.0] * 5
@@ -222,6 +210,28 @@ def _computed(workload: Workload, on: CostModel, here: RankParameters) -> tuple[
         # Frozen weights have no gradients; those of the additions are too small to see.
         sums[2] = ends[2] = 0.0
     return Seconds(*sums), Seconds(*ends)
+
+
+def _share(workload: Workload, on: CostModel, experts: bool) -> LayerShare:
+    """A rank's share of one of its layers."""
+    layout, tokens = workload.layout, workload.tokens
+    return LayerShare(
+        tokens,
+        tokens / layout.tp if layout.sp else float(tokens),
+        workload.micro,
+        workload.recipe.seq,
+        layout.tp,
+        layout.ep,
+        experts,
+        _handled(workload, on),
+        workload.compiled,
+        workload.recipe.dropout > 0,
+    )
+
+
+def _handled(workload: Workload, on: CostModel) -> Passes:
+    group = workload.groups[DENSE]
+    return on.handling(group.zero == 3 and group.sharded.size > 1, workload.accumulation)
 
 
 Spent = dict[str, dict[str, float]]
@@ -238,8 +248,8 @@ def _communicated(workload: Workload, on: CostModel, stage: int) -> tuple[Spent,
     times = workload.accumulation
     each_time = workload.layout.pp == 1
     for call in calls(workload, stage):
-        if call.phase in ("message", "control"):
-            continue
+        if call.phase in ("message", "control") or call.group == "cp":
+            continue  # of context ranks see ``context``
         ranks = workload.ranks_of(call.group)
         each = on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
         seconds = call.count * each

@@ -1,7 +1,7 @@
 """Traffic of context parallelism (``cp``): keys and values around a ring, or heads for tokens (Ulysses).
 
-Announced ahead of the engine, which does not run it yet. t = a rank's tokens of a micro-batch, c = compute width, q and
-k the widths of all query and of all key (value) heads of a tensor rank. For every layer and micro-batch, over ``cp``:
+t = a rank's tokens of a micro-batch, c = compute width, q and k the widths of all query and of all key (value) heads of
+a tensor rank. For every layer and micro-batch, over ``cp``:
 
     ring      forward   cp - 1 sends and receives of keys with values          t·2k·c
               backward  cp - 1 of keys with values, and cp - 1 of the gradients that others have for them
@@ -9,8 +9,9 @@ k the widths of all query and of all key (value) heads of a tensor rank. For eve
                         and of keys and of values                              t·k·c, k at least a head for every rank
               backward  the same four, the other way round
 
-Either way attention that is computed again (``recompute``) exchanges again what it did in the forward pass. Gradients
-of parameters are summed over context ranks together with ``fsdp``: see ``shard``.
+Either way attention that is computed again (``recompute``) exchanges again what it did in the forward pass; a compiled
+block does that with ``full`` alone, and its ring's messages are all-to-alls in which a rank has something for the next
+one. Gradients of parameters are summed over context ranks together with ``fsdp``: see ``shard``.
 """
 
 from __future__ import annotations
@@ -27,26 +28,36 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
     if layout.cp == 1:
         return ()
     times = workload.accumulation * here.layers
-    token = workload.tokens * compute_width(workload.recipe)
-    query, key, value = _widths(workload.model, layout.tp)
-    passes: list[Phase] = ["forward", "backward"]
-    if layout.recompute != "none":
-        passes.append("recompute")
     if layout.cp_kind == "ring":
-        size, turns = token * (key + value), times * (layout.cp - 1)
+        size, turns = turn_bytes(workload), times * (layout.cp - 1)
         return tuple(
             CollectiveCall(op, "cp", size, turns * (2 if phase == "backward" else 1), phase)
-            for phase in passes
-            for op in ("send", "receive")
+            for phase in passes(workload)
+            for op in (("all_to_all",) if workload.compiled else ("send", "receive"))
         )
+    token = workload.tokens * compute_width(workload.recipe)
+    query, key, value = _widths(workload.model, layout.tp)
     least = layout.cp * workload.model.head_dim
     tensors = (query, max(key, least), max(value, least), _mixed(workload.model, layout.tp))
     sizes = {token * width: tensors.count(width) for width in tensors}
     return tuple(
         CollectiveCall("all_to_all", "cp", size, times * often, phase)
-        for phase in passes
+        for phase in passes(workload)
         for size, often in sizes.items()
     )
+
+
+def passes(workload: Workload) -> list[Phase]:
+    """In which attention exchanges what it reads."""
+    keeps = "none", "selective" if workload.compiled else "none"
+    again: list[Phase] = [] if workload.layout.recompute in keeps else ["recompute"]
+    return ["forward", "backward", *again]
+
+
+def turn_bytes(workload: Workload) -> int:
+    """Of a ring's message: the keys and values of a rank's tokens, or their gradients."""
+    _, key, value = _widths(workload.model, workload.layout.tp)
+    return workload.tokens * compute_width(workload.recipe) * (key + value)
 
 
 def _widths(model: Model, tp: int) -> tuple[int, int, int]:

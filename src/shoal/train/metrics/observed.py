@@ -59,7 +59,7 @@ def watched(step: Step, batches: Sequence[Batch], *, aligned: bool, fake: bool =
 def _marks_as_they_add_up(tracker: MemoryTracker, step: Step) -> list[RemovableHandle]:
     """FSDP adds whole gradients up over the micro-batches of a pipeline, and none of them is there at the end."""
     layout = step.mesh.layout
-    if layout.pp == 1 or layout.fsdp == 1 or layout.zero != 3:
+    if layout.pp == 1 or layout.shards == 1 or layout.zero != 3:
         return []
 
     def arrived(parameter: Tensor) -> None:

@@ -1,0 +1,62 @@
+"""Context parallelism (``cp``, ``cp_kind``): the ranks of a replica share each row's tokens.
+
+All of the network but attention works token by token, so a rank that is given its tokens with their places in the row
+(rotary angles and dropout follow from those) computes what one rank would for them. Attention is replaced from outside:
+``ring`` sends keys and values round, ``ulysses`` gives tokens for heads. The loss is a sum over targets, and every
+target is one rank's. Parameters are sharded, and gradients summed, over context ranks as over those of ``fsdp``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from shoal.facts.layout import Layout
+from shoal.facts.layout.sequence import held_ranges, holder
+from shoal.models.decoder import Block
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.ring import Ring, RingAttend
+from shoal.parallel.stage_module import MicroBatch
+from shoal.parallel.ulysses import UlyssesAttend
+
+
+def split_sequence(blocks: list[nn.Module], mesh: Mesh) -> None:
+    """From now on these blocks attend to all tokens of a row, given those of this rank."""
+    layout, group = mesh.layout, mesh.group("cp")
+    if group is None:
+        return
+    for block in blocks:
+        assert isinstance(block, Block)
+        attention = block.self_attn
+        if layout.cp_kind == "ring":
+            attention.attend = RingAttend(Ring(group, layout.cp, mesh.coords["cp"]))
+        else:
+            attention.attend = UlyssesAttend(group, layout.cp, attention.attend)
+
+
+class SequenceShare:
+    """The part of every row that a context rank works on; without context parallelism, all of it."""
+
+    def __init__(self, layout: Layout, index: int) -> None:
+        self.layout, self.index = layout, index
+
+    def of(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's tokens of whole rows. Documents stay those of the rows."""
+        if self.layout.cp == 1:
+            return batch
+        return replace(
+            batch,
+            tokens=self._columns(batch.tokens),
+            positions=self._columns(batch.positions),
+            targets=None if batch.targets is None else self._columns(batch.targets),
+        )
+
+    def holder(self, place: int, length: int) -> tuple[int, int]:
+        """The rank that has a place of a row of that length, and where among its tokens."""
+        return holder(self.layout, place, length)
+
+    def _columns(self, rows: Tensor) -> Tensor:
+        held = held_ranges(self.layout, self.index, rows.shape[1])
+        return torch.cat([rows[:, one.start : one.stop] for one in held], dim=1)
