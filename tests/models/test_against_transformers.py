@@ -77,6 +77,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox sequential": ("gpt_neox", SMALL | {"rotary_pct": 0.25, "use_parallel_residual": False}),
 }
 LENGTH = 24
+ROUTED = GROUPED | {"num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 12}
+CASES |= {
+    "mixtral": ("mixtral", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral, one expert a token": ("mixtral", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 1}),
+    "qwen3_moe": ("qwen3_moe", ROUTED | {"num_experts": 8, "norm_topk_prob": True}),
+    "qwen3_moe, weights as they are": ("qwen3_moe", ROUTED | {"num_experts": 8, "norm_topk_prob": False}),
+    # More experts than some of them see a token for, and a layer with an ordinary MLP.
+    "qwen3_moe, some in use": (
+        "qwen3_moe",
+        ROUTED | {"num_experts": 96, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -90,7 +102,18 @@ def test_logits_fp32(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["llama grouped", "mistral windowed", "qwen2", "qwen3", "gpt2", "gpt_neox parallel"]
+    "case",
+    [
+        "llama grouped",
+        "mistral windowed",
+        "qwen2",
+        "qwen3",
+        "gpt2",
+        "gpt_neox parallel",
+        "mixtral",
+        "qwen3_moe",
+        "qwen3_moe, some in use",
+    ],
 )
 def test_logits_and_gradients_fp64(case: str) -> None:
     reference, network, tokens, positions = pair(case, torch.float64)
@@ -121,6 +144,7 @@ def pair(case: str, dtype: torch.dtype) -> tuple[nn.Module, Network, Tensor, Ten
     family, arguments = CASES[case]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, attn_implementation="sdpa", **arguments)
+    config._experts_implementation = "eager"  # its grouped product knows no fp64
     reference = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     reference.eval()
     with torch.no_grad():
@@ -139,15 +163,35 @@ def canonical(tensors: dict[str, Tensor], model: Model) -> dict[str, Tensor]:
     """Tensors under transformers' names, put under ours by the declared views."""
     if model.family == "gpt_neox":  # in memory it is lm_head, on the hub embed_out
         tensors = {name.replace("lm_head.", "embed_out."): tensor for name, tensor in tensors.items()}
+    if model.experts is not None:
+        tensors = dict(_on_the_hub(tensors, model))
     dtype = next(iter(tensors.values())).dtype
     ours = {name: torch.full(shape, math.nan, dtype=dtype) for name, shape, _ in canonical_parameters(model)}
     from_tensors(model, tensors.__getitem__, ours)
     return ours
 
 
+def _on_the_hub(tensors: dict[str, Tensor], model: Model) -> Iterator[tuple[str, Tensor]]:
+    """In memory transformers stacks a layer's experts, and gate on up; in a file each matrix is by itself."""
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if model.family == "mixtral" else {}
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        if names:
+            path = path.replace(".mlp.", ".block_sparse_moe.").replace(".mlp", ".block_sparse_moe")
+        if not path.endswith(".experts"):
+            yield f"{path}.{leaf}", tensor
+            continue
+        matrices = {leaf: tensor}
+        if leaf == "gate_up_proj":
+            matrices = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True))
+        for kind, stacked in matrices.items():
+            for expert, matrix in enumerate(stacked):
+                yield f"{path}.{expert}.{names.get(kind, kind)}.weight", matrix
+
+
 @contextmanager
 def widened(reference: nn.Module, model: Model) -> Iterator[None]:
-    """transformers computes RMS norms and rotary tables in fp32 even for fp64: here they are in fp64."""
+    """transformers computes RMS norms, rotary tables and routing in fp32 even for fp64: here they are in fp64."""
 
     def rms_norm(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return nn.functional.rms_norm(inputs[0], module.weight.shape, module.weight, module.variance_epsilon)
@@ -158,10 +202,20 @@ def widened(reference: nn.Module, model: Model) -> Iterator[None]:
         angles = torch.arange(LENGTH, dtype=torch.float64)[None, :, None] * turning.repeat(2)
         return angles.cos(), angles.sin()
 
+    def routing(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        logits = nn.functional.linear(inputs[0].reshape(-1, module.hidden_dim), module.weight)
+        weights, chosen = logits.softmax(-1).topk(module.top_k, dim=-1)
+        assert torch.equal(chosen, output[2])
+        if getattr(module, "norm_topk_prob", True):
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, chosen
+
     handles = []
     for module in reference.modules():
         if type(module).__name__.endswith("RMSNorm"):
             handles.append(module.register_forward_hook(rms_norm))
+        if type(module).__name__.endswith("TopKRouter"):
+            handles.append(module.register_forward_hook(routing))
         if type(module).__name__.endswith("RotaryEmbedding"):
             handles.append(module.register_forward_hook(tables, with_kwargs=True))
     yield

@@ -73,7 +73,9 @@ STRATEGIES = (
     Strategy(
         "expert",
         "ep",
+        file="parallel/experts.py",
         memory="buffers",
+        made_in=("parallel/experts.py",),
         strict=False,
         exposed=("expert all-to-all", "a smaller ep"),
     ),

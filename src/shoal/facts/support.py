@@ -38,11 +38,8 @@ def _in_layout(layout: Layout) -> Iterator[tuple[str, str]]:
 
 
 def _in_model(model: Model) -> Iterator[tuple[str, str]]:
-    dense = "a dense model, such as llama3-8b"
-    if model.experts is not None:
-        yield f"model {model.name} is a mixture of experts", dense
     if model.latent is not None:
-        yield f"model {model.name} has latent attention", dense
+        yield f"model {model.name} has latent attention", "another model, such as llama3-8b or qwen3-30b-a3b"
 
 
 def _in_config(config: Config) -> Iterator[tuple[str, str]]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from shoal.facts.model import Model
 from shoal.models import random
 
-# The two projections of a block that write to the residual stream.
-RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+# The projections of a block that write to the residual stream: attention's, and the MLP's or every expert's.
+RESIDUAL = ("self_attn.o_proj.weight", "down_proj.weight")
 
 
 class Slice(NamedTuple):

@@ -12,7 +12,7 @@ from shoal.facts.recipe import Scaling
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.models.decoder import Network
 from shoal.models.initial import Slice
-from shoal.parallel import tensor
+from shoal.parallel import experts, tensor
 from shoal.parallel.compile import CompiledBlocks
 from shoal.parallel.execute import Executor
 from shoal.parallel.float8_scales import Float8Scales
@@ -20,6 +20,7 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.pipeline import my_stages
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
+from shoal.parallel.router_tally import RouterTally
 from shoal.parallel.shard import FullyShard, shard
 from shoal.parallel.shards import (
     ComposedReducer,
@@ -48,6 +49,7 @@ class Placed:
     gradients: Reducer
     shared: SharedGradients
     executor: Executor
+    routers: RouterTally
     exact: StrictReducer | None  # in strict mode
     compiled: CompiledBlocks | None  # None: blocks run eager
     float8: Float8Scales | None  # None: products are in the compute precision
@@ -109,6 +111,11 @@ def apply(
         for segment in segments:
             tensor.split(segment.network, model, layout.tp, mesh.coords["tp"], group, layout.sp)
 
+    # Experts: of the routed ones this rank's.
+    if layout.ep > 1:
+        for segment in segments:
+            experts.split(segment.network, mesh)
+
     recompute(blocks, layout.recompute)
     compiled = None
     if compile_with is not None:
@@ -144,11 +151,14 @@ def apply(
 
     # In strict mode a weight's gradient is taken where autograd gives it, micro-batch by micro-batch.
     split_backward = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and not strict
-    executor = Executor(segments, mesh, exact or gradients, split_backward, strict, compiled is not None)
+    routers = RouterTally(segments, model, mesh)
+    executor = Executor(
+        segments, mesh, exact or gradients, split_backward, strict, compiled is not None, routers
+    )
     # There a sum of two has one rounding, as where both are on one rank.
     shared = SharedGradients(model, mesh, own_head, None if strict else reduce_dtype)
     placed = Placed(
-        segments, gradients.weights(), exact or gradients, shared, executor, exact, compiled, float8
+        segments, gradients.weights(), exact or gradients, shared, executor, routers, exact, compiled, float8
     )
     placed.fill(fill)
     return placed

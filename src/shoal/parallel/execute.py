@@ -21,6 +21,7 @@ from shoal.models.loss import Head
 from shoal.parallel.deferred import Deferred
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pipeline import Arrival, Channels
+from shoal.parallel.router_tally import RouterTally
 from shoal.parallel.shards import Reducer
 from shoal.parallel.stage_module import MicroBatch, StageModule
 
@@ -50,6 +51,7 @@ class Executor:
         split_backward: bool,
         strict: bool = False,
         compiled: bool = False,
+        routers: RouterTally | None = None,
     ) -> None:
         """``split_backward``: whether the schedule's separate weight gradients are really computed apart.
 
@@ -67,14 +69,18 @@ class Executor:
         if self.channels is not None and (compiled or mesh.device.type == "cuda"):
             self.loaded = set()
         self.heads: list[Head] = [segment.network.lm_head for segment in segments if segment.stage.last]
+        self.routers = routers
         self.strict = strict
         self.deferred = Deferred() if split_backward else None
         if self.deferred is not None:
             for segment in segments:
                 self.deferred.watch(segment)
 
-    def forward_backward(self, batches: list[MicroBatch], factor: float) -> list[Tensor]:
-        """Gradients of the losses times ``factor``; the summed loss of each micro-batch whose end is here."""
+    def forward_backward(self, batches: list[MicroBatch], factor: float, scale: float = 1.0) -> list[Tensor]:
+        """Gradients of the losses times ``factor``; the summed loss of each micro-batch whose end is here.
+
+        ``scale``: the part of the factor that is also the routers' losses'.
+        """
         self._load_kernels(batches[0], None)
         program = self._program(len(batches))
         complete = _last_backward(program)
@@ -82,6 +88,8 @@ class Executor:
         for head in self.heads:
             # In strict mode a gradient is one micro-batch's. Elsewhere those of the head add up while they wait.
             head.start_step(factor, None if self.strict else PendingWeightGradient())
+        if self.routers is not None:
+            self.routers.start_step(scale)
         for number, instruction in enumerate(program):
             # A trace shows which instruction it is at; outside of one this costs microseconds.
             with record_function(f"shoal {instruction}"):

@@ -128,7 +128,9 @@ class Mesh:
     def names(self) -> dict[str, str]:
         """What torch calls each axis's group, and what we do."""
         groups = {"world": self.control, **{axis: self.group(axis) for axis in AXES}} if self._axes else {}
-        return {group.group_name: name for name, group in groups.items() if group is not None}
+        named = {group.group_name: name for name, group in groups.items() if group is not None}
+        # Of the groups that strategies make, those of experts have names of their own; others are their ranks.
+        return named | {name: axis for name, axis in self._made.items() if "ep" in axis.split("/")}
 
     @property
     def purposes(self) -> dict[str, str]:

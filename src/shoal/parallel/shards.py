@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shoal.facts.layout.parameter_groups import ParameterGroup, group_name, parameter_groups
+from shoal.facts.layout.parameter_groups import ParameterGroup, expert_ranks, group_name, parameter_groups
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import EMBEDDING, HEAD, Parameter, by_name
 from shoal.facts.model.tensor_split import Box, TensorPart, range_boxes, tensor_part
@@ -75,12 +75,13 @@ def held_parameters(
 ) -> list[HeldParameter]:
     """Every parameter of the segments on this rank, in forward order. ``group_of``: other groups than the layout's."""
     canonical, groups = by_name(model), parameter_groups(mesh.layout, model.experts is not None, lora=False)
-    tp, index = mesh.layout.tp, mesh.coords["tp"]
+    tp, index, ep = mesh.layout.tp, mesh.coords["tp"], expert_ranks(mesh.layout)
 
     def held(name: str, stage: int, parameter: nn.Parameter, copied: bool) -> HeldParameter:
         whole = canonical[name]
         group = groups[group_name(whole)] if group_of is None else group_of(whole)
-        return HeldParameter(name, stage, parameter, tensor_part(whole, tp, index), group, copied)
+        part = tensor_part(whole, tp, index, ep.size, mesh.index_in(ep))
+        return HeldParameter(name, stage, parameter, part, group, copied)
 
     return [
         held(name, segment.stage.index, parameter, copied)

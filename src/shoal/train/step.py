@@ -13,6 +13,7 @@ from shoal.facts.recipe import Recipe
 from shoal.models.random import key
 from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.router_tally import ExpertLoad
 from shoal.parallel.shards import gradient
 from shoal.parallel.stage_module import MicroBatch
 from shoal.parallel.strict import strict_loss, strict_norm
@@ -29,6 +30,7 @@ class StepResult:
     lr: float
     updated: bool  # False: a gradient was not finite and the weights were left alone
     blamed: tuple[int, ...] = ()  # the ranks that it came from, where that can be told
+    experts: ExpertLoad | None = None  # None: the model has none
 
 
 class Step:
@@ -43,6 +45,7 @@ class Step:
         self.mesh = mesh
         self.scale = scale
         self.pieces = placed.gradients.pieces
+        self._routed: Tensor = torch.empty(0)  # what all routers did, see ``RouterTally``
         # Called before the weights change: the last moment for background readers to finish.
         self.before_update: Callable[[], None] = lambda: None
         # Gradients of a larger norm do not reach the weights. It must answer alike on all ranks.
@@ -68,7 +71,7 @@ class Step:
         targets = max(1, targets)  # a batch may have nothing to predict
         micro_batches = [self._micro_batch(step, batch) for batch in batches]
         placed.gradients.start_step()
-        losses = placed.executor.forward_backward(micro_batches, self.scale.value / targets)
+        losses = placed.executor.forward_backward(micro_batches, self.scale.value / targets, self.scale.value)
         placed.gradients.finish_step()
         if placed.exact is not None:
             placed.exact.deliver(self.recipe.batch)
@@ -91,7 +94,8 @@ class Step:
         loss, norm = measured.tolist()
         finite = math.isfinite(norm)
         self.scale.update(overflow=not finite)
-        return StepResult(loss, norm, lr, finite and norm <= most, () if finite else self._blame())
+        experts = self.placed.routers.load(self._routed.tolist())
+        return StepResult(loss, norm, lr, finite and norm <= most, () if finite else self._blame(), experts)
 
     def _blame(self) -> tuple[int, ...]:
         """Which rank's gradients are not finite. After the sum that is lost; strict mode keeps each rank's own."""
@@ -109,17 +113,21 @@ class Step:
     def _measure(self, losses: list[Tensor]) -> Tensor:
         """The sum of all losses and the norm of all gradients, everything counted once."""
         mesh, mine = self.mesh, own_losses(losses, self.mesh)
+        self._routed = self.placed.routers.seen()
         if self.placed.exact is not None:
+            if self._routed.numel():
+                self._routed = torch.tensor(mesh.hosts.sum_floats(self._routed.tolist()), dtype=torch.float64)
             exact = [strict_loss(mine, mesh), strict_norm(self.pieces, mesh)]
             return torch.tensor(exact, dtype=torch.float64, device=mesh.device)
         squares = squared_norm([piece for piece in self.pieces if piece.counted], mesh.device)
         # Of equal gradients one counts, but each has to be finite: a machine may have spoiled any of them.
         others = squared_norm([piece for piece in self.pieces if not piece.counted], mesh.device)
         squares = torch.where(torch.isfinite(others), squares, math.nan)
-        both = torch.stack([added(mine, mesh.device), squares])
+        both = torch.cat([torch.stack([added(mine, mesh.device), squares]), self._routed])
         if mesh.world > 1:
-            # One small message for both. Between hosts, so that here they wait for their devices.
+            # One small message for all. Between hosts, so that here they wait for their devices.
             both = torch.tensor(mesh.hosts.sum_floats(both.tolist()), dtype=torch.float64, device=mesh.device)
+        self._routed = both[2:]
         return torch.stack([both[0], both[1].sqrt()])
 
     def _micro_batch(self, step: int, batch: Batch) -> MicroBatch:

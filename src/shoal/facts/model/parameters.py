@@ -52,10 +52,12 @@ def parameters(model: Model) -> Iterator[Parameter]:
 
 
 def llama_parameters(model: Model) -> Iterator[Parameter]:
-    """The same network under Llama's names and layout, whatever its family; routed experts are left out."""
+    """The same network under Llama's names and layout, whatever its family; a layer's routed experts are stacked."""
     yield from _llama_before(model)
     for layer in range(model.layers):
         yield from _llama_layer(model, layer, 0)
+        if model.has_experts(layer):
+            yield from stacked_experts(model, layer)
     yield from _llama_after(model)
 
 
@@ -90,6 +92,14 @@ def end_parameters(model: Model) -> EndParameters:
 def expert_parameters(model: Model) -> tuple[Parameter, ...]:
     """Those of one routed expert."""
     return tuple(_expert("model.layers.0.mlp.experts.0", model, model.experts, 0)) if model.experts else ()
+
+
+def stacked_experts(model: Model, layer: int) -> Iterator[Parameter]:
+    """The routed experts of a layer: of each projection one tensor, [experts, out, in]."""
+    assert model.experts is not None
+    prefix = f"model.layers.{layer}.mlp.experts"
+    for one in _expert(prefix, model, model.experts, layer):
+        yield replace(one, shape=(model.experts.count, *one.shape))
 
 
 def adapters(parameter: Parameter, rank: int, targets: Collection[str]) -> Iterator[Parameter]:
@@ -222,7 +232,7 @@ def _expert(name: str, model: Model, experts: Experts, layer: int) -> Iterator[P
 
 
 # Mixtral has Llama's tensors under other names, where it has experts.
-_MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def _mixtral_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter]:
@@ -230,7 +240,7 @@ def _mixtral_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter
         name = parameter.name
         if parameter.kind in ("router", "expert"):
             path, module, leaf = name.replace(".mlp.", ".block_sparse_moe.").rsplit(".", 2)
-            name = f"{path}.{_MIXTRAL_NAMES.get(module, module)}.{leaf}"
+            name = f"{path}.{MIXTRAL_NAMES.get(module, module)}.{leaf}"
         yield replace(parameter, name=name)
 
 
