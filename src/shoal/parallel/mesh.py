@@ -93,6 +93,18 @@ class Mesh:
         wanted = tuple(name for name in names if getattr(self.layout, name) > 1)
         return self._axes[wanted]
 
+    def grid(self, *kinds: RankGroup) -> DeviceMesh:
+        """Those of these kinds that have more than one rank, the slowest first, as torch's strategies take them."""
+        wanted = [one for one in kinds if one.size > 1]
+        groups = [group for one in wanted if (group := self.group_of(one)) is not None]
+        ranks = torch.tensor(self.rank - sum(self.index_in(one) * one.stride for one in wanted))
+        for one in wanted:
+            ranks = ranks[..., None] + torch.arange(one.size) * one.stride
+        names = tuple(f"axis {number}" for number in range(len(wanted)))
+        return DeviceMesh.from_group(
+            groups if len(groups) > 1 else groups[0], self.device.type, ranks, mesh_dim_names=names
+        )
+
     def subgroup(self, axis: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Of every line of ranks along an axis the same parts, each a group: the one that this rank is in, if any."""
         return self._subgroup(axis, self._parts(axis, parts))

@@ -4,6 +4,9 @@ Of every parameter a rank of the ``fsdp`` group holds some rows. A unit of modul
 it is used and freed after; its gradients are reduce-scattered behind the backward pass of the units before it. With
 replicas (``dp``) the sums are then all-reduced over these, once a step.
 
+Routed experts are units of their own, sharded over the ranks that hold the same ones: of a stack of experts each has
+some. Where nobody holds the same ones, or only other replicas do, they are left to the strategies for those.
+
 A pipeline runs every unit once for each of many micro-batches, so there parameters stay gathered through a step, and
 gradients whole, until the stage's last backward pass is done. They add up in the precision that they are reduced in.
 """
@@ -11,6 +14,7 @@ gradients whole, until the stage's last backward pass is done. They add up in th
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -25,7 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from shoal.facts.config import TuneSection
 from shoal.facts.layout.buckets import Unit, even_share, units
+from shoal.facts.layout.parameter_groups import EXPERTS, ParameterGroup
 from shoal.models.initial import Slice
+from shoal.parallel.experts import mixtures
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.replica_sums import ReplicaSums
 from shoal.parallel.shards import HeldParameter, Shard, counts
@@ -38,6 +44,7 @@ def shard(
     tune: TuneSection,
     compute: torch.dtype,
     reduce_dtype: torch.dtype,
+    groups: Mapping[str, ParameterGroup],
 ) -> None:
     """Shard a segment that is still on the meta device.
 
@@ -45,6 +52,12 @@ def shard(
     ``tune.prefetch``: how many units are gathered ahead of the one that is computed, in both passes.
     """
     layout, network = mesh.layout, segment.network
+    experts = groups.get(EXPERTS)
+    sharded_experts = (
+        mesh.grid(experts.replicated, experts.sharded) if experts and shards_fully(experts) else None
+    )
+    # FSDP takes a module's parameters but for those that another unit has, and for these.
+    left = set() if sharded_experts is not None else _routed(segment)
     # Parameters are gathered in the compute dtype, gradients still summed in that of all layouts.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     ranks = mesh.axes("dp", "fsdp")
@@ -58,15 +71,19 @@ def shard(
     order: list[FSDPModule] = []
     for unit in reversed(cut):  # the root, which takes what is left, comes last
         modules = _modules(segment, unit)
-        elements = sum(parameter.numel() for module in modules for parameter in _unsharded(module))
-        freed = layout.pp == 1 and not unit.stays(elements, tune.persist_below)
-        fully_shard(modules, mesh=ranks, mp_policy=policy, reshard_after_forward=freed)
+        routed: list[nn.Module] = [one.experts for module in modules for one in mixtures(module)]
+        if sharded_experts is not None and routed and unit.modules != ("",):
+            freed = layout.pp == 1 and not Unit(()).stays(_elements(routed), tune.persist_below)
+            fully_shard(routed, mesh=sharded_experts, mp_policy=policy, reshard_after_forward=freed)
+            order.insert(0, cast(FSDPModule, routed[0]))
+        freed = layout.pp == 1 and not unit.stays(_elements(modules, left), tune.persist_below)
+        fully_shard(modules, mesh=ranks, mp_policy=policy, reshard_after_forward=freed, ignored_params=left)
         order.insert(0, cast(FSDPModule, modules[0]))
         if unit.looked_up:
             order[0].set_unshard_in_backward(False)
     root = cast(FSDPModule, segment)
     if root not in order:
-        fully_shard(segment, mesh=ranks, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(segment, mesh=ranks, mp_policy=policy, reshard_after_forward=False, ignored_params=left)
     if network.lm_head is not None:
         register_fsdp_forward_method(network.lm_head, "scores")
     for module in _sharded_modules(segment):
@@ -88,9 +105,23 @@ def _modules(segment: StageModule, unit: Unit) -> list[nn.Module]:
     return [children[path] for path in unit.modules if path in children]
 
 
+def shards_fully(group: ParameterGroup) -> bool:
+    """Whether FSDP holds a group's parameters."""
+    return group.zero == 3 and group.sharded.size > 1
+
+
 def _unsharded(module: nn.Module) -> list[nn.Parameter]:
     """Parameters that no unit has yet."""
     return [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+
+
+def _elements(modules: Iterable[nn.Module], but: Collection[nn.Parameter] = ()) -> int:
+    found = (parameter for module in modules for parameter in _unsharded(module))
+    return sum(parameter.numel() for parameter in found if parameter not in but)
+
+
+def _routed(module: nn.Module) -> set[nn.Parameter]:
+    return {weight for mixture in mixtures(module) for weight in mixture.experts.parameters()}
 
 
 def _sharded_modules(segment: nn.Module) -> list[FSDPModule]:
@@ -123,7 +154,8 @@ class FullyShard:
             for module in (module for segment in segments for module in _sharded_modules(segment)):
                 module.set_all_reduce_hook(self.landing)
         # The first gathering makes FSDP pad its rows, into tensors that it keeps from then on.
-        self.gathered = [parameter for segment in segments for parameter in _gather_once(segment)]
+        found = {label: weight for segment in segments for label, weight in _gather_once(segment).items()}
+        self.gathered = [found[one.label] for one in held]
         if self.pipelined:
             # FSDP would widen a gradient when a backward pass has left its unit. What is computed apart from any pass
             # it hears of at the end of the step: several micro-batches would have added up in the compute precision.
@@ -182,8 +214,8 @@ class FullyShard:
         return cast(FSDPModule, self.segments[stage])
 
 
-def _gather_once(segment: StageModule) -> list[nn.Parameter]:
-    """The parameters that the network computes with, in order: FSDP makes them once, and only their storage goes."""
+def _gather_once(segment: StageModule) -> dict[str, nn.Parameter]:
+    """The parameters that the network computes with, by name: FSDP makes them once, and only their storage goes."""
     found: dict[str, nn.Parameter] = {}
     for module in _sharded_modules(segment):
         module.unshard()
@@ -191,13 +223,13 @@ def _gather_once(segment: StageModule) -> list[nn.Parameter]:
             if not isinstance(parameter, DTensor):
                 found[name] = parameter
         module.reshard()
-    return [found[name] for name, _ in segment.network.named_parameters()]
+    return found
 
 
 def _piece(held: HeldParameter, mesh: Mesh) -> Shard:
     rows, rest = held.part.box.shape[0], math.prod(held.part.box.shape[1:])
-    share = even_share(rows, mesh.layout.fsdp)
-    first = min(mesh.coords["fsdp"] * share, rows)
+    share = even_share(rows, held.group.sharded.size)
+    first = min(mesh.index_in(held.group.sharded) * share, rows)
     tensor = nn.Parameter(_local(held.parameter))
     stop = min(first + share, rows)
     assert tensor.numel() == (stop - first) * rest

@@ -190,9 +190,10 @@ class NoReducer(WholeParameters):
 class ComposedReducer:
     """Several groups of parameters, each with a way of its own."""
 
-    def __init__(self, held: list[HeldParameter], by_group: dict[ParameterGroup, Reducer]) -> None:
+    def __init__(self, held: list[HeldParameter], parts: list[tuple[list[HeldParameter], Reducer]]) -> None:
         """Pieces and parameters are those of the parts, together in the order of the network."""
-        self.held, self.by_group, self.parts = held, by_group, [*by_group.values()]
+        self.held, self.parts = held, [part for _, part in parts]
+        self._held_by = parts
         order = {one.label: number for number, one in enumerate(held)}
         pieces = [piece for part in self.parts for piece in part.pieces]
         self.pieces = sorted(pieces, key=lambda piece: order[piece.held.label])
@@ -221,8 +222,12 @@ class ComposedReducer:
         return [one for part in self.parts for one in part.weights()]
 
     def computed_with(self) -> list[nn.Parameter]:
-        found = {group: iter(part.computed_with()) for group, part in self.by_group.items()}
-        return [next(found[one.group]) for one in self.held]
+        found = {
+            one.label: parameter
+            for held, part in self._held_by
+            for one, parameter in zip(held, part.computed_with(), strict=True)
+        }
+        return [found[one.label] for one in self.held]
 
 
 def whole_weights(held: Iterable[HeldParameter]) -> list[tuple[str, Slice]]:
