@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import canonical_parameters
 from shoal.facts.model.huggingface import read_config
+from shoal.facts.model.parameters import CORRECTION
 from shoal.models.decoder import Network, build
 from shoal.models.huggingface import from_tensors
 
@@ -78,6 +79,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LENGTH = 24
 ROUTED = GROUPED | {"num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 12}
+LATENT = SMALL | {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+}
 CASES |= {
     "mixtral": ("mixtral", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral, one expert a token": ("mixtral", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 1}),
@@ -87,6 +101,26 @@ CASES |= {
     "qwen3_moe, some in use": (
         "qwen3_moe",
         ROUTED | {"num_experts": 96, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    ),
+    "deepseek_v3": ("deepseek_v3", LATENT | {"first_k_dense_replace": 1}),
+    "deepseek_v3, queries direct": (
+        "deepseek_v3",
+        LATENT
+        | {
+            "first_k_dense_replace": 0,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+        },
+    ),
+    "deepseek_v3, stretched": (
+        "deepseek_v3",
+        LATENT
+        | {
+            "rope_parameters": STRETCHED
+            | {"rope_type": "yarn", "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 0.7}
+        },
     ),
 }
 
@@ -113,6 +147,8 @@ def test_logits_fp32(case: str) -> None:
         "mixtral",
         "qwen3_moe",
         "qwen3_moe, some in use",
+        "deepseek_v3",
+        "deepseek_v3, queries direct",
     ],
 )
 def test_logits_and_gradients_fp64(case: str) -> None:
@@ -129,10 +165,14 @@ def test_logits_and_gradients_fp64(case: str) -> None:
     assert int(count) == targets.numel()
     assert (network.lm_head.logits(hidden) - expected).abs().max() < 1e-10
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    # Nothing is differentiated by what only chooses.
+    gradients |= {name: torch.zeros_like(one) for name, one in corrections(reference)}
     wanted = canonical(gradients, network.shape)
     assert set(wanted) == {name for name, _ in network.named_parameters()}
     for name, parameter in network.named_parameters():
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            assert name.endswith(CORRECTION)
+            continue
         scale = wanted[name].abs().max()
         # A bias on keys moves all scores of a query alike: its gradient is zero but for rounding.
         assert scale > 0.01 or name.endswith("k_proj.bias"), name
@@ -148,15 +188,22 @@ def pair(case: str, dtype: torch.dtype) -> tuple[nn.Module, Network, Tensor, Ten
     reference = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     reference.eval()
     with torch.no_grad():
-        for parameter in reference.parameters():  # norms and biases too, and far from a linear network
+        for parameter in (
+            *reference.parameters(),
+            *(one for _, one in corrections(reference)),
+        ):  # norms and biases too, and far from a linear network
             parameter.add_(torch.randn_like(parameter) * 0.15)
 
     model = read_config(config.to_dict(), case)
     network = build(model, compute=dtype, dtype=dtype, device="cpu", length=LENGTH)
-    weights = canonical(dict(reference.named_parameters()), model)
+    weights = canonical(dict([*reference.named_parameters(), *corrections(reference)]), model)
     network.load_state_dict(weights)
     tokens = torch.randint(0, model.vocab, (2, LENGTH))
     return reference, network, tokens, torch.arange(LENGTH).expand(2, LENGTH)
+
+
+def corrections(reference: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, one) for name, one in reference.named_buffers() if name.endswith(CORRECTION)]
 
 
 def canonical(tensors: dict[str, Tensor], model: Model) -> dict[str, Tensor]:
@@ -203,6 +250,8 @@ def widened(reference: nn.Module, model: Model) -> Iterator[None]:
         return angles.cos(), angles.sin()
 
     def routing(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        if model.family == "deepseek_v3":
+            return sigmoid_routing(module, inputs[0].reshape(-1, module.hidden_dim), output)
         logits = nn.functional.linear(inputs[0].reshape(-1, module.hidden_dim), module.weight)
         weights, chosen = logits.softmax(-1).topk(module.top_k, dim=-1)
         assert torch.equal(chosen, output[2])
@@ -210,11 +259,20 @@ def widened(reference: nn.Module, model: Model) -> Iterator[None]:
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights, chosen
 
+    def sigmoid_routing(module: Any, x: Tensor, output: Any) -> Any:
+        logits = nn.functional.linear(x, module.weight)
+        weights = logits.sigmoid().gather(1, output[2])
+        return (
+            logits,
+            weights / (weights.sum(-1, keepdim=True) + 1e-20) * module.routed_scaling_factor,
+            output[2],
+        )
+
     handles = []
     for module in reference.modules():
         if type(module).__name__.endswith("RMSNorm"):
             handles.append(module.register_forward_hook(rms_norm))
-        if type(module).__name__.endswith("TopKRouter"):
+        if type(module).__name__.lower().endswith("topkrouter"):
             handles.append(module.register_forward_hook(routing))
         if type(module).__name__.endswith("RotaryEmbedding"):
             handles.append(module.register_forward_hook(tables, with_kwargs=True))

@@ -109,6 +109,11 @@ class Recipe(BaseModel):
         description="experts: weight of the squared log-normaliser of each token's router logits, summed over layers;"
         " 0: none",
     )
+    router_bias: float = Field(
+        1e-3,
+        ge=0,
+        description="experts whose router has a correction (deepseek_v3): how far a step moves it toward even loads",
+    )
     precision: Precision = Field(
         "fp32", description='compute precision: "fp32", "bf16", "fp16", "fp64" or "fp8"'
     )

@@ -1,5 +1,5 @@
-"""The decoder: one network for Llama, Mistral, Qwen2, Qwen3, GPT-2, NeoX, Mixtral and Qwen3-MoE, configured by its
-``Model``.
+"""The decoder: one network for Llama, Mistral, Qwen2, Qwen3, GPT-2, NeoX, Mixtral, Qwen3-MoE and DeepSeek-V3,
+configured by its ``Model``.
 
 Parameters carry Llama's Hugging Face names whatever the family, and nothing here knows of parallelism.
 """
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.facts.model import Model
-from shoal.facts.problem import BadInput
 from shoal.models.attention import Attention
 from shoal.models.documents import Documents
 from shoal.models.dropout import Dropout
 from shoal.models.experts import MixtureOfExperts
+from shoal.models.latent_attention import LatentAttention
 from shoal.models.linear import Embedding
 from shoal.models.loss import Head
 from shoal.models.mlp import MLP
@@ -34,7 +34,7 @@ class Block(nn.Module):
     def __init__(self, model: Model, layer: int, dropout: float, router: RouterLosses) -> None:
         super().__init__()
         self.input_layernorm = block_norm(model)
-        self.self_attn = Attention(model, layer)
+        self.self_attn = Attention(model, layer) if model.latent is None else LatentAttention(model)
         self.post_attention_layernorm = block_norm(model)
         self.mlp = MixtureOfExperts(model, router) if model.has_experts(layer) else MLP(model, model.ffn)
         self.attention_dropout = Dropout("self_attn", dropout)
@@ -156,16 +156,6 @@ def build(
     compute: the dtype of activations. dtype: that of the parameters. length: the length of a row, where it
     exceeds max_positions and the model has dynamic rotary scaling (see ``rotary.frequencies``).
     """
-    refuse_unknown(model)
     with torch.device("meta"):
         network = Network(model, dropout, compute, length, z_loss, router).to(dtype)
     return network if torch.device(device).type == "meta" else network.to_empty(device=device)
-
-
-def refuse_unknown(model: Model) -> None:
-    """Shapes that Shoal can plan and this network cannot be."""
-    if model.latent is not None:
-        raise BadInput(
-            f"{model.name} has latent attention: planned, not trained yet",
-            "choose another model: llama, mistral, qwen2, qwen3, gpt2, gpt_neox, mixtral, qwen3_moe",
-        )

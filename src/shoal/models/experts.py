@@ -83,7 +83,8 @@ class GroupedLinear(nn.Module):
         if takes_groups(x, weight):
             # Private, for torch 2.11 has no other name for it; later ones call it functional.grouped_mm.
             return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
-        parts = x.tensor_split(on_host(ends)[:-1])
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        parts = x.split(on_host(counts[None], x.shape[0])[0])
         return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight.unbind(), strict=True)])
 
 
@@ -93,9 +94,12 @@ def takes_groups(x: Tensor, weight: Tensor) -> bool:
     return x.dtype in GROUPED and aligned and x.shape[0] > 0
 
 
-def on_host(counts: Tensor) -> list[int]:
-    """Numbers that decide sizes, which the host has to know: it waits for the device. A dry run has none to read."""
-    read: list[int] = counts.tolist()
+def on_host(counts: Tensor, rows: int) -> list[list[int]]:
+    """Ways to divide rows that only the device knows, and the host waits for. The first has ``rows`` in all.
+
+    A dry run, which has no numbers to read, puts an even division in its place (``prove/balanced_routing.py``).
+    """
+    read: list[list[int]] = counts.tolist()
     return read
 
 
@@ -116,8 +120,12 @@ class RoutedExperts(nn.Module):
         """x [T, hidden], routing of T tokens → [T, hidden]."""
         weights, chosen = routing
         order = by_expert(chosen.flatten(), self.count)
-        sent: Tensor = _Spread.apply(self.travel.outgoing(x), order.place, order.back)
-        results = self.travel.run(self.compute, sent, order.ends)
+        # Under no name here, so that tokens which have left take no room.
+        results = self.travel.run(
+            self.compute,
+            _Spread.apply(self.travel.outgoing(x), chosen.shape[1], order.place, order.back),
+            order.ends,
+        )
         mixed: Tensor = _Mix.apply(results, weights.to(x.dtype), order.place, order.back)
         return self.travel.incoming(mixed)
 
@@ -161,16 +169,16 @@ class _Spread(torch.autograd.Function):
     """A copy of each token [T, width] for each of its k experts, sorted: [T·k, width]. Backward: the sum of them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Tensor, back: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, copies: int, place: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
-        ctx.tokens = x.shape[0]
-        return x.index_select(0, place // (place.numel() // ctx.tokens))
+        ctx.apart = (x.shape[0], copies, x.shape[1])
+        return x.index_select(0, place // copies)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
-        return gradient.index_select(0, back).view(ctx.tokens, -1, gradient.shape[-1]).sum(1), None, None
+        return gradient.index_select(0, back).view(ctx.apart).sum(1), None, None, None
 
 
 class _Mix(torch.autograd.Function):
@@ -179,17 +187,16 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, results: Tensor, weights: Tensor, place: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(results, weights, place, back)
-        apart = results.index_select(0, back).view(*weights.shape, -1)
-        return (apart * weights[..., None]).sum(1)
+        apart = results.index_select(0, back).view(*weights.shape, results.shape[1])
+        return apart.mul_(weights[..., None]).sum(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         results, weights, place, back = ctx.saved_tensors
-        apart = results.index_select(0, back).view(*weights.shape, -1)
-        of_weights = (apart * gradient[:, None]).sum(-1)
-        of_results = (gradient[:, None] * weights[..., None]).flatten(0, 1).index_select(0, place)
-        return of_results, of_weights, None, None
+        spread = gradient.index_select(0, place // weights.shape[1])
+        of_weights = (results * spread).sum(-1).index_select(0, back).view_as(weights)
+        return spread.mul_(weights.flatten().index_select(0, place)[:, None]), of_weights, None, None
 
 
 class Permute(torch.autograd.Function):

@@ -49,7 +49,7 @@ def initialise(
 def fill(slices: Iterable[tuple[str, Slice]], model: Model, seed: int) -> None:
     """As ``initialise``, for the parts that are here of the parameters of these names."""
     for name, (local, global_shape, offset) in slices:
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             local.zero_()
         elif name.endswith("norm.weight"):
             local.fill_(1)

@@ -22,6 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from shoal.facts.model import Experts, Model
 
+LEAST = 1e-20
+
 
 class RouterLosses(NamedTuple):
     """What a sequence's balance and a token's z add to the loss of the step."""
@@ -44,6 +46,10 @@ class Router(nn.Module):
         super().__init__()
         assert model.experts is not None
         self.weight = nn.Parameter(torch.empty(model.experts.count, model.hidden))
+        correction = torch.empty(model.experts.count) if model.experts.router_bias else None
+        # Added to scores where experts are chosen, and nowhere else: no gradient reaches it. It is a parameter so that
+        # it is sharded, copied and written as all are; ``RouterTally.balance`` moves it.
+        self.e_score_correction_bias = None if correction is None else nn.Parameter(correction)
         self.experts = model.experts
         self.losses = losses
         # Completes the count of a sequence's tokens, [B, experts], where other ranks have some of them.
@@ -72,10 +78,14 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         logits: Tensor = _Logits.apply(x, self.weight)
         scores = logits.softmax(-1) if self.experts.score == "softmax" else logits.sigmoid()
-        chosen = choose(scores, self.experts)
+        correction = self.e_score_correction_bias
+        wanted = scores if correction is None else scores + correction.detach().to(scores.dtype)
+        chosen = choose(wanted, self.experts)
         weights = scores.gather(-1, chosen)
         if self.experts.normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
+            # A sigmoid may give nothing but zeros.
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total if self.experts.score == "softmax" else total + LEAST)
         if self.experts.scale != 1.0:
             weights = weights * self.experts.scale
         if self.counting and torch.is_grad_enabled():
@@ -91,7 +101,7 @@ class Router(nn.Module):
             z = logits.logsumexp(-1).square().sum()
         added = self.factors[0] * balance + self.factors[1] * z
         seen = torch.cat([sent.sum(0), torch.stack([balance, z]).detach()])
-        counted: Tensor = _AddLoss.apply(weights, added, seen, self.tally)
+        counted: Tensor = _AddLoss.apply(weights, added, seen, self.tally, self.e_score_correction_bias)
         return counted
 
     def _balance(self, sent: Tensor, scores: Tensor) -> Tensor:
@@ -104,9 +114,24 @@ class Router(nn.Module):
 
 
 def choose(scores: Tensor, experts: Experts) -> Tensor:
-    """The experts of each token, the best first; of equals the first one."""
+    """The experts of each token, the best first; of equals the first one.
+
+    With groups, such as the experts of one node, only those of the best groups: whose two best experts have most.
+    """
+    scores = scores.detach()
+    if experts.active_groups < experts.groups:
+        grouped = scores.unflatten(-1, (experts.groups, -1))
+        standing = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        passed = torch.zeros_like(standing, dtype=torch.bool)
+        passed.scatter_(-1, _best(standing, experts.active_groups), True)
+        scores = grouped.masked_fill(~passed[..., None], -torch.inf).flatten(-2)
+    return _best(scores, experts.active)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
     # Not topk, which has no order among equals.
-    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., : experts.active]
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return best.contiguous()  # or all of them would be kept
 
 
 def per_sequence(chosen: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
@@ -145,12 +170,18 @@ class _AddLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, added: Tensor, seen: Tensor, tally: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, added: Tensor, seen: Tensor, tally: Tensor, correction: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(seen)
+        ctx.correction = None if correction is None else correction.dtype
         return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, Tensor, Tensor | None]:
         (seen,) = ctx.saved_tensors
-        return gradient, torch.ones((), dtype=gradient.dtype, device=gradient.device), None, seen
+        one = torch.ones((), dtype=gradient.dtype, device=gradient.device)
+        # Nobody who waits for all gradients waits for one that does not come.
+        nothing = None if ctx.correction is None else torch.zeros_like(seen[:-2], dtype=ctx.correction)
+        return gradient, one, None, seen, nothing

@@ -64,9 +64,9 @@ class Dispatch:
         going = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64)).view(self.ranks, -1)
         coming = torch.empty_like(going)
         dist.all_to_all_single(coming, going, group=self.group)
-        sizes = on_host(torch.stack([going, coming]).sum(-1).flatten())
-        sent, received = sizes[: self.ranks], sizes[self.ranks :]
+        sent, received = on_host(torch.stack([going, coming]).sum(-1), tokens.shape[0])
         arrived: Tensor = _AllToAll.apply(tokens, sent, received, self.group)
+        del tokens
         # What arrives is in order of the ranks that it comes from; experts want each its own.
         count = coming.shape[1]
         numbers = torch.arange(count, device=coming.device).repeat(self.ranks)
@@ -74,8 +74,8 @@ class Dispatch:
             numbers.repeat_interleave(coming.flatten(), output_size=sum(received)), experts=count
         )
         here: Tensor = Permute.apply(arrived, order.place, order.back)
-        results = self.computed(compute, here, order.ends)
-        back: Tensor = Permute.apply(results, order.back, order.place)
+        del arrived
+        back: Tensor = Permute.apply(self.computed(compute, here, order.ends), order.back, order.place)
         returned: Tensor = _AllToAll.apply(back, received, sent, self.group)
         return returned
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.facts.layout import Layout
-from shoal.facts.layout.parameter_groups import RankGroup
+from shoal.facts.layout.parameter_groups import RankGroup, placement
 from shoal.facts.layout.ranks import AXES, coordinates, stride
 from shoal.facts.strategies import purpose_of
 from shoal.parallel.hosts import HostGroup
@@ -50,6 +50,7 @@ class Mesh:
         self.transport = transport
         self.control: dist.ProcessGroup | None = None
         self._axes: DeviceMesh | None = None
+        self._expert_axes: DeviceMesh | None = None
         self._others: dict[RankGroup, dist.ProcessGroup | None] = {}
         self._made: dict[str, str] = {}
         if self.world > 1:
@@ -62,6 +63,10 @@ class Mesh:
             names = [axis for axis in AXES if getattr(layout, axis) > 1]
             sizes = [getattr(layout, axis) for axis in names]
             self._axes = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=tuple(names))
+            # Now, for a dry run's ranks are numbers still and not yet tensors without data.
+            shared = placement(layout.tp, layout.cp, layout.fsdp, layout.dp, layout.ep)
+            if layout.ep > 1 and layout.zero == 3 and shared.sharded.size > 1:
+                self._expert_axes = self._grid(shared.replicated, shared.sharded)
         self.hosts = HostGroup(rank, self.world, self.control, store)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
@@ -93,17 +98,21 @@ class Mesh:
         wanted = tuple(name for name in names if getattr(self.layout, name) > 1)
         return self._axes[wanted]
 
-    def grid(self, *kinds: RankGroup) -> DeviceMesh:
-        """Those of these kinds that have more than one rank, the slowest first, as torch's strategies take them."""
+    def expert_axes(self) -> DeviceMesh:
+        """Of experts that are sharded with their parameters: the ranks with copies of the same, and that share one."""
+        assert self._expert_axes is not None
+        return self._expert_axes
+
+    def _grid(self, *kinds: RankGroup) -> DeviceMesh:
+        """Those of these kinds that have more than one rank, the slowest first."""
         wanted = [one for one in kinds if one.size > 1]
         groups = [group for one in wanted if (group := self.group_of(one)) is not None]
         ranks = torch.tensor(self.rank - sum(self.index_in(one) * one.stride for one in wanted))
         for one in wanted:
             ranks = ranks[..., None] + torch.arange(one.size) * one.stride
-        names = tuple(f"axis {number}" for number in range(len(wanted)))
-        return DeviceMesh.from_group(
-            groups if len(groups) > 1 else groups[0], self.device.type, ranks, mesh_dim_names=names
-        )
+        names = tuple(one.name for one in wanted)
+        one_or_all = groups if len(groups) > 1 else groups[0]
+        return DeviceMesh.from_group(one_or_all, self.device.type, ranks, mesh_dim_names=names)
 
     def subgroup(self, axis: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Of every line of ranks along an axis the same parts, each a group: the one that this rank is in, if any."""

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from shoal.facts.model import Model
+from shoal.facts.model.parameters import CORRECTION
 from shoal.models.router import Router
 from shoal.parallel.experts import mixtures
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.shards import Shard
 from shoal.parallel.stage_module import StageModule
 
 LOSSES = 2  # after the experts' numbers: the balance and z
@@ -42,8 +44,9 @@ class RouterTally:
 
     def __init__(self, segments: list[StageModule], model: Model, mesh: Mesh) -> None:
         layers = [layer for layer in range(model.layers) if model.has_experts(layer)]
+        self.rows = {str(layer): number for number, layer in enumerate(layers)}
         self.routers: dict[int, Router] = {
-            layers.index(int(name)): mixture.gate
+            self.rows[name]: mixture.gate
             for segment in segments
             for name, block in segment.network.model.layers.items()
             for mixture in mixtures(block)
@@ -67,6 +70,19 @@ class RouterTally:
             if self.speaks and router.tally.grad is not None:
                 found[number] = router.tally.grad
         return found.flatten()
+
+    @torch.no_grad()
+    def balance(self, pieces: list[Shard], summed: Tensor, rate: float, refused: Tensor) -> None:
+        """Move the corrections of experts that were sent fewer tokens than others up, and of the rest down.
+
+        ``summed``: what all ranks have seen. Where the step is refused, nothing moves.
+        """
+        counts = summed.view(self.shape)[:, :-LOSSES]
+        for piece in pieces:
+            if piece.name.endswith(CORRECTION):
+                of_layer = counts[self.rows[piece.name.split(".")[2]]]
+                wanted = (of_layer.mean() - of_layer).sign()[piece.start : piece.stop]
+                piece.tensor.add_((wanted * rate).masked_fill(refused, 0.0).to(piece.tensor.dtype))
 
     def load(self, summed: Sequence[float]) -> ExpertLoad | None:
         """From the sum over all ranks; None where the model has no experts."""

@@ -53,14 +53,13 @@ def shard(
     """
     layout, network = mesh.layout, segment.network
     experts = groups.get(EXPERTS)
-    sharded_experts = (
-        mesh.grid(experts.replicated, experts.sharded) if experts and shards_fully(experts) else None
-    )
+    routed_apart = experts is not None and shards_fully(experts)
     # FSDP takes a module's parameters but for those that another unit has, and for these.
-    left = set() if sharded_experts is not None else _routed(segment)
+    left = set() if routed_apart else _routed(segment)
     # Parameters are gathered in the compute dtype, gradients still summed in that of all layouts.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     ranks = mesh.axes("dp", "fsdp")
+    expert_ranks = mesh.expert_axes() if layout.ep > 1 and routed_apart else ranks
     cut = units(
         segment.stage.layers,
         layout.unit,
@@ -72,9 +71,9 @@ def shard(
     for unit in reversed(cut):  # the root, which takes what is left, comes last
         modules = _modules(segment, unit)
         routed: list[nn.Module] = [one.experts for module in modules for one in mixtures(module)]
-        if sharded_experts is not None and routed and unit.modules != ("",):
+        if routed_apart and routed and unit.modules != ("",):
             freed = layout.pp == 1 and not Unit(()).stays(_elements(routed), tune.persist_below)
-            fully_shard(routed, mesh=sharded_experts, mp_policy=policy, reshard_after_forward=freed)
+            fully_shard(routed, mesh=expert_ranks, mp_policy=policy, reshard_after_forward=freed)
             order.insert(0, cast(FSDPModule, routed[0]))
         freed = layout.pp == 1 and not unit.stays(_elements(modules, left), tune.persist_below)
         fully_shard(modules, mesh=ranks, mp_policy=policy, reshard_after_forward=freed, ignored_params=left)

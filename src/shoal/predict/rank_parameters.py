@@ -21,6 +21,7 @@ from shoal.facts.model.parameters import (
     block_parameters,
     end_parameters,
     expert_parameters,
+    stacked_experts,
 )
 from shoal.facts.model.tensor_split import SummedOver, summed_over, tensor_part
 from shoal.predict.workload import Workload
@@ -200,6 +201,17 @@ def named_tensors(here: RankParameters, model: Model, stage: Stage) -> list[Rank
     return [*found, *here.norm.tensors, *here.head.tensors] if stage.last else found
 
 
+@lru_cache(maxsize=256)
+def expert_tensors(model: Model, tp: int, ep: int, stage: Stage) -> tuple[RankTensor, ...]:
+    """A rank's part of the routed experts of a stage, in forward order; no rank of a tensor group has more."""
+    return tuple(
+        RankTensor(one.name, one.name, tensor_part(one, tp, 0, ep).box.shape, 1, None)
+        for layer in stage.layers
+        if model.has_experts(layer)
+        for one in stacked_experts(model, layer)
+    )
+
+
 def in_layer(name: str, layer: int) -> str:
     """The name that a block's tensor has in another layer."""
     return re.sub(r"^model\.layers\.\d+\.", f"model.layers.{layer}.", name)
@@ -299,8 +311,11 @@ def block_count(
     body = _body(model, degrees.tp, False, 0)
     found = _counted(body.sparse if experts else body.dense, degrees.ranks, lora is None)
     if experts and model.experts:
-        each = _counted(body.expert, degrees.expert_ranks, lora is None)
-        found = total((found, each.times(model.experts.count // degrees.ep)))
+        # Of a stack of experts, each of the ranks that shard it keeps some.
+        count = model.experts.count // degrees.ep
+        share = even_share(count, degrees.expert_ranks) * body.expert.elements
+        stack = count * body.expert.elements, share
+        found = total((found, ParameterCount(*stack, *(stack if lora is None else (0, 0)))))
     if lora is None:
         return found
     factors = _counted(_factors(model, experts, lora, degrees.tp, False), degrees.ranks)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.facts.model.parameters import CORRECTION
 from shoal.facts.recipe import Recipe
 from shoal.models.random import key
 from shoal.parallel.apply import Placed
@@ -46,6 +47,7 @@ class Step:
         self.scale = scale
         self.pieces = placed.gradients.pieces
         self._routed: Tensor = torch.empty(0)  # what all routers did, see ``RouterTally``
+        self.corrected = any(piece.name.endswith(CORRECTION) for piece in self.pieces)
         # Called before the weights change: the last moment for background readers to finish.
         self.before_update: Callable[[], None] = lambda: None
         # Gradients of a larger norm do not reach the weights. It must answer alike on all ranks.
@@ -90,6 +92,9 @@ class Step:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         clip_and_update(self.optimizer, self.pieces, measured[1], self.recipe.clip, most)
+        if self.corrected:
+            refused = ~(torch.isfinite(measured[1]) & (measured[1] <= most))
+            self.placed.routers.balance(self.pieces, self._routed, self.recipe.router_bias, refused)
         self.placed.after_update()
         loss, norm = measured.tolist()
         finite = math.isfinite(norm)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import MIXTRAL_NAMES, Parameter, llama_parameters, parameters
-from shoal.facts.problem import BadInput
 
 # The canonical module for each module of a checkpoint; inside a layer, without the layer's prefix.
 _GPT2_MODULES = {
@@ -77,13 +76,11 @@ class Overlap:
 
 def canonical_parameters(model: Model) -> list[tuple[str, tuple[int, ...], bool]]:
     """Name, shape and whether weight decay applies: embedding first, layers in order, norm, head."""
-    _refuse_latent(model)
     return [(parameter.name, parameter.shape, parameter.decayed) for parameter in llama_parameters(model)]
 
 
 def views(model: Model) -> list[View]:
     """Every box of every checkpoint tensor. Together they cover each element of either side exactly once."""
-    _refuse_latent(model)
     return [view for parameter in parameters(model) for view in _views_of(parameter, model)]
 
 
@@ -115,14 +112,6 @@ def intersect(view: View, canonical_offset: tuple[int, ...], shape: tuple[int, .
         within_box, tensor_shape = within_box[::-1], tensor_shape[::-1]
     tensor_offset = tuple(a + b for a, b in zip(view.tensor_offset, within_box, strict=True))
     return Overlap(tensor_offset, tensor_shape, within_slice, tuple(sizes))
-
-
-def _refuse_latent(model: Model) -> None:
-    if model.latent is not None:
-        raise BadInput(
-            f"{model.name}: {model.family} models are planned, not trained yet",
-            "train another: llama, mistral, qwen2, qwen3, gpt2, gpt_neox, mixtral or qwen3_moe",
-        )
 
 
 def _views_of(parameter: Parameter, model: Model) -> Iterator[View]:

@@ -1,14 +1,26 @@
-"""Control traffic of every step: two all-reduces of two 8-byte numbers over all ranks.
+"""Control traffic of every step: two all-reduces of a few 8-byte numbers over all ranks.
 
 Before the step: how many targets it has, and whether a rank was asked to stop. After the backward pass: the losses and
-the squares of the gradients. Clipping and the check for non-finite gradients read that norm and send nothing.
+the squares of the gradients; of a model with experts, for each of its layers that has some, also how many tokens each
+was sent, and the router's two losses. Clipping and the check for non-finite gradients read that norm and send nothing.
 """
 
 from __future__ import annotations
 
+from shoal.facts.model import Model
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.workload import Workload
 
 
 def calls(workload: Workload) -> tuple[CollectiveCall, ...]:
-    return (CollectiveCall("all_reduce", "control", 16, 2, "control"),) if workload.layout.world > 1 else ()
+    if workload.layout.world == 1:
+        return ()
+    routed = 8 * _routed(workload.model)
+    if not routed:
+        return (CollectiveCall("all_reduce", "control", 16, 2, "control"),)
+    return tuple(CollectiveCall("all_reduce", "control", size, 1, "control") for size in (16, 16 + routed))
+
+
+def _routed(model: Model) -> int:
+    layers = sum(model.has_experts(layer) for layer in range(model.layers))
+    return layers * (model.experts.count + 2) if model.experts else 0
