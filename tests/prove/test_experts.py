@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -109,11 +110,16 @@ def token_dropped() -> None:
 
 
 def sent_to_the_next_expert() -> None:
-    """Every rank's experts answer for each other's tokens."""
+    """Of what a rank receives, every expert's last token."""
     run = Dispatch.run
-    Dispatch.run = lambda self, compute, tokens, ends: run(  # type: ignore[method-assign]
-        self, lambda here, at: compute(here, at.roll(1).sort().values), tokens, ends
-    )
+
+    def off_by_one(self: Dispatch, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
+        def wrong(here: Tensor, at: Tensor) -> Tensor:
+            return compute(here, torch.cat([(at[:-1] - 1).clamp(min=0), at[-1:]]))
+
+        return run(self, wrong, tokens, ends)
+
+    Dispatch.run = off_by_one  # type: ignore[method-assign]
 
 
 def losses_averaged_by_rank() -> None:
