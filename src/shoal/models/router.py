@@ -182,6 +182,6 @@ class _AddLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, Tensor, Tensor | None]:
         (seen,) = ctx.saved_tensors
         one = torch.ones((), dtype=gradient.dtype, device=gradient.device)
-        # Nobody who waits for all gradients waits for one that does not come.
+        # A reducer waits for every parameter's gradient.
         nothing = None if ctx.correction is None else torch.zeros_like(seen[:-2], dtype=ctx.correction)
         return gradient, one, None, seen, nothing

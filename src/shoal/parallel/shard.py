@@ -5,7 +5,7 @@ it is used and freed after; its gradients are reduce-scattered behind the backwa
 replicas (``dp``) the sums are then all-reduced over these, once a step.
 
 Routed experts are units of their own, sharded over the ranks that hold the same ones: of a stack of experts each has
-some. Where nobody holds the same ones, or only other replicas do, they are left to the strategies for those.
+some. Where no rank of a replica holds the same ones as another, they are left to the strategies for whole parameters.
 
 A pipeline runs every unit once for each of many micro-batches, so there parameters stay gathered through a step, and
 gradients whole, until the stage's last backward pass is done. They add up in the precision that they are reduced in.

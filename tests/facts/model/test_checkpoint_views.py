@@ -15,8 +15,6 @@ from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import View, canonical_parameters, intersect, views
 from shoal.facts.model.huggingface import read_config
 from shoal.facts.model.parameters import parameters
-from shoal.facts.model.presets import PRESETS
-from shoal.facts.problem import BadInput
 
 LLAMA = {
     "vocab_size": 10,
@@ -185,10 +183,3 @@ def test_intersect_agrees_with_looking_at_every_element(
         expected_shape = overlap.tensor_shape[::-1] if transposed else overlap.tensor_shape
         assert overlap.slice_shape == expected_shape
     assert found == expected
-
-
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"])
-def test_experts_are_planned_but_not_trained_yet(name: str) -> None:
-    for function in (views, canonical_parameters):
-        with pytest.raises(BadInput, match="planned, not trained yet"):
-            function(PRESETS[name])
