@@ -14,7 +14,8 @@ gradients whole, until the stage's last backward pass is done. They add up in th
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -26,10 +27,12 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardOf
 
 from shoal.facts.config import TuneSection
-from shoal.facts.layout.buckets import Unit, even_share, units
+from shoal.facts.layout.buckets import Unit, even_share, sharded_dimension, units
 from shoal.facts.layout.parameter_groups import EXPERTS, ParameterGroup
+from shoal.facts.model.tensor_split import Box
 from shoal.models.initial import Slice
 from shoal.parallel.experts import mixtures
 from shoal.parallel.mesh import Mesh
@@ -73,7 +76,13 @@ def shard(
         routed: list[nn.Module] = [one.experts for module in modules for one in mixtures(module)]
         if routed_apart and routed and unit.modules != ("",):
             freed = layout.pp == 1 and not Unit(()).stays(_elements(routed), tune.persist_below)
-            fully_shard(routed, mesh=expert_ranks, mp_policy=policy, reshard_after_forward=freed)
+            fully_shard(
+                routed,
+                mesh=expert_ranks,
+                mp_policy=policy,
+                reshard_after_forward=freed,
+                shard_placement_fn=_cut_stack(experts.sharded.size if experts else 1),
+            )
             order.insert(0, cast(FSDPModule, routed[0]))
         freed = layout.pp == 1 and not unit.stays(_elements(modules, left), tune.persist_below)
         fully_shard(modules, mesh=ranks, mp_policy=policy, reshard_after_forward=freed, ignored_params=left)
@@ -117,6 +126,11 @@ def _unsharded(module: nn.Module) -> list[nn.Parameter]:
 def _elements(modules: Iterable[nn.Module], but: Collection[nn.Parameter] = ()) -> int:
     found = (parameter for module in modules for parameter in _unsharded(module))
     return sum(parameter.numel() for parameter in found if parameter not in but)
+
+
+def _cut_stack(ranks: int) -> Callable[[nn.Parameter], ShardOf]:
+    """Where FSDP cuts the experts of a layer, [experts, out, in]."""
+    return lambda weight: ShardOf(sharded_dimension(weight.shape, ranks))
 
 
 def _routed(module: nn.Module) -> set[nn.Parameter]:
@@ -226,10 +240,22 @@ def _gather_once(segment: StageModule) -> dict[str, nn.Parameter]:
 
 
 def _piece(held: HeldParameter, mesh: Mesh) -> Shard:
-    rows, rest = held.part.box.shape[0], math.prod(held.part.box.shape[1:])
-    share = even_share(rows, held.group.sharded.size)
-    first = min(mesh.index_in(held.group.sharded) * share, rows)
+    ranks, index, box = held.group.sharded.size, mesh.index_in(held.group.sharded), held.part.box
     tensor = nn.Parameter(_local(held.parameter))
+    if sharded_dimension(box.shape, ranks):
+        # Rows of every expert: a box of their stack, and all of it.
+        experts, rows, width = box.shape
+        part = Box(
+            box.whole,
+            (box.offset[0], box.offset[1] + index * (rows // ranks), box.offset[2]),
+            tuple(tensor.shape),
+        )
+        own = replace(held, part=replace(held.part, box=part))
+        assert part.shape == (experts, rows // ranks, width)
+        return Shard(own, tensor, 0, part.size, counts(own, mesh))
+    rows, rest = box.shape[0], math.prod(box.shape[1:])
+    share = even_share(rows, ranks)
+    first = min(index * share, rows)
     stop = min(first + share, rows)
     assert tensor.numel() == (stop - first) * rest
     return Shard(held, tensor, first * rest, stop * rest, counts(held, mesh))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
-from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind
+from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind, sharded_dimension
 from shoal.facts.layout.stages import Stage, cut, rank_of_stage, stages_of_rank
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import (
@@ -311,15 +311,19 @@ def block_count(
     body = _body(model, degrees.tp, False, 0)
     found = _counted(body.sparse if experts else body.dense, degrees.ranks, lora is None)
     if experts and model.experts:
-        # Of a stack of experts, each of the ranks that shard it keeps some.
-        count = model.experts.count // degrees.ep
-        share = even_share(count, degrees.expert_ranks) * body.expert.elements
-        stack = count * body.expert.elements, share
-        found = total((found, ParameterCount(*stack, *(stack if lora is None else (0, 0)))))
+        stack = _counted(_stack(model, degrees.tp, degrees.ep), degrees.expert_ranks, lora is None)
+        found = total((found, stack))
     if lora is None:
         return found
     factors = _counted(_factors(model, experts, lora, degrees.tp, False), degrees.ranks)
     return found._replace(trained=factors.trained, trained_share=factors.trained_share)
+
+
+@cache
+def _stack(model: Model, tp: int, ep: int) -> Component:
+    """One rank's experts of one layer."""
+    sparse = next(layer for layer in range(model.layers) if model.has_experts(layer))
+    return component_of(expert_tensors(model, tp, ep, Stage(0, range(sparse, sparse + 1), False, False)))
 
 
 @lru_cache(maxsize=1024)
@@ -346,6 +350,8 @@ def padded(component: Component, ranks: int) -> int:
 
 
 def padded_size(tensor: RankTensor, ranks: int) -> int:
+    if sharded_dimension(tensor.shape, ranks):
+        return tensor.size
     rows, *rest = tensor.shape
     return ranks * even_share(rows, ranks) * math.prod(rest)
 

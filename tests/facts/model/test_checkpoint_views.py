@@ -36,6 +36,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **GPT2},
     "gpt2, untied": {"model_type": "gpt2", **GPT2, **UNTIED},
     "gpt_neox": {"model_type": "gpt_neox", **NEOX},
+    "mixtral": {"model_type": "mixtral", **LLAMA, "num_local_experts": 12, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **LLAMA,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 6,
+        "mlp_only_layers": [0],
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **LLAMA,
+        **{"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2},
+        **{"topk_group": 1, "moe_intermediate_size": 6, "first_k_dense_replace": 1, "q_lora_rank": 4},
+        **{"kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 2},
+    },
 }
 MODELS: dict[str, Model] = {name: read_config(config, name) for name, config in CONFIGS.items()}
 
