@@ -25,6 +25,7 @@ MATRIX_PRODUCTS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.linear.default,
+    torch.ops.aten._grouped_mm.default,
 )
 
 

@@ -67,7 +67,10 @@ class ShardedGradients(RankGradients):
 
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
         if not moment.before:
-            return self.hold.gradient * self.stay * self._arrived(done)
+            # Gradients of experts that are whole wait in buckets of their own from the start.
+            waiting = self.rank.all_whole_experts - self.rank.lone_experts
+            waiting -= waiting * self._blocks_arrived(done) // self.one.layers
+            return self.hold.gradient * self.stay * (self._arrived(done) + waiting)
         everything = self.total.trained_share * self.stay
         if not self.cast_sums:
             return self.hold.gradient * everything
@@ -78,11 +81,13 @@ class ShardedGradients(RankGradients):
         """Parameters of this rank whose gradients a first backward pass has left."""
         if done is None:
             return 0
-        stage, ends = self.one, self.ends
-        units = done - next_unit(stage, done, self.unit).done
+        stage, ends, units = self.one, self.ends, self._blocks_arrived(done)
         # A matrix that the embedding shares is one unit with it, which is done at the very end.
         arrived = ends.norm.trained_share + (0 if self.model.tied else ends.head.trained_share)
         return arrived + stage.blocks.trained_share * units // stage.layers
+
+    def _blocks_arrived(self, done: int | None) -> int:
+        return 0 if done is None else done - next_unit(self.one, done, self.unit).done
 
     def in_other_streams(self, grads: float) -> float:
         """torch's allocator keeps a pool for each stream: what the computation frees, gradients cannot be put into."""
@@ -112,10 +117,14 @@ class ShardedGradients(RankGradients):
         return self.hold.compute * gathered
 
     def _full_unit(self, run: BlockRun) -> int:
-        return run.block.whole * min(self.unit, run.layers)
+        return self._block(run) * min(self.unit, run.layers)
 
     def _unit(self, run: BlockRun, done: int) -> int:
-        return run.block.whole * next_unit(self.one, done, self.unit).blocks
+        return self._block(run) * next_unit(self.one, done, self.unit).blocks
+
+    def _block(self, run: BlockRun) -> int:
+        """What is gathered of one: experts that are whole are there."""
+        return run.block.whole - (self.rank.whole_experts if run.experts else 0)
 
     # Gradients on their way.
 
