@@ -95,7 +95,11 @@ def test_every_group_of_ranks_has_a_purpose() -> None:
         ("fsdp=2,zero=2", ["fsdp"], ["parallel/zero.py"]),
         ("tp=2,sp=0,pp=2,schedule=zbv", ["tp", "pp"], ["parallel/tensor.py", "parallel/pipeline.py"]),
         ("recompute=full,offload=params", ["recompute", "offload"], ["parallel/recompute.py", ""]),
-        ("dp=2,cp=2,ep=2", ["cp", "ep", "dp"], ["parallel/ring.py", "", "parallel/replicate.py"]),
+        (
+            "dp=2,cp=2,ep=2",
+            ["cp", "ep", "dp"],
+            ["parallel/ring.py", "parallel/experts.py", "parallel/replicate.py"],
+        ),
     ],
 )
 def test_what_is_at_work_in_a_layout(layout: str, working: list[str], files: list[str]) -> None:

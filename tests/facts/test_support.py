@@ -37,7 +37,6 @@ def test_what_is_run(layout: str, strict: bool) -> None:
 @pytest.mark.parametrize(
     ("layout", "what", "fix"),
     [
-        ("dp=2,ep=2", "layout: ep=2", "ep=1"),
         ("offload=params:0.5", "layout: offload=params:0.5", "offload=none"),
     ],
 )
@@ -76,5 +75,21 @@ def test_strict_mode_has_no_scales_that_depend_on_a_batch(precision: str) -> Non
 def test_everything_is_refused_at_once() -> None:
     config = Config.model_validate({"track": {"wandb": True}, "recipe": {"states": "int8"}})
     with pytest.raises(BadInput) as caught:
-        support.check(config, PRESETS["deepseek-v3"], Layout.parse("dp=2,ep=2"))
-    assert len(caught.value.problems) == 5
+        support.check(config, PRESETS["deepseek-v3"], Layout.parse("offload=params"))
+    assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "what", "fix"),
+    [
+        ("tiny", {"router_aux": 0.01}, "recipe.router_aux = 0.01 with tiny, which has no experts", "= 0"),
+        ("tiny", {"router_z": 0.1}, "recipe.router_z = 0.1 with tiny, which has no experts", "= 0"),
+        ("tiny-moe", {"precision": "fp8"}, 'recipe.precision = "fp8" with the experts of tiny-moe', "bf16"),
+    ],
+)
+def test_recipes_that_a_model_does_not_take(
+    model: str, recipe: dict[str, object], what: str, fix: str
+) -> None:
+    config = Config.model_validate({"recipe": recipe})
+    (problem,) = support.missing(config, PRESETS[model], Layout())
+    assert problem.what.startswith(what) and fix in problem.fix

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from shoal.facts.model import Experts, Latent, Model
+from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import canonical_parameters
-from shoal.facts.problem import BadInput
 from shoal.models.attention import attend
 from shoal.models.decoder import Network, build
 from shoal.models.documents import Documents
@@ -144,14 +143,3 @@ def test_layers_drop_different_features(shape: Shape, network: Make, rows: Rows)
     tokens, positions = rows
     made(tokens, positions, noise=torch.tensor([1, 2, 3]))
     assert len({int(key) for keys in seen for key in keys}) == 6
-
-
-def test_experts_and_latent_attention_are_refused_together(shape: Shape) -> None:
-    model = shape(
-        experts=Experts(count=4, active=2, ffn=16),
-        latent=Latent(q_rank=None, kv_rank=8, nope_dim=8, rope_dim=8, value_dim=8),
-    )
-    with pytest.raises(BadInput) as caught:
-        build(model)
-    assert len(caught.value.problems) == 2
-    assert all("planned, not trained yet" in problem.what for problem in caught.value.problems)

@@ -13,8 +13,8 @@ from tests.ranks import run_ranks
 from torch import Tensor, nn
 
 from shoal.facts.model import Model
-from shoal.models.decoder import MLP
 from shoal.models.linear import Linear
+from shoal.models.mlp import MLP
 from shoal.parallel.deferred import Deferred
 from shoal.parallel.tensor_region import TensorRegion
 
@@ -229,7 +229,7 @@ def test_compiled_around_all_of_them() -> None:
     torch.compiler.reset()
 
     def gradients(compiled: bool, watched: bool) -> tuple[list[Tensor], int]:
-        mlp, deferred = MLP(Model(**SMALL)).double(), Deferred()
+        mlp, deferred = MLP(Model(**SMALL), SMALL["ffn"]).double(), Deferred()
         for parameter in mlp.parameters():
             parameter.data = number(*parameter.shape)
         mlp.up_proj.adapters.append(LowRank(number(RANK, 12), number(20, RANK)))

@@ -97,6 +97,23 @@ class Recipe(BaseModel):
         ge=0,
         description="weight of the squared log-normaliser of each token in the training loss; 0: none",
     )
+    router_aux: float = Field(
+        0.0,
+        ge=0,
+        description="experts: weight of the router's balance loss, a mean over sequences and a sum over layers;"
+        " 0: none",
+    )
+    router_z: float = Field(
+        0.0,
+        ge=0,
+        description="experts: weight of the squared log-normaliser of each token's router logits, summed over layers;"
+        " 0: none",
+    )
+    router_bias: float = Field(
+        1e-3,
+        ge=0,
+        description="experts whose router has a correction (deepseek_v3): how far a step moves it toward even loads",
+    )
     precision: Precision = Field(
         "fp32", description='compute precision: "fp32", "bf16", "fp16", "fp64" or "fp8"'
     )

@@ -76,7 +76,9 @@ STRATEGIES = (
     Strategy(
         "expert",
         "ep",
-        memory="buffers",
+        file="parallel/experts.py",
+        memory="activations",
+        made_in=("parallel/experts.py",),
         strict=False,
         exposed=("expert all-to-all", "a smaller ep"),
     ),
@@ -94,7 +96,7 @@ STRATEGIES = (
         SHARD,
         "fsdp",
         policies=("zero", "unit"),
-        resets=("micro",),
+        resets=("micro", "ep"),
         file="parallel/shard.py",
         elsewhere={("zero", 1): "parallel/zero.py", ("zero", 2): "parallel/zero.py"},
         memory="buffers",
@@ -107,7 +109,7 @@ STRATEGIES = (
     Strategy(
         "replicate",
         "dp",
-        resets=("micro",),
+        resets=("micro", "ep"),
         file="parallel/replicate.py",
         memory="buffers",
         made_in=("parallel/replicate.py",),

@@ -20,7 +20,7 @@ def check(config: Config, model: Model, layout: Layout) -> None:
 
 def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem]:
     """Everything asked for that the engine does not run yet. ``model`` is None where none was found."""
-    found = [*_in_config(config), *_in_layout(layout), *(_in_model(model) if model else ())]
+    found = [*_in_config(config), *_in_layout(layout), *(_in_model(config, model) if model else ())]
     lacking = [Problem(f"{what}: this version of Shoal does not train with it", fix) for what, fix in found]
     return [*lacking, *(_beside_servers(config, layout) if config.server.servers else ())]
 
@@ -59,12 +59,13 @@ def _in_layout(layout: Layout) -> Iterator[tuple[str, str]]:
         yield f"layout: {one.key}={value}", f"{one.key}={one.off}{run if one.key in DEGREES else ''}"
 
 
-def _in_model(model: Model) -> Iterator[tuple[str, str]]:
-    dense = "a dense model, such as llama3-8b"
-    if model.experts is not None:
-        yield f"model {model.name} is a mixture of experts", dense
-    if model.latent is not None:
-        yield f"model {model.name} has latent attention", dense
+def _in_model(config: Config, model: Model) -> Iterator[tuple[str, str]]:
+    if model.experts is not None and config.recipe.precision == "fp8":
+        yield f'recipe.precision = "fp8" with the experts of {model.name}', 'recipe.precision = "bf16"'
+    for key in ("router_aux", "router_z"):
+        if model.experts is None and getattr(config.recipe, key):
+            what = f"recipe.{key} = {getattr(config.recipe, key):g} with {model.name}, which has no experts"
+            yield what, f"recipe.{key} = 0"
 
 
 def _in_config(config: Config) -> Iterator[tuple[str, str]]:

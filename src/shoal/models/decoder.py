@@ -1,67 +1,42 @@
-"""The decoder: one network for Llama, Mistral, Qwen2, Qwen3, GPT-2 and NeoX, configured by its ``Model``.
+"""The decoder: one network for Llama, Mistral, Qwen2, Qwen3, GPT-2, NeoX, Mixtral, Qwen3-MoE and DeepSeek-V3,
+configured by its ``Model``.
 
 Parameters carry Llama's Hugging Face names whatever the family, and nothing here knows of parallelism.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shoal.facts.model import Model
-from shoal.facts.problem import BadInput, Problem
 from shoal.models.attention import Attention
 from shoal.models.documents import Documents
 from shoal.models.dropout import Dropout
-from shoal.models.linear import Embedding, Linear
+from shoal.models.experts import MixtureOfExperts
+from shoal.models.latent_attention import LatentAttention
+from shoal.models.linear import Embedding
 from shoal.models.loss import Head
+from shoal.models.mlp import MLP
 from shoal.models.norm import block_norm
 from shoal.models.random import bits
 from shoal.models.rotary import tables
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
-
-
-class MLP(nn.Module):
-    """Up, activation, down; gated: the activation of a second projection multiplies the first."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.gate_proj = Linear(model.hidden, model.ffn, bias=model.mlp_bias) if model.gated else None
-        self.up_proj = Linear(model.hidden, model.ffn, bias=model.mlp_bias)
-        self.down_proj = Linear(model.ffn, model.hidden, bias=model.mlp_bias)
-        self.activation = ACTIVATIONS[model.activation]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gate_proj is None:
-            inner = self.activation(self.up_proj(x))
-        else:
-            inner = self.activation(self.gate_proj(x)) * self.up_proj(x)
-        output: Tensor = self.down_proj(inner)
-        return output
+from shoal.models.router import RouterLosses
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm, each added to the residual stream.
+    """Attention and an MLP, or a mixture of experts, each behind a norm, each added to the residual stream.
 
-    Nothing in it but the weights (and the window, in some families) differs from layer to layer, so that the
+    Nothing in it but the weights (and in some families the window, or experts) differs from layer to layer, so that the
     compiler needs one graph for all of them: the noise it is given is already its layer's own.
     """
 
-    def __init__(self, model: Model, layer: int, dropout: float) -> None:
+    def __init__(self, model: Model, layer: int, dropout: float, router: RouterLosses) -> None:
         super().__init__()
         self.input_layernorm = block_norm(model)
-        self.self_attn = Attention(model, layer)
+        self.self_attn = Attention(model, layer) if model.latent is None else LatentAttention(model)
         self.post_attention_layernorm = block_norm(model)
-        self.mlp = MLP(model)
+        self.mlp = MixtureOfExperts(model, router) if model.has_experts(layer) else MLP(model, model.ffn)
         self.attention_dropout = Dropout("self_attn", dropout)
         self.mlp_dropout = Dropout("mlp", dropout)
         self.parallel_residual = model.parallel_residual
@@ -86,7 +61,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, final norm."""
 
-    def __init__(self, model: Model, dropout: float, compute: torch.dtype, length: int | None) -> None:
+    def __init__(
+        self, model: Model, dropout: float, compute: torch.dtype, length: int | None, router: RouterLosses
+    ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(model.vocab, model.hidden, compute)
         self.embed_positions = (
@@ -95,7 +72,7 @@ class Decoder(nn.Module):
         self.embedding_dropout = Dropout("embed_tokens", dropout)
         # By name and not in a list: a pipeline stage keeps some of the blocks, and they keep their names.
         self.layers = nn.ModuleDict(
-            {str(layer): Block(model, layer, dropout) for layer in range(model.layers)}
+            {str(layer): Block(model, layer, dropout, router) for layer in range(model.layers)}
         )
         self.norm = block_norm(model)
         self.shape = model
@@ -130,10 +107,16 @@ class Network(nn.Module):
     """A decoder and its head. The forward pass ends at the hidden states; the loss is the head's."""
 
     def __init__(
-        self, model: Model, dropout: float, compute: torch.dtype, length: int | None, z_loss: float
+        self,
+        model: Model,
+        dropout: float,
+        compute: torch.dtype,
+        length: int | None,
+        z_loss: float,
+        router: RouterLosses,
     ) -> None:
         super().__init__()
-        self.model = Decoder(model, dropout, compute, length)
+        self.model = Decoder(model, dropout, compute, length, router)
         tied = self.model.embed_tokens if model.tied else None
         self.lm_head = Head(model.hidden, model.vocab, tied, z_loss)
         self.shape = model
@@ -155,6 +138,9 @@ class Network(nn.Module):
         return hidden
 
 
+NO_LOSSES = RouterLosses()
+
+
 def build(
     model: Model,
     dropout: float = 0.0,
@@ -163,25 +149,13 @@ def build(
     dtype: torch.dtype = torch.float32,
     length: int | None = None,
     z_loss: float = 0.0,
+    router: RouterLosses = NO_LOSSES,
 ) -> Network:
     """The network of a model, its parameters still without values: see ``initial.initialise``.
 
     compute: the dtype of activations. dtype: that of the parameters. length: the length of a row, where it
     exceeds max_positions and the model has dynamic rotary scaling (see ``rotary.frequencies``).
     """
-    refuse_unknown(model)
     with torch.device("meta"):
-        network = Network(model, dropout, compute, length, z_loss).to(dtype)
+        network = Network(model, dropout, compute, length, z_loss, router).to(dtype)
     return network if torch.device(device).type == "meta" else network.to_empty(device=device)
-
-
-def refuse_unknown(model: Model) -> None:
-    """Shapes that Shoal can plan and this network cannot be."""
-    dense = "choose a dense model: llama, mistral, qwen2, qwen3, gpt2, gpt_neox"
-    problems = []
-    if model.experts is not None:
-        problems.append(Problem(f"{model.name} is a mixture of experts: planned, not trained yet", dense))
-    if model.latent is not None:
-        problems.append(Problem(f"{model.name} has latent attention: planned, not trained yet", dense))
-    if problems:
-        raise BadInput(problems)

@@ -39,7 +39,7 @@ def fill_slices(model: Model, read: Callable[[str], Tensor], slices: Iterable[tu
                 tensor = read(name) if tensor is None else tensor
                 theirs = tensor[box_slices(overlap.tensor_offset, overlap.tensor_shape)]
                 ours = part.local[box_slices(overlap.slice_offset, overlap.slice_shape)]
-                ours.copy_(theirs.T if box.transposed else theirs)
+                ours.copy_(theirs.T if box.transposed else theirs)  # one expert is a stack of one
 
 
 def _by_tensor(model: Model) -> Iterator[tuple[str, list[View]]]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from shoal.facts.model import Model
 from shoal.models import random
 
-# The two projections of a block that write to the residual stream.
-RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+# The projections of a block that write to the residual stream: attention's, and the MLP's or every expert's.
+RESIDUAL = ("self_attn.o_proj.weight", "down_proj.weight")
 
 
 class Slice(NamedTuple):
@@ -49,7 +49,7 @@ def initialise(
 def fill(slices: Iterable[tuple[str, Slice]], model: Model, seed: int) -> None:
     """As ``initialise``, for the parts that are here of the parameters of these names."""
     for name, (local, global_shape, offset) in slices:
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             local.zero_()
         elif name.endswith("norm.weight"):
             local.fill_(1)

@@ -15,6 +15,8 @@ from shoal.facts.model import Model, RopeScaling
 
 def rotary_width(model: Model) -> int:
     """How much of each head rotates."""
+    if model.latent is not None:
+        return model.latent.rope_dim
     return int(model.head_dim * model.rope_fraction)
 
 
@@ -76,12 +78,14 @@ def table_factor(scaling: RopeScaling | None) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 
-    def sharpness(weight: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
-
     if scaling.mscale and scaling.mscale_all_dim:
-        return sharpness(scaling.mscale) / sharpness(scaling.mscale_all_dim)
-    return sharpness(1.0)
+        return sharpness(scaling.factor, scaling.mscale) / sharpness(scaling.factor, scaling.mscale_all_dim)
+    return sharpness(scaling.factor, 1.0)
+
+
+def sharpness(factor: float, weight: float) -> float:
+    """How much sharper attention has to be over rows that are so many times as long."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def tables(

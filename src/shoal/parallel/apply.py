@@ -6,14 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shoal.facts.config import TuneSection
-from shoal.facts.layout.parameter_groups import meeting_in_blocks
+from shoal.facts.layout.parameter_groups import (
+    DENSE,
+    EXPERTS,
+    ParameterGroup,
+    meeting_in_blocks,
+    parameter_groups,
+)
 from shoal.facts.recipe import Scaling
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.models.decoder import Network
 from shoal.models.initial import Slice
-from shoal.parallel import tensor
+from shoal.parallel import experts, tensor
 from shoal.parallel.compile import CompiledBlocks
 from shoal.parallel.context import split_sequence
 from shoal.parallel.execute import Executor
@@ -23,7 +30,8 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.pipeline import my_stages
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
-from shoal.parallel.shard import FullyShard, shard
+from shoal.parallel.router_tally import RouterTally
+from shoal.parallel.shard import FullyShard, shard, shards_fully
 from shoal.parallel.shards import (
     ComposedReducer,
     GroupOf,
@@ -51,6 +59,7 @@ class Placed:
     gradients: Reducer
     shared: SharedGradients
     executor: Executor
+    routers: RouterTally
     exact: StrictReducer | None  # in strict mode
     compiled: CompiledBlocks | None  # None: blocks run eager
     float8: Float8Scales | None  # None: products are in the compute precision
@@ -94,12 +103,17 @@ def apply(
     """
     layout, model = mesh.layout, network.shape
     compute, states = network.model.compute, next(network.parameters()).dtype
-    fully = layout.shards > 1 and layout.zero == 3
+    groups = parameter_groups(layout, model.experts is not None, lora=False)
+    fully = shards_fully(groups[DENSE])
     summed = reduce_dtype or states
     # Shards rest as wide as they are updated, and are gathered as narrow as they are used. Everywhere else the network
     # reads a working copy.
-    if not fully and compute.itemsize < states.itemsize:
-        network.to(compute)
+    if compute.itemsize < states.itemsize:
+        if not fully:
+            network.to(compute)
+        elif model.experts is not None and not shards_fully(groups[EXPERTS]):
+            for mixture in experts.mixtures(network):
+                mixture.experts.to(compute)
 
     # Pipeline: the blocks of this rank's stages, and nothing else. A tied embedding that is needed at both ends of
     # a pipeline has two copies; so it has in strict mode, where each end's gradient is rounded by itself.
@@ -114,6 +128,10 @@ def apply(
 
     # Context: of every row this rank's tokens, and attention to all of them.
     split_sequence(blocks, mesh)
+    # Experts: of the routed ones this rank's.
+    if layout.ep > 1:
+        for segment in segments:
+            experts.split(segment.network, mesh)
 
     recompute(blocks, layout.recompute)
     compiled = None
@@ -125,20 +143,20 @@ def apply(
     # Shard or replicate, group by group: who holds, sums and updates what among the data ranks.
     if fully:
         for segment in segments:
-            shard(segment, mesh, tune, compute, summed)
+            shard(segment, mesh, tune, compute, summed, groups)
     for segment in segments:
         materialize(segment, mesh.device)
-        if not fully:
-            for parameter in segment.parameters():
+        for parameter in segment.parameters():
+            if not isinstance(parameter, DTensor):
                 parameter.grad_dtype = states
     float8 = None if fp8 is None else Float8Scales(blocks, fp8, mesh, sharded=fully)
-    in_float8 = gather_in_float8(blocks, fp8, layout.fsdp) if fp8 is not None and fully else []
+    in_float8 = gather_in_float8(blocks, fp8, layout.shards) if fp8 is not None and fully else []
     held = held_parameters(segments, model, mesh, group_of)
     bucket_bytes = round(tune.bucket_mb * 2**20)
 
     def reducer(held: list[HeldParameter]) -> Reducer:
         group = held[0].group
-        if group.sharded.size > 1 and group.zero == 3:
+        if shards_fully(group):
             return FullyShard(segments, held, mesh, summed, in_float8)
         if group.sharded.size > 1:
             return ShardedStates(held, mesh, bucket_bytes, reduce_dtype)
@@ -146,18 +164,24 @@ def apply(
             return Replicate(held, mesh, bucket_bytes, reduce_dtype)
         return NoReducer(held, mesh)
 
-    groups = dict.fromkeys(one.group for one in held)
-    reducers = {group: reducer([one for one in held if one.group == group]) for group in groups}
-    gradients = ComposedReducer(held, reducers) if len(reducers) > 1 else reducers[held[0].group]
+    # What FSDP holds is one: it goes through a segment once, whichever ranks share a unit.
+    together: dict[ParameterGroup | None, list[HeldParameter]] = {}
+    for one in held:
+        together.setdefault(None if shards_fully(one.group) else one.group, []).append(one)
+    parts = [(of_group, reducer(of_group)) for of_group in together.values()]
+    gradients = ComposedReducer(held, parts) if len(parts) > 1 else parts[0][1]
     exact = StrictReducer(gradients, held, mesh) if strict else None
 
     # In strict mode a weight's gradient is taken where autograd gives it, micro-batch by micro-batch.
     split_backward = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and not strict
-    executor = Executor(segments, mesh, exact or gradients, split_backward, strict, compiled is not None)
+    routers = RouterTally(segments, model, mesh)
+    executor = Executor(
+        segments, mesh, exact or gradients, split_backward, strict, compiled is not None, routers
+    )
     # There a sum of two has one rounding, as where both are on one rank.
     shared = SharedGradients(model, mesh, own_head, None if strict else reduce_dtype)
     placed = Placed(
-        segments, gradients.weights(), exact or gradients, shared, executor, exact, compiled, float8
+        segments, gradients.weights(), exact or gradients, shared, executor, routers, exact, compiled, float8
     )
     placed.fill(fill)
     return placed

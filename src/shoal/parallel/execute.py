@@ -22,6 +22,7 @@ from shoal.parallel.context import SequenceShare
 from shoal.parallel.deferred import Deferred
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pipeline import Arrival, Channels
+from shoal.parallel.router_tally import RouterTally
 from shoal.parallel.shards import Reducer
 from shoal.parallel.stage_module import MicroBatch, StageModule
 
@@ -51,6 +52,7 @@ class Executor:
         split_backward: bool,
         strict: bool = False,
         compiled: bool = False,
+        routers: RouterTally | None = None,
     ) -> None:
         """``split_backward``: whether the schedule's separate weight gradients are really computed apart.
 
@@ -69,16 +71,18 @@ class Executor:
             self.loaded = set()
         self.sequence = SequenceShare(self.layout, mesh.coords["cp"])
         self.heads: list[Head] = [segment.network.lm_head for segment in segments if segment.stage.last]
+        self.routers = routers
         self.strict = strict
         self.deferred = Deferred() if split_backward else None
         if self.deferred is not None:
             for segment in segments:
                 self.deferred.watch(segment)
 
-    def forward_backward(self, batches: list[MicroBatch], factor: float) -> list[Tensor]:
+    def forward_backward(self, batches: list[MicroBatch], factor: float, scale: float = 1.0) -> list[Tensor]:
         """Gradients of the losses times ``factor``; the summed loss of each micro-batch whose end is here.
 
-        Batches have whole rows; of the losses of ranks that share them, each is a part.
+        Batches have whole rows; of the losses of ranks that share them, each is a part. ``scale``: the part of the
+        factor that is also the routers' losses'.
         """
         batches = [self.sequence.of(batch) for batch in batches]
         self._load_kernels(batches[0], None)
@@ -88,6 +92,8 @@ class Executor:
         for head in self.heads:
             # In strict mode a gradient is one micro-batch's. Elsewhere those of the head add up while they wait.
             head.start_step(factor, None if self.strict else PendingWeightGradient())
+        if self.routers is not None:
+            self.routers.start_step(scale)
         for number, instruction in enumerate(program):
             # A trace shows which instruction it is at; outside of one this costs microseconds.
             with record_function(f"shoal {instruction}"):

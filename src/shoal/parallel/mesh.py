@@ -51,6 +51,7 @@ class Mesh:
         self.everyone: dist.ProcessGroup | None = None  # all ranks, by their devices
         self.control: dist.ProcessGroup | None = None
         self._axes: DeviceMesh | None = None
+        self._expert_axes: DeviceMesh | None = None
         self._others: dict[RankGroup, dist.ProcessGroup | None] = {}
         self._made: dict[str, str] = {}
         if self.world > 1:
@@ -63,7 +64,9 @@ class Mesh:
             names = [axis for axis in AXES if getattr(layout, axis) > 1]
             sizes = [getattr(layout, axis) for axis in names]
             self._axes = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=tuple(names))
-        self.sharding = self._sharding()
+        # Now, for a dry run's ranks are numbers still and not yet tensors without data.
+        self.sharding = self._sharding(experts=False)
+        self.expert_sharding = self._sharding(experts=True) if layout.ep > 1 else None
         self.hosts = HostGroup(rank, self.world, self.control, store)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
@@ -89,21 +92,23 @@ class Mesh:
             self._others[ranks] = self._subgroup(axis, every)
         return self._others[ranks]
 
-    def _sharding(self) -> DeviceMesh | None:
-        """The ranks that hold the same parameters, as FSDP takes them: copies, if there are several, then shards."""
+    def _sharding(self, experts: bool) -> DeviceMesh | None:
+        """The ranks that hold the same parameters, as FSDP takes them: copies, if there are several, then shards.
+
+        None where parameters are whole.
+        """
         layout = self.layout
-        placed = placement(layout.tp, layout.cp, layout.fsdp, layout.dp)
+        placed = placement(layout.tp, layout.cp, layout.fsdp, layout.dp, layout.ep if experts else 1)
         if placed.sharded.size == 1 or layout.zero < 3:
             return None
         several = [one for one in (placed.replicated, placed.sharded) if one.size > 1]
         groups = [group for one in several if (group := self.group_of(one)) is not None]
-        names, kind = tuple(one.name for one in several), self.device.type
-        if len(groups) == 1:
-            return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=names)
-        start = self.rank - sum(self.index_in(one) * one.stride for one in several)
-        copies, shards = ([index * one.stride for index in range(one.size)] for one in several)
-        ranks = torch.tensor([[start + copy + shard for shard in shards] for copy in copies])
-        return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
+        ranks = torch.tensor(self.rank - sum(self.index_in(one) * one.stride for one in several))
+        for one in several:
+            ranks = ranks[..., None] + torch.arange(one.size) * one.stride
+        one_or_both = groups if len(groups) > 1 else groups[0]
+        names = tuple(one.name for one in several)
+        return DeviceMesh.from_group(one_or_both, self.device.type, ranks, mesh_dim_names=names)
 
     def subgroup(self, axis: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Of every line of ranks along an axis the same parts, each a group: the one that this rank is in, if any."""

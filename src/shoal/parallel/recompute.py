@@ -26,6 +26,7 @@ MATRIX_PRODUCTS = (
     torch.ops.aten.addmm.default,
     torch.ops.aten.linear.default,
     torch.ops.aten._scaled_mm.default,  # fp8's
+    torch.ops.aten._grouped_mm.default,
 )
 
 

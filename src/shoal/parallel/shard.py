@@ -4,6 +4,9 @@ Of every parameter a rank of the ``fsdp`` group, with context parallelism of ``f
 modules (``facts.groups``) is gathered before it is used and freed after; its gradients are reduce-scattered behind the
 backward pass of the units before it. With replicas (``dp``) the sums are then all-reduced over these, once a step.
 
+Routed experts are units of their own, sharded over the ranks that hold the same ones: of a stack of experts each has
+some. Where no rank of a replica holds the same ones as another, they are left to the strategies for whole parameters.
+
 A pipeline runs every unit once for each of many micro-batches, so there parameters stay gathered through a step, and
 gradients whole, until the stage's last backward pass is done. They add up in the precision that they are reduced in.
 """
@@ -11,7 +14,8 @@ gradients whole, until the stage's last backward pass is done. They add up in th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -23,10 +27,14 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardOf
 
 from shoal.facts.config import TuneSection
-from shoal.facts.layout.buckets import Unit, even_share, units
+from shoal.facts.layout.buckets import Unit, even_share, sharded_dimension, units
+from shoal.facts.layout.parameter_groups import EXPERTS, ParameterGroup
+from shoal.facts.model.tensor_split import Box
 from shoal.models.initial import Slice
+from shoal.parallel.experts import mixtures
 from shoal.parallel.float8_gather import Float8Gather
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.replica_sums import ReplicaSums
@@ -40,6 +48,7 @@ def shard(
     tune: TuneSection,
     compute: torch.dtype,
     reduce_dtype: torch.dtype,
+    groups: Mapping[str, ParameterGroup],
 ) -> None:
     """Shard a segment that is still on the meta device.
 
@@ -47,8 +56,14 @@ def shard(
     ``tune.prefetch``: how many units are gathered ahead of the one that is computed, in both passes.
     """
     layout, network = mesh.layout, segment.network
+    experts = groups.get(EXPERTS)
+    routed_apart = experts is not None and shards_fully(experts)
+    # FSDP takes a module's parameters but for those that another unit has, and for these.
+    left = set() if routed_apart else _routed(segment)
     # Parameters are gathered in the compute dtype, gradients still summed in that of all layouts.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    ranks = mesh.sharding
+    expert_ranks = mesh.expert_sharding if layout.ep > 1 and routed_apart else ranks
     cut = units(
         segment.stage.layers,
         layout.unit,
@@ -59,15 +74,25 @@ def shard(
     order: list[FSDPModule] = []
     for unit in reversed(cut):  # the root, which takes what is left, comes last
         modules = _modules(segment, unit)
-        elements = sum(parameter.numel() for module in modules for parameter in _unsharded(module))
-        freed = layout.pp == 1 and not unit.stays(elements, tune.persist_below)
-        fully_shard(modules, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=freed)
+        routed: list[nn.Module] = [one.experts for module in modules for one in mixtures(module)]
+        if routed_apart and routed and unit.modules != ("",):
+            freed = layout.pp == 1 and not Unit(()).stays(_elements(routed), tune.persist_below)
+            fully_shard(
+                routed,
+                mesh=expert_ranks,
+                mp_policy=policy,
+                reshard_after_forward=freed,
+                shard_placement_fn=_cut_stack(experts.sharded.size if experts else 1),
+            )
+            order.insert(0, cast(FSDPModule, routed[0]))
+        freed = layout.pp == 1 and not unit.stays(_elements(modules, left), tune.persist_below)
+        fully_shard(modules, mesh=ranks, mp_policy=policy, reshard_after_forward=freed, ignored_params=left)
         order.insert(0, cast(FSDPModule, modules[0]))
         if unit.looked_up:
             order[0].set_unshard_in_backward(False)
     root = cast(FSDPModule, segment)
     if root not in order:
-        fully_shard(segment, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(segment, mesh=ranks, mp_policy=policy, reshard_after_forward=False, ignored_params=left)
     if network.lm_head is not None:
         register_fsdp_forward_method(network.lm_head, "scores")
     for module in _sharded_modules(segment):
@@ -89,9 +114,28 @@ def _modules(segment: StageModule, unit: Unit) -> list[nn.Module]:
     return [children[path] for path in unit.modules if path in children]
 
 
+def shards_fully(group: ParameterGroup) -> bool:
+    """Whether FSDP holds a group's parameters."""
+    return group.zero == 3 and group.sharded.size > 1
+
+
 def _unsharded(module: nn.Module) -> list[nn.Parameter]:
     """Parameters that no unit has yet."""
     return [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+
+
+def _elements(modules: Iterable[nn.Module], but: Collection[nn.Parameter] = ()) -> int:
+    found = (parameter for module in modules for parameter in _unsharded(module))
+    return sum(parameter.numel() for parameter in found if parameter not in but)
+
+
+def _cut_stack(ranks: int) -> Callable[[nn.Parameter], ShardOf]:
+    """Where FSDP cuts the experts of a layer, [experts, out, in]."""
+    return lambda weight: ShardOf(sharded_dimension(weight.shape, ranks))
+
+
+def _routed(module: nn.Module) -> set[nn.Parameter]:
+    return {weight for mixture in mixtures(module) for weight in mixture.experts.parameters()}
 
 
 def _sharded_modules(segment: nn.Module) -> list[FSDPModule]:
@@ -132,7 +176,8 @@ class FullyShard:
             for module in (module for segment in segments for module in _sharded_modules(segment)):
                 module.set_all_reduce_hook(self.landing)
         # The first gathering makes FSDP pad its rows, into tensors that it keeps from then on.
-        self.gathered = [parameter for segment in segments for parameter in _gather_once(segment)]
+        found = {label: weight for segment in segments for label, weight in _gather_once(segment).items()}
+        self.gathered = [found[one.label] for one in held]
         for one in in_float8:
             one.drop_storage()
         if self.pipelined:
@@ -193,8 +238,8 @@ class FullyShard:
         return cast(FSDPModule, self.segments[stage])
 
 
-def _gather_once(segment: StageModule) -> list[nn.Parameter]:
-    """The parameters that the network computes with, in order: FSDP makes them once, and only their storage goes."""
+def _gather_once(segment: StageModule) -> dict[str, nn.Parameter]:
+    """The parameters that the network computes with, by name: FSDP makes them once, and only their storage goes."""
     found: dict[str, nn.Parameter] = {}
     for module in _sharded_modules(segment):
         module.unshard()
@@ -202,14 +247,26 @@ def _gather_once(segment: StageModule) -> list[nn.Parameter]:
             if not isinstance(parameter, DTensor):
                 found[name] = parameter
         module.reshard()
-    return [found[name] for name, _ in segment.network.named_parameters()]
+    return found
 
 
 def _piece(held: HeldParameter, mesh: Mesh) -> Shard:
-    rows, rest = held.part.box.shape[0], math.prod(held.part.box.shape[1:])
-    share = even_share(rows, held.group.sharded.size)
-    first = min(mesh.index_in(held.group.sharded) * share, rows)
+    ranks, index, box = held.group.sharded.size, mesh.index_in(held.group.sharded), held.part.box
     tensor = nn.Parameter(_local(held.parameter))
+    if sharded_dimension(box.shape, ranks):
+        # Rows of every expert: a box of their stack, and all of it.
+        experts, rows, width = box.shape
+        part = Box(
+            box.whole,
+            (box.offset[0], box.offset[1] + index * (rows // ranks), box.offset[2]),
+            tuple(tensor.shape),
+        )
+        own = replace(held, part=replace(held.part, box=part))
+        assert part.shape == (experts, rows // ranks, width)
+        return Shard(own, tensor, 0, part.size, counts(own, mesh))
+    rows, rest = box.shape[0], math.prod(box.shape[1:])
+    share = even_share(rows, ranks)
+    first = min(index * share, rows)
     stop = min(first + share, rows)
     assert tensor.numel() == (stop - first) * rest
     return Shard(held, tensor, first * rest, stop * rest, counts(held, mesh))

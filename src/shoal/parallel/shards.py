@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shoal.facts.layout.parameter_groups import ParameterGroup, group_name, parameter_groups
+from shoal.facts.layout.parameter_groups import ParameterGroup, expert_ranks, group_name, parameter_groups
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import EMBEDDING, HEAD, Parameter, by_name
 from shoal.facts.model.tensor_split import Box, TensorPart, range_boxes, tensor_part
@@ -75,12 +75,13 @@ def held_parameters(
 ) -> list[HeldParameter]:
     """Every parameter of the segments on this rank, in forward order. ``group_of``: other groups than the layout's."""
     canonical, groups = by_name(model), parameter_groups(mesh.layout, model.experts is not None, lora=False)
-    tp, index = mesh.layout.tp, mesh.coords["tp"]
+    tp, index, ep = mesh.layout.tp, mesh.coords["tp"], expert_ranks(mesh.layout)
 
     def held(name: str, stage: int, parameter: nn.Parameter, copied: bool) -> HeldParameter:
         whole = canonical[name]
         group = groups[group_name(whole)] if group_of is None else group_of(whole)
-        return HeldParameter(name, stage, parameter, tensor_part(whole, tp, index), group, copied)
+        part = tensor_part(whole, tp, index, ep.size, mesh.index_in(ep))
+        return HeldParameter(name, stage, parameter, part, group, copied)
 
     return [
         held(name, segment.stage.index, parameter, copied)
@@ -189,9 +190,10 @@ class NoReducer(WholeParameters):
 class ComposedReducer:
     """Several groups of parameters, each with a way of its own."""
 
-    def __init__(self, held: list[HeldParameter], by_group: dict[ParameterGroup, Reducer]) -> None:
+    def __init__(self, held: list[HeldParameter], parts: list[tuple[list[HeldParameter], Reducer]]) -> None:
         """Pieces and parameters are those of the parts, together in the order of the network."""
-        self.held, self.by_group, self.parts = held, by_group, [*by_group.values()]
+        self.held, self.parts = held, [part for _, part in parts]
+        self._held_by = parts
         order = {one.label: number for number, one in enumerate(held)}
         pieces = [piece for part in self.parts for piece in part.pieces]
         self.pieces = sorted(pieces, key=lambda piece: order[piece.held.label])
@@ -220,8 +222,12 @@ class ComposedReducer:
         return [one for part in self.parts for one in part.weights()]
 
     def computed_with(self) -> list[nn.Parameter]:
-        found = {group: iter(part.computed_with()) for group, part in self.by_group.items()}
-        return [next(found[one.group]) for one in self.held]
+        found = {
+            one.label: parameter
+            for held, part in self._held_by
+            for one, parameter in zip(held, part.computed_with(), strict=True)
+        }
+        return [found[one.label] for one in self.held]
 
 
 def whole_weights(held: Iterable[HeldParameter]) -> list[tuple[str, Slice]]:

@@ -69,11 +69,12 @@ def materialize(segment: StageModule, device: torch.device) -> None:
     Not torch's ``to_empty`` where it can be helped: it puts the new tensor in the old one's place, which tensors
     without data, as a dry run's are, do not allow. FSDP needs it, for it refers to its parameters.
     """
-    if any(isinstance(parameter, DTensor) for parameter in segment.parameters()):
-        segment.to_empty(device=device)
-        return
     for module in segment.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        own = list(module.named_parameters(recurse=False))
+        if any(isinstance(parameter, DTensor) for _, parameter in own):
+            module.to_empty(device=device, recurse=False)
+            continue
+        for name, parameter in own:
             setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device)))
 
 

@@ -16,14 +16,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import EMBEDDING, by_name
 from shoal.facts.model.tensor_split import tensor_part
 from shoal.models.decoder import Block, Network
+from shoal.models.experts import MixtureOfExperts
 from shoal.models.linear import Linear
-from shoal.parallel.tensor_region import TensorRegion
+from shoal.models.router import Routing
+from shoal.parallel.tensor_region import TensorRegion, all_gather, all_reduce
 from shoal.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 
 
@@ -54,15 +56,33 @@ def cut_parameters(network: Network, model: Model, tp: int, index: int) -> None:
 
 
 def split_block(block: Block, stream: TensorRegion) -> None:
+    # One gather serves all the projections that read its result. Split by input features: ranks' results are added up,
+    # and then the bias, once.
     attention, mlp = block.self_attn, block.mlp
-    # One gather serves all the projections that read its result.
-    for part in (attention, mlp):
-        part.register_forward_pre_hook(entering(stream))
-    # Split by input features: ranks' results are added up, and then the bias, once.
-    for projection in (attention.o_proj, mlp.down_proj):
-        projection.reduce = stream.leave
+    attention.register_forward_pre_hook(entering(stream))
+    attention.o_proj.reduce = stream.leave
+    if isinstance(mlp, MixtureOfExperts):
+        split_mixture(mlp, stream)
+    else:
+        mlp.register_forward_pre_hook(entering(stream))
+        mlp.down_proj.reduce = stream.leave
     for dropout in (block.attention_dropout, block.mlp_dropout):
         dropout.register_forward_pre_hook(at_local_positions(stream))
+
+
+def split_mixture(mixture: MixtureOfExperts, stream: TensorRegion) -> None:
+    """Its router reads the tokens that are here; experts, routed and shared, some features of all tokens.
+
+    A weight's gradient comes from all features, so it is a sum over the ranks, as that of a token is.
+    """
+
+    def enter(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        chosen = all_gather(routing.chosen, stream.group, stream.ranks) if stream.sp else routing.chosen
+        return stream.enter(x), Routing(stream.enter(routing.weights), chosen)
+
+    mixture.enter, mixture.leave = enter, stream.leave
+    if stream.sp:
+        mixture.gate.complete = lambda counts: all_reduce(counts, stream.group)
 
 
 def split_ends(network: Network, model: Model, stream: TensorRegion) -> None:

@@ -120,12 +120,12 @@ class MemoryBound:
         Its activations are there then, also where others wait elsewhere. It grows with the micro-batch: where one is
         too large, so are all that are larger.
         """
-        key = split.tp, split.cp, share.sp, share.cp_kind, split.pp > 1
+        key = split.tp, split.cp, share.sp, share.cp_kind, split.pp > 1, share.ep > 1
         least = self._least.get(key)
         if least is None:
             least = float("inf")
             # The schedule is not known yet, and with it whether blocks are compiled.
-            ways = {self._compiled(split.pp, schedule) for schedule in ("1f1b", "zb")}
+            ways = {self._compiled(split.pp, schedule, share.ep) for schedule in ("1f1b", "zb")}
             for recompute, compiled in product(RECOMPUTES, ways):
                 kinds = [
                     self._block(split, share, recompute, experts, compiled)
@@ -261,7 +261,7 @@ class MemoryBound:
         times = accumulation(self.recipe.batch, split.data, share.micro)
         part = ShardDegrees(split.tp, share.ep, 1, 1)
         each, put_off, largest, working = [], [], 0.0, float("inf")
-        compiled = self._compiled(split.pp, order.schedule)
+        compiled = self._compiled(split.pp, order.schedule, share.ep)
         cast = cast and not compiled
         for blocks in chunks:
             held = late = 0.0
@@ -291,8 +291,8 @@ class MemoryBound:
             most[begun] = max(most[begun], fixed + max(0.0, flying))
         return KeptActivations(*most)
 
-    def _compiles(self, pp: int, schedule: Schedule) -> bool:
-        return self._workload(layout_of(pp=pp, schedule=schedule)).compiled
+    def _compiles(self, pp: int, schedule: Schedule, ep: int) -> bool:
+        return self._workload(layout_of(pp=pp, schedule=schedule, ep=ep)).compiled
 
     def _workload(self, layout: Layout) -> Workload:
         return Workload(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
-from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind
+from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind, sharded_dimension
 from shoal.facts.layout.float8 import gathered_alike
 from shoal.facts.layout.stages import Stage, cut, rank_of_stage, stages_of_rank
 from shoal.facts.model import Model
@@ -22,6 +22,7 @@ from shoal.facts.model.parameters import (
     block_parameters,
     end_parameters,
     expert_parameters,
+    stacked_experts,
 )
 from shoal.facts.model.tensor_split import SummedOver, summed_over, tensor_part
 from shoal.predict.workload import Workload
@@ -202,6 +203,17 @@ def named_tensors(here: RankParameters, model: Model, stage: Stage) -> list[Rank
     return [*found, *here.norm.tensors, *here.head.tensors] if stage.last else found
 
 
+@lru_cache(maxsize=256)
+def expert_tensors(model: Model, tp: int, ep: int, stage: Stage) -> tuple[RankTensor, ...]:
+    """A rank's part of the routed experts of a stage, in forward order; no rank of a tensor group has more."""
+    return tuple(
+        RankTensor(one.name, one.name, tensor_part(one, tp, 0, ep).box.shape, 1, None)
+        for layer in stage.layers
+        if model.has_experts(layer)
+        for one in stacked_experts(model, layer)
+    )
+
+
 def in_layer(name: str, layer: int) -> str:
     """The name that a block's tensor has in another layer."""
     return re.sub(r"^model\.layers\.\d+\.", f"model.layers.{layer}.", name)
@@ -303,12 +315,19 @@ def block_count(
     found = _counted(body.sparse if experts else body.dense, degrees.ranks, lora is None)
     found = found._replace(projections=projections(body.sparse if experts else body.dense, degrees.ranks))
     if experts and model.experts:
-        each = _counted(body.expert, degrees.expert_ranks, lora is None)
-        found = total((found, each.times(model.experts.count // degrees.ep)))
+        stack = _counted(_stack(model, degrees.tp, degrees.ep), degrees.expert_ranks, lora is None)
+        found = total((found, stack))
     if lora is None:
         return found
     factors = _counted(_factors(model, experts, lora, degrees.tp, False), degrees.ranks)
     return found._replace(trained=factors.trained, trained_share=factors.trained_share)
+
+
+@cache
+def _stack(model: Model, tp: int, ep: int) -> Component:
+    """One rank's experts of one layer."""
+    sparse = next(layer for layer in range(model.layers) if model.has_experts(layer))
+    return component_of(expert_tensors(model, tp, ep, Stage(0, range(sparse, sparse + 1), False, False)))
 
 
 @lru_cache(maxsize=1024)
@@ -345,6 +364,8 @@ def is_projection(tensor: RankTensor, ranks: int) -> bool:
 
 
 def padded_size(tensor: RankTensor, ranks: int) -> int:
+    if sharded_dimension(tensor.shape, ranks):
+        return tensor.size
     rows, *rest = tensor.shape
     return ranks * even_share(rows, ranks) * math.prod(rest)
 

@@ -99,6 +99,35 @@ FULL = (
     "fsdp=2,tp=2,pp=2,schedule=dualpipev,recompute=full",
 )
 
+# Of a model with experts, at two, four and eight ranks: spread over copies, over the ranks of one, over both, with each
+# level of zero and every other axis. Models without experts do not allow them.
+EXPERTS = (
+    "dp=2,ep=2",
+    "fsdp=2,ep=2",
+    "fsdp=2,zero=1,ep=2,micro=2",
+    "fsdp=2,zero=2,ep=2,recompute=full",
+    "dp=4,ep=2",
+    "dp=4,ep=4,recompute=selective",
+    "fsdp=4,ep=2",
+    "fsdp=4,zero=1,ep=2",
+    "fsdp=4,zero=2,ep=2,micro=1",
+    "dp=2,fsdp=2,ep=2,recompute=full",
+    "dp=2,fsdp=2,ep=4,micro=1",
+    "dp=2,fsdp=2,zero=1,ep=4",
+    "dp=2,tp=2,ep=2",
+    "dp=2,tp=2,sp=0,ep=2,recompute=full",
+    "fsdp=2,tp=2,ep=2,recompute=selective",
+    "dp=2,pp=2,ep=2",
+    "fsdp=2,pp=2,ep=2,schedule=zb",
+    "fsdp=2,zero=1,pp=2,ep=2,schedule=interleaved",
+    "dp=8,ep=8",
+    "dp=2,fsdp=4,unit=2,ep=4",
+    "fsdp=4,zero=2,tp=2,ep=4",
+    "fsdp=4,ep=2,pp=2,recompute=full",
+    "dp=2,tp=2,pp=2,ep=2,schedule=zbv",
+    "fsdp=2,tp=2,pp=2,ep=2,micro=1",
+)
+
 # One of each, at two ranks and four: what a machine with a few cores proves in a minute or two.
 QUICK = (
     "dp=2",
@@ -115,6 +144,8 @@ QUICK = (
     "fsdp=2,tp=2",
     "tp=2,pp=2,schedule=zb",
     "fsdp=2,pp=2,schedule=interleaved",
+    "dp=2,ep=2",
+    "fsdp=2,tp=2,ep=2,recompute=full",
 )
 
 # Strict mode: what may be mixed there, at one, two, four and eight ranks.

@@ -29,6 +29,7 @@ from shoal.predict.memory import ledger, ledgers
 from shoal.predict.memory.device import on_top, workspace
 from shoal.predict.traffic import traffic
 from shoal.predict.workload import Workload
+from shoal.prove.balanced_routing import balanced
 from shoal.prove.dryrun_findings import FLOOR, Finding, in_memory, in_messages, in_traffic
 from shoal.prove.fake_world import SumsInPlace, fake_rank, without_data
 from shoal.prove.pinned_kernels import pinned
@@ -96,7 +97,7 @@ def dryrun(workload: Workload, rank: int) -> DryRun:
     on_cpu = workload.cluster.device.name == "cpu"
     with fake_rank(workload.layout, rank, "gloo" if on_cpu else "nccl") as mesh:
         network = blueprint(workload.model, workload.recipe)
-        with without_data(), pinned(workload) as kernels:
+        with without_data(), balanced(), pinned(workload) as kernels:
             step = assemble(network, workload.recipe, workload.tune, mesh, _no_values)
             batches = [_batch(workload) for _ in range(workload.accumulation)]
             step(1, batches[:1], 1)

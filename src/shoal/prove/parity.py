@@ -230,6 +230,8 @@ def _verdict(
         reason = f"the {first.what} of {first.tensor} at step {first.step} is off by {first.amount:.1e}"
     elif not worst_loss <= tolerance.loss * max(1.0, abs(truth.losses[0])):
         reason = f"the loss is off by {worst_loss:.1e}"
+    elif (moved := _routed_apart(truth, seen)) is not None:
+        reason = f"at step {moved}, routers send tokens to other experts"
     elif tolerance.same_text and seen.written != truth.written:
         reason = f"it writes {seen.written!r} and one process {truth.written!r}"
     gradients = [one for one in seen.differences if one.what == "gradient"]
@@ -246,6 +248,12 @@ def _verdict(
         differing=tuple(beyond),
         reason=reason,
     )
+
+
+def _routed_apart(truth: ParityRank, seen: ParityRank) -> int | None:
+    """The first step in which an expert was sent more or fewer tokens than in one process."""
+    sent = [[None if one is None else one.sent for one in rank.routed] for rank in (seen, truth)]
+    return next((step for step, both in enumerate(zip(*sent, strict=True), 1) if both[0] != both[1]), None)
 
 
 def _worst(amounts: list[float]) -> float:

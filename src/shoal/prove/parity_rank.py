@@ -15,6 +15,7 @@ from torch import Tensor
 from shoal.facts.model.checkpoint_views import canonical_parameters
 from shoal.launch.init_rank import init_rank
 from shoal.parallel.full_tensors import Collector
+from shoal.parallel.router_tally import ExpertLoad
 from shoal.parallel.shards import Shard, gradient, weight
 from shoal.parallel.signed_store import SignedStore
 from shoal.plan.resolve import Job
@@ -50,6 +51,7 @@ class ParityRank:
     norms: list[float] = field(default_factory=list)
     heldout: float | None = None
     written: str = ""
+    routed: list[ExpertLoad | None] = field(default_factory=list)  # by step: tokens that each expert was sent
     differences: list[Difference] = field(default_factory=list)
 
 
@@ -80,6 +82,7 @@ def run_parity_rank(rank: int, world: int, store: SignedStore, script: ParityReq
         result = program.step.update(step, measured)
         seen.losses.append(result.loss)
         seen.norms.append(result.grad_norm)
+        seen.routed.append(result.experts)
     tensors.look(job, collector, script.steps, "parameter", weight, seen)
     _evaluate(program, seen)
     mesh.close()

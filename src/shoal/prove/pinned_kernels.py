@@ -25,6 +25,8 @@ OPERATORS: dict[str, AttentionKernel] = {
     "aten::_safe_softmax": "unfused",
     "aten::_softmax": "unfused",
 }
+# Attention has rows, heads, tokens and features; a router's softmax is another's.
+HEADS = 4
 # Windows and rings go through operators of our own, which keep the same on every device and in every precision.
 ANYWHERE = ("shoal::attend_within", "shoal::attend_turn")
 
@@ -51,7 +53,7 @@ class UsedKernels(Mode):
         name = func._schema.name
         result = func(*args, **(kwargs or {}))
         self.anywhere |= name in ANYWHERE
-        if name in OPERATORS:
+        if name in OPERATORS and args[0].dim() == HEADS:
             self.used[name] = OPERATORS[name]
             if self.by_token and OPERATORS[name] == "fused":
                 output, *others = result

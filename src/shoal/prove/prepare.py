@@ -13,7 +13,7 @@ from shoal.launch import local
 from shoal.plan.resolve import Job
 from shoal.prove import coverage
 
-SETS = {"quick": coverage.QUICK, "full": coverage.FULL}
+SETS = {"quick": coverage.QUICK, "full": (*coverage.FULL, *coverage.EXPERTS)}
 
 
 def layouts(text: str, job: Job) -> list[Layout]:

@@ -319,6 +319,8 @@ class Training:
 
 def _writes_samples(mesh: Mesh) -> bool:
     """Whether it takes this rank to generate text: one copy of the model does, with all ranks that it is split over."""
+    if mesh.layout.ep > 1:  # experts may be spread over copies
+        return True
     return mesh.coords["dp"] == 0 and (mesh.coords["fsdp"] == 0 or mesh.layout.zero == 3)
 
 

@@ -13,6 +13,7 @@ from shoal.models import initial
 from shoal.models.decoder import Network, build
 from shoal.models.huggingface import WeightFiles, fill_slices
 from shoal.models.initial import Slice
+from shoal.models.router import RouterLosses
 from shoal.parallel.apply import Fill, apply
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
@@ -55,7 +56,11 @@ class Program:
 def blueprint(model: Model, recipe: Recipe) -> Network:
     """The whole network on the meta device, where it takes no memory."""
     compute, rest = compute_dtype(recipe), parameter_dtype(recipe)
-    return build(model, recipe.dropout, compute, dtype=rest, length=recipe.seq, z_loss=recipe.z_loss)
+    # Means over the global batch, so that losses of its parts only need adding.
+    router = RouterLosses(recipe.router_aux / recipe.batch, recipe.router_z / recipe.tokens_per_step)
+    return build(
+        model, recipe.dropout, compute, dtype=rest, length=recipe.seq, z_loss=recipe.z_loss, router=router
+    )
 
 
 def assemble(

@@ -13,15 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.facts.model.parameters import CORRECTION
 from shoal.facts.recipe import Recipe
 from shoal.models.device_copy import to_device
 from shoal.models.random import key
 from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.router_tally import ExpertLoad
 from shoal.parallel.stage_module import MicroBatch
 from shoal.parallel.strict import strict_loss, strict_norm
 from shoal.train.data.loader import Batch
 from shoal.train.optimizer import LossScale, clip_and_update, learning_rate, squared_norm, unscale
+
+# Where, among a step's numbers, those of routers begin.
+ROUTED = 4
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class StepResult:
     lr: float
     updated: bool  # False: a gradient was not finite and the weights were left alone
     blamed: tuple[int, ...] = ()  # the ranks that it came from, where that can be told
+    experts: ExpertLoad | None = None  # None: the model has none
 
 
 class IssuedStep:
@@ -51,11 +57,13 @@ class IssuedStep:
         """Wait for the step's end. To be called once, on every rank alike."""
         if self._end is not None:
             self._end.synchronize()
-        loss, norm, *spoiled = self._numbers.tolist()
+        numbers = self._numbers.tolist()
+        (loss, norm, *spoiled), routed = numbers[:ROUTED], numbers[ROUTED:]
         finite = math.isfinite(norm)
         self._step.scale.update(overflow=not finite)
         blamed = () if finite else _blamed(spoiled, self._step.mesh)
-        return StepResult(loss, norm, self._lr, finite and norm <= self._most, blamed)
+        experts = self._step.placed.routers.load(routed)
+        return StepResult(loss, norm, self._lr, finite and norm <= self._most, blamed, experts)
 
     @property
     def idle_before(self) -> float | None:
@@ -78,6 +86,7 @@ class Step:
         self.scale = scale
         self.pieces = placed.gradients.pieces
         self.last_end: torch.Event | None = None  # of the step before, on a device that keeps events
+        self.corrected = any(piece.name.endswith(CORRECTION) for piece in self.pieces)
         # Called before the weights change: the last moment for background readers to finish.
         self.before_update: Callable[[], None] = lambda: None
         # Gradients of a larger norm do not reach the weights. It must answer alike on all ranks.
@@ -105,14 +114,14 @@ class Step:
     def compute_gradients(self, step: int, batches: list[Batch], targets: int) -> Tensor:
         """Leave the global batch's gradients with the pieces.
 
-        Returns, on the device: its mean loss; their norm; and, of this rank, whether its own gradients and the sums
-        that it holds were spoiled (not finite).
+        Returns, on the device: its mean loss; their norm; of this rank, whether its own gradients and the sums that
+        it holds were spoiled (not finite); and what all routers did (``RouterTally``).
         """
         placed = self.placed
         targets = max(1, targets)  # a batch may have nothing to predict
         micro_batches = [self._micro_batch(step, batch) for batch in batches]
         placed.gradients.start_step()
-        losses = placed.executor.forward_backward(micro_batches, self.scale.value / targets)
+        losses = placed.executor.forward_backward(micro_batches, self.scale.value / targets, self.scale.value)
         placed.gradients.finish_step()
         if placed.exact is not None:
             placed.exact.deliver(self.recipe.batch)
@@ -130,6 +139,9 @@ class Step:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         clip_and_update(self.optimizer, self.pieces, measured[1], self.recipe.clip, most)
+        if self.corrected:
+            refused = ~(torch.isfinite(measured[1]) & (measured[1] <= most))
+            self.placed.routers.balance(self.pieces, measured[ROUTED:], self.recipe.router_bias, refused)
         self.placed.after_update()
         return IssuedStep(self, measured, lr, most, begun)
 
@@ -143,15 +155,18 @@ class Step:
         # After the sum over ranks all of them are spoiled; strict mode knows what each rank had before.
         own = squares if exact is None else exact.largest
         spoiled = torch.stack([~torch.isfinite(own), ~torch.isfinite(squares)])
+        routed = self.placed.routers.seen()
         if exact is not None:
+            if routed.numel():
+                routed = torch.tensor(mesh.hosts.sum_floats(routed.tolist()), dtype=torch.float64)
             sums = [strict_loss(mine, mesh), strict_norm(self.pieces, mesh)]
             loss, norm = torch.tensor(sums, dtype=torch.float64, device=mesh.device)
         else:
-            both = torch.stack([added(mine, mesh.device), squares])
+            summed = torch.cat([torch.stack([added(mine, mesh.device), squares]), routed])
             if mesh.everyone is not None:
-                dist.all_reduce(both, group=mesh.everyone)
-            loss, norm = both[0], both[1].sqrt()
-        return torch.stack([loss / targets, norm, *spoiled])
+                dist.all_reduce(summed, group=mesh.everyone)
+            loss, norm, routed = summed[0], summed[1].sqrt(), summed[2:]
+        return torch.cat([torch.stack([loss / targets, norm, *spoiled]), routed.to(mesh.device)])
 
     def _micro_batch(self, step: int, batch: Batch) -> MicroBatch:
         noise = self._noise(step, batch)

@@ -15,8 +15,6 @@ from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import View, canonical_parameters, intersect, views
 from shoal.facts.model.huggingface import read_config
 from shoal.facts.model.parameters import parameters
-from shoal.facts.model.presets import PRESETS
-from shoal.facts.problem import BadInput
 
 LLAMA = {
     "vocab_size": 10,
@@ -38,6 +36,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **GPT2},
     "gpt2, untied": {"model_type": "gpt2", **GPT2, **UNTIED},
     "gpt_neox": {"model_type": "gpt_neox", **NEOX},
+    "mixtral": {"model_type": "mixtral", **LLAMA, "num_local_experts": 12, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **LLAMA,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 6,
+        "mlp_only_layers": [0],
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **LLAMA,
+        **{"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2},
+        **{"topk_group": 1, "moe_intermediate_size": 6, "first_k_dense_replace": 1, "q_lora_rank": 4},
+        **{"kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 2},
+    },
 }
 MODELS: dict[str, Model] = {name: read_config(config, name) for name, config in CONFIGS.items()}
 
@@ -185,10 +199,3 @@ def test_intersect_agrees_with_looking_at_every_element(
         expected_shape = overlap.tensor_shape[::-1] if transposed else overlap.tensor_shape
         assert overlap.slice_shape == expected_shape
     assert found == expected
-
-
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"])
-def test_experts_are_planned_but_not_trained_yet(name: str) -> None:
-    for function in (views, canonical_parameters):
-        with pytest.raises(BadInput, match="planned, not trained yet"):
-            function(PRESETS[name])

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shoal.facts.model import Model
 from shoal.facts.model.huggingface import read_config, write_config
-from shoal.facts.model.parameters import active_parameter_count, parameter_count, parameters
+from shoal.facts.model.parameters import CORRECTION, active_parameter_count, parameter_count, parameters
 from shoal.facts.model.presets import PRESETS
 
 SIZES = {
@@ -86,19 +86,17 @@ def test_names_and_shapes_are_those_of_the_files_that_transformers_writes(case: 
     network_of(config).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    buffers = [name for name in written if name.endswith("e_score_correction_bias")]
-    for name in buffers:
-        del written[name]
     ours = {parameter.name: parameter.shape for parameter in parameters(read_config(config, "small"))}
     assert ours == written
-    assert bool(buffers) == (family == "deepseek_v3")
+    # Not trained by gradients, and yet a part of the model.
+    assert any(name.endswith(CORRECTION) for name in written) == (family == "deepseek_v3")
 
 
 @pytest.mark.parametrize("case", SMALL)
 def test_the_count_is_the_sum_of_the_table(case: str) -> None:
     family, fields = SMALL[case]
     model = read_config({"model_type": family} | fields, "small")
-    assert parameter_count(model) == sum(parameter.size for parameter in parameters(model))
+    assert parameter_count(model) == sum(one.size for one in parameters(model) if one.trained)
 
 
 @pytest.mark.parametrize("case", SMALL)
@@ -106,7 +104,8 @@ def test_what_decays_and_where_tensors_belong(case: str) -> None:
     family, fields = SMALL[case]
     model = read_config({"model_type": family} | fields, "small")
     for parameter in parameters(model):
-        assert parameter.decayed == (not parameter.name.endswith(".bias") and parameter.kind != "norm")
+        assert parameter.decayed == (not parameter.name.endswith("bias") and parameter.kind != "norm")
+        assert parameter.trained == (not parameter.name.endswith(CORRECTION))
         outside = parameter.kind in ("embedding", "position", "head") or parameter.name.startswith(LAST_NORM)
         assert (parameter.layer is None) == outside
         if parameter.layer is not None:
@@ -121,7 +120,7 @@ def test_active_parameters_are_the_total_less_the_experts_a_token_misses() -> No
         kinds[parameter.kind] += parameter.size
     missed = kinds["expert"] * (model.experts.count - model.experts.active) // model.experts.count
     assert active_parameter_count(model) == parameter_count(model) - missed
-    assert kinds["router"] == 2 * 8 * 24
+    assert kinds["router"] == 2 * 8 * (24 + 1)  # with a correction for each expert
 
 
 def test_counting_the_largest_takes_no_time() -> None:

@@ -96,10 +96,21 @@ def _contents(path: Path) -> dict[tuple[str, str], torch.Tensor]:
     return {key: checkpoint.tensor(*key) for key in keys}
 
 
-@pytest.mark.parametrize("model", ["tiny", "gpt2", "pythia-6.9b"])
+WITH_EXPERTS = [
+    "dp=1",
+    "dp=2,ep=2",
+    "fsdp=4,ep=2",
+    "dp=2,fsdp=2,zero=1,ep=4",
+    "dp=2,tp=2,ep=2",
+    "dp=2,pp=2,ep=2",
+]
+
+
+@pytest.mark.parametrize("model", ["tiny", "gpt2", "pythia-6.9b", "mixtral-8x7b"])
 def test_any_layout_reads_what_any_other_wrote(model: str, tmp_path: Path) -> None:
     """Every layout writes and the next one in the list reads: tied embeddings, transposed and fused tensors too."""
-    layouts = LAYOUTS if model == "tiny" else ["dp=1", "dp=2,fsdp=2,zero=1", "tp=2,fsdp=2"]
+    others = WITH_EXPERTS if model == "mixtral-8x7b" else ["dp=1", "dp=2,fsdp=2,zero=1", "tp=2,fsdp=2"]
+    layouts = LAYOUTS if model == "tiny" else others
     whole: dict[tuple[str, str], torch.Tensor] = {}
     for writer, reader in zip(layouts, [*layouts[1:], layouts[0]], strict=True):
         path = tmp_path / writer

@@ -157,8 +157,6 @@ SENTENCES: Mapping[str, str] = {
 LATER: Mapping[str, str] = {
     "recipe.epochs": "say how long the run is with recipe.steps or recipe.tokens",
     "recipe.loss": "the loss is that of the next token; leave it out",
-    "recipe.router_aux": "leave it out",
-    "recipe.router_z": "leave it out",
     "recipe.ema": "leave it out; checkpoint.keep_best keeps the best weights",
     "recipe.batch_ramp": "recipe.batch is the same in every step",
     "recipe.groups": "recipe.lr and recipe.weight_decay hold for all weights",

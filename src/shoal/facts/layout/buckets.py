@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shoal.facts.model.parameters import EMBEDDING
@@ -60,6 +60,12 @@ def flat_kind(label: str, name: str, copies: int) -> Hashable:
 def even_share(elements: int, ranks: int) -> int:
     """What each of several ranks holds of so many elements, or rows: as much as the others, the end padded."""
     return -(-elements // ranks)
+
+
+def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
+    """Which dimension ``zero=3`` shares out: rows; of a stack with too few experts for all ranks, each one's rows."""
+    few = len(shape) == 3 and shape[0] % ranks != 0
+    return int(few and shape[1] % ranks == 0)
 
 
 # Parameters sharded as well (``zero=3``): a unit is gathered before it is used, and freed after.

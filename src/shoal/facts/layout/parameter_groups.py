@@ -94,6 +94,11 @@ def meeting_in_blocks(layout: Layout) -> RankGroup:
     return RankGroup("cp" if layout.tp == 1 else "cp·tp", layout.cp * layout.tp, 1)
 
 
+def expert_ranks(layout: Layout) -> RankGroup:
+    """Neighbouring data ranks that hold different experts: together one set of them."""
+    return RankGroup("ep", layout.ep, layout.tp)
+
+
 def communicators(layout: Layout, kv_heads: int) -> dict[str, RankGroup]:
     """Every set of ranks that one rank of a layout may communicate in, by its name."""
     tp, pp = layout.tp, layout.pp
@@ -101,7 +106,7 @@ def communicators(layout: Layout, kv_heads: int) -> dict[str, RankGroup]:
         *(RankGroup(axis, getattr(layout, axis), stride(axis, layout)) for axis in AXES),
         *placement(tp, layout.cp, layout.fsdp, layout.dp),
         *placement(tp, layout.cp, layout.fsdp, layout.dp, layout.ep),
-        RankGroup("ep", layout.ep, tp),
+        expert_ranks(layout),
         RankGroup("tp copies", tp // kv_heads, 1),  # that share a key/value head
         RankGroup("pp ends", 2, (pp - 1) * stride("pp", layout)),
         RankGroup("control", layout.world, 1),

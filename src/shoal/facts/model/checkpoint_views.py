@@ -1,7 +1,7 @@
 """How checkpoint tensors map to Shoal's parameters: which box of one is which box of the other.
 
-Inside Shoal every dense model carries Llama's names, torch's [out, in] layout and separate projections; a
-checkpoint carries whatever its family carries on the Hugging Face hub.
+Inside Shoal every model carries Llama's names, torch's [out, in] layout and separate projections, and one tensor for
+the same projection of all experts of a layer; a checkpoint carries whatever its family carries on the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import Parameter, llama_parameters, parameters
-from shoal.facts.problem import BadInput
+from shoal.facts.model.parameters import MIXTRAL_NAMES, Parameter, llama_parameters, parameters
 
 # The canonical module for each module of a checkpoint; inside a layer, without the layer's prefix.
 _GPT2_MODULES = {
@@ -35,13 +34,17 @@ _NEOX_MODULES = {
     "gpt_neox.final_layer_norm": "model.norm",
     "embed_out": "lm_head",
 }
+MIXTRAL_MODULES = {theirs: ours for ours, theirs in MIXTRAL_NAMES.items()}
 _FUSED = ("attn.c_attn", "attention.query_key_value")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A box of a checkpoint tensor that is, transposed or not, a box of a canonical parameter."""
+    """A box of a checkpoint tensor that is, transposed or not, a box of a canonical parameter.
+
+    A matrix of one expert is a box of the tensor that all experts are stacked in, which has one dimension more.
+    """
 
     tensor: str
     tensor_offset: tuple[int, ...]
@@ -51,7 +54,13 @@ class View:
     transposed: bool = False
 
     @property
+    def stacked(self) -> bool:
+        return len(self.canonical_offset) > len(self.shape)
+
+    @property
     def canonical_shape(self) -> tuple[int, ...]:
+        if self.stacked:
+            return (1, *self.shape)
         return self.shape[::-1] if self.transposed else self.shape
 
 
@@ -67,13 +76,11 @@ class Overlap:
 
 def canonical_parameters(model: Model) -> list[tuple[str, tuple[int, ...], bool]]:
     """Name, shape and whether weight decay applies: embedding first, layers in order, norm, head."""
-    _refuse_experts(model)
     return [(parameter.name, parameter.shape, parameter.decayed) for parameter in llama_parameters(model)]
 
 
 def views(model: Model) -> list[View]:
     """Every box of every checkpoint tensor. Together they cover each element of either side exactly once."""
-    _refuse_experts(model)
     return [view for parameter in parameters(model) for view in _views_of(parameter, model)]
 
 
@@ -99,21 +106,21 @@ def intersect(view: View, canonical_offset: tuple[int, ...], shape: tuple[int, .
     within_slice = _minus(tuple(starts), canonical_offset)
     within_box = _minus(tuple(starts), view.canonical_offset)
     tensor_shape = tuple(sizes)
+    if view.stacked:
+        within_box, tensor_shape = within_box[1:], tensor_shape[1:]
     if view.transposed:
         within_box, tensor_shape = within_box[::-1], tensor_shape[::-1]
     tensor_offset = tuple(a + b for a, b in zip(view.tensor_offset, within_box, strict=True))
     return Overlap(tensor_offset, tensor_shape, within_slice, tuple(sizes))
 
 
-def _refuse_experts(model: Model) -> None:
-    if model.experts is not None or model.latent is not None:
-        raise BadInput(
-            f"{model.name}: {model.family} models are planned, not trained yet",
-            "train a dense model: llama, mistral, qwen2, qwen3, gpt2 or gpt_neox",
-        )
-
-
 def _views_of(parameter: Parameter, model: Model) -> Iterator[View]:
+    if parameter.kind == "expert":
+        yield _stacked(parameter)
+        return
+    if parameter.kind == "router":
+        yield _whole(parameter, parameter.name.replace(".block_sparse_moe.", ".mlp."))
+        return
     if model.family not in ("gpt2", "gpt_neox"):
         yield _whole(parameter, parameter.name)
         return
@@ -143,6 +150,14 @@ def _fused_rows(model: Model) -> Iterator[tuple[str, int, int, int]]:
         for position, projection in enumerate(_PROJECTIONS):
             row = (head * len(_PROJECTIONS) + position) * model.head_dim
             yield projection, row, head * model.head_dim, model.head_dim
+
+
+def _stacked(parameter: Parameter) -> View:
+    """One expert's matrix: ``model.layers.0.mlp.experts.7.up_proj.weight``, or Mixtral's ``….experts.7.w3.weight``."""
+    _, number, module, leaf = parameter.name.rsplit(".", 3)
+    module = MIXTRAL_MODULES.get(module, module)
+    canonical = f"model.layers.{parameter.layer}.mlp.experts.{module}.{leaf}"
+    return View(parameter.name, (0, 0), canonical, (int(number), 0, 0), parameter.shape)
 
 
 def _whole(parameter: Parameter, canonical: str, transposed: bool = False) -> View:

@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple
 
 from shoal.facts.model import Experts, Family, Latent, Model
 
+# What deepseek_v3's routers add to experts' scores to choose by them: moved by how many tokens they were sent.
+CORRECTION = "e_score_correction_bias"
 # The two ends of the vocabulary, which are one matrix where a model is tied.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -21,7 +23,7 @@ Split = Literal["column", "row", "vocabulary", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One tensor. Buffers, such as deepseek_v3's router correction, are none.
+    """One tensor. One that is not trained, deepseek_v3's router correction, has a gradient of zero.
 
     How it is split is said of the canonical tensors alone (``llama_parameters``), for only these are computed with.
     """
@@ -52,10 +54,12 @@ def parameters(model: Model) -> Iterator[Parameter]:
 
 
 def llama_parameters(model: Model) -> Iterator[Parameter]:
-    """The same network under Llama's names and layout, whatever its family; routed experts are left out."""
+    """The same network under Llama's names and layout, whatever its family; a layer's routed experts are stacked."""
     yield from _llama_before(model)
     for layer in range(model.layers):
         yield from _llama_layer(model, layer, 0)
+        if model.has_experts(layer):
+            yield from stacked_experts(model, layer)
     yield from _llama_after(model)
 
 
@@ -92,6 +96,14 @@ def expert_parameters(model: Model) -> tuple[Parameter, ...]:
     return tuple(_expert("model.layers.0.mlp.experts.0", model, model.experts, 0)) if model.experts else ()
 
 
+def stacked_experts(model: Model, layer: int) -> Iterator[Parameter]:
+    """The routed experts of a layer: of each projection one tensor, [experts, out, in]."""
+    assert model.experts is not None
+    prefix = f"model.layers.{layer}.mlp.experts"
+    for one in _expert(prefix, model, model.experts, layer):
+        yield replace(one, shape=(model.experts.count, *one.shape))
+
+
 def adapters(parameter: Parameter, rank: int, targets: Collection[str]) -> Iterator[Parameter]:
     """LoRA's two factors beside a projection, [rank, in] and [out, rank]; none beside what is no target.
 
@@ -124,13 +136,13 @@ def active_parameter_count(model: Model) -> int:
 def _count(model: Model, experts: int) -> int:
     """Counts one layer of each kind, with or without experts: a giant has 40,000 expert tensors in all."""
     table = _TABLES.get(model.family, _LLAMA)
-    total = sum(parameter.size for parameter in (*table.before(model), *table.after(model)))
+    total = sum(one.size for one in (*table.before(model), *table.after(model)))
     sparse = [layer for layer in range(model.layers) if model.has_experts(layer)]
     dense = [layer for layer in range(model.layers) if not model.has_experts(layer)]
     for layers in (sparse, dense):
         if layers:
-            one = sum(parameter.size for parameter in table.layer(model, layers[0], experts))
-            total += len(layers) * one
+            trained = (one.size for one in table.layer(model, layers[0], experts) if one.trained)
+            total += len(layers) * sum(trained)
     return total
 
 
@@ -186,12 +198,12 @@ def _latent_attention(model: Model, latent: Latent, layer: int) -> Iterator[Para
     if latent.q_rank is None:
         yield from _linear(f"{prefix}.q_proj", query, hidden, layer, "attention", split="column")
     else:
-        yield from _linear(f"{prefix}.q_a_proj", latent.q_rank, hidden, layer, "attention", bias)
-        yield from _norm(f"{prefix}.q_a_layernorm", latent.q_rank, layer)
+        yield from _partial(_linear(f"{prefix}.q_a_proj", latent.q_rank, hidden, layer, "attention", bias))
+        yield from _norm(f"{prefix}.q_a_layernorm", latent.q_rank, layer, partial=True)
         yield from _linear(f"{prefix}.q_b_proj", query, latent.q_rank, layer, "attention", split="column")
     compressed = latent.kv_rank + latent.rope_dim
-    yield from _linear(f"{prefix}.kv_a_proj_with_mqa", compressed, hidden, layer, "attention", bias)
-    yield from _norm(f"{prefix}.kv_a_layernorm", latent.kv_rank, layer)
+    yield from _partial(_linear(f"{prefix}.kv_a_proj_with_mqa", compressed, hidden, layer, "attention", bias))
+    yield from _norm(f"{prefix}.kv_a_layernorm", latent.kv_rank, layer, partial=True)
     expanded = model.heads * (latent.nope_dim + latent.value_dim)
     yield from _linear(f"{prefix}.kv_b_proj", expanded, latent.kv_rank, layer, "attention", split="column")
     value = model.heads * latent.value_dim
@@ -209,6 +221,9 @@ def _mlp(prefix: str, model: Model, width: int, layer: int) -> Iterator[Paramete
 def _experts(model: Model, experts: Experts, layer: int, count: int) -> Iterator[Parameter]:
     prefix = f"model.layers.{layer}.mlp"
     yield from _linear(f"{prefix}.gate", experts.count, model.hidden, layer, "router")
+    if experts.router_bias:
+        name = f"{prefix}.gate.{CORRECTION}"
+        yield Parameter(name, (experts.count,), layer, "router", False, trained=False)
     if experts.shared:
         yield from _mlp(f"{prefix}.shared_experts", model, experts.shared_ffn, layer)
     for expert in range(count):
@@ -222,7 +237,7 @@ def _expert(name: str, model: Model, experts: Experts, layer: int) -> Iterator[P
 
 
 # Mixtral has Llama's tensors under other names, where it has experts.
-_MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def _mixtral_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter]:
@@ -230,7 +245,7 @@ def _mixtral_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter
         name = parameter.name
         if parameter.kind in ("router", "expert"):
             path, module, leaf = name.replace(".mlp.", ".block_sparse_moe.").rsplit(".", 2)
-            name = f"{path}.{_MIXTRAL_NAMES.get(module, module)}.{leaf}"
+            name = f"{path}.{MIXTRAL_NAMES.get(module, module)}.{leaf}"
         yield replace(parameter, name=name)
 
 
@@ -299,6 +314,11 @@ def _linear(
         yield Parameter(
             f"{name}.bias", (outputs,), layer, kind, False, "none" if split == "row" else split, heads
         )
+
+
+def _partial(parameters: Iterator[Parameter]) -> Iterator[Parameter]:
+    """Whole on every tensor rank, with gradients from this rank's heads."""
+    return (replace(one, partial=True) for one in parameters)
 
 
 def _conv1d(name: str, inputs: int, outputs: int, layer: int, kind: Kind) -> Iterator[Parameter]:

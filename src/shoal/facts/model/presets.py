@@ -29,6 +29,12 @@ _NEOX: dict[str, Any] = {**_PYTHIA, "activation": "gelu_tanh"}
 _MIXTRAL: dict[str, Any] = {"rope_theta": 1e6, "experts": Experts(count=8, active=2, ffn=14336)}
 _QWEN3_30B: dict[str, Any] = {**_QWEN3, "experts": Experts(count=128, active=8, ffn=768)}
 _QWEN3_235B: dict[str, Any] = {**_QWEN3, "experts": Experts(count=128, active=8, ffn=1536)}
+_TINY_MOE: dict[str, Any] = {
+    **_QWEN3,
+    "tied": True,
+    "init_std": 0.08,
+    "experts": Experts(count=8, active=2, ffn=64),
+}
 _DEEPSEEK: dict[str, Any] = {
     "norm_eps": 1e-6,
     "rope_scaling": RopeScaling(
@@ -82,6 +88,8 @@ _ALL = (
     # The embedded default: bytes 0 to 255 and a few specials, padded to a multiple of eight. So narrow a network
     # learns much faster from larger first weights: 0.08 and not 0.02.
     _preset("tiny", "llama", 8, 64, (8, 4), 8, 192, 264, 1024, tied=True, init_std=0.08),
+    # The same with experts: eight, of which each token uses two.
+    _preset("tiny-moe", "qwen3_moe", 8, 64, (8, 4), 8, 192, 264, 1024, **_TINY_MOE),
     _preset("llama2-7b", "llama", 32, 4096, (32, 32), 128, 11008, 32000, 4096),
     _preset("llama2-13b", "llama", 40, 5120, (40, 40), 128, 13824, 32000, 4096),
     _preset("llama2-70b", "llama", 80, 8192, (64, 8), 128, 28672, 32000, 4096),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -44,9 +44,17 @@ class TensorPart:
     copy: int = 0  # which of them this is
 
 
-def tensor_part(parameter: Parameter, tp: int, index: int) -> TensorPart:
-    """The part of a canonical parameter on rank ``index`` of ``tp``."""
+def tensor_part(parameter: Parameter, tp: int, index: int, ep: int = 1, ep_index: int = 0) -> TensorPart:
+    """The part of a canonical parameter on rank ``index`` of ``tp``; of stacked experts, those of ``ep_index``."""
     shape, heads = parameter.shape, parameter.heads
+    if parameter.kind == "expert" and len(shape) == 3:
+        count, *rest = shape
+        first, matrix = (
+            ep_index * (count // ep),
+            tensor_part(replace(parameter, shape=tuple(rest)), tp, index),
+        )
+        box = Box(shape, (first, *matrix.box.offset), (count // ep, *matrix.box.shape))
+        return replace(matrix, box=box)
     if parameter.split == "none":
         return TensorPart(Box(shape, (0,) * len(shape), shape), tp, index)
     if heads is not None and tp > heads:

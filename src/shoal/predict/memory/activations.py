@@ -45,7 +45,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     parts = _parts(model, experts, window, work)
     c, tokens = work.compute, work.tokens
     stream = c * model.hidden * work.stream
-    inner, values, exchange = _mlp(model, experts, work)
+    inner, values, travelling = _mlp(model, experts, work)
     query, key, _ = _widths(model, work.tp)
     products = c * tokens * (query + 2 * key) + inner * c * (2 if model.gated else 1)
     if work.recompute == "none":
@@ -54,7 +54,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     elif work.recompute == "full":
         resting, shared = stream, stream if parts.has_input else 0.0
     else:
-        kept, again = _selected(model, parts, c * inner, work)
+        kept, again = _selected(model, parts, c * inner, travelling, work)
         resting, shared = stream + kept, (stream if parts.has_input else 0.0) + again
         if work.dropout or work.fp8:
             # Dropout reads the last product again, a product in fp8 is taken again as a whole: both let go of it.
@@ -65,7 +65,10 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     # The gradient that enters is first gathered from the tensor ranks.
     gathered = c * model.hidden * tokens if work.sp else 0.0
     opening = parts.all + stream + gathered + c * inner
-    working = _working(model, parts, stream, c * inner, values, work)
+    working = _working(model, parts, stream, c * inner, values, travelling, work)
+    if travelling:
+        # Results are multiplied with the gradient that comes in, once for each expert that a token has.
+        working = (BlockPeak(parts.all + stream + gathered + 2 * travelling, 0), *working)
     if gathered and work.rows > 1 and work.recompute == "none":
         # Ranks send their parts of all sequences one after the other: they are put in order. Where the forward pass is
         # repeated, that comes later.
@@ -78,7 +81,6 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         rounding=_rounding(model.hidden * tokens, inner) if work.fp8 else 0.0,
         put_off=c * inner + gathered,
         deferred=deferred,
-        exchange=exchange,
         held_input=held_input,
     )
 
@@ -185,7 +187,7 @@ def _attention(model: Model, window: bool, work: BlockWorkload) -> float:
 
 
 def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float, float]:
-    """Values of one inner tensor; bytes kept of the whole MLP; bytes on their way to other ranks' experts."""
+    """Values of one inner tensor; bytes kept of the whole MLP; of these, tokens as their experts read them."""
     c, fused = work.compute, work.stack.activation == "fused"
     # Gate, its activation, up, their product; without a gate: up and its activation. Fused: that is made anew.
     tensors = (3 if fused else 4) if model.gated else (1 if model.activation == "relu" else 2)
@@ -197,11 +199,14 @@ def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float
     inner = routed * even_share(found.ffn, work.tp) + work.tokens * even_share(found.shared_ffn, work.tp)
     # Tokens as their experts read them, and what experts make of them, which the router's gradient needs.
     travelling = c * model.hidden * routed
-    scores = 2 * work.wide * found.count * work.tokens
-    return inner, tensors * c * inner + 2 * travelling + scores, 2.0 * travelling
+    # Scores of all experts; of those chosen, weights as they were and are, numbers, and places after sorting.
+    scores = work.wide * (found.count + 1) * work.stream + (2 * work.wide + 24) * routed
+    return inner, tensors * c * inner + 2 * travelling + scores, float(travelling)
 
 
-def _selected(model: Model, parts: KeptTensors, inner: float, work: BlockWorkload) -> tuple[float, float]:
+def _selected(
+    model: Model, parts: KeptTensors, inner: float, travelling: float, work: BlockWorkload
+) -> tuple[float, float]:
     """Bytes that selective recomputation keeps besides the input, and which of them ``parts`` counts as well."""
     c, tokens = work.compute, work.tokens
     query, key, value = _widths(model, work.tp)
@@ -216,11 +221,17 @@ def _selected(model: Model, parts: KeptTensors, inner: float, work: BlockWorkloa
         return used + c * tokens * model.hidden, used
     products = c * tokens * (query + key + value + model.hidden) + gates
     # Every product is let go as it is used again; the last one, which is not used, stays.
-    return products + c * tokens * model.hidden, products
+    return products + (travelling or c * tokens * model.hidden), products
 
 
 def _working(
-    model: Model, parts: KeptTensors, stream: float, inner: float, mlp: float, work: BlockWorkload
+    model: Model,
+    parts: KeptTensors,
+    stream: float,
+    inner: float,
+    mlp: float,
+    travelling: float,
+    work: BlockWorkload,
 ) -> tuple[BlockPeak, ...]:
     """What is there of the block's own tensors and their gradients, in the order of time."""
     c, tokens = work.compute, work.tokens
@@ -231,7 +242,7 @@ def _working(
     after_mlp = held - mlp - parts.entered - parts.norm
     later = (
         # Its way in: what each of the projections makes of its gradient, still apart.
-        held - mlp + stream + inner + ways_in * c * model.hidden * tokens,
+        held - mlp + stream + inner + (ways_in * (travelling or c * model.hidden * tokens)) + travelling,
         # The second norm, after the MLP's tensors have gone. In one precision the two gradients of the stream are one.
         after_mlp + norm_backward(model, work) + (stream if work.wide > c else 0.0),
         # Attention: gradients of its result, queries, keys and values.
@@ -244,7 +255,7 @@ def _working(
         for moment in (context.moments(query, key, value, work) if work.context else ())
     ]
     # The activation: the gradients of its two factors and of their product, which itself is gone.
-    activation = held + stream + ways_in * inner
+    activation = held - travelling + stream + ways_in * inner
     # The first norm, when nothing else of the block is left and all of its weights' gradients are there.
     end = norm_backward(model, work) + (stream if work.wide > c else 0.0)
     return BlockPeak(activation, 1), BlockPeak(max(later), 1 + ways_in), *shared, BlockPeak(end, None)

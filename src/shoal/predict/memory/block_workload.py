@@ -27,7 +27,6 @@ class BlockActivations(NamedTuple):
     inner: float  # the MLP's product
     put_off: float  # of its weights' gradients, what those that are put off still need
     deferred: float  # kept between the two halves of a backward pass that is split
-    exchange: float  # tokens on their way to other ranks' experts
     held_input: bool  # whether ``resting`` holds the block's input itself
 
     @property

@@ -68,7 +68,6 @@ def compiled_activations(model: Model, work: BlockWorkload) -> BlockActivations:
         inner=inner,
         put_off=inner + gathered,
         deferred=0.0,  # schedules that split a backward pass run eager
-        exchange=0.0,
         held_input=True,
     )
 

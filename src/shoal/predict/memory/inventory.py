@@ -29,6 +29,7 @@ from shoal.predict.rank_parameters import (
     block_count,
     cut_once,
     end_counts,
+    expert_elements,
     total,
 )
 from shoal.predict.workload import Workload
@@ -84,6 +85,28 @@ class RankInventory:
         """Bytes of parameters where ranks that shard them have gathered them."""
         compute, narrow = self.hold.compute, gathered_width(self.workload.recipe)
         return compute * count.whole - (compute - narrow) * count.projections
+
+    @cached_property
+    def whole_experts(self) -> int:
+        """Under zero=3, routed experts of a layer that no other rank of a copy holds: whole, with a master copy."""
+        groups = self.workload.groups
+        if not self.sharded or EXPERTS not in groups or groups[EXPERTS].sharded.size > 1:
+            return 0
+        return expert_elements(self.workload.model, self.workload.layout.tp, self.workload.layout.ep)
+
+    @cached_property
+    def lone_experts(self) -> int:
+        """Experts here that no other rank holds: their gradients wait in no bucket, and appear as they are computed."""
+        group = self.workload.groups.get(EXPERTS)
+        if group is None or group.sharded.size * group.replicated.size > 1:
+            return 0
+        each = expert_elements(self.workload.model, self.workload.layout.tp, self.workload.layout.ep)
+        return each * sum(run.layers for one in self.stages for run in one.runs if run.experts)
+
+    @cached_property
+    def all_whole_experts(self) -> int:
+        """Of all layers here."""
+        return self.whole_experts * sum(run.layers for one in self.stages for run in one.runs if run.experts)
 
     @cached_property
     def casts(self) -> bool:

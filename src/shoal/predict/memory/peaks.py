@@ -186,7 +186,7 @@ class BackwardPass:
         left = left.plus(name, activations=self._given(done))
         if self._is_sent_on(done):
             left = left.plus(name, activations=-stream, buffers=stream)
-        buffers = block.exchange + (run.block.whole * hold.compute if self.rank.casts_again else 0)
+        buffers = run.block.whole * hold.compute if self.rank.casts_again else 0.0
         grads = gradients.held(moment, done, gradients.made(run, 1))
         passing = buffers + gradients.in_block(moment, run, done, 1)
         for size, gone in gradients.first_product(moment, run, block):

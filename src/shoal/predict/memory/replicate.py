@@ -24,7 +24,10 @@ class ReplicatedGradients(RankGradients):
             self.standing = self.hold.gradient * self.total.trained
 
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
-        return self.complete
+        if not self.rank.lone_experts or moment.before:
+            return self.complete
+        left = 1 - (done or 0) / self.stage(moment).layers
+        return self.complete - self.hold.gradient * max(0.0, self.rank.lone_experts * left - made)
 
     def copies(self, count: float) -> float:
         return self.hold.reduce * count if self.travels_as_copy and self.layout.pp == 1 else 0.0

@@ -69,7 +69,10 @@ class ShardedGradients(RankGradients):
 
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
         if not moment.before:
-            return self.hold.gradient * self.stay * self._arrived(done)
+            # Gradients of experts that are whole wait in buckets of their own from the start.
+            waiting = self.rank.all_whole_experts - self.rank.lone_experts
+            waiting -= waiting * self._blocks_arrived(done) // self.one.layers
+            return self.hold.gradient * self.stay * (self._arrived(done) + waiting)
         everything = self.total.trained_share * self.stay
         if not self.cast_sums:
             return self.hold.gradient * everything
@@ -80,11 +83,13 @@ class ShardedGradients(RankGradients):
         """Parameters of this rank whose gradients a first backward pass has left."""
         if done is None:
             return 0
-        stage, ends = self.one, self.ends
-        units = done - next_unit(stage, done, self.unit).done
+        stage, ends, units = self.one, self.ends, self._blocks_arrived(done)
         # A matrix that the embedding shares is one unit with it, which is done at the very end.
         arrived = ends.norm.trained_share + (0 if self.model.tied else ends.head.trained_share)
         return arrived + stage.blocks.trained_share * units // stage.layers
+
+    def _blocks_arrived(self, done: int | None) -> int:
+        return 0 if done is None else done - next_unit(self.one, done, self.unit).done
 
     def in_other_streams(self, grads: float) -> float:
         """torch's allocator keeps a pool for each stream: what the computation frees, gradients cannot be put into."""
@@ -116,10 +121,15 @@ class ShardedGradients(RankGradients):
         return gathered
 
     def _full_unit(self, run: BlockRun) -> ParameterCount:
-        return run.block.times(min(self.unit, run.layers))
+        return self._block(run).times(min(self.unit, run.layers))
 
     def _unit(self, run: BlockRun, done: int) -> ParameterCount:
-        return run.block.times(next_unit(self.one, done, self.unit).blocks)
+        return self._block(run).times(next_unit(self.one, done, self.unit).blocks)
+
+    def _block(self, run: BlockRun) -> ParameterCount:
+        """What is gathered of one: experts that are whole are there."""
+        there = self.rank.whole_experts if run.experts else 0
+        return run.block._replace(whole=run.block.whole - there)
 
     # Gradients on their way.
 

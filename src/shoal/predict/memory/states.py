@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.facts.bytes_per_parameter import bytes_per_parameter
+from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
 from shoal.facts.model import Model
@@ -27,6 +27,7 @@ def parameters(rank: RankInventory) -> Resting:
     """With ``zero=3`` a rank's rows of them. What is frozen rests as it is used."""
     count, hold = rank.total, rank.hold
     size = hold.weight * (count.trained_share if rank.sharded else count.trained)
+    size += (_unsharded(rank).weight - hold.weight) * rank.all_whole_experts
     if rank.workload.lora is not None:
         size += hold.frozen * (count.share if rank.sharded else count.whole)
     return _placed(rank, "params", size)
@@ -35,7 +36,12 @@ def parameters(rank: RankInventory) -> Resting:
 def optimizer_states(rank: RankInventory) -> Resting:
     """Of the parameters that this rank updates: every ``zero`` shards them."""
     hold, updated = rank.hold, rank.total.trained_share
-    return _placed(rank, "optimizer", (hold.moments + hold.master) * updated, hold.master * updated)
+    master = hold.master * updated + (_unsharded(rank).master - hold.master) * rank.all_whole_experts
+    return _placed(rank, "optimizer", hold.moments * updated + master, master)
+
+
+def _unsharded(rank: RankInventory) -> BytesPerParameter:
+    return bytes_per_parameter(rank.workload.recipe, rank.workload.stack)
 
 
 def updated_gradients(rank: RankInventory) -> float:

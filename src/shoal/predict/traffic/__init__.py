@@ -24,6 +24,7 @@ def calls(workload: Workload, stage: int = 0) -> tuple[CollectiveCall, ...]:
     return (
         *replicate.calls(workload, here),
         *shard.calls(workload, here),
+        *expert.states(workload, here),
         *_exchanges(workload, here),
         *_even_sums(workload, here),
     )
@@ -34,7 +35,7 @@ def _exchanges(workload: Workload, here: RankParameters) -> tuple[CollectiveCall
     return (
         *tensor.calls(workload, here),
         *context.calls(workload, here),
-        *expert.calls(workload, here),
+        *expert.tokens(workload, here),
         *pipeline.calls(workload, here),
         *float8.calls(workload, here),
         *control.calls(workload),
@@ -85,6 +86,7 @@ def _exact(workload: Workload, rank: int) -> list[CollectiveCall]:
     return [
         *replicate.exact(workload, stages),
         *shard.exact(workload, here, stages),
+        *expert.exact_states(workload, here),
         *_exchanges(workload, here),
         *tensor.shared(workload, *(sum(sizes) if sizes else None for sizes in sums.values())),
         *pipeline.ends(workload, sum(copies) if copies else None),

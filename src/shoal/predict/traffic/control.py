@@ -1,12 +1,14 @@
-"""Control traffic of every step: two all-reduces of two 8-byte numbers over all ranks.
+"""Control traffic of every step: two all-reduces of a few 8-byte numbers over all ranks.
 
 Before the step, between hosts: how many targets it has, and whether a rank was asked to stop. After the backward pass,
-between devices, so that no host waits for its own: the losses and the squares of the gradients. Clipping and the check
-for non-finite gradients read that norm and send nothing.
+between devices, so that no host waits for its own: losses and squares of the gradients; of a model with experts,
+for each of its layers that has some, also how many tokens each was sent, and the router's two losses. Clipping and the
+check for non-finite gradients read that norm and send nothing.
 """
 
 from __future__ import annotations
 
+from shoal.facts.model import Model
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.workload import Workload
 
@@ -14,4 +16,10 @@ from shoal.predict.workload import Workload
 def calls(workload: Workload) -> tuple[CollectiveCall, ...]:
     if workload.layout.world == 1:
         return ()
-    return tuple(CollectiveCall("all_reduce", group, 16, 1, "control") for group in ("control", "everyone"))
+    sizes = {"control": 16, "everyone": 16 + 8 * _routed(workload.model)}
+    return tuple(CollectiveCall("all_reduce", group, size, 1, "control") for group, size in sizes.items())
+
+
+def _routed(model: Model) -> int:
+    layers = sum(model.has_experts(layer) for layer in range(model.layers))
+    return layers * (model.experts.count + 2) if model.experts else 0

@@ -1,11 +1,18 @@
 """Traffic of expert parallelism (``ep``): tokens to their experts and back, and the experts' gradients and states.
 
-Announced ahead of the engine, which does not run it yet. Routing is taken to be balanced. t = a rank's tokens of a
-micro-batch, c = compute width. For every layer with experts and every micro-batch, over ``ep``:
+Routing is taken to be balanced: what ranks really send depends on it, and a dry run sends as much. t = the tokens of a
+micro-batch (of a tensor group all of them), c = compute width, w = c but at least 4. For every layer with experts and
+every micro-batch:
 
-    forward   all-to-all of how many tokens come from whom                       8 · experts
-              all-to-all of tokens to their experts, and of the results back     t · active · hidden · c each
-    backward  the two large ones, the other way round; ``recompute`` repeats the forward pass's three
+    ep > 1           all-to-all over ``ep`` of how many tokens come from whom         8 · experts
+                     and of tokens to their experts, and of the results back          t · active · hidden / tp · c each
+    and tp > 1       all-gather over ``tp`` of what arrived, reduce-scatter of what   t · active · hidden · c each
+                     experts made of it
+    tp > 1, sp=1     all-gather over ``tp`` of tokens' experts, and of their weights  t · active · 8, and · w
+    and router_aux   all-reduce over ``tp`` of how many tokens experts were sent      sequences · experts · w
+
+Backward: the mirror image of what moves tokens or weights; with sp=0 an all-reduce of the weights' gradients. What
+repeats a forward pass repeats all of it.
 
 Experts live on the fastest ``ep`` ranks of dp·fsdp·cp. The rest of these hold the same experts and treat them as
 other parameters are treated, over what ``ep`` has left of the groups: they shard them as ``zero`` says, the experts
@@ -15,54 +22,142 @@ features.
 
 from __future__ import annotations
 
-from shoal.facts.layout.buckets import Unit, even_share
+from collections.abc import Iterator, Sequence
+
+from shoal.facts.layout.buckets import Unit, even_share, units
 from shoal.facts.layout.parameter_groups import EXPERTS
-from shoal.facts.precision import compute_width, gradient_width, reduce_width
+from shoal.facts.precision import compute_width, gradient_width
 from shoal.predict.collective_call import CollectiveCall, Phase
-from shoal.predict.rank_parameters import RankParameters, expert_elements
-from shoal.predict.traffic.replicate import bucket_bytes
-from shoal.predict.traffic.shard import Travelling, bucket_calls, unit_calls
+from shoal.predict.rank_parameters import (
+    RankParameters,
+    RankTensor,
+    expert_elements,
+    expert_tensors,
+    padded_size,
+)
+from shoal.predict.traffic import replicate, shard
+from shoal.predict.traffic.shard import Travelling
 from shoal.predict.workload import Workload
 
 
 def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...]:
-    if not here.sparse:
-        return ()
-    return (*_tokens(workload, here), *_states(workload, here))
+    """Close and cheap, where buckets and units are concerned."""
+    return (*tokens(workload, here), *states(workload, here)) if here.sparse else ()
 
 
-def _tokens(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
-    layout, experts = workload.layout, workload.model.experts
-    if layout.ep == 1 or experts is None:
-        return []
+def tokens(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
+    """What is sent of tokens, and of what the router says of them."""
+    layout = workload.layout
     times = workload.accumulation * here.sparse
-    size = workload.tokens * experts.active * workload.model.hidden * compute_width(workload.recipe)
-    passes: list[Phase] = ["forward", "recompute"] if layout.recompute != "none" else ["forward"]
-    found = [CollectiveCall("all_to_all", "ep", 8 * experts.count, times, phase) for phase in passes]
-    return found + [
-        CollectiveCall("all_to_all", "ep", size, 2 * times, phase) for phase in (*passes, "backward")
+    if not times or (layout.ep == 1 and layout.tp == 1):
+        return []
+    found = [_again(call, phase) for call in _forward(workload) for phase in _passes(workload)]
+    return [
+        CollectiveCall(op, group, size, times * count, phase)
+        for op, group, size, count, phase in (*found, *_backward(workload))
     ]
 
 
-def _states(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
-    recipe, group = workload.recipe, workload.groups[EXPERTS]
-    shards, copies = group.sharded.size, group.replicated
+_Part = tuple[str, str, int, int, Phase]
+
+
+def _passes(workload: Workload) -> list[Phase]:
+    """A compiled block keeps what it has received, unless it keeps nothing."""
+    keeps = ("none", "selective") if workload.compiled else ("none",)
+    return ["forward"] if workload.layout.recompute in keeps else ["forward", "recompute"]
+
+
+def _again(part: _Part, phase: Phase) -> _Part:
+    return (*part[:4], phase)
+
+
+def _sizes(workload: Workload) -> tuple[int, int]:
+    """Of all copies of a micro-batch's tokens, and of their weights."""
+    assert workload.model.experts is not None
+    compute, copies = compute_width(workload.recipe), workload.tokens * workload.model.experts.active
+    return copies * workload.model.hidden * compute, copies * max(4, compute)
+
+
+def _forward(workload: Workload) -> Iterator[_Part]:
+    layout, experts = workload.layout, workload.model.experts
+    assert experts is not None
+    copies, weights = _sizes(workload)
+    if layout.tp > 1 and layout.sp:
+        wide = max(4, compute_width(workload.recipe))
+        if workload.recipe.router_aux:
+            yield "all_reduce", "tp", workload.micro * experts.count * wide, 1, "forward"
+        yield "all_gather", "tp", weights, 1, "forward"
+        yield "all_gather", "tp", workload.tokens * experts.active * 8, 1, "forward"
+    if layout.ep > 1:
+        yield "all_to_all", "ep", 8 * experts.count, 1, "forward"
+        yield "all_to_all", "ep", copies // layout.tp, 2, "forward"
+        if layout.tp > 1:
+            yield "all_gather", "tp", copies, 1, "forward"
+            yield "reduce_scatter", "tp", copies, 1, "forward"
+
+
+def _backward(workload: Workload) -> Iterator[_Part]:
+    layout = workload.layout
+    copies, weights = _sizes(workload)
+    if layout.tp > 1:
+        yield "reduce_scatter" if layout.sp else "all_reduce", "tp", weights, 1, "backward"
+    if layout.ep > 1:
+        yield "all_to_all", "ep", copies // layout.tp, 2, "backward"
+        if layout.tp > 1:
+            yield "all_gather", "tp", copies, 1, "backward"
+            yield "reduce_scatter", "tp", copies, 1, "backward"
+
+
+def states(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
+    """Close and cheap: all bytes, in about as many buckets as there are."""
+    if not here.sparse:
+        return []
+    group = workload.groups[EXPERTS]
+    shards = group.sharded.size
     elements = expert_elements(workload.model, workload.layout.tp, workload.layout.ep)
     if not group.trained and not (shards > 1 and group.zero == 3):
         return []
     if shards == 1:
-        if copies.size == 1:
-            return []
         count = _bucket_count(workload, here)
-        size = elements * here.sparse * reduce_width(recipe) // count
-        return [CollectiveCall("all_reduce", copies.name, size, count, "gradients")]
+        return replicate.bucket_calls(workload, [(elements * here.sparse // count, count)], group)
     count = (
         even_share(here.sparse, workload.layout.unit) if group.zero == 3 else _bucket_count(workload, here)
     )
     each = even_share(elements * here.sparse, count * shards) * shards
     gathers = Unit(()).gathers(each, workload.tune.persist_below)
     travelling = [Travelling(each, each if group.trained else 0, count, gathers)]
-    return (unit_calls if group.zero == 3 else bucket_calls)(workload, travelling, group)
+    return (shard.unit_calls if group.zero == 3 else shard.bucket_calls)(workload, travelling, group)
+
+
+def exact_states(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
+    """Bucket by bucket or unit by unit, of each of a rank's stages."""
+    if not here.sparse:
+        return []
+    layout, group = workload.layout, workload.groups[EXPERTS]
+    shards = group.sharded.size
+    found: list[CollectiveCall] = []
+    for stage in here.stages:
+        routed = expert_tensors(workload.model, layout.tp, layout.ep, stage)
+        if shards == 1:
+            found += replicate.exact(workload, [routed], group)
+        elif group.zero < 3:
+            found += shard.bucket_calls(workload, shard.flat_buckets(workload, routed, shards), group)
+        else:
+            made = units(stage.layers, layout.unit, stage.first, stage.last, here.root)
+            inside = [[one for one in routed if _block(one) in unit.modules] for unit in made]
+            travelling = [_unit(workload, tensors, shards) for tensors in inside if tensors]
+            found += shard.unit_calls(workload, travelling, group)
+    return found
+
+
+def _block(tensor: RankTensor) -> str:
+    return ".".join(tensor.label.split(".")[:3])
+
+
+def _unit(workload: Workload, tensors: Sequence[RankTensor], shards: int) -> Travelling:
+    elements = sum(padded_size(tensor, shards) for tensor in tensors)
+    gathers = Unit(()).gathers(sum(tensor.size for tensor in tensors), workload.tune.persist_below)
+    return Travelling(elements, elements, 1, gathers)
 
 
 def _bucket_count(workload: Workload, here: RankParameters) -> int:
@@ -72,4 +167,4 @@ def _bucket_count(workload: Workload, here: RankParameters) -> int:
         // 3
         * gradient_width(workload.recipe)
     )
-    return even_share(3 * here.sparse, max(1, bucket_bytes(workload) // size))
+    return even_share(3 * here.sparse, max(1, replicate.bucket_bytes(workload) // size))

@@ -5,10 +5,10 @@ all-reduce over ``dp``, a bucket: its elements · reduce width
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shoal.facts.layout.buckets import even_share
-from shoal.facts.layout.parameter_groups import DENSE
+from shoal.facts.layout.parameter_groups import DENSE, ParameterGroup
 from shoal.facts.precision import gradient_width, reduce_width
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.rank_parameters import RankParameters, RankTensor, bucket_count, bucket_names, trained
@@ -25,29 +25,34 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
     if not applies(workload):
         return ()
     elements, count = even_buckets(workload, here, by_kind=False)
-    return (
-        CollectiveCall(
-            "all_reduce", "dp", elements * reduce_width(workload.recipe) // count, count, "gradients"
-        ),
-    )
+    return tuple(bucket_calls(workload, [(elements // count, count)], workload.groups[DENSE]))
 
 
-def exact(workload: Workload, stages: Sequence[Sequence[RankTensor]]) -> list[CollectiveCall]:
-    """Bucket by bucket, of each of a rank's stages."""
-    if not applies(workload):
+def exact(
+    workload: Workload, stages: Sequence[Sequence[RankTensor]], group: ParameterGroup | None = None
+) -> list[CollectiveCall]:
+    """Bucket by bucket, of each of a rank's stages. ``group``: whose tensors these are, if not the dense ones."""
+    if group is None and not applies(workload):
         return []
-    width, found = reduce_width(workload.recipe), []
+    filled = []
     for tensors in stages:
         sizes = {tensor.label: tensor.size for tensor in tensors}
-        for labels in bucket_names(
-            tensors, gradient_width(workload.recipe), bucket_bytes(workload), by_kind=False
-        ):
-            found.append(
-                CollectiveCall(
-                    "all_reduce", "dp", sum(sizes[label] for label in labels) * width, 1, "gradients"
-                )
-            )
-    return found
+        names = bucket_names(tensors, gradient_width(workload.recipe), bucket_bytes(workload), by_kind=False)
+        filled += [(sum(sizes[label] for label in labels), 1) for labels in names]
+    return bucket_calls(workload, filled, group or workload.groups[DENSE])
+
+
+def bucket_calls(
+    workload: Workload, buckets: Iterable[tuple[int, int]], group: ParameterGroup
+) -> list[CollectiveCall]:
+    """Of buckets by their elements, so many of each."""
+    copies, width = group.replicated, reduce_width(workload.recipe)
+    if copies.size == 1:
+        return []
+    return [
+        CollectiveCall("all_reduce", copies.name, elements * width, count, "gradients")
+        for elements, count in buckets
+    ]
 
 
 def bucket_bytes(workload: Workload) -> int:

@@ -161,9 +161,14 @@ def exact(
             for travelling in _units(workload, here, stage, tensors, shards)
         ]
         return unit_calls(workload, made, group)
-    filled = [_flat_size(bucket) for tensors in stages for bucket in _buckets(workload, tensors)]
-    sizes = [shards * even_share(size, shards) for size in filled]
-    return bucket_calls(workload, [Travelling(size, size, 1) for size in sizes], group)
+    filled = [bucket for tensors in stages for bucket in flat_buckets(workload, tensors, shards)]
+    return bucket_calls(workload, filled, group)
+
+
+def flat_buckets(workload: Workload, tensors: Sequence[RankTensor], shards: int) -> list[Travelling]:
+    """zero=1|2: the buckets of a stage, padded so that all ranks have as much of each."""
+    sizes = [shards * even_share(_flat_size(one), shards) for one in _buckets(workload, tensors)]
+    return [Travelling(size, size, 1) for size in sizes]
 
 
 def owned(

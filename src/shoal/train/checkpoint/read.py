@@ -123,9 +123,8 @@ class Checkpoint:
                 overlap = intersect(view, part.offset, tuple(part.local.shape))
                 if overlap is not None:
                     into = part.local[box_slices(overlap.slice_offset, overlap.slice_shape)]
-                    wanted.append(
-                        Wanted(state, view.tensor, overlap.tensor_offset, into.T if view.transposed else into)
-                    )
+                    into = into[0] if view.stacked else into.T if view.transposed else into
+                    wanted.append(Wanted(state, view.tensor, overlap.tensor_offset, into))
         self.read(wanted)
 
     def read(self, wanted: Iterable[Wanted]) -> None:

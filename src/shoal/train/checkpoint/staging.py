@@ -183,7 +183,7 @@ def _stretches(lots: Iterable[Lot]) -> list[Stretch]:
 
 def _in_order(part: WrittenBox) -> bool:
     """Whether its elements are one after another in the piece: whole rows, not transposed."""
-    return not part.transposed and part.within == tuple(slice(0, size) for size in part.shape)
+    return not part.view.transposed and part.within == tuple(slice(0, size) for size in part.shape)
 
 
 class PinnedMemory:

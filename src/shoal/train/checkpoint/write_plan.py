@@ -28,8 +28,7 @@ class WrittenBox:
     start: int  # of a range of the piece's elements that is, as ``shape``, a box of our parameter
     shape: tuple[int, ...]
     within: tuple[slice, ...]  # which part of that is meant
-    transposed: bool
-    tensor: str
+    view: View
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
@@ -37,7 +36,11 @@ class WrittenBox:
         """This part of a tensor that has a value for each element of the piece, as Hugging Face has it."""
         flat = values.detach().reshape(-1)[self.start : self.start + math.prod(self.shape)]
         box = flat.view(self.shape)[self.within]
-        return box.T if self.transposed else box
+        return box[0] if self.view.stacked else box.T if self.view.transposed else box
+
+    @property
+    def tensor(self) -> str:
+        return self.view.tensor
 
 
 def parts(model: Model, pieces: list[Shard], mesh: Mesh) -> list[WrittenBox]:
@@ -54,16 +57,17 @@ def parts(model: Model, pieces: list[Shard], mesh: Mesh) -> list[WrittenBox]:
 def _shared_out(pieces: list[Shard], mesh: Mesh) -> Iterator[tuple[Shard, int, int]]:
     """The elements that this rank writes of its pieces: of those that other replicas hold as well, its share."""
     written = [piece for piece in pieces if piece.held.part.copy == 0 and not piece.held.copied]
-    total = sum(piece.stop - piece.start for piece in written)
-    replicas, index = mesh.layout.dp, mesh.coords["dp"]
-    first, last = total * index // replicas, total * (index + 1) // replicas
-    before = 0
-    for piece in written:
-        size = piece.stop - piece.start
-        start, stop = max(first - before, 0), min(last - before, size)
-        if start < stop:
-            yield piece, start, stop
-        before += size
+    for replicas in dict.fromkeys(piece.held.group.replicated for piece in written):
+        alike = [piece for piece in written if piece.held.group.replicated == replicas]
+        total, index = sum(piece.stop - piece.start for piece in alike), mesh.index_in(replicas)
+        first, last = total * index // replicas.size, total * (index + 1) // replicas.size
+        before = 0
+        for piece in alike:
+            size = piece.stop - piece.start
+            start, stop = max(first - before, 0), min(last - before, size)
+            if start < stop:
+                yield piece, start, stop
+            before += size
 
 
 def _cut(piece: Shard, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -92,8 +96,7 @@ def _parts(piece: Shard, start: int, stop: int, boxes: list[View]) -> Iterator[W
                     begin,
                     shape,
                     within,
-                    view.transposed,
-                    view.tensor,
+                    view,
                     overlap.tensor_offset,
                     overlap.tensor_shape,
                 )

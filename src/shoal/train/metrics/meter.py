@@ -70,7 +70,20 @@ class Meter:
             "memory_peak": peak_memory(self.mesh.device),
             "world": self.mesh.world,
             "layout": self.layout,
+            **self._experts(result),
         }
+
+    def _experts(self, result: StepResult) -> dict[str, Any]:
+        """Of a model that has some: tokens sent to each, all layers together, and how uneven the worst layer was."""
+        if result.experts is None:
+            return {}
+        recipe = self.job.config.recipe
+        row = {"expert_load": result.experts.per_expert, "expert_imbalance": result.experts.imbalance}
+        if recipe.router_aux:
+            row["router_balance"] = finite(result.experts.balance / recipe.batch)
+        if recipe.router_z:
+            row["router_z"] = finite(result.experts.z / recipe.tokens_per_step)
+        return row
 
 
 def peak_memory(device: torch.device) -> int:

@@ -1,0 +1,214 @@
+"""A mixture of experts in place of an MLP: each token goes to a few of many small MLPs, and none is dropped.
+
+Tokens are sorted by expert, so that every expert's are one after the other, and multiplied with all experts' matrices
+in one grouped product. Their results go back to their places and are added up, each with its weight. Gathering and
+adding up are functions of autograd of their own: torch's would add gradients of the same token in any order on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shoal.facts.model import Model
+from shoal.models.mlp import ACTIVATIONS, MLP
+from shoal.models.router import Router, RouterLosses, Routing
+
+# What torch's grouped product multiplies; it wants rows that begin at multiples of so many bytes.
+GROUPED = (torch.float32, torch.bfloat16, torch.float16)
+ALIGNED = 16
+
+
+class Order(NamedTuple):
+    """Where tokens are that were sorted by expert. Of T tokens with k experts each there are T·k."""
+
+    place: Tensor  # int64 [T·k]: which of the unsorted ones each of them is
+    back: Tensor  # int64 [T·k]: where each of the unsorted ones is
+    ends: Tensor  # int32 [experts]: where each expert's tokens end
+
+
+def by_expert(chosen: Tensor, experts: int) -> Order:
+    """``chosen``: of each token, or of each of its copies, the expert, in one dimension."""
+    ordered, place = chosen.sort(stable=True)
+    back = torch.empty_like(place).scatter_(0, place, torch.arange(place.numel(), device=place.device))
+    numbers = torch.arange(experts, device=chosen.device)
+    return Order(place, back, torch.searchsorted(ordered, numbers, right=True, out_int32=True))
+
+
+class Compute(Protocol):
+    """What experts make of their tokens: [N, hidden], sorted, with the ends of each expert's."""
+
+    def __call__(self, tokens: Tensor, ends: Tensor) -> Tensor: ...
+
+
+class Travel(Protocol):
+    """How tokens reach their experts."""
+
+    def outgoing(self, x: Tensor) -> Tensor:
+        """What is sent of each token [T, hidden]."""
+
+    def run(self, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
+        """Experts' results for sorted tokens, in their order, as much of each as was sent."""
+
+    def incoming(self, mixed: Tensor) -> Tensor:
+        """[T, hidden] of what has come back and was added up."""
+
+
+class AllHere:
+    """Every expert is on this rank."""
+
+    def outgoing(self, x: Tensor) -> Tensor:
+        return x
+
+    def run(self, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
+        return compute(tokens, ends)
+
+    def incoming(self, mixed: Tensor) -> Tensor:
+        return mixed
+
+
+class GroupedLinear(nn.Module):
+    """One projection of all experts, [experts, out, in]: y = x·Wᵀ with the matrix of each token's expert."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        if takes_groups(x, weight):
+            # Private, for torch 2.11 has no other name for it; later ones call it functional.grouped_mm.
+            return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        parts = x.split(on_host(counts[None], x.shape[0])[0])
+        return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight.unbind(), strict=True)])
+
+
+def takes_groups(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped product takes these; else each expert's tokens are multiplied by themselves."""
+    aligned = all(size * x.element_size() % ALIGNED == 0 for size in weight.shape[1:])
+    return x.dtype in GROUPED and aligned and x.shape[0] > 0
+
+
+def on_host(counts: Tensor, rows: int) -> list[list[int]]:
+    """Ways to divide rows that only the device knows, and the host waits for. The first has ``rows`` in all.
+
+    A dry run, which has no numbers to read, puts an even division in its place (``prove/balanced_routing.py``).
+    """
+    read: list[list[int]] = counts.tolist()
+    return read
+
+
+class RoutedExperts(nn.Module):
+    """All experts of a layer that a router sends tokens to, or those of them that are here."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        assert model.experts is not None
+        self.count, width = model.experts.count, model.experts.ffn
+        self.gate_proj = GroupedLinear(self.count, model.hidden, width)
+        self.up_proj = GroupedLinear(self.count, model.hidden, width)
+        self.down_proj = GroupedLinear(self.count, width, model.hidden)
+        self.activation = ACTIVATIONS[model.activation]
+        self.travel: Travel = AllHere()
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """x [T, hidden], routing of T tokens → [T, hidden]."""
+        weights, chosen = routing
+        order = by_expert(chosen.flatten(), self.count)
+        # Under no name here, so that tokens which have left take no room.
+        results = self.travel.run(
+            self.compute,
+            _Spread.apply(self.travel.outgoing(x), chosen.shape[1], order.place, order.back),
+            order.ends,
+        )
+        mixed: Tensor = _Mix.apply(results, weights.to(x.dtype), order.place, order.back)
+        return self.travel.incoming(mixed)
+
+    def compute(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        inner = self.activation(self.gate_proj(tokens, ends)) * self.up_proj(tokens, ends)
+        output: Tensor = self.down_proj(inner, ends)
+        return output
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, the experts that it sends tokens to, and those that every token uses."""
+
+    def __init__(self, model: Model, losses: RouterLosses) -> None:
+        super().__init__()
+        assert model.experts is not None
+        self.gate = Router(model, losses)
+        self.experts = RoutedExperts(model)
+        self.shared_experts = MLP(model, model.experts.shared_ffn) if model.experts.shared else None
+        # Where ranks split features: all tokens in, with their routing, and the sum of all ranks' results out.
+        self.enter: Callable[[Tensor, Routing], tuple[Tensor, Routing]] = _as_they_are
+        self.leave: Callable[[Tensor], Tensor] = _as_it_is
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, routing = self.enter(x, self.gate(x))
+        rows = Routing(*(part.flatten(0, 1) for part in routing))
+        mixed: Tensor = self.experts(x.flatten(0, 1), rows).view_as(x)
+        if self.shared_experts is not None:
+            mixed = mixed + self.shared_experts(x)
+        return self.leave(mixed)
+
+
+def _as_they_are(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    return x, routing
+
+
+def _as_it_is(mixed: Tensor) -> Tensor:
+    return mixed
+
+
+class _Spread(torch.autograd.Function):
+    """A copy of each token [T, width] for each of its k experts, sorted: [T·k, width]. Backward: the sum of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: int, place: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.apart = (x.shape[0], copies, x.shape[1])
+        return x.index_select(0, place // copies)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (back,) = ctx.saved_tensors
+        return gradient.index_select(0, back).view(ctx.apart).sum(1), None, None, None
+
+
+class _Mix(torch.autograd.Function):
+    """Results of sorted tokens [T·k, width] back to their places, each with its weight, added up: [T, width]."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Tensor, weights: Tensor, place: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(results, weights, place, back)
+        apart = results.index_select(0, back).view(*weights.shape, results.shape[1])
+        return apart.mul_(weights[..., None]).sum(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        results, weights, place, back = ctx.saved_tensors
+        spread = gradient.index_select(0, place // weights.shape[1])
+        of_weights = (results * spread).sum(-1).index_select(0, back).view_as(weights)
+        return spread.mul_(weights.flatten().index_select(0, place)[:, None]), of_weights, None, None
+
+
+class Permute(torch.autograd.Function):
+    """Rows in another order; its backward pass puts them back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, place: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, place)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return gradient.index_select(0, back), None, None

@@ -1,0 +1,187 @@
+"""The router: which experts each token is sent to, with which weights, and the losses that keep experts in use.
+
+Routing is a function of a token and the weights alone: scores are computed in at least fp32, of equal scores the expert
+with the lower number wins, and no token is ever dropped. So it is the same in every layout.
+
+The two losses are sums over what no layout cuts: the balance of experts over one sequence at a time (as DeepSeek-V3's),
+and the size of every token's logits. Both are summed over layers, and averaged over the sequences, or tokens, of the
+global batch. A balance of micro-batches, as others have it, would be another loss in every layout.
+
+    balance of a sequence of T tokens    E / (k·T²) · Σ_e (tokens sent to e) · (Σ_t probability of e), 1 where even
+    z of a token                         (ln Σ_e exp logit_e)²
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shoal.facts.model import Experts, Model
+
+LEAST = 1e-20
+
+
+class RouterLosses(NamedTuple):
+    """What a sequence's balance and a token's z add to the loss of the step."""
+
+    balance: float = 0.0
+    z: float = 0.0
+
+
+class Routing(NamedTuple):
+    """Of tokens [B, T]: their experts, the best first, and what each one's result is multiplied by."""
+
+    weights: Tensor  # [B, T, active], in at least fp32
+    chosen: Tensor  # int64 [B, T, active]
+
+
+class Router(nn.Module):
+    """Scores of all experts for each token, and the few that it is sent to."""
+
+    def __init__(self, model: Model, losses: RouterLosses) -> None:
+        super().__init__()
+        assert model.experts is not None
+        self.weight = nn.Parameter(torch.empty(model.experts.count, model.hidden))
+        correction = torch.empty(model.experts.count) if model.experts.router_bias else None
+        # Added to scores where experts are chosen, and nowhere else: no gradient reaches it. It is a parameter so that
+        # it is sharded, copied and written as all are; ``RouterTally.balance`` moves it.
+        self.e_score_correction_bias = None if correction is None else nn.Parameter(correction)
+        self.experts = model.experts
+        self.losses = losses
+        # Completes the count of a sequence's tokens, [B, experts], where other ranks have some of them.
+        self.complete: Callable[[Tensor], Tensor] = _as_it_is
+        self.counting = False
+
+    tally: Tensor
+    factors: Tensor
+
+    def prepare(self, device: torch.device) -> None:
+        """Count tokens from now on, and add the losses to what is trained."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        # Its gradient is what a step's backward passes leave: tokens sent to each expert, the balance and z. It is no
+        # parameter, for nothing updates it; but as to one, autograd adds to it once for a forward pass, however often
+        # that is repeated.
+        self.tally = torch.zeros(self.experts.count + 2, dtype=wide, device=device, requires_grad=True)
+        self.factors = torch.zeros(2, dtype=wide, device=device)
+        self.counting = True
+
+    def start_step(self, scale: float) -> None:
+        """Begin to count anew; gradients are those of the losses times ``scale``."""
+        self.tally.grad = None
+        for number, weight in enumerate(self.losses):
+            self.factors[number].fill_(weight * scale)
+
+    def forward(self, x: Tensor) -> Routing:
+        logits: Tensor = _Logits.apply(x, self.weight)
+        scores = logits.softmax(-1) if self.experts.score == "softmax" else logits.sigmoid()
+        correction = self.e_score_correction_bias
+        wanted = scores if correction is None else scores + correction.detach().to(scores.dtype)
+        chosen = choose(wanted, self.experts)
+        weights = scores.gather(-1, chosen)
+        if self.experts.normalized:
+            # A sigmoid may give nothing but zeros.
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total if self.experts.score == "softmax" else total + LEAST)
+        if self.experts.scale != 1.0:
+            weights = weights * self.experts.scale
+        if self.counting and torch.is_grad_enabled():
+            weights = self._count(weights, chosen, logits, scores)
+        return Routing(weights, chosen)
+
+    def _count(self, weights: Tensor, chosen: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
+        sent = per_sequence(chosen, self.experts.count, scores.dtype)
+        balance = z = scores.new_zeros(())
+        if self.losses.balance:
+            balance = self._balance(self.complete(sent), scores)
+        if self.losses.z:
+            z = logits.logsumexp(-1).square().sum()
+        added = self.factors[0] * balance + self.factors[1] * z
+        seen = torch.cat([sent.sum(0), torch.stack([balance, z]).detach()])
+        counted: Tensor = _AddLoss.apply(weights, added, seen, self.tally, self.e_score_correction_bias)
+        return counted
+
+    def _balance(self, sent: Tensor, scores: Tensor) -> Tensor:
+        """Of the tokens that are here; ``sent`` is of all tokens of their sequences."""
+        # What a sigmoid gives are no probabilities yet.
+        shares = scores if self.experts.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        routed = sent.sum(-1)  # k·T
+        per_row = (sent * shares.sum(1)).sum(-1)
+        return (per_row * (self.experts.count * self.experts.active) / routed.square()).sum()
+
+
+def choose(scores: Tensor, experts: Experts) -> Tensor:
+    """The experts of each token, the best first; of equals the first one.
+
+    With groups, such as the experts of one node, only those of the best groups: whose two best experts have most.
+    """
+    scores = scores.detach()
+    if experts.active_groups < experts.groups:
+        grouped = scores.unflatten(-1, (experts.groups, -1))
+        standing = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        passed = torch.zeros_like(standing, dtype=torch.bool)
+        passed.scatter_(-1, _best(standing, experts.active_groups), True)
+        scores = grouped.masked_fill(~passed[..., None], -torch.inf).flatten(-2)
+    return _best(scores, experts.active)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    # Not topk, which has no order among equals.
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return best.contiguous()  # or all of them would be kept
+
+
+def per_sequence(chosen: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
+    """How many of each sequence's tokens are sent to each expert: [B, experts]."""
+    sent = torch.zeros(chosen.shape[0], experts, dtype=dtype, device=chosen.device)
+    # Sums of ones are exact, in whatever order.
+    return sent.scatter_add(1, chosen.flatten(1), sent.new_ones(()).expand_as(chosen.flatten(1)))
+
+
+def _as_it_is(counts: Tensor) -> Tensor:
+    return counts
+
+
+class _Logits(torch.autograd.Function):
+    """x·Wᵀ in at least fp32. Keeps x as it is, not the wider copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return torch.nn.functional.linear(x.to(wide), weight.to(wide))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        of_weight = rows.T @ x.flatten(0, -2).to(gradient.dtype)
+        return (gradient @ weight.to(gradient.dtype)).to(x.dtype), of_weight.to(weight.dtype)
+
+
+class _AddLoss(torch.autograd.Function):
+    """Adds to the loss behind a tensor's back: the tensor stays what it is, its backward pass is the loss's as well.
+
+    What was seen in the forward pass is the gradient of ``tally``, to which autograd adds it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, added: Tensor, seen: Tensor, tally: Tensor, correction: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(seen)
+        ctx.correction = None if correction is None else correction.dtype
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, Tensor, Tensor | None]:
+        (seen,) = ctx.saved_tensors
+        one = torch.ones((), dtype=gradient.dtype, device=gradient.device)
+        # A reducer waits for every parameter's gradient.
+        nothing = None if ctx.correction is None else torch.zeros_like(seen[:-2], dtype=ctx.correction)
+        return gradient, one, None, seen, nothing

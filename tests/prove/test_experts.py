@@ -1,0 +1,168 @@
+"""A model with experts in every kind of layout, against one process; and expert parallelism broken on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.facts.layout import Layout
+from shoal.models.experts import Compute
+from shoal.parallel.experts import Dispatch
+from shoal.parallel.router_tally import RouterTally
+from shoal.prove import coverage
+from shoal.prove.parity import Prover
+from shoal.prove.parity_rank import ParityRank, run_parity_rank
+
+# Of ``coverage.EXPERTS``, what the test suite runs.
+COVERING = (
+    "dp=2,ep=2",
+    "fsdp=2,zero=2,ep=2,recompute=full",
+    "dp=4,ep=4,recompute=selective",
+    "fsdp=4,ep=2",
+    "dp=2,fsdp=2,ep=4,micro=1",
+    "dp=2,fsdp=2,zero=1,ep=2",
+    "dp=2,tp=2,sp=0,ep=2",
+    "fsdp=2,tp=2,ep=2,recompute=selective",
+    "fsdp=2,zero=1,pp=2,ep=2,schedule=interleaved",
+    "fsdp=2,tp=2,pp=2,ep=2",
+)
+Make = Callable[..., Prover]
+
+
+@pytest.fixture
+def prover_of_experts(make_prover: Make, small_family: Callable[[str], str]) -> Make:
+    def make(run: Any = run_parity_rank, family: str = "qwen3-30b-a3b") -> Prover:
+        losses = {"recipe__router_aux": 0.1, "recipe__router_z": 0.01}
+        return make_prover("fp64", run, model__path=small_family(family), **losses)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def small_family(small_family: Callable[[str], str]) -> Callable[[str], str]:
+    """One file for each, so that provers share their reference."""
+    made: dict[str, str] = {}
+    return lambda preset: (
+        made.setdefault(preset, "") or made.update({preset: small_family(preset)}) or made[preset]
+    )
+
+
+@pytest.mark.parametrize("layout", COVERING)
+def test_no_layout_changes_the_run(prover_of_experts: Make, layout: str) -> None:
+    (verdict,) = prover_of_experts().prove([Layout.parse(layout)]).verdicts
+    assert verdict.ok, f"{verdict.reason}; {verdict.strategy}: {verdict.file}"
+    assert verdict.max_loss_diff <= 1e-12 and verdict.max_grad_diff <= 1e-12
+
+
+def test_routing_is_seen(prover_of_experts: Make) -> None:
+    """What is compared is not empty: every token to two of eight experts, in every layer, and not evenly."""
+    for load in prover_of_experts().truth.routed:
+        assert load is not None
+        assert [sum(layer) for layer in load.sent] == [2 * 8 * 16] * 4
+        assert load.imbalance > 1.1 and load.balance > 4 * 8 and load.z > 0
+
+
+def test_the_full_set_has_every_axis_with_experts() -> None:
+    layouts = [Layout.parse(text) for text in coverage.EXPERTS]
+    assert len(set(layouts)) == len(layouts) == 24 and all(layout.ep > 1 for layout in layouts)
+    assert {layout.world for layout in layouts} == {2, 4, 8}
+    for key in ("dp", "fsdp", "tp", "pp"):
+        assert any(getattr(layout, key) > 1 for layout in layouts), key
+    assert {layout.zero for layout in layouts if layout.fsdp > 1} == {1, 2, 3}
+    assert {layout.recompute for layout in layouts} == {"none", "selective", "full"}
+    assert {layout.sp for layout in layouts if layout.tp > 1} == {True, False}
+    assert set(COVERING) - set(coverage.EXPERTS) <= {
+        "dp=2,fsdp=2,zero=1,ep=2",
+        "dp=2,tp=2,sp=0,ep=2",
+        COVERING[-1],
+    }
+
+
+# Each patches what it breaks, in a rank's own process.
+
+
+def gradients_doubled() -> None:
+    """Of experts' weights alone: results and tokens' gradients are as they should be."""
+
+    def computed(self: Dispatch, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
+        again = compute(tokens.detach(), ends)
+        return compute(tokens, ends) + again - again.detach()
+
+    Dispatch.computed = computed  # type: ignore[method-assign]
+
+
+def token_dropped() -> None:
+    """As where experts have room for so many and no more: the last copy of a token adds nothing."""
+    run = Dispatch.run
+
+    def full(self: Dispatch, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
+        results = run(self, compute, tokens, ends)
+        kept = results.new_ones(len(results), 1)
+        kept[-1] = 0
+        return results * kept
+
+    Dispatch.run = full  # type: ignore[method-assign]
+
+
+def sent_to_the_next_expert() -> None:
+    """Of what a rank receives, every expert's last token."""
+    run = Dispatch.run
+
+    def off_by_one(self: Dispatch, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
+        def wrong(here: Tensor, at: Tensor) -> Tensor:
+            return compute(here, torch.cat([(at[:-1] - 1).clamp(min=0), at[-1:]]))
+
+        return run(self, wrong, tokens, ends)
+
+    Dispatch.run = off_by_one  # type: ignore[method-assign]
+
+
+def losses_averaged_by_rank() -> None:
+    start, init = RouterTally.start_step, RouterTally.__init__
+
+    def counted(self: Any, segments: Any, model: Any, mesh: Any) -> None:
+        init(self, segments, model, mesh)
+        self.ranks = mesh.layout.data_ranks
+
+    RouterTally.__init__ = counted  # type: ignore[method-assign]
+    RouterTally.start_step = lambda self, scale: start(self, scale / self.ranks)  # type: ignore[method-assign]
+
+
+MUTATIONS = {
+    one.__name__: one
+    for one in (gradients_doubled, token_dropped, sent_to_the_next_expert, losses_averaged_by_rank)
+}
+
+
+class Broken:
+    def __init__(self, mutation: str) -> None:
+        self.mutation = mutation
+
+    def __call__(self, rank: int, world: int, store: dist.Store, script: Any) -> ParityRank | None:
+        MUTATIONS[self.mutation]()
+        return run_parity_rank(rank, world, store, script)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mutation", "layout", "strategy", "tensor"),
+    [
+        (gradients_doubled, "dp=2,ep=2", "ep", "model.layers.0.mlp.experts.gate_proj.weight"),
+        (token_dropped, "dp=2,ep=2", "ep", "model.embed_tokens.weight"),
+        (sent_to_the_next_expert, "fsdp=2,ep=2", "ep", "model.embed_tokens.weight"),
+        (losses_averaged_by_rank, "dp=2", "dp", "model.embed_tokens.weight"),
+    ],
+    ids=list(MUTATIONS),
+)
+def test_broken_experts_are_caught_and_named(
+    prover_of_experts: Make, mutation: Callable[[], None], layout: str, strategy: str, tensor: str
+) -> None:
+    (verdict,) = prover_of_experts(Broken(mutation.__name__)).prove([Layout.parse(layout)]).verdicts
+    assert not verdict.ok
+    assert strategy in verdict.strategy.split(", "), (verdict.strategy, verdict.reason)
+    first = verdict.differing[0]
+    assert first.amount > 1e-6 and first.tensor == tensor, first
