@@ -88,7 +88,7 @@ FULL = (
     "fsdp=2,cp=2,pp=2,recompute=full",
     "fsdp=2,zero=2,cp=2,cp_kind=ulysses,pp=2,schedule=zb",
     "tp=2,cp=2,pp=2",
-    "tp=2,cp=2,cp_kind=ulysses,pp=2,schedule=dualpipev",
+    "tp=2,cp=2,cp_kind=ulysses,pp=2,schedule=zb",
     "dp=2,tp=2,pp=2",
     "dp=2,tp=2,pp=2,schedule=zbv,recompute=full",
     "dp=2,fsdp=2,tp=2",

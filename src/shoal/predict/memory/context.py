@@ -26,7 +26,7 @@ def moments(query: int, key: int, value: int, work: BlockWorkload) -> list[Conte
     narrow, wide, pair = c * tokens * query, work.wide * tokens * query, c * tokens * (key + value)
     if work.context == "ulysses":
         return [ContextMoment(3 * narrow, 0.0), ContextMoment(2 * narrow + pair, 0.0)]
-    # Where the forward pass was repeated, nobody but the first turn holds this rank's own keys and values.
+    # Where the forward pass was repeated, this rank's own keys and values are let go of after the first turn.
     gone = 0.0 if work.recompute == "none" else pair
     if work.cp == 2:
         return [ContextMoment(2 * narrow + wide + 2 * pair - gone, pair)]
