@@ -165,7 +165,7 @@ def test_documents_end_with_their_rows_and_keep_their_shape() -> None:
     assert documents.ends.tolist() == [0, 2, 4, 7, 8, 8, 8, 8, 8]
     assert documents.sizes.tolist() == [4, 3] and documents.ends.dtype == torch.int32
     assert Documents.of(torch.zeros(2, 4)).ends.shape == documents.ends.shape
-    moved = documents.to("meta")
+    moved = documents.to(torch.device("meta"))
     assert moved.ends.device.type == "meta" and moved.sizes.device.type == "cpu"
 
 

@@ -17,7 +17,7 @@ from shoal.facts.recipe import Recipe
 from shoal.facts.strategies import OWNERS
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.search import search
-from shoal.plan.space import NOTHING, OFFLOADS, Candidate, Space
+from shoal.plan.space import LONG, NOTHING, OFFLOADS, Candidate, Space
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import cost_model, step
@@ -118,11 +118,20 @@ def test_what_is_searched_for_the_engine_is_what_it_runs(monkeypatch: pytest.Mon
         every = [candidate.layout() for candidate in space.everything()]
         return {key for key in ("cp", "ep", "offload") if any(OWNERS[key].works(layout) for layout in every)}
 
-    space = Space(MIXED, recipe(16, 4), 4, runnable=True)
+    space = Space(MIXED, recipe(LONG, 4), 4, runnable=True)
     assert used(space) == {"cp", "ep"}
     with monkeypatch.context() as patch:
         patch.setitem(OWNERS, "offload", replace(OWNERS["offload"], file="parallel/apply.py"))
         assert used(space) == {"cp", "ep", "offload"}
+
+
+@pytest.mark.parametrize(
+    ("seq", "degrees"), [(LONG // 2, {1}), (LONG, {1, 2, 4, 8}), (4 * LONG, {1, 2, 4, 8, 16})]
+)
+def test_context_ranks_are_for_long_sequences_and_have_many_tokens_of_each(
+    seq: int, degrees: set[int]
+) -> None:
+    assert {split.cp for split in Space(MIXED, recipe(seq, 16), 16).splits()} == degrees
 
 
 def brute_force(model: Model, cluster: Cluster, asked: Recipe, runnable: bool) -> float | None:

@@ -182,7 +182,7 @@ def test_ulysses_exchanges_heads_for_tokens() -> None:
 
 def test_context_ranks_share_states_with_the_others() -> None:
     groups = {call.group for call in calls(workload("dp=2,fsdp=2,cp=2"))}
-    assert groups == {"fsdp·cp", "dp", "cp", "control"}
+    assert groups == {"fsdp·cp", "dp", "cp", "control", "everyone"}
     gathered = only(calls(workload("fsdp=4,cp=2")), "fsdp·cp")[("all_gather", "gather forward")]
     assert gathered == only(calls(workload("fsdp=8")), "fsdp")[("all_gather", "gather forward")]
 
@@ -251,5 +251,6 @@ def test_groups_have_a_span() -> None:
         "pp": (2, 16),
         "pp ends": (2, 16),
         "control": (32, 1),
+        "everyone": (32, 1),
     }
     assert workload("fsdp=2,cp=2,tp=2").ranks_of("fsdp·cp")[1:] == (4, 2)

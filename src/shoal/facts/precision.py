@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shoal.facts.recipe import Recipe
 
-# fp8 is a precision of matrix products: what lies or travels between them, and what autograd keeps, is bf16. A device
-# that is fast in tf32 multiplies fp32 values.
+# fp8 is a precision of matrix products: what lies or travels between them, and what autograd keeps, is bf16; gathered
+# weights alone may be in fp8 (``layout/float8.py``). A device that is fast in tf32 multiplies fp32 values.
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 # int8 states come in blocks of 256 values that share one fp32 scale, which is kept and sent with them.
 STATE_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}

@@ -201,6 +201,9 @@ class MemoryBound:
         hold, away = self.in_shards if sharded else self.hold, {part.what for part in offload}
         each = hold.weight if self.lora is None else hold.frozen
         weight = 0.0 if "params" in away else each * (sizes.share if sharded else sizes.whole)
+        if sharded:
+            # Whole weights need less where hardly any are shared out: narrow ones, whose masters are elsewhere.
+            weight = min(weight, self.hold.weight * sizes.whole)
         optimizer = 0.0 if "optimizer" in away else (hold.moments + hold.master) * sizes.trained_share
         gradient = hold.gradient * (sizes.trained_share if scattered else sizes.trained)
         return weight, optimizer, 0.0 if scattered and "optimizer" in away else gradient

@@ -37,6 +37,10 @@ from shoal.facts.strategies import OWNERS
 # Where a key has no natural end, these values are searched.
 CHUNKS = (1, 2, 3, 4, 6, 8)
 UNITS = (1, 2, 4, 8)
+# Context ranks are for sequences from this length on, and have at least so many tokens of each. Published runs cut no
+# shorter ones and leave a rank twice as many (Llama 3 405B: 131,072 over 16); what attention to fewer at a time costs
+# has not been measured.
+LONG, LEAST_TOKENS = 32768, 4096
 OFFLOADED: tuple[tuple[str, ...], ...] = (
     ("optimizer",),
     ("optimizer", "params"),
@@ -158,7 +162,7 @@ class Space:
             if not self._legal(Layout(tp=tp, sp=False)):
                 continue
             for cp in divisors(self.devices // tp) if self._searched("cp") else (1,):
-                if not self._ways(tp, cp):
+                if (cp > 1 and self.recipe.seq < max(LONG, cp * LEAST_TOKENS)) or not self._ways(tp, cp):
                     continue
                 for pp in divisors(self.devices // (tp * cp)):
                     data = self.devices // (tp * cp * pp)

@@ -42,7 +42,7 @@ def _everything(rank: int, world: int, path: Path) -> None:
         else:
             dist.recv(torch.ones(6), group=own, group_src=0)
         layer = torch.nn.Linear(8, 8, bias=False)
-        fully_shard(layer, mesh=mesh.axes("fsdp"))
+        fully_shard(layer, mesh=mesh.sharding)
         layer(torch.ones(2, 8)).sum().backward()
     assert vars(dist.ProcessGroup) == before
     dist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from shoal.comm.fit import PRICED, link_rates
 from shoal.comm.measure import TIMES, WARM_UP, measure
 from shoal.comm.operations import TimedCollective
-from shoal.comm.ring import ShownRing, show_ring
+from shoal.comm.ring import RingStep, ShownRing, show_ring
 from shoal.facts.calibration import LinkRates, file
 from shoal.facts.cluster.this_machine import usable_threads
 from shoal.launch.environment import ToldRank
@@ -24,6 +25,7 @@ from shoal.launch.init_rank import given_threads
 from shoal.launch.interfaces import LOOPBACK_INTERFACE
 from shoal.launch.local import PRELOAD, warm_workers
 from shoal.launch.ranks import run_ranks
+from shoal.parallel.hosts import HostGroup
 from shoal.parallel.signed_store import SignedStore
 from shoal.train.files import replace_text
 
@@ -84,9 +86,8 @@ class AdoptedRanks:
 
     def show_ring(self) -> list[ShownRing]:
         with self._group(PATIENCE) as device:
-            every: list[Any] = [None] * self.world
-            dist.all_gather_object(every, show_ring(device))
-            return every
+            hosts = HostGroup(self.told.rank, self.world, dist.new_group(backend="gloo"), None)
+            return [_read_ring(text) for text in hosts.all_gather(json.dumps(show_ring(device)))]
 
     @contextmanager
     def _group(self, seconds: float) -> Iterator[torch.device]:
@@ -124,6 +125,11 @@ def described(ranks: StartedRanks | AdoptedRanks) -> str:
     """Where rates come from, in a few words."""
     where = "this machine" if ranks.nodes == 1 else f"{ranks.nodes} nodes"
     return f"{ranks.backend}, {ranks.world} ranks of {where}"
+
+
+def _read_ring(text: str) -> ShownRing:
+    steps, *rest = json.loads(text)
+    return ShownRing([RingStep(*step) for step in steps], *rest)
 
 
 def _measure(device: torch.device, operations: Sequence[str], sizes: Sequence[int]) -> list[TimedCollective]:
