@@ -76,18 +76,19 @@ def test_experts_without_tokens(shape: Shape, dtype: torch.dtype) -> None:
 
 def test_a_grouped_product_is_one_product_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    linear = GroupedLinear(4, 16, 24)
+    linear = GroupedLinear(4, 16, 24).bfloat16()
     torch.nn.init.normal_(linear.weight)
-    x, ends = torch.randn(10, 16, requires_grad=True), torch.tensor([3, 3, 9, 10], dtype=torch.int32)
+    x, ends = torch.randn(10, 16).bfloat16().requires_grad_(), torch.tensor([3, 3, 9, 10], dtype=torch.int32)
+    assert experts_module.takes_groups(x, linear.weight)
     together = linear(x, ends)
     of_both = torch.autograd.grad(together.square().sum(), (x, linear.weight))
     monkeypatch.setattr(experts_module, "takes_groups", lambda x, weight: False)
     apart = linear(x, ends)
-    assert torch.allclose(together, apart, atol=1e-5)
+    assert torch.allclose(together, apart, rtol=0.01, atol=0.05)
     for one, other in zip(
         of_both, torch.autograd.grad(apart.square().sum(), (x, linear.weight)), strict=True
     ):
-        assert torch.allclose(one, other, atol=1e-4)
+        assert torch.allclose(one, other, rtol=0.02, atol=0.5)
 
 
 def test_of_equal_scores_the_first_expert_wins() -> None:

@@ -170,7 +170,7 @@ def assert_equal(case: Case, ranks: list[list[Part]], tolerance: float = 1e-12) 
                 assert difference <= tolerance, (part.name, part.start, float(difference))
             if part.counted:
                 seen = covered[part.name][part.box.slices]
-                flat = seen.reshape(-1)
+                flat = seen.reshape(-1).clone()
                 flat[part.start : part.stop] += 1
                 seen.copy_(flat.view_as(seen))
     for name, count in covered.items():

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.predict.counted import ask
 from torch import Tensor
 
+from shoal.facts.cluster.notation import find
 from shoal.facts.layout import Layout
+from shoal.facts.model import Experts, Latent
+from shoal.facts.model.presets import PRESETS
+from shoal.facts.recipe import Recipe
 from shoal.models.experts import Compute
 from shoal.parallel.experts import Dispatch
 from shoal.parallel.router_tally import RouterTally
+from shoal.predict.traffic import traffic
+from shoal.predict.workload import Workload
 from shoal.prove import coverage
+from shoal.prove.dryrun import dryrun, first_rank
 from shoal.prove.parity import Prover
 from shoal.prove.parity_rank import ParityRank, run_parity_rank
 
@@ -166,3 +176,62 @@ def test_broken_experts_are_caught_and_named(
     assert strategy in verdict.strategy.split(", "), (verdict.strategy, verdict.reason)
     first = verdict.differing[0]
     assert first.amount > 1e-6 and first.tensor == tensor, first
+
+
+# What predict announces, and what the engine does in a dry run.
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"family": "qwen3_moe", "qk_norm": True, "experts": Experts(count=8, active=2, ffn=128)},
+    "mixtral": {"family": "mixtral", "experts": Experts(count=2, active=1, ffn=128)},
+    "deepseek_v3": {
+        "family": "deepseek_v3",
+        "kv_heads": 8,
+        "latent": Latent(q_rank=48, kv_rank=32, nope_dim=24, rope_dim=8, value_dim=16),
+        "experts": Experts(
+            count=8, active=2, ffn=128, shared=1, shared_ffn=128, dense_layers=(0,), router_bias=True,
+            groups=4, active_groups=2, score="sigmoid", scale=2.5,
+        ),
+    },
+}  # fmt: skip
+TWINS = [
+    ("qwen3_moe", "dp=2,ep=2", {}),
+    ("qwen3_moe", "dp=4,ep=2", {}),
+    ("qwen3_moe", "fsdp=4,zero=1,ep=2", {}),
+    ("qwen3_moe", "fsdp=4,zero=2,ep=2,micro=1", {"batch": 8}),
+    ("qwen3_moe", "fsdp=4,ep=2,micro=1", {"batch": 8}),
+    ("qwen3_moe", "dp=2,fsdp=2,ep=2", {}),
+    ("qwen3_moe", "dp=2,fsdp=2,ep=4", {}),
+    ("qwen3_moe", "dp=2,tp=2,ep=2", {"router_aux": 0.1}),
+    ("qwen3_moe", "dp=2,tp=2,sp=0,ep=2,recompute=full", {"router_aux": 0.1}),
+    ("qwen3_moe", "fsdp=4,pp=2,ep=2,micro=1", {"batch": 8}),
+    ("mixtral", "fsdp=4,ep=2", {}),
+    ("mixtral", "dp=2,ep=2,recompute=selective", {"router_z": 0.1}),
+    ("deepseek_v3", "dp=2,ep=2", {}),
+    ("deepseek_v3", "fsdp=4,zero=1,tp=2,ep=2", {}),
+    ("deepseek_v3", "fsdp=2,pp=2,ep=2,micro=1,recompute=full", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "recipe"), TWINS, ids=lambda value: str(value))
+def test_traffic_is_to_the_byte_what_is_predicted(family: str, layout: str, recipe: dict[str, Any]) -> None:
+    asked = ask(layout, SHAPES[family], precision="bf16", **recipe)
+    found = dryrun(asked, first_rank(asked.layout, asked.layout.pp - 1))
+    assert found.traffic == found.predicted_traffic
+    assert any(one.op == "all_to_all" and one.group == "ep" for one in found.traffic)
+    # Every state to the byte but for a few counters; the fullest moment of a block is close, not exact.
+    for category in ("params", "optimizer"):
+        ours, theirs = getattr(found.memory, category), getattr(found.predicted, category)
+        assert ours == pytest.approx(theirs, rel=0.001), category
+    assert found.memory.peak_allocated == pytest.approx(found.predicted.peak_allocated, rel=0.1)
+
+
+def test_the_page_has_what_is_predicted() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "strategies" / "expert.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \| ([\d,]+), ([\d,]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 4
+    for layout, count, size in rows:
+        parsed = Layout.parse(layout)
+        recipe = Recipe(seq=256, batch=64)
+        asked = Workload(PRESETS["tiny-moe"], find(f"{parsed.world}xcpu"), recipe, parsed)
+        (sent,) = [one for one in traffic(asked) if one.op == "all_to_all"]
+        assert (f"{sent.count:,}", f"{sent.bytes:,}") == (count, size), layout

@@ -42,6 +42,7 @@ from shoal.predict.rank_parameters import (
     ShardDegrees,
     block_count,
     end_counts,
+    expert_elements,
     stages_here,
     total,
 )
@@ -111,7 +112,10 @@ class MemoryBound:
         """Of a pipeline's average rank, with states shared out as far as they can be: what rests, and at the update."""
         dense, sparse = self._layers
         sizes = self._sizes(split, ep, split.data, Blocks(dense, sparse))
-        weight, optimizer, gradient = self._resting(sizes, sharded=True, scattered=True, offload=offload)
+        whole = self._whole_experts(split, ep, split.data, sparse)
+        weight, optimizer, gradient = self._resting(
+            sizes, whole, sharded=True, scattered=True, offload=offload
+        )
         return (weight + optimizer) / split.pp, (weight + optimizer + gradient) / split.pp
 
     def of_share(self, split: ModelSplit, share: WorkShare, resting: float) -> float:
@@ -158,15 +162,17 @@ class MemoryBound:
         """With the most frugal of several ways, each part by itself; they differ in ``zero`` alone."""
         shards, offload = placed(split, ways[0]).sharded.size, ways[0].offload
         sizes = self._on_rank(split, share, order, ways[0].fsdp, rank)
+        sparse = sum(chunk.sparse for chunk in self._chunks_of(split.pp, order, rank))
+        whole = self._whole_experts(split, share.ep, ways[0].fsdp, sparse)
         any_sharded = any_scattered = False
         before = later = float("inf")
         for states in ways:
             sharded = shards > 1 and (states.zero == 3 or self.stack.unsharded != "buckets")
             any_sharded = any_sharded or sharded
             any_scattered = any_scattered or sharded or (shards > 1 and states.zero == 2)
-            before = min(before, self._during(split, sizes, sharded, states, False))
-            later = min(later, self._during(split, sizes, sharded, states, True))
-        weight, optimizer, gradient = self._resting(sizes, any_sharded, any_scattered, offload)
+            before = min(before, self._during(split, sizes, whole, sharded, states, False))
+            later = min(later, self._during(split, sizes, whole, sharded, states, True))
+        weight, optimizer, gradient = self._resting(sizes, whole, any_sharded, any_scattered, offload)
         kept = self._kept(split, share, order, offload, not any_sharded, rank)
         # The last backward pass of all finds everyone's gradients, whatever little else is left.
         once = accumulation(self.recipe.batch, split.data, share.micro) == 1
@@ -176,12 +182,22 @@ class MemoryBound:
         return weight + optimizer + full
 
     def _during(
-        self, split: ModelSplit, sizes: ParameterCount, sharded: bool, states: StateSharding, begun: bool
+        self,
+        split: ModelSplit,
+        sizes: ParameterCount,
+        whole: int,
+        sharded: bool,
+        states: StateSharding,
+        begun: bool,
     ) -> float:
-        """Gradients and gathered weights in the backward pass."""
+        """Gradients and gathered weights in the backward pass.
+
+        ``whole`` experts are gathered from nowhere; before the first pass their gradients may not be there.
+        """
         hold = self.hold
+        late = 0 if begun else hold.gradient * whole
         if sharded and split.pp > 1:
-            gathered = gathered_width(self.recipe) * sizes.whole
+            gathered = gathered_width(self.recipe) * (sizes.whole - whole)
             return gathered + (hold.reduce * sizes.trained if begun else 0.0)
         followed = any(part.what == "optimizer" for part in states.offload)  # gradients follow the states
         if sharded:
@@ -190,20 +206,25 @@ class MemoryBound:
             return width * sizes.trained_share if begun and not followed else 0.0
         if placed(split, states).sharded.size > 1:
             if states.zero == 2 and split.pp == 1:
-                return 0.0 if followed else hold.gradient * sizes.trained_share
-            return hold.gradient * sizes.trained
-        return hold.gradient * sizes.trained if states.dp > 1 or begun else 0.0
+                return 0.0 if followed else hold.gradient * sizes.trained_share - late
+            return hold.gradient * sizes.trained - late
+        return hold.gradient * sizes.trained - late if states.dp > 1 or begun else 0.0
+
+    def _whole_experts(self, split: ModelSplit, ep: int, fsdp: int, sparse: int) -> int:
+        """Of so many layers the experts of a rank that no other rank of a copy holds."""
+        routed = placement(split.tp, split.cp, fsdp, split.data // fsdp, ep)
+        return sparse * expert_elements(self.model, split.tp, ep) if routed.sharded.size == 1 else 0
 
     def _resting(
-        self, sizes: ParameterCount, sharded: bool, scattered: bool, offload: tuple[Offload, ...]
+        self, sizes: ParameterCount, whole: int, sharded: bool, scattered: bool, offload: tuple[Offload, ...]
     ) -> tuple[float, float, float]:
         """Bytes of weights, of the optimizer's states, and of gradients at the update."""
         hold, away = self.in_shards if sharded else self.hold, {part.what for part in offload}
         each = hold.weight if self.lora is None else hold.frozen
         weight = 0.0 if "params" in away else each * (sizes.share if sharded else sizes.whole)
-        if sharded:
-            # Whole weights need less where hardly any are shared out: narrow ones, whose masters are elsewhere.
-            weight = min(weight, self.hold.weight * sizes.whole)
+        if sharded and weight:
+            # Experts that are whole rest as they do without shards; what their masters take besides is left out.
+            weight -= max(0.0, hold.weight - self.hold.weight) * whole
         optimizer = 0.0 if "optimizer" in away else (hold.moments + hold.master) * sizes.trained_share
         gradient = hold.gradient * (sizes.trained_share if scattered else sizes.trained)
         return weight, optimizer, 0.0 if scattered and "optimizer" in away else gradient

@@ -327,3 +327,11 @@ def test_fp8_needs_whole_tiles() -> None:
     assert "one of 4 tensor ranks' part" in problem.what and problem.fix == "tp=2"
     (problem,) = judged("micro=1", llama, seq=250)
     assert "250 tokens" in problem.what and "recipe.seq = 256" in problem.fix
+
+
+def test_tensor_ranks_send_equal_shares_of_a_token_to_experts() -> None:
+    narrow = PRESETS["tiny-moe"].model_copy(update={"hidden": 60, "heads": 8})
+    (problem,) = judge("dp=2,tp=8,ep=2,sp=0", model=narrow)
+    assert problem.what == "ep=2: tp=8 does not divide the hidden width 60 of tiny-moe"
+    assert problem.fix == "tp=4 or ep=1"
+    assert judge("dp=2,tp=4,ep=2,sp=0", model=narrow) == []

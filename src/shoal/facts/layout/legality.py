@@ -211,7 +211,7 @@ def _experts(case: Case) -> Iterator[Violation]:
     elif model.experts.count % ep:
         what = f"ep={ep} does not divide the {model.experts.count} experts of {model.name}"
         yield Violation("experts", what, ("ep",))
-    if model.hidden % layout.tp:
+    if model.experts is not None and model.hidden % layout.tp:
         # Each of them sends its own features of every token.
         what = f"ep={ep}: tp={layout.tp} does not divide the hidden width {model.hidden} of {model.name}"
         yield Violation("expert features", what, ("tp", "ep"))

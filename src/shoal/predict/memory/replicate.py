@@ -27,7 +27,8 @@ class ReplicatedGradients(RankGradients):
         if not self.rank.lone_experts or moment.before:
             return self.complete
         left = 1 - (done or 0) / self.stage(moment).layers
-        return self.complete - self.hold.gradient * max(0.0, self.rank.lone_experts * left - made)
+        missing = self.hold.gradient * self.stay * max(0.0, self.rank.lone_experts * left - made)
+        return max(0.0, self.complete - missing)
 
     def copies(self, count: float) -> float:
         return self.hold.reduce * count if self.travels_as_copy and self.layout.pp == 1 else 0.0
