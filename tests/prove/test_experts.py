@@ -40,6 +40,9 @@ COVERING = (
     "fsdp=2,tp=2,ep=2,recompute=selective",
     "fsdp=2,zero=1,pp=2,ep=2,schedule=interleaved",
     "fsdp=2,tp=2,pp=2,ep=2",
+    "cp=2,ep=2",
+    "fsdp=2,cp=2,cp_kind=ulysses,ep=2",
+    "tp=2,cp=2,pp=2,ep=2",
 )
 Make = Callable[..., Prover]
 
@@ -79,9 +82,9 @@ def test_routing_is_seen(prover_of_experts: Make) -> None:
 
 def test_the_full_set_has_every_axis_with_experts() -> None:
     layouts = [Layout.parse(text) for text in coverage.EXPERTS]
-    assert len(set(layouts)) == len(layouts) == 24 and all(layout.ep > 1 for layout in layouts)
+    assert len(set(layouts)) == len(layouts) == 28 and all(layout.ep > 1 for layout in layouts)
     assert {layout.world for layout in layouts} == {2, 4, 8}
-    for key in ("dp", "fsdp", "tp", "pp"):
+    for key in ("dp", "fsdp", "tp", "cp", "pp"):
         assert any(getattr(layout, key) > 1 for layout in layouts), key
     assert {layout.zero for layout in layouts if layout.fsdp > 1} == {1, 2, 3}
     assert {layout.recompute for layout in layouts} == {"none", "selective", "full"}
@@ -89,7 +92,7 @@ def test_the_full_set_has_every_axis_with_experts() -> None:
     assert set(COVERING) - set(coverage.EXPERTS) <= {
         "dp=2,fsdp=2,zero=1,ep=2",
         "dp=2,tp=2,sp=0,ep=2",
-        COVERING[-1],
+        "fsdp=2,tp=2,pp=2,ep=2",
     }
 
 

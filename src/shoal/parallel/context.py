@@ -8,17 +8,21 @@ target is one rank's. Parameters are sharded, and gradients summed, over context
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.facts.layout import Layout
 from shoal.facts.layout.sequence import held_ranges, holder
 from shoal.models.decoder import Block
+from shoal.parallel.experts import mixtures
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.ring import Ring, RingAttend
 from shoal.parallel.stage_module import MicroBatch
+from shoal.parallel.tensor_region import all_reduce
 from shoal.parallel.ulysses import UlyssesAttend
 
 
@@ -34,6 +38,13 @@ def split_sequence(blocks: list[nn.Module], mesh: Mesh) -> None:
             attention.attend = RingAttend(Ring(group, layout.cp, mesh.coords["cp"]))
         else:
             attention.attend = UlyssesAttend(group, layout.cp, attention.attend)
+        for mixture in mixtures(block):
+            # A sequence's tokens are counted over all of it.
+            mixture.gate.complete = _summed(mixture.gate.complete, group)
+
+
+def _summed(counts_of: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    return lambda counts: all_reduce(counts_of(counts), group)
 
 
 class SequenceShare:

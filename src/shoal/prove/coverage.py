@@ -126,6 +126,10 @@ EXPERTS = (
     "fsdp=4,ep=2,pp=2,recompute=full",
     "dp=2,tp=2,pp=2,ep=2,schedule=zbv",
     "fsdp=2,tp=2,pp=2,ep=2,micro=1",
+    "cp=2,ep=2",
+    "fsdp=2,cp=2,cp_kind=ulysses,ep=2",
+    "tp=2,cp=2,pp=2,ep=2",
+    "fsdp=2,cp=2,pp=2,ep=4,recompute=full",
 )
 
 # One of each, at two ranks and four: what a machine with a few cores proves in a minute or two.

@@ -9,7 +9,8 @@ every micro-batch:
     and tp > 1       all-gather over ``tp`` of what arrived, reduce-scatter of what   t · active · hidden · c each
                      experts made of it
     tp > 1, sp=1     all-gather over ``tp`` of tokens' experts, and of their weights  t · active · 8, and · w
-    and router_aux   all-reduce over ``tp`` of how many tokens experts were sent      sequences · experts · w
+    router_aux       all-reduce over ``tp`` (sp=1) and ``cp`` of how many tokens      sequences · experts · w each
+                     experts were sent
 
 Backward: the mirror image of what moves tokens or weights; with sp=0 an all-reduce of the weights' gradients. What
 repeats a forward pass repeats all of it.
@@ -82,10 +83,12 @@ def _forward(workload: Workload) -> Iterator[_Part]:
     layout, experts = workload.layout, workload.model.experts
     assert experts is not None
     copies, weights = _sizes(workload)
+    if workload.recipe.router_aux:
+        counts = workload.micro * experts.count * max(4, compute_width(workload.recipe))
+        for axis in ("tp" if layout.sp else "", "cp"):
+            if axis and getattr(layout, axis) > 1:
+                yield "all_reduce", axis, counts, 1, "forward"
     if layout.tp > 1 and layout.sp:
-        wide = max(4, compute_width(workload.recipe))
-        if workload.recipe.router_aux:
-            yield "all_reduce", "tp", workload.micro * experts.count * wide, 1, "forward"
         yield "all_gather", "tp", weights, 1, "forward"
         yield "all_gather", "tp", workload.tokens * experts.active * 8, 1, "forward"
     if layout.ep > 1:
