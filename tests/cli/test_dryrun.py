@@ -146,7 +146,6 @@ def test_help_has_examples(capfd: Capture) -> None:
         ([*TINY, "--layout", "dp=two"], "dp=two", "dp=1"),
         ([*TINY, "--precision", "fp7"], 'recipe.precision = "fp7"', "fp8"),
         (["nothing", *TINY[1:]], "'nothing' is neither a preset", "presets: tiny"),
-        (["mixtral-8x7b", "--on", "8xH100", "--seq", "64", "--batch", "8"], "mixture of experts", "dense"),
         (["missing.toml"], "there is no config file missing.toml", "shoal init"),
         (["small.toml", "--set", "run.strict=true"], "run.strict", "--set run.strict=false"),
         (["small.toml", "--on", "8xH100"], "--on with a config", "--set cluster.on=8xH100"),

@@ -14,10 +14,10 @@ from shoal.models.linear import Linear
 from shoal.observe.collectives import CollectiveCounter
 from shoal.parallel import float8_gather
 
-CASES: list[tuple[str, str | None]] = [
+CASES = [
     ("fsdp=2", None),
     ("fsdp=2,unit=2,recompute=full", None),
-    ("fsdp=2,recompute=selective", "aot_eager"),
+    pytest.param("fsdp=2,recompute=selective", "aot_eager", marks=pytest.mark.long),
     ("dp=2,fsdp=2", None),
     ("fsdp=2,tp=2", None),
     ("fsdp=2,pp=2,schedule=zb", None),

@@ -31,8 +31,10 @@ def poisoned_step(rank: int, world: int, jobs: list[Job], dataset: Path) -> list
         (targets,) = mesh.hosts.sum_integers([program.own_targets(batches)])
         # The last rank holds the end of every pipeline, the last part of every tensor, the last rows of a batch.
         poison = float("nan") if rank == world - 1 else 1.0
-        Executor.forward_backward = lambda self, batches, factor, poison=poison: forward_backward(  # type: ignore
-            self, batches, factor * poison
+        Executor.forward_backward = (  # type: ignore
+            lambda self, batches, factor, scale, poison=poison: forward_backward(
+                self, batches, factor * poison, scale
+            )
         )
         result = program.step(1, batches, targets)
         after = [part.local for _, part in program.placed.weights]

@@ -106,7 +106,9 @@ WITH_EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize("model", ["tiny", "gpt2", "pythia-6.9b", "mixtral-8x7b"])
+@pytest.mark.parametrize(
+    "model", ["tiny", "gpt2", "pythia-6.9b", pytest.param("mixtral-8x7b", marks=pytest.mark.long)]
+)
 def test_any_layout_reads_what_any_other_wrote(model: str, tmp_path: Path) -> None:
     """Every layout writes and the next one in the list reads: tied embeddings, transposed and fused tensors too."""
     others = WITH_EXPERTS if model == "mixtral-8x7b" else ["dp=1", "dp=2,fsdp=2,zero=1", "tp=2,fsdp=2"]
