@@ -102,7 +102,7 @@ def search(
     space = Space(model, recipe, count_of_devices, runnable=True)
     hunts: list[BestFirst] = []
     if space.runs or runnable:
-        hunts += _hunted(BestFirst(asked, *tools, space, top), effort and 2 * effort)
+        hunts += _hunted(BestFirst(asked, *tools, space, top), effort)
     able = any(hunt.accepted for hunt in hunts)
     chosen_from = [*hunts]
     if not runnable:
