@@ -71,7 +71,13 @@ def is_pairs_alone(layout: Layout) -> bool:
 
 
 # The rest of the full proof's: every schedule, units, whole sequences, larger degrees.
-LAYOUTS = [(number, layout) for number, layout in enumerate(FULL) if not is_pairs_alone(Layout.parse(layout))]
+KINDS = [[layout for layout in FULL if ("cp=" in layout) == context] for context in (False, True)]
+LAYOUTS = [
+    (number, layout)
+    for kind in KINDS
+    for number, layout in enumerate(kind)
+    if not is_pairs_alone(Layout.parse(layout))
+]
 SMALL: dict[str, Any] = {
     "hidden": 64,
     "ffn": 160,

@@ -22,10 +22,10 @@ def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem
     """Everything asked for that the engine does not run yet. ``model`` is None where none was found."""
     found = [*_in_config(config), *_in_layout(layout), *(_in_model(config, model) if model else ())]
     lacking = [Problem(f"{what}: this version of Shoal does not train with it", fix) for what, fix in found]
-    return [*lacking, *(_beside_servers(config, layout) if config.server.servers else ())]
+    return [*lacking, *(_beside_servers(config, model, layout) if config.server.servers else ())]
 
 
-def _beside_servers(config: Config, layout: Layout) -> Iterator[Problem]:
+def _beside_servers(config: Config, model: Model | None, layout: Layout) -> Iterator[Problem]:
     """What a parameter server does not go with: workers are replicas, and each decides for itself."""
     others = [axis for axis in DEGREES if axis != "dp" and getattr(layout, axis) > 1]
     if others:
@@ -36,6 +36,12 @@ def _beside_servers(config: Config, layout: Layout) -> Iterator[Problem]:
             "whole models, so dp is its only axis",
             f"nearest legal layout: {nearest}; or server.servers = 0",
             "layout",
+        )
+    if model is not None and model.experts is not None:
+        # Their routers' losses and corrections are those of a whole step, which no worker sees.
+        yield Problem(
+            f"server.servers with the experts of {model.name}",
+            "server.servers = 0, or a model without experts",
         )
     if config.run.strict:
         yield Problem("server.servers with run.strict", "run.strict = false, or server.servers = 0")

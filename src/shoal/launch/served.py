@@ -72,19 +72,22 @@ class ServedSupervisor(Supervisor):
         if step > self._seen_step:
             self._seen_step = step
             self._losses.clear()
-        attempt = self.rendezvous.attempt()
+        attempt, silent = self.rendezvous.attempt(), set[int]()
         for number, process in [*self._workers.items()]:
             if process.exitcode is None and attempt.read(LOST.format(number)) == str(
                 self._incarnations[number]
             ):
-                process.kill()  # it did not answer
+                process.kill()
                 process.join()
+                silent.add(number)
             if process.exitcode is None or process.exitcode == 0:
                 continue
             del self._workers[number]
             self._losses[number] = self._losses.get(number, 0) + 1
             again = self._losses[number] <= self.job.config.fault.max_restarts
             how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
+            if number in silent:
+                how = f"a signal of ours: it did not answer for {self.job.config.fault.timeout:g} s"
             self.run.note_fault(
                 kind="worker lost",
                 rank=number,

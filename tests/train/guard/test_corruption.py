@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from shoal.facts.config.file import load
 from shoal.facts.layout import Layout
+from shoal.facts.model.huggingface import write_config
+from shoal.facts.model.presets import PRESETS
 from shoal.launch.local import prepared
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job, resolve
@@ -200,6 +203,19 @@ def test_what_differs_between_two_ranks_names_both(found: Found) -> None:
         assert flip.name in row["parameters"], layout
         assert "ranks 0,1 differ in " in row["message"]
         assert row["message"].endswith("and no majority tells who is right"), layout
+
+
+def test_ranks_with_other_experts_still_compare_what_both_hold(found: Found, tmp_path: Path) -> None:
+    path = tmp_path / "experts.json"
+    path.write_text(json.dumps(write_config(PRESETS["tiny-moe"])))
+    cases = [(layout, Flip(JUST_BEFORE, 1, NORM)) for layout in ("dp=2,ep=2", "fsdp=2,zero=1,ep=2")]
+    sound: list[tuple[str, Flip | None]] = [("dp=2,ep=2", None), ("fsdp=2,ep=2", None)]
+    for layout, ranks in zip([*cases, *sound], found(2, [*cases, *sound], model__path=path), strict=True):
+        for when, row, _ in ranks:
+            if layout in cases:
+                assert (when, row["ranks"], row["parameters"]) == ("step 3", [0, 1], [NORM]), layout
+            else:
+                assert not when, layout
 
 
 def test_of_more_the_odd_one_is_named(found: Found) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.renamed import all_gather_single
-from shoal.facts.model.parameters import EMBEDDING, by_name
+from shoal.facts.model.parameters import EMBEDDING, Parameter, by_name
 from shoal.facts.model.tensor_split import tensor_part
 from shoal.facts.traffic import name_ranks
 from shoal.parallel.shards import Shard, has_master
@@ -30,9 +30,10 @@ from shoal.train.step import Step
 
 WEIGHT, MASTER, UPDATES = "weight", "master weight", "update count"
 
-# What is compared together. Copies are alike on other ranks than the rest, so they are compared apart; and so is a
-# tied embedding, which a rank may hold twice. Weights may be whole where optimizer states are sharded.
-SETS = ("own", "copies", "shared heads", "embedding", "second embedding")
+# What is compared together. Copies are alike on other ranks than the rest, so they are compared apart; so are routed
+# experts, which fewer ranks hold alike, and a tied embedding, which a rank may hold twice. Weights may be whole where
+# optimizer states are sharded.
+SETS = ("own", "experts", "copies", "shared heads", "embedding", "second embedding")
 SLOTS = {key: number for number, key in enumerate(product(SETS, (True, False)))}
 
 MOST_NAMED = 3
@@ -219,21 +220,21 @@ class CorruptionGuard:
     def _live(self) -> Iterator[GuardedTensor]:
         """All weights that are held here, as the network reads them, and all that the optimizer keeps."""
         yield from self._weights
-        counts: list[Tensor] = []
+        counts: dict[str, list[tuple[Shard, Tensor]]] = {}
         for piece, elements, kept_as in self._pieces:
             if has_master(piece.held.parameter):
                 yield GuardedTensor(MASTER, piece.name, elements, kept_as, piece.tensor)
             for kind, values in sorted(self.optimizer.state.get(piece.tensor, {}).items()):
                 if isinstance(values, Tensor) and values.dim() == 0:
-                    counts.append(values)
+                    counts.setdefault("experts" if kept_as == "experts" else "own", []).append(
+                        (piece, values)
+                    )
                 elif isinstance(values, Tensor):
                     yield GuardedTensor(kind, piece.name, elements, kept_as, values)
-        if counts:
+        for kept_as, some in counts.items():
             # One tensor of them: each alone would take as long as a small parameter.
-            all_pieces = tuple(
-                (piece.name, piece.box.offset, piece.start, piece.stop) for piece, _, _ in self._pieces
-            )
-            yield GuardedTensor(UPDATES, "", all_pieces, "own", torch.stack(counts))
+            pieces = tuple((piece.name, piece.box.offset, piece.start, piece.stop) for piece, _ in some)
+            yield GuardedTensor(UPDATES, "", pieces, kept_as, torch.stack([count for _, count in some]))
 
     # What does not change from step to step is worked out once: a GPU has nothing to do while its state is listed.
 
@@ -245,7 +246,7 @@ class CorruptionGuard:
         for name, part in self.placed.weights:
             copies = tensor_part(canonical[name], tp, index).copies
             embeddings += name == EMBEDDING
-            kept_as = _kept_as(name, copies, tp, second=embeddings == 2)
+            kept_as = _kept_as(canonical[name], copies, tp, second=embeddings == 2)
             found.append(
                 GuardedTensor(WEIGHT, name, (part.offset, tuple(part.local.shape)), kept_as, part.local)
             )
@@ -254,11 +255,14 @@ class CorruptionGuard:
     @cached_property
     def _pieces(self) -> list[tuple[Shard, tuple[Any, ...], str]]:
         """Each with its elements and what it is kept as."""
+        canonical = by_name(self.placed.shared.model)
         return [
             (
                 piece,
                 (piece.box.offset, piece.box.shape, piece.start, piece.stop),
-                _kept_as(piece.name, piece.held.part.copies, self.mesh.layout.tp, piece.held.copied),
+                _kept_as(
+                    canonical[piece.name], piece.held.part.copies, self.mesh.layout.tp, piece.held.copied
+                ),
             )
             for piece in self.placed.gradients.pieces
         ]
@@ -277,9 +281,11 @@ def odd_ones(parties: Sequence[Sequence[int]]) -> tuple[bool, tuple[int, ...], t
     return True, tuple(sorted(odd)), tuple(sorted(set(right[0]) - odd))
 
 
-def _kept_as(name: str, copies: int, tp: int, second: bool) -> str:
-    if name == EMBEDDING:
+def _kept_as(parameter: Parameter, copies: int, tp: int, second: bool) -> str:
+    if parameter.name == EMBEDDING:
         return "second embedding" if second else "embedding"
+    if parameter.kind == "expert":
+        return "experts"
     if copies == 1:
         return "own"
     return "copies" if copies == tp else "shared heads"

@@ -121,6 +121,7 @@ class ParameterServer:
         self.attempt = attempt
         self.changed = threading.Condition()
         self.over = False
+        self.trouble: BaseException | None = None  # of a thread: the main one ends with it
         self.stop_at: int | None = None
         self.applied = self.done * self.workers  # updates' worth of pushes
         self.waiting: dict[int, Push] = {}  # by item
@@ -302,7 +303,9 @@ class ParameterServer:
             self.results.clear()
             self.work.evaluate(range(self.workers))
             self.changed.notify_all()
-            self.changed.wait_for(lambda: len(self.results) == self.workers)
+            self.changed.wait_for(lambda: self.trouble is not None or len(self.results) == self.workers)
+            if self.trouble is not None:
+                raise self.trouble
             loss = sum(one for one, _ in self.results.values())
             targets = sum(one for _, one in self.results.values())
         return loss / targets if targets else None
@@ -313,6 +316,8 @@ class ParameterServer:
         """Until it is so; False where the servers have agreed to stop after the step that is done."""
         with self.changed:
             while not ready():
+                if self.trouble is not None:
+                    raise self.trouble
                 self._look_for_stop()
                 if self.stop_at is not None and self.done >= self.stop_at:
                     return False
@@ -348,6 +353,14 @@ class ParameterServer:
     # Threads: one for each worker, in all of its incarnations.
 
     def _attend(self, worker: int) -> None:
+        try:
+            self._attend_all(worker)
+        except BaseException as error:  # a worker that nothing attends to would wait for hours
+            with self.changed:
+                self.trouble = error
+                self.changed.notify_all()
+
+    def _attend_all(self, worker: int) -> None:
         store = self.mesh.hosts.store
         assert store is not None
         # A thread that waits for a key keeps all others from its connection.
@@ -410,8 +423,12 @@ class ParameterServer:
         return True
 
     def _patience(self, worker: int) -> timedelta:
-        """How long a worker may compute. Only the first server knows that it does, and not waits for work."""
-        if self.mesh.rank != 0:
+        """How long a worker may compute. Only the first server knows that it does, and not waits for work.
+
+        An evaluation takes as long as it takes.
+        """
+        held = self.work.held.get(worker)
+        if self.mesh.rank != 0 or (held is not None and held.kind == wire.EVALUATE):
             return PATIENCE
         return self.timeout if worker in self.has_pushed else self.to_start
 
