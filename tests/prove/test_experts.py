@@ -65,7 +65,13 @@ def small_family(small_family: Callable[[str], str]) -> Callable[[str], str]:
     )
 
 
-@pytest.mark.parametrize("layout", COVERING)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        layout if number % 2 == 0 else pytest.param(layout, marks=pytest.mark.long)
+        for number, layout in enumerate(COVERING)
+    ],
+)
 def test_no_layout_changes_the_run(prover_of_experts: Make, layout: str) -> None:
     (verdict,) = prover_of_experts().prove([Layout.parse(layout)]).verdicts
     assert verdict.ok, f"{verdict.reason}; {verdict.strategy}: {verdict.file}"
