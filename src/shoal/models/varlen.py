@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.models import attention_blocks
-from shoal.models.documents import Documents
+from shoal.models.documents import Documents, listed_ends
 
 
 def attend_within(
@@ -167,8 +167,7 @@ def _host_ends(query: Tensor, ends: Tensor | None, sizes: Tensor | None, length:
     """Cumulative lengths of the documents. On a GPU, in fp32 or fp64, this waits for it."""
     if ends is None or sizes is None:
         return list(range(0, query.shape[0] + 1, length))
-    found: list[int] = ends[: int(sizes[0]) + 1].tolist()
-    return found
+    return listed_ends(ends, sizes)
 
 
 def _device_ends(query: Tensor, ends: Tensor | None, sizes: Tensor | None, length: int) -> tuple[Tensor, int]:

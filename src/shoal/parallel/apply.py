@@ -31,7 +31,7 @@ from shoal.parallel.pipeline import my_stages
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
 from shoal.parallel.router_tally import RouterTally
-from shoal.parallel.shard import FullyShard, shard, shards_fully
+from shoal.parallel.shard import FullyShard, shard
 from shoal.parallel.shards import (
     ComposedReducer,
     GroupOf,
@@ -104,14 +104,14 @@ def apply(
     layout, model = mesh.layout, network.shape
     compute, states = network.model.compute, next(network.parameters()).dtype
     groups = parameter_groups(layout, model.experts is not None, lora=False)
-    fully = shards_fully(groups[DENSE])
+    fully = groups[DENSE].fully_sharded
     summed = reduce_dtype or states
     # Shards rest as wide as they are updated, and are gathered as narrow as they are used. Everywhere else the network
     # reads a working copy.
     if compute.itemsize < states.itemsize:
         if not fully:
             network.to(compute)
-        elif model.experts is not None and not shards_fully(groups[EXPERTS]):
+        elif model.experts is not None and not groups[EXPERTS].fully_sharded:
             for mixture in experts.mixtures(network):
                 mixture.experts.to(compute)
 
@@ -156,7 +156,7 @@ def apply(
 
     def reducer(held: list[HeldParameter]) -> Reducer:
         group = held[0].group
-        if shards_fully(group):
+        if group.fully_sharded:
             return FullyShard(segments, held, mesh, summed, in_float8)
         if group.sharded.size > 1:
             return ShardedStates(held, mesh, bucket_bytes, reduce_dtype)
@@ -167,7 +167,7 @@ def apply(
     # What FSDP holds is one: it goes through a segment once, whichever ranks share a unit.
     together: dict[ParameterGroup | None, list[HeldParameter]] = {}
     for one in held:
-        together.setdefault(None if shards_fully(one.group) else one.group, []).append(one)
+        together.setdefault(None if one.group.fully_sharded else one.group, []).append(one)
     parts = [(of_group, reducer(of_group)) for of_group in together.values()]
     gradients = ComposedReducer(held, parts) if len(parts) > 1 else parts[0][1]
     exact = StrictReducer(gradients, held, mesh) if strict else None

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from shoal.facts.layout.ring_blocks import rectangles
 from shoal.models import attention_rectangle
 from shoal.models.attention_blocks import logarithm_dtype
-from shoal.models.documents import Documents
+from shoal.models.documents import Documents, listed_ends
 from shoal.parallel.ring_exchange import Passing, pass_on
 
 
@@ -259,7 +259,4 @@ def _(keys_values: Tensor, gradient: Tensor) -> Tensor:
 
 def _listed(ends: Tensor | None, sizes: Tensor | None) -> list[int] | None:
     """Cumulative lengths of the documents; nothing here waits for a device."""
-    if ends is None or sizes is None:
-        return None
-    found: list[int] = ends[: int(sizes[0]) + 1].tolist()
-    return found
+    return None if ends is None or sizes is None else listed_ends(ends, sizes)

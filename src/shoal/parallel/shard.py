@@ -57,7 +57,7 @@ def shard(
     """
     layout, network = mesh.layout, segment.network
     experts = groups.get(EXPERTS)
-    routed_apart = experts is not None and shards_fully(experts)
+    routed_apart = experts is not None and experts.fully_sharded
     # FSDP takes a module's parameters but for those that another unit has, and for these.
     left = set() if routed_apart else _routed(segment)
     # Parameters are gathered in the compute dtype, gradients still summed in that of all layouts.
@@ -112,11 +112,6 @@ def _modules(segment: StageModule, unit: Unit) -> list[nn.Module]:
         return [segment]
     children = dict(segment.network.named_modules())
     return [children[path] for path in unit.modules if path in children]
-
-
-def shards_fully(group: ParameterGroup) -> bool:
-    """Whether FSDP holds a group's parameters."""
-    return group.zero == 3 and group.sharded.size > 1
 
 
 def _unsharded(module: nn.Module) -> list[nn.Parameter]:

@@ -22,6 +22,11 @@ from shoal.train.step import summed_loss
 PROMPT_TOKENS = 32
 
 
+def evaluates_after(step: int, steps: int, evaluate: EvaluateSection) -> bool:
+    """Whether a step of so many is followed by an evaluation: the last one is, whatever the section says."""
+    return step == steps or (evaluate.every > 0 and step % evaluate.every == 0)
+
+
 def heldout_loss(
     placed: Placed, loader: Loader, mesh: Mesh, most: int, micro: int, at_once: int
 ) -> float | None:

@@ -26,7 +26,7 @@ from shoal.plan.resolve import Job
 from shoal.train.commits import Commits
 from shoal.train.data.dataset import Dataset
 from shoal.train.data.loader import Batch
-from shoal.train.evaluate import heldout_loss, sample_rows
+from shoal.train.evaluate import evaluates_after, heldout_loss, sample_rows
 from shoal.train.files import StepFile, read_rows
 from shoal.train.guard.corruption import CorruptionGuard
 from shoal.train.guard.nonfinite import NonFiniteGuard
@@ -254,7 +254,7 @@ class Training:
             self.corruption.confirm(step)
 
     def _evaluates(self, step: int) -> bool:
-        return step == self.job.config.recipe.steps or _due(step, self.job.config.evaluate.every)
+        return evaluates_after(step, self.job.config.recipe.steps, self.job.config.evaluate)
 
     def _compiled(self, step: int) -> dict[str, Any]:
         """For the first row of a process: how long it compiled, and what was found in the cache.
@@ -322,7 +322,3 @@ def _writes_samples(mesh: Mesh) -> bool:
     if mesh.layout.ep > 1:  # experts may be spread over copies
         return True
     return mesh.coords["dp"] == 0 and (mesh.coords["fsdp"] == 0 or mesh.layout.zero == 3)
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

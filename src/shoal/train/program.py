@@ -8,7 +8,7 @@ import torch
 
 from shoal.facts.config import TuneSection
 from shoal.facts.model import Model
-from shoal.facts.recipe import Recipe
+from shoal.facts.recipe import Recipe, Scaling
 from shoal.models import initial
 from shoal.models.decoder import Network, build
 from shoal.models.huggingface import WeightFiles, fill_slices
@@ -82,7 +82,7 @@ def assemble(
         reduce_dtype(recipe),
         strict,
         compile_with=compile_with,
-        fp8=recipe.fp8 if recipe.precision == "fp8" else None,
+        fp8=float8_scaling(recipe),
     )
     optimizer = optimizers.build(placed.gradients.pieces, recipe)
     scale = optimizers.LossScale.for_precision(recipe.precision)
@@ -118,6 +118,11 @@ DTYPES = {
 def compute_dtype(recipe: Recipe) -> torch.dtype:
     """Of activations and, where they are used, of weights."""
     return DTYPES[recipe.precision]
+
+
+def float8_scaling(recipe: Recipe) -> Scaling | None:
+    """How operands of products are scaled; None: products are in the compute precision."""
+    return recipe.fp8 if recipe.precision == "fp8" else None
 
 
 def parameter_dtype(recipe: Recipe) -> torch.dtype:

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -58,6 +59,9 @@ class StoredLinks(Hardware):
     network: LinkRates | None = None  # between nodes
 
 
+File = TypeVar("File", Stored, StoredLinks)
+
+
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """The one place where SHOAL_CACHE is read."""
     return Path(environment.get(VARIABLE) or DEFAULT).expanduser()
@@ -74,16 +78,8 @@ def file_of(folder: Path, device: str) -> Path:
 
 def read(path: Path) -> Stored:
     """Raises ``ValueError`` in one line where the file is not a calibration that this version knows."""
-    try:
-        stored = Stored.model_validate_json(read_bytes(path))
-    except ValidationError as error:
-        raise ValueError(first_fault(error)) from None
-    except OSError as error:
-        raise ValueError(error.strerror or str(error)) from None
-    if stored.format != FORMAT:
-        raise ValueError(f"format {stored.format}, this version of Shoal reads {FORMAT}")
-    if file_of(path.parent, stored.measured.device) != path:
-        raise ValueError(f"is about {stored.measured.device}, which its name does not say")
+    stored = _checked(path, Stored)
+    _check_name(path, stored.measured.device)
     return stored
 
 
@@ -93,17 +89,26 @@ def links_file(folder: Path, device: str) -> Path:
 
 def read_links(path: Path) -> StoredLinks:
     """Raises ``ValueError`` as ``read`` does."""
+    stored = _checked(path, StoredLinks)
+    _check_name(path, stored.device)
+    return stored
+
+
+def _checked(path: Path, kind: type[File]) -> File:
     try:
-        stored = StoredLinks.model_validate_json(read_bytes(path))
+        stored = kind.model_validate_json(read_bytes(path))
     except ValidationError as error:
         raise ValueError(first_fault(error)) from None
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from None
     if stored.format != FORMAT:
         raise ValueError(f"format {stored.format}, this version of Shoal reads {FORMAT}")
-    if file_of(path.parent, stored.device) != path:
-        raise ValueError(f"is about {stored.device}, which its name does not say")
     return stored
+
+
+def _check_name(path: Path, device: str) -> None:
+    if file_of(path.parent, device) != path:
+        raise ValueError(f"is about {device}, which its name does not say")
 
 
 def with_link(folder: Path, device: str, kind: str, rates: LinkRates) -> StoredLinks:

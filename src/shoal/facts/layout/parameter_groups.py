@@ -44,6 +44,11 @@ class ParameterGroup:
     trained: bool
     offload: tuple[Offload, ...] = ()
 
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether ranks hold shards of the parameters themselves, as FSDP has them."""
+        return self.zero == 3 and self.sharded.size > 1
+
 
 def experts_fit(ep: int, shards: int) -> bool:
     """Whether the ranks that hold the same experts are evenly spaced, and so can shard and copy them as groups, where

@@ -230,8 +230,7 @@ def _share(workload: Workload, on: CostModel, experts: bool) -> LayerShare:
 
 
 def _handled(workload: Workload, on: CostModel) -> Passes:
-    group = workload.groups[DENSE]
-    return on.handling(group.zero == 3 and group.sharded.size > 1, workload.accumulation)
+    return on.handling(workload.groups[DENSE].fully_sharded, workload.accumulation)
 
 
 Spent = dict[str, dict[str, float]]

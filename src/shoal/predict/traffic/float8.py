@@ -28,7 +28,7 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
     found = []
     for over_tp, values in room.items():
         size = values * SCALE_BYTES
-        if size and group.zero == 3 and group.sharded.size > 1:
+        if size and group.fully_sharded:
             found.append(CollectiveCall("all_reduce", group.sharded.name, size, 1, "update"))
         if size and over_tp and tp > 1:
             found.append(CollectiveCall("all_reduce", "tp", size, 1, "update"))

@@ -24,6 +24,7 @@ from shoal.plan.resolve import Job
 from shoal.train import optimizer as optimizers
 from shoal.train.commits import Commits
 from shoal.train.data.dataset import Dataset
+from shoal.train.evaluate import evaluates_after
 from shoal.train.files import StepFile
 from shoal.train.guard.nonfinite import NonFiniteGuard
 from shoal.train.metrics.meter import Meter, finite
@@ -277,8 +278,7 @@ class ParameterServer:
     # Pauses: at a commit and at an evaluation all that was handed out is done, and nothing else.
 
     def _evaluates(self, step: int) -> bool:
-        every = self.job.config.evaluate.every
-        return step == self.recipe.steps or (every > 0 and step % every == 0)
+        return evaluates_after(step, self.recipe.steps, self.job.config.evaluate)
 
     def _pauses(self, step: int) -> bool:
         last = step == self.recipe.steps
@@ -295,10 +295,21 @@ class ParameterServer:
             self.changed.notify_all()
 
     def _heldout(self, step: int) -> float | None:
-        """On the first server; the others go on to the commit and wait for it there."""
-        if self.mesh.rank != 0:
-            return None
+        """On the first server. The others look out for its end, for a commit's collectives don't wait that long.
+
+        They look again and again: a thread that waited for the key would keep theirs from the store, and with that a
+        worker from rejoining, which may be what the first server waits for.
+        """
+        store = self.mesh.hosts.store
+        assert store is not None
+        evaluated = self.mesh.hosts.new_key("evaluated")
         self.announce(EVALUATE, step)
+        if self.mesh.rank != 0:
+            while store.read(evaluated) is None:
+                if self.trouble is not None:
+                    raise self.trouble
+                time.sleep(LOOK_SECONDS)
+            return None
         with self.changed:
             self.results.clear()
             self.work.evaluate(range(self.workers))
@@ -308,6 +319,7 @@ class ParameterServer:
                 raise self.trouble
             loss = sum(one for one, _ in self.results.values())
             targets = sum(one for _, one in self.results.values())
+        store.set(evaluated, str(step))
         return loss / targets if targets else None
 
     # Stopping.

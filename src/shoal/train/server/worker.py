@@ -23,7 +23,7 @@ from shoal.train.data.tokenizers import open_tokenizer
 from shoal.train.evaluate import own_heldout, sample_rows
 from shoal.train.files import RowFile
 from shoal.train.optimizer import LossScale
-from shoal.train.program import BACKEND, blueprint, no_weights, reduce_dtype
+from shoal.train.program import BACKEND, blueprint, float8_scaling, no_weights, reduce_dtype
 from shoal.train.run_directory import RunDirectory
 from shoal.train.step import Step, added
 
@@ -54,7 +54,7 @@ class ServerWorker:
             no_weights,
             recipe.seq,
             compile_with=BACKEND if job.compilation.on else None,
-            fp8=recipe.fp8 if recipe.precision == "fp8" else None,
+            fp8=float8_scaling(recipe),
         )
         self.pieces = self.placed.gradients.pieces
         # It never updates, so it never has states.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import accelerate
 import torch
 import transformers
 from accelerate.utils import DistributedDataParallelKwargs
-from torch import nn
+from torch import Tensor, nn
 
-from shoal.facts.model.checkpoint_views import views
+from shoal.facts.model.checkpoint_views import View, views
 from shoal.facts.model.huggingface import write_config
 from shoal.facts.model.parameters import llama_parameters
 from shoal.facts.model.tensor_split import box_slices
@@ -18,6 +19,11 @@ from shoal.models import initial
 from shoal.models.initial import Slice
 from shoal.prove.bench.journal import Journal
 from shoal.prove.bench.setup import PeerSetup, mean_over_ranks
+
+# Of an expert's tensor in a file: which half of the stacked gate_up_proj of a layer's experts it is, and if none, it is
+# one of the stacked down_proj. From transformers 5 on a network has them stacked, files don't.
+ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<name>\w+)\.weight")
+HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
 
 
 def train(setup: PeerSetup, journal: Journal) -> None:
@@ -78,5 +84,19 @@ def fill(network: Any, setup: PeerSetup) -> None:
         ours = torch.empty(view.canonical_shape, dtype=setup.states, device=setup.device)
         part = Slice(ours, tuple(shapes[view.canonical]), view.canonical_offset)
         initial.fill([(view.canonical, part)], setup.model, setup.recipe.seed)
-        box = theirs[view.tensor][box_slices(view.tensor_offset, view.shape)]
-        box.copy_(ours.T if view.transposed else ours)
+        _whole(theirs, view)[box_slices(view.tensor_offset, view.shape)] = (
+            ours.T if view.transposed else ours.view(view.shape)
+        )
+
+
+def _whole(theirs: dict[str, Any], view: View) -> Tensor:
+    """What a network has in place of a tensor of its files."""
+    name = view.tensor.replace(".block_sparse_moe.", ".mlp.")
+    expert = ONE_EXPERT.fullmatch(name)
+    if expert is None:
+        tensor: Tensor = theirs[name]
+        return tensor
+    half = HALVES.get(expert["name"])
+    stacked: Tensor = theirs[f"{expert['experts']}.{'down_proj' if half is None else 'gate_up_proj'}"]
+    own = stacked[int(expert["number"])]
+    return own if half is None else own.chunk(2)[half]
