@@ -82,7 +82,8 @@ def test_the_wrong_figures_are_told_apart() -> None:
 def test_textbooks_count_12_to_20_bytes_and_so_does_the_ledger() -> None:
     assert [weighs(hold) for hold in TEXTBOOKS.values()] == [12, 16, 16, 18, 20]
     for stack in (MEGATRON, SHOAL, WIDE_GRADIENTS, BOTH_GRADIENTS):
-        workload = asked("shoal plan llama2-7b --on 1xH100 --seq 4096 --batch 1 --layout dp=1", stack)
+        # Two micro-batches: of one alone Shoal's gradients would rest as they were computed.
+        workload = asked("shoal plan llama2-7b --on 1xH100 --seq 4096 --batch 2 --layout dp=1,micro=1", stack)
         (rank,) = rank_inventories(workload)
         states = parameters(rank).device + updated_gradients(rank) + optimizer_states(rank).device
         assert states == weighs(of(stack)) * parameter_count(workload.model)

@@ -69,9 +69,11 @@ def test_low_precision_keeps_full_precision_weights(training: MakeTraining) -> N
         exact = training(f"{precision}-reference").step(1, [batch], batch.count)
         assert result.loss == pytest.approx(exact.loss, rel=2e-2)
         assert result.grad_norm == pytest.approx(exact.grad_norm, rel=5e-2)
-        assert all(
-            piece.tensor.dtype == piece.tensor.grad.dtype == torch.float32 for piece in made.step.pieces
-        )
+        # All of the batch is one micro-batch: nothing is added to its gradients, so those of bf16 stay narrow.
+        kept = torch.bfloat16 if precision == "bf16" else torch.float32
+        for piece in made.step.pieces:
+            assert piece.tensor.grad is not None
+            assert (piece.tensor.dtype, piece.tensor.grad.dtype) == (torch.float32, kept)
         # What the network reads is as narrow as it computes, and follows.
         for piece in made.step.pieces:
             working = piece.held.parameter

@@ -37,17 +37,33 @@ class BytesPerParameter:
         return self.compute
 
 
-def bytes_per_parameter(recipe: Recipe, stack: Stack, sharded: bool = False) -> BytesPerParameter:
-    """Of a recipe, as a stack keeps them. ``sharded``: parameters rest in shards."""
+def takes_narrow_gradients(precision: Precision, optimizer: str) -> bool:
+    """Whether gradients may rest as they are computed, where nothing is added to them.
+
+    Those of fp16 carry the loss scale, without which they would vanish; torch's SGD wants them as wide as its states.
+    """
+    return precision in ("bf16", "fp8") and optimizer == "adamw"
+
+
+def bytes_per_parameter(
+    recipe: Recipe, stack: Stack, sharded: bool = False, one_pass: bool = False
+) -> BytesPerParameter:
+    """Of a recipe, as a stack keeps them. ``sharded``: parameters rest in shards. ``one_pass``: as ``Layout`` says."""
     # By what matters of the recipe, which is quicker to look up than all of it.
     return _bytes_per_parameter(
-        recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, stack, sharded
+        recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, stack, sharded, one_pass
     )
 
 
 @lru_cache(maxsize=256)
 def _bytes_per_parameter(
-    precision: Precision, states: str, reduce: str, optimizer: str, stack: Stack, sharded: bool
+    precision: Precision,
+    states: str,
+    reduce: str,
+    optimizer: str,
+    stack: Stack,
+    sharded: bool,
+    one_pass: bool,
 ) -> BytesPerParameter:
     compute = COMPUTE_BYTES[precision]
     kept = len(OPTIMIZER_STATES[optimizer])
@@ -61,5 +77,7 @@ def _bytes_per_parameter(
     # int8 is no precision to add gradients up in.
     trained = compute if states == "int8" else state
     if stack.weights == "working" and not sharded and compute < state:
-        return BytesPerParameter(compute, state, state * kept, state, compute, REDUCE_BYTES[reduce])
+        narrow = stack.narrow_gradients and one_pass and takes_narrow_gradients(precision, optimizer)
+        width = compute if narrow else state
+        return BytesPerParameter(compute, width, state * kept, state, compute, REDUCE_BYTES[reduce])
     return BytesPerParameter(state, trained, state * kept, 0, compute, REDUCE_BYTES[reduce])

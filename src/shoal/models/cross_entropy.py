@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from shoal.facts.logits import tokens_at_once
 from shoal.facts.targets import IGNORE
 from shoal.models.logits import logits_to_gradients_, token_statistics
+from shoal.models.wide_product import add_product_, wide_product
 
 
 class Vocabulary(Protocol):
@@ -198,13 +199,12 @@ class _WeightGradient:
         self.sum: Tensor | None = None
 
     def add(self, logits: Tensor, rows: Tensor) -> None:
-        product = logits.T @ rows
-        if self.sum is not None:
-            self.sum += product
-        elif self.several:
-            self.sum = product.to(torch.promote_types(product.dtype, torch.float32))
+        if not self.several:
+            self.sum = logits.T @ rows
+        elif self.sum is None:
+            self.sum = wide_product(logits.T, rows)
         else:
-            self.sum = product
+            add_product_(self.sum, logits.T, rows)
 
     def take(self) -> Tensor:
         assert self.sum is not None

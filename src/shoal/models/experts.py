@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shoal.facts.model import Model
+from shoal.models.mix import mix
 from shoal.models.mlp import ACTIVATIONS, MLP
 from shoal.models.router import Router, RouterLosses, Routing
 
@@ -34,9 +35,10 @@ class Order(NamedTuple):
 
 def by_expert(chosen: Tensor, experts: int) -> Order:
     """``chosen``: of each token, or of each of its copies, the expert, in one dimension."""
-    ordered, place = chosen.sort(stable=True)
+    # In 16 bits, which a GPU sorts in half the time of 64.
+    ordered, place = chosen.to(torch.int16).sort(stable=True)
     back = torch.empty_like(place).scatter_(0, place, torch.arange(place.numel(), device=place.device))
-    numbers = torch.arange(experts, device=chosen.device)
+    numbers = torch.arange(experts, dtype=torch.int16, device=chosen.device)
     return Order(place, back, torch.searchsorted(ordered, numbers, right=True, out_int32=True))
 
 
@@ -172,14 +174,14 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: int, place: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
-        ctx.apart = (x.shape[0], copies, x.shape[1])
+        ctx.copies = copies
         return x.index_select(0, place // copies)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
-        return gradient.index_select(0, back).view(ctx.apart).sum(1), None, None, None
+        return mix(gradient, back, ctx.copies), None, None, None
 
 
 class _Mix(torch.autograd.Function):
@@ -188,8 +190,7 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, results: Tensor, weights: Tensor, place: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(results, weights, place, back)
-        apart = results.index_select(0, back).view(*weights.shape, results.shape[1])
-        return apart.mul_(weights[..., None]).sum(1)
+        return mix(results, back, weights.shape[1], weights)
 
     @staticmethod
     @once_differentiable

@@ -129,9 +129,13 @@ def choose(scores: Tensor, experts: Experts) -> Tensor:
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    # Not topk, which has no order among equals.
-    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-    return best.contiguous()  # or all of them would be kept
+    """One after the other: topk has no order among equals, of which argmax takes the first, and a sort takes longer."""
+    numbers = torch.arange(scores.shape[-1], device=scores.device)
+    chosen: list[Tensor] = []
+    for _ in range(count):
+        chosen.append(scores.argmax(-1, keepdim=True))
+        scores = torch.where(numbers == chosen[-1], -torch.inf, scores)
+    return torch.cat(chosen, -1)
 
 
 def per_sequence(chosen: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
@@ -146,21 +150,32 @@ def _as_it_is(counts: Tensor) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """x·Wᵀ in at least fp32. Keeps x as it is, not the wider copy."""
+    """x·Wᵀ in at least fp32. Keeps x as it is, not the wider copy.
+
+    Products of bf16 are exact in fp32: on a GPU its tensor cores multiply them as they are, and add up in fp32.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         wide = torch.promote_types(x.dtype, torch.float32)
+        if _as_they_are(x, weight):
+            return torch.mm(x.flatten(0, -2), weight.T, out_dtype=wide).unflatten(0, x.shape[:-1])
         return torch.nn.functional.linear(x.to(wide), weight.to(wide))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
+        if _as_they_are(x, weight):
+            gradient = gradient.to(x.dtype)
         rows = gradient.flatten(0, -2)
         of_weight = rows.T @ x.flatten(0, -2).to(gradient.dtype)
         return (gradient @ weight.to(gradient.dtype)).to(x.dtype), of_weight.to(weight.dtype)
+
+
+def _as_they_are(x: Tensor, weight: Tensor) -> bool:
+    return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16
 
 
 class _AddLoss(torch.autograd.Function):

@@ -40,6 +40,7 @@ from shoal.parallel.shards import (
     Reducer,
     held_parameters,
     piece_slices,
+    write_working,
 )
 from shoal.parallel.shared_gradients import SharedGradients
 from shoal.parallel.stage_module import StageModule, materialize, split_stages
@@ -75,8 +76,13 @@ class Placed:
         )
         self.after_update()
 
-    def after_update(self) -> None:
-        """The pieces have new values: so have, on all ranks, the weights that the network reads."""
+    def after_update(self, copied: bool = False) -> None:
+        """The pieces have new values: so have, on all ranks, the weights that the network reads.
+
+        ``copied``: this rank's working copies are up to date.
+        """
+        if not copied:
+            write_working(self.gradients.pieces)
         self.gradients.after_update()
         if self.float8 is not None:
             self.float8.refresh()
@@ -93,13 +99,15 @@ def apply(
     group_of: GroupOf | None = None,
     compile_with: str | None = None,
     fp8: Scaling | None = None,
+    one_pass: bool = False,
 ) -> Placed:
     """Place a network that was built on the meta device; ``fill`` gives the parameters updated here their values.
 
     The network has the precision that its state is kept in. No rank ever holds more than its part. ``reduce_dtype`` is
     the type gradients travel in, None for their own. ``group_of``: to which group a parameter belongs, if not to those
     of the layout. ``compile_with``: torch.compile's backend for the blocks, None to run them eager. ``fp8``: how the
-    operands of the blocks' products are scaled, None for products in the compute precision.
+    operands of the blocks' products are scaled, None for products in the compute precision. ``one_pass``: nothing is
+    added to a gradient, so that it can stay as it was computed.
     """
     layout, model = mesh.layout, network.shape
     compute, states = network.model.compute, next(network.parameters()).dtype
@@ -148,10 +156,11 @@ def apply(
         materialize(segment, mesh.device)
         for parameter in segment.parameters():
             if not isinstance(parameter, DTensor):
-                parameter.grad_dtype = states
+                # Gradients that nothing is added to may stay as they are computed.
+                parameter.grad_dtype = compute if one_pass and not strict else states
     float8 = None if fp8 is None else Float8Scales(blocks, fp8, mesh, sharded=fully)
     in_float8 = gather_in_float8(blocks, fp8, layout.shards) if fp8 is not None and fully else []
-    held = held_parameters(segments, model, mesh, group_of)
+    held = held_parameters(segments, model, mesh, group_of, states)
     bucket_bytes = round(tune.bucket_mb * 2**20)
 
     def reducer(held: list[HeldParameter]) -> Reducer:

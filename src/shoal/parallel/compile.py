@@ -38,6 +38,7 @@ from shoal.parallel import ring
 PRODUCTS = frozenset(
     {
         "aten::mm",
+        "aten::mm.dtype",
         "aten::addmm",
         "aten::linear",
         "aten::_scaled_mm",

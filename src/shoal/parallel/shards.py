@@ -2,8 +2,8 @@
 
 They differ where parameters are whole and only the optimizer's work is shared out (``zero=1|2``), and where the network
 computes in a narrower precision than the run keeps its state in. Then the optimizer updates a master copy, and the
-network reads a working copy: it is cast once a step, not wherever a micro-batch uses it. A parameter's ``grad_dtype``,
-in which its gradients add up, is the precision of its master copy too.
+network reads a working copy: it is cast once a step, not wherever a micro-batch uses it. Gradients add up in a
+parameter's ``grad_dtype``: as wide as its master copy, unless nothing is ever added to them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoal.facts.layout.parameter_groups import ParameterGroup, expert_ranks, group_name, parameter_groups
 from shoal.facts.model import Model
@@ -37,11 +38,17 @@ class HeldParameter:
     part: TensorPart
     group: ParameterGroup
     copied: bool  # a head's own copy of a tied embedding
+    states: torch.dtype | None = None  # what the optimizer keeps it in; None: as it is
 
     @property
     def label(self) -> str:
         """The name of this parameter among those of its rank."""
         return HEAD if self.copied else self.name
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates a wider copy, which the parameter then follows."""
+        return self.states is not None and self.states != self.parameter.dtype
 
 
 @dataclass(eq=False)
@@ -55,6 +62,7 @@ class Shard:
     start: int
     stop: int
     counted: bool  # of several equal pieces one counts: in the norm, and as the one that is written
+    working: Tensor | None = None  # where ``tensor`` is a master copy: its values as the network reads them
 
     @property
     def name(self) -> str:
@@ -71,9 +79,16 @@ class Shard:
 
 
 def held_parameters(
-    segments: Iterable[StageModule], model: Model, mesh: Mesh, group_of: GroupOf | None = None
+    segments: Iterable[StageModule],
+    model: Model,
+    mesh: Mesh,
+    group_of: GroupOf | None = None,
+    states: torch.dtype | None = None,
 ) -> list[HeldParameter]:
-    """Every parameter of the segments on this rank, in forward order. ``group_of``: other groups than the layout's."""
+    """Every parameter of the segments on this rank, in forward order.
+
+    ``group_of``: other groups than the layout's. ``states``: what those that FSDP does not hold are updated in.
+    """
     canonical, groups = by_name(model), parameter_groups(mesh.layout, model.experts is not None, lora=False)
     tp, index, ep = mesh.layout.tp, mesh.coords["tp"], expert_ranks(mesh.layout)
 
@@ -81,7 +96,8 @@ def held_parameters(
         whole = canonical[name]
         group = groups[group_name(whole)] if group_of is None else group_of(whole)
         part = tensor_part(whole, tp, index, ep.size, mesh.index_in(ep))
-        return HeldParameter(name, stage, parameter, part, group, copied)
+        rest = None if isinstance(parameter, DTensor) else states
+        return HeldParameter(name, stage, parameter, part, group, copied, rest)
 
     return [
         held(name, segment.stage.index, parameter, copied)
@@ -94,11 +110,6 @@ def _named(segment: StageModule) -> Iterator[tuple[str, nn.Parameter, bool]]:
     for name, parameter in segment.network.named_parameters():
         copied = name == HEAD and segment.copied_head
         yield EMBEDDING if copied else name, parameter, copied
-
-
-def has_master(parameter: Tensor) -> bool:
-    """Whether the optimizer updates a wider copy of a parameter, which the parameter then follows."""
-    return bool(parameter.grad_dtype != parameter.dtype)
 
 
 def gradient_bytes(parameter: Tensor) -> int:
@@ -128,7 +139,7 @@ class Reducer(Protocol):
         """Every piece's gradient is the sum over the data ranks."""
 
     def after_update(self) -> None:
-        """The pieces have new values: make the parameters that the network reads follow, on all ranks."""
+        """The pieces have new values, and so have this rank's working copies of them: make all ranks follow."""
 
     def weights(self) -> list[tuple[str, Slice]]:
         """All parameters that are held here, as the network reads them."""
@@ -143,21 +154,18 @@ class WholeParameters:
     def __init__(self, held: list[HeldParameter], mesh: Mesh) -> None:
         self.held = held
         self.pieces = [
-            Shard(one, _updated(one.parameter), 0, one.parameter.numel(), counts(one, mesh)) for one in held
+            Shard(one, tensor, 0, one.parameter.numel(), counts(one, mesh), working)
+            for one in held
+            for tensor, working in [_updated(one)]
         ]
-        self.masters = [piece for piece in self.pieces if has_master(piece.held.parameter)]
 
     def hand_gradients(self) -> None:
         """To the master copies."""
-        for piece in self.masters:
-            piece.tensor.grad = piece.held.parameter.grad
+        for piece in self.pieces:
+            if piece.working is not None:
+                piece.tensor.grad = piece.held.parameter.grad
 
-    @torch.no_grad()
-    def after_update(self) -> None:
-        if self.masters:
-            working: list[Tensor] = [piece.held.parameter for piece in self.masters]
-            updated: list[Tensor] = [piece.tensor for piece in self.masters]
-            torch._foreach_copy_(working, updated)
+    def after_update(self) -> None: ...
 
     def weights(self) -> list[tuple[str, Slice]]:
         return whole_weights(self.held)
@@ -166,10 +174,23 @@ class WholeParameters:
         return [one.parameter for one in self.held]
 
 
-def _updated(parameter: nn.Parameter) -> nn.Parameter:
-    if not has_master(parameter):
-        return parameter
-    return nn.Parameter(torch.empty_like(parameter, dtype=parameter.grad_dtype))
+def _updated(held: HeldParameter) -> tuple[nn.Parameter, Tensor | None]:
+    """What the optimizer updates, and what has to follow it."""
+    parameter = held.parameter
+    if not held.has_master:
+        return parameter, None
+    master = nn.Parameter(torch.empty_like(parameter, dtype=held.states))
+    master.grad_dtype = parameter.grad_dtype
+    return master, parameter.detach()
+
+
+@torch.no_grad()
+def write_working(pieces: Iterable[Shard]) -> None:
+    """Give the working copies the values of what they are copies of."""
+    masters = [piece for piece in pieces if piece.working is not None]
+    if masters:
+        working: list[Any] = [piece.working for piece in masters]
+        torch._foreach_copy_(working, [piece.tensor.detach() for piece in masters])
 
 
 class NoReducer(WholeParameters):
@@ -259,5 +280,5 @@ def weight(piece: Shard) -> Tensor:
 def gradient(piece: Shard) -> Tensor:
     """A piece's gradient; zeros where nothing it takes part in has reached the loss."""
     if piece.tensor.grad is None:
-        piece.tensor.grad = torch.zeros_like(piece.tensor)
+        piece.tensor.grad = torch.zeros_like(piece.tensor, dtype=piece.tensor.grad_dtype)
     return piece.tensor.grad

@@ -24,7 +24,7 @@ from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind
 from shoal.models.initial import Slice
 from shoal.parallel.bucket_reducer import BucketReducer
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.shards import HeldParameter, Shard, counts, gradient_bytes, has_master, whole_weights
+from shoal.parallel.shards import HeldParameter, Shard, counts, gradient_bytes, whole_weights
 
 
 class ShardedBucket:
@@ -42,8 +42,8 @@ class ShardedBucket:
             one.parameter.data = view
         # Of the chunk: what the optimizer updates.
         self.master = self.values[self.owned]
-        if has_master(held[0].parameter):
-            self.master = torch.zeros_like(self.master, dtype=held[0].parameter.grad_dtype)
+        if held[0].has_master:
+            self.master = torch.zeros_like(self.master, dtype=held[0].states)
         self.whole: Tensor | None = None  # gradients of all that is in the bucket
         self.shard: Tensor  # gradients of the chunk
         self.missing = 0
@@ -63,7 +63,9 @@ class ShardedBucket:
             if begin < end:
                 place = slice(begin - self.owned.start, end - self.owned.start)
                 tensor = nn.Parameter(self.master[place])
-                found.append((Shard(one, tensor, begin - start, end - start, counts(one, mesh)), place))
+                working = self.values[self.owned][place] if one.has_master else None
+                piece = Shard(one, tensor, begin - start, end - start, counts(one, mesh), working)
+                found.append((piece, place))
         return found
 
     def add_up(self) -> None:
@@ -160,9 +162,6 @@ class ShardedStates:
 
     def after_update(self) -> None:
         """Every rank's chunks of the parameters to all ranks."""
-        for bucket in self._buckets():
-            if bucket.master.dtype != bucket.values.dtype:
-                bucket.values[bucket.owned].copy_(bucket.master)
         works = [
             all_gather_single(bucket.values, bucket.values[bucket.owned], group=self.group, async_op=True)
             for bucket in self._buckets()

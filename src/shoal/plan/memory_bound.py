@@ -75,7 +75,9 @@ class MemoryBound:
     compile: bool | None = None
 
     def __post_init__(self) -> None:
-        self.hold = bytes_per_parameter(self.recipe, self.stack)
+        # One device may work through all of a batch at once.
+        alone = self.cluster.nodes * self.cluster.devices_per_node == 1
+        self.hold = bytes_per_parameter(self.recipe, self.stack, one_pass=alone)
         self.in_shards = bytes_per_parameter(self.recipe, self.stack, sharded=True)
         self.capacity = self.cluster.device.memory_bytes
         self.cut_by = None if self.stack.even_stages else self.recipe.seq

@@ -180,7 +180,9 @@ class TimeBound:
     def handled(self, split: ModelSplit, share: WorkShare, states: StateSharding) -> Passes:
         sharded = states.zero == 3 and placed(split, states).sharded.size > 1
         times = accumulation(self.recipe.batch, split.data, share.micro)
-        return self.on.handling(sharded, times)
+        # One device that works through all of a batch at once widens no gradient.
+        alone = split.data * split.tp * split.cp * split.pp == 1
+        return self.on.handling(sharded, times, narrow=alone and times == 1)
 
     def costs(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from shoal.facts.bytes_per_parameter import takes_narrow_gradients
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL, Stack
 from shoal.facts.compilation import compilation
@@ -47,6 +48,16 @@ class Workload:
     def accumulation(self) -> int:
         """Micro-batches that one data rank works through in a step."""
         return self.layout.accumulation(self.recipe.batch)
+
+    @cached_property
+    def one_pass(self) -> bool:
+        return self.layout.one_pass(self.recipe.batch)
+
+    @cached_property
+    def narrow_gradients(self) -> bool:
+        """Whether they stay as they were computed."""
+        may = self.stack.narrow_gradients and self.one_pass
+        return may and takes_narrow_gradients(self.recipe.precision, self.recipe.optimizer)
 
     @cached_property
     def tokens(self) -> int:

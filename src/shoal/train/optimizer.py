@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.facts.recipe import Recipe
 from shoal.parallel.shards import Shard, gradient
+from shoal.train.adamw import AdamW
 
 # As torch's own clipping has it.
 CLIP_EPS = 1e-6
@@ -31,9 +32,15 @@ def build(pieces: list[Shard], recipe: Recipe) -> torch.optim.Optimizer:
         if recipe.momentum:
             start_momentum(optimizer, pieces)
         return optimizer
-    return torch.optim.AdamW(
-        groups, lr=recipe.peak_lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps, fused=True
-    )
+    working: dict[Tensor, Tensor] = {
+        piece.tensor: piece.working for piece in pieces if piece.working is not None
+    }
+    return AdamW(groups, working, lr=recipe.peak_lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps)
+
+
+def writes_copies(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update leaves the network's working copies up to date."""
+    return isinstance(optimizer, AdamW) and optimizer.writes_copies
 
 
 def start_momentum(optimizer: torch.optim.Optimizer, pieces: list[Shard]) -> None:
@@ -59,7 +66,7 @@ def squared_norm(pieces: list[Shard], device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     gradients = [gradient(piece) for piece in pieces]
     if any(one.dtype.itemsize < 4 for one in gradients):
-        each = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients]
+        each = torch._foreach_norm(gradients, 2, torch.float32)
         norm = torch.linalg.vector_norm(torch.stack(each))
     else:
         norm = torch.nn.utils.get_total_norm(gradients)

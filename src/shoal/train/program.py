@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.facts.bytes_per_parameter import takes_narrow_gradients
 from shoal.facts.config import TuneSection
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe, Scaling
@@ -83,6 +84,8 @@ def assemble(
         strict,
         compile_with=compile_with,
         fp8=float8_scaling(recipe),
+        one_pass=mesh.layout.one_pass(recipe.batch)
+        and takes_narrow_gradients(recipe.precision, recipe.optimizer),
     )
     optimizer = optimizers.build(placed.gradients.pieces, recipe)
     scale = optimizers.LossScale.for_precision(recipe.precision)

@@ -23,7 +23,14 @@ from shoal.parallel.router_tally import ExpertLoad
 from shoal.parallel.stage_module import MicroBatch
 from shoal.parallel.strict import strict_loss, strict_norm
 from shoal.train.data.loader import Batch
-from shoal.train.optimizer import LossScale, clip_and_update, learning_rate, squared_norm, unscale
+from shoal.train.optimizer import (
+    LossScale,
+    clip_and_update,
+    learning_rate,
+    squared_norm,
+    unscale,
+    writes_copies,
+)
 
 # Where, among a step's numbers, those of routers begin.
 ROUTED = 4
@@ -142,7 +149,7 @@ class Step:
         if self.corrected:
             refused = ~(torch.isfinite(measured[1]) & (measured[1] <= most))
             self.placed.routers.balance(self.pieces, measured[ROUTED:], self.recipe.router_bias, refused)
-        self.placed.after_update()
+        self.placed.after_update(copied=writes_copies(self.optimizer))
         return IssuedStep(self, measured, lr, most, begun)
 
     def _measure(self, losses: list[Tensor], targets: int) -> Tensor:

@@ -36,6 +36,8 @@ class Stack:
         36.0  # that move for every logit, from the product to the loss and back to its gradient
     )
     loss_tokens: int | None = None  # in a chunk; None: as ``facts.logits`` decides
+    adds_products: bool = False  # of chunks to the head's gradient as they are computed, not afterwards
+    narrow_gradients: bool = False  # that nothing is added to stay as they were computed
     keeps_logits: bool = False  # whether the caller holds on to them through the backward pass
     # What ``recompute=selective`` keeps: all matrix products; every second one and attention's result; or all but
     # attention's inner scores.
@@ -62,7 +64,15 @@ class Stack:
 
 # Ours: on CUDA, attention is what SDPA chooses, which is cuDNN's on Hopper. Its overlap was never measured.
 SHOAL = Stack(
-    "shoal", weights="working", logit_bytes=8.0, kernel="fused", host=0.3e-3, fusion=2.2, overlap=0.7
+    "shoal",
+    weights="working",
+    logit_bytes=8.0,
+    adds_products=True,
+    narrow_gradients=True,
+    kernel="fused",
+    host=0.3e-3,
+    fusion=2.2,
+    overlap=0.7,
 )
 MEGATRON = Stack(
     "megatron",

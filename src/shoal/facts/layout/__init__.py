@@ -133,6 +133,10 @@ class Layout(BaseModel):
         """Micro-batches that one data rank works through in a step."""
         return accumulation(batch, self.data_ranks, self.micro_batch(batch))
 
+    def one_pass(self, batch: int) -> bool:
+        """One rank and one micro-batch: a gradient is complete as it is computed, nothing is ever added to it."""
+        return self.world == 1 and self.accumulation(batch) == 1
+
     def positions(self, batch: int, data_rank: int) -> list[range]:
         """A data rank's places in the global batch, one range a micro-batch."""
         micro, count = self.micro_batch(batch), self.accumulation(batch)

@@ -187,7 +187,7 @@ class PipelineStages(NamedTuple):
 def _inventories(workload: Workload, ranks: Iterable[int]) -> Iterator[RankInventory]:
     pipeline, micro_batch = _pipeline(workload), micro_batch_bytes(workload)
     sharded = parameters_are_sharded(workload)
-    hold = bytes_per_parameter(workload.recipe, workload.stack, sharded)
+    hold = bytes_per_parameter(workload.recipe, workload.stack, sharded, workload.one_pass)
     for rank in ranks:
         yield RankInventory(workload, rank, pipeline.ranks[rank], pipeline.ends, hold, micro_batch, sharded)
 

@@ -17,8 +17,9 @@ class Logits(NamedTuple):
     peak: float  # logits and what is made of them at the fullest moment
     resting: float = 0.0  # kept between the passes
     cast: float = 0.0  # kept beside them: the head's weight in the compute precision
-    # Of the head's weight: what it is multiplied as, where that is not kept; a chunk's product that is its gradient;
-    # the sum of several chunks'; and the gradient as it waits for the backward pass.
+    # Of the head's weight: what it is multiplied as, where that is not kept; the product of one chunk that is its
+    # gradient; the sum of several chunks', to which their products are added as they are computed; and the gradient as
+    # it waits for the backward pass.
     copy: float = 0.0
     product: float = 0.0
     added: float = 0.0
@@ -46,7 +47,7 @@ def logits(
             peak=(hold.compute * rows + 6 * hold.wide) * here,
             resting=hold.compute * model.hidden * tokens,  # the gradients of the hidden states
             copy=copy,
-            product=matrix * hold.compute,
+            product=0.0 if stack.adds_products and here < tokens else matrix * hold.compute,
             added=matrix * hold.wide if here < tokens else 0.0,
             waiting=matrix * handed_on,
         )

@@ -35,7 +35,7 @@ def parameters_are_sharded(workload: Workload) -> bool:
 def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
     layout, recipe = workload.layout, workload.recipe
     sharded = parameters_are_sharded(workload)
-    hold = bytes_per_parameter(recipe, workload.stack, sharded)
+    hold = bytes_per_parameter(recipe, workload.stack, sharded, workload.one_pass)
     work = BlockWorkload(
         tokens=workload.tokens,
         rows=workload.micro,

@@ -41,7 +41,7 @@ def optimizer_states(rank: RankInventory) -> Resting:
 
 
 def _unsharded(rank: RankInventory) -> BytesPerParameter:
-    return bytes_per_parameter(rank.workload.recipe, rank.workload.stack)
+    return bytes_per_parameter(rank.workload.recipe, rank.workload.stack, one_pass=rank.workload.one_pass)
 
 
 def updated_gradients(rank: RankInventory) -> float:

@@ -129,16 +129,21 @@ class MeasuredKernels(Kernels):
     def moved(self, size: float) -> float:
         return self.shared * super().moved(size)
 
-    def updated(self, elements: float, optimizer: str, clipped: bool, copied: bool) -> float:
-        """Clipping and the optimizer, over so many parameters. ``copied``: and their working copies."""
-        bits, size = 8 * self.widths.states, elements * self.widths.states
+    def updated(self, elements: float, optimizer: str, copied: bool, gradient: float) -> float:
+        """The norm of gradients of that many bytes each, and the optimizer, over so many parameters.
+
+        ``copied``: and their working copies, which AdamW writes in the same pass.
+        """
+        states, compute = self.widths.states, self.widths.compute
         # SGD keeps one moment, not two: it reads gradient, weight and moment and writes the last two.
-        passes = 7 if optimizer == "adamw" else 5
-        works = [OperatorWork(f"adamw {bits} bit", passes * size, 1)]
-        works += [OperatorWork(f"clip {bits} bit", 3 * size, 1)] if clipped else []
-        if copied and self.widths.compute < self.widths.states:
-            works.append(OperatorWork("weights", size + elements * self.widths.compute, 1))
-        return self.works(works)
+        passes = 6 if optimizer == "adamw" else 4
+        copy = compute if copied and compute < states else 0
+        return self.works(
+            [
+                OperatorWork(f"adamw {8 * states} bit", (passes * states + gradient + copy) * elements, 1),
+                OperatorWork(f"norm {8 * round(gradient)} bit", gradient * elements, 1),
+            ]
+        )
 
 
 def _shape(rows: int, inner: int, columns: int) -> Place:

@@ -20,12 +20,13 @@ from shoal.predict.workload import Workload
 WIDENING = 2.4
 
 
-def handling(widths: Widths, sharded: bool, micro_batches: int) -> Passes:
+def handling(widths: Widths, sharded: bool, micro_batches: int, narrow: bool) -> Passes:
     """Bytes that move for every parameter and micro-batch. The first one's gradients have nothing to be added to.
 
-    A gradient is widened to its parameter's state. A parameter that is wider than its state is cast where it is used.
+    A gradient is widened to its parameter's state, unless it stays as it was computed (``narrow``). A parameter that is
+    wider than its state is cast where it is used.
     """
-    if sharded:
+    if sharded or (narrow and widths.compute < widths.states):
         return NONE
     each = float(widths.states + widths.compute) if widths.casts else 0.0
     ahead = each if widths.compute > widths.states else 0.0

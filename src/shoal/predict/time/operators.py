@@ -266,10 +266,9 @@ def head(model: Model, tokens: int, rows: int, widths: Widths) -> EndOperators:
     matrix = rows * model.hidden
     forward += cast(matrix, widths)
     if len(sizes) > 1:
-        # The first chunk's gradient of the weight is widened, the others' are added to it.
-        widened = widths.compute + widths.wide if widths.compute < widths.wide else 0
-        forward += matrices(1, matrix, widened)
-        forward += matrices(len(sizes) - 1, matrix * (len(sizes) - 1), widths.compute + 2 * widths.wide)
+        # The first chunk's gradient of the weight is written wide, the others' are added to it as they are computed.
+        forward += matrices(1, matrix, widths.wide - widths.compute)
+        forward += matrices(len(sizes) - 1, matrix * (len(sizes) - 1), 2 * widths.wide - widths.compute)
         forward += matrices(1, matrix, widths.wide + widths.states if widths.states < widths.wide else 0)
     elif widths.casts:
         forward += matrices(1, matrix, widths.compute + widths.states)

@@ -230,7 +230,7 @@ def _share(workload: Workload, on: CostModel, experts: bool) -> LayerShare:
 
 
 def _handled(workload: Workload, on: CostModel) -> Passes:
-    return on.handling(workload.groups[DENSE].fully_sharded, workload.accumulation)
+    return on.handling(workload.groups[DENSE].fully_sharded, workload.accumulation, workload.narrow_gradients)
 
 
 Spent = dict[str, dict[str, float]]
@@ -294,13 +294,20 @@ def _optimizer(workload: Workload, on: CostModel) -> float:
     here = rank_parameters(workload.layout, workload.model, workload.cut_by, 0)
     group = workload.groups[DENSE]
     whole = group.sharded.size == 1 or group.zero < 3
-    return update_seconds(on, trained_with_experts(workload, here) / group.sharded.size, whole)
+    elements = trained_with_experts(workload, here) / group.sharded.size
+    return update_seconds(on, elements, whole, workload.narrow_gradients)
 
 
-def update_seconds(on: CostModel, elements: float, whole: bool) -> float:
-    """Clipping and updating so many parameters. ``whole``: they are not gathered where they are used."""
+def update_seconds(on: CostModel, elements: float, whole: bool, narrow: bool = False) -> float:
+    """Clipping and updating so many parameters.
+
+    ``whole``: they are not gathered where they are used. ``narrow``: their gradients are as they were computed.
+    """
     if isinstance(on.kernels, MeasuredKernels):
-        return on.kernels.updated(elements, on.recipe.optimizer, bool(on.recipe.clip), whole)
+        widths = on.kernels.widths
+        return on.kernels.updated(
+            elements, on.recipe.optimizer, whole, widths.compute if narrow else widths.states
+        )
     return on.kernels.moved(elements * update_bytes(on.recipe, on.stack, whole))
 
 

@@ -21,6 +21,7 @@ from shoal.predict.time import operators
 from shoal.predict.time.operators import Operator, OperatorWork, Widths, moved
 from shoal.prove.calibrate.sampling import Pool, TimedWork
 from shoal.prove.calibrate.sizes import CalibrationSizes, Load
+from shoal.train.adamw import AdamW
 
 # A call, and what its gradients are for.
 Made = tuple[Callable[[], Tensor], tuple[Tensor, ...]]
@@ -176,13 +177,16 @@ def _weights(device: torch.device, load: Load, elements: int) -> Callable[[], ob
 
 
 def _updates(load: Load, precision: str, device: torch.device) -> Iterator[TimedWork]:
-    """Fused AdamW, and clipping, over parameters of a few sizes: at rest in either precision."""
+    """AdamW, which writes a narrower copy of wide weights, and the norm of gradients, over parameters of a few sizes:
+    at rest in either precision."""
     for states in dict.fromkeys((load.states, load.precision)):
         for elements in load.updates:
             size, bits = elements * states.itemsize, 8 * states.itemsize
             trained = partial(_parameters, elements, states, device)
-            yield TimedWork((KIND, precision, f"adamw {bits} bit", 7.0 * size), partial(_adamw, trained))
-            yield TimedWork((KIND, precision, f"clip {bits} bit", 3.0 * size), partial(_clipping, trained))
+            copied = load.precision if load.precision.itemsize < states.itemsize else None
+            moved = 7.0 * size + (0 if copied is None else elements * copied.itemsize)
+            yield TimedWork((KIND, precision, f"adamw {bits} bit", moved), partial(_adamw, trained, copied))
+            yield TimedWork((KIND, precision, f"norm {bits} bit", float(size)), partial(_norms, trained))
 
 
 def _parameters(elements: int, states: torch.dtype, device: torch.device) -> list[nn.Parameter]:
@@ -192,18 +196,29 @@ def _parameters(elements: int, states: torch.dtype, device: torch.device) -> lis
     return found
 
 
-def _adamw(trained: Callable[[], list[nn.Parameter]]) -> Callable[[], object]:
-    return torch.optim.AdamW(trained(), lr=1e-6, fused=True).step
+def _adamw(trained: Callable[[], list[nn.Parameter]], copied: torch.dtype | None) -> Callable[[], object]:
+    weights = trained()
+    working: dict[Tensor, Tensor] = {}
+    if copied is not None:
+        working = {weight: weight.detach().to(copied) for weight in weights}
+    optimizer = AdamW([{"params": weights}], working, lr=1e-6)
+    zero = torch.zeros((), device=weights[0].device)
+    optimizer.found_inf, optimizer.grad_scale = zero, zero + 1
+    if optimizer.writes_copies or not working:
+        return optimizer.step
+
+    def step_and_copy() -> None:
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(list(working.values()), [weight.detach() for weight in working])
+
+    return step_and_copy
 
 
-def _clipping(trained: Callable[[], list[nn.Parameter]]) -> Callable[[], object]:
-    return partial(_clip, trained())
-
-
-def _clip(parameters: list[nn.Parameter]) -> None:
-    """The norm is not read back, so that nothing waits for it."""
-    norm = torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
-    torch.nn.utils.clip_grads_with_norm_(parameters, 1e9, norm)
+def _norms(trained: Callable[[], list[nn.Parameter]]) -> Callable[[], object]:
+    """Not read back, so that nothing waits for it."""
+    gradients = [weight.grad for weight in trained() if weight.grad is not None]
+    return partial(torch._foreach_norm, gradients, 2, torch.float32)
 
 
 def found(measured: Sequence[TimedWork], precision: str) -> dict[str, Curve]:

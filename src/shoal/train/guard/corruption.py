@@ -24,7 +24,7 @@ from shoal.comm.renamed import all_gather_single
 from shoal.facts.model.parameters import EMBEDDING, Parameter, by_name
 from shoal.facts.model.tensor_split import tensor_part
 from shoal.facts.traffic import name_ranks
-from shoal.parallel.shards import Shard, has_master
+from shoal.parallel.shards import Shard
 from shoal.train.guard.digest import BLOCK, Digests, digest, prepare
 from shoal.train.step import Step
 
@@ -222,7 +222,7 @@ class CorruptionGuard:
         yield from self._weights
         counts: dict[str, list[tuple[Shard, Tensor]]] = {}
         for piece, elements, kept_as in self._pieces:
-            if has_master(piece.held.parameter):
+            if piece.held.has_master:
                 yield GuardedTensor(MASTER, piece.name, elements, kept_as, piece.tensor)
             for kind, values in sorted(self.optimizer.state.get(piece.tensor, {}).items()):
                 if isinstance(values, Tensor) and values.dim() == 0:

