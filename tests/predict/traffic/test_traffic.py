@@ -14,6 +14,7 @@ FP64 = {"precision": "fp64"}
 DROPOUT = {"dropout": 0.1}
 FP8 = {"precision": "fp8"}
 ROWWISE = {**FP8, "fp8": "rowwise"}
+TWO = {"layers": 2}  # where more of them would only be compiled longer
 TILES = {"hidden": 32, "head_dim": 16, "ffn": 64, "layers": 3}
 
 WORLD_2 = [
@@ -59,11 +60,11 @@ WORLD_2 = [
     Case("cp=2,zero=1,recompute=full", {**TIED, "window": 3}),
     Case("cp=2,cp_kind=ulysses,zero=2,micro=4,recompute=selective", SHARED_HEADS),
     Case("cp=2,cp_kind=ulysses", GPT2),
-    Case("cp=2", {}, compiled=True),
-    Case("cp=2,zero=1,recompute=full", {}, compiled=True),
-    Case("cp=2,recompute=selective", {}, compiled=True),
-    Case("cp=2,cp_kind=ulysses,recompute=selective", {}, compiled=True),
-    Case("cp=2,cp_kind=ulysses,zero=2,recompute=full", {}, compiled=True),
+    Case("cp=2", TWO, compiled=True),
+    Case("cp=2,zero=1,recompute=full", TWO, compiled=True),
+    Case("cp=2,recompute=selective", TWO, compiled=True),
+    Case("cp=2,cp_kind=ulysses,recompute=selective", TWO, compiled=True),
+    Case("cp=2,cp_kind=ulysses,zero=2,recompute=full", TWO, compiled=True),
 ]
 WORLD_4 = [
     Case("fsdp=2,tp=2,micro=2", {**TILES, **QWEN2}, ROWWISE),
@@ -95,7 +96,7 @@ WORLD_4 = [
     Case("tp=2,cp=2", QWEN2),
     Case("tp=2,sp=0,cp=2,cp_kind=ulysses", SHARED_HEADS),
     Case("cp=2,pp=2,schedule=zb", TIED),
-    Case("tp=2,cp=2", {}, compiled=True),
+    Case("tp=2,cp=2", TWO, compiled=True),
 ]
 
 
