@@ -37,7 +37,9 @@ def test_a_run_leaves_what_the_contract_names(train: Train) -> None:
     assert json.loads(directory.plan.read_text())["layout"] == "dp=1"
 
 
-@pytest.mark.parametrize("precision,tolerance", [("fp32", 2e-6), ("fp64", 1e-12)])
+@pytest.mark.parametrize(
+    "precision,tolerance", [pytest.param("fp32", 2e-6, marks=pytest.mark.long), ("fp64", 1e-12)]
+)
 def test_replicas_and_accumulation_change_no_loss(train: Train, precision: str, tolerance: float) -> None:
     """Unpacked rows of unequal lengths: every micro-batch and every rank has another number of targets."""
     options = {"recipe__precision": precision, "data__packing": False}

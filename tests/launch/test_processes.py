@@ -70,7 +70,12 @@ def test_a_killed_launcher_takes_its_workers_along_and_the_run_goes_on(start: St
 
 @pytest.mark.parametrize(
     "number,seconds",
-    [(signal.SIGINT, 0.9), (signal.SIGINT, 3.0), (signal.SIGTERM, 0.9), (signal.SIGUSR1, 3.0)],
+    [
+        (signal.SIGINT, 0.9),
+        pytest.param(signal.SIGINT, 3.0, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, 0.9, marks=pytest.mark.long),
+        (signal.SIGUSR1, 3.0),
+    ],
 )
 def test_a_stop_before_the_first_step_is_a_stop(start: Start, number: signal.Signals, seconds: float) -> None:
     """To the whole process group, as a terminal sends Ctrl-C; while torch is still being imported."""
