@@ -37,7 +37,9 @@ def test_a_run_leaves_what_the_contract_names(train: Train) -> None:
     assert json.loads(directory.plan.read_text())["layout"] == "dp=1"
 
 
-@pytest.mark.parametrize("precision,tolerance", [("fp32", 2e-6), ("fp64", 1e-12)])
+@pytest.mark.parametrize(
+    "precision,tolerance", [pytest.param("fp32", 2e-6, marks=pytest.mark.long), ("fp64", 1e-12)]
+)
 def test_replicas_and_accumulation_change_no_loss(train: Train, precision: str, tolerance: float) -> None:
     """Unpacked rows of unequal lengths: every micro-batch and every rank has another number of targets."""
     options = {"recipe__precision": precision, "data__packing": False}
@@ -61,11 +63,11 @@ def test_replicas_and_accumulation_change_no_loss(train: Train, precision: str, 
 def test_a_signal_finishes_the_step_commits_and_the_same_command_continues(
     train: Train, tmp_path: Path, number: signal.Signals
 ) -> None:
-    options = {"recipe__steps": 150, "checkpoint__every": 1000, "recipe__dropout": 0.1}
+    options = {"recipe__steps": 70, "checkpoint__every": 1000, "recipe__dropout": 0.1}
     with after_steps(tmp_path / "stopped", 5, lambda: os.kill(os.getpid(), number)):
         stopped = train("stopped", "dp=2", **options)
     assert stopped.report.code == STOPPED, stopped.report.message
-    assert 5 <= stopped.report.step == len(stopped.rows) < 150
+    assert 5 <= stopped.report.step == len(stopped.rows) < 70
     assert stopped.directory.disk.committed() == [stopped.report.step]
     if number != signal.SIGTERM:
         return
@@ -76,13 +78,15 @@ def test_a_signal_finishes_the_step_commits_and_the_same_command_continues(
     assert continued.tensors() == whole.tensors()
 
 
-@pytest.mark.parametrize("precision,tolerance", [("fp32", 2e-5), ("fp64", 1e-10)])
+@pytest.mark.parametrize(
+    "precision,tolerance", [pytest.param("fp32", 2e-5, marks=pytest.mark.long), ("fp64", 1e-10)]
+)
 def test_a_chain_of_resumes_in_other_layouts_is_one_run(
     train: Train, tmp_path: Path, precision: str, tolerance: float
 ) -> None:
     """Stopped five times and continued split in other ways: losses, weights and optimizer states of one process."""
     options = {
-        "recipe__steps": 80,
+        "recipe__steps": 60,
         "checkpoint__every": 1000,
         "recipe__precision": precision,
         "recipe__lr": 1e-3,
@@ -95,7 +99,7 @@ def test_a_chain_of_resumes_in_other_layouts_is_one_run(
         with after_steps(tmp_path / "moved", done + 3, lambda: os.kill(os.getpid(), signal.SIGTERM)):
             stopped = train("moved", layout, **options)
         assert stopped.report.code == STOPPED, stopped.report.message
-        assert done + 3 <= stopped.report.step < 80
+        assert done + 3 <= stopped.report.step < 60
         done = stopped.report.step
     moved = train("moved", layouts[-1], **options)
     assert moved.report.code == FINISHED, moved.report.message
@@ -129,14 +133,14 @@ def test_strict_runs_are_the_same_to_the_bit_in_any_layout(train: Train) -> None
 
 
 def test_a_killed_worker_is_replaced_and_the_curve_is_the_same(train: Train, tmp_path: Path) -> None:
-    options = {"recipe__steps": 100, "checkpoint__every": 10}
-    with after_steps(tmp_path / "killed", 25, lambda: os.kill(_workers()[1], signal.SIGKILL)):
+    options = {"recipe__steps": 50, "checkpoint__every": 5}
+    with after_steps(tmp_path / "killed", 15, lambda: os.kill(_workers()[1], signal.SIGKILL)):
         killed = train("killed", "dp=2", **options)
     assert killed.report.code == FINISHED, killed.report.message
     faults = [json.loads(line) for line in killed.directory.faults.read_text().splitlines()]
     assert [row["kind"] for row in faults] == ["killed", "restart"]
     assert faults[0]["rank"] == 1 and faults[0]["message"] == "rank 1 failed: killed by SIGKILL"
-    assert faults[1]["resumed_step"] >= 20
+    assert faults[1]["resumed_step"] >= 10
     whole = train("whole", "dp=2", **options)
     assert killed.hexes == whole.hexes
     assert killed.tensors() == whole.tensors()
@@ -173,16 +177,16 @@ def test_a_full_disk_keeps_the_last_commit(train: Train, tmp_path: Path) -> None
         for worker in _workers():
             resource.prlimit(worker, resource.RLIMIT_FSIZE, (1000, 1000))
 
-    with after_steps(tmp_path / "run", 25, fill):
-        run = train(layout="dp=2", recipe__steps=60, checkpoint__every=10)
+    with after_steps(tmp_path / "run", 20, fill):
+        run = train(layout="dp=2", recipe__steps=40, checkpoint__every=8)
     assert run.report.code == FAILED
     assert run.report.message.startswith("rank 0 failed: the disk is full")
-    # The commit of step 20 may have been on its way.
-    assert run.report.step in (10, 20)
+    # The commit of step 16 may have been on its way.
+    assert run.report.step in (8, 16)
     assert not list(run.directory.checkpoints.glob(".unfinished*"))
-    continued = train(layout="dp=2", recipe__steps=60, checkpoint__every=10)
+    continued = train(layout="dp=2", recipe__steps=40, checkpoint__every=8)
     assert continued.report.code == FINISHED
-    assert continued.hexes == train("whole", "dp=2", recipe__steps=60, checkpoint__every=10).hexes
+    assert continued.hexes == train("whole", "dp=2", recipe__steps=40, checkpoint__every=8).hexes
 
 
 def test_a_live_run_keeps_its_directory(train: Train, tmp_path: Path) -> None:
@@ -208,7 +212,7 @@ def test_a_run_without_checkpoints_is_not_overwritten(train: Train) -> None:
 
 
 def test_a_run_that_was_stopped_once_and_then_finished_is_finished(train: Train, tmp_path: Path) -> None:
-    options = {"recipe__steps": 150, "checkpoint__every": 0}
+    options = {"recipe__steps": 70, "checkpoint__every": 0}
     with after_steps(tmp_path / "run", 3, lambda: os.kill(os.getpid(), signal.SIGTERM)):
         assert train(**options).report.code == STOPPED
     assert train(**options).report.code == FINISHED

@@ -30,7 +30,7 @@ def test_the_run_goes_on_with_the_devices_that_are_left(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks on a CPU need no devices, so how many there are is made up; all else is real."""
-    options = {"run__strict": True, "recipe__steps": 40, "checkpoint__every": 5, "cluster__on": "4xcpu"}
+    options = {"run__strict": True, "recipe__steps": 25, "checkpoint__every": 3, "cluster__on": "4xcpu"}
     there = [4]
     monkeypatch.setattr(local, "devices_here", lambda job, visible: there[0])
 
@@ -40,7 +40,7 @@ def test_the_run_goes_on_with_the_devices_that_are_left(
         assert snapshot is not None
         os.kill(snapshot.pid, signal.SIGKILL)
 
-    with after_steps(tmp_path / "lost", 6, lose_two):
+    with after_steps(tmp_path / "lost", 4, lose_two):
         lost = train("lost", "dp=2,fsdp=2", **options)
     assert lost.report.code == FINISHED, lost.report.message
     # Eight sequences do not divide over three devices.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.parallel.sharding import ROWS
 from tests.parallel.test_float8 import MODEL, place, step
 from tests.ranks import run_ranks
 from torch import Tensor
@@ -31,9 +32,10 @@ def train(
     if not narrow:
         float8_gather.rounded_before_gathering = lambda scaling: False
     placed, mesh = place(rank, layout, "tensorwise", compile_with)
-    step(placed, mesh, 1)
+    rows = ROWS // (2 * mesh.layout.data_ranks)
+    step(placed, mesh, rows)
     with CollectiveCounter(mesh.names) as counter:
-        step(placed, mesh, 1)
+        step(placed, mesh, rows)
     assert placed.compiled is None or placed.compiled.problem is None
     linears = [
         child

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 from tests.predict.sending import GPT2, NEOX, QWEN2, QWEN3, SHARED_HEADS, TIED, Case, count
 from tests.ranks import run_ranks
 
 from shoal.facts import logits
-from shoal.facts.traffic import Traffic
 from shoal.predict.traffic import traffic
 
 BF16 = {"precision": "bf16"}
@@ -17,6 +14,7 @@ FP64 = {"precision": "fp64"}
 DROPOUT = {"dropout": 0.1}
 FP8 = {"precision": "fp8"}
 ROWWISE = {**FP8, "fp8": "rowwise"}
+TWO = {"layers": 2}  # where more of them would only be compiled longer
 TILES = {"hidden": 32, "head_dim": 16, "ffn": 64, "layers": 3}
 
 WORLD_2 = [
@@ -62,11 +60,11 @@ WORLD_2 = [
     Case("cp=2,zero=1,recompute=full", {**TIED, "window": 3}),
     Case("cp=2,cp_kind=ulysses,zero=2,micro=4,recompute=selective", SHARED_HEADS),
     Case("cp=2,cp_kind=ulysses", GPT2),
-    Case("cp=2", {}, compiled=True),
-    Case("cp=2,zero=1,recompute=full", {}, compiled=True),
-    Case("cp=2,recompute=selective", {}, compiled=True),
-    Case("cp=2,cp_kind=ulysses,recompute=selective", {}, compiled=True),
-    Case("cp=2,cp_kind=ulysses,zero=2,recompute=full", {}, compiled=True),
+    Case("cp=2", TWO, compiled=True),
+    Case("cp=2,zero=1,recompute=full", TWO, compiled=True),
+    Case("cp=2,recompute=selective", TWO, compiled=True),
+    Case("cp=2,cp_kind=ulysses,recompute=selective", TWO, compiled=True),
+    Case("cp=2,cp_kind=ulysses,zero=2,recompute=full", TWO, compiled=True),
 ]
 WORLD_4 = [
     Case("fsdp=2,tp=2,micro=2", {**TILES, **QWEN2}, ROWWISE),
@@ -98,27 +96,32 @@ WORLD_4 = [
     Case("tp=2,cp=2", QWEN2),
     Case("tp=2,sp=0,cp=2,cp_kind=ulysses", SHARED_HEADS),
     Case("cp=2,pp=2,schedule=zb", TIED),
-    Case("tp=2,cp=2", {}, compiled=True),
+    Case("tp=2,cp=2", TWO, compiled=True),
 ]
 
 
-@cache
-def counted(world: int) -> list[list[list[Traffic]]]:
-    """Rank by rank, what every case of a world was counted to send."""
-    return run_ranks(world, count, WORLD_2 if world == 2 else WORLD_4)
+# As many cases as share their processes: any worker of the test suite can run any of the groups.
+TOGETHER = 7
 
 
-@pytest.mark.parametrize("number", range(len(WORLD_2)), ids=[str(case) for case in WORLD_2])
-def test_two_ranks_send_what_was_announced(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_announced(2, WORLD_2[number], number, monkeypatch)
+def groups(cases: list[Case]) -> list[list[Case]]:
+    """Those that are compiled by themselves: they share what the compiler has to import."""
+    kinds = ([case for case in cases if case.compiled == compiled] for compiled in (False, True))
+    return [kind[first : first + TOGETHER] for kind in kinds for first in range(0, len(kind), TOGETHER)]
 
 
-@pytest.mark.parametrize("number", range(len(WORLD_4)), ids=[str(case) for case in WORLD_4])
-def test_four_ranks_send_what_was_announced(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_announced(4, WORLD_4[number], number, monkeypatch)
+@pytest.mark.parametrize("cases", groups(WORLD_2), ids=lambda cases: f"{cases[0]} and {len(cases) - 1} more")
+def test_two_ranks_send_what_was_announced(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_announced(2, cases, monkeypatch)
 
 
-def assert_announced(world: int, case: Case, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits, "LOGITS_AT_ONCE", case.logits_at_once)
-    for rank, cases in enumerate(counted(world)):
-        assert traffic(case.workload, rank) == cases[number], f"rank {rank}"
+@pytest.mark.parametrize("cases", groups(WORLD_4), ids=lambda cases: f"{cases[0]} and {len(cases) - 1} more")
+def test_four_ranks_send_what_was_announced(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_announced(4, cases, monkeypatch)
+
+
+def assert_announced(world: int, cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, counted in enumerate(run_ranks(world, count, cases)):
+        for case, sent in zip(cases, counted, strict=True):
+            monkeypatch.setattr(logits, "LOGITS_AT_ONCE", case.logits_at_once)
+            assert traffic(case.workload, rank) == sent, f"{case}, rank {rank}"
