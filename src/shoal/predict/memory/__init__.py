@@ -2,9 +2,9 @@
 
 From top to bottom: the inventory of a rank (``inventory``: its stages, their parameters, bytes per parameter and per
 micro-batch) → what each category holds of it (``states``: parameters and optimizer states; ``gradients``, with what
-reducing them puts into buffers: ``replicate``, ``zero``, ``shard``, ``offload``, by the strategy's name; ``activations``;
-``logits``) → the few moments that can be the fullest (``peaks``) → the ledger, with what the device holds beyond its
-tensors (``device``). A ledger is the largest sum of what is there together, not a sum of maxima.
+reducing them puts into buffers: ``replicate``, ``zero``, ``shard``, ``offload``, by the strategy's name;
+``activations``; ``logits``) → the few moments that can be the fullest (``peaks``) → the ledger, with what the device
+holds beyond its tensors (``device``). A ledger is the largest sum of what is there together, not a sum of maxima.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """zero=2 without a pipeline: a rank's own share of the gradients from the start, and a few buckets that pass by.
 
-So it is in every other strategy with whole parameters where gradients leave the device as they are summed; of that share
-there is then what stays.
+So it is in every other strategy with whole parameters where gradients leave the device as they are summed; of that
+share there is then what stays.
 """
 
 from __future__ import annotations
