@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shoal.facts.config import Lora
-from shoal.facts.layout import Offload
+from shoal.facts.layout import OFFLOADABLE, Offload
+from shoal.facts.layout.offload import waiting
 from shoal.plan.choose import Chosen
 from shoal.plan.explain import GIB, binds, lacks, percent, strategy
 from shoal.plan.judge import UNRUN, Plan
@@ -81,9 +82,9 @@ def _beside_ddp(plan: Plan) -> str:
 def _offloaded(plan: Plan, remedies: list[Remedy]) -> str:
     memory, per_node = plan.memory, min(plan.world, plan.workload.cluster.devices_per_node)
     kept: dict[str, list[str]] = {"in host memory": [], "on NVMe": []}
-    for part in plan.layout.offload:
-        for where, what in _waiting(part):
-            kept[where].append(what)
+    parts = (waiting(plan.layout.offload, what) for what in OFFLOADABLE)
+    for where, what in (pair for part in parts if part for pair in _waits(part)):
+        kept[where].append(what)
     sizes = {"in host memory": memory.host, "on NVMe": memory.nvme}
     places = [
         f"{sizes[where] * per_node / GIB:,.0f} GiB {where} ({', '.join(what)})"
@@ -95,7 +96,7 @@ def _offloaded(plan: Plan, remedies: list[Remedy]) -> str:
     return f"{said} Without it: {without}." if without else said
 
 
-def _waiting(part: Offload) -> Iterator[tuple[str, str]]:
+def _waits(part: Offload) -> Iterator[tuple[str, str]]:
     """What of a layout waits where."""
     there = "on NVMe" if part.nvme else "in host memory"
     share = "" if part.fraction == 1.0 else f" of {part.fraction:.0%} of the parameters"
