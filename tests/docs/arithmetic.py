@@ -130,14 +130,14 @@ def giant_on_eight() -> Row:
     states, lean = count * weighs(PLAIN) / 1e12, count * weighs(NO_MASTER) / 1e12
     plain = "shoal plan gpt3-175b --on 8xH100 --seq 2048 --batch 8 --layout fsdp=8,micro=1,recompute=full"
     away = f"{plain},offload=optimizer+params"
-    narrow = f"{away} --states bf16"
+    narrow = f"{away} --states bf16 --reduce bf16"
     host, half = (ledger(asked(command)) for command in (away, narrow))
     why = (
         f"{count / 1e9:.1f}e9 · {weighs(PLAIN):g}; {lean:.1f} TB even at {weighs(NO_MASTER):g} bytes. `{plain}`: "
         f"{shown(ledger(asked(plain)))}. With `offload=optimizer+params`: {shown(host)}, since then "
         f"{host.host * 8 / 1e12:.1f} TB wait in the host's memory, of which a node of 2 TiB can give "
-        f"{host.host_capacity * 8 / 1e12:.1f}; with `--states bf16` as well {half.host * 8 / 1e12:.1f} TB: "
-        f"{shown(half)}"
+        f"{host.host_capacity * 8 / 1e12:.1f}; with `--states bf16 --reduce bf16` as well "
+        f"{half.host * 8 / 1e12:.1f} TB: {shown(half)}"
     )
     right = f"{states:.1f} TB of states, {8 * 80 / 1e3:g} TB of memory: impossible without offload"
     return "ZeRO-3 trains 175B on 8 GPUs of 80 GB", right, why

@@ -8,6 +8,8 @@ import pytest
 from tests.plan.planning import answered
 
 from shoal.plan.decide import duration
+from shoal.plan.report import plan_report
+from shoal.plan.request import plan_request
 
 
 def test_it_says_what_to_run_with_numbers() -> None:
@@ -118,3 +120,21 @@ def test_a_batch_that_is_the_limit_is_said_to_be() -> None:
     reasons = answered("llama3-8b", "64xH100", 8192, 1).decision.reasons
     assert any("The batch of 1 is smaller than the 64 GPUs" in reason for reason in reasons)
     assert not any("The batch" in reason for reason in answered("llama3-8b", "8xH100").decision.reasons)
+
+
+def test_seven_billion_parameters_on_one_card_wait_in_the_hosts_memory() -> None:
+    found = answered("llama2-7b", "1xRTX4090", 2048, 8)
+    plan = found.choice
+    assert plan is not None and plan.fits and [part.what for part in plan.layout.offload] == ["optimizer"]
+    waiting = (
+        f"{plan.memory.host / 2**30:,.0f} GiB in host memory (master weights, optimizer states and gradients"
+    )
+    assert f"Off the device wait, per node: {waiting}" in found.decision.text
+
+
+def test_what_waits_on_disks_is_told_from_what_waits_in_memory() -> None:
+    layout = "recompute=full,offload=optimizer@nvme+params:0.5"
+    asked = plan_request("llama2-7b", "1xRTX4090", seq=2048, batch=8, layout=layout)
+    text = plan_report(asked).decision.text
+    assert "GiB in host memory (gradients and new weights, weights of 50% of the parameters)" in text
+    assert "GiB on NVMe (master weights and optimizer states)" in text

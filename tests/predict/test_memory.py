@@ -62,14 +62,6 @@ def test_a_policy_that_saves_memory_does() -> None:
     assert peak(base) < peak(base, compile=False)
 
 
-def test_offloaded_bytes_wait_elsewhere() -> None:
-    on_device = Workload(PRESETS["llama3-70b"], find("8xH100"), RECIPE, Layout.parse("fsdp=8,micro=1"))
-    away = replace(on_device, layout=Layout.parse("fsdp=8,micro=1,offload=optimizer@nvme+params"))
-    here, there = ledger(on_device), ledger(away)
-    assert not here.fits and there.params == there.optimizer == 0
-    assert there.nvme == here.optimizer and there.host == pytest.approx(2 * here.params, rel=0.01)
-
-
 def test_lora_trains_little_of_a_frozen_model() -> None:
     workload = Workload(PRESETS["llama2-7b"], find("1xH100"), RECIPE, Layout.parse("micro=1,recompute=full"))
     whole, adapted = ledger(workload), ledger(replace(workload, lora=Lora()))

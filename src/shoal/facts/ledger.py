@@ -31,10 +31,11 @@ class Ledger:
     host: int = 0  # waiting in the host's memory
     host_capacity: int = 0  # a device's share of it
     nvme: int = 0  # and on its disks
+    nvme_capacity: int = 0  # a device's share of those
 
     @property
     def fits(self) -> bool:
-        return self.device_fits and self.host <= self.host_capacity
+        return self.device_fits and self.host <= self.host_capacity and self.nvme <= self.nvme_capacity
 
     @property
     def device_fits(self) -> bool:

@@ -8,9 +8,10 @@ dropped whole, another is split further, and a layout whose exact time comes out
 from __future__ import annotations
 
 import heapq
-from bisect import bisect
+from bisect import bisect, bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
 from math import inf
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from shoal.facts.ledger import Ledger
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import (
     EVERYTHING,
+    FRACTIONS,
     NOTHING,
     OFFLOADS,
     ON_NVME,
@@ -29,6 +31,7 @@ from shoal.plan.space import (
     Space,
     StateSharding,
     WorkShare,
+    has_activations,
     placed,
 )
 from shoal.plan.time_bound import TimeBound
@@ -246,7 +249,7 @@ class BestFirst(Walk):
             return
         worked = self.bounds.of_order(split, share, order)
         for offload in ways:
-            if self._may_hold(split, share, order, offload):
+            if has_activations(offload, order.recompute) and self._may_hold(split, share, order, offload):
                 bound = self.bounds.of_offload(split, share, order, offload, worked)
                 self._push(bound, SearchNode(split, share, order.recompute, order, None, offload))
 
@@ -273,9 +276,41 @@ class BestFirst(Walk):
         if strategy in self.settled:
             self.lost.append(priced)
         elif not self._too_large(priced.candidate) and self._fits(priced):
-            self.accepted.append(priced)
+            self.accepted.append(self._balanced(priced))
             self.before.pop(strategy, None)
             self.settled |= {strategy, (*strategy[:-1], True)}
+
+    def _balanced(self, priced: Priced) -> Priced:
+        """The same with the fraction of its optimizer offloaded with which it is fastest, and of those the largest.
+
+        A smaller one leaves less to the host and more on the device, and from where both are done together on no step
+        gets faster.
+        """
+        candidate = priced.candidate
+        offload = {part.what: part for part in candidate.states.offload}
+        if "optimizer" not in offload or "params" in offload:
+            return priced
+
+        @cache
+        def tried(fraction: float) -> Priced:
+            part = offload["optimizer"].model_copy(update={"fraction": fraction})
+            parts = tuple({**offload, "optimizer": part}.values())
+            one = self._priced(candidate._replace(states=candidate.states._replace(offload=parts)))
+            self._worked += COUNTED
+            one.memory = ledger(one.workload)
+            return one
+
+        def fits(fraction: float) -> bool:
+            memory = tried(fraction).memory
+            return memory is not None and memory.fits
+
+        fitting = FRACTIONS[bisect_left(FRACTIONS, True, key=fits) :]
+        if not fitting:
+            return priced
+        fastest = tried(fitting[0]).step.seconds
+        same = bisect(fitting, False, key=lambda one: tried(one).step.seconds > fastest * (1 + 1e-9))
+        found = tried(fitting[max(0, same - 1)])
+        return found if found.step.seconds < priced.step.seconds else priced
 
     def _fits(self, priced: Priced) -> bool:
         if super()._fits(priced):

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shoal.facts.config import Lora
+from shoal.facts.layout import OFFLOADABLE, Offload
+from shoal.facts.layout.offload import waiting
 from shoal.plan.choose import Chosen
 from shoal.plan.explain import GIB, binds, lacks, percent, strategy
 from shoal.plan.judge import UNRUN, Plan
@@ -79,11 +81,34 @@ def _beside_ddp(plan: Plan) -> str:
 
 def _offloaded(plan: Plan, remedies: list[Remedy]) -> str:
     memory, per_node = plan.memory, min(plan.world, plan.workload.cluster.devices_per_node)
-    places = {"memory": memory.host * per_node, "disks": memory.nvme * per_node}
-    waiting = " and ".join(f"{size / GIB:,.0f} GiB of {place}" for place, size in places.items() if size)
+    kept: dict[str, list[str]] = {"in host memory": [], "on NVMe": []}
+    parts = (waiting(plan.layout.offload, what) for what in OFFLOADABLE)
+    for where, what in (pair for part in parts if part for pair in _waits(part)):
+        kept[where].append(what)
+    sizes = {"in host memory": memory.host, "on NVMe": memory.nvme}
+    places = [
+        f"{sizes[where] * per_node / GIB:,.0f} GiB {where} ({', '.join(what)})"
+        for where, what in kept.items()
+        if what
+    ]
     without = next((remedy for remedy in remedies if remedy.what.endswith("without offload")), None)
-    said = f"Offload uses {waiting} per node."
+    said = f"Off the device wait, per node: {' and '.join(places)}."
     return f"{said} Without it: {without}." if without else said
+
+
+def _waits(part: Offload) -> Iterator[tuple[str, str]]:
+    """What of a layout waits where."""
+    there = "on NVMe" if part.nvme else "in host memory"
+    share = "" if part.fraction == 1.0 else f" of {part.fraction:.0%} of the parameters"
+    if part.what == "optimizer" and part.nvme:
+        yield there, f"master weights and optimizer states{share}"
+        yield "in host memory", f"gradients and new weights{share}"
+    elif part.what == "optimizer":
+        yield there, f"master weights, optimizer states and gradients{share}"
+    elif part.what == "params":
+        yield there, f"weights{share}"
+    else:
+        yield there, "inputs of recomputed blocks"
 
 
 def _nothing_fits(asked: PlanRequest, plans: list[Plan], remedies: list[Remedy]) -> str:

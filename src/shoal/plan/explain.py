@@ -92,6 +92,8 @@ def lacks(memory: Ledger) -> str:
 
 
 def _host(memory: Ledger) -> str:
+    if memory.host <= memory.host_capacity:
+        return f"NVMe: {memory.nvme / GIB:.0f} of {memory.nvme_capacity / GIB:.0f} GiB per device"
     return f"host memory: {memory.host / GIB:.0f} of {memory.host_capacity / GIB:.0f} GiB per device"
 
 

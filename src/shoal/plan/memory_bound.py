@@ -20,6 +20,7 @@ from shoal.facts.cluster.stack import Stack
 from shoal.facts.config import Lora
 from shoal.facts.layout import RECOMPUTES, V_SHAPED, Layout, Offload, Recompute, Schedule, Zero, accumulation
 from shoal.facts.layout.float8 import gathered_width
+from shoal.facts.layout.offload import waiting
 from shoal.facts.layout.parameter_groups import placement
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
@@ -116,7 +117,7 @@ class MemoryBound:
         sizes = self._sizes(split, ep, split.data, Blocks(dense, sparse))
         whole = self._whole_experts(split, ep, split.data, sparse)
         weight, optimizer, gradient = self._resting(
-            sizes, whole, sharded=True, scattered=True, offload=offload
+            sizes, whole, sharded=True, scattered=True, offload=offload, piped=split.pp > 1
         )
         return (weight + optimizer) / split.pp, (weight + optimizer + gradient) / split.pp
 
@@ -174,7 +175,9 @@ class MemoryBound:
             any_scattered = any_scattered or sharded or (shards > 1 and states.zero == 2)
             before = min(before, self._during(split, sizes, whole, sharded, states, False))
             later = min(later, self._during(split, sizes, whole, sharded, states, True))
-        weight, optimizer, gradient = self._resting(sizes, whole, any_sharded, any_scattered, offload)
+        weight, optimizer, gradient = self._resting(
+            sizes, whole, any_sharded, any_scattered, offload, split.pp > 1
+        )
         kept = self._kept(split, share, order, offload, not any_sharded, rank)
         # The last backward pass of all finds everyone's gradients, whatever little else is left.
         once = accumulation(self.recipe.batch, split.data, share.micro) == 1
@@ -201,14 +204,15 @@ class MemoryBound:
         if sharded and split.pp > 1:
             gathered = gathered_width(self.recipe) * (sizes.whole - whole)
             return gathered + (hold.reduce * sizes.trained if begun else 0.0)
-        followed = any(part.what == "optimizer" for part in states.offload)  # gradients follow the states
+        if split.pp == 1 and waiting(states.offload, "optimizer"):
+            return 0.0  # gradients follow the states
         if sharded:
             # Replicas of shards add up in the precision that their sums travel in.
             width = min(hold.gradient, hold.reduce) if states.dp > 1 else hold.gradient
-            return width * sizes.trained_share if begun and not followed else 0.0
+            return width * sizes.trained_share if begun else 0.0
         if placed(split, states).sharded.size > 1:
             if states.zero == 2 and split.pp == 1:
-                return 0.0 if followed else hold.gradient * sizes.trained_share - late
+                return hold.gradient * sizes.trained_share - late
             return hold.gradient * sizes.trained - late
         return hold.gradient * sizes.trained - late if states.dp > 1 or begun else 0.0
 
@@ -218,18 +222,31 @@ class MemoryBound:
         return sparse * expert_elements(self.model, split.tp, ep) if routed.sharded.size == 1 else 0
 
     def _resting(
-        self, sizes: ParameterCount, whole: int, sharded: bool, scattered: bool, offload: tuple[Offload, ...]
+        self,
+        sizes: ParameterCount,
+        whole: int,
+        sharded: bool,
+        scattered: bool,
+        offload: tuple[Offload, ...],
+        piped: bool,
     ) -> tuple[float, float, float]:
-        """Bytes of weights, of the optimizer's states, and of gradients at the update."""
-        hold, away = self.in_shards if sharded else self.hold, {part.what for part in offload}
+        """Bytes of weights, of the optimizer's states, and of gradients at the update.
+
+        Of what is offloaded in part, nothing is counted: how much of it stays depends on where it is cut.
+        """
+        updated_away = waiting(offload, "optimizer") is not None
+        hold = self.in_shards if sharded and not updated_away else self.hold
         each = hold.weight if self.lora is None else hold.frozen
-        weight = 0.0 if "params" in away else each * (sizes.share if sharded else sizes.whole)
-        if sharded and weight:
+        weight = each * (sizes.share if sharded else sizes.whole)
+        if waiting(offload, "params"):
+            weight = 0.0
+        elif sharded:
             # Experts that are whole rest as they do without shards; what their masters take besides is left out.
             weight -= max(0.0, hold.weight - self.hold.weight) * whole
-        optimizer = 0.0 if "optimizer" in away else (hold.moments + hold.master) * sizes.trained_share
-        gradient = hold.gradient * (sizes.trained_share if scattered else sizes.trained)
-        return weight, optimizer, 0.0 if scattered and "optimizer" in away else gradient
+        if updated_away and (scattered or not piped):
+            return weight, 0.0, 0.0
+        optimizer = 0.0 if updated_away else (hold.moments + hold.master) * sizes.trained_share
+        return weight, optimizer, hold.gradient * (sizes.trained_share if scattered else sizes.trained)
 
     def _on_rank(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, fsdp: int, rank: int

@@ -102,8 +102,18 @@ def with_devices(cluster: Cluster, devices: int) -> Cluster | None:
     if devices % per_node:
         return None
     domain = min(cluster.fast_domain, devices)
-    links = (cluster.fast, cluster.network, cluster.host_memory)
-    return assemble(name, cluster.device, devices // per_node, per_node, domain, *links)
+    return assemble(
+        name,
+        cluster.device,
+        devices // per_node,
+        per_node,
+        domain,
+        cluster.fast,
+        cluster.network,
+        cluster.host_memory,
+        cluster.host_bandwidth,
+        cluster.nvme,
+    )
 
 
 def over_devices(asked: PlanRequest) -> list[Point]:

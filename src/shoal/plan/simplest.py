@@ -22,6 +22,7 @@ from shoal.plan.space import (
     PipelineOrder,
     StateSharding,
     WorkShare,
+    has_activations,
     layout_of,
     placed,
 )
@@ -81,8 +82,11 @@ class Simplest(Walk):
         super().__post_init__()
         self._to_beat = rank_of(self.best)
         self._orders: dict[tuple[int, bool, bool], dict[int, list[PipelineOrder]]] = {}
-        # With offload only as it is known to fit: where it is needed, that is a search of its own.
-        self._offloads = {NOTHING: None, self.best.candidate.states.offload: None}
+        # With offload only as it is known to fit, or less of it: where it is needed, that is a search of its own.
+        away = self.best.candidate.states.offload
+        known_to_fit = {part.what for part in away}
+        less = [one for one in self.space.offloads if {part.what for part in one} < known_to_fit]
+        self._offloads = dict.fromkeys((NOTHING, *less, away))
         # The model, the device and the recipe are as well known whatever the layout.
         known = evidence.unmeasured(replace(self.asked, layout=layout_of(dp=self.space.devices)))
         for split in self.space.splits():
@@ -168,7 +172,9 @@ class Simplest(Walk):
         split = node.split
         for offload in self._offloads:
             self._worked += 2
-            if not self._may_hold(split, share, order, offload):
+            if not has_activations(offload, order.recompute) or not self._may_hold(
+                split, share, order, offload
+            ):
                 continue
             for alike in self.space.sharings(split, share.ep, offload):
                 for states, bound in self._states(split, share, order, alike):

@@ -48,19 +48,21 @@ OFFLOADED: tuple[tuple[str, ...], ...] = (
     ("optimizer", "params", "activations"),
     ("optimizer@nvme",),
     ("optimizer@nvme", "params@nvme"),
+    ("optimizer:0.5",),
 )
 NOTHING: tuple[Offload, ...] = ()
-
-
-def _offload(part: str) -> Offload:
-    what, _, nvme = part.partition("@")
-    return Offload.model_validate({"what": what, "nvme": bool(nvme)})
-
-
-OFFLOADS = tuple(tuple(_offload(part) for part in parts) for parts in OFFLOADED)
+OFFLOADS = tuple(Layout.parse(f"offload={'+'.join(parts)}").offload for parts in OFFLOADED)
 EVERYTHING = OFFLOADS[3]
 # The same on NVMe: as much memory on the device, slower, and for what a host has no room for.
 ON_NVME = {OFFLOADS[0]: OFFLOADS[4], OFFLOADS[1]: OFFLOADS[5]}
+# Fractions of the optimizer that are tried of a layout that fits with some of it offloaded: those that need less of the
+# host's time, up to the one at which device and host are done together (``plan/best_first.py``).
+FRACTIONS = tuple(round(part / 20, 2) for part in range(1, 21))
+
+
+def has_activations(offload: tuple[Offload, ...], recompute: Recompute) -> bool:
+    """Whether blocks keep what this would offload: activations are the inputs of what is computed again."""
+    return recompute != "none" or all(part.what != "activations" for part in offload)
 
 
 PLAIN = Layout()
@@ -225,12 +227,15 @@ class Space:
     def offloads(self) -> tuple[tuple[Offload, ...], ...]:
         return OFFLOADS if self.apart and self._searched("offload") else ()
 
+    def offloads_of(self, recompute: Recompute) -> tuple[tuple[Offload, ...], ...]:
+        return tuple(offload for offload in self.offloads if has_activations(offload, recompute))
+
     def everything(self) -> Iterator[Candidate]:
         """All of it, one by one."""
         for split in self.splits():
             for share in self.shares(split):
                 for order in self.orders(split):
-                    for offload in (NOTHING, *self.offloads):
+                    for offload in (NOTHING, *self.offloads_of(order.recompute)):
                         for states in self.states(split, share.ep, offload):
                             for unit in self.units(split, states):
                                 yield Candidate(split, share, order, states, unit)
@@ -239,13 +244,14 @@ class Space:
         """How many that are, without going through them."""
         total = 0
         for split in self.splits():
-            alike = len(self._ways(split.tp, split.cp)) * len(self._micros(split)) * len(self.orders(split))
+            alike = len(self._ways(split.tp, split.cp)) * len(self._micros(split))
+            alike *= sum(1 + len(self.offloads_of(order.recompute)) for order in self.orders(split))
             kept = sum(
                 len(self.units(split, states))
                 for ep in self._expert_degrees(split)
                 for states in self.states(split, ep)
             )
-            total += alike * kept * (1 + len(self.offloads))
+            total += alike * kept
         return total
 
     def _ways_of(self, tp: int, cp: int) -> list[tuple[bool, ContextKind]]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout, Offload, Recompute, Schedule, accumulation
 from shoal.facts.layout.float8 import gathered_width
+from shoal.facts.layout.offload import waiting
 from shoal.facts.layout.parameter_groups import Placement
 from shoal.facts.precision import compute_width, reduce_width, weight_width
 from shoal.plan.space import (
@@ -38,8 +39,15 @@ from shoal.predict.rank_parameters import (
 from shoal.predict.time import context, host, layer
 from shoal.predict.time.bubble import Idle, follows, idle
 from shoal.predict.time.layer import Passes
-from shoal.predict.time.offload import transfer
-from shoal.predict.time.step import ALWAYS, CostModel, RankKind, stage_kinds, update_seconds
+from shoal.predict.time.offload import Beside, Offloadable, Shares, transfer
+from shoal.predict.time.step import (
+    ALWAYS,
+    CostModel,
+    RankKind,
+    resting_bytes,
+    stage_kinds,
+    update_seconds,
+)
 from shoal.predict.traffic import expert, tensor
 from shoal.predict.workload import Workload
 
@@ -82,7 +90,7 @@ class TimeBound:
         self._offloading = cache(self._with_offload)
         self.cut_by = None if self.stack.even_stages else self.recipe.seq
         self._costs: dict[tuple[object, ...], Costs] = {}
-        self._first: dict[tuple[object, ...], tuple[float, int]] = {}
+        self._first: dict[tuple[object, ...], tuple[float, float, int]] = {}
         self._resting: dict[tuple[object, ...], float] = {}
 
     def of_split(self, split: ModelSplit) -> float:
@@ -306,27 +314,27 @@ class TimeBound:
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
     ) -> float:
         """The optimizer on the device; where something waits elsewhere, its travels as well."""
-        elements, layers = self._on_first_rank(split, share, order)
-        owned = elements / placed(split, states).sharded.size
+        elements, resting, layers = self._on_first_rank(split, share, order)
+        shards = placed(split, states).sharded.size
+        owned = elements / shards
         seconds = update_seconds(self.on, owned, states.zero < 3)
         if not states.offload:
             return seconds
-        workload = self._offloading(split.data, share.micro, states.offload)
-        times = workload.accumulation
-        kept = (
-            times
-            * layers
-            * share.micro
-            * self._kept(split, share, order.recompute, self._compiled(split, order))
-        )
-        weights = (owned if states.zero == 3 else elements) * compute_width(self.recipe)
+        workload = self._offloading(split, share.micro, states.offload)
+        kept = layers * share.micro * self._kept(split, share, order.recompute, self._compiled(split, order))
         # The longer a step computes, the more hides behind it: at most so long.
         held = self.handled(split, share, states)
         costs = self.costs(split, share, order.recompute, held, self._compiled(split, order))
         most = max(kind.dense + kind.sparse for kind in self.kinds(split.pp, order.chunks, order.schedule))
-        computed = times * (most * (costs.forward + costs.backward) + costs.first + costs.last)
-        moved = transfer(workload, self.on.links.host, computed, owned, kept, weights)
-        return moved.seconds + (0.0 if moved.updates else seconds)
+        ends = costs.first + costs.last
+        beside = Beside(most * costs.forward + ends, most * costs.backward + ends)
+        # Tensors are cut so that at least the fraction is offloaded; what arrives last is left out.
+        parts = (waiting(states.offload, what) for what in Shares._fields)
+        away = Shares(*(part.fraction if part else 0.0 for part in parts))
+        weights = resting / shards if states.zero == 3 else resting
+        has = Offloadable(owned, 0.0, weights, kept, layers)
+        moved = transfer(workload, self.on.node, beside, has, away, seconds)
+        return moved.seconds + moved.stays * seconds
 
     def _kept(self, split: ModelSplit, share: WorkShare, recompute: Recompute, compiled: bool) -> float:
         """Bytes that one layer keeps of one sequence, of the kind that keeps the least."""
@@ -338,9 +346,11 @@ class TimeBound:
             known = self._resting[key] = min(block.resting for block in blocks)
         return known
 
-    def _with_offload(self, data: int, micro: int, offload: tuple[Offload, ...]) -> Workload:
-        """A workload with as many micro-batches, which is all that transfers ask of a layout besides ``offload``."""
-        return self._workload(layout_of(dp=data, micro=micro, offload=offload))
+    def _with_offload(self, split: ModelSplit, micro: int, offload: tuple[Offload, ...]) -> Workload:
+        """A workload with all that transfers ask of a layout: how many data ranks and micro-batches it has."""
+        return self._workload(
+            layout_of(dp=split.data, cp=split.cp, pp=split.pp, micro=micro, offload=offload)
+        )
 
     def _workload(self, layout: Layout) -> Workload:
         return Workload(
@@ -354,8 +364,10 @@ class TimeBound:
             self.compile,
         )
 
-    def _on_first_rank(self, split: ModelSplit, share: WorkShare, order: PipelineOrder) -> tuple[float, int]:
-        """Trained parameters of the pipeline's first rank, before they are shared out, and its layers."""
+    def _on_first_rank(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder
+    ) -> tuple[float, float, int]:
+        """Of the pipeline's first rank, before they are shared out: trained parameters, bytes of all; its layers."""
         key = split.tp, share.sp, split.pp, order.schedule, order.chunks, share.ep
         known = self._first.get(key)
         if known is None:
@@ -368,6 +380,7 @@ class TimeBound:
                 ep=share.ep,
             )
             here = rank_parameters(layout, self.model, self.cut_by, 0)
-            elements = float(trained_with_experts(self._workload(layout), here))
-            known = self._first[key] = elements, here.layers
+            workload = self._workload(layout)
+            elements = float(trained_with_experts(workload, here))
+            known = self._first[key] = elements, resting_bytes(workload, here, 1), here.layers
         return known

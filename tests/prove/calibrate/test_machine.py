@@ -44,7 +44,15 @@ HALF = Load(
     weights=(2**8,),
 )
 SMALL = CalibrationSizes(
-    loads=(LOAD, HALF), heads=4, head_dims=(8,), hidden=32, inner=64, side=32, filler=2**8, copied=0
+    loads=(LOAD, HALF),
+    heads=4,
+    head_dims=(8,),
+    hidden=32,
+    inner=64,
+    side=32,
+    filler=2**8,
+    copied=0,
+    updated=2**18,
 )
 EFFORT = Effort((0.0, 0.0), (0.1, 0.1), 0.02)
 
@@ -78,6 +86,7 @@ def test_everything_is_measured_and_kept(made: tuple[CalibrationReport, str]) ->
     assert {"adamw 32 bit", "clip 32 bit"} <= seen.parts["fp32"].keys()
     assert {"torch", "shoal", "python"} <= seen.versions.keys()
     assert seen.copies.disk_write and seen.copies.disk_read and not seen.copies.to_device
+    assert seen.host_update is not None and 1e7 < seen.host_update < 1e13
     links = measured.stored.fast
     assert links is not None and links.bandwidth and links.start + links.hop > 0
 
@@ -126,7 +135,14 @@ def test_plan_says_that_it_uses_it(
 def test_a_second_one_is_compared_with_the_first(made: tuple[CalibrationReport, str]) -> None:
     measured, _ = made
     rates = compared(measured.stored, measured.stored)
-    assert {rate.kind for rate in rates} == {"matrix products", "attention", "moved bytes", "disk", "links"}
+    assert {rate.kind for rate in rates} == {
+        "matrix products",
+        "attention",
+        "moved bytes",
+        "host update",
+        "disk",
+        "links",
+    }
     assert not any(rate.notable for rate in rates)
 
 

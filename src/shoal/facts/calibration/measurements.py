@@ -129,4 +129,7 @@ class Measurements(Hardware):
     parts: dict[Precision, dict[str, Curve]]
     host: HostWork | None
     copies: Copies
+    # Bytes/s of memory that an update on all of the host's cores moves; None where it could not be measured, or in a
+    # file that is older than that.
+    host_update: Positive | None = None
     missing: tuple[str, ...] = ()  # what could not be measured, each with its reason

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.facts.cluster import devices
-from shoal.facts.cluster.devices import Count, Device, Hardware, Link, Memory
+from shoal.facts.cluster.devices import Count, Device, Hardware, Link, Memory, Positive
 from shoal.facts.problem import BadInput, Problem
 
 MOST_DEVICES = 10_000_000
@@ -19,7 +19,10 @@ class Cluster(Hardware):
     fast_domain: Count  # devices that the fast link joins, never more than there are; the last may be smaller
     fast: Link | None  # None: the devices of a node reach one another over device.host_link
     network: Link
-    host_memory: Memory | None = None  # of one node
+    # Of one node, which its devices share; None: as in the vendors' reference systems.
+    host_memory: Memory | None = None
+    host_bandwidth: Positive | None = None  # bytes/s of that memory, as an optimizer on all cores reaches
+    nvme: Memory | None = None  # bytes of local disks
 
     @property
     def devices(self) -> int:
@@ -30,7 +33,8 @@ class Cluster(Hardware):
         device = self.device
         as_catalogued = (
             device == devices.find(device.name)
-            and (self.fast, self.network, self.host_memory) == (device.fast, device.network, None)
+            and (self.fast, self.network) == (device.fast, device.network)
+            and (self.host_memory, self.host_bandwidth, self.nvme) == (None, None, None)
             and self.fast_domain == _domain(device, self.nodes, self.devices_per_node)
         )
         if not as_catalogued:
@@ -49,6 +53,8 @@ def assemble(
     fast: Link | None = None,
     network: Link | None = None,
     host_memory: int | None = None,
+    host_bandwidth: float | None = None,
+    nvme: int | None = None,
 ) -> Cluster:
     """A cluster with the device's own links and domain wherever none are given."""
     if fast_domain is None and fast is not None and device.fast is None:
@@ -64,6 +70,8 @@ def assemble(
         fast=fast or device.fast,
         network=network or device.network,
         host_memory=host_memory,
+        host_bandwidth=host_bandwidth,
+        nvme=nvme,
     )
     if problems := _contradictions(cluster):
         raise BadInput(problems)

@@ -9,7 +9,9 @@ of a link keeps the device's value::
     nodes = 4                  # default 1
     devices_per_node = 8       # default: the device's
     fast_domain = 8            # devices that the fast link joins; default: the device's, 72 in an NVL72
-    host_memory = 2e12         # bytes of memory of one node; default: unknown
+    host_memory = 2e12         # bytes of memory of one node; default: 256 GiB a device
+    host_bandwidth = 400e9     # bytes/s of it that an optimizer on all cores reaches; default: facts.calibration
+    nvme = 30e12               # bytes of local disks of one node; default: 3.84 TB a device
 
     [fast]                     # bytes/s in one direction and seconds, for one device
     bandwidth = 450e9
@@ -29,7 +31,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from shoal.facts.cluster import MOST_DEVICES, Cluster, assemble, default_per_node, devices, this_machine
-from shoal.facts.cluster.devices import Count, Device, Hardware, Link, Memory
+from shoal.facts.cluster.devices import Count, Device, Hardware, Link, Memory, Positive
 from shoal.facts.input.untrusted_files import parse_toml, read_settings
 from shoal.facts.problem import BadInput, Problem, did_you_mean
 
@@ -96,6 +98,8 @@ class _File(Hardware):
     fast: Link | None = None
     network: Link | None = None
     host_memory: Memory | None = None
+    host_bandwidth: Positive | None = None
+    nvme: Memory | None = None
 
 
 def _from_file(text: str) -> Cluster:
@@ -121,7 +125,16 @@ def _from_file(text: str) -> Cluster:
         raise BadInput(problems)
     per_node = file.devices_per_node or device.devices_per_node or 1
     return assemble(
-        text, device, file.nodes, per_node, file.fast_domain, file.fast, file.network, file.host_memory
+        text,
+        device,
+        file.nodes,
+        per_node,
+        file.fast_domain,
+        file.fast,
+        file.network,
+        file.host_memory,
+        file.host_bandwidth,
+        file.nvme,
     )
 
 

@@ -2,22 +2,24 @@
 
 From top to bottom: the inventory of a rank (``inventory``: its stages, their parameters, bytes per parameter and per
 micro-batch) → what each category holds of it (``states``: parameters and optimizer states; ``gradients``, with what
-reducing them puts into buffers: ``replicate``, ``zero``, ``shard``, by the strategy's name; ``activations``;
-``logits``) → the few moments that can be the fullest (``peaks``) → the ledger, with what the device holds beyond its
-tensors (``device``). A ledger is the largest sum of what is there together, not a sum of maxima.
+reducing them puts into buffers: ``replicate``, ``zero``, ``shard``, ``offload``, by the strategy's name;
+``activations``; ``logits``) → the few moments that can be the fullest (``peaks``) → the ledger, with what the device
+holds beyond its tensors (``device``). A ledger is the largest sum of what is there together, not a sum of maxima.
 """
 
 from __future__ import annotations
 
+from shoal.facts.layout.offload import sums_every_micro_batch
 from shoal.facts.ledger import Ledger
-from shoal.predict.memory.device import host_share, on_top, workspace
+from shoal.predict.memory.device import host_share, nvme_share, on_top, workspace
 from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.inventory import RankInventory, fullest_ranks, rank_inventories
+from shoal.predict.memory.offload import LeavingGradients
 from shoal.predict.memory.peak import Peak
 from shoal.predict.memory.peaks import peaks
 from shoal.predict.memory.replicate import ReplicatedGradients
 from shoal.predict.memory.shard import PipelinedShards, ShardedGradients
-from shoal.predict.memory.states import optimizer_states, parameters, waiting_gradients
+from shoal.predict.memory.states import elsewhere, optimizer_states, parameters
 from shoal.predict.memory.zero import ScatteredGradients
 from shoal.predict.workload import Workload
 
@@ -37,14 +39,17 @@ def rank_gradients(rank: RankInventory) -> RankGradients:
     layout = rank.workload.layout
     if rank.sharded:
         return ShardedGradients(rank) if layout.pp == 1 else PipelinedShards(rank)
-    if layout.shards > 1 and layout.zero == 2 and layout.pp == 1:
+    leaves, ranks = sums_every_micro_batch(layout), layout.dp * layout.shards
+    if ranks > 1 and (leaves or (layout.shards > 1 and layout.zero == 2 and layout.pp == 1)):
         return ScatteredGradients(rank)
-    return ReplicatedGradients(rank) if layout.dp * layout.shards > 1 else RankGradients(rank)
+    if ranks == 1:
+        return LeavingGradients(rank) if leaves else RankGradients(rank)
+    return ReplicatedGradients(rank)
 
 
 def _rank_ledger(rank: RankInventory) -> Ledger:
     workload, gradients = rank.workload, rank_gradients(rank)
-    states, optimizer = parameters(rank), optimizer_states(rank)
+    states, optimizer, away = parameters(rank), optimizer_states(rank), elsewhere(rank)
     peak = max(peaks(gradients), key=Peak.total)
     device = {
         "params": round(states.device),
@@ -66,7 +71,8 @@ def _rank_ledger(rank: RankInventory) -> Ledger:
         worst_stage=rank.number,
         master=round(optimizer.master),
         instant=peak.name,
-        host=round(states.host + optimizer.host + waiting_gradients(rank) + peak.host),
+        host=round(away.host + peak.host),
         host_capacity=host_share(workload.cluster),
-        nvme=round(states.nvme + optimizer.nvme + peak.nvme),
+        nvme=round(away.nvme + peak.nvme),
+        nvme_capacity=nvme_share(workload.cluster),
     )

@@ -20,6 +20,9 @@ COMMUNICATOR = 600 * 10**6
 # eighth is left to the system and the data.
 HOST_MEMORY = 256 * 2**30
 HOST_USABLE = 7 / 8
+# And of its disks, likewise: a DGX H100 has eight of 3.84 TB for eight. An eighth is left to checkpoints and data.
+NVME = 3.84e12
+NVME_USABLE = 7 / 8
 
 
 class Band(NamedTuple):
@@ -46,6 +49,12 @@ def host_share(cluster: Cluster) -> int:
     """What a device may put into its machine's memory."""
     mine = HOST_MEMORY if cluster.host_memory is None else cluster.host_memory // cluster.devices_per_node
     return round(mine * HOST_USABLE)
+
+
+def nvme_share(cluster: Cluster) -> int:
+    """And onto its disks."""
+    mine = NVME if cluster.nvme is None else cluster.nvme / cluster.devices_per_node
+    return round(mine * NVME_USABLE)
 
 
 def communicators(workload: Workload) -> int:

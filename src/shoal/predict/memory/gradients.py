@@ -31,7 +31,7 @@ class RankGradients:
         self.adapters_only = workload.lora is not None
         # Bytes of a gradient as it adds up, and as autograd hands it on; whether it is cast in between.
         self.width, self.handed_on, self.widens = hold.gradient, hold.gradient, hold.gradient != hold.compute
-        # Where the host updates, shards of gradients follow the optimizer's states there as they are summed.
+        # The share that rests here: where the host updates, gradients follow the optimizer's states as they are summed.
         self.stay = 1.0
         model, routed, tp = self.model, self.model.experts, self.layout.tp
         # Of the projection out of a block's MLP, without and with experts: its gradient comes first.

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
+from shoal.facts.bytes_per_parameter import BytesPerParameter
 from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.parameter_groups import DENSE, EXPERTS
 from shoal.facts.layout.stages import Stage, rank_of_stage, stages_of_rank
@@ -19,7 +19,9 @@ from shoal.predict.memory.micro_batch import (
     MicroBatchBytes,
     micro_batch_bytes,
     parameters_are_sharded,
+    rank_bytes,
 )
+from shoal.predict.offload_cut import share_away
 from shoal.predict.rank_parameters import (
     AdapterKey,
     NetworkEnds,
@@ -128,8 +130,13 @@ class RankInventory:
         return [self._in_flight(number, stage) for number, stage in enumerate(self.stages)]
 
     def offloaded(self, what: str) -> float:
-        """The fraction of optimizer, params or activations that waits off the device."""
-        return next((part.fraction for part in self.workload.layout.offload if part.what == what), 0.0)
+        """The share of optimizer, params or activations that waits off the device."""
+        return share_away(self.workload, what, self.number) if self.workload.layout.offload else 0.0
+
+    @cached_property
+    def data_ranks(self) -> int:
+        """Those that sum a gradient."""
+        return self.workload.layout.dp * self.workload.layout.shards
 
     def on_nvme(self, what: str) -> bool:
         return any(part.what == what and part.nvme for part in self.workload.layout.offload)
@@ -187,7 +194,7 @@ class PipelineStages(NamedTuple):
 def _inventories(workload: Workload, ranks: Iterable[int]) -> Iterator[RankInventory]:
     pipeline, micro_batch = _pipeline(workload), micro_batch_bytes(workload)
     sharded = parameters_are_sharded(workload)
-    hold = bytes_per_parameter(workload.recipe, workload.stack, sharded, workload.one_pass)
+    hold = rank_bytes(workload)
     for rank in ranks:
         yield RankInventory(workload, rank, pipeline.ranks[rank], pipeline.ends, hold, micro_batch, sharded)
 

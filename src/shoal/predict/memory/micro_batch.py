@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
+from shoal.facts.layout.offload import sums_every_micro_batch, waiting
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
 from shoal.predict.memory.activations import block_activations, norm_backward, norm_keeps
@@ -32,10 +33,17 @@ def parameters_are_sharded(workload: Workload) -> bool:
     return group.sharded.size > 1 and (group.zero == 3 or workload.stack.unsharded == "fsdp")
 
 
+def rank_bytes(workload: Workload) -> BytesPerParameter:
+    """Shards rest as wide as they are updated; where that is elsewhere, as they are used."""
+    away = waiting(workload.layout.offload, "optimizer") is not None
+    sharded = parameters_are_sharded(workload) and not away
+    return bytes_per_parameter(workload.recipe, workload.stack, sharded, workload.one_pass)
+
+
 def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
     layout, recipe = workload.layout, workload.recipe
     sharded = parameters_are_sharded(workload)
-    hold = bytes_per_parameter(recipe, workload.stack, sharded, workload.one_pass)
+    hold = rank_bytes(workload)
     work = BlockWorkload(
         tokens=workload.tokens,
         rows=workload.micro,
@@ -56,6 +64,8 @@ def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
     handed_on = hold.gradient
     if sharded:
         handed_on = hold.compute if layout.pp == 1 else hold.reduce
+    elif sums_every_micro_batch(layout):
+        handed_on = hold.compute  # what leaves the device is not widened for it
     return _counted(workload.model, work, hold, handed_on, sharded)
 
 

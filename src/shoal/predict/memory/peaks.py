@@ -14,6 +14,7 @@ from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.in_flight import Begun, Moment, moments
 from shoal.predict.memory.inventory import BlockRun, RankInventory
 from shoal.predict.memory.peak import Peak
+from shoal.predict.rank_parameters import ParameterCount
 from shoal.predict.workload import Workload
 
 # Tokens, positions and targets, int64, of every micro-batch of the step.
@@ -53,7 +54,7 @@ def _batch(workload: Workload) -> float:
 
 def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
     """What is there when a backward pass begins, but for gradients."""
-    micro, workload = rank.micro_batch, rank.workload
+    micro, workload, layout = rank.micro_batch, rank.workload, rank.workload.layout
     activations, blocks, logits, buffers = _batch(workload), 0.0, 0.0, standing
     for kept, held, deferred in zip(rank.in_flight, moment.held, moment.deferred, strict=True):
         blocks += held * kept.blocks
@@ -61,7 +62,7 @@ def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
         logits += held * kept.logits
         buffers += held * (kept.casts + kept.head_cast + kept.messages)
     runs = rank.stages[moment.stage].runs
-    if workload.layout.pp > 1:
+    if layout.pp > 1:
         # What is received for later computations; the gradient that came for this one; those that were sent. gloo,
         # which cannot be asked whether a message has gone, keeps all of them to the end of the step; NCCL's go with
         # the next message.
@@ -75,16 +76,22 @@ def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
             messages, passed = messages + given, passed - given
         buffers += messages * micro.stream
         activations += passed * micro.stream
-    if not rank.sharded:
-        # Weights that rest elsewhere come in block by block, one ahead.
-        block = max(run.block.whole for run in runs)
-        buffers += 2 * rank.hold.compute * block * rank.offloaded("params")
+    if rank.offloaded("params"):
+        # Weights that rest elsewhere come in block by block, one ahead; an end of the network is a block of its own.
+        units = layout.unit if rank.sharded else 1
+        block = max(_here(rank, run.block) for run in runs) * units
+        ends = (_here(rank, end) for end in (rank.ends.embedding, rank.ends.head))
+        buffers += rank.hold.compute * (block + max(block, *ends))
     offloaded = rank.offloaded("activations") * blocks
     if offloaded:
         # One block's tensors are used while another's are on their way.
         buffers += 2 * micro.blocks[runs[-1].experts, runs[-1].window].resting
     host, nvme = (0.0, offloaded) if rank.on_nvme("activations") else (offloaded, 0.0)
     return Peak("", 0.0, activations + blocks - offloaded, logits, buffers, host, nvme)
+
+
+def _here(rank: RankInventory, count: ParameterCount) -> int:
+    return count.share if rank.sharded else count.whole
 
 
 class BackwardPass:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from shoal.facts.layout.offload import IN_FLIGHT
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.predict.memory.block_workload import BlockActivations
 from shoal.predict.memory.gradients import RankGradients
@@ -52,6 +53,10 @@ class ShardedGradients(RankGradients):
         self.handed_on, self.stay = self.hold.compute, 1.0 - rank.offloaded("optimizer")
         # What stays gathered from the forward pass to the backward pass: the head, or the matrix that it shares.
         self.root = self.ends.embedding.whole if self.model.tied else self.ends.head.whole
+        if self.stay < 1 and not self.adapters_only:
+            # Sums on their way to the host.
+            unit = max((self._full_unit(run) for run in self.one.runs), key=lambda one: one.trained_share)
+            self.standing = IN_FLIGHT * self.hold.reduce * unit.trained_share
         if self.frees:
             last, head = self.one.runs[-1], self.ends.head.whole
             # In a forward pass FSDP keeps what it gathered last in one piece as well, until it gathers again.

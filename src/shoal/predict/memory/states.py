@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
+from shoal.facts.layout.offload import IN_FLIGHT, OffDevice, away_bytes, off_device, waiting
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameter_count
 from shoal.facts.recipe import Recipe
@@ -15,29 +16,57 @@ from shoal.predict.memory.inventory import RankInventory
 
 @dataclass(frozen=True)
 class Resting:
-    """Bytes of one category, by where they are."""
+    """Bytes of one category on the device."""
 
     device: float
-    host: float
-    nvme: float
-    master: float = 0.0  # of those on the device, the fp32 copies of half-precision weights
+    master: float = 0.0  # of these, the fp32 copies of half-precision weights
 
 
 def parameters(rank: RankInventory) -> Resting:
     """With ``zero=3`` a rank's rows of them. What is frozen rests as it is used."""
-    count, hold = rank.total, rank.hold
-    size = hold.weight * (count.trained_share if rank.sharded else count.trained)
-    size += (_unsharded(rank).weight - hold.weight) * rank.all_whole_experts
-    if rank.workload.lora is not None:
-        size += hold.frozen * (count.share if rank.sharded else count.whole)
-    return _placed(rank, "params", size)
+    size = _weights(rank) + _frozen(rank)
+    size += (_unsharded(rank).weight - rank.hold.weight) * rank.all_whole_experts
+    return Resting(size * (1 - rank.offloaded("params")))
 
 
 def optimizer_states(rank: RankInventory) -> Resting:
     """Of the parameters that this rank updates: every ``zero`` shards them."""
     hold, updated = rank.hold, rank.total.trained_share
     master = hold.master * updated + (_unsharded(rank).master - hold.master) * rank.all_whole_experts
-    return _placed(rank, "optimizer", hold.moments * updated + master, master)
+    stays = 1 - rank.offloaded("optimizer")
+    return Resting((hold.moments * updated + master) * stays, master * stays)
+
+
+def elsewhere(rank: RankInventory) -> OffDevice:
+    """States, gradients and weights that wait in the host's memory and on its disks."""
+    workload, updated = rank.workload, rank.total.trained_share
+    optimizer, params = (waiting(workload.layout.offload, what) for what in ("optimizer", "params"))
+    host = nvme = 0.0
+    block = max(run.block.trained_share for stage in rank.stages for run in stage.runs)
+    each = away_bytes(workload.recipe, rank.data_ranks, workload.accumulation, workload.stack)
+    if optimizer is not None:
+        away, adds_up = rank.offloaded("optimizer") * updated, workload.accumulation > 1
+        host, nvme = off_device(each, away, block, optimizer.nvme, adds_up)
+    if params is not None:
+        # What returns from the update returns to where weights rest.
+        away = rank.offloaded("params")
+        weights, returned = away * (_weights(rank) + _frozen(rank)), away * updated * each.back
+        if params.nvme:
+            largest = max(run.block.share if rank.sharded else run.block.whole for run in rank.stages[0].runs)
+            nvme, host = nvme + weights, host + IN_FLIGHT * largest * rank.hold.compute - returned
+        else:
+            host += weights - returned
+    return OffDevice(host, nvme)
+
+
+def _weights(rank: RankInventory) -> float:
+    return rank.hold.weight * (rank.total.trained_share if rank.sharded else rank.total.trained)
+
+
+def _frozen(rank: RankInventory) -> float:
+    if rank.workload.lora is None:
+        return 0.0
+    return rank.hold.frozen * (rank.total.share if rank.sharded else rank.total.whole)
 
 
 def _unsharded(rank: RankInventory) -> BytesPerParameter:
@@ -48,17 +77,6 @@ def updated_gradients(rank: RankInventory) -> float:
     """Gradients as the optimizer reads them: from ``zero=2`` on those of this rank's share."""
     count = rank.total
     return rank.hold.gradient * (count.trained_share if rank.workload.layout.zero >= 2 else count.trained)
-
-
-def waiting_gradients(rank: RankInventory) -> float:
-    """An update in the host's memory needs the gradients there."""
-    return rank.offloaded("optimizer") * updated_gradients(rank)
-
-
-def _placed(rank: RankInventory, what: str, size: float, master: float = 0.0) -> Resting:
-    away, stay = rank.offloaded(what) * size, 1 - rank.offloaded(what)
-    host, nvme = (0.0, away) if rank.on_nvme(what) else (away, 0.0)
-    return Resting(device=size - away, host=host, nvme=nvme, master=master * stay)
 
 
 def replica_states(model: Model, recipe: Recipe) -> dict[str, int]:

@@ -1,4 +1,8 @@
-"""zero=2 without a pipeline: a rank's own share of the gradients from the start, and a few buckets that pass by."""
+"""zero=2 without a pipeline: a rank's own share of the gradients from the start, and a few buckets that pass by.
+
+So it is in every other strategy with whole parameters where gradients leave the device as they are summed; of that
+share there is then what stays.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,10 @@ class ScatteredGradients(ReplicatedGradients):
         # Parameters of a full bucket. A token embedding has one of its own.
         self.bucket = self.tune.bucket_mb * 2**20 / self.hold.gradient
         self.others = self.total.trained - self.ends.embedding.trained
+        if self.stay < 1:
+            # Sums on their way to the host: of one bucket while the next is summed.
+            ranks = self.layout.shards
+            self.standing = self.hold.reduce * min(max(self.bucket, *self.down), self.others) / ranks
         if not self.model.tied:
             head = self.ends.head.trained
             bucket = self.hold.reduce * min(max(self.bucket, head), self.others)

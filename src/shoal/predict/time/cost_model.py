@@ -36,6 +36,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         self.links = Links(self.cluster, self.rates)
+        self.node = calibration.node_rates(self.cluster, self.rates)
         device, recipe, measured = self.cluster.device, self.recipe, self.rates.measured
         widths = Widths(compute_width(recipe), state_width(recipe))
         # fp8 is a precision of the blocks' products; attention, the head and all else are in bf16.

@@ -31,7 +31,6 @@ class Links:
         self.domain = cluster.fast_domain if cluster.fast else cluster.devices_per_node
         self.fast = rates.fast.reached(inside.bandwidth)
         self.network = rates.network.reached(cluster.network.bandwidth)
-        self.host = rates.host.reached(cluster.device.host_link.bandwidth)
 
     def seconds(self, op: str, size: int, ranks: int, stride: int) -> float:
         """One call of ``op`` with a buffer of ``size`` bytes, in a group of ``ranks`` that are ``stride`` apart."""

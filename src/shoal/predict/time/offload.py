@@ -1,69 +1,109 @@
-"""Offload time: transfers to the device and back, overlapped with compute.
+"""Offload time: what transfers and a host's update add to a step.
 
-optimizer    once a step: gradients out, updated weights in; between them a CPU updates, or states pass through a disk
-params       every micro-batch: a rank's part of the weights comes in for the forward pass and for the backward pass
-activations  every micro-batch: what is kept for the backward pass goes out, and comes back
+optimizer    gradients leave beside the backward pass of every micro-batch. Once the norm is known the host updates
+             block by block, in forward order; new weights return one block behind, and the next step's forward pass
+             waits for each block alone
+params       weights come in beside the forward pass and again beside the backward pass of every micro-batch
+activations  what is kept for the backward pass leaves beside the forward pass, and comes back beside the backward pass
+
+The two ways of a link are independent. What goes through files takes as long as the slower of link and disk. Rates are
+a device's share of its node's (``facts/calibration``).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.facts.layout import Offload
-from shoal.facts.precision import compute_width, state_width
+from shoal.facts.calibration import NodeRates
+from shoal.facts.layout.offload import away_bytes, sums_every_micro_batch, waiting
 from shoal.predict.workload import Workload
 
-# Bytes/s of a device's share of its machine: memory as a CPU's AdamW uses it, and a local NVMe disk. Measured beside
-# one H200 (16 cores: 1.2e9 parameters in 304 ms; disk 2.9 GB/s read, 1.6 GB/s written).
-HOST_MEMORY = 110e9
-DISK_READ = 2.9e9
-DISK_WRITE = 1.6e9
-# Of the host's update, the share that hides behind the backward pass: 1.62 against 2.15 times the step, measured.
-UPDATE_HIDDEN = 0.5
-# What copies that run beside matrix products slow these down by, measured there.
+# What copies that run beside matrix products slow these down by, measured on an H200.
 SLOWED = 0.078
 
 
+class Beside(NamedTuple):
+    """Seconds that one micro-batch computes, which transfers hide behind."""
+
+    forward: float
+    backward: float  # with what is computed again
+
+
+class Offloadable(NamedTuple):
+    """What a rank has."""
+
+    updated: float  # parameters that it updates
+    embedding: float  # of these, those whose gradients come last and which are updated first
+    weights: float  # bytes of parameters at rest, frozen ones too
+    activations: float  # bytes that it keeps of one micro-batch
+    layers: int
+
+
+class Shares(NamedTuple):
+    """Of each, what is offloaded."""
+
+    optimizer: float
+    params: float
+    activations: float
+
+
 class Transfer(NamedTuple):
-    """Seconds of a step that offload adds, and whether the device is spared the update."""
+    """Seconds of a step that offload adds, and the share of the update that is left to the device."""
 
     seconds: float
-    updates: bool
+    stays: float
 
 
 def transfer(
-    workload: Workload, link: float, computed: float, owned: float, kept: float, weights: float
+    workload: Workload, rates: NodeRates, beside: Beside, has: Offloadable, away: Shares, update: float
 ) -> Transfer:
-    """``link``: bytes/s to the host. ``computed``: seconds of computation that transfers can hide behind.
+    """``update``: seconds that the device takes to update all that the rank updates.
 
-    ``owned``: parameters this rank updates; ``kept``: bytes of activations of a step; ``weights``: bytes of parameters
-    at rest here.
+    A step never gets faster: where a host's update hides entirely, what it spares the device is not counted as gained.
+    That has not been measured, and the search relies on it (``plan/best_first.py``).
     """
-    if not workload.layout.offload:
-        return Transfer(0.0, False)
-    recipe, times = workload.recipe, workload.accumulation
-    out, back, after, updates = 0.0, 0.0, 0.0, False
-    for part in workload.layout.offload:
-        if part.what == "optimizer":
-            elements = owned * part.fraction
-            updates = part.fraction == 1.0
-            after += elements * (state_width(recipe) + compute_width(recipe)) / link
-            after += 28 * elements / HOST_MEMORY * (1 - UPDATE_HIDDEN)
-            if part.nvme:
-                after += 12 * elements / DISK_READ + 12 * elements / DISK_WRITE
-        elif part.what == "params":
-            each = times * weights * part.fraction * _slower(part, link, 1.0) / link
-            out, back = out + each, back + each
-        else:
-            each = kept * part.fraction / link
-            out, back = out + each * _slower(part, link, 0.0), back + each * _slower(part, link, 1.0)
-    # The first way goes beside the forward pass, a third of the computation, the other beside the backward pass.
-    waits = max(0.0, out - computed / 3) + max(0.0, back - computed * 2 / 3)
-    return Transfer(after + waits + SLOWED * min(out + back, computed), updates)
+    layout, times = workload.layout, workload.accumulation
+    each = away_bytes(workload.recipe, layout.dp * layout.shards, times, workload.stack)
+    elements, layers = has.updated * away.optimizer, max(1, has.layers)
+    leaving = elements * each.travelling / rates.link
+    adding = elements * each.added / rates.update if times > 1 else 0.0
+    fetching = has.weights * away.params / _slower(rates.link, rates.disk_read, _on_nvme(workload, "params"))
+    kept, on_disk = has.activations * away.activations, _on_nvme(workload, "activations")
+    sending = kept / _slower(rates.link, rates.disk_write, on_disk)
+    returning = kept / _slower(rates.link, rates.disk_read, on_disk)
+
+    # The new weights: of what rests elsewhere they are fetched in any case.
+    back = max(0.0, elements - has.updated * away.params) * each.back / rates.link
+    through_disk = 0.0
+    if _on_nvme(workload, "optimizer"):
+        through_disk = elements * each.states * (1 / rates.disk_read + 1 / rates.disk_write)
+    ready = max(elements * each.updated / rates.update, through_disk, back) + back / layers
+    if away.optimizer == 1.0:
+        ready += has.embedding * each.travelling / rates.link
+
+    # In a pipeline gradients leave together, once a step.
+    at_once = times if sums_every_micro_batch(layout) else 0
+    after = 0.0 if at_once else leaving
+    beside_backward = max(fetching + returning, max(leaving, adding) if at_once else 0.0)
+    beside_forward = max(fetching, sending)
+    waits = times * _exposed(beside_backward, beside.backward)
+    waits += (times - 1) * _exposed(beside_forward, beside.forward) + times * fetching / layers
+    # The last block's forward pass comes after its update. What the device updates itself takes its time meanwhile.
+    first = beside.forward * (1 - 1 / layers)
+    own = (1 - away.optimizer) * update if away.optimizer else 0.0
+    waits += max(_exposed(max(beside_forward, back), beside.forward), ready - first - own, 0.0)
+    return Transfer(max(after + waits, away.optimizer * update), 1 - away.optimizer)
 
 
-def _slower(part: Offload, link: float, read: float) -> float:
-    """How many times as long it takes where a disk stands behind the host's memory."""
-    if not part.nvme:
-        return 1.0
-    return max(1.0, link * (read / DISK_READ + (1 - read) / DISK_WRITE))
+def _exposed(transferred: float, computed: float) -> float:
+    """What a pass takes longer with a transfer beside it."""
+    return max(0.0, transferred - computed) + SLOWED * min(transferred, computed)
+
+
+def _on_nvme(workload: Workload, what: str) -> bool:
+    part = waiting(workload.layout.offload, what)
+    return part is not None and part.nvme
+
+
+def _slower(link: float, disk: float, on_disk: bool) -> float:
+    return min(link, disk) if on_disk else link

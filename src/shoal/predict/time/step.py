@@ -5,17 +5,20 @@ Times are those of the rank whose stage takes longest; with the pipeline's idle 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
 from shoal.facts.cluster.stack import Stack
+from shoal.facts.layout import Layout
+from shoal.facts.layout.offload import sums_every_micro_batch
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
 from shoal.facts.precision import compute_width, state_width
 from shoal.facts.recipe import Recipe
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.memory.micro_batch import micro_batch_bytes
+from shoal.predict.offload_cut import share_away
 from shoal.predict.rank_parameters import RankParameters, rank_parameters, stages_here, trained_with_experts
 from shoal.predict.time import context
 from shoal.predict.time import host as hosts
@@ -26,7 +29,7 @@ from shoal.predict.time.cost_model import CostModel as CostModel
 from shoal.predict.time.cost_model import cost_model as cost_model
 from shoal.predict.time.layer import LayerShare, Passes, Seconds
 from shoal.predict.time.measured_kernels import MeasuredKernels
-from shoal.predict.time.offload import transfer
+from shoal.predict.time.offload import Beside, Offloadable, Shares, Transfer, transfer
 from shoal.predict.traffic import calls
 from shoal.predict.workload import Workload
 
@@ -75,6 +78,7 @@ class RankTime:
     other: float
     once: float  # exposed communication once a step
     links: dict[str, float]
+    beside: Beside
 
     @property
     def micro_batch(self) -> float:
@@ -97,7 +101,10 @@ def step(workload: Workload, on: CostModel | None = None) -> StepTime:
         bubble = waits.work * others / (layout.pp - 1)
         messages = waits.messages * _message(workload, on)
     optimizer = _optimizer(workload, on)
-    moved = transfer(workload, on.links.host, times * slowest.compute, *_offloadable(workload))
+    moved = Transfer(0.0, 1.0)
+    if layout.offload:
+        away = Shares(*(share_away(workload, what) for what in Shares._fields))
+        moved = transfer(workload, on.node, slowest.beside, _offloadable(workload), away, optimizer)
     links = {group: seconds * times for group, seconds in slowest.links.items()}
     links["pp"] = links.get("pp", 0.0) + messages
     return StepTime(
@@ -105,7 +112,7 @@ def step(workload: Workload, on: CostModel | None = None) -> StepTime:
         recompute=times * slowest.recompute,
         exposed_comm=times * slowest.exposed + slowest.once + messages,
         bubble=bubble,
-        optimizer=0.0 if moved.updates else optimizer,
+        optimizer=moved.stays * optimizer,
         offload=moved.seconds,
         other=times * slowest.other + hosts.once(workload, on, optimizer),
         links=links,
@@ -186,6 +193,7 @@ def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
         other=waiting,
         once=single,
         links=links,
+        beside=Beside(forward + ends.forward, backward + ends.backward + again),
     )
 
 
@@ -252,7 +260,7 @@ def _communicated(workload: Workload, on: CostModel, stage: int) -> tuple[Spent,
         ranks = workload.ranks_of(call.group)
         each = on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
         seconds = call.count * each
-        place, divided = _place(call, each_time, workload.layout.zero)
+        place, divided = _place(call, each_time, workload.layout)
         table = spent[place] if divided else once[place]
         table[call.group] = table.get(call.group, 0.0) + (seconds / times if divided else seconds)
         if place in alone:
@@ -260,7 +268,7 @@ def _communicated(workload: Workload, on: CostModel, stage: int) -> tuple[Spent,
     return spent, once, alone
 
 
-def _place(call: CollectiveCall, each_time: bool, zero: int) -> tuple[str, bool]:
+def _place(call: CollectiveCall, each_time: bool, layout: Layout) -> tuple[str, bool]:
     """Beside what a call happens, and whether for every micro-batch."""
     if call.phase in ALWAYS:
         return call.phase, True
@@ -271,8 +279,10 @@ def _place(call: CollectiveCall, each_time: bool, zero: int) -> tuple[str, bool]
     if call.phase == "gradients":
         if call.group in ("tp", "tp copies", "pp ends"):
             return "nothing", False
-        scattered_each_time = each_time and zero > 1 and call.op == "reduce_scatter"
-        return ("beside backward", True) if scattered_each_time else ("backward", False)
+        scattered_each_time = each_time and layout.zero > 1 and call.op == "reduce_scatter"
+        if scattered_each_time or sums_every_micro_batch(layout):
+            return "beside backward", True
+        return "backward", False
     return "nothing", False
 
 
@@ -322,14 +332,10 @@ def update_bytes(recipe: Recipe, stack: Stack, whole: bool) -> float:
     return each * state / 4 + copy
 
 
-def _offloadable(workload: Workload) -> tuple[float, float, float]:
-    """What a rank updates, in parameters; keeps of a step's activations, and of parameters at rest, in bytes."""
-    layout, recipe = workload.layout, workload.recipe
-    if not layout.offload:
-        return 0.0, 0.0, 0.0
+def _offloadable(workload: Workload) -> Offloadable:
+    layout = workload.layout
     here = rank_parameters(layout, workload.model, workload.cut_by, 0)
-    elements = trained_with_experts(workload, here)
-    owned = elements / workload.groups[DENSE].sharded.size
+    shards = workload.groups[DENSE].sharded.size
     kept = sum(
         count
         * max(
@@ -340,5 +346,16 @@ def _offloadable(workload: Workload) -> tuple[float, float, float]:
         for count, kind in ((here.dense, False), (here.sparse, True))
         if count
     )
-    resting = (owned if layout.zero == 3 else elements) * compute_width(recipe)
-    return owned, kept * workload.accumulation, resting
+    return Offloadable(
+        updated=trained_with_experts(workload, here) / shards,
+        embedding=here.embedding.elements / shards if workload.lora is None else 0.0,
+        weights=resting_bytes(workload, here, shards if layout.zero == 3 else 1),
+        activations=kept,
+        layers=here.layers,
+    )
+
+
+def resting_bytes(workload: Workload, here: RankParameters, shards: int) -> float:
+    """Of parameters, trained or frozen, as they are used; each of so many ranks has its share of them."""
+    elements = trained_with_experts(replace(workload, lora=None), here)
+    return elements / shards * compute_width(workload.recipe)

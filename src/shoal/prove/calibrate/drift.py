@@ -18,6 +18,8 @@ REASONS = {
     "attention": "power cap, clock, another kernel or another tenant",
     "moved bytes": "memory clock or another tenant",
     "host operators": "a busy or different processor",
+    "host update": "a busy or different processor or memory",
+    "copies": "a different or busy link to the host",
     "disk": "a different or busy disk",
     "links": "a different or busy path between devices",
 }
@@ -82,10 +84,17 @@ def _rates(measured: Measurements, stored: Stored, other: Stored) -> Iterator[tu
             yield "moved bytes", f"GB/s {precision}", rate / 1e9
     if measured.host and theirs.host and measured.host.forward and theirs.host.forward:
         yield "host operators", "thousand/s", 1e-3 / measured.host.forward
-    for way, unit in (("disk_write", "GB/s written"), ("disk_read", "GB/s read")):
+    if measured.host_update and theirs.host_update:
+        yield "host update", "GB/s", measured.host_update / 1e9
+    for kind, way, unit in (
+        ("copies", "to_device", "GB/s to the device"),
+        ("copies", "to_host", "GB/s to the host"),
+        ("disk", "disk_write", "GB/s written"),
+        ("disk", "disk_read", "GB/s read"),
+    ):
         mine, yours = getattr(measured.copies, way), getattr(theirs.copies, way)
         if mine and yours:
-            yield "disk", unit, mine / 1e9
+            yield kind, unit, mine / 1e9
     ours, other_link = stored.fast, other.fast
     if ours and other_link and ours.bandwidth and other_link.bandwidth:
         yield "links", "GB/s", ours.bandwidth / 1e9

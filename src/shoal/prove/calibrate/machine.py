@@ -19,7 +19,7 @@ from shoal.facts.cluster.devices import Device, Precision
 from shoal.facts.cluster.this_machine import look
 from shoal.facts.problem import BadInput
 from shoal.parallel import device_context
-from shoal.prove.calibrate import copies, fit, host, kernels, links
+from shoal.prove.calibrate import copies, fit, host, host_update, kernels, links
 from shoal.prove.calibrate.circumstances import versions
 from shoal.prove.calibrate.drift import Rate, compared, words
 from shoal.prove.calibrate.kernels import EFFORT, Effort, KernelMeasurements
@@ -114,13 +114,16 @@ def _measured(
 
     work = attempt("host: starting operators, layers, steps", lambda: host.host_work(on))
     both = attempt("copies to the device and back", lambda: copies.to_and_from(on, chosen.copied))
+    updated = attempt(
+        "the optimizer on the host's cores", lambda: host_update.bytes_per_second(chosen.updated)
+    )
     files = attempt("disk", lambda: copies.disk(folder))
     fast = attempt("links between ranks", lambda: links.links(cluster.devices, on.type == "cpu"))
     tell("done")
     to_device, to_host = both or (None, None)
     write, read = files or (None, None)
     copied = Copies(to_device=to_device, to_host=to_host, disk_write=write, disk_read=read)
-    return _stored(cluster.device, on, seen, work, copied, fast, time.perf_counter() - start)
+    return _stored(cluster.device, on, seen, work, copied, updated, fast, time.perf_counter() - start)
 
 
 def _stored(
@@ -129,6 +132,7 @@ def _stored(
     seen: KernelMeasurements,
     work: HostWork | None,
     copied: Copies,
+    updated: float | None,
     fast: LinkRates | None,
     seconds: float,
 ) -> Stored:
@@ -157,6 +161,7 @@ def _stored(
         parts=seen.parts,
         host=work,
         copies=copied,
+        host_update=updated,
         missing=tuple(seen.missing),
     )
     units = torch.cuda.get_device_properties(on).multi_processor_count if on.type == "cuda" else 1
@@ -225,6 +230,8 @@ def _lines(stored: Stored) -> Iterator[str]:
         )
     if copies.to_device and copies.to_host:
         yield f"  host to device {copies.to_device / 1e9:.3g} GB/s, back {copies.to_host / 1e9:.3g} GB/s"
+    if seen.host_update:
+        yield f"  optimizer on the host's cores: {seen.host_update / 1e9:.3g} GB/s of memory"
     if copies.disk_write and copies.disk_read:
         yield f"  disk: {copies.disk_write / 1e9:.3g} GB/s written, {copies.disk_read / 1e9:.3g} GB/s read"
     if (fast := stored.fast) is not None and fast.bandwidth:

@@ -39,6 +39,7 @@ class CalibrationSizes:
     side: int  # of a large square product
     filler: int  # elements of what keeps the device busy between samples
     copied: int  # bytes to the device and back
+    updated: int  # parameters that the host updates
 
 
 _ROWS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -119,6 +120,7 @@ ACCELERATOR = CalibrationSizes(
     side=8192,
     filler=2**27,
     copied=2**28,
+    updated=2**27,
 )
 _CPU = Load(
     precision=torch.float32,
@@ -147,7 +149,15 @@ _CPU = Load(
     updates=(2**14, 2**18, 2**22),
 )
 CPU = CalibrationSizes(
-    loads=(_CPU,), heads=4, head_dims=(32,), hidden=256, inner=768, side=512, filler=2**16, copied=0
+    loads=(_CPU,),
+    heads=4,
+    head_dims=(32,),
+    hidden=256,
+    inner=768,
+    side=512,
+    filler=2**16,
+    copied=0,
+    updated=2**24,
 )
 
 # Samples hold on to their operands and to what a backward pass needs: about this much in all, at most.

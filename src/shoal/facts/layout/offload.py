@@ -1,0 +1,117 @@
+"""What waits off the device, and in how many bytes: decided once, for the engine and for predictions.
+
+``offload=optimizer`` gives the host the master copies, the optimizer's states and the update. The network's weights
+stay on the device in the compute precision; gradients leave it as they are summed. ``offload=params`` sends the
+weights away as well, and with them their update. ``@nvme`` keeps what only an update reads in files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shoal.facts.bytes_per_parameter import bytes_per_parameter
+from shoal.facts.cluster.stack import SHOAL, Stack
+from shoal.facts.layout import Layout, Offload
+from shoal.facts.recipe import Recipe
+
+# Blocks that are on their way at once: one is used or updated while the other travels.
+IN_FLIGHT = 2
+
+
+def offloaded(sizes: Sequence[int], fraction: float) -> int:
+    """The number of the first offloaded piece, of a rank's pieces in forward order; from there on all are.
+
+    What comes first stays: its weights are needed first, and its gradients come last. The cut is between pieces, and
+    never leaves more on the device than was asked for: at least ``fraction`` of the elements is offloaded.
+    """
+    stays = (1 - fraction) * sum(sizes)
+    kept = 0
+    for number, size in enumerate(sizes):
+        kept += size
+        if kept > stays:
+            return number
+    return len(sizes)
+
+
+def waiting(parts: Sequence[Offload], what: str) -> Offload | None:
+    """How much of ``what`` is offloaded, and where to. A parameter that is away is updated away."""
+    found: dict[str, Offload] = {part.what: part for part in parts}
+    if what != "optimizer" or "params" not in found:
+        return found.get(what)
+    params, optimizer = found["params"], found.get("optimizer", found["params"])
+    return Offload(what="optimizer", fraction=max(params.fraction, optimizer.fraction), nvme=optimizer.nvme)
+
+
+def sums_every_micro_batch(layout: Layout) -> bool:
+    """Whether gradients are summed over all data ranks after every micro-batch, and not once a step.
+
+    They are where they leave the device: only sums do. In a pipeline they add up on the device to the end of the step.
+    """
+    return layout.pp == 1 and waiting(layout.offload, "optimizer") is not None
+
+
+class AwayBytes(NamedTuple):
+    """Bytes of a parameter whose states are offloaded."""
+
+    master: float  # the copy that the host updates
+    moments: float  # all other states of the optimizer
+    gradient: float  # as it waits for the update
+    back: float  # the new weight, as it returns; where parameters are away too, it is where they rest
+    travelling: float  # the gradient on its way
+
+    @property
+    def states(self) -> float:
+        """What only the update reads and writes: with ``@nvme`` it is in files."""
+        return self.master + self.moments
+
+    @property
+    def passing(self) -> float:
+        """What is in the host's memory in any case."""
+        return self.gradient + self.back
+
+    @property
+    def updated(self) -> float:
+        """What an update moves: states are read and written, the gradient is read, the new weight written."""
+        return 2 * self.states + self.passing
+
+    @property
+    def added(self) -> float:
+        """What it moves to add up a gradient that has arrived."""
+        return 2 * self.gradient + self.travelling
+
+
+def away_bytes(recipe: Recipe, data_ranks: int, micro_batches: int, stack: Stack = SHOAL) -> AwayBytes:
+    """A gradient leaves in the precision that ``data_ranks`` sum it in; alone, as it was computed.
+
+    Where a step has several micro-batches it is added up on the host, as wide as it would be on the device.
+    """
+    hold = bytes_per_parameter(recipe, stack)
+    travelling = hold.reduce if data_ranks > 1 else hold.compute
+    return AwayBytes(
+        master=hold.master or hold.weight,
+        moments=hold.moments,
+        gradient=travelling if micro_batches == 1 else hold.gradient,
+        back=hold.compute,
+        travelling=travelling,
+    )
+
+
+class OffDevice(NamedTuple):
+    """Bytes that Shoal allocates off the device."""
+
+    host: float
+    nvme: float
+
+
+def off_device(each: AwayBytes, elements: float, block: float, nvme: bool, adds_up: bool) -> OffDevice:
+    """Of so many offloaded parameters of a rank, of which its largest block has ``block``.
+
+    Pinned buffers for two blocks, through which larger pieces pass in parts: for gradients that are yet to be added up
+    where they rest, and for states on their way from a file and back.
+    """
+    buffers = IN_FLIGHT * min(block, elements)
+    landing = buffers * each.travelling if adds_up else 0.0
+    if nvme:
+        return OffDevice(elements * each.passing + landing + buffers * each.states, elements * each.states)
+    return OffDevice(elements * (each.passing + each.states) + landing, 0.0)

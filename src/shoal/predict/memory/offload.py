@@ -1,0 +1,66 @@
+"""offload=optimizer on one data rank: gradients leave for the host as they are computed, and do not rest here.
+
+While a block's are computed, those of the block before are on their way. What data ranks sum leaves as it is summed:
+``zero`` (all but zero=3) and ``shard``. In a pipeline gradients add up on the device to the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.predict.memory.block_workload import BlockActivations
+from shoal.predict.memory.gradients import RankGradients
+from shoal.predict.memory.in_flight import Moment
+from shoal.predict.memory.inventory import BlockRun, RankInventory
+from shoal.predict.memory.peak import Peak
+
+
+class LeavingGradients(RankGradients):
+    """Those that come first leave; of the network's first parameters, which a fraction keeps here, they come last."""
+
+    alone = False
+
+    def __init__(self, rank: RankInventory) -> None:
+        super().__init__(rank)
+        self.stay, self.handed_on = 1.0 - rank.offloaded("optimizer"), self.hold.compute
+        self.away = self.total.trained * rank.offloaded("optimizer")
+
+    def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
+        return max(0.0, super().held(moment, done, made) - self.width * self.away)
+
+    def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
+        """This block's gradients so far, and all of the one before; the first block's follow the head's."""
+        if self.adapters_only:
+            return 0.0
+        before = self._arrived(moment, done)
+        previous = run.block.trained if done else before
+        leaving = self._leaving(before - previous, previous) + self._leaving(before, self.made(run, made))
+        return self.tied_head(moment) + self.hold.compute * leaving
+
+    def _arrived(self, moment: Moment, done: int) -> int:
+        stage, ends = self.stage(moment), self.ends
+        at_end = ends.norm.trained + (0 if self.model.tied else ends.head.trained) if stage.last else 0
+        return at_end + stage.blocks.trained * done // stage.layers
+
+    def _leaving(self, before: float, count: float) -> float:
+        """Of the ``count`` gradients that come after so many, those that leave."""
+        return max(0.0, min(count, self.away - before))
+
+    def first_product(
+        self, moment: Moment, run: BlockRun, block: BlockActivations
+    ) -> Iterator[tuple[float, float]]:
+        """What leaves is not widened here."""
+        if self.stay:
+            yield from super().first_product(moment, run, block)
+        yield 0.0, 0.0
+
+    @property
+    def of_table(self) -> tuple[float, float]:
+        return super().of_table if self.stay else (self.hold.compute * self.table, 0.0)
+
+    def in_embedding(self, moment: Moment, left: Peak, entering: float) -> Iterator[Peak]:
+        before, run = self._arrived(moment, self.stage(moment).layers), self.stage(moment).runs[0]
+        leaving = 0.0 if self.adapters_only else self._leaving(before - run.block.trained, run.block.trained)
+        yield from super().in_embedding(
+            moment, left.plus("embedding", buffers=self.hold.compute * leaving), entering
+        )

@@ -1,0 +1,86 @@
+"""Time an optimizer's update on the host's cores, as ``offload=optimizer`` does it: all devices of a node share it.
+
+torch's fused AdamW goes over fp32 weights and moments in pieces that a core's cache holds, each with its bf16 gradients
+widened for it and its new weights narrowed after it. What counts is bytes of memory a second, 28 a parameter
+(``facts/layout/offload.py``): an update is far slower than its arithmetic.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.optim.adamw import adamw
+
+from shoal.facts.cluster.this_machine import usable_threads
+from shoal.facts.layout.offload import away_bytes
+from shoal.facts.recipe import Recipe
+
+# Elements of a piece for each thread: long enough that threads seldom wait for one another, short enough that what is
+# widened for it stays in a cache.
+PIECE = 2**18
+TIMES = 5
+# Of one data rank with one micro-batch: gradients as they were computed.
+EACH = away_bytes(Recipe(precision="bf16", optimizer="adamw"), data_ranks=1, micro_batches=1)
+
+
+def bytes_per_second(elements: int) -> float:
+    """With every core there is, over so many parameters; the first round warms up."""
+    with _all_cores() as threads:
+        state = HostState(elements, PIECE * threads)
+        found = []
+        for _ in range(TIMES):
+            start = time.perf_counter()
+            state.update()
+            found.append(time.perf_counter() - start)
+    return elements * EACH.updated / statistics.median(found[1:])
+
+
+class HostState:
+    """Weights with their moments, gradients and copies, in one piece of memory each."""
+
+    def __init__(self, elements: int, piece: int) -> None:
+        self.master = torch.full((elements,), 0.5)
+        self.mean, self.square = torch.zeros(elements), torch.zeros(elements)
+        self.gradient = torch.full((elements,), 1e-3, dtype=torch.bfloat16)
+        self.back = torch.zeros(elements, dtype=torch.bfloat16)
+        self.widened = torch.zeros(min(piece, elements))
+        self.steps = torch.zeros(())
+        self.piece = piece
+
+    def update(self) -> None:
+        for start in range(0, self.master.numel(), self.piece):
+            end = min(start + self.piece, self.master.numel())
+            master, widened = self.master[start:end], self.widened[: end - start]
+            widened.copy_(self.gradient[start:end])
+            adamw(
+                [master],
+                [widened],
+                [self.mean[start:end]],
+                [self.square[start:end]],
+                [],
+                [self.steps.clone()],
+                fused=True,
+                amsgrad=False,
+                beta1=0.9,
+                beta2=0.95,
+                lr=1e-3,
+                weight_decay=0.1,
+                eps=1e-8,
+                maximize=False,
+            )
+            self.back[start:end].copy_(master)
+        self.steps += 1
+
+
+@contextmanager
+def _all_cores() -> Iterator[int]:
+    before, threads = torch.get_num_threads(), usable_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,105 @@
+"""What is offloaded, and its bytes off the device."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.facts.layout import Layout, Offload
+from shoal.facts.layout.offload import (
+    OffDevice,
+    away_bytes,
+    off_device,
+    offloaded,
+    sums_every_micro_batch,
+    waiting,
+)
+from shoal.facts.recipe import Recipe
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fraction", "first"),
+    [
+        ([10, 10, 10, 10], 1.0, 0),
+        ([10, 10, 10, 10], 0.5, 2),
+        ([10, 10, 10, 10], 0.25, 3),
+        ([10, 10, 10, 10], 0.3, 2),
+        ([30, 5, 5], 0.5, 0),  # the first piece alone is more than half
+        ([5, 5, 30], 0.5, 2),
+        ([10, 10], 0.001, 1),  # something is offloaded where something was asked for
+        ([], 0.5, 0),
+    ],
+)
+def test_the_cut(sizes: list[int], fraction: float, first: int) -> None:
+    assert offloaded(sizes, fraction) == first
+
+
+@given(
+    st.lists(st.integers(0, 10**9), max_size=40),
+    st.floats(0, 1, exclude_min=True),
+    st.floats(0, 1, exclude_min=True),
+)
+def test_no_more_stays_than_was_asked_for_and_one_more_piece_would_be_too_much(
+    sizes: list[int], fraction: float, other: float
+) -> None:
+    first, stays = offloaded(sizes, fraction), (1 - fraction) * sum(sizes)
+    assert sum(sizes[:first]) <= stays
+    assert first == len(sizes) or sum(sizes[: first + 1]) > stays
+    less, more = sorted([fraction, other])
+    assert offloaded(sizes, more) <= offloaded(sizes, less)
+
+
+def test_a_parameter_that_is_away_is_updated_away() -> None:
+    def optimizer(text: str) -> str | None:
+        found = waiting(Layout.parse(f"offload={text}").offload, "optimizer")
+        return None if found is None else str(found)
+
+    assert optimizer("params:0.5@nvme") == "optimizer:0.5@nvme"
+    assert optimizer("optimizer:0.25+params:0.5@nvme") == "optimizer:0.5"
+    assert optimizer("optimizer@nvme+params:0.5") == "optimizer@nvme"
+    assert optimizer("activations") is None
+    assert waiting((Offload(what="optimizer"),), "params") is None
+
+
+def test_gradients_that_leave_are_summed_first() -> None:
+    for text, each_time in (
+        ("dp=2,offload=optimizer", True),
+        ("fsdp=2,zero=1,offload=params:0.5", True),
+        ("dp=2,offload=activations", False),
+        ("dp=2,pp=2,offload=optimizer", False),
+        ("dp=2", False),
+    ):
+        assert sums_every_micro_batch(Layout.parse(text)) is each_time, text
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "micro_batches", "expected"),
+    [
+        ({"precision": "bf16"}, 1, 1, (4, 8, 2, 2, 2)),
+        ({"precision": "bf16"}, 1, 8, (4, 8, 4, 2, 2)),
+        ({"precision": "bf16"}, 4, 1, (4, 8, 4, 2, 4)),
+        ({"precision": "bf16", "reduce": "bf16"}, 4, 1, (4, 8, 2, 2, 2)),
+        ({"precision": "bf16", "optimizer": "sgd"}, 1, 1, (4, 4, 2, 2, 2)),
+        ({"precision": "fp32"}, 1, 1, (4, 8, 4, 4, 4)),
+        ({"precision": "fp64"}, 4, 3, (8, 16, 8, 8, 8)),
+    ],
+)
+def test_bytes_by_recipe(
+    recipe: dict[str, str], ranks: int, micro_batches: int, expected: tuple[float, ...]
+) -> None:
+    assert away_bytes(Recipe.model_validate(recipe), ranks, micro_batches) == expected
+
+
+def test_an_update_moves_28_bytes_a_parameter() -> None:
+    each = away_bytes(Recipe(precision="bf16"), 1, 1)
+    assert each.updated == 28
+    assert away_bytes(Recipe(precision="bf16"), 1, 2).added == 10
+
+
+def test_where_they_wait() -> None:
+    each = away_bytes(Recipe(precision="bf16"), 1, 1)
+    assert off_device(each, 1000, 100, nvme=False, adds_up=False) == OffDevice(16_000, 0)
+    assert off_device(each, 1000, 100, nvme=True, adds_up=False) == OffDevice(4000 + 200 * 12, 12_000)
+    summed = away_bytes(Recipe(precision="bf16"), 1, 4)
+    assert off_device(summed, 1000, 100, nvme=False, adds_up=True) == OffDevice(18_000 + 200 * 2, 0)
