@@ -14,7 +14,7 @@ from shoal.predict.memory.device import host_share, on_top, workspace
 from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.inventory import RankInventory, fullest_ranks, rank_inventories
 from shoal.predict.memory.peak import Peak
-from shoal.predict.memory.peaks import peaks
+from shoal.predict.memory.peaks import peaks, waiting_activations
 from shoal.predict.memory.replicate import ReplicatedGradients
 from shoal.predict.memory.shard import PipelinedShards, ShardedGradients
 from shoal.predict.memory.states import optimizer_states, parameters, waiting_gradients
@@ -46,6 +46,7 @@ def _rank_ledger(rank: RankInventory) -> Ledger:
     workload, gradients = rank.workload, rank_gradients(rank)
     states, optimizer = parameters(rank), optimizer_states(rank)
     peak = max(peaks(gradients), key=Peak.total)
+    waiting = waiting_activations(rank)
     device = {
         "params": round(states.device),
         "grads": round(peak.grads),
@@ -66,7 +67,7 @@ def _rank_ledger(rank: RankInventory) -> Ledger:
         worst_stage=rank.number,
         master=round(optimizer.master),
         instant=peak.name,
-        host=round(states.host + optimizer.host + waiting_gradients(rank) + peak.host),
+        host=round(states.host + optimizer.host + waiting_gradients(rank) + waiting.host),
         host_capacity=host_share(workload.cluster),
-        nvme=round(states.nvme + optimizer.nvme + peak.nvme),
+        nvme=round(states.nvme + optimizer.nvme + waiting.nvme),
     )
