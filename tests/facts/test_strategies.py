@@ -94,7 +94,11 @@ def test_every_group_of_ranks_has_a_purpose() -> None:
         ("fsdp=2,zero=1", ["fsdp"], ["parallel/zero.py"]),
         ("fsdp=2,zero=2", ["fsdp"], ["parallel/zero.py"]),
         ("tp=2,sp=0,pp=2,schedule=zbv", ["tp", "pp"], ["parallel/tensor.py", "parallel/pipeline.py"]),
-        ("recompute=full,offload=params", ["recompute", "offload"], ["parallel/recompute.py", ""]),
+        (
+            "recompute=full,offload=params",
+            ["recompute", "offload"],
+            ["parallel/recompute.py", "parallel/offload/activations.py"],
+        ),
         (
             "dp=2,cp=2,ep=2",
             ["cp", "ep", "dp"],
