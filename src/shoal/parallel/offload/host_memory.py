@@ -55,19 +55,19 @@ class HostMemory:
         self._free.setdefault(buffer.bytes.numel(), []).append(buffer)
 
 
-def pinned(size: int, device: torch.device) -> Tensor:
-    """So many bytes of the host's memory, pinned for a CUDA device; for any other as they are."""
-    if device.type != "cuda" or not size:
+def pinned(size: int, device: torch.device, in_whole_pages: bool = False) -> Tensor:
+    """So many bytes of the host's memory, pinned for a CUDA device; for any other as they are.
+
+    ``in_whole_pages``: in pages of their own in any case, as direct I/O wants them.
+    """
+    on_gpu = device.type == "cuda"
+    if not size or not (on_gpu or in_whole_pages):
         return torch.empty(size, dtype=torch.uint8, device="cpu")
-    made = in_pages(size)
-    _register(made)
-    return made
-
-
-def in_pages(size: int) -> Tensor:
-    """So many bytes in whole pages of their own, as pinning and direct I/O want them."""
     # The mapping lives as long as the tensor.
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    made = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    if on_gpu:
+        _register(made)
+    return made
 
 
 def _register(memory: Tensor) -> None:
