@@ -78,6 +78,8 @@ CASES += [
     ("cp=2,recompute=full,offload=activations", {"layers": 4}, {}, 1),
     ("pp=2,micro=1,recompute=full,offload=activations", {"layers": 8}, {"batch": 8}, 0),
     ("pp=2,micro=1,recompute=full,offload=activations", {"layers": 8}, {"batch": 8, "precision": "bf16"}, 1),
+    ("tp=2,pp=2,micro=1,recompute=full,offload=activations", {"layers": 8}, {"batch": 8}, 0),
+    ("tp=2,sp=0,pp=2,recompute=selective,offload=activations", {"layers": 6}, {"precision": "bf16"}, 0),
     ("pp=2,micro=1,schedule=zbv,recompute=selective,offload=activations", {"layers": 8}, {"batch": 8}, 0),
 ]
 

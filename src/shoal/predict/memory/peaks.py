@@ -136,10 +136,13 @@ class BackwardPass:
         stream, sp = self.micro.stream, self.work.sp
         copies = 2 if self.work.rows > 1 or not sp else 1
         came = stream if self.rank.hears_from_next(self.moment.stage) else 0.0
+        # Of the last two blocks, what goes away is not gone yet.
+        last = range(max(0, self.stage.layers - 2), self.stage.layers)
+        leaving = sum(self._kind(self._run_of(one)).resting for one in last if one in self.away)
         return self.start.plus(
             "forward",
             grads=self.gradients.held(self.moment, None),
-            activations=copies * self.gathered_stream + (stream if sp else 0.0),
+            activations=copies * self.gathered_stream + (stream if sp else 0.0) + leaving,
             buffers=self.gradients.in_loss(self.moment) - came,
         )
 
