@@ -11,7 +11,7 @@ import shoal
 from shoal.facts.layout import Layout
 from shoal.facts.layout.parameter_groups import communicators
 from shoal.facts.layout.ranks import AXES
-from shoal.facts.ledger import CATEGORIES, PART_OF
+from shoal.facts.ledger import CATEGORIES, HOST, PART_OF
 from shoal.facts.strategies import BY_NAME, CONTROL, OWNERS, STRATEGIES, owners, purpose_of
 
 SOURCE = Path(shoal.__file__).parent
@@ -50,13 +50,13 @@ def test_every_file_is_there() -> None:
             assert not file or (SOURCE / file).is_file(), file
         for place in one.made_in:
             assert ((TORCH if place.startswith("torch/") else SOURCE) / place).exists(), place
-        assert one.runs or not (one.made_in or one.elsewhere)
+        assert one.file or not (one.made_in or one.elsewhere)
         assert all(key in one.policies for key, _ in one.elsewhere)
 
 
 def test_memory_is_of_a_category_of_the_ledger() -> None:
     for one in STRATEGIES:
-        assert one.memory in ("", *CATEGORIES, *PART_OF)
+        assert one.memory in ("", *CATEGORIES, *PART_OF, HOST)
         assert one.memory or not one.made_in
     assert set(PART_OF.values()) <= set(CATEGORIES)
 
@@ -94,7 +94,11 @@ def test_every_group_of_ranks_has_a_purpose() -> None:
         ("fsdp=2,zero=1", ["fsdp"], ["parallel/zero.py"]),
         ("fsdp=2,zero=2", ["fsdp"], ["parallel/zero.py"]),
         ("tp=2,sp=0,pp=2,schedule=zbv", ["tp", "pp"], ["parallel/tensor.py", "parallel/pipeline.py"]),
-        ("recompute=full,offload=params", ["recompute", "offload"], ["parallel/recompute.py", ""]),
+        (
+            "recompute=full,offload=params",
+            ["recompute", "offload"],
+            ["parallel/recompute.py", "parallel/offload/activations.py"],
+        ),
         (
             "dp=2,cp=2,ep=2",
             ["cp", "ep", "dp"],

@@ -25,6 +25,7 @@ TINY = PRESETS["tiny"]
         *(f"pp=2,schedule={schedule}" for schedule in SCHEDULES),
         *(f"recompute={recompute}" for recompute in RECOMPUTES),
         "dp=2,fsdp=2,tp=2,pp=2,micro=1,recompute=full",
+        "fsdp=2,recompute=selective,offload=activations:0.5",
     ],
 )
 @pytest.mark.parametrize("strict", [False, True])
@@ -38,6 +39,12 @@ def test_what_is_run(layout: str, strict: bool) -> None:
     ("layout", "what", "fix"),
     [
         ("offload=params:0.5", "layout: offload=params:0.5", "offload=none"),
+        ("offload=activations", "layout: offload=activations with recompute=none", "recompute=full"),
+        (
+            "recompute=full,offload=activations@nvme",
+            "layout: offload=activations@nvme",
+            "offload=none",
+        ),
     ],
 )
 def test_layouts_that_are_not_run(layout: str, what: str, fix: str) -> None:

@@ -63,6 +63,26 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
     ("cp=2,pp=2", {"layers": 4}, {"batch": 8}, 2),
 ]
 
+# Activations that wait in the host's memory.
+CASES += [
+    ("micro=2,recompute=full,offload=activations", {"layers": 4}, {}, 0),
+    ("micro=4,recompute=full,offload=activations", {"layers": 6}, {"precision": "bf16"}, 0),
+    ("micro=2,recompute=selective,offload=activations", {"layers": 4}, {}, 0),
+    ("micro=4,recompute=selective,offload=activations:0.5", {"layers": 5}, {"precision": "bf16"}, 0),
+    ("dp=2,micro=1,recompute=full,offload=activations:0.5", {"layers": 4}, {"precision": "bf16"}, 1),
+    ("fsdp=2,recompute=full,offload=activations", {"layers": 4}, {"precision": "bf16"}, 0),
+    ("fsdp=2,unit=2,recompute=selective,offload=activations", {"layers": 4}, {}, 0),
+    ("fsdp=2,zero=2,micro=1,recompute=full,offload=activations", {"layers": 4}, {"batch": 8}, 0),
+    ("tp=2,recompute=full,offload=activations", {"layers": 4}, {"precision": "bf16"}, 0),
+    ("tp=2,sp=0,recompute=selective,offload=activations", {"layers": 4}, {}, 0),
+    ("cp=2,recompute=full,offload=activations", {"layers": 4}, {}, 1),
+    ("pp=2,micro=1,recompute=full,offload=activations", {"layers": 8}, {"batch": 8}, 0),
+    ("pp=2,micro=1,recompute=full,offload=activations", {"layers": 8}, {"batch": 8, "precision": "bf16"}, 1),
+    ("tp=2,pp=2,micro=1,recompute=full,offload=activations", {"layers": 8}, {"batch": 8}, 0),
+    ("tp=2,sp=0,pp=2,recompute=selective,offload=activations", {"layers": 6}, {"precision": "bf16"}, 0),
+    ("pp=2,micro=1,schedule=zbv,recompute=selective,offload=activations", {"layers": 8}, {"batch": 8}, 0),
+]
+
 
 def is_pairs_alone(layout: Layout) -> bool:
     """Whether the pairs, with models and recipes of every kind, have all that this layout has."""

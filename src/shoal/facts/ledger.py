@@ -8,6 +8,8 @@ from typing import Any
 CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "buffers")
 # What is tracked by itself and is a part of a category.
 PART_OF = {"messages": "buffers"}
+# What waits in the host's memory: no part of what the device holds, also where both are one memory.
+HOST = "host"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from shoal.facts.layout import Layout
+from shoal.facts.ledger import HOST
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Strategy:
     policies: tuple[str, ...] = ()  # keys that say how, and mean nothing without it
     resets: tuple[str, ...] = ()  # other strategies' keys, whose values need not be legal without it
     file: str = ""  # where it lives; empty: the engine does not run it yet
+    unrun: tuple[str, ...] = ()  # of ``offload``, the parts that the engine does not run yet
     # A policy's value with its own file.
     elsewhere: dict[tuple[str, object], str] = field(default_factory=dict)
     off: str = "1"  # how a layout says that it is not wanted
@@ -34,8 +36,14 @@ class Strategy:
 
     @property
     def runs(self) -> bool:
-        """Whether the engine runs it."""
-        return bool(self.file)
+        """Whether the engine runs it, with all of its parts."""
+        return bool(self.file) and not self.unrun
+
+    def lacks(self, layout: Layout) -> bool:
+        """Whether a layout asks for something of it that the engine does not run."""
+        if not self.works(layout) or self.runs:
+            return False
+        return not self.file or any(set(part.kinds) & set(self.unrun) for part in layout.offload)
 
     def works(self, layout: Layout) -> bool:
         """Whether it is at work in a layout."""
@@ -116,7 +124,15 @@ STRATEGIES = (
         exposed=("gradient all-reduce", "more tokens per step (recipe.batch), or recipe.reduce=bf16"),
     ),
     Strategy("accumulate", "micro", file="train/step.py"),
-    Strategy("offload", "offload", off="none"),
+    Strategy(
+        "offload",
+        "offload",
+        file="parallel/offload/activations.py",
+        unrun=("optimizer", "params", "activations@nvme"),
+        off="none",
+        memory=HOST,
+        made_in=("parallel/offload/host_memory.py",),
+    ),
 )
 
 
@@ -140,7 +156,7 @@ BY_NAME = {one.name: one for one in STRATEGIES}
 
 def missing(layout: Layout) -> list[Strategy]:
     """What is at work in a layout and not run by the engine."""
-    return [one for one in STRATEGIES if not one.runs and one.works(layout)]
+    return [one for one in STRATEGIES if one.lacks(layout)]
 
 
 def purpose_of(group: str) -> str:

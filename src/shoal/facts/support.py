@@ -54,7 +54,7 @@ def _beside_servers(config: Config, model: Model | None, layout: Layout) -> Iter
 
 def runs(layout: Layout) -> bool:
     """Whether the engine runs all of a layout."""
-    return not strategies.missing(layout)
+    return not any(_in_layout(layout))
 
 
 def _in_layout(layout: Layout) -> Iterator[tuple[str, str]]:
@@ -63,6 +63,10 @@ def _in_layout(layout: Layout) -> Iterator[tuple[str, str]]:
     for one in strategies.missing(layout):
         value = printed(getattr(layout, one.key))
         yield f"layout: {one.key}={value}", f"{one.key}={one.off}{run if one.key in DEGREES else ''}"
+    if layout.recompute == "none" and any(part.what == "activations" for part in layout.offload):
+        # Every activation would travel, several times what the device computes meanwhile hides.
+        what = "layout: offload=activations with recompute=none"
+        yield what, "recompute=full, or selective; only what such blocks keep is offloaded"
 
 
 def _in_model(config: Config, model: Model) -> Iterator[tuple[str, str]]:

@@ -22,6 +22,7 @@ from shoal.launch.environment import passed_on
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan, describe_run
 from shoal.launch.report import FINISHED, Report
+from shoal.launch.scratch import check_scratch, clear_scratch
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.plan.resolve import Job
 from shoal.predict.memory.states import rank_states
@@ -74,6 +75,7 @@ def check(job: Job, run: RunDirectory, visible: str | None, nodes: int = 1) -> N
     """Refuse what cannot be trained here, or there. Nothing is created."""
     check_devices(job, visible, nodes)
     check_memory(job, nodes)
+    check_scratch(job, run.path, nodes)
     address_of(job.config.cluster.interface)
     run.check_place()
     run.keep_in(job.config.checkpoint.to)
@@ -107,6 +109,7 @@ def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) 
     """Inside, a launcher leads the run; its directory says so."""
     with private_files():
         run.adopt_memory()
+        clear_scratch(job, run.path)
         if run.step():
             console.print(f"resuming {run.path} after step {run.step()}", markup=False)
         for line in (*job.notes, compile_line(job)):

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.facts.ledger import HOST
 from shoal.observe.attribution import Attribution, Attributions
 from shoal.observe.subclasses import is_fake, plain_tensors, takes_itself_apart
 
@@ -100,7 +101,10 @@ class MemoryTracker(TorchDispatchMode):
             for plain in plain_tensors(tensor):
                 followed = self._follow(plain)
                 if followed is not None:
+                    if (followed.category == HOST) != (category == HOST):
+                        self._take_size(followed, 0)
                     followed.category = category
+                    self._take_size(followed, plain.untyped_storage().nbytes())
                     followed.module = followed.module if module is None else module
 
     @contextmanager
@@ -211,7 +215,11 @@ class MemoryTracker(TorchDispatchMode):
         return None if followed is None else followed.category
 
     def _at_peak(self) -> Iterator[tuple[_Followed, int]]:
-        there = [item for item in self._followed.values() if item.since <= self._peak_moment]
+        there = [
+            item
+            for item in self._followed.values()
+            if item.since <= self._peak_moment and item.category != HOST
+        ]
         yield from ((item, item.bytes) for item in there)
         yield from self._past
 
@@ -224,6 +232,9 @@ class MemoryTracker(TorchDispatchMode):
     def _take_size(self, followed: _Followed, size: int) -> None:
         size = -(-size // self._round_to) * self._round_to
         if size == followed.bytes:
+            return
+        if followed.category == HOST:
+            followed.bytes = size
             return
         if followed.since <= self._peak_moment and followed.bytes:
             self._past.append((followed, followed.bytes))

@@ -27,6 +27,8 @@ from shoal.parallel.execute import Executor
 from shoal.parallel.float8_gather import gather_in_float8
 from shoal.parallel.float8_scales import Float8Scales
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.offload.activations import ActivationOffload
+from shoal.parallel.offload.host_memory import HostMemory
 from shoal.parallel.pipeline import my_stages
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
@@ -64,6 +66,7 @@ class Placed:
     exact: StrictReducer | None  # in strict mode
     compiled: CompiledBlocks | None  # None: blocks run eager
     float8: Float8Scales | None  # None: products are in the compute precision
+    host: HostMemory  # where what is offloaded waits
 
     def fill(self, give: Fill) -> None:
         """Give the network values: to the pieces that are updated here, from which all ranks' weights follow."""
@@ -141,12 +144,19 @@ def apply(
         for segment in segments:
             experts.split(segment.network, mesh)
 
-    recompute(blocks, layout.recompute)
+    memory = HostMemory(mesh.device)
+    away = next((part for part in layout.offload if part.what == "activations"), None)
+    activations = ActivationOffload(memory, away.fraction if away is not None else 0.0)
+    recompute(blocks, layout.recompute, activations.contexts)
     compiled = None
     if compile_with is not None:
         compiled = CompiledBlocks(
             blocks, layout.recompute, compile_with, mesh.group_of(meeting_in_blocks(layout))
         )
+
+    # Offload: around all that makes a block keep less, it sees what is still kept.
+    if away is not None:
+        activations.watch(segments)
 
     # Shard or replicate, group by group: who holds, sums and updates what among the data ranks.
     if fully:
@@ -190,7 +200,16 @@ def apply(
     # There a sum of two has one rounding, as where both are on one rank.
     shared = SharedGradients(model, mesh, own_head, None if strict else reduce_dtype)
     placed = Placed(
-        segments, gradients.weights(), exact or gradients, shared, executor, routers, exact, compiled, float8
+        segments,
+        gradients.weights(),
+        exact or gradients,
+        shared,
+        executor,
+        routers,
+        exact,
+        compiled,
+        float8,
+        memory,
     )
     placed.fill(fill)
     return placed

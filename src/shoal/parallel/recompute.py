@@ -7,7 +7,7 @@ compute, and repeats attention, norms and the elementwise rest, which are cheap 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,13 +30,22 @@ MATRIX_PRODUCTS = (
 )
 
 
-def recompute(blocks: list[nn.Module], kind: Recompute) -> None:
-    """From now on these blocks keep less for their backward pass."""
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def selective_contexts() -> Contexts:
+    """For a block's forward pass, which keeps matrix products, and for its repetition, which is given them."""
+    contexts: Contexts = create_selective_checkpoint_contexts(_keep)
+    return contexts
+
+
+def recompute(
+    blocks: list[nn.Module], kind: Recompute, contexts: Callable[[], Contexts] = selective_contexts
+) -> None:
+    """From now on these blocks keep less for their backward pass. ``contexts``: of a selective one."""
     if kind == "none":
         return
-    context: dict[str, Any] = {}
-    if kind == "selective":
-        context["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
+    context = {"context_fn": contexts} if kind == "selective" else {}
     for block in blocks:
         # Around forward and not around the module: hooks, such as FSDP's, which gather its weights, stay outside.
         block.forward = _checkpointed(block.forward, context)

@@ -80,6 +80,13 @@ FULL = (
     "cp=2,pp=2",
     "cp=2,cp_kind=ulysses,pp=2,schedule=zbv",
     "zero=1,cp=2,pp=4,schedule=gpipe",
+    # activations that wait in the host's memory
+    "dp=2,recompute=full,offload=activations",
+    "fsdp=2,recompute=selective,offload=activations:0.5",
+    "tp=2,recompute=full,offload=activations",
+    "cp=2,recompute=selective,offload=activations",
+    "pp=2,recompute=full,offload=activations",
+    "fsdp=2,tp=2,pp=2,schedule=zbv,recompute=full,offload=activations",
     # three axes at once
     "dp=2,fsdp=2,cp=2",
     "dp=2,tp=2,cp=2,cp_kind=ulysses",
@@ -148,6 +155,7 @@ QUICK = (
     "fsdp=2,tp=2",
     "tp=2,pp=2,schedule=zb",
     "fsdp=2,pp=2,schedule=interleaved",
+    "fsdp=2,recompute=selective,offload=activations",
     "dp=2,ep=2",
     "fsdp=2,tp=2,ep=2,recompute=full",
 )

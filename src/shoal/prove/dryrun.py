@@ -112,7 +112,7 @@ def dryrun(workload: Workload, rank: int) -> DryRun:
     return DryRun(
         workload,
         rank,
-        _ledger(workload, stage, tracker.peak_by_category(), tracker.peak_origin),
+        _ledger(workload, stage, tracker.peak_by_category(), tracker.peak_origin, step.placed.host.bytes),
         ledgers(workload)[stage],
         watch.counter.traffic(),
         sorted(traffic(workload, rank)),
@@ -145,7 +145,9 @@ def _batch(workload: Workload) -> Batch:
     return Batch(tokens, targets, positions, None, torch.arange(rows), rows * length)
 
 
-def _ledger(workload: Workload, stage: int, held: dict[str, int], at: Attribution | None) -> Ledger:
+def _ledger(
+    workload: Workload, stage: int, held: dict[str, int], at: Attribution | None, host: int
+) -> Ledger:
     own = dict.fromkeys(CATEGORIES, 0)
     for category, size in (*held.items(), ("buffers", workspace(workload))):
         own[PART_OF.get(category, category)] += size
@@ -160,4 +162,5 @@ def _ledger(workload: Workload, stage: int, held: dict[str, int], at: Attributio
         capacity=workload.cluster.device.memory_bytes,
         worst_stage=stage,
         instant=str(at or "between steps"),
+        host=host,
     )

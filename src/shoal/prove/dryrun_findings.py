@@ -114,6 +114,8 @@ def in_memory(
         lines = _most((place.where, size) for place, size in held if place.where)
         made = (f"; the most is in {most}" if most else "") + (f"; made by {lines}" if lines else "")
         yield Finding("memory", f"{category}: {_off(found, wanted)}{made}")
+    if abs(seen.host - predicted.host) > max(TOLERANCE * predicted.host, floor):
+        yield Finding("memory", f"host: {_off(seen.host, predicted.host)}")
     if abs(seen.peak_allocated - predicted.peak_allocated) > max(TOLERANCE * predicted.peak_allocated, floor):
         moment = f"{seen.instant}; predicted: {predicted.instant}"
         yield Finding("memory", f"peak: {_off(seen.peak_allocated, predicted.peak_allocated)} ({moment})")

@@ -187,6 +187,15 @@ class TuneSection(Section):
     )
 
 
+class OffloadSection(Section):
+    scratch: str | None = Field(
+        None,
+        min_length=1,
+        description="directory on a local disk for what a layout offloads with @nvme; unset: scratch in the run "
+        "directory",
+    )
+
+
 class FaultSection(Section):
     timeout: float = Field(60.0, gt=0, le=1e7, description="seconds before a collective times out")
     stall: float = Field(
@@ -249,6 +258,7 @@ class Config(Section):
     compile: CompileSection = CompileSection()
     server: ServerSection = ServerSection()
     tune: TuneSection = TuneSection()
+    offload: OffloadSection = OffloadSection()
     fault: FaultSection = FaultSection()
     track: TrackSection = TrackSection()
     cluster: ClusterSection = ClusterSection()

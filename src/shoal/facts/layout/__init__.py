@@ -43,6 +43,11 @@ class Offload(BaseModel):
     fraction: float = Field(1.0, gt=0, le=1)
     nvme: bool = False
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What it asks of an engine, whatever the fraction."""
+        return (self.what, f"{self.what}@nvme") if self.nvme else (self.what,)
+
     def __str__(self) -> str:
         # Decimal writes every digit that the float has, and never an exponent.
         fraction = "" if self.fraction == 1.0 else f":{Decimal(repr(self.fraction)):f}"

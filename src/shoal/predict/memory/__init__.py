@@ -16,7 +16,7 @@ from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.inventory import RankInventory, fullest_ranks, rank_inventories
 from shoal.predict.memory.offload import LeavingGradients
 from shoal.predict.memory.peak import Peak
-from shoal.predict.memory.peaks import peaks
+from shoal.predict.memory.peaks import peaks, waiting_activations
 from shoal.predict.memory.replicate import ReplicatedGradients
 from shoal.predict.memory.shard import PipelinedShards, ShardedGradients
 from shoal.predict.memory.states import elsewhere, optimizer_states, parameters
@@ -51,6 +51,7 @@ def _rank_ledger(rank: RankInventory) -> Ledger:
     workload, gradients = rank.workload, rank_gradients(rank)
     states, optimizer, away = parameters(rank), optimizer_states(rank), elsewhere(rank)
     peak = max(peaks(gradients), key=Peak.total)
+    waiting = waiting_activations(rank)
     device = {
         "params": round(states.device),
         "grads": round(peak.grads),
@@ -71,8 +72,8 @@ def _rank_ledger(rank: RankInventory) -> Ledger:
         worst_stage=rank.number,
         master=round(optimizer.master),
         instant=peak.name,
-        host=round(away.host + peak.host),
+        host=round(away.host + waiting.host),
         host_capacity=host_share(workload.cluster),
-        nvme=round(away.nvme + peak.nvme),
+        nvme=round(away.nvme + waiting.nvme),
         nvme_capacity=nvme_share(workload.cluster),
     )

@@ -82,6 +82,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         put_off=c * inner + gathered,
         deferred=deferred,
         held_input=held_input,
+        reads_input=parts.has_input,
     )
 
 

@@ -28,6 +28,7 @@ class BlockActivations(NamedTuple):
     put_off: float  # of its weights' gradients, what those that are put off still need
     deferred: float  # kept between the two halves of a backward pass that is split
     held_input: bool  # whether ``resting`` holds the block's input itself
+    reads_input: bool  # whether the backward pass needs it, once the forward pass is repeated
 
     @property
     def fullest(self) -> float:

@@ -69,6 +69,7 @@ def compiled_activations(model: Model, work: BlockWorkload) -> BlockActivations:
         put_off=inner + gathered,
         deferred=0.0,  # schedules that split a backward pass run eager
         held_input=True,
+        reads_input=True,
     )
 
 

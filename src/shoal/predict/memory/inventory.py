@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from shoal.facts.bytes_per_parameter import BytesPerParameter
 from shoal.facts.layout.float8 import gathered_width
+from shoal.facts.layout.offload_activations import blocks_away
 from shoal.facts.layout.parameter_groups import DENSE, EXPERTS
 from shoal.facts.layout.stages import Stage, rank_of_stage, stages_of_rank
 from shoal.facts.model import Model
@@ -61,6 +62,7 @@ class InFlight(NamedTuple):
     """What a micro-batch in flight holds of one stage, in bytes."""
 
     blocks: float
+    away: float  # of these, what waits off the device
     others: float  # tables of rotary positions; the embedding's dropout; the final norm and its result
     logits: float
     casts: float  # the blocks' weights in the compute precision, where autograd keeps them
@@ -141,6 +143,16 @@ class RankInventory:
     def on_nvme(self, what: str) -> bool:
         return any(part.what == what and part.nvme for part in self.workload.layout.offload)
 
+    def blocks_away(self, number: int) -> range:
+        """Of a stage's blocks, those whose activations wait off the device."""
+        stage, fraction = self.stages[number], self.offloaded("activations")
+        return blocks_away(stage.layers, fraction, stage.first, stage.last) if fraction else range(0)
+
+    def away_among(self, number: int, begin: int, end: int) -> int:
+        """How many of them are among the blocks from ``begin`` to before ``end``."""
+        away = self.blocks_away(number)
+        return max(0, min(away.stop, end) - max(away.start, begin))
+
     def hears_from_next(self, number: int) -> bool:
         """Whether a stage's successor is on another rank, which it sends activations to and has gradients from."""
         return not self.stages[number].last and not (self.bottom and number == 0)
@@ -153,6 +165,10 @@ class RankInventory:
         micro, hidden = self.micro_batch, self.workload.model.hidden
         kinds = [(run.layers, micro.blocks[run.experts, run.window]) for run in stage.runs]
         blocks = sum(layers * one.resting for layers, one in kinds)
+        away, begin = 0.0, 0
+        for layers, one in kinds:
+            away += self.away_among(number, begin, begin + layers) * one.resting
+            begin += layers
         others = micro.tables + (micro.norm if stage.last else 0.0) + (micro.dropped if stage.first else 0.0)
         messages = 0.0
         if self.workload.layout.pp > 1:
@@ -164,6 +180,7 @@ class RankInventory:
         kept = self.casts and not self.casts_again
         return InFlight(
             blocks=blocks,
+            away=away,
             others=others,
             logits=micro.logits.resting if stage.last else 0.0,
             casts=self.hold.compute * (stage.blocks.whole + hidden * stage.last) if kept else 0.0,

@@ -13,8 +13,6 @@ class Peak(NamedTuple):
     activations: float = 0.0
     logits: float = 0.0
     buffers: float = 0.0
-    host: float = 0.0  # activations that wait off the device
-    nvme: float = 0.0
 
     def total(self) -> float:
         """On the device."""
@@ -36,6 +34,4 @@ class Peak(NamedTuple):
             self.activations + activations,
             self.logits + logits,
             self.buffers + buffers,
-            self.host,
-            self.nvme,
         )

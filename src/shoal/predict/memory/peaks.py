@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shoal.facts.layout.offload import OffDevice
+from shoal.facts.layout.offload_activations import HORIZON
 from shoal.predict.memory.block_workload import BlockActivations
 from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.in_flight import Begun, Moment, moments
@@ -55,9 +57,9 @@ def _batch(workload: Workload) -> float:
 def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
     """What is there when a backward pass begins, but for gradients."""
     micro, workload, layout = rank.micro_batch, rank.workload, rank.workload.layout
-    activations, blocks, logits, buffers = _batch(workload), 0.0, 0.0, standing
+    activations, logits, buffers = _batch(workload), 0.0, standing
     for kept, held, deferred in zip(rank.in_flight, moment.held, moment.deferred, strict=True):
-        blocks += held * kept.blocks
+        activations += held * (kept.blocks - kept.away)
         activations += held * kept.others + deferred * kept.deferred
         logits += held * kept.logits
         buffers += held * (kept.casts + kept.head_cast + kept.messages)
@@ -82,12 +84,18 @@ def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
         block = max(_here(rank, run.block) for run in runs) * units
         ends = (_here(rank, end) for end in (rank.ends.embedding, rank.ends.head))
         buffers += rank.hold.compute * (block + max(block, *ends))
-    offloaded = rank.offloaded("activations") * blocks
-    if offloaded:
-        # One block's tensors are used while another's are on their way.
-        buffers += 2 * micro.blocks[runs[-1].experts, runs[-1].window].resting
-    host, nvme = (0.0, offloaded) if rank.on_nvme("activations") else (offloaded, 0.0)
-    return Peak("", 0.0, activations + blocks - offloaded, logits, buffers, host, nvme)
+    return Peak("", 0.0, activations, logits, buffers)
+
+
+def waiting_activations(rank: RankInventory) -> OffDevice:
+    """What blocks have sent away, when the most micro-batches are in flight: its buffers are kept for the next time."""
+    layout = rank.workload.layout
+    passes = moments(layout.schedule, layout.pp, layout.chunks, rank.workload.accumulation, rank.number)
+    size = max(
+        sum(held * kept.away for held, kept in zip(moment.held, rank.in_flight, strict=True))
+        for moment in passes
+    )
+    return OffDevice(0.0, size) if rank.on_nvme("activations") else OffDevice(size, 0.0)
 
 
 def _here(rank: RankInventory, count: ParameterCount) -> int:
@@ -102,7 +110,7 @@ class BackwardPass:
         self.stage, self.kept = self.rank.stages[moment.stage], self.rank.in_flight[moment.stage]
         self.micro, self.work = self.rank.micro_batch, self.rank.micro_batch.work
         self.gathered_stream = self.micro.stream * (self.work.tp if self.work.sp else 1)
-        self.offloaded = self.rank.offloaded("activations")
+        self.away = self.rank.blocks_away(moment.stage)
         self.start = held_at_start(self.rank, moment, gradients.standing)
         # The head's gradients of micro-batches that are yet to come back.
         others = self.stage.last and moment.held[moment.stage] > 1
@@ -134,10 +142,13 @@ class BackwardPass:
         stream, sp = self.micro.stream, self.work.sp
         copies = 2 if self.work.rows > 1 or not sp else 1
         came = stream if self.rank.hears_from_next(self.moment.stage) else 0.0
+        # Of the last two blocks, what goes away is not gone yet.
+        last = range(max(0, self.stage.layers - 2), self.stage.layers)
+        leaving = sum(self._kind(self._run_of(one)).resting for one in last if one in self.away)
         return self.start.plus(
             "forward",
             grads=self.gradients.held(self.moment, None),
-            activations=copies * self.gathered_stream + (stream if sp else 0.0),
+            activations=copies * self.gathered_stream + (stream if sp else 0.0) + leaving,
             buffers=self.gradients.in_loss(self.moment) - came,
         )
 
@@ -177,12 +188,13 @@ class BackwardPass:
         """The last blocks of every run of equal ones, and the first block of all."""
         done = 0  # blocks whose backward pass is over
         for run in reversed(self.stage.runs):
-            freed = self._freed(self._kind(run))
             cast = run.block.whole * self.rank.hold.compute if self.kept.casts else 0
-            for count in self.gradients.blocks_looked_at(run, done):
-                there = left.plus("", activations=-count * freed, buffers=-count * cast)
+            for count in self._looked_at(run, done):
+                freed = self._freed(run, done, count)
+                there = left.plus("", activations=-freed, buffers=-count * cast)
                 yield from self._block(run, done + count, there)
-            left = left.plus("", activations=-run.layers * freed, buffers=-run.layers * cast)
+            freed = self._freed(run, done, run.layers)
+            left = left.plus("", activations=-freed, buffers=-run.layers * cast)
             done += run.layers
 
     def _block(self, run: BlockRun, done: int, left: Peak) -> Iterator[Peak]:
@@ -190,12 +202,22 @@ class BackwardPass:
         gradients, moment, hold = self.gradients, self.moment, self.rank.hold
         block, stream = self._kind(run), self.micro.stream
         name = "first block" if done == self.stage.layers - 1 else "block" if done else "last block"
-        left = left.plus(name, activations=self._given(done))
+        back, ahead = self._back(run, done)
+        left = left.plus(name, activations=self._given(done) + back + ahead)
         if self._is_sent_on(done):
             left = left.plus(name, activations=-stream, buffers=stream)
         buffers = run.block.whole * hold.compute if self.rank.casts_again else 0.0
         grads = gradients.held(moment, done, gradients.made(run, 1))
         passing = buffers + gradients.in_block(moment, run, done, 1)
+        if self.stage.layers - 1 - done in self.away and not block.reads_input:
+            # The end of the repeated forward pass: its input, attention's result, their sum and, on its way to other
+            # tensor ranks, the second norm's are still there, and no gradient is yet.
+            yield left.plus(
+                name,
+                grads=gradients.held(moment, done),
+                activations=block.opening - block.inner + (4 if self.work.sp else 3) * stream,
+                buffers=buffers + gradients.in_block(moment, run, done, 0),
+            )
         for size, gone in gradients.first_product(moment, run, block):
             yield left.plus(name, grads=grads, activations=block.opening - gone, buffers=passing + size)
         put_off = block.put_off if moment.split else 0.0
@@ -213,20 +235,21 @@ class BackwardPass:
             # By then some projections are done, unless their weights' gradients are put off.
             made = gradients.made(run, count)
             used = made * hold.compute if self.rank.casts else 0
-            # What was kept elsewhere is not there to go.
-            fresh = max(0.0, size) if self.offloaded else size
             yield left.plus(
                 name,
                 grads=gradients.held(moment, done, made),
-                activations=fresh + put_off,
+                activations=size + put_off,
                 buffers=buffers + exchange - used + gradients.in_block(moment, run, done, count),
             )
-        end = left.plus(name, activations=stream - self._freed(block))
+        end = left.plus(name, activations=stream - back - self._freed(run, done, 1))
         yield from gradients.after_block(moment, run, done, end)
 
     def _embedding(self, left: Peak) -> Iterator[Peak]:
         """Nothing of the micro-batch is left but the gradient that enters."""
-        freed = sum(run.layers * self._freed(self._kind(run)) for run in self.stage.runs)
+        freed, done = 0.0, 0
+        for run in reversed(self.stage.runs):
+            freed += self._freed(run, done, run.layers)
+            done += run.layers
         others = self.kept.others - (self.micro.norm if self.stage.last else 0.0)
         left = left.plus(
             "embedding",
@@ -242,9 +265,40 @@ class BackwardPass:
     def _kind(self, run: BlockRun) -> BlockActivations:
         return self.micro.blocks[run.experts, run.window]
 
-    def _freed(self, block: BlockActivations) -> float:
-        """What a block's backward pass frees on the device. If it is split, some is still needed."""
-        return block.resting * (1 - self.offloaded) - (block.deferred if self.moment.split else 0.0)
+    def _looked_at(self, run: BlockRun, done: int) -> list[int]:
+        """How many blocks of a run are done when one can be the fullest.
+
+        Where activations wait off the device, also beside those of the ends of what is away.
+        """
+        found, last = set(self.gradients.blocks_looked_at(run, done)), self.stage.layers - 1 - done
+        for end in (self.away.start, self.away.stop) if self.away else ():
+            found |= {last - end, last - end + HORIZON, last - end - HORIZON}
+        return sorted(one for one in found if 0 <= one < run.layers)
+
+    def _freed(self, run: BlockRun, done: int, count: int) -> float:
+        """What these blocks' backward passes free that rested here. If they are split, some is still needed."""
+        block, end = self._kind(run), self.stage.layers - done
+        away = self.rank.away_among(self.moment.stage, end - count, end)
+        return (count - away) * block.resting - (count * block.deferred if self.moment.split else 0.0)
+
+    def _back(self, run: BlockRun, done: int) -> tuple[float, float]:
+        """Of what waited off the device, what is back for this block, and for those before it."""
+        number, block, ahead = self.stage.layers - 1 - done, self._kind(run), 0.0
+        back = block.resting if number in self.away else 0.0
+        if back and not block.reads_input:
+            back -= self.micro.stream  # it goes when the forward pass is repeated
+        for earlier in range(number - HORIZON, number):
+            if earlier in self.away:
+                ahead += self._kind(self._run_of(earlier)).resting
+        return back, ahead
+
+    def _run_of(self, number: int) -> BlockRun:
+        """The run that a block is in."""
+        for run in self.stage.runs:
+            if number < run.layers:
+                return run
+            number -= run.layers
+        raise IndexError(number)
 
     def _given(self, done: int) -> float:
         """The gradient that a stage was given: the first block counts it as its own, and a message is in buffers."""

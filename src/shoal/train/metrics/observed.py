@@ -13,6 +13,7 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from shoal.facts.ledger import HOST
 from shoal.observe.attribution import Attributions, module_of
 from shoal.observe.collectives import CollectiveCounter
 from shoal.observe.memory import AllocationSite, MemoryTracker
@@ -103,6 +104,7 @@ def observed(step: Step, batches: Sequence[Batch], path: Path, number: int) -> I
         "peak_by_category": watch.tracker.peak_by_category(),
         "peak_by_module": by_module(watch.tracker.peak_by_place()),
         "peak_at": str(watch.tracker.peak_origin),
+        "host": step.placed.host.bytes,
     }
     path.write_text(json.dumps(seen, indent=2) + "\n", encoding="utf-8")
 
@@ -118,6 +120,7 @@ def by_module(places: Mapping[AllocationSite, int]) -> dict[str, int]:
 def _mark(tracker: MemoryTracker, step: Step, batches: Sequence[Batch]) -> None:
     """What the tracker cannot tell by where it was made."""
     pieces = step.pieces
+    tracker.mark(step.placed.host.buffers, HOST)
     for batch in batches:
         ends = [] if batch.documents is None else [batch.documents.ends]
         tracker.mark((batch.tokens, batch.targets, batch.positions, *ends), "activations")

@@ -1,0 +1,37 @@
+"""Scratch directories of a run, before its ranks start: checked, and cleared of what earlier runs left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.facts.problem import BadInput
+from shoal.parallel.offload.scratch import remove_leftovers, scratch_problems
+from shoal.plan.resolve import Job
+from shoal.predict.memory import ledgers
+
+
+def scratch_root(job: Job, run: Path) -> Path | None:
+    """The directory that holds those of this run's ranks; None: the layout keeps nothing on disks."""
+    if not any(part.nvme for part in job.layout.offload):
+        return None
+    given = job.config.offload.scratch
+    return run / "scratch" if given is None else Path(given).expanduser()
+
+
+def check_scratch(job: Job, run: Path, nodes: int = 1) -> None:
+    """Refuse a directory that cannot hold what the ranks of a node keep there. Nothing is created."""
+    root = scratch_root(job, run)
+    if root is None:
+        return
+    # Of every stage its ranks; nodes are filled stage by stage, so the fullest has at most this.
+    each = max(one.nvme for one in ledgers(job.workload()))
+    needed = each * -(-job.layout.world // nodes)
+    problems = scratch_problems(root, needed, made_by_us=job.config.offload.scratch is None)
+    if problems:
+        raise BadInput(problems)
+
+
+def clear_scratch(job: Job, run: Path) -> None:
+    """Remove what runs that were killed have left there, this one's earlier attempts included."""
+    if (root := scratch_root(job, run)) is not None:
+        remove_leftovers(root)

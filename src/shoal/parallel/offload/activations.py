@@ -1,0 +1,246 @@
+"""Offload of activations: what recomputed blocks keep waits in the host's memory between its two uses.
+
+As a block's forward pass begins (its input) or goes on (what a selective block keeps), copies start on a stream of
+their own; they have the length of the next block's forward pass to end in, and then the device's tensors go. In the
+backward pass what a block kept is asked back ``HORIZON`` blocks before it is needed. Which blocks send theirs away is
+decided in ``facts/layout/offload_activations.py``.
+
+Autograd gives what it saves to hooks (``torch.autograd.graph.saved_tensors_hooks``): around an eager block that is what
+checkpointing saves, its input; around a compiled one all that its graph saves, weights included, which stay. What eager
+selective recomputation keeps is kept by a mode of torch's dispatcher, here by one of our own. On a CPU there are no
+streams, a copy is done when it is begun, and all else is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.facts.layout.offload_activations import HORIZON, blocks_away
+from shoal.parallel.offload.host_memory import HostBuffer, HostMemory
+from shoal.parallel.recompute import MATRIX_PRODUCTS, selective_contexts
+from shoal.parallel.stage_module import StageModule
+
+Forward = Callable[..., Tensor]
+
+
+class CopyStreams:
+    """Copies between a device and its host's memory, each way in a stream of its own."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory, device = memory, memory.device
+        self.out, self.back = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
+
+    def leave(self, tensor: Tensor, buffer: HostBuffer) -> torch.cuda.Event | None:
+        """Copy a tensor out once it is computed; who frees it waits for the event that is returned."""
+        if self.out is None:
+            buffer.like(tensor).copy_(tensor)
+            return None
+        self.out.wait_stream(torch.cuda.current_stream())
+        if buffer.read is not None:
+            self.out.wait_event(buffer.read)
+        with torch.cuda.stream(self.out):
+            buffer.like(tensor).copy_(tensor, non_blocking=True)
+        return self.out.record_event()
+
+    def come_back(
+        self, tensor: Tensor, buffer: HostBuffer, left: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
+        """Copy a buffer into a tensor of the device; who reads it waits for the event."""
+        if self.back is None:
+            tensor.copy_(buffer.like(tensor))
+            return None
+        # Whatever had the tensor's memory before may still be read by what was issued up to now.
+        self.back.wait_stream(torch.cuda.current_stream())
+        if left is not None:
+            self.back.wait_event(left)
+        with torch.cuda.stream(self.back):
+            tensor.copy_(buffer.like(tensor), non_blocking=True)
+        buffer.read = self.back.record_event()
+        return buffer.read
+
+
+class AwayTensor:
+    """A tensor of the device whose values wait in the host's memory."""
+
+    def __init__(self, tensor: Tensor, streams: CopyStreams) -> None:
+        self._streams = streams
+        self._buffer: HostBuffer | None = streams.memory.take(tensor.numel() * tensor.element_size())
+        self._leaving: Tensor | None = tensor
+        self._left = streams.leave(tensor, self._buffer)
+        self._place = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        self._here: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    def let_go(self) -> None:
+        """The device's tensor may go, as soon as it is copied."""
+        if self._left is not None and self._leaving is not None:
+            torch.cuda.current_stream().wait_event(self._left)
+        self._leaving = None
+
+    def ask_back(self) -> None:
+        """Start on the way back, if it has not."""
+        if self._buffer is None:
+            return
+        size, stride, dtype, device = self._place
+        self._here = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        self._arrived = self._streams.come_back(self._here, self._buffer, self._left)
+        self._free()
+
+    def take(self) -> Tensor:
+        """The tensor, which is its reader's from now on."""
+        self.ask_back()
+        if self._here is None:
+            raise RuntimeError("an offloaded activation was asked for twice: backward passes run once here")
+        if self._arrived is not None:
+            torch.cuda.current_stream().wait_event(self._arrived)
+        here, self._here = self._here, None
+        return here
+
+    def _free(self) -> None:
+        if self._buffer is not None:
+            self._streams.memory.give_back(self._buffer)
+            self._buffer = None
+
+    def __del__(self) -> None:
+        # Never asked for, as of a forward pass whose backward pass does not come.
+        self._free()
+
+
+class KeptBlock:
+    """What one block keeps of one micro-batch, and the block before it."""
+
+    def __init__(self, before: KeptBlock | None) -> None:
+        self.before = before
+        self.away: list[AwayTensor] = []
+
+    def come(self) -> None:
+        """Its backward pass begins: all of it is needed, and soon what earlier blocks kept."""
+        kept: KeptBlock | None = self
+        for _ in range(1 + HORIZON):
+            if kept is None:
+                break
+            for one in kept.away:
+                one.ask_back()
+            kept = kept.before
+        # The next one asks for those before it.
+        self.before = None
+
+
+class ActivationOffload:
+    """The blocks of a rank whose activations wait in the host's memory."""
+
+    def __init__(self, memory: HostMemory, fraction: float) -> None:
+        self._streams, self._fraction = CopyStreams(memory), fraction
+        # Of the block whose forward pass is running, if that sends anything away.
+        self._running: KeptBlock | None = None
+        self._last: KeptBlock | None = None
+
+    def watch(self, segments: Sequence[StageModule]) -> None:
+        """From now on their blocks, recomputed and maybe compiled, send away what they keep."""
+        for segment in segments:
+            blocks: list[nn.Module] = list(segment.network.model.layers.values())
+            away = blocks_away(len(blocks), self._fraction, segment.stage.first, segment.stage.last)
+            for number, block in enumerate(blocks):
+                at_end = number == len(blocks) - 1
+                block.forward = partial(self._run, block, block.forward, number == 0, number in away, at_end)
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """For the forward pass of an eager selective block and for its repetition."""
+        if self._running is None:
+            return selective_contexts()
+        products: list[AwayTensor] = []
+        return _SendingAway(self._running, products, self._streams), _HandingBack(products)
+
+    def _run(
+        self, block: nn.Module, forward: Forward, first: bool, away: bool, at_end: bool, *arguments: Any
+    ) -> Tensor:
+        if not torch.is_grad_enabled():
+            return forward(*arguments)
+        before = None if first else self._last
+        kept = self._last = KeptBlock(before)
+        self._running = kept if away else None
+        stay = _storages(block.parameters()) | _storages(_tensors(arguments[1:])) if away else set()
+
+        def pack(tensor: Tensor) -> Tensor | AwayTensor:
+            if not away or not _leaves(tensor, stay):
+                return tensor
+            kept.away.append(AwayTensor(tensor, self._streams))
+            return kept.away[-1]
+
+        def unpack(saved: Tensor | AwayTensor) -> Tensor:
+            kept.come()
+            return saved.take() if isinstance(saved, AwayTensor) else saved
+
+        with saved_tensors_hooks(pack, unpack):
+            output = forward(*arguments)
+        self._running = None
+        if at_end:
+            self._last = None
+        # Its own copies have the next block's forward pass to end in; where there is none, they end here.
+        for one in [*(before.away if before else []), *(kept.away if at_end else [])]:
+            one.let_go()
+        return output
+
+
+class _SendingAway(TorchDispatchMode):
+    """Results of matrix products are kept, in the host's memory."""
+
+    def __init__(self, kept: KeptBlock, products: list[AwayTensor], streams: CopyStreams) -> None:
+        super().__init__()
+        self._kept, self._products, self._streams = kept, products, streams
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in MATRIX_PRODUCTS:
+            self._products.append(AwayTensor(result.detach(), self._streams))
+            self._kept.away.append(self._products[-1])
+        return result
+
+
+class _HandingBack(TorchDispatchMode):
+    """And are not computed again."""
+
+    def __init__(self, products: list[AwayTensor]) -> None:
+        super().__init__()
+        self._products = iter(products)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in MATRIX_PRODUCTS:
+            return next(self._products).take()
+        return func(*args, **(kwargs or {}))
+
+
+def _leaves(tensor: Tensor, stay: set[int]) -> bool:
+    """Activations alone, and those that a copy can give back as they are: without gaps or repeated elements."""
+    if not tensor.is_floating_point() or tensor.numel() == 0 or id(tensor.untyped_storage()) in stay:
+        return False
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span == tensor.numel()
+
+
+def _storages(tensors: Any) -> set[int]:
+    # A storage keeps one Python object for life.
+    return {id(tensor.untyped_storage()) for tensor in tensors}
+
+
+def _tensors(arguments: Any) -> list[Tensor]:
+    """Of what is given to all blocks alike: tables of positions."""
+    found = []
+    for one in arguments:
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, tuple):
+            found.extend(_tensors(one))
+    return found

@@ -1,0 +1,79 @@
+"""The host's memory as a place to wait in: pinned buffers, used again and again.
+
+Pinned, so that copies to and from a GPU run beside its kernels. Torch's own pinned allocator rounds every size up to a
+power of two, which would cost up to twice the memory: buffers are taken from the system as large as they are asked for
+and then registered with CUDA. On a CPU a buffer is ordinary memory, and all else is the same.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class HostBuffer:
+    """Some bytes."""
+
+    bytes: Tensor  # uint8
+    # The end of the copies that last read it: a stream that writes into it waits for that.
+    read: torch.cuda.Event | None = None
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Its bytes in the shape, the strides and the type of a tensor that is as large."""
+        return self.bytes.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+class HostMemory:
+    """One rank's buffers. Those given back are taken again by what has their size: a steady state makes none."""
+
+    def __init__(self, device: torch.device) -> None:
+        """``device``: whose copies the buffers are pinned for."""
+        self.device = device
+        self.buffers: list[Tensor] = []  # all that there are
+        self._free: dict[int, list[HostBuffer]] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Taken from the system."""
+        return sum(one.numel() for one in self.buffers)
+
+    def take(self, size: int) -> HostBuffer:
+        """A buffer of exactly so many bytes. What it holds is anything."""
+        free = self._free.get(size)
+        if free:
+            return free.pop()
+        made = pinned(size, self.device)
+        self.buffers.append(made)
+        return HostBuffer(made)
+
+    def give_back(self, buffer: HostBuffer) -> None:
+        self._free.setdefault(buffer.bytes.numel(), []).append(buffer)
+
+
+def pinned(size: int, device: torch.device, in_whole_pages: bool = False) -> Tensor:
+    """So many bytes of the host's memory, pinned for a CUDA device; for any other as they are.
+
+    ``in_whole_pages``: in pages of their own in any case, as direct I/O wants them.
+    """
+    on_gpu = device.type == "cuda"
+    if not size or not (on_gpu or in_whole_pages):
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+    # The mapping lives as long as the tensor.
+    made = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    if on_gpu:
+        _register(made)
+    return made
+
+
+def _register(memory: Tensor) -> None:
+    runtime, start = torch.cuda.cudart(), memory.data_ptr()
+    error = int(runtime.cudaHostRegister(start, memory.numel(), 0))
+    if error:
+        raise MemoryError(f"the host could not pin {memory.numel():,} bytes for offload (CUDA error {error})")
+    # A storage's Python object lives as long as the storage: its pages go back to the system unpinned.
+    weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, start).atexit = False

@@ -1,0 +1,207 @@
+"""The scratch directory: where what is offloaded to NVMe waits, one directory for each run and rank.
+
+Its files mean nothing to anyone else: they are what a checkpoint would give back. So a directory belongs to a live
+process, which holds its lock file; the lock goes with the process, however that ends, and what it leaves behind is
+removed at the next start.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from shoal.facts.problem import BadInput, Problem
+
+# Every one of ours is called so: nothing else in a directory is ever removed.
+PREFIX = "shoal-scratch-"
+LOCK = "owner.json"
+# File systems that are memory: offload to them would only move it.
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+# What direct I/O wants addresses, places and sizes to be multiples of, on every disk of today.
+BLOCK = 4096
+ELSEWHERE = "wait for it, stop it, or another directory: offload.scratch = DIR"
+# Another launcher that looks whether a directory is held holds it for a moment.
+TRIES, MOMENT = 5, 0.1
+FIX = "offload.scratch = a directory on a local disk, or leave @nvme out of the layout"
+
+
+def scratch_problems(root: Path, needed: int, made_by_us: bool = False) -> list[Problem]:
+    """Everything that keeps a run from using a directory for ``needed`` bytes; nothing is created for good.
+
+    ``made_by_us``: a run makes the directory if it is missing. To be called when no rank of the run lives.
+    """
+    where = "offload.scratch"
+    place = _nearest(root) if made_by_us else root
+    if not place.is_dir():
+        said = "is no directory" if place.exists() else "does not exist"
+        return [Problem(f"the scratch directory {root} {said}", f"mkdir -p {root}, or another one", where)]
+    found = []
+    kind = file_system(place)
+    if kind in IN_MEMORY:
+        found.append(Problem(f"the scratch directory {root} is in memory ({kind})", FIX, where))
+    elif (reason := _direct_problem(place)) is not None:
+        found.append(Problem(f"the scratch directory {root} {reason}", FIX, where))
+    for owner in _live(root):
+        found.append(
+            Problem(
+                f"the scratch directory {root} is in use by {_in_words(owner)}",
+                ELSEWHERE,
+                where,
+            )
+        )
+    room = shutil.disk_usage(place).free + (0 if found else sum(_size(left) for left in _left_behind(root)))
+    if needed > room:
+        found.append(
+            Problem(
+                f"the scratch directory {root} has room for {_gib(room)}, and this layout keeps {_gib(needed)} there",
+                f"free {_gib(needed - room)}, a smaller fraction in the layout, or {FIX}",
+                where,
+            )
+        )
+    return found
+
+
+def remove_leftovers(root: Path) -> list[Path]:
+    """Remove what runs that ended without doing so have left here. Returns what it was."""
+    left = list(_left_behind(root))
+    for one in left:
+        shutil.rmtree(one, ignore_errors=True)
+    return left
+
+
+class Scratch:
+    """One rank's scratch directory, from its making to its removal."""
+
+    def __init__(self, root: Path, run: str, rank: int) -> None:
+        """Make it, empty; whatever an earlier process of the same rank has left goes."""
+        self.path = root / f"{PREFIX}{run}-{rank:05d}"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise BadInput(f"cannot make the scratch directory {self.path}: {error.strerror}", FIX) from None
+        if not _locked(self._lock):
+            os.close(self._lock)
+            raise BadInput(
+                f"the scratch directory {self.path} is in use by {_in_words(_owner(self.path))}", ELSEWHERE
+            )
+        for file in self.path.iterdir():
+            if file.name != LOCK:
+                file.unlink()
+        owner = {"run": run, "rank": rank, "process": os.getpid(), "host": socket.gethostname()}
+        os.truncate(self._lock, 0)
+        os.pwrite(self._lock, json.dumps(owner).encode(), 0)
+
+    def remove(self) -> None:
+        """With all that is in it. The lock goes last."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            os.close(self._lock)
+
+
+def file_system(path: Path) -> str:
+    """The kind of file system that a directory is on, such as ext4; empty where the kernel does not say."""
+    try:
+        rows = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    device, best = path.stat().st_dev, ""
+    for row in rows:
+        before, _, after = row.partition(" - ")
+        major, _, minor = before.split()[2].partition(":")
+        if os.makedev(int(major), int(minor)) == device:
+            best = after.split()[0]
+    return best
+
+
+def _direct_problem(place: Path) -> str | None:
+    """Why files there cannot be read and written past the system's cache; None if they can."""
+    name = place / f".{PREFIX}{os.getpid()}"
+    try:
+        handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            name.unlink(missing_ok=True)
+            return "is on a file system without direct I/O (O_DIRECT)"
+        return f"cannot be written to: {error.strerror}"
+    os.close(handle)
+    name.unlink(missing_ok=True)
+    return None
+
+
+def _ours(root: Path) -> Iterator[Path]:
+    if root.is_dir():
+        yield from (one for one in sorted(root.glob(f"{PREFIX}*")) if one.is_dir() and not one.is_symlink())
+
+
+def _left_behind(root: Path) -> Iterator[Path]:
+    yield from (one for one in _ours(root) if not _held(one))
+
+
+def _live(root: Path) -> Iterator[dict[str, Any]]:
+    """One owner for each run."""
+    owners = {str(owner.get("run")): owner for owner in map(_owner, filter(_held, _ours(root)))}
+    yield from owners.values()
+
+
+def _locked(handle: int) -> bool:
+    """Take a lock, unless another process has it for longer than a moment."""
+    for _ in range(TRIES):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(MOMENT)
+        else:
+            return True
+    return False
+
+
+def _held(path: Path) -> bool:
+    """Whether a live process holds a directory's lock."""
+    try:
+        handle = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def _owner(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((path / LOCK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+def _in_words(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "a live run"
+    return f"the run {owner.get('run')} (process {owner.get('process')} on {owner.get('host')})"
+
+
+def _nearest(path: Path) -> Path:
+    """The directory itself, or the one that it would be made in."""
+    return next((one for one in (path, *path.absolute().parents) if one.exists()), path)
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in path.iterdir() if file.is_file())
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"
