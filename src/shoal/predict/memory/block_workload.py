@@ -28,6 +28,9 @@ class BlockActivations(NamedTuple):
     put_off: float  # of its weights' gradients, what those that are put off still need
     deferred: float  # kept between the two halves of a backward pass that is split
     held_input: bool  # whether ``resting`` holds the block's input itself
+    forward: float = (
+        0.0  # the fullest moment of its forward pass beyond what rests, where that can be the peak
+    )
 
     @property
     def fullest(self) -> float:
@@ -54,6 +57,7 @@ class BlockWorkload:
     adapters: tuple[str, ...] | None  # projections with an adapter; None: all weights are trained
     compiled: bool = False
     fp8: bool = False
+    ep: int = 1  # ranks that share experts
 
     @property
     def stream(self) -> float:

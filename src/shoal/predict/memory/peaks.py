@@ -104,6 +104,8 @@ class BackwardPass:
     def peaks(self) -> Iterator[Peak]:
         if self.work.tp > 1 and not self.stage.last:
             yield self._end_of_forward()
+        if in_block := self._kind(self.stage.runs[-1]).forward:
+            yield self._forward(in_block)
         if self.stage.last:
             yield from self._head()
         # What is left of the start once the head is done.
@@ -132,6 +134,17 @@ class BackwardPass:
             grads=self.gradients.held(self.moment, None),
             activations=copies * self.gathered_stream + (stream if sp else 0.0),
             buffers=self.gradients.in_loss(self.moment) - came,
+        )
+
+    def _forward(self, beyond: float) -> Peak:
+        """Of the pass before: in its last block, before there is anything of the head."""
+        came = self.micro.stream if self.rank.hears_from_next(self.moment.stage) else 0.0
+        return self.start.plus(
+            "forward",
+            grads=self.gradients.held(self.moment, None),
+            activations=beyond - (self.micro.norm if self.stage.last else 0.0),
+            logits=-self.kept.logits,
+            buffers=self.gradients.in_loss(self.moment) - self.kept.head_cast - came,
         )
 
     def _head(self) -> Iterator[Peak]:
