@@ -97,9 +97,18 @@ class BackwardPass:
         self.gathered_stream = self.micro.stream * (self.work.tp if self.work.sp else 1)
         self.offloaded = self.rank.offloaded("activations")
         self.start = held_at_start(self.rank, moment, gradients.standing)
+        if not self.stage.last and self._loss_is_behind() and not gradients.alone:
+            # The loss of a micro-batch on the V's other side has made the head's gradient, which waits for its turn.
+            self.start = self.start.plus("", buffers=self.micro.logits.waiting)
         # The head's gradients of micro-batches that are yet to come back.
         others = self.stage.last and moment.held[moment.stage] > 1
         self.waiting = self.micro.logits.waiting if others else 0.0
+
+    def _loss_is_behind(self) -> bool:
+        """Whether this rank has the network's end as well, with a micro-batch that is yet to come back."""
+        return any(
+            stage.last and held for stage, held in zip(self.rank.stages, self.moment.held, strict=True)
+        )
 
     def peaks(self) -> Iterator[Peak]:
         if self.work.tp > 1 and not self.stage.last:
