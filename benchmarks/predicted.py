@@ -1,7 +1,7 @@
 """Steps measured on a GPU, for predictions to be held against: one rank, and ranks that share the GPU.
 
-``python benchmarks/predicted.py SET [FIRST]``, SET one of alone, shared, blind, families, families-compiled: a row a
-case in ``results/predicted.jsonl``, with the peak of allocated bytes of every rank and the step's seconds; FIRST is the
+``python benchmarks/predicted.py SET [FIRST]``, SET one of alone, shared, blind, families, families-compiled, axes: a row
+a case in ``results/predicted.jsonl``, with the peak of allocated bytes of every rank and the step's seconds; FIRST is the
 number of the case to begin with. Ranks that share a GPU have the memory of ranks that do not, but not their speed.
 Nothing that predicts reads these rows; ``benchmarks/accuracy.py`` sets them beside the prediction.
 """
@@ -173,6 +173,14 @@ FAMILIES = (
     Case("llama2-13b", "micro=4", 2048, 4, HALF, {"layers": 6}),
 )
 
+# Sequences and experts that ranks share out.
+AXES = (
+    Case(SMALL, "cp=2,micro=1", 8192, 1),
+    Case(SMALL, "cp=2,cp_kind=ulysses,micro=1", 8192, 1),
+    Case("qwen3-30b-a3b", "dp=2,ep=2,micro=1", 2048, 2, HALF, {"layers": 4}),
+    Case("mixtral-8x7b", "fsdp=2,ep=2,micro=1", 2048, 2, HALF, {"layers": 2}),
+)
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -248,6 +256,7 @@ def main() -> None:
         "blind": BLIND,
         "families": FAMILIES,
         "families-compiled": compiled,
+        "axes": AXES,
     }
     if len(sys.argv) < 2 or sys.argv[1] not in kinds:
         sys.exit(__doc__)

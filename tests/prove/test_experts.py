@@ -218,6 +218,10 @@ TWINS = [
     ("deepseek_v3", "dp=2,ep=2", {}),
     ("deepseek_v3", "fsdp=4,zero=1,tp=2,ep=2", {}),
     ("deepseek_v3", "fsdp=2,pp=2,ep=2,micro=1,recompute=full", {}),
+    ("mixtral", "dp=2,tp=2,ep=2,recompute=full", {}),
+    ("qwen3_moe", "fsdp=2,tp=2,ep=2,recompute=selective", {}),
+    ("qwen3_moe", "dp=2,tp=2,pp=2,ep=2,micro=1", {"batch": 8}),
+    ("qwen3_moe", "fsdp=2,cp=2,ep=2", {}),
 ]
 
 
@@ -231,7 +235,7 @@ def test_traffic_is_to_the_byte_what_is_predicted(family: str, layout: str, reci
     for category in ("params", "optimizer"):
         ours, theirs = getattr(found.memory, category), getattr(found.predicted, category)
         assert ours == pytest.approx(theirs, rel=0.001), category
-    assert found.memory.peak_allocated == pytest.approx(found.predicted.peak_allocated, rel=0.1)
+    assert found.memory.peak_allocated == pytest.approx(found.predicted.peak_allocated, rel=0.015)
 
 
 def test_the_page_has_what_is_predicted() -> None:

@@ -39,6 +39,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
     ("fsdp=2,pp=2,schedule=zb", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
     ("fsdp=2,pp=2,schedule=zbv", {"layers": 4}, {"precision": "bf16", "batch": 8}, 2),
     ("fsdp=2,pp=2,schedule=dualpipev", {"layers": 4}, {"precision": "bf16", "batch": 8}, 2),
+    ("fsdp=2,pp=2,schedule=dualpipev", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
+    ("fsdp=2,tp=2,pp=2,schedule=dualpipev", {"layers": 4, "hidden": 64}, {"seq": 64, "batch": 8}, 0),
     ("fsdp=2,pp=2,micro=1", {"vocab": 30000, "layers": 2}, {"precision": "bf16", "batch": 8}, 0),
     # Operands that are rounded to fp8, and weights that are gathered in it.
     ("micro=4,recompute=full", {}, {"precision": "fp8"}, 0),

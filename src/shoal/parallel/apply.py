@@ -117,20 +117,21 @@ def apply(
     groups = parameter_groups(layout, model.experts is not None, lora=False)
     fully = groups[DENSE].fully_sharded
     summed = reduce_dtype or states
-    # Shards rest as wide as they are updated, and are gathered as narrow as they are used. Everywhere else the network
-    # reads a working copy.
-    if compute.itemsize < states.itemsize:
-        if not fully:
-            network.to(compute)
-        elif model.experts is not None and not groups[EXPERTS].fully_sharded:
-            for mixture in experts.mixtures(network):
-                mixture.experts.to(compute)
-
     # Pipeline: the blocks of this rank's stages, and nothing else. A tied embedding that is needed at both ends of
     # a pipeline has two copies; so it has in strict mode, where each end's gradient is rounded by itself.
     own_head = layout.pp > 1 or strict
     segments = split_stages(network, my_stages(model, layout, mesh.coords["pp"], seq), own_head)
     blocks = [block for segment in segments for block in segment.network.model.layers.values()]
+
+    # Shards rest as wide as they are updated, and are gathered as narrow as they are used. Everywhere else the network
+    # reads a working copy.
+    if compute.itemsize < states.itemsize:
+        for segment in segments:
+            if not fully:
+                segment.network.to(compute)
+            elif model.experts is not None and not groups[EXPERTS].fully_sharded:
+                for mixture in experts.mixtures(segment.network):
+                    mixture.experts.to(compute)
 
     # Tensor: of every matrix this rank's box.
     if (group := mesh.group("tp")) is not None:

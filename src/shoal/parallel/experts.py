@@ -101,8 +101,9 @@ class FeatureDispatch(Dispatch):
         return nn.functional.pad(mixed, (self.index * width, (self.tp - 1 - self.index) * width))
 
     def computed(self, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
-        whole: Tensor = Gather.apply(tokens[:, None], self.tensor, self.tp)
-        partial = compute(whole.flatten(1), ends).unflatten(1, (self.tp, -1))
+        # What is gathered has another order: under no name, so that experts read the one copy that there is.
+        whole = Gather.apply(tokens[:, None], self.tensor, self.tp).flatten(1)
+        partial = compute(whole, ends).unflatten(1, (self.tp, -1))
         part: Tensor = Scatter.apply(partial, self.tensor, self.tp)
         return part[:, 0]
 

@@ -173,8 +173,15 @@ class MemoryBound:
             sharded = shards > 1 and (states.zero == 3 or self.stack.unsharded != "buckets")
             any_sharded = any_sharded or sharded
             any_scattered = any_scattered or sharded or (shards > 1 and states.zero == 2)
-            before = min(before, self._during(split, sizes, whole, sharded, states, False))
-            later = min(later, self._during(split, sizes, whole, sharded, states, True))
+            there = whole
+            if sharded and split.pp > 1 and len(ways) > 1:
+                # Over fewer ranks experts may be whole: then they rest as narrow as they are used, and nowhere else.
+                routed = sparse * expert_elements(self.model, split.tp, share.ep) if share.ep > 1 else 0
+                ranks = placement(split.tp, split.cp, ways[0].fsdp, 1, share.ep).sharded.size
+                in_shards = self.in_shards.weight / self.hold.compute * routed / ranks
+                there = max(whole, min(routed, round(in_shards)))
+            before = min(before, self._during(split, sizes, there, sharded, states, False))
+            later = min(later, self._during(split, sizes, there, sharded, states, True))
         weight, optimizer, gradient = self._resting(
             sizes, whole, any_sharded, any_scattered, offload, split.pp > 1
         )
@@ -352,7 +359,7 @@ class MemoryBound:
         self, split: ModelSplit, share: WorkShare, recompute: Recompute, experts: bool, compiled: bool
     ) -> BlockActivations:
         """With one sequence; everything of it grows in proportion to the micro-batch."""
-        key = split.tp, split.cp, share.sp, share.cp_kind, recompute, experts, compiled
+        key = split.tp, split.cp, share.sp, share.cp_kind, share.ep > 1, recompute, experts, compiled
         known = self._blocks.get(key)
         if known is None:
             workload = replace(self._workload(one_sequence(split, share, recompute)), compile=compiled)

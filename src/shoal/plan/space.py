@@ -103,8 +103,9 @@ class StateSharding(NamedTuple):
 def one_sequence(split: ModelSplit, share: WorkShare, recompute: Recompute) -> Layout:
     """All that decides what a block keeps of one sequence; of a micro-batch it keeps as many times that."""
     return layout_of(
-        tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, micro=1, recompute=recompute
-    )
+        dp=share.ep, tp=split.tp, sp=share.sp, cp=split.cp, cp_kind=share.cp_kind, ep=share.ep, micro=1,
+        recompute=recompute,
+    )  # fmt: skip
 
 
 def placed(split: ModelSplit, states: StateSharding, ep: int = 1) -> Placement:

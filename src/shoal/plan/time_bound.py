@@ -37,11 +37,11 @@ from shoal.predict.rank_parameters import (
     trained_with_experts,
 )
 from shoal.predict.time import context, host, layer
+from shoal.predict.time import expert as experts
 from shoal.predict.time.bubble import Idle, follows, idle
 from shoal.predict.time.layer import Passes
 from shoal.predict.time.offload import Beside, Offloadable, Shares, transfer
 from shoal.predict.time.step import (
-    ALWAYS,
     CostModel,
     RankKind,
     resting_bytes,
@@ -229,7 +229,7 @@ class TimeBound:
         body = self._body(split.tp, share.sp)
         within = sum(self._seconds(workload, call) for call in tensor.calls(workload, body))
         routed = sum(
-            self._seconds(workload, call) for call in expert.calls(workload, body) if call.phase in ALWAYS
+            self._seconds(workload, call) for call in expert.tokens(workload, body) if call.group != "ep"
         )
         seconds, forwards, backwards = [0.0, 0.0], [0.0], [0.0]
         for place, count in ((0, body.dense), (1, body.sparse)):
@@ -241,6 +241,8 @@ class TimeBound:
             )  # fmt: skip
             one = self.on.layer(part)
             shared = sum(context.waits(workload, self.on, body, part).values()) / body.layers
+            if place:
+                routed += sum(experts.waits(workload, self.on, body, part).values())
             again = {"none": 0.0, "selective": one.again, "full": one.full}[recompute]
             backward = one.input + (0.0 if self.lora else one.weight) + again
             seconds[place] = (
@@ -338,7 +340,7 @@ class TimeBound:
 
     def _kept(self, split: ModelSplit, share: WorkShare, recompute: Recompute, compiled: bool) -> float:
         """Bytes that one layer keeps of one sequence, of the kind that keeps the least."""
-        key = split.tp, split.cp, share.sp, share.cp_kind, recompute, compiled
+        key = split.tp, split.cp, share.sp, share.cp_kind, share.ep > 1, recompute, compiled
         known = self._resting.get(key)
         if known is None:
             workload = replace(self._workload(one_sequence(split, share, recompute)), compile=compiled)

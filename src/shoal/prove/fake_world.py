@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 # Private, as all of torch that runs without data is (2.11 to 2.13).
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,8 +45,16 @@ def fake_rank(layout: Layout, rank: int, transport: str) -> Iterator[Mesh]:
 def without_data() -> Iterator[None]:
     """Tensors that are made inside have no values."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, _Readings(ShapeCache(mode)):
+    with mode, _Readings(ShapeCache(mode)), patch.object(FakeTensor, "tolist", _ones):
         yield
+
+
+def _ones(tensor: FakeTensor) -> Any:
+    """As ``_Readings``, all at once: torch takes a tensor without data apart to read it number by number."""
+    read: Any = 1.0 if tensor.dtype.is_floating_point else 1
+    for size in reversed(tensor.shape):
+        read = [read] * size
+    return read
 
 
 class Mode(TorchDispatchMode):

@@ -25,7 +25,8 @@ class KeptTensors(NamedTuple):
     """What autograd keeps of a block, place by place, in bytes."""
 
     norm: float  # one of the two norms on the residual stream
-    entered: float  # its result, which projections read
+    entered: float  # its result, which attention's projections read
+    read: float  # and the other's, which the MLP's do
     attention: float
     mlp: float
     dropout: float
@@ -33,7 +34,15 @@ class KeptTensors(NamedTuple):
 
     @property
     def all(self) -> float:
-        return 2 * (self.norm + self.entered) + self.attention + self.mlp + self.dropout
+        return 2 * self.norm + self.entered + self.read + self.attention + self.mlp + self.dropout
+
+
+class RoutedTokens(NamedTuple):
+    """Copies of tokens for each of their experts, in bytes. Of a block without experts: none."""
+
+    whole: float = 0.0  # as experts read them
+    sent: float = 0.0  # as they travel and come back: with ``ep`` a tensor rank's features of them
+    shared: float = 0.0  # what is kept of experts that every token uses
 
 
 @lru_cache(maxsize=65536)
@@ -45,7 +54,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     parts = _parts(model, experts, window, work)
     c, tokens = work.compute, work.tokens
     stream = c * model.hidden * work.stream
-    inner, values, travelling = _mlp(model, experts, work)
+    inner, values, routed = _mlp(model, experts, work)
     query, key, _ = _widths(model, work.tp)
     products = c * tokens * (query + 2 * key) + inner * c * (2 if model.gated else 1)
     if work.recompute == "none":
@@ -54,7 +63,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     elif work.recompute == "full":
         resting, shared = stream, stream if parts.has_input else 0.0
     else:
-        kept, again = _selected(model, parts, c * inner, travelling, work)
+        kept, again = _selected(model, parts, c * inner, routed, work)
         resting, shared = stream + kept, (stream if parts.has_input else 0.0) + again
         if work.dropout or work.fp8:
             # Dropout reads the last product again, a product in fp8 is taken again as a whole: both let go of it.
@@ -65,10 +74,14 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     # The gradient that enters is first gathered from the tensor ranks.
     gathered = c * model.hidden * tokens if work.sp else 0.0
     opening = parts.all + stream + gathered + c * inner
-    working = _working(model, parts, stream, c * inner, values, travelling, work)
-    if travelling:
-        # Results are multiplied with the gradient that comes in, once for each expert that a token has.
-        working = (BlockPeak(parts.all + stream + gathered + 2 * travelling, 0), *working)
+    working = _working(model, parts, stream, c * inner, values, routed, work)
+    forward = 0.0
+    if routed.whole:
+        forward = _computing(model, parts, routed, work)
+        mixing = _mixing(model, parts, stream, gathered, routed, work)
+        if forward and work.recompute != "none":
+            mixing = max(mixing, forward + stream - (routed.whole if work.recompute == "selective" else 0.0))
+        working = (BlockPeak(mixing, 0), *working)
     if gathered and work.rows > 1 and work.recompute == "none":
         # Ranks send their parts of all sequences one after the other: they are put in order. Where the forward pass is
         # repeated, that comes later.
@@ -83,6 +96,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
         deferred=deferred,
         held_input=held_input,
         reads_input=parts.has_input,
+        forward=forward - parts.all if forward and work.recompute == "none" else 0.0,
     )
 
 
@@ -102,15 +116,20 @@ def _parts(model: Model, experts: bool, window: bool, work: BlockWorkload) -> Ke
     entered = c * model.hidden * (work.stream if stack.regathers else tokens)
     if model.parallel_residual and has_input:
         norm -= c * model.hidden * work.stream / 2  # both norms keep the same input
+    read = entered
     if frozen and not {"gate_proj", "up_proj"} & set(work.adapters or ()):
-        entered /= 2  # the MLP's input is not needed
-    inner, values, _ = _mlp(model, experts, work)
+        read = 0.0  # the MLP's input is not needed
+    inner, values, routed = _mlp(model, experts, work)
+    if routed.whole and work.sp:
+        # The router keeps a rank's own tokens; all of them are read by shared experts alone.
+        read = c * model.hidden * (work.stream + (tokens if routed.shared else 0))
     if frozen and "down_proj" not in (work.adapters or ()):
         values -= c * inner
     dropout = 2 * model.hidden * work.stream if work.dropout or stack.dropout else 0.0
     return KeptTensors(
         norm=norm,
         entered=entered,
+        read=read,
         attention=_attention(model, window, work),
         mlp=values,
         dropout=dropout,
@@ -170,8 +189,8 @@ def _attention(model: Model, window: bool, work: BlockWorkload) -> float:
             kept += c * (query + key)  # what was rotated are copies
     else:
         latent = model.latent
-        # The values are a part of the projection that made them, and hold all of it.
-        kept = c * (2 * query + heads * (latent.nope_dim + latent.value_dim) + value) + 4 * heads
+        # Values, and so the result, are as wide as queries and keys; the way out reads the part that is no padding.
+        kept = c * (4 * query + value) + 4 * heads
         kept += _norm(latent.kv_rank, work) + c * latent.kv_rank
         if latent.q_rank is not None:
             kept += _norm(latent.q_rank, work) + c * latent.q_rank
@@ -179,34 +198,39 @@ def _attention(model: Model, window: bool, work: BlockWorkload) -> float:
         kept += _norm(normed, work) + work.wide * (heads + even_share(model.kv_heads, work.tp) - 1)
     by_head = stack.kernel == "fused" and not answers_by_token(work.cpu, c)
     turned = (work.cpu or by_head) and not varlen and model.positions == "rotary" and heads > 1
-    if turned or work.context == "ulysses":
+    if (turned or work.context == "ulysses") and model.latent is None:
         # Turned back, several heads are a copy; as are those that came from other ranks.
-        kept += c * (query if model.latent is None else value)
+        kept += c * query
     if stack.attention == "unfused":
         kept += (2 * c + 1) * heads * work.seq  # scores, dropped scores and which were dropped
     return kept * work.tokens
 
 
-def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float, float]:
-    """Values of one inner tensor; bytes kept of the whole MLP; of these, tokens as their experts read them."""
+def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float, RoutedTokens]:
+    """Values of one inner tensor; bytes kept of the whole MLP; of these, of tokens as their experts read them."""
     c, fused = work.compute, work.stack.activation == "fused"
     # Gate, its activation, up, their product; without a gate: up and its activation. Fused: that is made anew.
     tensors = (3 if fused else 4) if model.gated else (1 if model.activation == "relu" else 2)
     if not experts or model.experts is None:
         inner = work.tokens * even_share(model.ffn, work.tp)
-        return inner, tensors * c * inner, 0.0
+        return inner, tensors * c * inner, RoutedTokens()
     found = model.experts
-    routed = work.tokens * found.active
-    inner = routed * even_share(found.ffn, work.tp) + work.tokens * even_share(found.shared_ffn, work.tp)
+    copies = work.tokens * found.active
+    of_shared = work.tokens * even_share(found.shared_ffn, work.tp)
+    inner = copies * even_share(found.ffn, work.tp) + of_shared
     # Tokens as their experts read them, and what experts make of them, which the router's gradient needs.
-    travelling = c * model.hidden * routed
-    # Scores of all experts; of those chosen, weights as they were and are, numbers, and places after sorting.
-    scores = work.wide * (found.count + 1) * work.stream + (2 * work.wide + 24) * routed
-    return inner, tensors * c * inner + 2 * travelling + scores, float(travelling)
+    whole = float(c * model.hidden * copies)
+    routed = RoutedTokens(whole, whole / work.tp if work.ep > 1 else whole, float(tensors * c * of_shared))
+    # Scores of all experts; of those chosen, numbers, and weights before they are divided by their sum; as they are
+    # used; and places after sorting, by expert and where ranks send each other tokens by rank as well.
+    chosen = work.wide if found.normalized else 0
+    scores = (work.wide * found.count + chosen + (chosen + 8) * found.active) * work.stream
+    scores += (c + (32 if work.ep > 1 else 16)) * copies
+    return inner, tensors * c * inner + routed.whole + routed.sent + scores, routed
 
 
 def _selected(
-    model: Model, parts: KeptTensors, inner: float, travelling: float, work: BlockWorkload
+    model: Model, parts: KeptTensors, inner: float, routed: RoutedTokens, work: BlockWorkload
 ) -> tuple[float, float]:
     """Bytes that selective recomputation keeps besides the input, and which of them ``parts`` counts as well."""
     c, tokens = work.compute, work.tokens
@@ -222,7 +246,40 @@ def _selected(
         return used + c * tokens * model.hidden, used
     products = c * tokens * (query + key + value + model.hidden) + gates
     # Every product is let go as it is used again; the last one, which is not used, stays.
-    return products + (travelling or c * tokens * model.hidden), products
+    return products + (routed.whole or c * tokens * model.hidden), products
+
+
+def _mixing(
+    model: Model,
+    parts: KeptTensors,
+    stream: float,
+    gathered: float,
+    routed: RoutedTokens,
+    work: BlockWorkload,
+) -> float:
+    """Results are multiplied with the gradient that comes in, once for each expert that a token has.
+
+    Shared experts are done by then, and have left a gradient of what they read. Where tensor ranks have sent features,
+    those of all ranks are then gathered, and put in order.
+    """
+    read = work.compute * model.hidden * work.tokens
+    before = parts.all - routed.shared + (read if routed.shared else 0.0) + stream
+    if routed.sent < routed.whole:
+        return before + max(read / work.tp + 2 * routed.sent, 2 * routed.whole)
+    return before + gathered + 2 * routed.sent
+
+
+def _computing(model: Model, parts: KeptTensors, routed: RoutedTokens, work: BlockWorkload) -> float:
+    """The forward pass where tensor ranks have sent features, as the experts' results are summed over them.
+
+    Beside tokens as they came and the sum: the results, and a copy of them in the order of ranks. All of the block's
+    tokens are still there, its input, what attention made of it and their sum. 0: that is not what is done.
+    """
+    if routed.sent == routed.whole:
+        return 0.0
+    stream = work.compute * model.hidden * work.stream
+    gathered = work.compute * model.hidden * work.tokens if work.sp and not routed.shared else 0.0
+    return parts.all - routed.shared + gathered + 3 * stream + 2 * routed.whole + routed.sent
 
 
 def _working(
@@ -231,7 +288,7 @@ def _working(
     stream: float,
     inner: float,
     mlp: float,
-    travelling: float,
+    routed: RoutedTokens,
     work: BlockWorkload,
 ) -> tuple[BlockPeak, ...]:
     """What is there of the block's own tensors and their gradients, in the order of time."""
@@ -240,10 +297,10 @@ def _working(
     ways_in = 2 if model.gated else 1
     # The MLP's dropout comes first, and its mask has gone.
     held = parts.all - parts.dropout / 2
-    after_mlp = held - mlp - parts.entered - parts.norm
+    after_mlp = held - mlp - parts.read - parts.norm
     later = (
         # Its way in: what each of the projections makes of its gradient, still apart.
-        held - mlp + stream + inner + (ways_in * (travelling or c * model.hidden * tokens)) + travelling,
+        held - mlp + stream + inner + ways_in * (routed.whole or c * model.hidden * tokens) + routed.whole,
         # The second norm, after the MLP's tensors have gone. In one precision the two gradients of the stream are one.
         after_mlp + norm_backward(model, work) + (stream if work.wide > c else 0.0),
         # Attention: gradients of its result, queries, keys and values.
@@ -256,7 +313,7 @@ def _working(
         for moment in (context.moments(query, key, value, work) if work.context else ())
     ]
     # The activation: the gradients of its two factors and of their product, which itself is gone.
-    activation = held - travelling + stream + ways_in * inner
+    activation = held - routed.sent + stream + ways_in * inner
     # The first norm, when nothing else of the block is left and all of its weights' gradients are there.
     end = norm_backward(model, work) + (stream if work.wide > c else 0.0)
     return BlockPeak(activation, 1), BlockPeak(max(later), 1 + ways_in), *shared, BlockPeak(end, None)

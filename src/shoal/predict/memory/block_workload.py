@@ -29,6 +29,9 @@ class BlockActivations(NamedTuple):
     deferred: float  # kept between the two halves of a backward pass that is split
     held_input: bool  # whether ``resting`` holds the block's input itself
     reads_input: bool  # whether the backward pass needs it, once the forward pass is repeated
+    forward: float = (
+        0.0  # the fullest moment of its forward pass beyond what rests, where that can be the peak
+    )
 
     @property
     def fullest(self) -> float:
@@ -55,6 +58,7 @@ class BlockWorkload:
     adapters: tuple[str, ...] | None  # projections with an adapter; None: all weights are trained
     compiled: bool = False
     fp8: bool = False
+    ep: int = 1  # ranks that share experts
 
     @property
     def stream(self) -> float:

@@ -60,6 +60,7 @@ def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
         adapters=None if workload.lora is None else tuple(workload.lora.targets),
         compiled=workload.compiled,
         fp8=recipe.precision == "fp8",
+        ep=layout.ep,
     )
     handed_on = hold.gradient
     if sharded:

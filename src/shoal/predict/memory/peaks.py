@@ -112,13 +112,24 @@ class BackwardPass:
         self.gathered_stream = self.micro.stream * (self.work.tp if self.work.sp else 1)
         self.away = self.rank.blocks_away(moment.stage)
         self.start = held_at_start(self.rank, moment, gradients.standing)
+        if not self.stage.last and self._loss_is_behind() and not gradients.alone:
+            # The loss of a micro-batch on the V's other side has made the head's gradient, which waits for its turn.
+            self.start = self.start.plus("", buffers=self.micro.logits.waiting)
         # The head's gradients of micro-batches that are yet to come back.
         others = self.stage.last and moment.held[moment.stage] > 1
         self.waiting = self.micro.logits.waiting if others else 0.0
 
+    def _loss_is_behind(self) -> bool:
+        """Whether this rank has the network's end as well, with a micro-batch that is yet to come back."""
+        return any(
+            stage.last and held for stage, held in zip(self.rank.stages, self.moment.held, strict=True)
+        )
+
     def peaks(self) -> Iterator[Peak]:
         if self.work.tp > 1 and not self.stage.last:
             yield self._end_of_forward()
+        if in_block := self._kind(self.stage.runs[-1]).forward:
+            yield self._forward(in_block)
         if self.stage.last:
             yield from self._head()
         # What is left of the start once the head is done.
@@ -150,6 +161,17 @@ class BackwardPass:
             grads=self.gradients.held(self.moment, None),
             activations=copies * self.gathered_stream + (stream if sp else 0.0) + leaving,
             buffers=self.gradients.in_loss(self.moment) - came,
+        )
+
+    def _forward(self, beyond: float) -> Peak:
+        """Of the pass before: in its last block, before there is anything of the head."""
+        came = self.micro.stream if self.rank.hears_from_next(self.moment.stage) else 0.0
+        return self.start.plus(
+            "forward",
+            grads=self.gradients.held(self.moment, None),
+            activations=beyond - (self.micro.norm if self.stage.last else 0.0),
+            logits=-self.kept.logits,
+            buffers=self.gradients.in_loss(self.moment) - self.kept.head_cast - came,
         )
 
     def _head(self) -> Iterator[Peak]:

@@ -15,7 +15,7 @@ from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.in_flight import Moment
 from shoal.predict.memory.inventory import BlockRun, RankInventory, RankStage
 from shoal.predict.memory.peak import Peak
-from shoal.predict.rank_parameters import ParameterCount, total
+from shoal.predict.rank_parameters import ParameterCount, expert_elements, total
 
 
 class UnitOfBlocks(NamedTuple):
@@ -142,7 +142,16 @@ class ShardedGradients(RankGradients):
         """The head's gradient is on its way."""
         last = self.one.runs[-1]
         head = 0.0 if self.model.tied else self.hold.reduce * self.ends.head.trained
-        return self._gathered(last, 0) + head + self.tied_head(moment) + self._landing(last, 0)
+        passing = head + self.tied_head(moment) + self._landing(last, 0)
+        return self._gathered(last, 0) - self._not_asked_for(last) + passing
+
+    def _not_asked_for(self, run: BlockRun) -> float:
+        """Experts in shards of their own are a unit beside their block's: one ahead is not yet the rest of a block."""
+        if not run.experts or self.rank.whole_experts or not self.frees or self.one.layers <= self.unit:
+            return 0.0
+        routed = expert_elements(self.model, self.layout.tp, self.layout.ep)
+        rest = run.block._replace(whole=run.block.whole - routed)
+        return self.rank.gathered(rest.times(min(self.unit, run.layers)))
 
     def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
         """Of this unit's gradients those of its later blocks; the unit before is on its way."""
@@ -252,7 +261,9 @@ class PipelinedShards(RankGradients):
     def __init__(self, rank: RankInventory) -> None:
         super().__init__(rank)
         self.width, self.widens = self.hold.reduce, self.hold.compute != self.hold.reduce
-        self.gathered = rank.gathered(self.total)
+        # Experts that are whole are there, unless they rest elsewhere.
+        there = rank.all_whole_experts * (1 - rank.offloaded("params"))
+        self.gathered = rank.gathered(self.total) - self.hold.compute * there
 
     def in_loss(self, moment: Moment) -> float:
         return self.gathered

@@ -71,6 +71,11 @@ class CostModel:
             return measured_layer.attention(self.model, self.kernels, share)
         return layers.attention(self.model, self.stack, self.kernels, share)
 
+    def shared_experts(self, share: LayerShare) -> tuple[float, float]:
+        """Of a layer's time, that of the products of experts that every token uses: forward and backward."""
+        forward, backward = layers.shared_experts(self.model, self.kernels, share)
+        return forward / self.faster, backward / self.faster
+
     @property
     def fastest(self) -> float:
         """FLOP/s that no product exceeds."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.facts.cluster.stack import Stack
+from shoal.facts.expert_load import busiest
 from shoal.facts.model import Model
 from shoal.facts.precision import compute_width, state_width
 from shoal.facts.recipe import Recipe
@@ -130,10 +131,23 @@ def products(model: Model, share: LayerShare, joined: bool = False) -> list[tupl
     found.append((tokens, hidden, experts.count, 1))
     if experts.shared:
         found += _mlp(model, tokens, experts.shared_ffn // tp, 1)
-    # Balanced: every rank is sent as many tokens as it sends, spread over the experts it has.
+    # What the busiest rank is sent, spread over the experts it has.
     here = experts.count // share.ep
-    rows = max(1, tokens * experts.active // here)
+    rows = max(1, int(tokens * experts.active * busiest(share.ep)) // here)
     return found + _mlp(model, rows, max(1, experts.ffn // tp), here)
+
+
+def shared_experts(model: Model, kernels: Kernels, share: LayerShare) -> tuple[float, float]:
+    """Forward and backward, of the products alone."""
+    forward = backward = 0.0
+    if model.experts is not None and model.experts.shared:
+        width = model.experts.shared_ffn // share.tp
+        for rows, inner, columns, times in _mlp(model, share.tokens, width, 1):
+            forward += times * kernels.product(rows, inner, columns)
+            backward += times * (
+                kernels.product(rows, columns, inner) + kernels.product(inner, rows, columns)
+            )
+    return forward, backward
 
 
 def _mlp(model: Model, rows: int, width: int, times: int) -> list[tuple[int, int, int, int]]:

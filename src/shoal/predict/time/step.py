@@ -20,7 +20,7 @@ from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.memory.micro_batch import micro_batch_bytes
 from shoal.predict.offload_cut import share_away
 from shoal.predict.rank_parameters import RankParameters, rank_parameters, stages_here, trained_with_experts
-from shoal.predict.time import context
+from shoal.predict.time import context, expert
 from shoal.predict.time import host as hosts
 from shoal.predict.time.bubble import idle
 
@@ -154,6 +154,8 @@ def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
     waits = context.waits(workload, on, here, _share(workload, on, here.dense == 0))
     for way, seconds in waits.items():
         spent[way]["cp"] = seconds
+    for way, seconds in expert.waits(workload, on, here, _share(workload, on, True)).items():
+        spent[way]["ep"] = seconds
 
     # The host starts every layer's kernels; it is hidden where the device is the slower of the two.
     host = hosts.of_layer(on, layout.recompute, workload.compiled)
@@ -255,8 +257,8 @@ def _communicated(workload: Workload, on: CostModel, stage: int) -> tuple[Spent,
     times = workload.accumulation
     each_time = workload.layout.pp == 1
     for call in calls(workload, stage):
-        if call.phase in ("message", "control") or call.group == "cp":
-            continue  # of context ranks see ``context``
+        if call.phase in ("message", "control") or call.group in ("cp", "ep"):
+            continue  # of context ranks see ``context``, of experts' ``expert``
         ranks = workload.ranks_of(call.group)
         each = on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
         seconds = call.count * each

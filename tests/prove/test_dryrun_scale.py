@@ -1,0 +1,66 @@
+"""Dry runs of worlds that no one has at hand, within a minute of computing; and the same layouts in small."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from tests.predict.counted import ask
+from tests.prove.test_experts import SHAPES
+
+from shoal.facts.cluster.notation import find
+from shoal.facts.layout import Layout
+from shoal.facts.model.presets import PRESETS
+from shoal.facts.recipe import Recipe
+from shoal.predict.workload import Workload
+from shoal.prove.dryrun import dryrun, fullest_rank
+from shoal.prove.fake_world import without_data
+
+MINUTE = 60.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("preset", "layout", "seq", "batch"),
+    [
+        # As DeepSeek trained it, and 16 of its micro-batches.
+        ("deepseek-v3", "fsdp=128,zero=1,pp=16,ep=64,micro=1", 4096, 2048),
+        ("llama3-8b", "fsdp=2,cp=32,cp_kind=ulysses,recompute=full", 1_048_576, 2),
+    ],
+)
+def test_a_large_world_takes_less_than_a_minute(preset: str, layout: str, seq: int, batch: int) -> None:
+    parsed = Layout.parse(layout)
+    workload = Workload(
+        PRESETS[preset], find(f"{parsed.world}xH100"), Recipe(seq=seq, batch=batch, steps=1), parsed
+    )
+    began = time.process_time()
+    found = dryrun(workload, fullest_rank(workload))
+    assert time.process_time() - began < MINUTE
+    assert found.matches and found.findings == []
+
+
+def test_deepseeks_layout_in_small() -> None:
+    workload = ask(
+        "fsdp=4,zero=1,pp=2,ep=2,micro=1", {**SHAPES["deepseek_v3"], "layers": 4}, precision="bf16", batch=16
+    )
+    for stage in range(2):
+        found = dryrun(workload, 4 * stage)
+        assert found.matches
+        assert found.memory.peak_allocated == pytest.approx(found.predicted.peak_allocated, rel=0.015)
+
+
+def test_long_sequences_in_small() -> None:
+    """Ulysses over more ranks than there are key/value heads, with everything sharded and recomputed."""
+    workload = ask(
+        "fsdp=2,cp=8,cp_kind=ulysses,recompute=full", {"kv_heads": 2}, seq=4096, batch=2, precision="bf16"
+    )
+    found = dryrun(workload, fullest_rank(workload))
+    assert found.matches and found.differences(0) == []
+
+
+def test_numbers_are_read_off_a_tensor_without_data_all_at_once() -> None:
+    with without_data():
+        assert torch.empty(2, 3).tolist() == [[1.0] * 3] * 2
+        assert torch.empty(2, dtype=torch.int64).tolist() == [1, 1]
+        assert torch.empty(()).tolist() == 1.0
