@@ -1,8 +1,8 @@
 """Steps measured on a GPU, for predictions to be held against: one rank, and ranks that share the GPU.
 
-``python benchmarks/predicted.py SET [FIRST]``, SET one of alone, shared, blind, families, families-compiled, axes: a row
-a case in ``results/predicted.jsonl``, with the peak of allocated bytes of every rank and the step's seconds; FIRST is the
-number of the case to begin with. Ranks that share a GPU have the memory of ranks that do not, but not their speed.
+``python benchmarks/predicted.py SET [FIRST]``, SET one of alone, shared, blind, families, families-compiled, axes: a
+row a case in ``results/predicted.jsonl``, with the peak of allocated bytes of every rank and the step's seconds; FIRST
+is the number of the case to begin with. Ranks that share a GPU have the memory of ranks that do not, but not their speed.
 Nothing that predicts reads these rows; ``benchmarks/accuracy.py`` sets them beside the prediction.
 """
 

@@ -150,7 +150,8 @@ class RankGradients:
             if widened:
                 yield left.plus("embedding", grads=widened, buffers=product)
             return
-        passing = self.copies(self.total.trained - self.ends.embedding.trained) + product
+        summed = self.total.trained - self.rank.lone_experts - self.ends.embedding.trained
+        passing = self.copies(summed) + product
         passing += self.tied_head(moment)
         yield left.plus("embedding", activations=entering, buffers=passing)
         if widened:

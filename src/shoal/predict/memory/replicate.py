@@ -39,13 +39,14 @@ class ReplicatedGradients(RankGradients):
     def reduced(self, moment: Moment, done: int) -> float:
         """Parameters whose gradients are complete after so many blocks."""
         stage = self.stage(moment)
-        return (0 if self.model.tied else self.ends.head.trained) + stage.blocks.trained * done / stage.layers
+        summed = stage.blocks.trained - self.rank.lone_experts
+        return (0 if self.model.tied else self.ends.head.trained) + summed * done / stage.layers
 
     def at_end(self, batch: Peak) -> Iterator[Peak]:
         if not self.travels_as_copy:
             return
         hold, rank = self.hold, self.rank
-        copies = hold.reduce * self.total.trained
+        copies = hold.reduce * (self.total.trained - rank.lone_experts)
         yield batch.plus("reduce", grads=self.complete, buffers=copies)
         if not self.scatters:
             # The embedding's gradient has been computed and not been copied yet.

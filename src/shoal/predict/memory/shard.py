@@ -132,9 +132,10 @@ class ShardedGradients(RankGradients):
         return self._block(run).times(next_unit(self.one, done, self.unit).blocks)
 
     def _block(self, run: BlockRun) -> ParameterCount:
-        """What is gathered of one: experts that are whole are there."""
+        """What is gathered and reduced of one: experts that are whole are there, and sum by themselves if at all."""
         there = self.rank.whole_experts if run.experts else 0
-        return run.block._replace(whole=run.block.whole - there)
+        count = run.block
+        return count._replace(whole=count.whole - there, trained_share=count.trained_share - there)
 
     # Gradients on their way.
 
@@ -173,7 +174,7 @@ class ShardedGradients(RankGradients):
         done -= next_unit(self.one, done, self.unit).done
         while done and len(sums) < count:
             blocks = next_unit(self.one, done - 1, self.unit).blocks
-            sums.append(run.block.trained_share * blocks)
+            sums.append(self._block(run).trained_share * blocks)
             done -= blocks
         if not self.model.tied:
             sums.append(self.ends.head.trained_share)
@@ -233,8 +234,10 @@ class ShardedGradients(RankGradients):
         # The unit's gradients, whole, and their copy on the way; then beside that copy this rank's share of the sum.
         whole = hold.compute * unit + self._landing(run, done)
         yield left.plus(name, grads=grads, buffers=passing + whole)
-        stays, going = self._summed(moment, run.block.trained_share * blocks)
+        stays, going = self._summed(moment, self._block(run).trained_share * blocks)
         going += self._landing(run, done, 1)
+        if self.rank.lone_experts and run.experts and not moment.before:
+            stays += hold.gradient * self.rank.whole_experts * blocks * self.stay
         yield left.plus(name, grads=grads + stays, buffers=passing + going)
         landing = self._landing(run, done + 1)
         yield left.plus(name, grads=self.held(moment, done + 1), buffers=passing + following + landing)
