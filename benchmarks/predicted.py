@@ -2,7 +2,7 @@
 
 ``python benchmarks/predicted.py SET [FIRST]``, SET one of alone, shared, blind, families, families-compiled, axes: a
 row a case in ``results/predicted.jsonl``, with the peak of allocated bytes of every rank and the step's seconds; FIRST
-is the number of the case to begin with. Ranks that share a GPU have the memory of ranks that don't, but not their speed.
+is the number of the case to begin with. Ranks that share a GPU have the memory of others, but not their speed.
 Nothing that predicts reads these rows; ``benchmarks/accuracy.py`` sets them beside the prediction.
 """
 
