@@ -19,7 +19,7 @@ from shoal.facts.model import Experts, Latent
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.models.experts import Compute
-from shoal.parallel.experts import Dispatch
+from shoal.parallel.experts import Dispatch, SentTokens
 from shoal.parallel.router_tally import RouterTally
 from shoal.predict.traffic import traffic
 from shoal.predict.workload import Workload
@@ -117,28 +117,28 @@ def gradients_doubled() -> None:
 
 def token_dropped() -> None:
     """As where experts have room for so many and no more: the last copy of a token adds nothing."""
-    run = Dispatch.run
+    made = SentTokens.results
 
-    def full(self: Dispatch, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
-        results = run(self, compute, tokens, ends)
+    def full(self: SentTokens, compute: Compute) -> Tensor:
+        results = made(self, compute)
         kept = results.new_ones(len(results), 1)
         kept[-1] = 0
         return results * kept
 
-    Dispatch.run = full  # type: ignore[method-assign]
+    SentTokens.results = full  # type: ignore[method-assign]
 
 
 def sent_to_the_next_expert() -> None:
     """Of what a rank receives, every expert's last token."""
-    run = Dispatch.run
+    made = SentTokens.results
 
-    def off_by_one(self: Dispatch, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
+    def off_by_one(self: SentTokens, compute: Compute) -> Tensor:
         def wrong(here: Tensor, at: Tensor) -> Tensor:
             return compute(here, torch.cat([(at[:-1] - 1).clamp(min=0), at[-1:]]))
 
-        return run(self, wrong, tokens, ends)
+        return made(self, wrong)
 
-    Dispatch.run = off_by_one  # type: ignore[method-assign]
+    SentTokens.results = off_by_one  # type: ignore[method-assign]
 
 
 def losses_averaged_by_rank() -> None:

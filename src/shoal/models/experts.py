@@ -46,14 +46,21 @@ class Compute(Protocol):
     def __call__(self, tokens: Tensor, ends: Tensor) -> Tensor: ...
 
 
+class Sent(Protocol):
+    """Tokens on their way to their experts."""
+
+    def results(self, compute: Compute) -> Tensor:
+        """What experts made of them, in the order in which they were sent, as much of each as was sent."""
+
+
 class Travel(Protocol):
     """How tokens reach their experts."""
 
     def outgoing(self, x: Tensor) -> Tensor:
         """What is sent of each token [T, hidden]."""
 
-    def run(self, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
-        """Experts' results for sorted tokens, in their order, as much of each as was sent."""
+    def send(self, tokens: Tensor, ends: Tensor) -> Sent:
+        """Begin to send sorted tokens. What needs none of them may be computed until their results are asked for."""
 
     def incoming(self, mixed: Tensor) -> Tensor:
         """[T, hidden] of what has come back and was added up."""
@@ -65,11 +72,21 @@ class AllHere:
     def outgoing(self, x: Tensor) -> Tensor:
         return x
 
-    def run(self, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
-        return compute(tokens, ends)
+    def send(self, tokens: Tensor, ends: Tensor) -> Sent:
+        return Here(tokens, ends)
 
     def incoming(self, mixed: Tensor) -> Tensor:
         return mixed
+
+
+class Here(NamedTuple):
+    """Tokens that need not travel."""
+
+    tokens: Tensor
+    ends: Tensor
+
+    def results(self, compute: Compute) -> Tensor:
+        return compute(self.tokens, self.ends)
 
 
 class GroupedLinear(nn.Module):
@@ -110,30 +127,25 @@ class RoutedExperts(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         assert model.experts is not None
-        self.count, width = model.experts.count, model.experts.ffn
-        self.gate_proj = GroupedLinear(self.count, model.hidden, width)
-        self.up_proj = GroupedLinear(self.count, model.hidden, width)
-        self.down_proj = GroupedLinear(self.count, width, model.hidden)
+        count, width = model.experts.count, model.experts.ffn
+        self.gate_proj = GroupedLinear(count, model.hidden, width)
+        self.up_proj = GroupedLinear(count, model.hidden, width)
+        self.down_proj = GroupedLinear(count, width, model.hidden)
         self.activation = ACTIVATIONS[model.activation]
-        self.travel: Travel = AllHere()
 
-    def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [T, hidden], routing of T tokens → [T, hidden]."""
-        weights, chosen = routing
-        order = by_expert(chosen.flatten(), self.count)
-        # Under no name here, so that tokens which have left take no room.
-        results = self.travel.run(
-            self.compute,
-            _Spread.apply(self.travel.outgoing(x), chosen.shape[1], order.place, order.back),
-            order.ends,
-        )
-        mixed: Tensor = _Mix.apply(results, weights.to(x.dtype), order.place, order.back)
-        return self.travel.incoming(mixed)
-
-    def compute(self, tokens: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        """As ``Compute``."""
         inner = self.activation(self.gate_proj(tokens, ends)) * self.up_proj(tokens, ends)
         output: Tensor = self.down_proj(inner, ends)
         return output
+
+
+class Routed(NamedTuple):
+    """What it takes to put the results of tokens back."""
+
+    x: Tensor  # [B, T, hidden]: the tokens, as experts that every token uses read them
+    weights: Tensor  # [B·T, active]
+    order: Order
 
 
 class MixtureOfExperts(nn.Module):
@@ -144,18 +156,36 @@ class MixtureOfExperts(nn.Module):
         assert model.experts is not None
         self.gate = Router(model, losses)
         self.experts = RoutedExperts(model)
+        self.count = model.experts.count
         self.shared_experts = MLP(model, model.experts.shared_ffn) if model.experts.shared else None
+        self.travel: Travel = AllHere()
         # Where ranks split features: all tokens in, with their routing, and the sum of all ranks' results out.
         self.enter: Callable[[Tensor, Routing], tuple[Tensor, Routing]] = _as_they_are
         self.leave: Callable[[Tensor], Tensor] = _as_it_is
 
     def forward(self, x: Tensor) -> Tensor:
+        tokens, routed = self.route(x)
+        sent = self.travel.send(tokens, routed.order.ends)
+        del tokens  # what has left takes no room
+        # While tokens travel; and, since autograd goes the same way backwards, while their gradients do.
+        shared = None if self.shared_experts is None else self.shared_experts(routed.x)
+        return self.mix(sent.results(self.experts), routed, shared)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Routed]:
+        """A copy of each token for each of its experts, sorted by these."""
         x, routing = self.enter(x, self.gate(x))
-        rows = Routing(*(part.flatten(0, 1) for part in routing))
-        mixed: Tensor = self.experts(x.flatten(0, 1), rows).view_as(x)
-        if self.shared_experts is not None:
-            mixed = mixed + self.shared_experts(x)
-        return self.leave(mixed)
+        weights, chosen = (part.flatten(0, 1) for part in routing)
+        order = by_expert(chosen.flatten(), self.count)
+        outgoing = self.travel.outgoing(x.flatten(0, 1))
+        tokens: Tensor = _Spread.apply(outgoing, chosen.shape[1], order.place, order.back)
+        return tokens, Routed(x, weights, order)
+
+    def mix(self, results: Tensor, routed: Routed, shared: Tensor | None) -> Tensor:
+        """Results back in their places, added up; and what the experts that every token uses made of it."""
+        x, weights, order = routed
+        together: Tensor = _Mix.apply(results, weights.to(x.dtype), order.place, order.back)
+        mixed = self.travel.incoming(together).view_as(x)
+        return self.leave(mixed if shared is None else mixed + shared)
 
 
 def _as_they_are(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
