@@ -87,7 +87,7 @@ def events(rank: int, world: int, case: Case) -> list[str]:
     (segment,) = placed.segments
     (mixture,) = mixtures(segment.network.model.layers["1"])
     for name, module in (("routed", mixture.experts), ("shared", mixture.shared_experts)):
-        module.register_forward_hook(lambda *_, name=name: seen.append(name))
+        module.down_proj.register_forward_hook(lambda *_, name=name: seen.append(name))
         for parameter in (module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight):
             parameter.register_hook(lambda _, name=name: seen.append(f"{name}'s gradient"))
     (batch, *_) = batches(case, mesh)

@@ -151,8 +151,8 @@ def token_dropped() -> None:
     """As where experts have room for so many and no more: the last copy of a token adds nothing."""
     made = SentTokens.results
 
-    def full(self: SentTokens, compute: Compute) -> Tensor:
-        results = made(self, compute)
+    def full(self: SentTokens, arriving: Tensor, compute: Compute) -> Tensor:
+        results = made(self, arriving, compute)
         kept = results.new_ones(len(results), 1)
         kept[-1] = 0
         return results * kept
@@ -164,11 +164,11 @@ def sent_to_the_next_expert() -> None:
     """Of what a rank receives, every expert's last token."""
     made = SentTokens.results
 
-    def off_by_one(self: SentTokens, compute: Compute) -> Tensor:
+    def off_by_one(self: SentTokens, arriving: Tensor, compute: Compute) -> Tensor:
         def wrong(here: Tensor, at: Tensor) -> Tensor:
             return compute(here, torch.cat([(at[:-1] - 1).clamp(min=0), at[-1:]]))
 
-        return made(self, wrong)
+        return made(self, arriving, wrong)
 
     SentTokens.results = off_by_one  # type: ignore[method-assign]
 
@@ -245,6 +245,9 @@ TWINS = [
     ("qwen3_moe", "dp=2,tp=2,ep=2", {"router_aux": 0.1}),
     ("qwen3_moe", "dp=2,tp=2,sp=0,ep=2,recompute=full", {"router_aux": 0.1}),
     ("qwen3_moe", "fsdp=4,pp=2,ep=2,micro=1", {"batch": 8}),
+    # Experts that FSDP gathers, in a forward pass that is repeated: once for each pass, and nothing ahead of it.
+    ("qwen3_moe", "fsdp=4,ep=2,micro=1,recompute=full", {"batch": 8}),
+    ("deepseek_v3", "fsdp=4,ep=2,micro=1,recompute=selective", {"batch": 8}),
     ("mixtral", "fsdp=4,ep=2", {}),
     ("mixtral", "dp=2,ep=2,recompute=selective", {"router_z": 0.1}),
     ("deepseek_v3", "dp=2,ep=2", {}),

@@ -49,7 +49,7 @@ class Compute(Protocol):
 class Sent(Protocol):
     """Tokens on their way to their experts."""
 
-    def results(self, compute: Compute) -> Tensor:
+    def results(self, arriving: Tensor, compute: Compute) -> Tensor:
         """What experts made of them, in the order in which they were sent, as much of each as was sent."""
 
 
@@ -59,8 +59,8 @@ class Travel(Protocol):
     def outgoing(self, x: Tensor) -> Tensor:
         """What is sent of each token [T, hidden]."""
 
-    def send(self, tokens: Tensor, ends: Tensor) -> Sent:
-        """Begin to send sorted tokens. What needs none of them may be computed until their results are asked for."""
+    def send(self, tokens: Tensor, ends: Tensor) -> tuple[Tensor, Sent]:
+        """Begin to send sorted tokens; what arrives is not there before results are asked for."""
 
     def incoming(self, mixed: Tensor) -> Tensor:
         """[T, hidden] of what has come back and was added up."""
@@ -72,21 +72,21 @@ class AllHere:
     def outgoing(self, x: Tensor) -> Tensor:
         return x
 
-    def send(self, tokens: Tensor, ends: Tensor) -> Sent:
-        return Here(tokens, ends)
+    def send(self, tokens: Tensor, ends: Tensor) -> tuple[Tensor, Sent]:
+        return tokens, Here(ends)
 
     def incoming(self, mixed: Tensor) -> Tensor:
         return mixed
 
 
-class Here(NamedTuple):
+class Here:
     """Tokens that need not travel."""
 
-    tokens: Tensor
-    ends: Tensor
+    def __init__(self, ends: Tensor) -> None:
+        self.ends = ends
 
-    def results(self, compute: Compute) -> Tensor:
-        return compute(self.tokens, self.ends)
+    def results(self, arriving: Tensor, compute: Compute) -> Tensor:
+        return compute(arriving, self.ends)
 
 
 class GroupedLinear(nn.Module):
@@ -133,18 +133,31 @@ class RoutedExperts(nn.Module):
         self.down_proj = GroupedLinear(count, width, model.hidden)
         self.activation = ACTIVATIONS[model.activation]
 
-    def forward(self, tokens: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, arriving: Tensor, sent: Sent, weights: Tensor, order: Order) -> Tensor:
+        """Tokens on their way here, weights [T, active] of all that were sent → their results, added up [T, hidden].
+
+        All of it is here because FSDP gathers weights around this function, and knows a repeated forward pass by the
+        gradient that has reached its end: nothing behind it may be the first to need what is computed in it.
+        """
+        return mix(sent.results(arriving, self.compute), weights, order)
+
+    def compute(self, tokens: Tensor, ends: Tensor) -> Tensor:
         """As ``Compute``."""
         inner = self.activation(self.gate_proj(tokens, ends)) * self.up_proj(tokens, ends)
         output: Tensor = self.down_proj(inner, ends)
         return output
 
 
-class Routed(NamedTuple):
-    """What it takes to put the results of tokens back."""
+def mix(results: Tensor, weights: Tensor, order: Order) -> Tensor:
+    mixed: Tensor = _Mix.apply(results, weights, order.place, order.back)
+    return mixed
 
-    x: Tensor  # [B, T, hidden]: the tokens, as experts that every token uses read them
-    weights: Tensor  # [B·T, active]
+
+class Routed(NamedTuple):
+    """Tokens with their routing, all that are here."""
+
+    x: Tensor  # [B, T, hidden], as experts that every token uses read them
+    weights: Tensor  # [B·T, active], in the compute dtype
     order: Order
 
 
@@ -164,12 +177,12 @@ class MixtureOfExperts(nn.Module):
         self.leave: Callable[[Tensor], Tensor] = _as_it_is
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens, routed = self.route(x)
-        sent = self.travel.send(tokens, routed.order.ends)
+        tokens, (x, weights, order) = self.route(x)
+        arriving, sent = self.travel.send(tokens, order.ends)
         del tokens  # what has left takes no room
         # While tokens travel; and, since autograd goes the same way backwards, while their gradients do.
-        shared = None if self.shared_experts is None else self.shared_experts(routed.x)
-        return self.mix(sent.results(self.experts), routed, shared)
+        shared = None if self.shared_experts is None else self.shared_experts(x)
+        return self.sum(x, self.experts(arriving, sent, weights, order), shared)
 
     def route(self, x: Tensor) -> tuple[Tensor, Routed]:
         """A copy of each token for each of its experts, sorted by these."""
@@ -178,13 +191,11 @@ class MixtureOfExperts(nn.Module):
         order = by_expert(chosen.flatten(), self.count)
         outgoing = self.travel.outgoing(x.flatten(0, 1))
         tokens: Tensor = _Spread.apply(outgoing, chosen.shape[1], order.place, order.back)
-        return tokens, Routed(x, weights, order)
+        return tokens, Routed(x, weights.to(x.dtype), order)
 
-    def mix(self, results: Tensor, routed: Routed, shared: Tensor | None) -> Tensor:
-        """Results back in their places, added up; and what the experts that every token uses made of it."""
-        x, weights, order = routed
-        together: Tensor = _Mix.apply(results, weights.to(x.dtype), order.place, order.back)
-        mixed = self.travel.incoming(together).view_as(x)
+    def sum(self, x: Tensor, mixed: Tensor, shared: Tensor | None) -> Tensor:
+        """What routed experts made of tokens x, and what the experts that every token uses did."""
+        mixed = self.travel.incoming(mixed).view_as(x)
         return self.leave(mixed if shared is None else mixed + shared)
 
 

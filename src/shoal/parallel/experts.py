@@ -61,13 +61,15 @@ class Dispatch:
     def incoming(self, mixed: Tensor) -> Tensor:
         return mixed
 
-    def send(self, tokens: Tensor, ends: Tensor) -> SentTokens:
+    def send(self, tokens: Tensor, ends: Tensor) -> tuple[Tensor, SentTokens]:
         # By rank, and of each rank by expert: how many tokens go there, and how many come from there.
         going = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64)).view(self.ranks, -1)
         coming = torch.empty_like(going)
         dist.all_to_all_single(coming, going, group=self.group)
         sent, received = on_host(torch.stack([going, coming]).sum(-1), tokens.shape[0])
-        return SentTokens(self, tokens, coming, sent, received)
+        exchange = Exchange(sent, received, self.group)
+        arriving: Tensor = _Depart.apply(tokens, exchange)
+        return arriving, SentTokens(self, exchange, coming)
 
     def computed(self, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
         return compute(tokens, ends)
@@ -76,26 +78,24 @@ class Dispatch:
 class SentTokens:
     """Tokens on their way to the ranks of their experts."""
 
-    def __init__(
-        self, dispatch: Dispatch, tokens: Tensor, coming: Tensor, sent: list[int], received: list[int]
-    ) -> None:
-        self.dispatch, self.coming, self.sent, self.received = dispatch, coming, sent, received
-        self.exchange = Exchange(sent, received, dispatch.group)
-        self.arriving: Tensor | None = _Depart.apply(tokens, self.exchange)
+    def __init__(self, dispatch: Dispatch, exchange: Exchange, coming: Tensor) -> None:
+        """``coming``: how many from each rank for each expert here."""
+        self.dispatch, self.exchange, self.coming = dispatch, exchange, coming
 
-    def results(self, compute: Compute) -> Tensor:
-        arrived: Tensor = _Arrive.apply(self.arriving, self.exchange)
-        self.arriving = None
+    def results(self, arriving: Tensor, compute: Compute) -> Tensor:
+        sent, received = self.exchange.sent, self.exchange.received
+        arrived: Tensor = _Arrive.apply(arriving, self.exchange)
+        del arriving
         # What arrives is in order of the ranks that it comes from; experts want each its own.
         count = self.coming.shape[1]
         numbers = torch.arange(count, device=self.coming.device).repeat(self.dispatch.ranks)
-        whose = numbers.repeat_interleave(self.coming.flatten(), output_size=sum(self.received))
+        whose = numbers.repeat_interleave(self.coming.flatten(), output_size=sum(received))
         order = by_expert(whose, experts=count)
         here: Tensor = Permute.apply(arrived, order.place, order.back)
         del arrived
         made = self.dispatch.computed(compute, here, order.ends)
         back: Tensor = Permute.apply(made, order.back, order.place)
-        exchange = Exchange(self.received, self.sent, self.dispatch.group)
+        exchange = Exchange(received, sent, self.dispatch.group)
         returned: Tensor = _Arrive.apply(_Depart.apply(back, exchange), exchange)
         return returned
 

@@ -132,8 +132,8 @@ EXPERTS = (
     "fsdp=2,cp=2,pp=2,ep=4,recompute=full",
 )
 
-# Four and five axes at once, at eight and sixteen ranks: pipeline × data × tensor × context and, of models with experts,
-# these too. The last ones are DeepSeek-V3's published layout (pp=16, ep=64, zero=1), a few ranks wide.
+# Four and five axes at once, at eight and sixteen ranks: pipeline × data × tensor × context and, of models that have
+# them, experts. The last ones are DeepSeek-V3's published layout (pp=16, ep=64, zero=1), a few ranks wide.
 MANY_AXES = (
     "fsdp=2,tp=2,cp=2,pp=2",
     "fsdp=2,zero=1,tp=2,cp=2,cp_kind=ulysses,pp=2,schedule=interleaved",
