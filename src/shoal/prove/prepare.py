@@ -9,6 +9,7 @@ from rich.console import Console
 
 from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput, Problem
+from shoal.facts.support import refuse_servers
 from shoal.launch import local
 from shoal.plan.resolve import Job
 from shoal.prove import coverage
@@ -22,6 +23,7 @@ SETS = {
 
 def layouts(text: str, job: Job) -> list[Layout]:
     """Layouts written out, separated by ";", or a set by name. In strict mode all sets are that mode's own."""
+    refuse_servers(job.config, "shoal parity")
     if text in SETS:
         chosen = coverage.legal(coverage.STRICT if job.config.run.strict else SETS[text], job)
         if text == "quick":
