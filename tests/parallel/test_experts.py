@@ -6,8 +6,9 @@ import pytest
 import torch
 from tests.parallel.sharding import Case, assert_equal, batches, place, steps, train
 from tests.ranks import run_ranks
+from torch import Tensor
 
-from shoal.facts.layout import Layout
+from shoal.facts.layout import RECOMPUTES, Layout
 from shoal.facts.model import Experts
 from shoal.facts.model.presets import PRESETS
 from shoal.models.decoder import Network, build
@@ -15,12 +16,22 @@ from shoal.models.initial import initialise
 from shoal.models.router import Router, RouterLosses
 from shoal.observe.collectives import CollectiveCounter
 from shoal.parallel.compile import CompiledBlocks
+from shoal.parallel.experts import Exchange, mixtures
 
 FEW = {"family": "qwen3_moe", "experts": Experts(count=4, active=2, ffn=10)}
 # Far more than there are tokens: most have none, and so have ranks.
 MANY = {"family": "qwen3_moe", "experts": Experts(count=64, active=1, ffn=4, normalized=False)}
+# As DeepSeek-V3: every token uses one more expert, and the first layer has none but that.
+SHARED = {
+    "family": "deepseek_v3",
+    "experts": Experts(
+        count=4, active=2, ffn=10, shared=1, shared_ffn=10, dense_layers=(0,), score="sigmoid", scale=2.5
+    ),
+}
 CASES = [
     Case("dp=2,ep=2", FEW),
+    Case("dp=2,ep=2", SHARED),
+    Case("fsdp=2,ep=2,recompute=full", SHARED),
     Case("dp=4,ep=4", MANY, micro_batches=2),
     Case("fsdp=4,ep=4", MANY, micro_batches=1),
     Case("dp=2,tp=2,ep=2", MANY, micro_batches=4),
@@ -28,12 +39,15 @@ CASES = [
     # Fewer experts than ranks that share them: each one's rows are shared out.
     Case("fsdp=4,ep=2", {**FEW, "experts": Experts(count=2, active=1, ffn=10, normalized=False)}),
     Case("fsdp=2,zero=1,pp=2,ep=2", FEW, micro_batches=4),
+    Case("dp=2,tp=2,ep=2", SHARED, micro_batches=4),
     # Weights gathered, or kept beside masters, narrower than gradients are summed.
     Case("fsdp=2,ep=2", FEW, dtype=torch.float64, compute=torch.float32, reduce_dtype=torch.float32),
 ]
 
 
-@pytest.mark.parametrize("case", CASES[:-1], ids=lambda case: f"{case.layout} {case.model.experts.count}")
+@pytest.mark.parametrize(
+    "case", CASES[:-1], ids=lambda case: f"{case.layout} {case.model.family} {case.model.experts.count}"
+)
 def test_experts_equal_one_process(case: Case) -> None:
     assert_equal(case, run_ranks(Layout.parse(case.layout).world, train, case))
 
@@ -53,6 +67,50 @@ def test_experts_that_fsdp_does_not_hold_have_masters() -> None:
         assert {kinds for _, *kinds in map(tuple, found) for kinds in [tuple(kinds)]} == {
             (torch.float32, torch.float64)
         }
+
+
+def events(rank: int, world: int, case: Case) -> list[str]:
+    """Of one layer with experts and one micro-batch, in order: exchanges begun and waited for, what was computed."""
+    placed, mesh = place(case, rank)
+    seen: list[str] = []
+    begin, wait = Exchange.begin, Exchange.wait
+
+    def begun(self: Exchange, rows: Tensor, back: bool = False) -> Tensor:
+        seen.append("begin")
+        return begin(self, rows, back)
+
+    def waited(self: Exchange) -> Tensor:
+        seen.append("wait")
+        return wait(self)
+
+    Exchange.begin, Exchange.wait = begun, waited  # type: ignore[method-assign]
+    (segment,) = placed.segments
+    (mixture,) = mixtures(segment.network.model.layers["1"])
+    for name, module in (("routed", mixture.experts), ("shared", mixture.shared_experts)):
+        module.down_proj.register_forward_hook(lambda *_, name=name: seen.append(name))
+        for parameter in (module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight):
+            parameter.register_hook(lambda _, name=name: seen.append(f"{name}'s gradient"))
+    (batch, *_) = batches(case, mesh)
+    placed.gradients.start_step()
+    placed.executor.forward_backward([batch], 1.0)
+    return seen
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+def test_shared_experts_are_computed_while_tokens_travel(recompute: str) -> None:
+    """And in the backward pass while their gradients do."""
+    case = Case(f"dp=2,ep=2,recompute={recompute}", {**SHARED, "layers": 2})
+    forward = ["begin", "shared", "wait", "routed", "begin", "wait"]
+    backward = [
+        *("begin", "wait"),
+        *["routed's gradient"] * 3,
+        "begin",
+        *["shared's gradient"] * 3,
+        "wait",
+    ]
+    again = [] if recompute == "none" else forward
+    for seen in run_ranks(2, events, case):
+        assert seen == [*forward, *again, *backward]
 
 
 def sent(rank: int, world: int, case: Case) -> list[tuple[int, int]]:

@@ -15,15 +15,17 @@ from torch import Tensor
 
 from shoal.facts.cluster.notation import find
 from shoal.facts.layout import Layout
+from shoal.facts.layout.legality import Case, broken
 from shoal.facts.model import Experts, Latent
+from shoal.facts.model.huggingface.read import read_config
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.models.experts import Compute
-from shoal.parallel.experts import Dispatch
+from shoal.parallel.experts import Dispatch, SentTokens
 from shoal.parallel.router_tally import RouterTally
 from shoal.predict.traffic import traffic
 from shoal.predict.workload import Workload
-from shoal.prove import coverage
+from shoal.prove import coverage, prepare
 from shoal.prove.dryrun import dryrun, first_rank
 from shoal.prove.parity import Prover
 from shoal.prove.parity_rank import ParityRank, run_parity_rank
@@ -102,6 +104,36 @@ def test_the_full_set_has_every_axis_with_experts() -> None:
     }
 
 
+DEEPSEEK = Path(__file__).parents[2] / "benchmarks" / "data" / "small_deepseek.json"
+
+
+def test_layouts_of_many_axes_are_legal_and_part_of_the_full_set() -> None:
+    model, recipe = read_config(DEEPSEEK), Recipe(seq=32, batch=16)
+    assert model.latent is not None and model.experts is not None and model.experts.shared
+    layouts = [Layout.parse(text) for text in coverage.MANY_AXES]
+    assert len(set(layouts)) == len(layouts) == 18
+    assert set(coverage.MANY_AXES) <= set(prepare.SETS["full"])
+    for layout in layouts:
+        assert not list(broken(Case.of(layout, model, recipe, None, False))), layout
+    axes = [sum(getattr(one, key) > 1 for key in ("dp", "fsdp", "tp", "cp", "pp", "ep")) for one in layouts]
+    assert {one.world for one in layouts} == {8, 16} and set(axes[:-2]) == {4, 5}
+    # As it was published, but narrow: pipeline and experts, with states sharded and parameters whole.
+    assert all(one.zero == 1 and one.pp > 1 and one.ep > 1 and one.tp == one.cp == 1 for one in layouts[-3:])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [coverage.MANY_AXES[11], coverage.MANY_AXES[-2]])
+def test_a_model_like_deepseek_s_in_five_axes_and_in_its_own_layout(make_prover: Make, layout: str) -> None:
+    given = {
+        "model__path": str(DEEPSEEK),
+        "recipe__batch": 16,
+        "cluster__on": "16xcpu",
+        "fault__timeout": 120,
+    }
+    (verdict,) = make_prover("fp64", **given).prove([Layout.parse(layout)]).verdicts
+    assert verdict.ok, f"{verdict.reason}; {verdict.strategy}: {verdict.file}"
+
+
 # Each patches what it breaks, in a rank's own process.
 
 
@@ -117,28 +149,28 @@ def gradients_doubled() -> None:
 
 def token_dropped() -> None:
     """As where experts have room for so many and no more: the last copy of a token adds nothing."""
-    run = Dispatch.run
+    made = SentTokens.results
 
-    def full(self: Dispatch, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
-        results = run(self, compute, tokens, ends)
+    def full(self: SentTokens, arriving: Tensor, compute: Compute) -> Tensor:
+        results = made(self, arriving, compute)
         kept = results.new_ones(len(results), 1)
         kept[-1] = 0
         return results * kept
 
-    Dispatch.run = full  # type: ignore[method-assign]
+    SentTokens.results = full  # type: ignore[method-assign]
 
 
 def sent_to_the_next_expert() -> None:
     """Of what a rank receives, every expert's last token."""
-    run = Dispatch.run
+    made = SentTokens.results
 
-    def off_by_one(self: Dispatch, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
+    def off_by_one(self: SentTokens, arriving: Tensor, compute: Compute) -> Tensor:
         def wrong(here: Tensor, at: Tensor) -> Tensor:
             return compute(here, torch.cat([(at[:-1] - 1).clamp(min=0), at[-1:]]))
 
-        return run(self, wrong, tokens, ends)
+        return made(self, arriving, wrong)
 
-    Dispatch.run = off_by_one  # type: ignore[method-assign]
+    SentTokens.results = off_by_one  # type: ignore[method-assign]
 
 
 def losses_averaged_by_rank() -> None:
@@ -213,6 +245,9 @@ TWINS = [
     ("qwen3_moe", "dp=2,tp=2,ep=2", {"router_aux": 0.1}),
     ("qwen3_moe", "dp=2,tp=2,sp=0,ep=2,recompute=full", {"router_aux": 0.1}),
     ("qwen3_moe", "fsdp=4,pp=2,ep=2,micro=1", {"batch": 8}),
+    # Experts that FSDP gathers, in a forward pass that is repeated: once for each pass, and nothing ahead of it.
+    ("qwen3_moe", "fsdp=4,ep=2,micro=1,recompute=full", {"batch": 8}),
+    ("deepseek_v3", "fsdp=4,ep=2,micro=1,recompute=selective", {"batch": 8}),
     ("mixtral", "fsdp=4,ep=2", {}),
     ("mixtral", "dp=2,ep=2,recompute=selective", {"router_z": 0.1}),
     ("deepseek_v3", "dp=2,ep=2", {}),

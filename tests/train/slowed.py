@@ -1,14 +1,18 @@
-"""A worker of a parameter server that takes three times as long as it needs: the last one."""
+"""Workers of a parameter server: one that takes three times as long as it needs; one that dies between two pushes."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 from shoal.launch.assignment import Assignment
 from shoal.launch.server import work_for_servers
 from shoal.observe.flight_recorder import COMMIT, STEP
+from shoal.parallel.server import PUSH, ServerLink
 
 TIMES = 3
+PUSHES = 10
 
 
 class Slowed:
@@ -28,3 +32,20 @@ def work(assignment: Assignment, number: int, incarnation: int, address: str, po
         work_for_servers(assignment, number, incarnation, address, port, Slowed())
     else:
         work_for_servers(assignment, number, incarnation, address, port)
+
+
+def dies_between_pushes(
+    assignment: Assignment, number: int, incarnation: int, address: str, port: int
+) -> None:
+    """The last worker, at first: of two servers one has its fifth gradient and the other will not."""
+    if number == assignment.job.layout.world - 1 and incarnation == 1:
+        tell, told = ServerLink.tell, []
+
+        def counted(self: ServerLink, kind: float, *others: float) -> None:
+            told.extend([kind] if kind == PUSH else [])
+            if len(told) == PUSHES:
+                os.kill(os.getpid(), signal.SIGKILL)
+            tell(self, kind, *others)
+
+        ServerLink.tell = counted  # type: ignore[method-assign]
+    work_for_servers(assignment, number, incarnation, address, port)

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from tests.conftest import Run, Train, after_steps
 
+from shoal.cli.main import BAD_INPUT, main
 from shoal.facts.config.file import load
 from shoal.facts.problem import BadInput
 from shoal.launch import local
@@ -114,6 +115,29 @@ def test_a_lost_worker_stops_no_other_and_rejoins(train: Train, tmp_path: Path, 
         assert max(one for row in lost.rows for one in row["staleness"]) <= 4
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_gradient_that_one_server_has_and_the_other_not_is_used_once(
+    train: Train, settings: Callable[..., list[str]], tmp_path: Path, mode: str
+) -> None:
+    """Its item is done again by another worker; the server that has it already does not take it twice."""
+    options = {**FP64, "recipe__steps": 20, "checkpoint__every": 20, "recipe__lr": 1e-3}
+    served = {"server__servers": 2, "server__mode": mode, **options}
+    job = resolve(load(None, settings(**served), "dp=2").config)
+    run = RunDirectory(tmp_path / "between")
+    dies = "tests.train.slowed:dies_between_pushes"
+    report = local.train(job, run, False, Console(stderr=True), entrypoint=dies)
+    assert report.code == FINISHED, report.message
+    rows = read_rows(run.metrics)
+    # Of every step as many parts as there are, with all of the step's targets and no more.
+    assert [len(row["workers"]) for row in rows] == [2] * 20
+    assert len({row["targets"] for row in rows}) == 1
+    (fault,) = read_rows(run.faults)
+    assert fault["kind"] == "worker lost" and fault["rank"] == 1 and "signal 9" in fault["message"]
+    assert "worker 1 ended with signal 9" in run.log(job.processes + 1).read_text()
+    if mode == "sync":
+        same(Run(report), train("whole", "dp=2", **options), 1e-10)
+
+
 def test_a_worker_that_hangs_is_given_up(train: Train, tmp_path: Path) -> None:
     options = {"recipe__steps": 40, "checkpoint__every": 0, "fault__timeout": 5}
     with after_steps(tmp_path / "hangs", 5, lambda: signal_worker(1, signal.SIGSTOP)):
@@ -150,6 +174,23 @@ def test_workers_that_only_fail_end_the_run(settings: Callable[..., list[str]], 
     run = RunDirectory(tmp_path / "run")
     report = local.train(job, run, False, Console(stderr=True), entrypoint="tests.train.test_server:fails")
     assert report.code == FAILED and "fails again and again, and no other is left" in report.message
+    for number in (0, 1):
+        *_, last = run.log(job.processes + number).read_text().splitlines()
+        assert (
+            last == f"worker {number} ended with exit code 3 at step 0; left out: the others go on without it"
+        )
+
+
+@pytest.mark.parametrize("command", ["parity", "chaos"])
+def test_commands_that_know_no_servers_say_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--set", "server.servers=1", "--set", "cluster.on=2xcpu"]
+    with pytest.raises(SystemExit) as ended:
+        main([command, *given])
+    assert ended.value.code == BAD_INPUT
+    said = capsys.readouterr().err
+    assert (
+        f"server.servers = 1: shoal {command} knows ranks of a layout" in said and "server.servers=0" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,9 @@ def parity(
     config
         A TOML file; without one the embedded default is run.
     layouts
-        Layouts separated by ";", or quick (one of each strategy, up to 4 ranks), or full (every value, every pair
-        and 3D, up to 8 ranks; takes minutes). Both leave out layouts that the model or the batch does not allow.
+        Layouts separated by ";", or quick (one of each strategy, up to 4 ranks), 4d (four and five axes at once, 8
+        and 16 ranks), or full (every value, every pair, 3D, 4D and 5D; takes many minutes). All leave out layouts
+        that the model or the batch does not allow.
     steps
         How many steps to run.
     precision

@@ -32,8 +32,4 @@ def compilation(
         return Compilation(
             False, f"schedule={layout.schedule} splits backward passes, so blocks run eager; 1f1b compiles"
         )
-    if layout.ep > 1:
-        return Compilation(
-            False, f"ep={layout.ep}: how many tokens travel is known when they do, so blocks run eager"
-        )
     return Compilation(True)

@@ -25,6 +25,15 @@ def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem
     return [*lacking, *(_beside_servers(config, model, layout) if config.server.servers else ())]
 
 
+def refuse_servers(config: Config, command: str) -> None:
+    """For commands whose ranks are those of a layout: without servers they would judge another run than this one."""
+    if config.server.servers:
+        raise BadInput(
+            f"server.servers = {config.server.servers}: {command} knows ranks of a layout, and no parameter server",
+            "--set server.servers=0: the dp run that synchronous servers make",
+        )
+
+
 def _beside_servers(config: Config, model: Model | None, layout: Layout) -> Iterator[Problem]:
     """What a parameter server does not go with: workers are replicas, and each decides for itself."""
     others = [axis for axis in DEGREES if axis != "dp" and getattr(layout, axis) > 1]

@@ -88,13 +88,20 @@ class ServedSupervisor(Supervisor):
             how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
             if number in silent:
                 how = f"a signal of ours: it did not answer for {self.job.config.fault.timeout:g} s"
+            message, log = f"worker {number} ended with {how}", self.run.log(self.job.processes + number)
+            action = (
+                "the others go on; it is started again" if again else "left out: the others go on without it"
+            )
             self.run.note_fault(
                 kind="worker lost",
                 rank=number,
                 step=step,
-                action="the others go on; it is started again" if again else "the others go on without it",
-                message=f"worker {number} ended with {how}; its log: {self.run.log(self.job.processes + number)}",
+                action=action,
+                message=f"{message}; its log: {log}",
             )
+            # What it could not write itself, where one looks who wonders what became of it.
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"{message} at step {step}; {action}\n")
             if again:
                 self._start(number)
             elif not self._workers:

@@ -49,11 +49,25 @@ class Block(nn.Module):
         documents: Documents | None,
         noise: Tensor | None,
     ) -> Tensor:
+        after, read = self.attended(hidden, rotation, positions, documents, noise)
+        return self.added(after, self.mlp(read), positions, noise)
+
+    def attended(
+        self,
+        hidden: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        positions: Tensor,
+        documents: Documents | None,
+        noise: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The stream after attention, and what the MLP reads."""
         attended: Tensor = self.self_attn(self.input_layernorm(hidden), rotation, positions, documents)
-        after = hidden + self.attention_dropout(attended, positions, noise)
+        after: Tensor = hidden + self.attention_dropout(attended, positions, noise)
         # In parallel (NeoX) the MLP reads what the block was given; in sequence, what attention made of it.
-        read = hidden if self.parallel_residual else after
-        fed: Tensor = self.mlp(self.post_attention_layernorm(read))
+        return after, self.post_attention_layernorm(hidden if self.parallel_residual else after)
+
+    def added(self, after: Tensor, fed: Tensor, positions: Tensor, noise: Tensor | None) -> Tensor:
+        """The stream after the MLP."""
         output: Tensor = after + self.mlp_dropout(fed, positions, noise)
         return output
 

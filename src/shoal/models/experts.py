@@ -48,14 +48,21 @@ class Compute(Protocol):
     def __call__(self, tokens: Tensor, ends: Tensor) -> Tensor: ...
 
 
+class Sent(Protocol):
+    """Tokens on their way to their experts."""
+
+    def results(self, arriving: Tensor, compute: Compute) -> Tensor:
+        """What experts made of them, in the order in which they were sent, as much of each as was sent."""
+
+
 class Travel(Protocol):
     """How tokens reach their experts."""
 
     def outgoing(self, x: Tensor) -> Tensor:
         """What is sent of each token [T, hidden]."""
 
-    def run(self, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
-        """Experts' results for sorted tokens, in their order, as much of each as was sent."""
+    def send(self, tokens: Tensor, ends: Tensor) -> tuple[Tensor, Sent]:
+        """Begin to send sorted tokens; what arrives is not there before results are asked for."""
 
     def incoming(self, mixed: Tensor) -> Tensor:
         """[T, hidden] of what has come back and was added up."""
@@ -67,11 +74,21 @@ class AllHere:
     def outgoing(self, x: Tensor) -> Tensor:
         return x
 
-    def run(self, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
-        return compute(tokens, ends)
+    def send(self, tokens: Tensor, ends: Tensor) -> tuple[Tensor, Sent]:
+        return tokens, Here(ends)
 
     def incoming(self, mixed: Tensor) -> Tensor:
         return mixed
+
+
+class Here:
+    """Tokens that need not travel."""
+
+    def __init__(self, ends: Tensor) -> None:
+        self.ends = ends
+
+    def results(self, arriving: Tensor, compute: Compute) -> Tensor:
+        return compute(arriving, self.ends)
 
 
 class GroupedLinear(nn.Module):
@@ -112,30 +129,38 @@ class RoutedExperts(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         assert model.experts is not None
-        self.count, width = model.experts.count, model.experts.ffn
-        self.gate_proj = GroupedLinear(self.count, model.hidden, width)
-        self.up_proj = GroupedLinear(self.count, model.hidden, width)
-        self.down_proj = GroupedLinear(self.count, width, model.hidden)
+        count, width = model.experts.count, model.experts.ffn
+        self.gate_proj = GroupedLinear(count, model.hidden, width)
+        self.up_proj = GroupedLinear(count, model.hidden, width)
+        self.down_proj = GroupedLinear(count, width, model.hidden)
         self.activation = ACTIVATIONS[model.activation]
-        self.travel: Travel = AllHere()
 
-    def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [T, hidden], routing of T tokens → [T, hidden]."""
-        weights, chosen = routing
-        order = by_expert(chosen.flatten(), self.count)
-        # Under no name here, so that tokens which have left take no room.
-        results = self.travel.run(
-            self.compute,
-            _Spread.apply(self.travel.outgoing(x), chosen.shape[1], order.place, order.back),
-            order.ends,
-        )
-        mixed: Tensor = _Mix.apply(results, weights.to(x.dtype), order.place, order.back)
-        return self.travel.incoming(mixed)
+    def forward(self, arriving: Tensor, sent: Sent, weights: Tensor, order: Order) -> Tensor:
+        """Tokens on their way here, weights [T, active] of all that were sent → their results, added up [T, hidden].
+
+        All of it is here because FSDP gathers weights around this function, and knows a repeated forward pass by the
+        gradient that has reached its end: nothing behind it may be the first to need what is computed in it.
+        """
+        return mix(sent.results(arriving, self.compute), weights, order)
 
     def compute(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        """As ``Compute``."""
         inner = self.activation(self.gate_proj(tokens, ends)) * self.up_proj(tokens, ends)
         output: Tensor = self.down_proj(inner, ends)
         return output
+
+
+def mix(results: Tensor, weights: Tensor, order: Order) -> Tensor:
+    mixed: Tensor = _Mix.apply(results, weights, order.place, order.back)
+    return mixed
+
+
+class Routed(NamedTuple):
+    """Tokens with their routing, all that are here."""
+
+    x: Tensor  # [B, T, hidden], as experts that every token uses read them
+    weights: Tensor  # [B·T, active], in the compute dtype
+    order: Order
 
 
 class MixtureOfExperts(nn.Module):
@@ -146,18 +171,34 @@ class MixtureOfExperts(nn.Module):
         assert model.experts is not None
         self.gate = Router(model, losses)
         self.experts = RoutedExperts(model)
+        self.count = model.experts.count
         self.shared_experts = MLP(model, model.experts.shared_ffn) if model.experts.shared else None
+        self.travel: Travel = AllHere()
         # Where ranks split features: all tokens in, with their routing, and the sum of all ranks' results out.
         self.enter: Callable[[Tensor, Routing], tuple[Tensor, Routing]] = _as_they_are
         self.leave: Callable[[Tensor], Tensor] = _as_it_is
 
     def forward(self, x: Tensor) -> Tensor:
+        tokens, (x, weights, order) = self.route(x)
+        arriving, sent = self.travel.send(tokens, order.ends)
+        del tokens  # what has left takes no room
+        # While tokens travel; and, since autograd goes the same way backwards, while their gradients do.
+        shared = None if self.shared_experts is None else self.shared_experts(x)
+        return self.sum(x, self.experts(arriving, sent, weights, order), shared)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Routed]:
+        """A copy of each token for each of its experts, sorted by these."""
         x, routing = self.enter(x, self.gate(x))
-        rows = Routing(*(part.flatten(0, 1) for part in routing))
-        mixed: Tensor = self.experts(x.flatten(0, 1), rows).view_as(x)
-        if self.shared_experts is not None:
-            mixed = mixed + self.shared_experts(x)
-        return self.leave(mixed)
+        weights, chosen = (part.flatten(0, 1) for part in routing)
+        order = by_expert(chosen.flatten(), self.count)
+        outgoing = self.travel.outgoing(x.flatten(0, 1))
+        tokens: Tensor = _Spread.apply(outgoing, chosen.shape[1], order.place, order.back)
+        return tokens, Routed(x, weights.to(x.dtype), order)
+
+    def sum(self, x: Tensor, mixed: Tensor, shared: Tensor | None) -> Tensor:
+        """What routed experts made of tokens x, and what the experts that every token uses did."""
+        mixed = self.travel.incoming(mixed).view_as(x)
+        return self.leave(mixed if shared is None else mixed + shared)
 
 
 def _as_they_are(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:

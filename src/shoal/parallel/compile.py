@@ -7,9 +7,11 @@ lists. Everything else is elementwise and is computed again inside the kernels o
 Blocks are alike but for their weights, which are inputs of the graph: it is traced once and serves all layers. Around
 ``forward`` and not around the module, so that hooks, such as FSDP's, stay outside.
 
+A block whose experts are on several ranks is compiled in parts, around the exchange (``parallel/compile_parts.py``).
+
 If compilation fails on a rank, that rank runs eager from then on and says why. Most of its peers need not follow, for
-nothing is sent inside of their blocks. Ranks of a tensor or context group do: compiled blocks repeat less in their
-backward pass than eager ones, so these ranks agree on each block when they first meet it.
+nothing is sent inside of their blocks. Ranks that meet there do: compiled blocks repeat less in their backward pass
+than eager ones, so these ranks agree on each block when they first meet it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from shoal.facts.layout import Recompute
 from shoal.facts.problem import first_line
 from shoal.models import attention_blocks, attention_rectangle, varlen
 from shoal.parallel import ring
+from shoal.parallel.compile_parts import InParts, exchanges
 
 # What is dear to compute for its size, by the dispatcher's names; what a version lacks is simply never seen.
 PRODUCTS = frozenset(
@@ -76,7 +79,7 @@ MOST_SHAPES = 4
 # Graphs of one process: for each shape with and without gradients, and each window. Torch would stop at 8.
 MOST_GRAPHS = 64
 
-Forward = Callable[..., Tensor]
+Forward = Callable[..., Any]
 
 
 class CompiledBlocks:
@@ -103,33 +106,40 @@ class CompiledBlocks:
         self.seconds = 0.0  # that compilation took, first runs included
         self.shapes: set[torch.Size] = set()
         self._met: set[tuple[nn.Module, torch.Size, bool]] = set()
-        self._compiled: Forward = torch.compile(
-            partial(_checkpointed, kind), backend=backend, dynamic=False, fullgraph=True
-        )
+        self._compiled = torch.compile(_checkpointed, backend=backend, dynamic=False, fullgraph=True)
         for block in blocks:
-            block.forward = partial(self._run, block, type(block).forward, block.forward)
+            compiled: Forward = partial(self._graph, kind, type(block).forward, block)
+            if exchanges(block):
+                compiled = InParts(block, self._graph, kind)
+            block.forward = partial(self._run, block, compiled, block.forward)
 
-    def _run(self, block: nn.Module, plain: Forward, eager: Forward, hidden: Tensor, *others: Any) -> Tensor:
+    def _run(
+        self, block: nn.Module, compiled: Forward, eager: Forward, hidden: Tensor, *others: Any
+    ) -> Tensor:
         if self.problem is not None or _followed() or not self._takes(hidden.shape):
             return eager(hidden, *others)
         if (key := (block, hidden.shape, torch.is_grad_enabled())) in self._met:
-            return self._compiled(plain, block, hidden, *others)
+            return compiled(hidden, *others)
         self._met.add(key)
         began = time.perf_counter()
-        try:
-            with _gradients_aside(block):
-                output = self._compiled(plain, block, hidden, *others)
-        except _compiler_errors() as error:
-            self.problem = first_line(error)
-            # What peers receive in their forward pass it sends as well.
-            output = eager(hidden, *others)
+        with _gradients_aside(block):
+            output = compiled(hidden, *others)
         self.seconds += time.perf_counter() - began
         return output if self._agreed(hidden.device) else eager(hidden, *others)
+
+    def _graph(self, kind: Recompute, plain: Forward, module: nn.Module, *arguments: Any) -> Any:
+        """What ``plain`` gives, from a graph; where there can be none, it sends all the same what peers receive."""
+        if self.problem is None:
+            try:
+                return self._compiled(kind, plain, module, *arguments)
+            except _compiler_errors() as error:
+                self.problem = first_line(error)
+        return plain(module, *arguments)
 
     def _agreed(self, device: torch.device) -> bool:
         """Whether all ranks that meet in the block go on in the same way; they do once none is compiled."""
         if self.group is None:
-            return True
+            return self.problem is None
         failed = torch.tensor(int(self.problem is not None), device=device)
         dist.all_reduce(failed, group=self.group)
         if failed and self.problem is None:
@@ -159,14 +169,11 @@ def _gradients_aside(block: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _checkpointed(kind: Recompute, plain: Forward, block: nn.Module, *arguments: Any) -> Tensor:
+def _checkpointed(kind: Recompute, plain: Forward, module: nn.Module, *arguments: Any) -> Any:
     # The kind by its name, which the compiler checks; a context given as an argument it takes for any other.
     context = CONTEXTS[kind]
     # Random numbers are hashes here, so there is no generator whose state would have to be kept.
-    output: Tensor = checkpoint(
-        plain, block, *arguments, use_reentrant=False, preserve_rng_state=False, **context
-    )
-    return output
+    return checkpoint(plain, module, *arguments, use_reentrant=False, preserve_rng_state=False, **context)
 
 
 def _keep(

@@ -5,6 +5,9 @@ expert, are thereby sorted by rank. Ranks first tell each other how many come fo
 the experts' results go back the same way. No token is dropped, whatever the routing; an expert without tokens, or a
 rank whose experts have none, takes part all the same. All else of the network is what it is without ``ep``.
 
+While tokens travel, the experts that every token uses are computed (``MixtureOfExperts.forward``); and in the backward
+pass, which goes the same way in reverse, while the tokens' gradients travel back.
+
 With tensor parallelism every expert's features are split too. All ranks of a tensor group then have all of its tokens:
 each sends its own 1/tp of the features of every token, so that over ``ep`` a token travels once, and the tensor group
 of the expert puts them together. Likewise on the way back.
@@ -33,14 +36,13 @@ def split(network: Network, mesh: Mesh) -> None:
     assert group is not None
     dispatch = Dispatch(group, ranks.size)
     for mixture in mixtures(network):
-        experts = mixture.experts
-        for projection in experts.children():
+        for projection in mixture.experts.children():
             assert isinstance(projection, GroupedLinear)
             count, *matrix = projection.weight.shape
             projection.weight = nn.Parameter(projection.weight.new_empty(count // ranks.size, *matrix))
-        experts.travel = dispatch
+        mixture.travel = dispatch
         if tensor is not None:
-            experts.travel = FeatureDispatch(group, ranks.size, tensor, mesh.layout.tp, mesh.coords["tp"])
+            mixture.travel = FeatureDispatch(group, ranks.size, tensor, mesh.layout.tp, mesh.coords["tp"])
 
 
 def mixtures(module: nn.Module) -> list[MixtureOfExperts]:
@@ -59,28 +61,43 @@ class Dispatch:
     def incoming(self, mixed: Tensor) -> Tensor:
         return mixed
 
-    def run(self, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
+    def send(self, tokens: Tensor, ends: Tensor) -> tuple[Tensor, SentTokens]:
         # By rank, and of each rank by expert: how many tokens go there, and how many come from there.
         going = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64)).view(self.ranks, -1)
         coming = torch.empty_like(going)
         dist.all_to_all_single(coming, going, group=self.group)
         sent, received = on_host(torch.stack([going, coming]).sum(-1), tokens.shape[0])
-        arrived: Tensor = _AllToAll.apply(tokens, sent, received, self.group)
-        del tokens
-        # What arrives is in order of the ranks that it comes from; experts want each its own.
-        count = coming.shape[1]
-        numbers = torch.arange(count, device=coming.device).repeat(self.ranks)
-        order = by_expert(
-            numbers.repeat_interleave(coming.flatten(), output_size=sum(received)), experts=count
-        )
-        here: Tensor = Permute.apply(arrived, order.place, order.back)
-        del arrived
-        back: Tensor = Permute.apply(self.computed(compute, here, order.ends), order.back, order.place)
-        returned: Tensor = _AllToAll.apply(back, received, sent, self.group)
-        return returned
+        exchange = Exchange(sent, received, self.group)
+        arriving: Tensor = _Depart.apply(tokens, exchange)
+        return arriving, SentTokens(self, exchange, coming)
 
     def computed(self, compute: Compute, tokens: Tensor, ends: Tensor) -> Tensor:
         return compute(tokens, ends)
+
+
+class SentTokens:
+    """Tokens on their way to the ranks of their experts."""
+
+    def __init__(self, dispatch: Dispatch, exchange: Exchange, coming: Tensor) -> None:
+        """``coming``: how many from each rank for each expert here."""
+        self.dispatch, self.exchange, self.coming = dispatch, exchange, coming
+
+    def results(self, arriving: Tensor, compute: Compute) -> Tensor:
+        sent, received = self.exchange.sent, self.exchange.received
+        arrived: Tensor = _Arrive.apply(arriving, self.exchange)
+        del arriving
+        # What arrives is in order of the ranks that it comes from; experts want each its own.
+        count = self.coming.shape[1]
+        numbers = torch.arange(count, device=self.coming.device).repeat(self.dispatch.ranks)
+        whose = numbers.repeat_interleave(self.coming.flatten(), output_size=sum(received))
+        order = by_expert(whose, experts=count)
+        here: Tensor = Permute.apply(arrived, order.place, order.back)
+        del arrived
+        made = self.dispatch.computed(compute, here, order.ends)
+        back: Tensor = Permute.apply(made, order.back, order.place)
+        exchange = Exchange(received, sent, self.dispatch.group)
+        returned: Tensor = _Arrive.apply(_Depart.apply(back, exchange), exchange)
+        return returned
 
 
 class FeatureDispatch(Dispatch):
@@ -108,23 +125,58 @@ class FeatureDispatch(Dispatch):
         return part[:, 0]
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows to the ranks of a group, so many to each; its backward pass sends their gradients back."""
+class Exchange:
+    """Rows to the ranks of a group, so many to each, and their gradients back: begun, and later waited for."""
+
+    def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
+        self.sent, self.received, self.group = sent, received, group
+        # What arrives, what was sent, which must stay until then, and the work itself.
+        self._under_way: tuple[Tensor, Tensor, dist.Work] | None = None
+
+    def begin(self, rows: Tensor, back: bool = False) -> Tensor:
+        """What will have arrived when it has been waited for."""
+        sent, received = (self.received, self.sent) if back else (self.sent, self.received)
+        rows = rows.contiguous()
+        arriving = rows.new_empty(sum(received), *rows.shape[1:])
+        work = dist.all_to_all_single(arriving, rows, received, sent, group=self.group, async_op=True)
+        self._under_way = arriving, rows, work
+        return arriving
+
+    def wait(self) -> Tensor:
+        assert self._under_way is not None
+        (arrived, _, work), self._under_way = self._under_way, None
+        work.wait()
+        return arrived
+
+
+class _Depart(torch.autograd.Function):
+    """Rows begin to travel. In the backward pass the wait for their gradients, which ``_Arrive`` has sent."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return all_to_all(rows, sent, received, group)
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.begin(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.wait(), None
 
 
-def all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
+class _Arrive(torch.autograd.Function):
+    """The wait for rows. In the backward pass their gradients begin to travel.
+
+    They have another shape where they arrive, so what autograd is given meanwhile are the gradients that were sent.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.wait()
+        return arriving.view_as(arriving)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.begin(gradient, back=True)
+        return gradient, None

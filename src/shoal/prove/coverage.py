@@ -1,4 +1,4 @@
-"""The layouts of a proof that names none: every value of every key, every pair of strategies, and 3D."""
+"""The layouts of a proof that names none: every value of every key, every pair of strategies, 3D, 4D and 5D."""
 
 from __future__ import annotations
 
@@ -137,6 +137,29 @@ EXPERTS = (
     "fsdp=2,cp=2,cp_kind=ulysses,ep=2",
     "tp=2,cp=2,pp=2,ep=2",
     "fsdp=2,cp=2,pp=2,ep=4,recompute=full",
+)
+
+# Four and five axes at once, at eight and sixteen ranks: pipeline × data × tensor × context and, of models that have
+# them, experts. The last ones are DeepSeek-V3's published layout (pp=16, ep=64, zero=1), a few ranks wide.
+MANY_AXES = (
+    "fsdp=2,tp=2,cp=2,pp=2",
+    "fsdp=2,zero=1,tp=2,cp=2,cp_kind=ulysses,pp=2,schedule=interleaved",
+    "fsdp=2,zero=2,tp=2,sp=0,cp=2,pp=2,schedule=zb,recompute=selective",
+    "dp=2,tp=2,cp=2,pp=2,schedule=zbv,recompute=full",
+    "dp=2,fsdp=2,tp=2,cp=2,cp_kind=ulysses",
+    "dp=2,fsdp=2,tp=2,pp=2,schedule=dualpipev",
+    "dp=2,fsdp=2,zero=1,cp=2,pp=2",
+    "fsdp=2,zero=1,tp=2,pp=2,schedule=interleaved,ep=2",
+    "tp=2,cp=2,cp_kind=ulysses,pp=2,ep=2,recompute=selective",
+    "dp=2,cp=2,pp=2,schedule=zb,ep=4",
+    "fsdp=2,tp=2,cp=2,ep=4",
+    "fsdp=2,tp=2,cp=2,pp=2,ep=2",
+    "fsdp=2,zero=1,tp=2,cp=2,pp=2,schedule=zbv,ep=4",
+    "fsdp=2,zero=2,tp=2,sp=0,cp=2,cp_kind=ulysses,pp=2,ep=4,recompute=full",
+    "dp=2,tp=2,cp=2,pp=2,ep=4,recompute=selective",
+    "dp=2,fsdp=2,zero=1,pp=2,ep=4",
+    "fsdp=4,zero=1,pp=2,schedule=dualpipev,ep=2",
+    "fsdp=4,zero=1,pp=4,ep=4,micro=1",
 )
 
 # One of each, at two ranks and four: what a machine with a few cores proves in a minute or two.

@@ -9,15 +9,21 @@ from rich.console import Console
 
 from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput, Problem
+from shoal.facts.support import refuse_servers
 from shoal.launch import local
 from shoal.plan.resolve import Job
 from shoal.prove import coverage
 
-SETS = {"quick": coverage.QUICK, "full": (*coverage.FULL, *coverage.EXPERTS)}
+SETS = {
+    "quick": coverage.QUICK,
+    "4d": coverage.MANY_AXES,
+    "full": (*coverage.FULL, *coverage.EXPERTS, *coverage.MANY_AXES),
+}
 
 
 def layouts(text: str, job: Job) -> list[Layout]:
-    """Layouts written out, separated by ";", or a set by name. In strict mode both sets are that mode's own."""
+    """Layouts written out, separated by ";", or a set by name. In strict mode all sets are that mode's own."""
+    refuse_servers(job.config, "shoal parity")
     if text in SETS:
         chosen = coverage.legal(coverage.STRICT if job.config.run.strict else SETS[text], job)
         if text == "quick":
@@ -31,7 +37,7 @@ def layouts(text: str, job: Job) -> list[Layout]:
         return chosen
     parts = [part for part in text.split(";") if part.strip()]
     if not parts:
-        raise BadInput("--layouts is empty", '--layouts "dp=2;fsdp=2", or quick, or full')
+        raise BadInput("--layouts is empty", '--layouts "dp=2;fsdp=2", or quick, 4d or full')
     parsed: list[Layout] = []
     problems: list[Problem] = []
     for part in parts:

@@ -93,7 +93,11 @@ def group_name(parameter: Parameter) -> str:
 
 
 def meeting_in_blocks(layout: Layout) -> RankGroup:
-    """The ranks that exchange activations inside of a block."""
+    """The ranks that exchange activations inside of a block; with ``ep`` all of a stage, for those that hold the same
+    experts gather them there.
+    """
+    if layout.ep > 1:
+        return RankGroup("stage", layout.world // layout.pp, 1)
     if layout.cp == 1:
         return RankGroup("tp", layout.tp, 1)
     return RankGroup("cp" if layout.tp == 1 else "cp·tp", layout.cp * layout.tp, 1)

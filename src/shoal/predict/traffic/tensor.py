@@ -13,7 +13,8 @@ x = the tokens of a micro-batch · hidden · compute width. For every micro-batc
 A block that is computed again stops where nothing further is needed, which is before its last exchange; dropout makes
 a mask behind it, and so repeats that one too. A compiled block repeats only what its gradients need: with ``selective``
 nothing, for it keeps what it has received; with ``full`` never the last exchange, and none of attention's results where
-the MLP does not read them. Once a step, the gradients of what ranks hold alike are summed: over the
+the MLP does not read them. With ``ep`` a block with experts has several parts, of which the last is eager with
+``full``. Once a step, the gradients of what ranks hold alike are summed: over the
 group, and over the ranks that share a key/value head.
 """
 
@@ -38,6 +39,8 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
     repeated = 2 * again if recipe.dropout else again
     if workload.compiled:
         repeated = 0 if workload.model.parallel_residual else again
+        if layout.ep > 1 and again and recipe.dropout:
+            repeated += here.sparse
     if layout.sp:
         found = [
             CollectiveCall("all_gather", "tp", stream, times * entering, "forward"),

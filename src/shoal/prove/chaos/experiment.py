@@ -14,6 +14,7 @@ from pathlib import Path
 from shoal.facts.config import Config
 from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput, Problem
+from shoal.facts.support import refuse_servers
 from shoal.plan.resolve import resolve
 from shoal.prove.chaos import network
 from shoal.prove.chaos.campaign import Broken, Campaign, CampaignSettings, Struck
@@ -64,6 +65,7 @@ def settings(faults: int, strict: bool, given: list[str]) -> list[str]:
 
 def check(layouts: list[str], config: Config, kinds: str, nodes: int = 1) -> list[FaultKind]:
     """Refuse layouts that the run cannot have, and kinds that there are not; else the kinds."""
+    refuse_servers(config, "shoal chaos")
     problems = []
     for text in layouts:
         try:

@@ -1,0 +1,138 @@
+"""A block whose experts are on several ranks, compiled in parts around the exchange of tokens.
+
+How many tokens a rank is sent is known only when they come, and the host has to read it: no graph goes over that. So
+each of these is a graph, the same one for all layers: attention and router with the sorting of tokens; experts that
+every token uses; routed experts, whatever number of tokens they are given; their results, back in their places and
+added up; the way out of the block.
+
+Each part keeps for its backward pass what the layout's recomputation says, and with it what it was given: exchanges are
+not repeated. ``full`` keeps the block's input alone, so there the parts are run again, exchanges and all, and in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal.facts.layout import Recompute
+from shoal.models.decoder import Block
+from shoal.models.documents import Documents
+from shoal.models.experts import AllHere, MixtureOfExperts, Order, RoutedExperts, Sent, mix
+
+# Runs a function of a module, given first, as a graph; the kind says what it keeps.
+Graph = Callable[..., Any]
+# The compiler takes sizes 0 and 1 for constants: a graph of its own for each, and so few tokens need none.
+FEWEST_TOKENS = 2
+
+
+def exchanges(block: nn.Module) -> bool:
+    """Whether its tokens travel."""
+    mixture = block.mlp
+    return isinstance(mixture, MixtureOfExperts) and not isinstance(mixture.travel, AllHere)
+
+
+class InParts:
+    """Takes the place of a block's forward."""
+
+    def __init__(self, block: nn.Module, graph: Graph, kind: Recompute) -> None:
+        assert isinstance(block, Block) and isinstance(block.mlp, MixtureOfExperts)
+        self.block, self.mixture, self.graph = block, block.mlp, graph
+        self.again = kind == "full"
+        self.kind: Recompute = "none" if self.again else kind
+        # In its forward, so that hooks that gather weights stay outside. Eager but where it is called from here.
+        self.compiled_experts = False
+        self.met: set[bool] = set()  # whether with gradients: ways in which there is a graph of the experts
+        experts: nn.Module = self.mixture.experts
+        self.eager_experts = experts.forward
+        experts.forward = self._experts
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        if not self.again:
+            return self._forward(*arguments)
+        output: Tensor = checkpoint(self._forward, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return output
+
+    def _forward(
+        self,
+        hidden: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        positions: Tensor,
+        documents: Documents | None,
+        noise: Tensor | None,
+    ) -> Tensor:
+        mixture, graph, kind = self.mixture, self.graph, self.kind
+        after, tokens, x, weights, *sorting = graph(
+            kind, _before, self.block, hidden, rotation, positions, documents, noise
+        )
+        order = Order(*sorting)
+        arriving, sent = mixture.travel.send(tokens, order.ends)
+        del tokens
+        shared = None
+        if mixture.shared_experts is not None:
+            shared = graph(kind, type(mixture.shared_experts).forward, mixture.shared_experts, x)
+        self.compiled_experts = True
+        try:
+            mixed = mixture.experts(arriving, sent, weights, order)
+        finally:
+            self.compiled_experts = False
+        behind = self.block, after, x, mixed, shared, positions, noise
+        # A graph would keep something, and ask for it before the gradient reaches the experts: see their forward.
+        output: Tensor = _behind(*behind) if self.again else graph(kind, _behind, *behind)
+        return output
+
+    def _experts(self, arriving: Tensor, sent: Sent, weights: Tensor, order: Order) -> Tensor:
+        if not self.compiled_experts:
+            return self.eager_experts(arriving, sent, weights, order)
+        results = sent.results(arriving, self._compute)
+        mixed: Tensor = self.graph(self.kind, _mixed, self.mixture.experts, results, weights, *order)
+        return mixed
+
+    def _compute(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        if tokens.shape[0] >= FEWEST_TOKENS:
+            return self._compute_compiled(tokens, ends)
+        if torch.is_grad_enabled() not in self.met:
+            # All ranks now agree on what becomes of this block: there has to be a graph, if only of made-up tokens.
+            made_up = tokens.new_zeros(FEWEST_TOKENS, tokens.shape[1]).requires_grad_(tokens.requires_grad)
+            self._compute_compiled(made_up, torch.full_like(ends, FEWEST_TOKENS))
+        return self.mixture.experts.compute(tokens, ends)
+
+    def _compute_compiled(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        self.met.add(torch.is_grad_enabled())
+        torch._dynamo.mark_dynamic(tokens, 0)
+        made: Tensor = self.graph(self.kind, RoutedExperts.compute, self.mixture.experts, tokens, ends)
+        return made
+
+
+def _before(
+    block: Block,
+    hidden: Tensor,
+    rotation: tuple[Tensor, Tensor] | None,
+    positions: Tensor,
+    documents: Documents | None,
+    noise: Tensor | None,
+) -> tuple[Tensor, ...]:
+    assert isinstance(block.mlp, MixtureOfExperts)
+    after, read = block.attended(hidden, rotation, positions, documents, noise)
+    tokens, (x, weights, order) = block.mlp.route(read)
+    return after, tokens, x, weights, *order
+
+
+def _mixed(experts: RoutedExperts, results: Tensor, weights: Tensor, *order: Tensor) -> Tensor:
+    return mix(results, weights, Order(*order))
+
+
+def _behind(
+    block: Block,
+    after: Tensor,
+    x: Tensor,
+    mixed: Tensor,
+    shared: Tensor | None,
+    positions: Tensor,
+    noise: Tensor | None,
+) -> Tensor:
+    assert isinstance(block.mlp, MixtureOfExperts)
+    return block.added(after, block.mlp.sum(x, mixed, shared), positions, noise)

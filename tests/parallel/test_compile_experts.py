@@ -1,0 +1,156 @@
+"""Compiled blocks with experts on several ranks: the numbers of eager ones, and no graph for other counts of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from tests.predict.sending import ROWS, SEQ, Case
+from tests.ranks import run_ranks
+from torch import Tensor
+
+from shoal.facts.model import Experts, Latent
+from shoal.facts.traffic import Traffic
+from shoal.models import router
+from shoal.models.initial import fill
+from shoal.observe.collectives import CollectiveCounter
+from shoal.parallel.experts import mixtures
+from shoal.parallel.mesh import Mesh
+from shoal.predict.traffic import traffic
+from shoal.train.data.loader import Batch
+from shoal.train.program import assemble, blueprint
+
+# Widths that torch's grouped product takes.
+QWEN3 = {
+    "layers": 2, "family": "qwen3_moe", "qk_norm": True, "experts": Experts(count=4, active=2, ffn=8)
+}  # fmt: skip
+DEEPSEEK = {
+    "layers": 3,
+    "family": "deepseek_v3",
+    "kv_heads": 4,
+    "latent": Latent(q_rank=8, kv_rank=8, nope_dim=2, rope_dim=2, value_dim=4),
+    "experts": Experts(
+        count=4, active=2, ffn=8, shared=1, shared_ffn=8, dense_layers=(0,), router_bias=True,
+        groups=2, active_groups=1, score="sigmoid", scale=2.5,
+    ),
+}  # fmt: skip
+RECIPE = {"precision": "bf16", "router_aux": 0.1, "router_z": 0.01}
+TWO = [
+    Case("dp=2,ep=2,micro=2", QWEN3, RECIPE),
+    Case("fsdp=2,ep=2,micro=4,recompute=selective", DEEPSEEK, RECIPE),
+    Case("fsdp=2,zero=1,ep=2,micro=4,recompute=full", DEEPSEEK, {**RECIPE, "dropout": 0.1}),
+    Case("cp=2,ep=2,micro=4,recompute=selective", QWEN3, RECIPE),
+]
+FOUR = [
+    Case("fsdp=4,ep=2,micro=2,recompute=full", QWEN3, RECIPE),
+    Case("dp=2,tp=2,ep=2,micro=4,recompute=selective", DEEPSEEK, RECIPE),
+    Case("dp=2,tp=2,ep=2,micro=2,recompute=full", DEEPSEEK, RECIPE),
+    Case("dp=2,tp=2,sp=0,ep=2,micro=4,recompute=full", QWEN3, RECIPE),
+    Case("fsdp=2,pp=2,ep=2,micro=1", {**QWEN3, "layers": 4}, RECIPE),
+]
+
+
+@dataclass
+class Seen:
+    losses: list[float]
+    weights: list[Tensor]
+    traffic: list[Traffic]
+    tokens: set[int]  # numbers of tokens that experts here were given
+    graphs: list[int]  # compiled so far, after each step
+    problem: str | None
+
+
+def evenly(scores: Tensor, experts: Experts) -> Tensor:
+    """As ``router.choose``: every expert as often as the others, which is what predictions take it for."""
+    tokens, k = scores.shape[-2], experts.active
+    numbers = torch.arange(tokens, device=scores.device)[:, None] * k + torch.arange(k, device=scores.device)
+    return (numbers % experts.count).expand(*scores.shape[:-1], k).contiguous()
+
+
+def work(rank: int, world: int, cases: list[Case], even: bool) -> list[Seen]:
+    with patch.object(router, "choose", evenly if even else router.choose):
+        return [one_case(rank, case) for case in cases]
+
+
+def one_case(rank: int, case: Case) -> Seen:
+    """Steps whose tokens, and so their experts, differ; with an evaluation after the second, which is counted."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    workload = case.workload
+    model, recipe, layout = workload.model, workload.recipe, workload.layout
+    mesh = Mesh(layout, rank, torch.device("cpu"))
+    step = assemble(
+        blueprint(model, recipe),
+        recipe,
+        workload.tune,
+        mesh,
+        partial(fill, model=model, seed=0),
+        compile_with="aot_eager" if case.compiled else None,
+    )
+    seen = Seen([], [], [], set(), [], None)
+    for segment in step.placed.segments:
+        for mixture in mixtures(segment):
+            mixture.experts.register_forward_pre_hook(lambda _, given: seen.tokens.add(len(given[0])))
+    share = ROWS // layout.data_ranks
+    first = mesh.data_index * share
+    for number in range(1, 5):
+        batches = [
+            rows(model.vocab, number, one, workload.micro)
+            for one in range(first, first + share, workload.micro)
+        ]
+        with CollectiveCounter(mesh.names) as counter:
+            step.agree(ROWS * SEQ)
+            seen.losses.append(step(number, batches, ROWS * SEQ).loss)
+        if number == 2:
+            seen.traffic = counter.traffic()
+            step.placed.executor.forward_only([step._micro_batch(0, batch) for batch in batches])
+        seen.graphs.append(counters["stats"]["unique_graphs"])
+    seen.weights = [piece.tensor.detach().clone() for piece in step.pieces]
+    seen.problem = step.placed.compiled.problem if step.placed.compiled is not None else None
+    return seen
+
+
+def rows(vocabulary: int, step: int, first: int, number: int) -> Batch:
+    tokens = torch.arange(SEQ) * (5 + step) + torch.arange(first, first + number)[:, None] * (11 + step)
+    tokens = tokens % vocabulary
+    positions = torch.arange(SEQ).repeat(number, 1)
+    return Batch(
+        tokens, tokens.roll(-1, 1), positions, None, torch.arange(first, first + number), number * SEQ
+    )
+
+
+def graphs(case: Case) -> int:
+    """Way in, experts, their sum and, unless all is repeated, the way out; shared experts and blocks without any."""
+    model, recompute = case.workload.model, case.workload.layout.recompute
+    return 3 + (recompute != "full") + 2 * bool(model.experts and model.experts.shared)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)], ids=["two ranks", "four"])
+def test_numbers_and_graphs(world: int, cases: list[Case]) -> None:
+    both = [*cases, *(replace(case, compiled=True) for case in cases)]
+    for found in run_ranks(world, work, both, False):
+        for case, eager, seen in zip(cases, found, found[len(cases) :], strict=False):
+            assert seen.problem is None, (case, seen.problem)
+            assert seen.losses == eager.losses, case
+            for ours, theirs in zip(seen.weights, eager.weights, strict=True):
+                assert torch.equal(ours, theirs), case
+            # Numbers of tokens differ from step to step, and need no other graph. (A pipeline compiles with rows of
+            # its own.)
+            assert seen.tokens >= eager.tokens and len(eager.tokens) > 2, case
+            assert seen.graphs == [graphs(case)] + [2 * graphs(case)] * 3, case
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)], ids=["two ranks", "four"])
+def test_traffic(world: int, cases: list[Case]) -> None:
+    compiled = [replace(case, compiled=True) for case in cases]
+    for rank, found in enumerate(run_ranks(world, work, compiled, True)):
+        for case, seen in zip(compiled, found, strict=True):
+            assert seen.problem is None, (case, seen.problem)
+            assert sorted(seen.traffic) == sorted(traffic(case.workload, rank)), case
