@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shoal.facts.model import Model
-from shoal.models.mix import mix
+from shoal.models.mix import mix as mix_rows
 from shoal.models.mlp import ACTIVATIONS, MLP
 from shoal.models.router import Router, RouterLosses, Routing
 
@@ -222,7 +222,7 @@ class _Spread(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
-        return mix(gradient, back, ctx.copies), None, None, None
+        return mix_rows(gradient, back, ctx.copies), None, None, None
 
 
 class _Mix(torch.autograd.Function):
@@ -231,7 +231,7 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, results: Tensor, weights: Tensor, place: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(results, weights, place, back)
-        return mix(results, back, weights.shape[1], weights)
+        return mix_rows(results, back, weights.shape[1], weights)
 
     @staticmethod
     @once_differentiable
