@@ -13,7 +13,7 @@ HOST = HostWork(forward=5e-6, backward=6e-6, selective=3e-6, full=6e-6, once=1e-
 PARTS = (
     *("norm", "norm backward", "rotary", "rotary backward", "gate", "gate backward", "add", "copy", "sum"),
     *("loss", "lookup", "lookup backward", "weights"),
-    *("adamw 32 bit", "adamw 16 bit", "clip 32 bit", "clip 16 bit"),
+    *("adamw 32 bit", "adamw 16 bit", "norm 32 bit", "norm 16 bit"),
 )
 DATE = "2026-11-15T12:00:00Z"
 

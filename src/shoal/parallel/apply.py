@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shoal.facts.config import TuneSection
@@ -128,10 +129,10 @@ def apply(
     if compute.itemsize < states.itemsize:
         for segment in segments:
             if not fully:
-                segment.network.to(compute)
+                _cast(segment.network, compute)
             elif model.experts is not None and not groups[EXPERTS].fully_sharded:
                 for mixture in experts.mixtures(segment.network):
-                    mixture.experts.to(compute)
+                    _cast(mixture.experts, compute)
 
     # Tensor: of every matrix this rank's box.
     if (group := mesh.group("tp")) is not None:
@@ -214,3 +215,16 @@ def apply(
     )
     placed.fill(fill)
     return placed
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters on the meta device, in another precision; those that are one stay one.
+
+    Not by ``module.to``: it swaps tensors without storage, and refuses where something else looks at one.
+    """
+    cast: dict[nn.Parameter, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in list(child.named_parameters(recurse=False)):
+            if parameter not in cast:
+                cast[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+            setattr(child, name, cast[parameter])

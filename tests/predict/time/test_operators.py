@@ -63,6 +63,10 @@ class Started(NamedTuple):
         return self.operator.startswith(("aten.mm", "aten.addmm", "aten._scaled_dot_product"))
 
 
+# How often each passes over its result.
+WIDE_PRODUCTS = {"shoal.wide_product.default": 1, "shoal.add_product_.default": 2}
+
+
 class Counter(TorchDispatchMode):
     """Every operator that is started, with the bytes it reads and writes; views start none."""
 
@@ -85,7 +89,12 @@ class Counter(TorchDispatchMode):
             one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns
         )
         moves_nothing = looks or any(name in str(func) for name in ("_unsafe_view", "empty_like"))
-        if tensors and not moves_nothing:
+        if str(func) in WIDE_PRODUCTS:
+            # Products: what they move beyond what one in the compute precision would.
+            total, narrow = (args[0] if out is None else out), args[-1].itemsize
+            beyond = WIDE_PRODUCTS[str(func)] * total.itemsize - narrow
+            self.seen.append(Started(f"wide {func}", total.numel() * beyond))
+        elif tensors and not moves_nothing:
             self.seen.append(Started(str(func), sum(map(distinct, tensors))))
         return out
 

@@ -83,7 +83,7 @@ def test_everything_is_measured_and_kept(made: tuple[CalibrationReport, str]) ->
     ways = ("norm", "rotary", "gate", "lookup", "layer norm")
     for part in (*ways, *(f"{way} backward" for way in ways), "loss", "add", "copy", "sum", "weights"):
         assert part in seen.parts["fp32"] and part in seen.parts["bf16"]
-    assert {"adamw 32 bit", "clip 32 bit"} <= seen.parts["fp32"].keys()
+    assert {"adamw 32 bit", "norm 32 bit"} <= seen.parts["fp32"].keys()
     assert {"torch", "shoal", "python"} <= seen.versions.keys()
     assert seen.copies.disk_write and seen.copies.disk_read and not seen.copies.to_device
     assert seen.host_update is not None and 1e7 < seen.host_update < 1e13

@@ -259,11 +259,11 @@ def _mixing(
 ) -> float:
     """Results are multiplied with the gradient that comes in, once for each expert that a token has.
 
-    Shared experts are done by then, and have left a gradient of what they read. Where tensor ranks have sent features,
-    those of all ranks are then gathered, and put in order.
+    Shared experts, computed before, have all of theirs still. Where tensor ranks have sent features, those of all ranks
+    are then gathered, and put in order.
     """
     read = work.compute * model.hidden * work.tokens
-    before = parts.all - routed.shared + (read if routed.shared else 0.0) + stream
+    before = parts.all + stream
     if routed.sent < routed.whole:
         return before + max(read / work.tp + 2 * routed.sent, 2 * routed.whole)
     return before + gathered + 2 * routed.sent
@@ -279,7 +279,8 @@ def _computing(model: Model, parts: KeptTensors, routed: RoutedTokens, work: Blo
         return 0.0
     stream = work.compute * model.hidden * work.stream
     gathered = work.compute * model.hidden * work.tokens if work.sp and not routed.shared else 0.0
-    return parts.all - routed.shared + gathered + 3 * stream + 2 * routed.whole + routed.sent
+    of_shared = work.compute * model.hidden * work.tokens if routed.shared else 0.0  # what they made
+    return parts.all + of_shared + gathered + 3 * stream + 2 * routed.whole + routed.sent
 
 
 def _working(

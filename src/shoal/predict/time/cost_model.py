@@ -93,7 +93,7 @@ class CostModel:
             return measured_layer.embedding(self.model, self.kernels, tokens, rows, held, tied_here)
         return layers.embedding(self.model, self.kernels, tokens)
 
-    def handling(self, sharded: bool, micro_batches: int, narrow: bool) -> Passes:
+    def handling(self, sharded: bool, micro_batches: int, narrow: bool = False) -> Passes:
         """Bytes that move for every parameter and micro-batch. ``narrow``: gradients stay as they were computed."""
         if isinstance(self.kernels, MeasuredKernels):
             return measured_layer.handling(self.kernels.widths, sharded, micro_batches, narrow)

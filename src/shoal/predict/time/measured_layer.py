@@ -20,7 +20,7 @@ from shoal.predict.workload import Workload
 WIDENING = 2.4
 
 
-def handling(widths: Widths, sharded: bool, micro_batches: int, narrow: bool) -> Passes:
+def handling(widths: Widths, sharded: bool, micro_batches: int, narrow: bool = False) -> Passes:
     """Bytes that move for every parameter and micro-batch. The first one's gradients have nothing to be added to.
 
     A gradient is widened to its parameter's state, unless it stays as it was computed (``narrow``). A parameter that is
