@@ -16,7 +16,7 @@ from shoal.models.initial import initialise
 from shoal.models.router import Router, RouterLosses
 from shoal.observe.collectives import CollectiveCounter
 from shoal.parallel.compile import CompiledBlocks
-from shoal.parallel.experts import Exchange, mixtures
+from shoal.parallel.experts import TokenExchange, mixtures
 
 FEW = {"family": "qwen3_moe", "experts": Experts(count=4, active=2, ffn=10)}
 # Far more than there are tokens: most have none, and so have ranks.
@@ -73,17 +73,17 @@ def events(rank: int, world: int, case: Case) -> list[str]:
     """Of one layer with experts and one micro-batch, in order: exchanges begun and waited for, what was computed."""
     placed, mesh = place(case, rank)
     seen: list[str] = []
-    begin, wait = Exchange.begin, Exchange.wait
+    begin, wait = TokenExchange.begin, TokenExchange.wait
 
-    def begun(self: Exchange, rows: Tensor, back: bool = False) -> Tensor:
+    def begun(self: TokenExchange, rows: Tensor, back: bool = False) -> Tensor:
         seen.append("begin")
         return begin(self, rows, back)
 
-    def waited(self: Exchange) -> Tensor:
+    def waited(self: TokenExchange) -> Tensor:
         seen.append("wait")
         return wait(self)
 
-    Exchange.begin, Exchange.wait = begun, waited  # type: ignore[method-assign]
+    TokenExchange.begin, TokenExchange.wait = begun, waited  # type: ignore[method-assign]
     (segment,) = placed.segments
     (mixture,) = mixtures(segment.network.model.layers["1"])
     for name, module in (("routed", mixture.experts), ("shared", mixture.shared_experts)):

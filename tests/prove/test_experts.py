@@ -270,8 +270,8 @@ def test_traffic_is_to_the_byte_what_is_predicted(family: str, layout: str, reci
     for category in ("params", "optimizer"):
         ours, theirs = getattr(found.memory, category), getattr(found.predicted, category)
         assert ours == pytest.approx(theirs, rel=0.001), category
-    # Where a forward pass is repeated, more of it is still there when it meets the gradient than the ledger knows.
-    near = 0.015 if asked.layout.recompute == "none" else 0.06
+    # Where a forward pass is repeated, tokens that travel beside shared experts are not in the ledger.
+    near = 0.015 if asked.layout.recompute == "none" else 0.03
     assert found.memory.peak_allocated == pytest.approx(found.predicted.peak_allocated, rel=near)
 
 

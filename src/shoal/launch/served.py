@@ -21,6 +21,9 @@ from shoal.train.guard.watchdog import Limits
 from shoal.train.run_directory import RunDirectory
 from shoal.train.server.serve import LOST
 
+# Seconds in which a process whose links are closed has ended, unless it hangs.
+LINGERS = 1.0
+
 
 class ServedSupervisor(Supervisor):
     """Its servers are restarted together, as ranks are; each of its workers by itself, while the others go on."""
@@ -77,9 +80,12 @@ class ServedSupervisor(Supervisor):
             if process.exitcode is None and attempt.read(LOST.format(number)) == str(
                 self._incarnations[number]
             ):
-                process.kill()
-                process.join()
-                silent.add(number)
+                # Links of a worker that was killed are gone a moment before it is.
+                process.join(LINGERS)
+                if process.exitcode is None:
+                    process.kill()
+                    process.join()
+                    silent.add(number)
             if process.exitcode is None or process.exitcode == 0:
                 continue
             del self._workers[number]

@@ -67,7 +67,7 @@ class Dispatch:
         coming = torch.empty_like(going)
         dist.all_to_all_single(coming, going, group=self.group)
         sent, received = on_host(torch.stack([going, coming]).sum(-1), tokens.shape[0])
-        exchange = Exchange(sent, received, self.group)
+        exchange = TokenExchange(sent, received, self.group)
         arriving: Tensor = _Depart.apply(tokens, exchange)
         return arriving, SentTokens(self, exchange, coming)
 
@@ -78,7 +78,7 @@ class Dispatch:
 class SentTokens:
     """Tokens on their way to the ranks of their experts."""
 
-    def __init__(self, dispatch: Dispatch, exchange: Exchange, coming: Tensor) -> None:
+    def __init__(self, dispatch: Dispatch, exchange: TokenExchange, coming: Tensor) -> None:
         """``coming``: how many from each rank for each expert here."""
         self.dispatch, self.exchange, self.coming = dispatch, exchange, coming
 
@@ -93,10 +93,13 @@ class SentTokens:
         order = by_expert(whose, experts=count)
         here: Tensor = Permute.apply(arrived, order.place, order.back)
         del arrived
-        made = self.dispatch.computed(compute, here, order.ends)
-        back: Tensor = Permute.apply(made, order.back, order.place)
-        exchange = Exchange(received, sent, self.dispatch.group)
-        returned: Tensor = _Arrive.apply(_Depart.apply(back, exchange), exchange)
+        exchange = TokenExchange(received, sent, self.dispatch.group)
+        # Under no name, so that nothing on the way takes room for longer than it has to.
+        leaving = _Depart.apply(
+            Permute.apply(self.dispatch.computed(compute, here, order.ends), order.back, order.place),
+            exchange,
+        )
+        returned: Tensor = _Arrive.apply(leaving, exchange)
         return returned
 
 
@@ -125,7 +128,7 @@ class FeatureDispatch(Dispatch):
         return part[:, 0]
 
 
-class Exchange:
+class TokenExchange:
     """Rows to the ranks of a group, so many to each, and their gradients back: begun, and later waited for."""
 
     def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
@@ -153,7 +156,7 @@ class _Depart(torch.autograd.Function):
     """Rows begin to travel. In the backward pass the wait for their gradients, which ``_Arrive`` has sent."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: TokenExchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.begin(rows)
 
@@ -170,7 +173,7 @@ class _Arrive(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, arriving: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, arriving: Tensor, exchange: TokenExchange) -> Tensor:
         ctx.exchange = exchange
         exchange.wait()
         return arriving.view_as(arriving)

@@ -232,12 +232,12 @@ class BackwardPass:
         grads = gradients.held(moment, done, gradients.made(run, 1))
         passing = buffers + gradients.in_block(moment, run, done, 1)
         if self.stage.layers - 1 - done in self.away and not block.reads_input:
-            # The end of the repeated forward pass: its input, attention's result, their sum and, on its way to other
-            # tensor ranks, the second norm's are still there, and no gradient is yet.
+            # The end of the repeated forward pass: its input, its sum with attention's result and, on its way to other
+            # tensor ranks, what the second norm made of it are still there, and no gradient is yet.
             yield left.plus(
                 name,
                 grads=gradients.held(moment, done),
-                activations=block.opening - block.inner + (4 if self.work.sp else 3) * stream,
+                activations=block.opening - block.inner + (3 if self.work.sp else 2) * stream,
                 buffers=buffers + gradients.in_block(moment, run, done, 0),
             )
         for size, gone in gradients.first_product(moment, run, block):
