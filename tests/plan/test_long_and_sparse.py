@@ -12,7 +12,7 @@ def test_long_sequences_are_cut_over_ranks() -> None:
     found = answered("llama3-8b", "64xH100", seq=131_072, batch=8)
     chosen = found.chosen
     assert chosen is not None and chosen.plan.layout.cp > 1
-    assert chosen.plan.mfu > 0.35
+    assert chosen.plan.mfu > 0.3
 
 
 @pytest.mark.long
@@ -22,7 +22,7 @@ def test_405b_at_128k_tokens_on_16384_gpus() -> None:
     chosen = found.chosen
     assert chosen is not None and chosen.plan.layout.cp > 1
     assert chosen.plan.mfu > 0.25
-    assert found.plans[0].mfu > 0.35 and found.plans[0].layout.cp > 1
+    assert found.plans[0].mfu > 0.3 and found.plans[0].layout.cp > 1
 
 
 @pytest.mark.long
