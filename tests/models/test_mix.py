@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.models.mix import mix
+from shoal.models.mix import mix_rows
 from shoal.models.wide_product import add_product_, wide_product
 
 
@@ -20,7 +20,7 @@ def test_each_token_gets_its_own_results(weighted: bool) -> None:
         for copy in range(copies):
             weight = 1.0 if weights is None else weights[token, copy]
             expected[token] += weight * results[back[token * copies + copy]]
-    torch.testing.assert_close(mix(results, back, copies, weights), expected)
+    torch.testing.assert_close(mix_rows(results, back, copies, weights), expected)
     torch.library.opcheck(torch.ops.shoal.mix.default, (results, back, copies, weights))
 
 

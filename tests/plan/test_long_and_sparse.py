@@ -17,7 +17,7 @@ def test_long_sequences_are_cut_over_ranks() -> None:
 
 @pytest.mark.long
 def test_405b_at_128k_tokens_on_16384_gpus() -> None:
-    """Sixteen million tokens a step are 128 sequences: without context ranks, 128 of 16,384 GPUs would have one."""
+    """A step of 16M tokens has 128 sequences: without context parallelism only 128 of 16,384 GPUs would have one."""
     found = answered("llama3-405b", "16384xH100", seq=131_072, batch=128)
     chosen = found.chosen
     assert chosen is not None and chosen.plan.layout.cp > 1

@@ -75,8 +75,9 @@ class ServedSupervisor(Supervisor):
         if step > self._seen_step:
             self._seen_step = step
             self._losses.clear()
-        attempt, silent = self.rendezvous.attempt(), set[int]()
+        attempt = self.rendezvous.attempt()
         for number, process in [*self._workers.items()]:
+            silent = False
             if process.exitcode is None and attempt.read(LOST.format(number)) == str(
                 self._incarnations[number]
             ):
@@ -85,14 +86,14 @@ class ServedSupervisor(Supervisor):
                 if process.exitcode is None:
                     process.kill()
                     process.join()
-                    silent.add(number)
+                    silent = True
             if process.exitcode is None or process.exitcode == 0:
                 continue
             del self._workers[number]
             self._losses[number] = self._losses.get(number, 0) + 1
             again = self._losses[number] <= self.job.config.fault.max_restarts
             how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
-            if number in silent:
+            if silent:
                 how = f"a signal of ours: it did not answer for {self.job.config.fault.timeout:g} s"
             message, log = f"worker {number} ended with {how}", self.run.log(self.job.processes + number)
             action = (

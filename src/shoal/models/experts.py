@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shoal.facts.model import Model
-from shoal.models.mix import mix as mix_rows
+from shoal.models.mix import mix_rows
 from shoal.models.mlp import ACTIVATIONS, MLP
 from shoal.models.router import Router, RouterLosses, Routing
 

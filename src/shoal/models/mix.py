@@ -7,46 +7,37 @@ an H200 takes 0.30 ms for 16,384 tokens of four experts and 2,048 features, 0.09
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.models.in_triton import in_triton
+
 WARPS = 4
 
-Kernel = Callable[[Tensor, Tensor, int, Tensor | None], Tensor]
+MixKernel = Callable[[Tensor, Tensor, int, Tensor | None], Tensor]
 
 
 @torch.library.custom_op("shoal::mix", mutates_args=())
-def mix(results: Tensor, back: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
+def mix_rows(results: Tensor, back: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
     """[T, width] of results [T·copies, width] that lie in any order; ``back`` tells where each token's are.
 
     ``weights``: [T, copies]; None: of one each.
     """
-    kernel = _kernel() if results.is_cuda and results.dtype != torch.float64 else None
+    kernel = in_triton(_compiled) if results.is_cuda and results.dtype != torch.float64 else None
     if kernel is not None:
         return kernel(results, back, copies, weights)
     apart = results.index_select(0, back).unflatten(0, (-1, copies))
     return (apart if weights is None else apart.mul_(weights[..., None])).sum(1)
 
 
-@mix.register_fake
+@mix_rows.register_fake
 def _empty(results: Tensor, back: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
     return results.new_empty(results.shape[0] // copies, results.shape[1])
 
 
-@cache
-def _kernel() -> Kernel | None:
-    """None where there is no Triton."""
-    try:
-        return _compiled(import_module("triton"), import_module("triton.language"))
-    except ImportError:
-        return None
-
-
-def _compiled(triton: Any, tl: Any) -> Kernel:
+def _compiled(triton: Any, tl: Any) -> MixKernel:
     @triton.jit
     def mix_token(
         results,

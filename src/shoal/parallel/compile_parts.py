@@ -1,9 +1,9 @@
 """A block whose experts are on several ranks, compiled in parts around the exchange of tokens.
 
-How many tokens a rank is sent is known only when they come, and the host has to read it: no graph goes over that. So
-each of these is a graph, the same one for all layers: attention and router with the sorting of tokens; experts that
-every token uses; routed experts, whatever number of tokens they are given; their results, back in their places and
-added up; the way out of the block.
+A rank learns how many tokens it receives only when they arrive, and the host has to read that number: no graph can
+cover it. So each of these is a graph, the same one for all layers: attention and router with the sorting of tokens;
+experts that every token uses; routed experts, whatever number of tokens they are given; their results, back in their
+places and added up; the way out of the block.
 
 Each part keeps for its backward pass what the layout's recomputation says, and with it what it was given: exchanges are
 not repeated. ``full`` keeps the block's input alone, so there the parts are run again, exchanges and all, and in order.

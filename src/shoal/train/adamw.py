@@ -8,13 +8,13 @@ gradients, which torch's would have to be widened for first; with bf16 states 7.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+
+from shoal.models.in_triton import in_triton
 
 # Elements of a program of the kernel, and its warps: the best of five that were measured.
 BLOCK, WARPS = 1024, 4
@@ -31,11 +31,10 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(groups, fused=True, **options)
         self.working = working or {}
-
-    @property
-    def writes_copies(self) -> bool:
-        """Whether ``step`` does. Torch's does not, and has all there is on a CPU and for fp64."""
-        return all(_in_kernel(weight) for group in self.param_groups for weight in group["params"])
+        # Whether ``step`` does. Torch's does not, and has all there is on a CPU and for fp64.
+        self.writes_copies = all(
+            _in_kernel(weight) for group in self.param_groups for weight in group["params"]
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -158,13 +157,9 @@ def adamw_(
 def _nothing(*arguments: Any) -> None: ...
 
 
-@cache
 def _kernel() -> Callable[..., None] | None:
     """None where there is no Triton: torch's own update then does."""
-    try:
-        return _compiled(import_module("triton"), import_module("triton.language"))
-    except ImportError:
-        return None
+    return in_triton(_compiled)
 
 
 def _compiled(triton: Any, tl: Any) -> Callable[..., None]:
