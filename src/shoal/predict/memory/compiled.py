@@ -42,7 +42,9 @@ def compiled_activations(model: Model, work: BlockWorkload) -> BlockActivations:
     # What is there of the list when the MLP's backward pass begins, and when attention's does.
     there = everything if work.recompute == "full" else resting
     mlp = sum(places.get(place, 0.0) for place in (GATE, UP, GATHERED[1], OUT))
-    activation = there + stream + gathered + 2 * inner
+    # What is made anew is read by the same kernel that writes its gradient, to a place of its own.
+    anew = 2 * inner + 2 * whole if work.recompute == "full" else 0.0
+    activation = there + stream + gathered + 2 * inner + anew
     entering = there + stream + (0.0 if work.sp else whole) + ways_in * whole
     attention = everything - mlp + stream + query + (query + 2 * key) + query
     first_norm = places[INPUT] + stream + (0.0 if work.sp else whole) + 3 * whole
