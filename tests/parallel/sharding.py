@@ -23,7 +23,7 @@ from shoal.observe.collectives import CollectiveCounter
 from shoal.observe.memory import MemoryTracker
 from shoal.parallel.apply import Placed, apply
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.shards import GroupOf
+from shoal.parallel.shards import GroupOf, gradient
 from shoal.parallel.stage_module import MicroBatch
 
 SEQ = 6
@@ -117,12 +117,13 @@ def steps(placed: Placed, mesh: Mesh, case: Case, count: int) -> Iterator[torch.
     """Training steps; each stops here after its update, with the gradients still there."""
     optimizer = torch.optim.AdamW([piece.tensor for piece in placed.gradients.pieces], lr=1e-2, foreach=False)
     for _ in range(count):
-        placed.gradients.start_step()
-        placed.executor.forward_backward(batches(case, mesh), 1 / (ROWS * SEQ))
-        placed.gradients.finish_step()
-        if placed.exact is not None:
-            placed.exact.deliver(ROWS)
-        placed.shared.sum(placed.gradients.pieces)
+        here = batches(case, mesh)
+        placed.start_step(len(here))
+        placed.executor.forward_backward(here, 1 / (ROWS * SEQ))
+        placed.finish_step(ROWS)
+        for piece in placed.gradients.pieces:
+            if piece.away is not None:
+                piece.tensor.grad = gradient(piece)
         optimizer.step()
         placed.after_update()
         yield optimizer
@@ -136,9 +137,9 @@ def train(rank: int, world: int, case: Case) -> list[Part]:
         placed.executor.scores(rows(case.model, 0, 1), SEQ - 1)
     parts = []
     for piece in placed.gradients.pieces:
-        gradient = piece.tensor.grad
-        assert gradient is not None and gradient.dtype == piece.tensor.dtype
-        flat = gradient.reshape(-1).clone(), piece.tensor.detach().reshape(-1).clone()
+        found = piece.tensor.grad
+        assert found is not None and found.dtype == piece.tensor.dtype
+        flat = found.reshape(-1).clone(), piece.tensor.detach().reshape(-1).clone()
         parts.append(Part(piece.name, piece.box, piece.start, piece.stop, piece.counted, *flat))
     return parts
 

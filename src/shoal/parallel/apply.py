@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shoal.facts.config import TuneSection
+from shoal.facts.layout.offload import waiting
 from shoal.facts.layout.parameter_groups import (
     DENSE,
     EXPERTS,
@@ -30,6 +31,7 @@ from shoal.parallel.float8_scales import Float8Scales
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.activations import ActivationOffload
 from shoal.parallel.offload.host_memory import HostMemory
+from shoal.parallel.offload.states import OffloadedStates
 from shoal.parallel.pipeline import my_stages
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
@@ -68,6 +70,22 @@ class Placed:
     compiled: CompiledBlocks | None  # None: blocks run eager
     float8: Float8Scales | None  # None: products are in the compute precision
     host: HostMemory  # where what is offloaded waits
+    offloaded: OffloadedStates | None  # None: the device updates all that this rank updates
+    gates: bool  # whether an offloaded update may go on while the next forward pass begins
+
+    def start_step(self, micro_batches: int) -> None:
+        self.gradients.start_step()
+        if self.offloaded is not None:
+            self.offloaded.start_step(micro_batches)
+
+    def finish_step(self, batch: int) -> None:
+        """Every piece's gradient is the global batch's, of so many sequences, and where it is updated."""
+        self.gradients.finish_step()
+        if self.exact is not None:
+            self.exact.deliver(batch)
+        self.shared.sum(self.gradients.pieces)
+        if self.offloaded is not None:
+            self.offloaded.leave_rest()
 
     def fill(self, give: Fill) -> None:
         """Give the network values: to the pieces that are updated here, from which all ranks' weights follow."""
@@ -80,13 +98,13 @@ class Placed:
         )
         self.after_update()
 
-    def after_update(self, copied: bool = False) -> None:
+    def after_update(self, copied: bool = False, returned: bool = False) -> None:
         """The pieces have new values: so have, on all ranks, the weights that the network reads.
 
-        ``copied``: this rank's working copies are up to date.
+        ``copied``: this rank's working copies are up to date. ``returned``: those of offloaded pieces are, or will be.
         """
-        if not copied:
-            write_working(self.gradients.pieces)
+        pieces = self.gradients.pieces
+        write_working(piece for piece in pieces if not (copied if piece.away is None else returned))
         self.gradients.after_update()
         if self.float8 is not None:
             self.float8.refresh()
@@ -116,7 +134,7 @@ def apply(
     layout, model = mesh.layout, network.shape
     compute, states = network.model.compute, next(network.parameters()).dtype
     groups = parameter_groups(layout, model.experts is not None, lora=False)
-    fully = groups[DENSE].fully_sharded
+    fully, away = groups[DENSE].fully_sharded, waiting(layout.offload, "optimizer")
     summed = reduce_dtype or states
     # Pipeline: the blocks of this rank's stages, and nothing else. A tied embedding that is needed at both ends of
     # a pipeline has two copies; so it has in strict mode, where each end's gradient is rounded by itself.
@@ -124,11 +142,11 @@ def apply(
     segments = split_stages(network, my_stages(model, layout, mesh.coords["pp"], seq), own_head)
     blocks = [block for segment in segments for block in segment.network.model.layers.values()]
 
-    # Shards rest as wide as they are updated, and are gathered as narrow as they are used. Everywhere else the network
-    # reads a working copy.
+    # Shards rest as wide as they are updated, and are gathered as narrow as they are used. Everywhere else, and where
+    # the host updates, the network reads a working copy.
     if compute.itemsize < states.itemsize:
         for segment in segments:
-            if not fully:
+            if not fully or away is not None:
                 _cast(segment.network, compute)
             elif model.experts is not None and not groups[EXPERTS].fully_sharded:
                 for mixture in experts.mixtures(segment.network):
@@ -147,8 +165,8 @@ def apply(
             experts.split(segment.network, mesh)
 
     memory = HostMemory(mesh.device)
-    away = next((part for part in layout.offload if part.what == "activations"), None)
-    activations = ActivationOffload(memory, away.fraction if away is not None else 0.0)
+    kept_away = waiting(layout.offload, "activations")
+    activations = ActivationOffload(memory, kept_away.fraction if kept_away is not None else 0.0)
     recompute(blocks, layout.recompute, activations.contexts)
     compiled = None
     if compile_with is not None:
@@ -157,7 +175,7 @@ def apply(
         )
 
     # Offload: around all that makes a block keep less, it sees what is still kept.
-    if away is not None:
+    if kept_away is not None:
         activations.watch(segments)
 
     # Shard or replicate, group by group: who holds, sums and updates what among the data ranks.
@@ -172,7 +190,7 @@ def apply(
                 parameter.grad_dtype = compute if one_pass and not strict else states
     float8 = None if fp8 is None else Float8Scales(blocks, fp8, mesh, sharded=fully)
     in_float8 = gather_in_float8(blocks, fp8, layout.shards) if fp8 is not None and fully else []
-    held = held_parameters(segments, model, mesh, group_of, states)
+    held = held_parameters(segments, model, mesh, group_of, states, masters=away is not None)
     bucket_bytes = round(tune.bucket_mb * 2**20)
 
     def reducer(held: list[HeldParameter]) -> Reducer:
@@ -201,6 +219,15 @@ def apply(
     )
     # There a sum of two has one rounding, as where both are on one rank.
     shared = SharedGradients(model, mesh, own_head, None if strict else reduce_dtype)
+    offloaded = None
+    if away is not None:
+        largest = max(sum(weight.numel() for weight in block.parameters()) for block in blocks)
+        offloaded = OffloadedStates(gradients.pieces, memory, away.fraction, states, largest)
+        if layout.pp == 1:
+            for _, part in parts:
+                _leave_early(part, offloaded, shared, compute)
+    # What is gathered, or measured, after an update waits for it.
+    gates = float8 is None and not any(isinstance(part, ShardedStates) for _, part in parts)
     placed = Placed(
         segments,
         gradients.weights(),
@@ -212,9 +239,32 @@ def apply(
         compiled,
         float8,
         memory,
+        offloaded,
+        gates,
     )
     placed.fill(fill)
     return placed
+
+
+def _leave_early(
+    part: Reducer, offloaded: OffloadedStates, shared: SharedGradients, compute: torch.dtype
+) -> None:
+    """Gradients go to the host in the backward pass where they are complete by then."""
+    if isinstance(part, FullyShard):
+        for piece in part.pieces:
+            if piece.working is not None:
+                offloaded.take_early(part.parameters[piece.held.label], piece, stays=shared.sums(piece))
+    elif isinstance(part, ShardedStates) and part.every_pass and part.replicas is None:
+        for piece in part.pieces:
+            if piece.away is not None:
+                piece.away.early = not shared.sums(piece)
+        part.leave_early(offloaded.leave)
+    elif isinstance(part, NoReducer):
+        for piece in part.pieces:
+            if piece.away is not None and not shared.sums(piece):
+                # Nothing is added to it here.
+                piece.held.parameter.grad_dtype = compute
+                offloaded.take_early(piece.held.parameter, piece, stays=False)
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

@@ -38,7 +38,7 @@ from shoal.parallel.experts import mixtures
 from shoal.parallel.float8_gather import Float8Gather
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.replica_sums import ReplicaSums
-from shoal.parallel.shards import HeldParameter, Shard, counts
+from shoal.parallel.shards import HeldParameter, Shard, counts, hand, updated
 from shoal.parallel.stage_module import StageModule
 
 
@@ -189,7 +189,7 @@ class FullyShard:
         for parameter in self.parameters.values():
             parameter.grad = None
         for piece in self.pieces:
-            piece.tensor.grad = None
+            piece.tensor.grad = piece.summed = None
 
     def before_backward(self, stage: int, last: bool) -> None:
         self.landing.begin()
@@ -204,7 +204,10 @@ class FullyShard:
     def finish_step(self) -> None:
         for piece in self.pieces:
             gradient = self.parameters[piece.held.label].grad
-            piece.tensor.grad = torch.zeros_like(piece.tensor) if gradient is None else _local(gradient)
+            if gradient is not None:
+                hand(piece, _local(gradient))
+            elif piece.away is None:
+                piece.tensor.grad = torch.zeros_like(piece.tensor) if piece.summed is None else piece.summed
 
     def after_update(self) -> None:
         """What is still gathered is out of date. Only in strict mode, which reduces nothing here, is there any."""
@@ -247,7 +250,7 @@ def _gather_once(segment: StageModule) -> dict[str, nn.Parameter]:
 
 def _piece(held: HeldParameter, mesh: Mesh) -> Shard:
     ranks, index, box = held.group.sharded.size, mesh.index_in(held.group.sharded), held.part.box
-    tensor = nn.Parameter(_local(held.parameter))
+    tensor, working = updated(held, _local(held.parameter))
     if sharded_dimension(box.shape, ranks):
         # Rows of every expert: a box of their stack, and all of it.
         experts, rows, width = box.shape
@@ -258,18 +261,19 @@ def _piece(held: HeldParameter, mesh: Mesh) -> Shard:
         )
         own = replace(held, part=replace(held.part, box=part))
         assert part.shape == (experts, rows // ranks, width)
-        return Shard(own, tensor, 0, part.size, counts(own, mesh))
+        return Shard(own, tensor, 0, part.size, counts(own, mesh), working)
     rows, rest = box.shape[0], math.prod(box.shape[1:])
     share = even_share(rows, ranks)
     first = min(index * share, rows)
     stop = min(first + share, rows)
     assert tensor.numel() == (stop - first) * rest
-    return Shard(held, tensor, first * rest, stop * rest, counts(held, mesh))
+    return Shard(held, tensor, first * rest, stop * rest, counts(held, mesh), working)
 
 
 def _slice(piece: Shard) -> Slice:
     first = piece.start // math.prod(piece.box.shape[1:])
-    return Slice(piece.tensor.data, piece.box.whole, (piece.box.offset[0] + first, *piece.box.offset[1:]))
+    values = piece.tensor.data if piece.working is None else piece.working
+    return Slice(values, piece.box.whole, (piece.box.offset[0] + first, *piece.box.offset[1:]))
 
 
 def _local(tensor: Tensor) -> Tensor:

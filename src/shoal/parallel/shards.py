@@ -63,6 +63,11 @@ class Shard:
     stop: int
     counted: bool  # of several equal pieces one counts: in the norm, and as the one that is written
     working: Tensor | None = None  # where ``tensor`` is a master copy: its values as the network reads them
+    # Where ``tensor`` is the host's (``parallel/offload/states.py``): what waits there; until it leaves, the gradient
+    # on the device; of one that has left, the sum of its squares.
+    away: AwayGradient | None = None
+    summed: Tensor | None = None
+    squares: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -78,16 +83,35 @@ class Shard:
         return len(self.box.whole) >= 2
 
 
+class AwayGradient(Protocol):
+    """What the host has of a piece."""
+
+    times: int  # micro-batches whose gradients have left, in this step
+    early: bool  # whether they leave in the backward pass
+
+    def arrived(self) -> Tensor | None: ...
+
+
+def hand(piece: Shard, gradient: Tensor) -> None:
+    """The gradient of a piece, on the device. It may have left already."""
+    if piece.away is None:
+        piece.tensor.grad = gradient
+    elif not piece.away.times:
+        piece.summed = gradient
+
+
 def held_parameters(
     segments: Iterable[StageModule],
     model: Model,
     mesh: Mesh,
     group_of: GroupOf | None = None,
     states: torch.dtype | None = None,
+    masters: bool = False,
 ) -> list[HeldParameter]:
     """Every parameter of the segments on this rank, in forward order.
 
-    ``group_of``: other groups than the layout's. ``states``: what those that FSDP does not hold are updated in.
+    ``group_of``: other groups than the layout's. ``states``: what those that FSDP does not hold are updated in, and
+    with ``masters`` those that it holds as well.
     """
     canonical, groups = by_name(model), parameter_groups(mesh.layout, model.experts is not None, lora=False)
     tp, index, ep = mesh.layout.tp, mesh.coords["tp"], expert_ranks(mesh.layout)
@@ -96,7 +120,7 @@ def held_parameters(
         whole = canonical[name]
         group = groups[group_name(whole)] if group_of is None else group_of(whole)
         part = tensor_part(whole, tp, index, ep.size, mesh.index_in(ep))
-        rest = None if isinstance(parameter, DTensor) else states
+        rest = None if isinstance(parameter, DTensor) and not masters else states
         return HeldParameter(name, stage, parameter, part, group, copied, rest)
 
     return [
@@ -156,14 +180,14 @@ class WholeParameters:
         self.pieces = [
             Shard(one, tensor, 0, one.parameter.numel(), counts(one, mesh), working)
             for one in held
-            for tensor, working in [_updated(one)]
+            for tensor, working in [updated(one, one.parameter)]
         ]
 
     def hand_gradients(self) -> None:
         """To the master copies."""
         for piece in self.pieces:
-            if piece.working is not None:
-                piece.tensor.grad = piece.held.parameter.grad
+            if piece.working is not None and (found := piece.held.parameter.grad) is not None:
+                hand(piece, found)
 
     def after_update(self) -> None: ...
 
@@ -174,20 +198,23 @@ class WholeParameters:
         return [one.parameter for one in self.held]
 
 
-def _updated(held: HeldParameter) -> tuple[nn.Parameter, Tensor | None]:
-    """What the optimizer updates, and what has to follow it."""
-    parameter = held.parameter
+def updated(held: HeldParameter, here: Tensor) -> tuple[nn.Parameter, Tensor | None]:
+    """What the optimizer updates, and what has to follow it. ``here``: the values that this rank holds."""
     if not held.has_master:
-        return parameter, None
-    master = nn.Parameter(torch.empty_like(parameter, dtype=held.states))
-    master.grad_dtype = parameter.grad_dtype
-    return master, parameter.detach()
+        return here if isinstance(here, nn.Parameter) else nn.Parameter(here), None
+    master = nn.Parameter(torch.empty_like(here, dtype=held.states))
+    master.grad_dtype = held.parameter.grad_dtype
+    return master, here.detach()
 
 
 @torch.no_grad()
 def write_working(pieces: Iterable[Shard]) -> None:
     """Give the working copies the values of what they are copies of."""
-    masters = [piece for piece in pieces if piece.working is not None]
+    copied = [piece for piece in pieces if piece.working is not None]
+    masters = [piece for piece in copied if piece.away is None]
+    for piece in copied:
+        if piece.away is not None and piece.working is not None:
+            piece.working.copy_(piece.tensor.detach())
     if masters:
         working: list[Any] = [piece.working for piece in masters]
         torch._foreach_copy_(working, [piece.tensor.detach() for piece in masters])
@@ -198,7 +225,7 @@ class NoReducer(WholeParameters):
 
     def start_step(self) -> None:
         for piece in self.pieces:
-            piece.tensor.grad = piece.held.parameter.grad = None
+            piece.tensor.grad = piece.held.parameter.grad = piece.summed = None
 
     def before_backward(self, stage: int, last: bool) -> None: ...
 
@@ -279,6 +306,14 @@ def weight(piece: Shard) -> Tensor:
 
 def gradient(piece: Shard) -> Tensor:
     """A piece's gradient; zeros where nothing it takes part in has reached the loss."""
+    if piece.summed is not None:
+        return piece.summed
+    if piece.away is not None:
+        arrived = piece.away.arrived()
+        if arrived is None:
+            assert piece.working is not None
+            arrived = piece.summed = torch.zeros_like(piece.working, dtype=piece.tensor.dtype)
+        return arrived
     if piece.tensor.grad is None:
         piece.tensor.grad = torch.zeros_like(piece.tensor, dtype=piece.tensor.grad_dtype)
     return piece.tensor.grad

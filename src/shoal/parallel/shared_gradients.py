@@ -40,6 +40,12 @@ class SharedGradients:
         if self.tied and last != 0:
             self.ends = mesh.subgroup("pp", [[0, last]])
 
+    def sums(self, piece: Shard) -> bool:
+        """Whether other ranks' gradients, or those of a copy, are added to this piece's."""
+        if self.tied and piece.name == EMBEDDING:
+            return True
+        return {"tensor": self.tensor, "copies": self.copies}.get(self._kind(piece) or "") is not None
+
     def sum(self, pieces: list[Shard]) -> None:
         """Complete the gradients, which are already summed over data ranks."""
         with torch.no_grad():

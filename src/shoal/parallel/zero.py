@@ -12,6 +12,7 @@ reduce-scatters nor shards gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind
 from shoal.models.initial import Slice
 from shoal.parallel.bucket_reducer import BucketReducer
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.shards import HeldParameter, Shard, counts, gradient_bytes, whole_weights
+from shoal.parallel.shards import HeldParameter, Shard, counts, gradient_bytes, hand, whole_weights
 
 
 class ShardedBucket:
@@ -40,10 +41,9 @@ class ShardedBucket:
         for one, view in zip(held, self.views(self.values), strict=True):
             view.copy_(one.parameter.detach())
             one.parameter.data = view
-        # Of the chunk: what the optimizer updates.
-        self.master = self.values[self.owned]
-        if held[0].has_master:
-            self.master = torch.zeros_like(self.master, dtype=held[0].states)
+        # Of what the optimizer updates.
+        self.dtype: torch.dtype = held[0].states or self.values.dtype
+        self.placed: list[tuple[Shard, slice]] = []  # pieces of the chunk, each with its place there
         self.whole: Tensor | None = None  # gradients of all that is in the bucket
         self.shard: Tensor  # gradients of the chunk
         self.missing = 0
@@ -57,16 +57,18 @@ class ShardedBucket:
 
     def pieces(self, mesh: Mesh) -> list[tuple[Shard, slice]]:
         """What the optimizer moves, each with its place in the chunk. Parameters that lie elsewhere have no piece."""
-        found = []
+        master = self.values[self.owned]
+        if self.held[0].has_master:
+            master = torch.zeros_like(master, dtype=self.dtype)
         for one, (start, stop) in zip(self.held, self.ranges, strict=True):
             begin, end = max(start, self.owned.start), min(stop, self.owned.stop)
             if begin < end:
                 place = slice(begin - self.owned.start, end - self.owned.start)
-                tensor = nn.Parameter(self.master[place])
+                tensor = nn.Parameter(master[place])
                 working = self.values[self.owned][place] if one.has_master else None
                 piece = Shard(one, tensor, begin - start, end - start, counts(one, mesh), working)
-                found.append((piece, place))
-        return found
+                self.placed.append((piece, place))
+        return self.placed
 
     def add_up(self) -> None:
         """From now on gradients add up in ``whole``, in place."""
@@ -89,7 +91,7 @@ class ShardedBucket:
 
     def no_gradients(self) -> Tensor:
         """Zeros for all that is in the bucket."""
-        return torch.zeros_like(self.values, dtype=self.master.dtype)
+        return torch.zeros_like(self.values, dtype=self.dtype)
 
     def free(self) -> None:
         self.whole = None
@@ -117,6 +119,8 @@ class ShardedStates:
     ) -> None:
         group = held[0].group
         self.held, self.zero, self.reduce_dtype = held, group.zero, reduce_dtype
+        # To the host, where a piece's gradients are the host's as soon as they are summed.
+        self.leave: Callable[[Shard, Tensor], None] | None = None
         self.group, self.replicas = mesh.group_of(group.sharded), mesh.group_of(group.replicated)
         self.every_pass = group.zero == 2 and mesh.layout.pp == 1
         self.stages: dict[int, BucketReducer[ShardedBucket]] = {}
@@ -158,7 +162,7 @@ class ShardedStates:
         if self.replicas is not None:
             self._sum_replicas()
         for piece, bucket, place in self.places:
-            piece.tensor.grad = bucket.shard[place]
+            hand(piece, bucket.shard[place])
 
     def after_update(self) -> None:
         """Every rank's chunks of the parameters to all ranks."""
@@ -168,6 +172,13 @@ class ShardedStates:
         ]
         for work in works:
             work.wait()
+
+    def leave_early(self, leave: Callable[[Shard, Tensor], None]) -> None:
+        """Give gradients of offloaded pieces away as they land; where all of a bucket's do, its chunk has none here."""
+        self.leave = leave
+        for bucket in self._buckets():
+            if all(piece.away is not None and piece.away.early for piece, _ in bucket.placed):
+                bucket.shard = bucket.shard.new_empty(0)
 
     def weights(self) -> list[tuple[str, Slice]]:
         return whole_weights(self.held)
@@ -184,10 +195,10 @@ class ShardedStates:
             bucket.whole = bucket.no_gradients()
             bucket.shard = bucket.whole[bucket.owned]
         else:
-            bucket.shard = torch.zeros_like(bucket.master)
+            bucket.shard = torch.zeros_like(bucket.values[bucket.owned], dtype=bucket.dtype)
 
     def _take(self, bucket: ShardedBucket, number: int) -> None:
-        bucket.take(number, self.reduce_dtype or bucket.master.dtype)
+        bucket.take(number, self.reduce_dtype or bucket.dtype)
 
     def _send(self, bucket: ShardedBucket) -> None:
         if self.every_pass and self._flying:
@@ -207,10 +218,20 @@ class ShardedStates:
     def _land(self) -> None:
         bucket, summed, work = self._flying.pop(0)
         work.wait()
-        if self.zero == 2:
+        if self.leave is not None:
+            self._keep(bucket, summed, self.leave)
+        elif self.zero == 2:
             bucket.shard.add_(summed)
         elif self.reduce_dtype is not None:
             bucket.shard.copy_(summed)
+
+    def _keep(self, bucket: ShardedBucket, summed: Tensor, leave: Callable[[Shard, Tensor], None]) -> None:
+        """What stays is added up here."""
+        for piece, place in bucket.placed:
+            if piece.away is not None and piece.away.early:
+                leave(piece, summed[place].view(piece.tensor.shape))
+            else:
+                bucket.shard[place].add_(summed[place])
 
     def _sum_replicas(self) -> None:
         works = []

@@ -7,7 +7,7 @@ gradients, which torch's would have to be widened for first; with bf16 states 7.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -21,20 +21,28 @@ BLOCK, WARPS = 1024, 4
 
 
 class AdamW(torch.optim.AdamW):
-    """``working``: by weight, the narrower copy that a network reads, which follows it in the same pass."""
+    """``working``: by weight, the narrower copy that a network reads, which follows it in the same pass.
+
+    ``away``: weights of the host's, which have no gradient here and are updated by ``on_host``.
+    """
 
     found_inf: Tensor
     grad_scale: Tensor | None
 
     def __init__(
-        self, groups: list[dict[str, Any]], working: dict[Tensor, Tensor] | None = None, **options: Any
+        self,
+        groups: list[dict[str, Any]],
+        working: dict[Tensor, Tensor] | None = None,
+        away: Collection[Tensor] = (),
+        **options: Any,
     ) -> None:
         super().__init__(groups, fused=True, **options)
         self.working = working or {}
         # Whether ``step`` does. Torch's does not, and has all there is on a CPU and for fp64.
-        self.writes_copies = all(
-            _in_kernel(weight) for group in self.param_groups for weight in group["params"]
-        )
+        self._here = [
+            weight for group in self.param_groups for weight in group["params"] if weight not in away
+        ]
+        self.writes_copies = all(map(_in_kernel, self._here))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -45,7 +53,27 @@ class AdamW(torch.optim.AdamW):
         else:
             super().step(closure)
 
+    def on_host(self, weight: Tensor, group: dict[str, Any]) -> Callable[[slice, Tensor], None]:
+        """One update of a weight of the host's, which is counted here and then done part by part."""
+        state, flat = self._started(weight), weight.detach().view(-1)
+        before = state["step"].clone()
+        state["step"] += 1
+
+        def update(part: slice, gradient: Tensor) -> None:
+            self._fused(
+                flat[part],
+                gradient,
+                state["exp_avg"].view(-1)[part],
+                state["exp_avg_sq"].view(-1)[part],
+                before.clone(),
+                group,
+            )
+
+        return update
+
     def _step_in_kernel(self) -> None:
+        if not self._here:
+            return
         updates = self._count()
         updates += 1 - self.found_inf
         for group in self.param_groups:
@@ -72,8 +100,8 @@ class AdamW(torch.optim.AdamW):
 
     def _count(self) -> Tensor:
         """How many updates there were: one tensor for all weights, where torch has one for each."""
-        every = [self._started(weight) for group in self.param_groups for weight in group["params"]]
-        shared: Tensor = every[0]["step"]
+        every = [self._started(weight) for weight in self._here]
+        shared: Tensor = every[0]["step"] if every else torch.zeros(())
         for state in every:
             state["step"] = shared
         return shared
@@ -84,25 +112,46 @@ class AdamW(torch.optim.AdamW):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                state = self._started(weight)
-                adamw(
-                    [weight],
-                    [weight.grad.to(weight.dtype)],
-                    [state["exp_avg"]],
-                    [state["exp_avg_sq"]],
-                    [],
-                    [state["step"]],
-                    fused=True,
+                state, gradient = self._started(weight), weight.grad.to(weight.dtype)
+                self._fused(
+                    weight,
+                    gradient,
+                    state["exp_avg"],
+                    state["exp_avg_sq"],
+                    state["step"],
+                    group,
                     grad_scale=self.grad_scale,
                     found_inf=self.found_inf,
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
                 )
+
+    @staticmethod
+    def _fused(
+        weight: Tensor,
+        gradient: Tensor,
+        mean: Tensor,
+        square: Tensor,
+        step: Tensor,
+        group: dict[str, Any],
+        **steered: Any,
+    ) -> None:
+        """Torch's own, of one weight."""
+        adamw(
+            [weight],
+            [gradient],
+            [mean],
+            [square],
+            [],
+            [step],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            **steered,
+        )
 
     def _started(self, weight: Tensor) -> dict[str, Any]:
         """A weight's states; zeros, as torch's own begins with, where it has none."""

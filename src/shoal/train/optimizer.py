@@ -4,11 +4,13 @@ learning rate as a pure function of the step."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from shoal.facts.recipe import Recipe
 from shoal.parallel.shards import Shard, gradient
@@ -35,7 +37,36 @@ def build(pieces: list[Shard], recipe: Recipe) -> torch.optim.Optimizer:
     working: dict[Tensor, Tensor] = {
         piece.tensor: piece.working for piece in pieces if piece.working is not None
     }
-    return AdamW(groups, working, lr=recipe.peak_lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps)
+    away = {piece.tensor for piece in pieces if piece.away is not None}
+    return AdamW(groups, working, away, lr=recipe.peak_lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps)
+
+
+# Updates some elements of a weight, in place, with their gradients in the weight's precision.
+HostPart = Callable[[slice, Tensor], None]
+
+
+def on_host(optimizer: torch.optim.Optimizer, weight: Tensor) -> HostPart:
+    """One update of a weight of the host's, which is counted here and then done part by part."""
+    group = next(group for group in optimizer.param_groups if any(one is weight for one in group["params"]))
+    if isinstance(optimizer, AdamW):
+        return optimizer.on_host(weight, group)
+    momentum: Tensor | None = optimizer.state[weight].get("momentum_buffer")
+
+    def update(part: slice, gradient: Tensor) -> None:
+        sgd(
+            [weight.detach().view(-1)[part]],
+            [gradient],
+            [None if momentum is None else momentum.view(-1)[part]],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            fused=True,
+        )
+
+    return update
 
 
 def writes_copies(optimizer: torch.optim.Optimizer) -> bool:
@@ -61,16 +92,23 @@ def squared_norm(pieces: list[Shard], device: torch.device) -> Tensor:
 
     Added up in at least fp32: torch's own total has the gradients' precision.
     """
-    if not pieces:
+    squares = [piece.squares for piece in pieces if piece.squares is not None]  # of those that have left
+    gradients = [gradient(piece) for piece in pieces if piece.squares is None]
+    # What the host adds up is measured there.
+    for here in (True, False):
+        some = [one for one in gradients if (one.device == device) == here]
+        if some:
+            squares.append(_norm(some).to(device, torch.float64).square())
+    if not squares:
         # Torch's total would be on the CPU, and its way to the device a moment at which the host waits.
         return torch.zeros((), dtype=torch.float64, device=device)
-    gradients = [gradient(piece) for piece in pieces]
+    return torch.stack(squares).sum() if len(squares) > 1 else squares[0]
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
     if any(one.dtype.itemsize < 4 for one in gradients):
-        each = torch._foreach_norm(gradients, 2, torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(each))
-    else:
-        norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.to(device, torch.float64).square()
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)))
+    return torch.nn.utils.get_total_norm(gradients)
 
 
 def clip_and_update(

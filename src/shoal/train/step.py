@@ -23,6 +23,7 @@ from shoal.parallel.router_tally import ExpertLoad
 from shoal.parallel.stage_module import MicroBatch
 from shoal.parallel.strict import strict_loss, strict_norm
 from shoal.train.data.loader import Batch
+from shoal.train.host_update import HostUpdate
 from shoal.train.optimizer import (
     LossScale,
     clip_and_update,
@@ -61,7 +62,8 @@ class IssuedStep:
         self._end = step.last_end
 
     def read(self) -> StepResult:
-        """Wait for the step's end. To be called once, on every rank alike."""
+        """Wait for the step's end, on the device and on the host. To be called once, on every rank alike."""
+        self._step.settle()
         if self._end is not None:
             self._end.synchronize()
         numbers = self._numbers.tolist()
@@ -92,6 +94,9 @@ class Step:
         self.mesh = mesh
         self.scale = scale
         self.pieces = placed.gradients.pieces
+        self.host: HostUpdate | None = None  # of what is offloaded
+        if placed.offloaded is not None:
+            self.host = HostUpdate(placed, placed.offloaded, optimizer, mesh)
         self.last_end: torch.Event | None = None  # of the step before, on a device that keeps events
         self.corrected = any(piece.name.endswith(CORRECTION) for piece in self.pieces)
         # Called before the weights change: the last moment for background readers to finish.
@@ -127,12 +132,9 @@ class Step:
         placed = self.placed
         targets = max(1, targets)  # a batch may have nothing to predict
         micro_batches = [self._micro_batch(step, batch) for batch in batches]
-        placed.gradients.start_step()
+        placed.start_step(len(micro_batches))
         losses = placed.executor.forward_backward(micro_batches, self.scale.value / targets, self.scale.value)
-        placed.gradients.finish_step()
-        if placed.exact is not None:
-            placed.exact.deliver(self.recipe.batch)
-        placed.shared.sum(self.pieces)
+        placed.finish_step(self.recipe.batch)
         unscale(self.pieces, self.scale.value)
         return self._measure(losses, targets)
 
@@ -142,15 +144,31 @@ class Step:
 
     def issue_update(self, step: int, measured: Tensor, begun: torch.Event | None = None) -> IssuedStep:
         lr, most = learning_rate(self.recipe, step), self.refuse_above()
+        self.settle()
         self.before_update()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         clip_and_update(self.optimizer, self.pieces, measured[1], self.recipe.clip, most)
+        if self.host is not None:
+            self.host.start(measured[1], self.recipe.clip, most)
         if self.corrected:
             refused = ~(torch.isfinite(measured[1]) & (measured[1] <= most))
             self.placed.routers.balance(self.pieces, measured[ROUTED:], self.recipe.router_bias, refused)
-        self.placed.after_update(copied=writes_copies(self.optimizer))
+        self.placed.after_update(copied=writes_copies(self.optimizer), returned=True)
         return IssuedStep(self, measured, lr, most, begun)
+
+    def settle(self) -> None:
+        """Until the host has updated what is offloaded: then the pieces have their values."""
+        if self.host is not None:
+            self.host.wait()
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the host's memory, what Shoal has taken: buffers, and states that are offloaded."""
+        away = [] if self.host is None else [piece.tensor for piece in self.host.offloaded.pieces]
+        states = [state for tensor in away for state in self.optimizer.state.get(tensor, {}).values()]
+        kept = [*away, *(one for one in states if isinstance(one, Tensor) and one.ndim)]
+        return self.placed.host.bytes + sum(one.nbytes for one in kept)
 
     def _measure(self, losses: list[Tensor], targets: int) -> Tensor:
         """Losses and gradients of all ranks, everything counted once."""

@@ -104,7 +104,7 @@ def observed(step: Step, batches: Sequence[Batch], path: Path, number: int) -> I
         "peak_by_category": watch.tracker.peak_by_category(),
         "peak_by_module": by_module(watch.tracker.peak_by_place()),
         "peak_at": str(watch.tracker.peak_origin),
-        "host": step.placed.host.bytes,
+        "host": step.host_bytes,
     }
     path.write_text(json.dumps(seen, indent=2) + "\n", encoding="utf-8")
 
@@ -128,10 +128,12 @@ def _mark(tracker: MemoryTracker, step: Step, batches: Sequence[Batch]) -> None:
         tracker.mark([part.local], "params", module_of(name))
     for piece in pieces:
         kind = "optimizer" if piece.held.has_master else "params"
-        tracker.mark([piece.tensor], kind, module_of(piece.name))
+        tracker.mark([piece.tensor], kind if piece.away is None else HOST, module_of(piece.name))
         if piece.tensor.grad is not None:
             tracker.mark([piece.tensor.grad], "grads", module_of(piece.name))
         states = step.optimizer.state.get(piece.tensor, {}).values()
         tracker.mark(
-            (value for value in states if isinstance(value, Tensor)), "optimizer", module_of(piece.name)
+            (value for value in states if isinstance(value, Tensor)),
+            "optimizer" if piece.away is None else HOST,
+            module_of(piece.name),
         )

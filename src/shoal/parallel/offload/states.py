@@ -1,0 +1,192 @@
+"""Offload of optimizer states: master copies, moments and the update are the host's; weights stay on the device.
+
+A gradient leaves the device as soon as it is complete for its micro-batch, in the backward pass: with one data rank as
+it is computed, with ``zero=3`` and ``zero=2`` as it is summed. Elsewhere, and in a pipeline, it leaves at the end of a
+step. Where a step has several micro-batches, what leaves early is added up on the host, as wide as it would be on the
+device, by a thread of its own. The update itself is that of ``train/host_update.py``; which pieces are offloaded is
+decided in ``facts/layout/offload.py``.
+
+On a CPU there are no streams, a copy is done when it is begun, and all else is the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from shoal.facts.layout.offload import IN_FLIGHT, offloaded
+from shoal.facts.model.parameters import CORRECTION
+from shoal.parallel.offload.activations import CopyStreams
+from shoal.parallel.offload.host_memory import HostBuffer, HostMemory
+from shoal.parallel.shards import Shard
+from shoal.parallel.shards import gradient as gradient_of
+
+
+class AwayState:
+    """Of one piece whose master copy and moments the host has: its gradient there, and its new weight's way back."""
+
+    def __init__(self, piece: Shard, memory: HostMemory) -> None:
+        """From now on the optimizer updates a tensor of the host's, which the device's values follow."""
+        self.piece, self.memory = piece, memory
+        device = piece.tensor.detach() if piece.working is None else piece.working
+        # What the host itself works on needs no pinned memory. Values are yet to come.
+        master = torch.zeros(device.shape, dtype=piece.tensor.dtype, device="cpu")
+        piece.tensor, piece.working, piece.away = nn.Parameter(master), device, self
+        self.back = memory.take(device.numel() * device.element_size())
+        self.gradient: Tensor | None = None  # where it waits for the update
+        self.times = 0  # micro-batches whose gradients have left, in this step
+        self.early = False  # whether they leave in the backward pass
+        self.landing: Future[None] | None = None
+        self.left: torch.cuda.Event | None = None
+
+    def room_for(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Where its gradient waits, made when the first one leaves."""
+        if self.gradient is None or self.gradient.dtype != dtype:
+            buffer = self.memory.take(like.numel() * dtype.itemsize)
+            self.gradient = buffer.bytes.view(dtype).view(like.shape)
+        return self.gradient
+
+    def arrived(self) -> Tensor | None:
+        """The gradient, when all of it is here; None where none has left."""
+        if self.landing is not None:
+            self.landing.result()
+        if self.left is not None:
+            self.left.synchronize()
+        return self.gradient if self.times else None
+
+
+class OffloadedStates:
+    """The pieces of a rank whose states the host has."""
+
+    def __init__(
+        self, pieces: list[Shard], memory: HostMemory, fraction: float, states: torch.dtype, block: int
+    ) -> None:
+        """``block``: parameters that may be on their way to the host at once, times two."""
+        self.memory, self.states, self.block = memory, states, max(1, block)
+        self.streams = CopyStreams(memory)
+        first = offloaded([piece.stop - piece.start for piece in pieces], fraction)
+        # What routers are corrected by is not the optimizer's, and tiny.
+        self.pieces = [piece for piece in pieces[first:] if not piece.name.endswith(CORRECTION)]
+        self.away = {piece: AwayState(piece, memory) for piece in self.pieces}
+        self.several = False  # whether gradients are added up on the host
+        self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._adder: ThreadPoolExecutor | None = None
+        self._slots: deque[tuple[HostBuffer, Future[None] | None]] = deque()
+
+    def take_early(self, parameter: Tensor, piece: Shard, stays: bool) -> None:
+        """From now on a gradient of this parameter is its piece's as soon as there is one.
+
+        ``stays``: on the device until ``leave_rest``, because other ranks' are added to it, or for good. FSDP would
+        add several micro-batches up in the precision of the weights.
+        """
+        leaves = piece.away is not None and not stays
+        if piece.away is not None:
+            piece.away.early = leaves
+        parameter.register_post_accumulate_grad_hook(self._send(piece) if leaves else self._hold(piece))
+
+    def start_step(self, micro_batches: int) -> None:
+        self.several = micro_batches > 1
+        for piece, state in self.away.items():
+            state.times, state.landing, state.left = 0, None, None
+            piece.squares = None
+
+    def leave(self, piece: Shard, gradient: Tensor, complete: bool = False) -> None:
+        """A gradient that the device has no more use for. ``complete``: nothing will be added to it."""
+        state, gradient = self.away[piece], gradient.detach()
+        if complete or not self.several:
+            # Measured where it is quickest.
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            piece.squares = torch.linalg.vector_norm(gradient, dtype=wide).double().square()
+            room = state.room_for(gradient, gradient.dtype)
+            state.left = self._copy(gradient, room)
+        else:
+            self._add(state, gradient)
+        state.times += 1
+
+    def leave_rest(self) -> None:
+        """What is still on the device, at the end of a step."""
+        for piece, state in self.away.items():
+            if not state.times:
+                self.leave(piece, gradient_of(piece), complete=True)
+                piece.summed = None
+        while self._leaving:
+            self._let_go()
+
+    def _send(self, piece: Shard) -> Callable[[Tensor], None]:
+        def leave(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self.leave(piece, _local(parameter.grad))
+            parameter.grad = None
+
+        return leave
+
+    def _hold(self, piece: Shard) -> Callable[[Tensor], None]:
+        def keep(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            gradient = _local(parameter.grad)
+            if piece.summed is None:
+                piece.summed = gradient.to(self.states)
+            else:
+                piece.summed += gradient
+            parameter.grad = None
+
+        return keep
+
+    def _copy(self, gradient: Tensor, room: Tensor) -> torch.cuda.Event | None:
+        if self.streams.out is None:
+            room.copy_(gradient)
+            return None
+        out = self.streams.out
+        out.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(out):
+            room.copy_(gradient, non_blocking=True)
+        left = out.record_event()
+        self._leaving.append((gradient, left))
+        # Its memory is used again as soon as it is copied: not more than two blocks' at a time.
+        while (
+            sum(one.numel() for one, _ in self._leaving) > IN_FLIGHT * self.block and len(self._leaving) > 1
+        ):
+            self._let_go()
+        return left
+
+    def _let_go(self) -> None:
+        gradient, left = self._leaving.popleft()
+        torch.cuda.current_stream().wait_event(left)
+        del gradient
+
+    def _add(self, state: AwayState, gradient: Tensor) -> None:
+        """To what has arrived of earlier micro-batches, through buffers that all pieces share."""
+        room, flat, first = state.room_for(gradient, self.states), gradient.reshape(-1), state.times == 0
+        if self._adder is None:
+            self._adder = ThreadPoolExecutor(1, "shoal-gradients")
+            size = self.block * gradient.element_size()
+            self._slots.extend((self.memory.take(size), None) for _ in range(IN_FLIGHT))
+        most = self.block
+        for start in range(0, flat.numel(), most):
+            part = flat[start : start + most]
+            slot, busy = self._slots.popleft()
+            if busy is not None:
+                busy.result()
+            landed = slot.bytes.view(gradient.dtype)[: part.numel()]
+            left = self._copy(part, landed)
+            done = self._adder.submit(_add_up, room.view(-1)[start : start + most], landed, left, first)
+            self._slots.append((slot, done))
+            state.landing = done
+
+
+def _add_up(room: Tensor, landed: Tensor, left: torch.cuda.Event | None, first: bool) -> None:
+    if left is not None:
+        left.synchronize()
+    if first:
+        room.copy_(landed)
+    else:
+        room.add_(landed)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    local = getattr(gradient, "to_local", None)
+    return gradient if local is None else local()

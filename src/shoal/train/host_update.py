@@ -1,0 +1,158 @@
+"""The optimizer's update of offloaded pieces, on the host's cores (``parallel/offload/states.py``).
+
+A thread of its own waits until the norm of all gradients is known, so that clipping is exact without speculation, and
+then updates piece by piece in the order of the forward pass. What is done with returns to the device at once, and the
+next forward pass waits at each block for that block alone: the update hides behind it. Pieces are cut into parts that a
+cache holds: a part's gradient is widened, used and forgotten, and its new weight narrowed, without a way to memory.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.facts.cluster.this_machine import usable_threads
+from shoal.parallel.apply import Placed
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.offload.states import OffloadedStates
+from shoal.parallel.shards import Shard
+from shoal.train.optimizer import CLIP_EPS, HostPart, on_host
+
+# Elements of a part for each thread: long enough that threads seldom wait for one another.
+PART = 2**18
+BLOCK = "model.layers."
+
+
+class HostUpdate:
+    """Updates what the host has, and lets the network wait for it."""
+
+    def __init__(
+        self, placed: Placed, offloaded: OffloadedStates, optimizer: torch.optim.Optimizer, mesh: Mesh
+    ) -> None:
+        self.offloaded, self.optimizer, self.gates = offloaded, optimizer, placed.gates
+        self.threads = max(1, usable_threads() * mesh.nodes // mesh.world)
+        self.part = PART * self.threads
+        self.sharded = any(piece.held.group.fully_sharded for piece in offloaded.pieces)
+        groups: dict[int, list[Shard]] = {}
+        last = 1 + max(int(name) for segment in placed.segments for name in segment.network.model.layers)
+        for piece in offloaded.pieces:
+            groups.setdefault(self._place(piece, last), []).append(piece)
+        self.groups = dict(sorted(groups.items()))
+        self._thread = ThreadPoolExecutor(1, "shoal-update", _with_threads, (self.threads,))
+        self._running: Future[None] | None = None
+        self._passed = threading.Condition()
+        self._reached = math.inf  # groups up to this one have returned
+        self._ends: dict[int, torch.cuda.Event] = {}
+        if self.gates:
+            self._watch(placed, last)
+
+    def start(self, norm: Tensor, limit: float, most: float) -> None:
+        """Update once this norm is known, clipped to ``limit``; not where it is not finite, or above ``most``."""
+        self.wait()
+        known = norm.detach().to("cpu", torch.float64, non_blocking=True)
+        event = torch.cuda.current_stream().record_event() if norm.is_cuda else None
+        self._reached = -1.0
+        self._running = self._thread.submit(self._update, known, event, limit, most)
+        if not self.gates:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until everything is back."""
+        if self._running is not None:
+            self._running.result()
+            self._running = None
+            for event in self._ends.values():
+                event.synchronize()
+            self._ends.clear()
+
+    def wait_for(self, group: float) -> None:
+        """Until pieces up to this group are back, as the next forward pass needs them."""
+        running = self._running
+        if running is None:
+            return
+        with self._passed:
+            self._passed.wait_for(lambda: self._reached >= group)
+        if running.done():
+            running.result()  # its error, if it had one
+        for number in [number for number in self._ends if number <= group]:
+            # Not in a stream alone: FSDP reads weights in streams of its own.
+            self._ends.pop(number).synchronize()
+
+    def _place(self, piece: Shard, last: int) -> int:
+        """When it is needed: a block's number, counted from 1. FSDP gathers a network's two ends together."""
+        if piece.held.label.startswith(BLOCK):
+            return 1 + int(piece.held.label.removeprefix(BLOCK).partition(".")[0])
+        return 0 if self.sharded or ".embed_" in piece.held.label else last + 1
+
+    def _watch(self, placed: Placed, last: int) -> None:
+        # FSDP gathers ahead of what it computes.
+        ahead = 2 if self.sharded else 0
+        for segment in placed.segments:
+            decoder = segment.network.model
+            _before(segment, partial(self.wait_for, ahead))
+            for name, block in decoder.layers.items():
+                _before(block, partial(self.wait_for, 1 + int(name) + ahead))
+            if decoder.norm is not None:
+                _before(decoder.norm, partial(self.wait_for, last + 1))
+
+    def _update(self, norm: Tensor, known: torch.cuda.Event | None, limit: float, most: float) -> None:
+        try:
+            if known is not None:
+                known.synchronize()
+            value = float(norm)
+            if math.isfinite(value) and value <= most:
+                scale = max(1.0, (value + CLIP_EPS) / limit) if limit else 1.0
+                for number, pieces in self.groups.items():
+                    for piece in pieces:
+                        self._update_piece(piece, scale)
+                    self._pass(number)
+        finally:
+            self._pass(math.inf)
+
+    def _pass(self, number: float) -> None:
+        back = self.offloaded.streams.back
+        with self._passed:
+            if back is not None and number != math.inf:
+                self._ends[int(number)] = back.record_event()
+            self._reached = number
+            self._passed.notify_all()
+
+    @torch.no_grad()
+    def _update_piece(self, piece: Shard, scale: float) -> None:
+        state = self.offloaded.away[piece]
+        gradient, working, weight = state.arrived(), piece.working, piece.tensor.detach().view(-1)
+        assert gradient is not None and working is not None
+        update: HostPart = on_host(self.optimizer, piece.tensor)
+        returned = state.back.bytes.view(working.dtype)
+        for start in range(0, weight.numel(), self.part):
+            part = slice(start, min(start + self.part, weight.numel()))
+            wide = gradient.view(-1)[part].to(weight.dtype, copy=True)
+            if scale != 1.0:
+                wide /= scale
+            update(part, wide)
+            returned[part].copy_(weight[part])
+        if (back := self.offloaded.streams.back) is None:
+            working.copy_(returned.view_as(working))
+            return
+        # All that has read the weights as they were has ended: the norm came after it.
+        with torch.cuda.stream(back):
+            working.copy_(returned.view_as(working), non_blocking=True)
+
+
+def _before(module: nn.Module, wait: Callable[[], None]) -> None:
+    def hook(*_: Any) -> None:
+        wait()
+
+    # Before FSDP's own, which gathers.
+    module.register_forward_pre_hook(hook, prepend=True)
+
+
+def _with_threads(count: int) -> None:
+    torch.set_num_threads(count)
