@@ -74,17 +74,20 @@ def test_a_fraction_is_cut_between_tensors() -> None:
     assert whole.peak_allocated < half.peak_allocated < held("dp=1", batch=1, on="1xH200").peak_allocated
 
 
-@pytest.mark.parametrize(
-    ("layout", "shards"),
-    [("dp=4", 1), ("fsdp=4,zero=1", 4), ("fsdp=4,zero=2", 4), ("fsdp=4", 4), ("dp=2,fsdp=2", 2)],
-)
-def test_data_ranks_keep_no_gradients_and_working_weights(layout: str, shards: int) -> None:
+@pytest.mark.parametrize(("layout", "arrives"), [("fsdp=4,zero=2", 4), ("fsdp=4", 2)])
+def test_ranks_that_sum_every_pass_keep_no_gradients_and_working_weights(layout: str, arrives: int) -> None:
     away = held(f"{layout},micro=1,offload=optimizer", on="4xH100")
     assert away.grads == away.optimizer == 0
-    sharded = "fsdp" in layout and "zero" not in layout
-    assert away.params == pytest.approx(2 * COUNT / (shards if sharded else 1), rel=1e-3)
-    # Two micro-batches, summed in fp32: that is how they travel and how they add up.
-    assert away.host == pytest.approx((COUNT * (4 + 8 + 4 + 2) + 2 * BLOCK * 4) / shards, rel=1e-3)
+    assert away.params == pytest.approx(2 * COUNT / (1 if "zero" in layout else 4), rel=1e-3)
+    # Two micro-batches, which add up in fp32.
+    assert away.host == pytest.approx((COUNT * (4 + 8 + 4 + 2) + 2 * BLOCK * arrives) / 4, rel=1e-3)
+
+
+@pytest.mark.parametrize(("layout", "shards"), [("dp=4", 1), ("fsdp=4,zero=1", 4)])
+def test_ranks_that_sum_once_a_step_keep_gradients_until_then(layout: str, shards: int) -> None:
+    here, away = (held(f"{layout},micro=1{more}", on="4xH100") for more in ("", ",offload=optimizer"))
+    assert away.grads == here.grads > 0 and away.optimizer == 0
+    assert away.host == pytest.approx(COUNT * (4 + 8 + 4 + 2) / shards, rel=1e-3)
 
 
 def test_lora_leaves_the_base_in_the_hosts_memory() -> None:

@@ -67,6 +67,20 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
 
 # Activations that wait in the host's memory.
 CASES += [
+    # States, gradients and the update are the host's.
+    ("micro=4,offload=optimizer", {"layers": 4}, {"precision": "bf16"}, 0),
+    ("micro=2,offload=optimizer", {"layers": 4, "tied": True}, {"precision": "bf16"}, 0),
+    ("micro=4,recompute=full,offload=optimizer", {"layers": 6}, {"precision": "bf16"}, 0),
+    ("micro=2,offload=optimizer:0.5", {"layers": 4}, {}, 0),
+    ("tp=2,offload=optimizer", {"layers": 4}, {"precision": "bf16"}, 0),
+    ("fsdp=2,offload=optimizer", {"layers": 4}, {"precision": "bf16"}, 0),
+    ("fsdp=2,micro=1,recompute=full,offload=optimizer", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
+    ("dp=2,fsdp=2,micro=1,offload=optimizer", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
+    ("fsdp=2,zero=2,offload=optimizer", {"layers": 4}, {"precision": "bf16"}, 0),
+    ("fsdp=2,tp=2,offload=optimizer:0.5", {"layers": 4}, {"precision": "bf16"}, 1),
+    ("fsdp=2,zero=1,offload=optimizer", {"layers": 4}, {}, 0),
+    ("dp=2,offload=optimizer", {"layers": 4}, {"precision": "bf16"}, 0),
+    ("pp=2,micro=1,offload=optimizer", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
     ("micro=2,recompute=full,offload=activations", {"layers": 4}, {}, 0),
     ("micro=4,recompute=full,offload=activations", {"layers": 6}, {"precision": "bf16"}, 0),
     ("micro=2,recompute=selective,offload=activations", {"layers": 4}, {}, 0),

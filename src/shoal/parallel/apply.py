@@ -221,11 +221,11 @@ def apply(
     shared = SharedGradients(model, mesh, own_head, None if strict else reduce_dtype)
     offloaded = None
     if away is not None:
-        largest = max(sum(weight.numel() for weight in block.parameters()) for block in blocks)
-        offloaded = OffloadedStates(gradients.pieces, memory, away.fraction, states, largest)
+        offloaded = OffloadedStates(gradients.pieces, memory, away.fraction, states)
         if layout.pp == 1:
             for _, part in parts:
                 _leave_early(part, offloaded, shared, compute)
+            blocks[-1].register_forward_pre_hook(offloaded.let_go)
     # What is gathered, or measured, after an update waits for it.
     gates = float8 is None and not any(isinstance(part, ShardedStates) for _, part in parts)
     placed = Placed(

@@ -120,7 +120,7 @@ class ShardedStates:
         group = held[0].group
         self.held, self.zero, self.reduce_dtype = held, group.zero, reduce_dtype
         # To the host, where a piece's gradients are the host's as soon as they are summed.
-        self.leave: Callable[[Shard, Tensor], None] | None = None
+        self.leave: Callable[..., None] | None = None
         self.group, self.replicas = mesh.group_of(group.sharded), mesh.group_of(group.replicated)
         self.every_pass = group.zero == 2 and mesh.layout.pp == 1
         self.stages: dict[int, BucketReducer[ShardedBucket]] = {}
@@ -173,7 +173,7 @@ class ShardedStates:
         for work in works:
             work.wait()
 
-    def leave_early(self, leave: Callable[[Shard, Tensor], None]) -> None:
+    def leave_early(self, leave: Callable[..., None]) -> None:
         """Give gradients of offloaded pieces away as they land; where all of a bucket's do, its chunk has none here."""
         self.leave = leave
         for bucket in self._buckets():
@@ -225,11 +225,12 @@ class ShardedStates:
         elif self.reduce_dtype is not None:
             bucket.shard.copy_(summed)
 
-    def _keep(self, bucket: ShardedBucket, summed: Tensor, leave: Callable[[Shard, Tensor], None]) -> None:
+    def _keep(self, bucket: ShardedBucket, summed: Tensor, leave: Callable[..., None]) -> None:
         """What stays is added up here."""
         for piece, place in bucket.placed:
             if piece.away is not None and piece.away.early:
-                leave(piece, summed[place].view(piece.tensor.shape))
+                # A copy: what was sent goes at once, and it is as many times larger as there are ranks.
+                leave(piece, summed[place].clone(), together=bucket)
             else:
                 bucket.shard[place].add_(summed[place])
 

@@ -167,8 +167,9 @@ class TimeBound:
         offload: tuple[Offload, ...],
         worked: float,
     ) -> float:
-        """With states shared out as far as they can be, so that the least of them travels."""
-        return worked + self._update(split, share, order, StateSharding(1, split.data, 3, offload))
+        """With states shared out as far as they can be, so that the least of them travels: every pass, or once."""
+        ways = (StateSharding(1, split.data, 3, offload), StateSharding(1, split.data, 1, offload))
+        return worked + min(self._update(split, share, order, states) for states in ways)
 
     def of_states(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding, worked: float
@@ -322,7 +323,7 @@ class TimeBound:
         seconds = update_seconds(self.on, owned, states.zero < 3)
         if not states.offload:
             return seconds
-        workload = self._offloading(split, share.micro, states.offload)
+        workload = self._offloading(split, share.micro, states)
         kept = layers * share.micro * self._kept(split, share, order.recompute, self._compiled(split, order))
         # The longer a step computes, the more hides behind it: at most so long.
         held = self.handled(split, share, states)
@@ -348,10 +349,11 @@ class TimeBound:
             known = self._resting[key] = min(block.resting for block in blocks)
         return known
 
-    def _with_offload(self, split: ModelSplit, micro: int, offload: tuple[Offload, ...]) -> Workload:
-        """A workload with all that transfers ask of a layout: how many data ranks and micro-batches it has."""
+    def _with_offload(self, split: ModelSplit, micro: int, states: StateSharding) -> Workload:
+        """A workload with all that transfers ask of a layout: what gradients leave with, and how often."""
+        dp, fsdp, zero, offload = states
         return self._workload(
-            layout_of(dp=split.data, cp=split.cp, pp=split.pp, micro=micro, offload=offload)
+            layout_of(dp=dp, fsdp=fsdp, zero=zero, cp=split.cp, pp=split.pp, micro=micro, offload=offload)
         )
 
     def _workload(self, layout: Layout) -> Workload:

@@ -112,7 +112,7 @@ def dryrun(workload: Workload, rank: int) -> DryRun:
     return DryRun(
         workload,
         rank,
-        _ledger(workload, stage, tracker.peak_by_category(), tracker.peak_origin, step.placed.host.bytes),
+        _ledger(workload, stage, tracker.peak_by_category(), tracker.peak_origin, step.host_bytes),
         ledgers(workload)[stage],
         watch.counter.traffic(),
         sorted(traffic(workload, rank)),

@@ -20,6 +20,13 @@ from shoal.models.in_triton import in_triton
 BLOCK, WARPS = 1024, 4
 
 
+# Updates some elements of a weight, in place, with their gradients in the weight's precision; what steers torch's fused
+# optimizers (``found_inf``, ``grad_scale``) steers it.
+HostPart = Callable[[slice, Tensor, dict[str, Any]], None]
+# Counts an update, unless it is refused (1), and gives what does it.
+HostUpdateOf = Callable[[Tensor], HostPart]
+
+
 class AdamW(torch.optim.AdamW):
     """``working``: by weight, the narrower copy that a network reads, which follows it in the same pass.
 
@@ -53,23 +60,21 @@ class AdamW(torch.optim.AdamW):
         else:
             super().step(closure)
 
-    def on_host(self, weight: Tensor, group: dict[str, Any]) -> Callable[[slice, Tensor], None]:
-        """One update of a weight of the host's, which is counted here and then done part by part."""
+    def on_host(self, weight: Tensor, group: dict[str, Any]) -> HostUpdateOf:
+        """The next update of a weight of the host's, made ready: its states are there."""
         state, flat = self._started(weight), weight.detach().view(-1)
-        before = state["step"].clone()
-        state["step"] += 1
 
-        def update(part: slice, gradient: Tensor) -> None:
-            self._fused(
-                flat[part],
-                gradient,
-                state["exp_avg"].view(-1)[part],
-                state["exp_avg_sq"].view(-1)[part],
-                before.clone(),
-                group,
-            )
+        def begin(refused: Tensor) -> HostPart:
+            before = state["step"].clone()
+            state["step"] += 1 - refused
 
-        return update
+            def update(part: slice, gradient: Tensor, steered: dict[str, Any]) -> None:
+                mean, square = (state[kind].view(-1)[part] for kind in ("exp_avg", "exp_avg_sq"))
+                self._fused(flat[part], gradient, mean, square, before.clone(), group, **steered)
+
+            return update
+
+        return begin
 
     def _step_in_kernel(self) -> None:
         if not self._here:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from shoal.facts.cluster.this_machine import usable_threads
 from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.offload.host_memory import HostThread
 from shoal.parallel.offload.states import OffloadedStates
 from shoal.parallel.shards import Shard
-from shoal.train.optimizer import CLIP_EPS, HostPart, on_host
+from shoal.train.adamw import HostPart, HostUpdateOf
+from shoal.train.optimizer import CLIP_EPS, on_host
 
 # Elements of a part for each thread: long enough that threads seldom wait for one another.
 PART = 2**18
@@ -45,7 +47,7 @@ class HostUpdate:
         for piece in offloaded.pieces:
             groups.setdefault(self._place(piece, last), []).append(piece)
         self.groups = dict(sorted(groups.items()))
-        self._thread = ThreadPoolExecutor(1, "shoal-update", _with_threads, (self.threads,))
+        self._thread = HostThread("shoal-update", mesh.device, self.threads)
         self._running: Future[None] | None = None
         self._passed = threading.Condition()
         self._reached = math.inf  # groups up to this one have returned
@@ -59,7 +61,8 @@ class HostUpdate:
         known = norm.detach().to("cpu", torch.float64, non_blocking=True)
         event = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         self._reached = -1.0
-        self._running = self._thread.submit(self._update, known, event, limit, most)
+        ready = {piece: on_host(self.optimizer, piece.tensor) for piece in self.offloaded.pieces}
+        self._running = self._thread.submit(self._update, ready, known, event, limit, most)
         if not self.gates:
             self.wait()
 
@@ -102,17 +105,25 @@ class HostUpdate:
             if decoder.norm is not None:
                 _before(decoder.norm, partial(self.wait_for, last + 1))
 
-    def _update(self, norm: Tensor, known: torch.cuda.Event | None, limit: float, most: float) -> None:
+    @torch.no_grad()
+    def _update(
+        self,
+        ready: dict[Shard, HostUpdateOf],
+        norm: Tensor,
+        known: torch.cuda.Event | None,
+        limit: float,
+        most: float,
+    ) -> None:
+        """As ``clip_and_update`` does on a device: what is refused is decided by tensors, not by branches."""
         try:
             if known is not None:
                 known.synchronize()
-            value = float(norm)
-            if math.isfinite(value) and value <= most:
-                scale = max(1.0, (value + CLIP_EPS) / limit) if limit else 1.0
-                for number, pieces in self.groups.items():
-                    for piece in pieces:
-                        self._update_piece(piece, scale)
-                    self._pass(number)
+            refused = (~(torch.isfinite(norm) & (norm <= most))).float()
+            scale = ((norm + CLIP_EPS) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
+            for number, pieces in self.groups.items():
+                for piece in pieces:
+                    self._update_piece(piece, ready[piece](refused), refused, scale)
+                self._pass(number)
         finally:
             self._pass(math.inf)
 
@@ -124,19 +135,21 @@ class HostUpdate:
             self._reached = number
             self._passed.notify_all()
 
-    @torch.no_grad()
-    def _update_piece(self, piece: Shard, scale: float) -> None:
+    def _update_piece(self, piece: Shard, update: HostPart, refused: Tensor, scale: Tensor) -> None:
         state = self.offloaded.away[piece]
         gradient, working, weight = state.arrived(), piece.working, piece.tensor.detach().view(-1)
         assert gradient is not None and working is not None
-        update: HostPart = on_host(self.optimizer, piece.tensor)
+        steered = {"found_inf": refused}
+        exact = weight.dtype == torch.float64  # for which the scale that torch takes, fp32, is too coarse
+        if not exact:
+            steered["grad_scale"] = scale.float()
         returned = state.back.bytes.view(working.dtype)
         for start in range(0, weight.numel(), self.part):
             part = slice(start, min(start + self.part, weight.numel()))
             wide = gradient.view(-1)[part].to(weight.dtype, copy=True)
-            if scale != 1.0:
+            if exact:
                 wide /= scale
-            update(part, wide)
+            update(part, wide, steered)
             returned[part].copy_(weight[part])
         if (back := self.offloaded.streams.back) is None:
             working.copy_(returned.view_as(working))
@@ -152,7 +165,3 @@ def _before(module: nn.Module, wait: Callable[[], None]) -> None:
 
     # Before FSDP's own, which gathers.
     module.register_forward_pre_hook(hook, prepend=True)
-
-
-def _with_threads(count: int) -> None:
-    torch.set_num_threads(count)

@@ -4,7 +4,6 @@ learning rate as a pure function of the step."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.optim.sgd import sgd
 
 from shoal.facts.recipe import Recipe
 from shoal.parallel.shards import Shard, gradient
-from shoal.train.adamw import AdamW
+from shoal.train.adamw import AdamW, HostUpdateOf
 
 # As torch's own clipping has it.
 CLIP_EPS = 1e-6
@@ -41,18 +40,14 @@ def build(pieces: list[Shard], recipe: Recipe) -> torch.optim.Optimizer:
     return AdamW(groups, working, away, lr=recipe.peak_lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps)
 
 
-# Updates some elements of a weight, in place, with their gradients in the weight's precision.
-HostPart = Callable[[slice, Tensor], None]
-
-
-def on_host(optimizer: torch.optim.Optimizer, weight: Tensor) -> HostPart:
-    """One update of a weight of the host's, which is counted here and then done part by part."""
+def on_host(optimizer: torch.optim.Optimizer, weight: Tensor) -> HostUpdateOf:
+    """The next update of a weight of the host's, made ready: its states are there."""
     group = next(group for group in optimizer.param_groups if any(one is weight for one in group["params"]))
     if isinstance(optimizer, AdamW):
         return optimizer.on_host(weight, group)
     momentum: Tensor | None = optimizer.state[weight].get("momentum_buffer")
 
-    def update(part: slice, gradient: Tensor) -> None:
+    def update(part: slice, gradient: Tensor, steered: dict[str, Any]) -> None:
         sgd(
             [weight.detach().view(-1)[part]],
             [gradient],
@@ -64,9 +59,10 @@ def on_host(optimizer: torch.optim.Optimizer, weight: Tensor) -> HostPart:
             nesterov=False,
             maximize=False,
             fused=True,
+            **steered,
         )
 
-    return update
+    return lambda refused: update
 
 
 def writes_copies(optimizer: torch.optim.Optimizer) -> bool:

@@ -10,9 +10,9 @@ from shoal.facts.layout import Layout, Offload
 from shoal.facts.layout.offload import (
     OffDevice,
     away_bytes,
+    leaves_early,
     off_device,
     offloaded,
-    sums_every_micro_batch,
     waiting,
 )
 from shoal.facts.recipe import Recipe
@@ -62,44 +62,57 @@ def test_a_parameter_that_is_away_is_updated_away() -> None:
     assert waiting((Offload(what="optimizer"),), "params") is None
 
 
-def test_gradients_that_leave_are_summed_first() -> None:
-    for text, each_time in (
-        ("dp=2,offload=optimizer", True),
-        ("fsdp=2,zero=1,offload=params:0.5", True),
-        ("dp=2,offload=activations", False),
-        ("dp=2,pp=2,offload=optimizer", False),
-        ("dp=2", False),
+def test_gradients_leave_where_a_backward_pass_completes_them() -> None:
+    for text, early in (
+        ("offload=optimizer", True),
+        ("tp=2,offload=params:0.5", True),
+        ("fsdp=2,offload=optimizer", True),
+        ("dp=2,fsdp=2,offload=optimizer", True),
+        ("fsdp=2,zero=2,offload=optimizer", True),
+        ("dp=2,fsdp=2,zero=2,offload=optimizer", False),
+        ("fsdp=2,zero=1,offload=optimizer", False),
+        ("dp=2,offload=optimizer", False),
+        ("pp=2,offload=optimizer", False),
+        ("offload=activations", False),
+        ("fsdp=2", False),
     ):
-        assert sums_every_micro_batch(Layout.parse(text)) is each_time, text
+        assert leaves_early(Layout.parse(text)) is early, text
 
 
 @pytest.mark.parametrize(
-    ("recipe", "ranks", "micro_batches", "expected"),
+    ("recipe", "layout", "micro_batches", "expected"),
     [
-        ({"precision": "bf16"}, 1, 1, (4, 8, 2, 2, 2)),
-        ({"precision": "bf16"}, 1, 8, (4, 8, 4, 2, 2)),
-        ({"precision": "bf16"}, 4, 1, (4, 8, 4, 2, 4)),
-        ({"precision": "bf16", "reduce": "bf16"}, 4, 1, (4, 8, 2, 2, 2)),
-        ({"precision": "bf16", "optimizer": "sgd"}, 1, 1, (4, 4, 2, 2, 2)),
-        ({"precision": "fp32"}, 1, 1, (4, 8, 4, 4, 4)),
-        ({"precision": "fp64"}, 4, 3, (8, 16, 8, 8, 8)),
+        ({"precision": "bf16"}, "dp=1", 1, (4, 8, 2, 2, 2)),
+        ({"precision": "bf16"}, "dp=1", 8, (4, 8, 4, 2, 2)),
+        ({"precision": "bf16"}, "fsdp=4", 1, (4, 8, 2, 2, 2)),
+        ({"precision": "bf16"}, "fsdp=4", 2, (4, 8, 4, 2, 2)),
+        ({"precision": "bf16"}, "fsdp=4,zero=2", 1, (4, 8, 4, 2, 4)),
+        ({"precision": "bf16", "reduce": "bf16"}, "fsdp=4,zero=2", 1, (4, 8, 2, 2, 2)),
+        ({"precision": "bf16", "reduce": "bf16"}, "dp=4", 1, (4, 8, 4, 2, 4)),
+        ({"precision": "bf16", "optimizer": "sgd"}, "dp=1", 1, (4, 4, 2, 2, 2)),
+        ({"precision": "fp32"}, "dp=1", 1, (4, 8, 4, 4, 4)),
+        ({"precision": "fp64"}, "dp=4", 3, (8, 16, 8, 8, 8)),
     ],
 )
 def test_bytes_by_recipe(
-    recipe: dict[str, str], ranks: int, micro_batches: int, expected: tuple[float, ...]
+    recipe: dict[str, str], layout: str, micro_batches: int, expected: tuple[float, ...]
 ) -> None:
-    assert away_bytes(Recipe.model_validate(recipe), ranks, micro_batches) == expected
+    parsed = Layout.parse(f"{layout},offload=optimizer")
+    assert away_bytes(Recipe.model_validate(recipe), parsed, micro_batches) == expected
+
+
+ALONE = Layout.parse("offload=optimizer")
 
 
 def test_an_update_moves_28_bytes_a_parameter() -> None:
-    each = away_bytes(Recipe(precision="bf16"), 1, 1)
+    each = away_bytes(Recipe(precision="bf16"), ALONE, 1)
     assert each.updated == 28
-    assert away_bytes(Recipe(precision="bf16"), 1, 2).added == 10
+    assert away_bytes(Recipe(precision="bf16"), ALONE, 2).added == 10
 
 
 def test_where_they_wait() -> None:
-    each = away_bytes(Recipe(precision="bf16"), 1, 1)
+    each = away_bytes(Recipe(precision="bf16"), ALONE, 1)
     assert off_device(each, 1000, 100, nvme=False, adds_up=False) == OffDevice(16_000, 0)
     assert off_device(each, 1000, 100, nvme=True, adds_up=False) == OffDevice(4000 + 200 * 12, 12_000)
-    summed = away_bytes(Recipe(precision="bf16"), 1, 4)
+    summed = away_bytes(Recipe(precision="bf16"), ALONE, 4)
     assert off_device(summed, 1000, 100, nvme=False, adds_up=True) == OffDevice(18_000 + 200 * 2, 0)

@@ -43,12 +43,17 @@ def waiting(parts: Sequence[Offload], what: str) -> Offload | None:
     return Offload(what="optimizer", fraction=max(params.fraction, optimizer.fraction), nvme=optimizer.nvme)
 
 
-def sums_every_micro_batch(layout: Layout) -> bool:
-    """Whether gradients are summed over all data ranks after every micro-batch, and not once a step.
+def leaves_early(layout: Layout) -> bool:
+    """Whether gradients of offloaded parameters leave the device in every backward pass, and not once a step.
 
-    They are where they leave the device: only sums do. In a pipeline they add up on the device to the end of the step.
+    They do where a pass completes them: with one data rank as they are computed, with ``zero=3`` and ``zero=2`` as they
+    are summed. In a pipeline, and where replicas sum once a step, they add up on the device.
     """
-    return layout.pp == 1 and waiting(layout.offload, "optimizer") is not None
+    if layout.pp > 1 or waiting(layout.offload, "optimizer") is None:
+        return False
+    if layout.shards == 1:
+        return layout.dp == 1
+    return layout.zero == 3 or (layout.zero == 2 and layout.dp == 1)
 
 
 class AwayBytes(NamedTuple):
@@ -81,17 +86,19 @@ class AwayBytes(NamedTuple):
         return 2 * self.gradient + self.travelling
 
 
-def away_bytes(recipe: Recipe, data_ranks: int, micro_batches: int, stack: Stack = SHOAL) -> AwayBytes:
-    """A gradient leaves in the precision that ``data_ranks`` sum it in; alone, as it was computed.
+def away_bytes(recipe: Recipe, layout: Layout, micro_batches: int, stack: Stack = SHOAL) -> AwayBytes:
+    """A gradient leaves as it was computed, with ``zero=2`` as it was summed, and at the end of a step as it added up.
 
-    Where a step has several micro-batches it is added up on the host, as wide as it would be on the device.
+    Where every one of several micro-batches sends its own, they are added up on the host, as wide as on the device.
     """
-    hold = bytes_per_parameter(recipe, stack)
-    travelling = hold.reduce if data_ranks > 1 else hold.compute
+    hold, early = bytes_per_parameter(recipe, stack), leaves_early(layout)
+    travelling = hold.gradient
+    if early:
+        travelling = hold.reduce if layout.shards > 1 and layout.zero == 2 else hold.compute
     return AwayBytes(
         master=hold.master or hold.weight,
         moments=hold.moments,
-        gradient=travelling if micro_batches == 1 else hold.gradient,
+        gradient=travelling if micro_batches == 1 or not early else hold.gradient,
         back=hold.compute,
         travelling=travelling,
     )

@@ -9,10 +9,33 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class HostThread:
+    """Does what the host has to do beside a device, one thing after the other. On a CPU it is done at once."""
+
+    def __init__(self, name: str, device: torch.device, threads: int | None = None) -> None:
+        """``threads``: that torch's operators may use in it."""
+        self._pool: ThreadPoolExecutor | None = None
+        if device.type != "cpu":
+            begin = partial(torch.set_num_threads, threads) if threads else None
+            self._pool = ThreadPoolExecutor(1, name, begin)
+
+    def submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
+        if self._pool is not None:
+            return self._pool.submit(work, *arguments)
+        done: Future[None] = Future()
+        work(*arguments)
+        done.set_result(None)
+        return done
 
 
 @dataclass(eq=False)
@@ -50,6 +73,10 @@ class HostMemory:
         made = pinned(size, self.device)
         self.buffers.append(made)
         return HostBuffer(made)
+
+    def release(self, buffer: HostBuffer) -> None:
+        """Nobody will want one of its size again."""
+        self.buffers = [one for one in self.buffers if one is not buffer.bytes]
 
     def give_back(self, buffer: HostBuffer) -> None:
         self._free.setdefault(buffer.bytes.numel(), []).append(buffer)

@@ -11,9 +11,9 @@ On a CPU there are no streams, a copy is done when it is begun, and all else is 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from shoal.facts.layout.offload import IN_FLIGHT, offloaded
 from shoal.facts.model.parameters import CORRECTION
 from shoal.parallel.offload.activations import CopyStreams
-from shoal.parallel.offload.host_memory import HostBuffer, HostMemory
+from shoal.parallel.offload.host_memory import HostBuffer, HostMemory, HostThread
 from shoal.parallel.shards import Shard
 from shoal.parallel.shards import gradient as gradient_of
+
+BLOCKS, ENDS = "model.layers.", "ends"
 
 
 class AwayState:
@@ -37,6 +39,7 @@ class AwayState:
         master = torch.zeros(device.shape, dtype=piece.tensor.dtype, device="cpu")
         piece.tensor, piece.working, piece.away = nn.Parameter(master), device, self
         self.back = memory.take(device.numel() * device.element_size())
+        self.room: HostBuffer | None = None
         self.gradient: Tensor | None = None  # where it waits for the update
         self.times = 0  # micro-batches whose gradients have left, in this step
         self.early = False  # whether they leave in the backward pass
@@ -46,8 +49,10 @@ class AwayState:
     def room_for(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Where its gradient waits, made when the first one leaves."""
         if self.gradient is None or self.gradient.dtype != dtype:
-            buffer = self.memory.take(like.numel() * dtype.itemsize)
-            self.gradient = buffer.bytes.view(dtype).view(like.shape)
+            if self.room is not None:
+                self.memory.release(self.room)
+            self.room = self.memory.take(like.numel() * dtype.itemsize)
+            self.gradient = self.room.bytes.view(dtype).view(like.shape)
         return self.gradient
 
     def arrived(self) -> Tensor | None:
@@ -62,19 +67,22 @@ class AwayState:
 class OffloadedStates:
     """The pieces of a rank whose states the host has."""
 
-    def __init__(
-        self, pieces: list[Shard], memory: HostMemory, fraction: float, states: torch.dtype, block: int
-    ) -> None:
-        """``block``: parameters that may be on their way to the host at once, times two."""
-        self.memory, self.states, self.block = memory, states, max(1, block)
+    def __init__(self, pieces: list[Shard], memory: HostMemory, fraction: float, states: torch.dtype) -> None:
+        self.memory, self.states = memory, states
         self.streams = CopyStreams(memory)
         first = offloaded([piece.stop - piece.start for piece in pieces], fraction)
         # What routers are corrected by is not the optimizer's, and tiny.
         self.pieces = [piece for piece in pieces[first:] if not piece.name.endswith(CORRECTION)]
         self.away = {piece: AwayState(piece, memory) for piece in self.pieces}
         self.several = False  # whether gradients are added up on the host
-        self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-        self._adder: ThreadPoolExecutor | None = None
+        sizes: Counter[str] = Counter()
+        for piece in self.pieces:
+            sizes[_unit(piece)] += piece.stop - piece.start
+        # Parameters of the largest block: as many pass through a buffer at once.
+        self.block = max((size for unit, size in sizes.items() if unit != ENDS), default=1)
+        self._coming: object = None
+        self._leaving: deque[tuple[object, Tensor, torch.cuda.Event | None]] = deque()
+        self._adder = HostThread("shoal-gradients", memory.device)
         self._slots: deque[tuple[HostBuffer, Future[None] | None]] = deque()
 
     def take_early(self, parameter: Tensor, piece: Shard, stays: bool) -> None:
@@ -94,15 +102,19 @@ class OffloadedStates:
             state.times, state.landing, state.left = 0, None, None
             piece.squares = None
 
-    def leave(self, piece: Shard, gradient: Tensor, complete: bool = False) -> None:
-        """A gradient that the device has no more use for. ``complete``: nothing will be added to it."""
+    def leave(self, piece: Shard, gradient: Tensor, complete: bool = False, together: object = None) -> None:
+        """A gradient that the device has no more use for. ``complete``: nothing will be added to it.
+
+        ``together``: what it arrives with, if not with those of its block.
+        """
         state, gradient = self.away[piece], gradient.detach()
+        self._make_room(_unit(piece) if together is None else together)
         if complete or not self.several:
             # Measured where it is quickest.
             wide = torch.promote_types(gradient.dtype, torch.float32)
             piece.squares = torch.linalg.vector_norm(gradient, dtype=wide).double().square()
             room = state.room_for(gradient, gradient.dtype)
-            state.left = self._copy(gradient, room)
+            state.left = self._copy(gradient, room, gradient)
         else:
             self._add(state, gradient)
         state.times += 1
@@ -113,6 +125,10 @@ class OffloadedStates:
             if not state.times:
                 self.leave(piece, gradient_of(piece), complete=True)
                 piece.summed = None
+        self.let_go()
+
+    def let_go(self, *_: object) -> None:
+        """Of what has left; to be called before the fullest moment of a pass, its loss."""
         while self._leaving:
             self._let_go()
 
@@ -136,33 +152,36 @@ class OffloadedStates:
 
         return keep
 
-    def _copy(self, gradient: Tensor, room: Tensor) -> torch.cuda.Event | None:
-        if self.streams.out is None:
-            room.copy_(gradient)
-            return None
-        out = self.streams.out
-        out.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(out):
-            room.copy_(gradient, non_blocking=True)
-        left = out.record_event()
-        self._leaving.append((gradient, left))
-        # Its memory is used again as soon as it is copied: not more than two blocks' at a time.
-        while (
-            sum(one.numel() for one, _ in self._leaving) > IN_FLIGHT * self.block and len(self._leaving) > 1
-        ):
-            self._let_go()
+    def _make_room(self, unit: object) -> None:
+        """A gradient's memory is used again when it has been copied: those of two blocks may be on their way."""
+        self._coming = unit
+        units = list(dict.fromkeys([*(one for one, _, _ in self._leaving), unit]))
+        for gone in units[:-IN_FLIGHT]:
+            while self._leaving and self._leaving[0][0] == gone:
+                self._let_go()
+
+    def _copy(self, part: Tensor, room: Tensor, gradient: Tensor) -> torch.cuda.Event | None:
+        """``part`` of a gradient, which is held until it has left."""
+        left = None
+        if (out := self.streams.out) is None:
+            room.copy_(part)
+        else:
+            out.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(out):
+                room.copy_(part, non_blocking=True)
+            left = out.record_event()
+        self._leaving.append((self._coming, gradient, left))
         return left
 
     def _let_go(self) -> None:
-        gradient, left = self._leaving.popleft()
-        torch.cuda.current_stream().wait_event(left)
-        del gradient
+        _, _, left = self._leaving.popleft()
+        if left is not None:
+            torch.cuda.current_stream().wait_event(left)
 
     def _add(self, state: AwayState, gradient: Tensor) -> None:
         """To what has arrived of earlier micro-batches, through buffers that all pieces share."""
         room, flat, first = state.room_for(gradient, self.states), gradient.reshape(-1), state.times == 0
-        if self._adder is None:
-            self._adder = ThreadPoolExecutor(1, "shoal-gradients")
+        if not self._slots:
             size = self.block * gradient.element_size()
             self._slots.extend((self.memory.take(size), None) for _ in range(IN_FLIGHT))
         most = self.block
@@ -172,7 +191,7 @@ class OffloadedStates:
             if busy is not None:
                 busy.result()
             landed = slot.bytes.view(gradient.dtype)[: part.numel()]
-            left = self._copy(part, landed)
+            left = self._copy(part, landed, gradient)
             done = self._adder.submit(_add_up, room.view(-1)[start : start + most], landed, left, first)
             self._slots.append((slot, done))
             state.landing = done
@@ -185,6 +204,12 @@ def _add_up(room: Tensor, landed: Tensor, left: torch.cuda.Event | None, first: 
         room.copy_(landed)
     else:
         room.add_(landed)
+
+
+def _unit(piece: Shard) -> str:
+    """Whose gradients come together: the block's; those of the network's ends."""
+    label = piece.held.label
+    return label.removeprefix(BLOCKS).partition(".")[0] if label.startswith(BLOCKS) else ENDS
 
 
 def _local(gradient: Tensor) -> Tensor:

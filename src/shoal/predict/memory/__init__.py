@@ -9,7 +9,7 @@ holds beyond its tensors (``device``). A ledger is the largest sum of what is th
 
 from __future__ import annotations
 
-from shoal.facts.layout.offload import sums_every_micro_batch
+from shoal.facts.layout.offload import leaves_early
 from shoal.facts.ledger import Ledger
 from shoal.predict.memory.device import host_share, nvme_share, on_top, workspace
 from shoal.predict.memory.gradients import RankGradients
@@ -39,11 +39,10 @@ def rank_gradients(rank: RankInventory) -> RankGradients:
     layout = rank.workload.layout
     if rank.sharded:
         return ShardedGradients(rank) if layout.pp == 1 else PipelinedShards(rank)
-    leaves, ranks = sums_every_micro_batch(layout), layout.dp * layout.shards
-    if ranks > 1 and (leaves or (layout.shards > 1 and layout.zero == 2 and layout.pp == 1)):
+    if layout.shards > 1 and layout.zero == 2 and layout.pp == 1:
         return ScatteredGradients(rank)
-    if ranks == 1:
-        return LeavingGradients(rank) if leaves else RankGradients(rank)
+    if layout.dp * layout.shards == 1:
+        return LeavingGradients(rank) if leaves_early(layout) else RankGradients(rank)
     return ReplicatedGradients(rank)
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
-from shoal.facts.layout.offload import sums_every_micro_batch, waiting
+from shoal.facts.layout.offload import leaves_early, waiting
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
 from shoal.predict.memory.activations import block_activations, norm_backward, norm_keeps
@@ -65,7 +65,7 @@ def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
     handed_on = hold.gradient
     if sharded:
         handed_on = hold.compute if layout.pp == 1 else hold.reduce
-    elif sums_every_micro_batch(layout):
+    elif leaves_early(layout) and layout.shards == 1:
         handed_on = hold.compute  # what leaves the device is not widened for it
     return _counted(workload.model, work, hold, handed_on, sharded)
 

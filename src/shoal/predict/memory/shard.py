@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shoal.facts.layout.offload import IN_FLIGHT
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.predict.memory.block_workload import BlockActivations
 from shoal.predict.memory.gradients import RankGradients
@@ -47,16 +46,13 @@ class ShardedGradients(RankGradients):
         first = self.unit * self.one.runs[0].block.whole
         self.frees = self.layout.zero == 3 and self.tune.persist_below <= first
         # Replicas of shards sum gradients in another precision than they are kept in.
-        self.cast_sums = (
-            self.layout.dp > 1 and not self.adapters_only and self.hold.reduce != self.hold.gradient
-        )
         self.handed_on, self.stay = self.hold.compute, 1.0 - rank.offloaded("optimizer")
+        rests = self.hold.gradient if self.stay == 1 else self.hold.compute
+        self.cast_sums = self.layout.dp > 1 and not self.adapters_only and self.hold.reduce != rests
+        # Replicas' sums of several passes add up here, as they travel, and leave in the last one.
+        self.waits = self.layout.dp > 1 and self.stay < 1 and rank.workload.accumulation > 1
         # What stays gathered from the forward pass to the backward pass: the head, or the matrix that it shares.
         self.root = self.ends.embedding.whole if self.model.tied else self.ends.head.whole
-        if self.stay < 1 and not self.adapters_only:
-            # Sums on their way to the host.
-            unit = max((self._full_unit(run) for run in self.one.runs), key=lambda one: one.trained_share)
-            self.standing = IN_FLIGHT * self.hold.reduce * unit.trained_share
         if self.frees:
             last, head = self.one.runs[-1], self.ends.head.whole
             # In a forward pass FSDP keeps what it gathered last in one piece as well, until it gathers again.
@@ -68,7 +64,7 @@ class ShardedGradients(RankGradients):
 
     def passes(self) -> Iterator[RankGradients]:
         """Replicas of shards cast their sums in the last pass. Until then these add up as they travel."""
-        if self.cast_sums and self.rank.workload.accumulation > 2:
+        if (self.cast_sums or self.waits) and self.rank.workload.accumulation > 2:
             yield ShardedGradients(self.rank, partial=True)
         yield self
 
@@ -77,8 +73,15 @@ class ShardedGradients(RankGradients):
             # Gradients of experts that are whole wait in buckets of their own from the start.
             waiting = self.rank.all_whole_experts - self.rank.lone_experts
             waiting -= waiting * self._blocks_arrived(done) // self.one.layers
+            if self.waits:
+                return self.hold.reduce * (self._arrived(done) + waiting)
             return self.hold.gradient * self.stay * (self._arrived(done) + waiting)
         everything = self.total.trained_share * self.stay
+        if self.waits:
+            left = 0 if self.partial else self._arrived(done)
+            return self.hold.gradient * left * self.stay + self.hold.reduce * (
+                self.total.trained_share - left
+            )
         if not self.cast_sums:
             return self.hold.gradient * everything
         cast = 0.0 if self.partial else self._arrived(done) * self.stay
@@ -167,8 +170,12 @@ class ShardedGradients(RankGradients):
         return gathered + own + self.hold.reduce * before + self.tied_head(moment) + self._landing(run, done)
 
     def _landing(self, run: BlockRun, done: int, count: int = 2) -> float:
-        """The replicas' sums of the two units before this one, which stay in the precision that they travelled in."""
-        if not self.cast_sums or self.partial:
+        """Sums of the two units before this one: the replicas', which stay in the precision that they travelled in;
+        and what of them is on its way to the host."""
+        held = self.hold.reduce if self.cast_sums and not self.partial else 0.0
+        if not self.partial:
+            held += self.hold.compute * (1.0 - self.stay)
+        if not held:
             return 0.0
         sums: list[int] = []
         done -= next_unit(self.one, done, self.unit).done
@@ -178,7 +185,7 @@ class ShardedGradients(RankGradients):
             done -= blocks
         if not self.model.tied:
             sums.append(self.ends.head.trained_share)
-        return self.hold.reduce * sum(sums[:count])
+        return held * sum(sums[:count])
 
     def _summed(self, moment: Moment, share: int) -> tuple[float, float]:
         """A unit's sum as it lands, beside the gradients before it: what is one by then, and what goes at once."""

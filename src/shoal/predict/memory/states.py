@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
-from shoal.facts.layout.offload import IN_FLIGHT, OffDevice, away_bytes, off_device, waiting
+from shoal.facts.layout.offload import IN_FLIGHT, OffDevice, away_bytes, leaves_early, off_device, waiting
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameter_count
 from shoal.facts.recipe import Recipe
@@ -43,9 +43,10 @@ def elsewhere(rank: RankInventory) -> OffDevice:
     optimizer, params = (waiting(workload.layout.offload, what) for what in ("optimizer", "params"))
     host = nvme = 0.0
     block = max(run.block.trained_share for stage in rank.stages for run in stage.runs)
-    each = away_bytes(workload.recipe, rank.data_ranks, workload.accumulation, workload.stack)
+    each = away_bytes(workload.recipe, workload.layout, workload.accumulation, workload.stack)
     if optimizer is not None:
         away, adds_up = rank.offloaded("optimizer") * updated, workload.accumulation > 1
+        adds_up = adds_up and leaves_early(workload.layout)
         host, nvme = off_device(each, away, block, optimizer.nvme, adds_up)
     if params is not None:
         # What returns from the update returns to where weights rest.

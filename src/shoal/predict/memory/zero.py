@@ -1,13 +1,13 @@
 """zero=2 without a pipeline: a rank's own share of the gradients from the start, and a few buckets that pass by.
 
-So it is in every other strategy with whole parameters where gradients leave the device as they are summed; of that
-share there is then what stays.
+Where gradients leave the device as they are summed, of that share there is what stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shoal.facts.layout.offload import IN_FLIGHT, leaves_early
 from shoal.predict.memory.in_flight import Moment
 from shoal.predict.memory.inventory import BlockRun, RankInventory
 from shoal.predict.memory.peak import Peak
@@ -17,14 +17,12 @@ from shoal.predict.memory.replicate import ReplicatedGradients
 class ScatteredGradients(ReplicatedGradients):
     def __init__(self, rank: RankInventory) -> None:
         super().__init__(rank)
-        self.stay, self.standing = 1.0 - rank.offloaded("optimizer"), 0.0
+        self.standing = 0.0
+        if leaves_early(self.layout):
+            self.stay = 1.0 - rank.offloaded("optimizer")
         # Parameters of a full bucket. A token embedding has one of its own.
         self.bucket = self.tune.bucket_mb * 2**20 / self.hold.gradient
         self.others = self.total.trained - self.ends.embedding.trained
-        if self.stay < 1:
-            # Sums on their way to the host: of one bucket while the next is summed.
-            ranks = self.layout.shards
-            self.standing = self.hold.reduce * min(max(self.bucket, *self.down), self.others) / ranks
         if not self.model.tied:
             head = self.ends.head.trained
             bucket = self.hold.reduce * min(max(self.bucket, head), self.others)
@@ -39,7 +37,14 @@ class ScatteredGradients(ReplicatedGradients):
         """One bucket fills and one is sent; as long as the first one fills, the last one of the pass before may be."""
         if self.reduced(moment, done) + self.made(run, made) <= self.bucket:
             return self.tied_head(moment) + self.buckets(1) + self.in_loss(moment)
-        return self.tied_head(moment) + self.buckets(2)
+        # What has landed is on its way to the host, of two buckets at most.
+        landed = int((self.reduced(moment, done) + self.made(run, made)) / max(self.bucket, *self.down)) - 1
+        leaving = (
+            (1.0 - self.stay) * self.buckets(min(landed, IN_FLIGHT)) / self.layout.shards
+            if landed > 0
+            else 0.0
+        )
+        return self.tied_head(moment) + self.buckets(2) + leaving
 
     def buckets(self, count: int) -> float:
         return self.hold.reduce * min(count * max(self.bucket, *self.down), self.others)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.facts.calibration import NodeRates
-from shoal.facts.layout.offload import away_bytes, sums_every_micro_batch, waiting
+from shoal.facts.layout.offload import away_bytes, leaves_early, waiting
 from shoal.predict.workload import Workload
 
 # What copies that run beside matrix products slow these down by, measured on an H200.
@@ -63,7 +63,7 @@ def transfer(
     That has not been measured, and the search relies on it (``plan/best_first.py``).
     """
     layout, times = workload.layout, workload.accumulation
-    each = away_bytes(workload.recipe, layout.dp * layout.shards, times, workload.stack)
+    each = away_bytes(workload.recipe, layout, times, workload.stack)
     elements, layers = has.updated * away.optimizer, max(1, has.layers)
     leaving = elements * each.travelling / rates.link
     adding = elements * each.added / rates.update if times > 1 else 0.0
@@ -81,8 +81,8 @@ def transfer(
     if away.optimizer == 1.0:
         ready += has.embedding * each.travelling / rates.link
 
-    # In a pipeline gradients leave together, once a step.
-    at_once = times if sums_every_micro_batch(layout) else 0
+    # Elsewhere gradients leave together, once a step.
+    at_once = times if leaves_early(layout) else 0
     after = 0.0 if at_once else leaving
     beside_backward = max(fetching + returning, max(leaving, adding) if at_once else 0.0)
     beside_forward = max(fetching, sending)

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from shoal.facts.cluster.stack import Stack
 from shoal.facts.layout import Layout
-from shoal.facts.layout.offload import sums_every_micro_batch
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
 from shoal.facts.precision import compute_width, state_width
@@ -282,7 +281,7 @@ def _place(call: CollectiveCall, each_time: bool, layout: Layout) -> tuple[str, 
         if call.group in ("tp", "tp copies", "pp ends"):
             return "nothing", False
         scattered_each_time = each_time and layout.zero > 1 and call.op == "reduce_scatter"
-        if scattered_each_time or sums_every_micro_batch(layout):
+        if scattered_each_time:
             return "beside backward", True
         return "backward", False
     return "nothing", False

@@ -1,5 +1,4 @@
-"""Traffic of data parallelism (``dp``): every gradient once per step, in buckets; where it then leaves the device
-(``offload=optimizer``), every micro-batch.
+"""Traffic of data parallelism (``dp``): every gradient once per step, in buckets.
 
 all-reduce over ``dp``, a bucket: its elements · reduce width
 """
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shoal.facts.layout.buckets import even_share
-from shoal.facts.layout.offload import sums_every_micro_batch
 from shoal.facts.layout.parameter_groups import DENSE, ParameterGroup
 from shoal.facts.precision import gradient_width, reduce_width
 from shoal.predict.collective_call import CollectiveCall
@@ -48,18 +46,13 @@ def bucket_calls(
     workload: Workload, buckets: Iterable[tuple[int, int]], group: ParameterGroup
 ) -> list[CollectiveCall]:
     """Of buckets by their elements, so many of each."""
-    copies, width, passes = group.replicated, reduce_width(workload.recipe), sums(workload)
+    copies, width = group.replicated, reduce_width(workload.recipe)
     if copies.size == 1:
         return []
     return [
-        CollectiveCall("all_reduce", copies.name, elements * width, count * passes, "gradients")
+        CollectiveCall("all_reduce", copies.name, elements * width, count, "gradients")
         for elements, count in buckets
     ]
-
-
-def sums(workload: Workload) -> int:
-    """How often in a step copies sum their gradients."""
-    return workload.accumulation if sums_every_micro_batch(workload.layout) else 1
 
 
 def bucket_bytes(workload: Workload) -> int:

@@ -10,8 +10,6 @@ once a step, as if A were 1. Elements include padding.
                               (fp8: projections 1 byte)
               reduce-scatter  a unit, every micro-batch                            elements · reduce width
     M > 1     all-reduce      a bucket or unit over the copies, once a step        elements / N · reduce width
-
-Where gradients leave the device as they are summed (``offload=optimizer``), all sums are every micro-batch's.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from shoal.predict.rank_parameters import (
     projections,
     trained,
 )
-from shoal.predict.traffic.replicate import bucket_bytes, even_buckets, sums
+from shoal.predict.traffic.replicate import bucket_bytes, even_buckets
 from shoal.predict.workload import Workload
 
 
@@ -68,16 +66,14 @@ def bucket_calls(
 ) -> list[CollectiveCall]:
     """zero=1|2."""
     recipe, sharded, copies = workload.recipe, group.sharded, group.replicated
-    passes = workload.accumulation if group.zero == 2 and workload.layout.pp == 1 else sums(workload)
+    passes = workload.accumulation if group.zero == 2 and workload.layout.pp == 1 else 1
     found = []
     for elements, _, count, *_ in travelling:
         reduced = elements * reduce_width(recipe)
         found.append(CollectiveCall("reduce_scatter", sharded.name, reduced, count * passes, "gradients"))
         if copies.size > 1:
             found.append(
-                CollectiveCall(
-                    "all_reduce", copies.name, reduced // sharded.size, count * sums(workload), "gradients"
-                )
+                CollectiveCall("all_reduce", copies.name, reduced // sharded.size, count, "gradients")
             )
         found.append(
             CollectiveCall(
@@ -107,9 +103,7 @@ def unit_calls(
             found.append(CollectiveCall("reduce_scatter", sharded.name, reduced, count * passes, "gradients"))
         if gradients and copies.size > 1:
             found.append(
-                CollectiveCall(
-                    "all_reduce", copies.name, reduced // sharded.size, count * sums(workload), "gradients"
-                )
+                CollectiveCall("all_reduce", copies.name, reduced // sharded.size, count, "gradients")
             )
     return found
 

@@ -16,6 +16,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from shoal.facts.cluster.this_machine import usable_threads
+from shoal.facts.layout import Layout
 from shoal.facts.layout.offload import away_bytes
 from shoal.facts.recipe import Recipe
 
@@ -24,7 +25,9 @@ from shoal.facts.recipe import Recipe
 PIECE = 2**18
 TIMES = 5
 # Of one data rank with one micro-batch: gradients as they were computed.
-EACH = away_bytes(Recipe(precision="bf16", optimizer="adamw"), data_ranks=1, micro_batches=1)
+EACH = away_bytes(
+    Recipe(precision="bf16", optimizer="adamw"), Layout.parse("offload=optimizer"), micro_batches=1
+)
 
 
 def bytes_per_second(elements: int) -> float:

@@ -129,8 +129,10 @@ def _mark(tracker: MemoryTracker, step: Step, batches: Sequence[Batch]) -> None:
     for piece in pieces:
         kind = "optimizer" if piece.held.has_master else "params"
         tracker.mark([piece.tensor], kind if piece.away is None else HOST, module_of(piece.name))
-        if piece.tensor.grad is not None:
-            tracker.mark([piece.tensor.grad], "grads", module_of(piece.name))
+        # One that leaves the device is its parameter's until then.
+        found = piece.tensor.grad if piece.away is None else piece.held.parameter.grad
+        if found is not None:
+            tracker.mark([found], "grads", module_of(piece.name))
         states = step.optimizer.state.get(piece.tensor, {}).values()
         tracker.mark(
             (value for value in states if isinstance(value, Tensor)),
