@@ -34,9 +34,9 @@ def test_seven_billion_parameters_fit_one_card_of_24_gigabytes() -> None:
     assert away.fits and away.params == 2 * COUNT
     assert away.grads == away.optimizer == 0
     # Eight micro-batches: gradients add up in fp32, and come in two blocks at a time.
-    assert away.host == COUNT * (4 + 8 + 4 + 2) + 2 * BLOCK * 2
+    assert away.host == COUNT * (4 + 8 + 4) + 2 * BLOCK * 2
     one = held("micro=1,recompute=full,offload=optimizer", batch=1)
-    assert one.host == COUNT * (4 + 8 + 2 + 2)
+    assert one.host == COUNT * (4 + 8 + 2)
 
 
 def test_gradients_in_flight_are_two_blocks() -> None:
@@ -80,14 +80,14 @@ def test_ranks_that_sum_every_pass_keep_no_gradients_and_working_weights(layout:
     assert away.grads == away.optimizer == 0
     assert away.params == pytest.approx(2 * COUNT / (1 if "zero" in layout else 4), rel=1e-3)
     # Two micro-batches, which add up in fp32.
-    assert away.host == pytest.approx((COUNT * (4 + 8 + 4 + 2) + 2 * BLOCK * arrives) / 4, rel=1e-3)
+    assert away.host == pytest.approx((COUNT * (4 + 8 + 4) + 2 * BLOCK * arrives) / 4, rel=1e-3)
 
 
 @pytest.mark.parametrize(("layout", "shards"), [("dp=4", 1), ("fsdp=4,zero=1", 4)])
 def test_ranks_that_sum_once_a_step_keep_gradients_until_then(layout: str, shards: int) -> None:
     here, away = (held(f"{layout},micro=1{more}", on="4xH100") for more in ("", ",offload=optimizer"))
     assert away.grads == here.grads > 0 and away.optimizer == 0
-    assert away.host == pytest.approx(COUNT * (4 + 8 + 4 + 2) / shards, rel=1e-3)
+    assert away.host == pytest.approx(COUNT * (4 + 8 + 4) / shards, rel=1e-3)
 
 
 def test_lora_leaves_the_base_in_the_hosts_memory() -> None:

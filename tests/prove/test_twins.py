@@ -77,7 +77,7 @@ CASES += [
     ("fsdp=2,micro=1,recompute=full,offload=optimizer", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
     ("dp=2,fsdp=2,micro=1,offload=optimizer", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
     ("fsdp=2,zero=2,offload=optimizer", {"layers": 4}, {"precision": "bf16"}, 0),
-    ("fsdp=2,tp=2,offload=optimizer:0.5", {"layers": 4}, {"precision": "bf16"}, 1),
+    ("fsdp=2,tp=2,offload=optimizer", {"layers": 4}, {"precision": "bf16"}, 1),
     ("fsdp=2,zero=1,offload=optimizer", {"layers": 4}, {}, 0),
     ("dp=2,offload=optimizer", {"layers": 4}, {"precision": "bf16"}, 0),
     ("pp=2,micro=1,offload=optimizer", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),

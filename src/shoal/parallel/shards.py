@@ -203,7 +203,8 @@ def updated(held: HeldParameter, here: Tensor) -> tuple[nn.Parameter, Tensor | N
     if not held.has_master:
         return here if isinstance(here, nn.Parameter) else nn.Parameter(here), None
     master = nn.Parameter(torch.empty_like(here, dtype=held.states))
-    master.grad_dtype = held.parameter.grad_dtype
+    if not isinstance(held.parameter, DTensor):
+        master.grad_dtype = held.parameter.grad_dtype
     return master, here.detach()
 
 

@@ -143,7 +143,8 @@ class HostUpdate:
         exact = weight.dtype == torch.float64  # for which the scale that torch takes, fp32, is too coarse
         if not exact:
             steered["grad_scale"] = scale.float()
-        returned = state.back.bytes.view(working.dtype)
+        # Written part by part behind what is read.
+        returned = state.way_back(working)
         for start in range(0, weight.numel(), self.part):
             part = slice(start, min(start + self.part, weight.numel()))
             wide = gradient.view(-1)[part].to(weight.dtype, copy=True)

@@ -112,7 +112,7 @@ def test_an_update_moves_28_bytes_a_parameter() -> None:
 
 def test_where_they_wait() -> None:
     each = away_bytes(Recipe(precision="bf16"), ALONE, 1)
-    assert off_device(each, 1000, 100, nvme=False, adds_up=False) == OffDevice(16_000, 0)
-    assert off_device(each, 1000, 100, nvme=True, adds_up=False) == OffDevice(4000 + 200 * 12, 12_000)
+    assert off_device(each, 1000, 100, nvme=False, adds_up=False) == OffDevice(14_000, 0)
+    assert off_device(each, 1000, 100, nvme=True, adds_up=False) == OffDevice(2000 + 200 * 12, 12_000)
     summed = away_bytes(Recipe(precision="bf16"), ALONE, 4)
-    assert off_device(summed, 1000, 100, nvme=False, adds_up=True) == OffDevice(18_000 + 200 * 2, 0)
+    assert off_device(summed, 1000, 100, nvme=False, adds_up=True) == OffDevice(16_000 + 200 * 2, 0)

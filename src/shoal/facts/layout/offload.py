@@ -62,7 +62,7 @@ class AwayBytes(NamedTuple):
     master: float  # the copy that the host updates
     moments: float  # all other states of the optimizer
     gradient: float  # as it waits for the update
-    back: float  # the new weight, as it returns; where parameters are away too, it is where they rest
+    back: float  # the new weight, as it returns, in the gradient's place
     travelling: float  # the gradient on its way
 
     @property
@@ -71,14 +71,9 @@ class AwayBytes(NamedTuple):
         return self.master + self.moments
 
     @property
-    def passing(self) -> float:
-        """What is in the host's memory in any case."""
-        return self.gradient + self.back
-
-    @property
     def updated(self) -> float:
         """What an update moves: states are read and written, the gradient is read, the new weight written."""
-        return 2 * self.states + self.passing
+        return 2 * self.states + self.gradient + self.back
 
     @property
     def added(self) -> float:
@@ -120,5 +115,5 @@ def off_device(each: AwayBytes, elements: float, block: float, nvme: bool, adds_
     buffers = IN_FLIGHT * min(block, elements)
     landing = buffers * each.travelling if adds_up else 0.0
     if nvme:
-        return OffDevice(elements * each.passing + landing + buffers * each.states, elements * each.states)
-    return OffDevice(elements * (each.passing + each.states) + landing, 0.0)
+        return OffDevice(elements * each.gradient + landing + buffers * each.states, elements * each.states)
+    return OffDevice(elements * (each.gradient + each.states) + landing, 0.0)

@@ -29,7 +29,10 @@ BLOCKS, ENDS = "model.layers.", "ends"
 
 
 class AwayState:
-    """Of one piece whose master copy and moments the host has: its gradient there, and its new weight's way back."""
+    """Of one piece whose master copy and moments the host has: its gradient there, and its new weight's way back.
+
+    A new weight takes the place of the gradient that made it, which is at least as wide.
+    """
 
     def __init__(self, piece: Shard, memory: HostMemory) -> None:
         """From now on the optimizer updates a tensor of the host's, which the device's values follow."""
@@ -38,7 +41,6 @@ class AwayState:
         # What the host itself works on needs no pinned memory. Values are yet to come.
         master = torch.zeros(device.shape, dtype=piece.tensor.dtype, device="cpu")
         piece.tensor, piece.working, piece.away = nn.Parameter(master), device, self
-        self.back = memory.take(device.numel() * device.element_size())
         self.room: HostBuffer | None = None
         self.gradient: Tensor | None = None  # where it waits for the update
         self.times = 0  # micro-batches whose gradients have left, in this step
@@ -54,6 +56,11 @@ class AwayState:
             self.room = self.memory.take(like.numel() * dtype.itemsize)
             self.gradient = self.room.bytes.view(dtype).view(like.shape)
         return self.gradient
+
+    def way_back(self, working: Tensor) -> Tensor:
+        """Where new weights wait for the device: flat, from the beginning of where the gradient is."""
+        assert self.room is not None
+        return self.room.bytes.view(working.dtype)[: working.numel()]
 
     def arrived(self) -> Tensor | None:
         """The gradient, when all of it is here; None where none has left."""

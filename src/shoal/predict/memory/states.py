@@ -49,14 +49,12 @@ def elsewhere(rank: RankInventory) -> OffDevice:
         adds_up = adds_up and leaves_early(workload.layout)
         host, nvme = off_device(each, away, block, optimizer.nvme, adds_up)
     if params is not None:
-        # What returns from the update returns to where weights rest.
-        away = rank.offloaded("params")
-        weights, returned = away * (_weights(rank) + _frozen(rank)), away * updated * each.back
+        weights = rank.offloaded("params") * (_weights(rank) + _frozen(rank))
         if params.nvme:
             largest = max(run.block.share if rank.sharded else run.block.whole for run in rank.stages[0].runs)
-            nvme, host = nvme + weights, host + IN_FLIGHT * largest * rank.hold.compute - returned
+            nvme, host = nvme + weights, host + IN_FLIGHT * largest * rank.hold.compute
         else:
-            host += weights - returned
+            host += weights
     return OffDevice(host, nvme)
 
 

@@ -1,0 +1,116 @@
+"""Steps with and without offload on this machine's device, in turn: time, peak memory, host bytes, the floor.
+
+python benchmarks/offload.py llama3.2-1b --micro 8 --layouts "recompute=full;recompute=full,offload=activations"
+python benchmarks/offload.py llama3.2-1b --micro 8 --layouts "dp=1;offload=optimizer;offload=optimizer:0.6"
+python benchmarks/offload.py llama3-8b --micro 1 --cap-gib 48 --rounds 1 --layouts "recompute=full,offload=optimizer"
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+
+import torch
+from record import record
+
+from shoal.facts.cluster.this_machine import look
+from shoal.facts.config import TuneSection
+from shoal.facts.layout import Layout
+from shoal.facts.model.presets import PRESETS
+from shoal.facts.recipe import Recipe
+from shoal.models.initial import fill
+from shoal.parallel.mesh import Mesh
+from shoal.predict.memory import ledger
+from shoal.predict.time.step import step as predicted_step
+from shoal.predict.workload import Workload
+from shoal.train.data.loader import Batch
+from shoal.train.program import BACKEND, assemble, blueprint
+
+WARM_UP, STEPS = 3, 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--micro", type=int, default=8)
+    parser.add_argument("--batch", type=int, help="sequences a step; by default one micro-batch")
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--layouts", default="recompute=full;recompute=full,offload=activations")
+    parser.add_argument("--cap-gib", type=float, help="of the device's memory, no more than this")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--layout", help="only this one, in this process: prints a row as JSON")
+    options = parser.parse_args()
+    if options.layout:
+        print(json.dumps(measure(options, options.layout)))
+        return
+    for _ in range(options.rounds):
+        first = []
+        for layout in options.layouts.split(";"):
+            # A process for each: what another leaves on the device would be in its peak.
+            command = [sys.executable, __file__, *sys.argv[1:], "--layout", f"micro={options.micro},{layout}"]
+            said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            found = json.loads(said.splitlines()[-1])
+            first.append(found.pop("first_loss"))
+            record("offload", model=options.model, seq=options.seq, cap_gib=options.cap_gib, **found)
+        # The first loss alone: from then on they drift apart, as attention's backward pass adds up in any order.
+        assert len(set(first)) == 1, first
+
+
+def measure(options: argparse.Namespace, layout: str) -> dict[str, object]:
+    """Seconds of a step that is issued before the last one's numbers are read, as in training; median."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    if on_gpu and options.cap_gib:
+        share = options.cap_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(share)
+    model, parsed = PRESETS[options.model], Layout.parse(layout)
+    recipe = Recipe(seq=options.seq, batch=options.batch or options.micro, steps=100, precision="bf16")
+    backend = BACKEND if on_gpu and not options.eager else None
+    values = partial(fill, model=model, seed=0)
+    step = assemble(
+        blueprint(model, recipe), recipe, TuneSection(), Mesh(parsed, 0, device), values, compile_with=backend
+    )
+    torch.manual_seed(0)
+    tokens = torch.randint(0, model.vocab, (options.micro, options.seq)).to(device)
+    positions = torch.arange(options.seq, device=device).expand_as(tokens).contiguous()
+    rows = torch.arange(options.micro, device=device)
+    batch = Batch(tokens, tokens.roll(-1, 1), positions, None, rows, tokens.numel())
+    batches = [batch] * parsed.accumulation(recipe.batch)
+    targets = tokens.numel() * len(batches)
+    ends, issued, first_loss = [], None, 0.0
+    for number in range(1, WARM_UP + STEPS + 2):
+        if on_gpu and number == WARM_UP:
+            torch.cuda.reset_peak_memory_stats()
+        before, issued = issued, step.issue(number, batches, targets)
+        if before is not None:
+            loss = before.read().loss
+            first_loss = first_loss or loss
+        ends.append(time.perf_counter())
+    taken = [after - one for one, after in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)]
+    workload = Workload(model, look(), recipe, parsed, tune=TuneSection(), compile=backend is not None)
+    predicted = ledger(workload)
+    compiled = step.placed.compiled
+    return {
+        "layout": layout,
+        "batch": recipe.batch,
+        "compiled": compiled is not None and compiled.problem is None,
+        "step_s": statistics.median(taken),
+        "predicted_step_s": predicted_step(workload).seconds,
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "predicted_peak_bytes": predicted.peak_allocated,
+        "host_bytes": step.host_bytes,
+        "predicted_host_bytes": predicted.host,
+        "first_loss": first_loss,
+    }
+
+
+if __name__ == "__main__":
+    main()
