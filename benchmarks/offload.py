@@ -31,7 +31,7 @@ from shoal.predict.workload import Workload
 from shoal.train.data.loader import Batch
 from shoal.train.program import BACKEND, assemble, blueprint
 
-WARM_UP, STEPS = 3, 8
+WARM_UP = 3
 
 
 def main() -> None:
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--layouts", default="recompute=full;recompute=full,offload=activations")
     parser.add_argument("--cap-gib", type=float, help="of the device's memory, no more than this")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--layout", help="only this one, in this process: prints a row as JSON")
     options = parser.parse_args()
@@ -86,7 +87,7 @@ def measure(options: argparse.Namespace, layout: str) -> dict[str, object]:
     batches = [batch] * parsed.accumulation(recipe.batch)
     targets = tokens.numel() * len(batches)
     ends, issued, first_loss = [], None, 0.0
-    for number in range(1, WARM_UP + STEPS + 2):
+    for number in range(1, WARM_UP + options.steps + 2):
         if on_gpu and number == WARM_UP:
             torch.cuda.reset_peak_memory_stats()
         before, issued = issued, step.issue(number, batches, targets)

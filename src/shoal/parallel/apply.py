@@ -89,13 +89,21 @@ class Placed:
 
     def fill(self, give: Fill) -> None:
         """Give the network values: to the pieces that are updated here, from which all ranks' weights follow."""
-        give(
-            [
-                (piece.name, part)
-                for piece in self.gradients.pieces
-                for part in piece_slices(piece, piece.tensor)
-            ]
-        )
+        pieces = self.gradients.pieces
+        apart = [
+            piece
+            for piece in pieces
+            if piece.working is not None and piece.tensor.device != piece.working.device
+        ]
+        together = [piece for piece in pieces if piece not in apart]
+        give([(piece.name, part) for piece in together for part in piece_slices(piece, piece.tensor)])
+        for piece in apart:
+            # Made on the device, as without offload: a host takes minutes for what it makes in a second, and its
+            # functions round otherwise.
+            assert piece.working is not None
+            values = torch.empty_like(piece.working, dtype=piece.tensor.dtype)
+            give([(piece.name, part) for part in piece_slices(piece, values)])
+            piece.tensor.data.copy_(values)
         self.after_update()
 
     def after_update(self, copied: bool = False, returned: bool = False) -> None:
