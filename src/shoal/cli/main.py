@@ -56,7 +56,11 @@ for command, place, does in (
     ("init", "shoal.cli.init:init", "Write a commented config."),
     ("config", "shoal.cli.config:app", "Show every value of a config and where it came from."),
     ("data", "shoal.cli.data:app", "Tokenise data ahead of a run."),
-    ("checkpoint", "shoal.cli.checkpoint:app", "List a run's checkpoints; verify every byte."),
+    (
+        "checkpoint",
+        "shoal.cli.checkpoint:app",
+        "List a run's checkpoints; verify every byte; export to Hugging Face.",
+    ),
     (
         "bench",
         "shoal.cli.bench:app",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -89,6 +90,7 @@ def train(
             f"note: {loaded.recipe.precision} is very slow on CPUs without native support; use fp32"
         )
     with given.located():
+        job = local.fetched(job, console)
         if together:
             report = on_nodes.train(job, directory, together, fresh, console, visible)
         else:
@@ -110,6 +112,8 @@ def train(
 
 
 def _summary(report: Report, console: Console) -> None:
+    from shoal.train.run_directory import RunDirectory
+
     console.print(report.message, markup=False)
     if report.code != FINISHED:
         return
@@ -131,3 +135,10 @@ def _summary(report: Report, console: Console) -> None:
         path = report.run / file
         if any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size:
             console.print(f"  {path}  {what}", markup=False)
+    if RunDirectory(report.run).disk.committed():
+        # Words that a shell takes as they are, wherever the run lies.
+        run, model = (shlex.quote(str(each)) for each in (report.run, f"{report.run}-hf"))
+        console.print("next")
+        console.print(
+            f"  shoal checkpoint export {run} --to hf {model}  for transformers, vLLM, TGI", markup=False
+        )
