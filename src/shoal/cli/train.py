@@ -139,6 +139,7 @@ def _summary(report: Report, console: Console) -> None:
         # Words that a shell takes as they are, wherever the run lies.
         run, model = (shlex.quote(str(each)) for each in (report.run, f"{report.run}-hf"))
         console.print("next")
+        console.print(f'  shoal generate {run} "Once upon a time"  text from its weights', markup=False)
         console.print(
             f"  shoal checkpoint export {run} --to hf {model}  for transformers, vLLM, TGI", markup=False
         )
