@@ -90,13 +90,13 @@ def generate(
             "a shorter prompt",
         )
 
-    from shoal.models.generate import Candidates
+    from shoal.models.generate import TokenCandidates
     from shoal.train.write_text import TextRequest
 
     count = min(tokens, room)
     ends = launcher.ends_of(source, reader)
     request = TextRequest(
-        source.weights, tuple(ids), count, ends, temperature, Candidates(top_k, top_p), seed
+        source.weights, tuple(ids), count, ends, temperature, TokenCandidates(top_k, top_p), seed
     )
     shown = 0
 

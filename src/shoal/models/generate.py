@@ -15,7 +15,7 @@ Score = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Candidates:
+class TokenCandidates:
     """Which tokens may be drawn: the ``top_k`` likeliest (0: all), of those the likeliest that make up ``top_p``."""
 
     top_k: int = 0
@@ -35,7 +35,7 @@ class Candidates:
         return scores
 
 
-ALL = Candidates()
+ALL = TokenCandidates()
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def generate(
     key: int,
     end: int | None = None,
     longest: int | None = None,
-    candidates: Candidates = ALL,
+    candidates: TokenCandidates = ALL,
     told: Callable[[Tensor], None] = lambda tokens: None,
 ) -> Tensor:
     """Append up to ``count`` tokens to each row of [B, T]; a row that met ``end`` is filled up with it.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.facts.layout.sequence import length_unit
-from shoal.models.generate import Candidates, generate
+from shoal.models.generate import TokenCandidates, generate
 from shoal.models.key_value_cache import KeyValueCache
 from shoal.models.random import key
 from shoal.parallel.apply import Placed, apply
@@ -34,7 +34,7 @@ class TextRequest:
     count: int  # tokens to write, at most
     ends: tuple[int, ...]  # tokens that end a text
     temperature: float
-    candidates: Candidates
+    candidates: TokenCandidates
     seed: int
 
 
