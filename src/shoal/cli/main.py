@@ -54,6 +54,7 @@ for command, place, does in (
         "Inject faults into a run and prove that they changed nothing.",
     ),
     ("generate", "shoal.cli.generate:generate", "Write text with a run's weights."),
+    ("evaluate", "shoal.cli.evaluate:evaluate", "Compute the loss of a run's weights on data sets."),
     ("init", "shoal.cli.init:init", "Write a commented config."),
     ("config", "shoal.cli.config:app", "Show every value of a config and where it came from."),
     ("data", "shoal.cli.data:app", "Tokenise data ahead of a run."),
