@@ -23,6 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": GROUPED | {"sliding_window": 11},
     "qwen2": GROUPED | {"tie_word_embeddings": True},
     "qwen3": GROUPED | {"head_dim": 12},
+    "phi3": GROUPED | {"partial_rotary_factor": 0.5},
     "gpt2": {"vocab_size": 264, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "gpt_neox": SMALL | {"rotary_pct": 0.5},
     "mixtral": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},

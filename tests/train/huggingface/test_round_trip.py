@@ -40,6 +40,8 @@ CASES = [
     ("mistral", "tp=2"),
     ("qwen2", "pp=2"),
     ("qwen3", "cp=2"),
+    ("phi3", "tp=2"),
+    ("phi3", "fsdp=2"),
     ("gpt2", "tp=2"),
     ("gpt_neox", "fsdp=2"),
     ("mixtral", "dp=2,ep=2"),

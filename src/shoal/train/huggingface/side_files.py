@@ -83,7 +83,8 @@ def write_side_files(into: Path, model: Model, dtype: str, origin: Origin) -> No
         )
     before = _first_json(origin, "config.json")
     ids = {key: before[key] for key in TOKEN_IDS if key in before}
-    ids = {"bos_token_id": None, "eos_token_id": tokenizer.end} | ids
+    # Said even where there is none: some families assume one beyond a small vocabulary.
+    ids = {"bos_token_id": None, "pad_token_id": None, "eos_token_id": tokenizer.end} | ids
     # ``dtype`` is what transformers 5 reads, ``torch_dtype`` what 4 does.
     config |= {**ids, "dtype": dtype, "torch_dtype": dtype, "use_cache": True}
     generation = _first_json(origin, GENERATION) or {key: one for key, one in ids.items() if one is not None}
