@@ -25,7 +25,7 @@ from shoal.train.files import StepFile, read_rows
 from shoal.train.run_directory import RunDirectory, identity
 
 # What the states of a checkpoint are made for: the samples that were used, and what the optimizer keeps.
-KEPT = ("recipe.batch", "recipe.optimizer")
+KEPT = ("recipe.batch", "recipe.optimizer", "recipe.ema")
 COPIED_AT_ONCE = 1 << 24
 
 
@@ -96,10 +96,10 @@ def check_branch(job: Job, start: ListedCheckpoint) -> None:
         )
     now = identity(job, "")
     for key in KEPT:
-        then = start.manifest.identity.get(key)
-        if then is not None and then != now[key]:
+        then = start.manifest.identity.get(key, now.get(key))  # it may be older than a field of the recipe
+        if then != now.get(key):
             problems.append(
-                Problem(f"{start.name} has {key} = {then!r}, this job {now[key]!r}", f"set {key} back")
+                Problem(f"{start.name} has {key} = {then!r}, this job {now.get(key)!r}", f"set {key} back")
             )
     if start.step >= job.config.recipe.steps:
         problems.append(
