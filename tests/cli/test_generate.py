@@ -120,6 +120,30 @@ def test_an_answer_to_a_message(tmp_path: Path, capsys: Output) -> None:
     assert ended["tokens"] == first[:1] and ended["ended"]
 
 
+def test_a_prompt_begins_as_its_tokenizer_has_it(tmp_path: Path, capsys: Output) -> None:
+    """Llama's begins every text with a token of its own; transformers continues from there, and so do we."""
+    path = model_directory("llama", tmp_path / "model")
+    plain = written(capsys, path, PROMPT, "--tokens", 8, "--temperature", 0)["tokens"]
+    content = json.loads((path / "tokenizer.json").read_text())
+    end = {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": end["id"], "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {end["id"]: end},
+    }
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    begun = written(capsys, path, PROMPT, "--tokens", 8, "--temperature", 0)["tokens"]
+    theirs = transformers.AutoTokenizer.from_pretrained(path)(PROMPT, return_tensors="pt")["input_ids"]
+    assert theirs[0, 0] == 256
+    with torch.no_grad():
+        assert begun[0] == int(load(path)(theirs).logits[0, -1].argmax())
+    assert begun != plain
+
+
 def test_bad_input_is_one_line(tmp_path: Path, capsys: Output) -> None:
     path = model_directory("llama", tmp_path / "model")
     for words, reason in (

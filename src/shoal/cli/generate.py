@@ -82,7 +82,7 @@ def generate(
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     job = launcher.job_for(source, layout, precision, tokens, visible)
     reader = launcher.tokenizer_of(source, job)
-    ids = [int(one) for one in reader.encode_batch([text])[0]] or [reader.end]
+    ids = launcher.prompt_tokens(source, reader, text, chat) or [reader.end]
     room = job.model.max_positions - len(ids)
     if room < 1:
         raise BadInput(

@@ -77,6 +77,23 @@ def tokenizer_of(source: TextSource, job: Job) -> Tokenizer:
     return tokenizer
 
 
+def prompt_tokens(source: TextSource, tokenizer: Tokenizer, text: str, chat: bool) -> list[int]:
+    """A run continues text as it was trained on it; a model directory's tokenizer may begin one with a token.
+
+    A chat template has that token in its text.
+    """
+    path = Path(source.weights) / "tokenizer.json"
+    if chat or source.origin.tokenizer != source.weights or not path.is_file():
+        return [int(one) for one in tokenizer.encode_batch([text])[0]]
+    from tokenizers import Tokenizer as Reader
+
+    reader = Reader.from_file(str(path))
+    reader.no_truncation()
+    reader.no_padding()
+    found: list[int] = reader.encode(text).ids
+    return found
+
+
 def ends_of(source: TextSource, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens that end a text: the tokenizer's, and those of the generation config, which may be several."""
     ends = [tokenizer.end]
@@ -95,8 +112,12 @@ def chat_prompt(origin: Origin, messages: list[dict[str, str]]) -> str:
     folder = path if path.is_dir() else path.parent
     if origin.tokenizer == "bytes" and origin.template is None:
         raise BadInput('the tokenizer "bytes" has no chat template', "leave out --chat")
-    import transformers
-
+    try:
+        import transformers
+    except ImportError:
+        raise BadInput(
+            "--chat needs the transformers package", "pip install -e '.[hf]' in Shoal's checkout"
+        ) from None
     try:
         template = origin.template.read_text(encoding="utf-8") if origin.template is not None else None
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

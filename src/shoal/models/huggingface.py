@@ -81,8 +81,7 @@ class WeightFiles:
         self._file_of: dict[str, Path] = {}
         self._open: tuple[Path, Any] | None = None
         self._mapped = 0
-        self._check_index()
-        for path in sorted(directory.glob("*.safetensors")):
+        for path in self._indexed() or sorted(directory.glob("*.safetensors")):
             try:
                 with safe_open(path, framework="pt") as file:
                     self._file_of.update(dict.fromkeys(file.keys(), path))
@@ -100,11 +99,11 @@ class WeightFiles:
         self._prefixes = ("", "model.", "transformer.", "gpt_neox.")
         self.check(model)
 
-    def _check_index(self) -> None:
-        """A directory that was copied or downloaded in part lacks files that its index names."""
+    def _indexed(self) -> list[Path]:
+        """The files that an index names, where there is one. A directory that was downloaded in part lacks some."""
         path = self.directory / INDEX
         if not path.is_file():
-            return
+            return []
         try:
             named = set(parse_json(read_bytes(path, LARGEST_INDEX))["weight_map"].values())
             missing = sorted(name for name in named if not (self.directory / str(name)).is_file())
@@ -118,6 +117,7 @@ class WeightFiles:
                 f"that {INDEX} names: {missing[0]}{', …' * (len(missing) > 1)}",
                 "it was not downloaded whole: download the rest",
             )
+        return sorted(self.directory / name for name in named)
 
     def check(self, model: Model) -> None:
         """Every tensor there, in a dtype that we train, with the model's shape; else what is wrong, at once."""
