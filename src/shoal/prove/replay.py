@@ -168,8 +168,9 @@ def _differing(target: ListedCheckpoint, scratch: RunDirectory, limit: float) ->
     """Every tensor of the run's checkpoint, state by state, that is not what the scratch run has now."""
     theirs, ours = Checkpoint(target.place, target.step), Checkpoint(scratch.disk, target.step)
     found = []
+    both = _held(theirs) & _held(ours)
     for state in sorted(theirs.states & ours.states):
-        for name in theirs.manifest.shapes:
+        for name in (name for name in theirs.manifest.shapes if (state, name) in both):
             then, now = (one.tensor(state, name).double() for one in (theirs, ours))
             largest = max(float(now.abs().max()), 1e-30)
             apart = ((then - now).abs() / largest).nan_to_num(nan=math.inf, posinf=math.inf)
@@ -181,6 +182,16 @@ def _differing(target: ListedCheckpoint, scratch: RunDirectory, limit: float) ->
                 values = float(then.reshape(-1)[place]), float(now.reshape(-1)[place])
                 found.append(TensorDifference(name, state, index, *values, amount, owner))
     return found
+
+
+def _held(checkpoint: Checkpoint) -> set[tuple[str, str]]:
+    """The states that there are of each tensor, as large as the tensor."""
+    shapes = checkpoint.manifest.shapes
+    return {
+        (one.state, one.tensor)
+        for one in checkpoint.manifest.pieces
+        if len(one.size) == len(shapes[one.tensor])
+    }
 
 
 def _index(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
