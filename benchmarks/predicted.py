@@ -29,7 +29,8 @@ from shoal.launch.ranks import RankFailed, run_ranks
 from shoal.plan.resolve import Job
 from shoal.predict.workload import Workload
 from shoal.train.data.loader import Batch
-from shoal.train.program import BACKEND, assemble, blueprint, first_weights
+from shoal.train.first_weights import first_weights
+from shoal.train.program import BACKEND, assemble, blueprint
 
 # Long enough that clocks are those of a long run.
 WARM_SECONDS = 2.0

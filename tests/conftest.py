@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ from shoal.train.files import read_rows
 from shoal.train.run_directory import RunDirectory
 from tests import ranks
 
+# No test asks the network for a model. Those of the Hub's names have a server of their own.
+os.environ["HF_HUB_OFFLINE"] = "1"
 # A busy machine is no failure: what an example may cost is not measured on a clock.
 hypothesis.settings.register_profile(
     "shoal", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -21,7 +21,18 @@ SIZES = {
     "num_attention_heads": 128,
 }
 GPT2_SIZES = {"vocab_size": 64, "n_embd": 256, "n_layer": 30, "n_head": 128}
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+)
 
 
 def config_of(family: str, **others: Any) -> dict[str, Any]:

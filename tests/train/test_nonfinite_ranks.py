@@ -16,7 +16,8 @@ from shoal.parallel.execute import Executor
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job, resolve
 from shoal.train.data.dataset import Dataset
-from shoal.train.program import Program, first_weights
+from shoal.train.first_weights import first_weights
+from shoal.train.program import Program
 
 
 def poisoned_step(rank: int, world: int, jobs: list[Job], dataset: Path) -> list[tuple[bool, bool]]:

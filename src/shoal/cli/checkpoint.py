@@ -1,11 +1,12 @@
-"""``shoal checkpoint``: list and verify checkpoints."""
+"""``shoal checkpoint``: list, verify and export checkpoints."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
+from cyclopts.validators import Number
 
 from shoal.cli.show import print_columns, print_json
 
@@ -103,6 +104,74 @@ def verify(path: Path, /, *, json: Annotated[bool, Parameter(negative=())] = Fal
         state = f"{damaged} of {len(verdicts)} damaged" if damaged else f"{len(verdicts)} sound"
         print(f"{state}: {_size(size)} in {seconds:.1f} s, {_rate(size, seconds):.2f} GB/s")
     return int(damaged > 0)
+
+
+@app.command
+def export(
+    path: Path,
+    directory: Path,
+    /,
+    *,
+    to: Literal["hf"] = "hf",
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None,
+    tokenizer: str | None = None,
+    shard_gb: Annotated[float, Parameter(validator=Number(gt=0, lte=1e6))] = 5.0,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Write a checkpoint as a Hugging Face model directory, which transformers, vLLM and TGI load.
+
+    Example: shoal checkpoint export runs/tiny --to hf tiny-hf --dtype bf16
+
+    Weights in safetensors, config.json, generation_config.json, the tokenizer and its chat template. Every byte is
+    checked as it is read; tensors are written one after the other, so it takes little memory. The directory appears
+    when it is whole.
+
+    Parameters
+    ----------
+    path
+        A run's directory (its newest sound checkpoint is taken), or one checkpoint.
+    directory
+        The directory to write; it must not exist yet, or be empty.
+    to
+        The format: hf.
+    dtype
+        Of the weights: fp32, bf16, fp16 or fp64; by default as the run keeps them (recipe.states).
+    tokenizer
+        A tokenizer.json, or bytes; by default the run's own.
+    shard_gb
+        The most gigabytes of one weight file.
+    json
+        Print one JSON document.
+    """
+    from dataclasses import replace
+
+    from shoal.cli.main import fail
+    from shoal.facts.problem import Problem
+    from shoal.launch.report import FAILED
+    from shoal.train.checkpoint.listing import newest_sound, run_of
+    from shoal.train.checkpoint.manifest import Damaged
+    from shoal.train.huggingface.side_files import origin_of
+
+    found = newest_sound(path)
+    assert found.manifest is not None
+    origin = origin_of(found.manifest, run_of(path))
+    if tokenizer is not None:
+        origin = replace(origin, tokenizer=tokenizer)
+    from shoal.train.huggingface.export import export as write  # torch: after all that needs none of it
+
+    try:
+        done = write(found, directory, origin, dtype, int(shard_gb * 1e9))
+    except Damaged as error:
+        fix = (
+            "nothing was written; shoal checkpoint verify names all damage, an older checkpoint may be sound"
+        )
+        return fail([Problem(str(error), fix)], FAILED, json)
+    if json:
+        print_json({**vars(done), "path": str(done.path), "checkpoint": found.name})
+    else:
+        files = f"{done.tensors} tensors of {done.dtype} in {done.files} file{'s' * (done.files > 1)}"
+        print(f"{done.path}: step {done.step}, {files}, {_size(done.bytes)}")
+    return 0
 
 
 def _row(found: ListedCheckpoint) -> tuple[str, ...]:

@@ -53,10 +53,21 @@ for command, place, does in (
         "shoal.cli.chaos:chaos",
         "Inject faults into a run and prove that they changed nothing.",
     ),
+    ("generate", "shoal.cli.generate:generate", "Write text with a run's weights."),
+    ("evaluate", "shoal.cli.evaluate:evaluate", "Compute the loss of a run's weights on data sets."),
+    (
+        "replay",
+        "shoal.cli.replay:replay",
+        "Repeat a past step of a run and compare it with what was recorded.",
+    ),
     ("init", "shoal.cli.init:init", "Write a commented config."),
     ("config", "shoal.cli.config:app", "Show every value of a config and where it came from."),
     ("data", "shoal.cli.data:app", "Tokenise data ahead of a run."),
-    ("checkpoint", "shoal.cli.checkpoint:app", "List a run's checkpoints; verify every byte."),
+    (
+        "checkpoint",
+        "shoal.cli.checkpoint:app",
+        "List a run's checkpoints; verify every byte; export to Hugging Face.",
+    ),
     (
         "bench",
         "shoal.cli.bench:app",

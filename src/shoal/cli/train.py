@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from shoal.cli.show import counted
 from shoal.launch.report import FAILED, FINISHED, Report
 from shoal.launch.screen import Console
+
+if TYPE_CHECKING:
+    from shoal.plan.resolve import Job
+    from shoal.train.run_directory import RunDirectory
 
 
 def train(
@@ -21,6 +26,8 @@ def train(
     layout: str | None = None,
     run: Path | None = None,
     fresh: Annotated[bool, Parameter(negative=())] = False,
+    extend: Annotated[bool, Parameter(negative=())] = False,
+    branch: Path | None = None,
     nodes: str | None = None,
     node: str | None = None,
     calibration: bool = True,
@@ -50,6 +57,11 @@ def train(
         The run directory itself; by default [run] dir and name.
     fresh
         Start over; an old run in the same directory is moved aside.
+    extend
+        Give the run more steps (recipe.steps), with the warm-up that it began with. Where its learning rate decays
+        already, the longer run branches from the last checkpoint before that, into a directory of its own.
+    branch
+        Begin a new run with the whole state of this checkpoint (of a run: of its newest): weights, optimizer, step.
     nodes
         How many machines run this command: a number, or minimum:maximum, as in 2:4.
     node
@@ -89,6 +101,8 @@ def train(
             f"note: {loaded.recipe.precision} is very slow on CPUs without native support; use fp32"
         )
     with given.located():
+        job = local.fetched(job, console)
+        job, directory = _further(job, directory, extend, branch, fresh, together is not None, console)
         if together:
             report = on_nodes.train(job, directory, together, fresh, console, visible)
         else:
@@ -109,7 +123,46 @@ def train(
     return report.code
 
 
+def _further(
+    job: Job,
+    run: RunDirectory,
+    extend: bool,
+    branch: Path | None,
+    fresh: bool,
+    together: bool,
+    console: Console,
+) -> tuple[Job, RunDirectory]:
+    """What --extend and --branch make of a job and its run."""
+    from shoal.facts.problem import BadInput
+    from shoal.launch import local
+    from shoal.train import branch as further
+    from shoal.train.checkpoint.listing import newest_sound
+
+    if sum((extend, branch is not None, fresh)) > 1:
+        raise BadInput("--extend, --branch and --fresh: only one of them at a time", "leave out the others")
+    start = None
+    if extend:
+        found = further.extend(job, run)
+        console.print(found.note, markup=False)
+        job, run, start = found.job, found.run, found.branch
+    elif branch is not None:
+        start = newest_sound(branch)
+    run.keep_in(job.config.checkpoint.to)
+    if start is not None and not run.begun:
+        if together:
+            raise BadInput(
+                "a branch is begun on one machine", "the same command once without --nodes, on one of them"
+            )
+        further.check_branch(job, start)
+        local.check(job, run, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        console.print(f"branching from {start.name}", markup=False)
+        further.branch(job, run, start, local.tokenised(job, console).fingerprint)
+    return job, run
+
+
 def _summary(report: Report, console: Console) -> None:
+    from shoal.train.run_directory import RunDirectory
+
     console.print(report.message, markup=False)
     if report.code != FINISHED:
         return
@@ -131,3 +184,11 @@ def _summary(report: Report, console: Console) -> None:
         path = report.run / file
         if any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size:
             console.print(f"  {path}  {what}", markup=False)
+    if RunDirectory(report.run).disk.committed():
+        # Words that a shell takes as they are, wherever the run lies.
+        run, model = (shlex.quote(str(each)) for each in (report.run, f"{report.run}-hf"))
+        console.print("next")
+        console.print(f'  shoal generate {run} "Once upon a time"  text from its weights', markup=False)
+        console.print(
+            f"  shoal checkpoint export {run} --to hf {model}  for transformers, vLLM, TGI", markup=False
+        )

@@ -18,8 +18,8 @@ from shoal.parallel.signed_store import SignedStore
 from shoal.plan.resolve import Job
 
 
-def init_rank(job: Job, rank: int, local_rank: int, store: SignedStore, nodes: int = 1) -> Mesh:
-    """Join the other ranks of a job; ``store`` is where they meet. Each of the ``nodes`` has as many of them."""
+def init_rank(job: Job, rank: int, local_rank: int, store: SignedStore | None, nodes: int = 1) -> Mesh:
+    """Join the other ranks of a job; ``store`` is where several meet. Each of the ``nodes`` has as many of them."""
     here = job.layout.world // nodes
     timeout = timedelta(seconds=job.config.fault.timeout)
     # Left to themselves they listen wherever the host's name points to.
@@ -45,6 +45,7 @@ def init_rank(job: Job, rank: int, local_rank: int, store: SignedStore, nodes: i
     if job.compilation.on or device.type == "cuda":
         use_compile_cache(here)
     if job.layout.world > 1:
+        assert store is not None
         dist.init_process_group(
             backend, store=store.plain, rank=rank, world_size=job.layout.world, timeout=timeout
         )

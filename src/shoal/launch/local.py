@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from shoal.facts.cluster import this_machine as machine
 from shoal.facts.config import Config, DataSection
+from shoal.facts.model import hub
 from shoal.facts.problem import BadInput
 from shoal.launch.environment import passed_on
 from shoal.launch.interfaces import address_of
@@ -184,11 +186,11 @@ def tokenised(job: Job, console: Console) -> Dataset:
     """The tokenised data, refused where it has ids that the model has no row for."""
     data = job.config.data
     tokenizer = open_tokenizer(data.tokenizer, data.end_token)
-    if tokenizer.end >= job.model.vocab:  # known without reading any text, for every document ends in it
+    if tokenizer.vocab > job.model.vocab:  # known without reading any text
         raise BadInput(
-            f"tokenizer {data.tokenizer} ends documents with id {tokenizer.end}, "
+            f"tokenizer {data.tokenizer} has {tokenizer.vocab} tokens (the last, with id {tokenizer.vocab - 1}), "
             f"but {job.model.name} has a vocabulary of {job.model.vocab}",
-            f"a model with a vocabulary of at least {tokenizer.vocab}",
+            f"the model's own tokenizer, or a model with a vocabulary of at least {tokenizer.vocab}",
         )
     dataset = Dataset.open(prepared(data, console))
     check_vocabulary(dataset, job.model.vocab)
@@ -203,12 +205,25 @@ def tokenised(job: Job, console: Console) -> Dataset:
     return dataset
 
 
-def check_weights(job: Job, run: RunDirectory | None) -> None:
-    """Refuse first weights of another model; a run that has a checkpoint needs none."""
-    if job.config.model.init_from is not None and not (run and run.step()):
-        from shoal.models.huggingface import WeightFiles
+def fetched(job: Job, console: Console) -> Job:
+    """The job with first weights of the Hub on this machine: here its files are fetched, if they have to be."""
+    name, shape = job.config.model.init_from, job.config.model.path
+    if name is None or not hub.is_hub_name(name):
+        return job
+    console.print(f"fetching {name} from the Hub, unless it is here", markup=False)
+    place = str(hub.fetch(name, hub.WEIGHTS))
+    model = job.config.model.model_copy(
+        update={"init_from": place, "path": place if shape == name else shape}
+    )
+    return replace(job, config=job.config.model_copy(update={"model": model}))
 
-        WeightFiles(Path(job.config.model.init_from).expanduser(), job.model)
+
+def check_weights(job: Job, run: RunDirectory | None) -> None:
+    """Refuse first weights that are not whole, or of another model; a run that has a checkpoint needs none."""
+    if job.config.model.init_from is not None and not (run and run.step()):
+        from shoal.train.first_weights import weights_of
+
+        weights_of(job.config.model.init_from, job.model)
 
 
 def warm_workers(preload: Sequence[str], config: Config | None = None) -> None:

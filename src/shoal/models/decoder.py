@@ -1,5 +1,5 @@
-"""The decoder: one network for Llama, Mistral, Qwen2, Qwen3, GPT-2, NeoX, Mixtral, Qwen3-MoE and DeepSeek-V3,
-configured by its ``Model``.
+"""The decoder: one network for Llama, Mistral, Qwen2, Qwen3, Phi-3, GPT-2, NeoX, Mixtral, Qwen3-MoE and
+DeepSeek-V3, configured by its ``Model``.
 
 Parameters carry Llama's Hugging Face names whatever the family, and nothing here knows of parallelism.
 """

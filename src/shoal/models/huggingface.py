@@ -1,15 +1,18 @@
-"""Convert parameters to and from Hugging Face's tensors along the views in ``facts``; read weight files."""
+"""Convert parameters to and from Hugging Face's tensors along the views in ``facts``; read weight files by slices."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shoal.facts.input.untrusted_files import parse_json, read_bytes
 from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import View, intersect, views
 from shoal.facts.model.parameters import parameters
@@ -17,29 +20,45 @@ from shoal.facts.model.tensor_split import box_slices
 from shoal.facts.problem import BadInput, Problem
 from shoal.models.initial import Slice, whole
 
+# A box of one of Hugging Face's tensors: its name, the box's offset, its shape.
+ReadBox = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
+
+INDEX = "model.safetensors.index.json"
+LARGEST_INDEX = 1 << 28
+FLOATS = ("F64", "F32", "BF16", "F16")
+# Elements that are read at a time, between the file and where they belong.
+AT_ONCE = 1 << 23
+# A file is mapped into memory, and what was read of it counts as ours until it is closed.
+MOST_MAPPED = 1 << 26
+
 
 def from_tensors(model: Model, read: Callable[[str], Tensor], canonical: Mapping[str, Tensor]) -> None:
-    """Fill whole parameters of ours from Hugging Face's tensors, each read once."""
-    fill_slices(model, read, ((name, whole(name, tensor)) for name, tensor in canonical.items()))
+    """Fill whole parameters of ours from Hugging Face's tensors."""
+
+    def box(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        return read(name)[box_slices(offset, shape)]
+
+    fill_slices(model, box, ((name, whole(name, tensor)) for name, tensor in canonical.items()))
 
 
 @torch.no_grad()
-def fill_slices(model: Model, read: Callable[[str], Tensor], slices: Iterable[tuple[str, Slice]]) -> None:
-    """Fill parts of our parameters from Hugging Face's tensors: each that has such a part is read once."""
+def fill_slices(model: Model, read: ReadBox, slices: Iterable[tuple[str, Slice]]) -> None:
+    """Fill parts of our parameters from Hugging Face's tensors, of which only what is wanted is read."""
     wanted: dict[str, list[Slice]] = {}
     for name, part in slices:
         wanted.setdefault(name, []).append(part)
     for name, boxes in _by_tensor(model):
-        tensor: Tensor | None = None
         for box in boxes:
             for part in wanted.get(box.canonical, ()):
                 overlap = intersect(box, part.offset, tuple(part.local.shape))
                 if overlap is None:
                     continue
-                tensor = read(name) if tensor is None else tensor
-                theirs = tensor[box_slices(overlap.tensor_offset, overlap.tensor_shape)]
                 ours = part.local[box_slices(overlap.slice_offset, overlap.slice_shape)]
-                ours.copy_(theirs.T if box.transposed else theirs)  # one expert is a stack of one
+                ours = ours[0] if box.stacked else ours.T if box.transposed else ours
+                for start, stop in _row_ranges(overlap.tensor_shape):
+                    first, *rest = overlap.tensor_offset
+                    shape = (stop - start, *overlap.tensor_shape[1:])
+                    ours[start:stop].copy_(read(name, (first + start, *rest), shape))
 
 
 def _by_tensor(model: Model) -> Iterator[tuple[str, list[View]]]:
@@ -48,45 +67,82 @@ def _by_tensor(model: Model) -> Iterator[tuple[str, list[View]]]:
         yield name, list(boxes)
 
 
+def _row_ranges(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    step = max(AT_ONCE // math.prod(shape[1:]), 1)
+    for start in range(0, shape[0], step):
+        yield start, min(start + step, shape[0])
+
+
 class WeightFiles:
-    """The tensors of a model directory's safetensors files, by name."""
+    """The tensors of a model directory's safetensors files, by name. Made once a process: all is checked here."""
 
     def __init__(self, directory: Path, model: Model) -> None:
         self.directory = directory
         self._file_of: dict[str, Path] = {}
-        for path in sorted(directory.glob("*.safetensors")):
+        self._open: tuple[Path, Any] | None = None
+        self._mapped = 0
+        for path in self._indexed() or sorted(directory.glob("*.safetensors")):
             try:
                 with safe_open(path, framework="pt") as file:
                     self._file_of.update(dict.fromkeys(file.keys(), path))
             except (SafetensorError, OSError) as error:
                 raise BadInput(
-                    f"model.init_from: {path} cannot be read: {error}", "download it again"
+                    f"model.init_from: {path} cannot be read, it is damaged or was not downloaded whole: {error}",
+                    "download it again",
                 ) from None
         if not self._file_of:
             raise BadInput(
                 f"model.init_from: no *.safetensors files in {directory}",
-                "a Hugging Face model directory: config.json and *.safetensors",
+                "a Hugging Face model directory (config.json and *.safetensors), a run or a checkpoint",
             )
         # Some published files hold the bare decoder, without the prefix its language model adds.
         self._prefixes = ("", "model.", "transformer.", "gpt_neox.")
         self.check(model)
 
+    def _indexed(self) -> list[Path]:
+        """The files that an index names, where there is one. A directory that was downloaded in part lacks some."""
+        path = self.directory / INDEX
+        if not path.is_file():
+            return []
+        try:
+            named = set(parse_json(read_bytes(path, LARGEST_INDEX))["weight_map"].values())
+            missing = sorted(name for name in named if not (self.directory / str(name)).is_file())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise BadInput(
+                f"model.init_from: {path} cannot be read as an index", "download it again"
+            ) from None
+        if missing:
+            raise BadInput(
+                f"model.init_from: {self.directory} lacks {len(missing)} of the {len(named)} files "
+                f"that {INDEX} names: {missing[0]}{', …' * (len(missing) > 1)}",
+                "it was not downloaded whole: download the rest",
+            )
+        return sorted(self.directory / name for name in named)
+
     def check(self, model: Model) -> None:
-        """Every tensor there, with the model's shape; else everything that is wrong, at once."""
-        problems = []
+        """Every tensor there, in a dtype that we train, with the model's shape; else what is wrong, at once."""
+        problems, quantized = [], []
         for parameter in parameters(model):
             found = self._find(parameter.name)
             if found is None:
                 problems.append(Problem(f"model.init_from: {self.directory} has no {parameter.name}"))
                 continue
-            with safe_open(self._file_of[found], framework="pt") as file:
-                shape = tuple(file.get_slice(found).get_shape())
-            if shape != parameter.shape:
+            held = self._slice(found)
+            shape, dtype = tuple(held.get_shape()), held.get_dtype()
+            if dtype not in FLOATS:
+                quantized.append(f"{parameter.name} is stored as {dtype}")
+            elif shape != parameter.shape:
                 problems.append(
                     Problem(
                         f"model.init_from: {parameter.name} is {shape}, {model.name} has {parameter.shape}"
                     )
                 )
+        self.close()
+        if quantized:
+            raise BadInput(
+                f"model.init_from: {self.directory}: {quantized[0]}, and {len(quantized) - 1} more so",
+                f"weights in {', '.join(FLOATS)}: quantized ones are not trained",
+            )
         if problems:
             shown = problems[:5]
             if len(problems) > len(shown):
@@ -94,11 +150,27 @@ class WeightFiles:
             fix = f"model.path = {str(self.directory)!r}"
             raise BadInput([*shown, Problem("these are weights of another model", fix)])
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """A box of a tensor; nothing else of it is copied."""
         found = self._find(name)
         assert found is not None, name
-        with safe_open(self._file_of[found], framework="pt") as file:
-            return file.get_tensor(found)
+        tensor: Tensor = self._slice(found)[box_slices(offset, shape)]
+        self._mapped += tensor.nbytes
+        if self._mapped > MOST_MAPPED:
+            self.close()
+        return tensor
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open[1].__exit__(None, None, None)
+        self._open, self._mapped = None, 0
+
+    def _slice(self, found: str) -> Any:
+        path = self._file_of[found]
+        if self._open is None or self._open[0] != path:
+            self.close()
+            self._open = path, safe_open(path, framework="pt").__enter__()
+        return self._open[1].get_slice(found)
 
     def _find(self, name: str) -> str | None:
         for prefix in self._prefixes:

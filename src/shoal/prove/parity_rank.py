@@ -21,7 +21,8 @@ from shoal.parallel.signed_store import SignedStore
 from shoal.plan.resolve import Job
 from shoal.train.data.dataset import Dataset
 from shoal.train.evaluate import heldout_loss, write_samples
-from shoal.train.program import Program, first_weights
+from shoal.train.first_weights import first_weights
+from shoal.train.program import Program
 
 PROMPT_TOKENS, WRITTEN_TOKENS = 8, 8
 

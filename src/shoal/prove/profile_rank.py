@@ -21,9 +21,10 @@ from shoal.parallel.signed_store import SignedStore
 from shoal.plan.resolve import Job
 from shoal.train.data.dataset import Dataset
 from shoal.train.data.loader import Batch
+from shoal.train.first_weights import first_weights
 from shoal.train.metrics.meter import Meter
 from shoal.train.metrics.observed import Watch, watched
-from shoal.train.program import Program, first_weights
+from shoal.train.program import Program
 from shoal.train.run_directory import RunDirectory
 
 TIMED_STEPS = 5

@@ -6,17 +6,25 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from shoal.facts.input.untrusted_files import read_json
+
 # Of each file, spread evenly: weights that were trained further differ everywhere.
 BLOCKS, BLOCK = 64, 4096
 
 
 def weights_fingerprint(directory: str | None) -> str | None:
-    """Of names, lengths, headers and samples of a model directory's safetensors files; None where there are none."""
+    """Of names, lengths, headers and samples of a model directory's safetensors files; None where there are none.
+
+    Of a run, which may have got further meanwhile, its id; of a checkpoint its manifest, which has every hash.
+    """
     if directory is None:
         return None
     digest = blake3()
     try:
-        paths = sorted(Path(directory).expanduser().glob("*.safetensors"))
+        place = Path(directory).expanduser()
+        paths = sorted(place.glob("*.safetensors")) or sorted(place.glob("manifest.json"))
+        if (place / "checkpoints").is_dir():
+            return f"run {read_json(place / 'manifest.json')['id']}"
         for path in paths:
             size = path.stat().st_size
             digest.update(f"{path.name}\0{size}\0".encode())
@@ -25,6 +33,6 @@ def weights_fingerprint(directory: str | None) -> str | None:
                 for number in range(BLOCKS):
                     file.seek(number * max(BLOCK, size // BLOCKS))
                     digest.update(file.read(BLOCK))
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         return None
     return digest.hexdigest()[:32] if paths else None

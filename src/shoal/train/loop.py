@@ -28,6 +28,7 @@ from shoal.train.data.dataset import Dataset
 from shoal.train.data.loader import Batch
 from shoal.train.evaluate import evaluates_after, heldout_loss, sample_rows
 from shoal.train.files import StepFile, read_rows
+from shoal.train.first_weights import first_weights
 from shoal.train.guard.corruption import CorruptionGuard
 from shoal.train.guard.nonfinite import NonFiniteGuard
 from shoal.train.guard.out_of_memory import explaining
@@ -38,7 +39,7 @@ from shoal.train.metrics.meter import Meter, finite
 from shoal.train.metrics.observed import OBSERVED_STEP, observed
 from shoal.train.metrics.sample_log import SampleLog
 from shoal.train.outcome import RESUMED, Outcome
-from shoal.train.program import Program, first_weights, no_weights
+from shoal.train.program import Program, no_weights
 from shoal.train.run_directory import RunDirectory, identity
 from shoal.train.state import State
 from shoal.train.step import IssuedStep, StepResult

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from shoal.facts.bytes_per_parameter import takes_narrow_gradients
 from shoal.facts.config import TuneSection
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe, Scaling
-from shoal.models import initial
 from shoal.models.decoder import Network, build
-from shoal.models.huggingface import WeightFiles, fill_slices
 from shoal.models.initial import Slice
 from shoal.models.router import RouterLosses
 from shoal.parallel.apply import Fill, apply
@@ -90,19 +86,6 @@ def assemble(
     optimizer = optimizers.build(placed.gradients.pieces, recipe)
     scale = optimizers.LossScale.for_precision(recipe.precision)
     return Step(placed, optimizer, recipe, mesh, scale)
-
-
-def first_weights(job: Job) -> Fill:
-    """Gives parameters the values that a run begins with: hashed, or from a model directory."""
-    origin = job.config.model.init_from
-
-    def fill(slices: list[tuple[str, Slice]]) -> None:
-        if origin is None:
-            initial.fill(slices, job.model, job.config.recipe.seed)
-        else:
-            fill_slices(job.model, WeightFiles(Path(origin).expanduser(), job.model).read, slices)
-
-    return fill
 
 
 def no_weights(slices: list[tuple[str, Slice]]) -> None:

@@ -33,6 +33,8 @@ from shoal.train.fingerprint import weights_fingerprint
 
 # Where the data came from. What it is, its hash says; so files may move between a stop and a resume.
 DATA_ORIGIN = ("source", "mix", "tokenizer", "end_token", "field", "heldout")
+# How long a run is.
+LENGTH = {"recipe.steps", "recipe.decay"}
 UNKNOWN = "unknown"
 # What the only machine of a run is called.
 ALONE = "0"
@@ -85,6 +87,7 @@ class RunDirectory:
         self.profile = path / "profile.json"
         self.profiles = path / "profile"
         self._disk: CheckpointStorage | None = None
+        self.extending = False  # more steps than it began with are no other run
 
     def observed(self, rank: int) -> Path:
         """Where a rank writes what was observed of it."""
@@ -272,7 +275,7 @@ class RunDirectory:
         self._check_not_elsewhere()
         if not self.begun:
             return
-        model, then = self._begun_with()
+        model, then = self.begun_with()
         fix = "--fresh moves the old run aside; or set it back"
         problems = []
         shapes = _differences(_shape(model), _shape(job.model.model_dump(mode="json")))
@@ -282,7 +285,7 @@ class RunDirectory:
         # A run that began before a recipe had some field ran with what is now its default.
         defaults = {f"recipe.{name}": value for name, value in resolved_recipe(Recipe()).items()}
         then = {**defaults, **then}
-        ignored = _moved(then, now)
+        ignored = _moved(then, now) | (LENGTH if self.extending else set())
         now, then = (
             {key: value for key, value in side.items() if key not in ignored} for side in (now, then)
         )
@@ -302,7 +305,7 @@ class RunDirectory:
                 "set checkpoint.to back, or copy that to where it says now; --fresh moves the old run aside",
             )
 
-    def _begun_with(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def begun_with(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Model and identity of the run that is here: the last checkpoint's; before the first, the manifest's.
 
         A checkpoint whose manifest is damaged is passed over; who restores will set it aside.

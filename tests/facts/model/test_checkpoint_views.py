@@ -33,6 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", **LLAMA},
     "qwen2": {"model_type": "qwen2", **LLAMA},
     "qwen3": {"model_type": "qwen3", **LLAMA, "head_dim": 6},
+    "phi3": {"model_type": "phi3", **LLAMA},
     "gpt2": {"model_type": "gpt2", **GPT2},
     "gpt2, untied": {"model_type": "gpt2", **GPT2, **UNTIED},
     "gpt_neox": {"model_type": "gpt_neox", **NEOX},

@@ -75,12 +75,13 @@ class ModelSection(Section):
     path: str | None = Field(
         None,
         min_length=1,
-        description="model shape from a Hugging Face directory or config.json, instead of preset",
+        description="model shape, instead of preset: a Hugging Face directory or config.json, a run or a checkpoint",
     )
     init_from: str | None = Field(
         None,
         min_length=1,
-        description="Hugging Face model directory to load weights from (and the shape, unless preset or path is set)",
+        description="first weights (and the shape, unless preset or path is set): a Hugging Face model directory or "
+        "Hub name, a run or a checkpoint",
     )
     lora: Lora | None = Field(
         None, description="train LoRA adapters instead of the weights: a table of rank, alpha, targets"

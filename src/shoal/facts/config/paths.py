@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from shoal.facts.config import Config
+from shoal.facts.model.hub import is_hub_name
 from shoal.facts.model.presets import PRESETS
 
 MAGIC = frozenset("*?[")
@@ -22,8 +23,8 @@ MAGIC = frozenset("*?[")
 # Whether a value is a path: some are also words.
 INPUTS: dict[str, Callable[[str, Path], bool]] = {
     "model.preset": lambda text, base: text.lower() not in PRESETS and (base / text).exists(),
-    "model.path": lambda text, base: True,
-    "model.init_from": lambda text, base: True,
+    "model.path": lambda text, base: not is_hub_name(text, base),
+    "model.init_from": lambda text, base: not is_hub_name(text, base),
     "data.source": lambda text, base: text != "stdlib",
     "data.tokenizer": lambda text, base: text != "bytes",
     "cluster.on": lambda text, base: text.strip().lower().endswith(".toml"),

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 Family = Literal[
-    "llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3"
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3"
 ]
 
 # A shape says how much there is to count, allocate and search: far beyond any model, and little enough to be handled.

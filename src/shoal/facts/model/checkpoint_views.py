@@ -6,7 +6,7 @@ the same projection of all experts of a layer; a checkpoint carries whatever its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shoal.facts.model import Model
@@ -33,6 +33,15 @@ _NEOX_MODULES = {
     "mlp.dense_4h_to_h": "mlp.down_proj",
     "gpt_neox.final_layer_norm": "model.norm",
     "embed_out": "lm_head",
+}
+# Which rows of Phi-3's fused projections are whose, in their order.
+_PHI3_ROWS: dict[str, Callable[[Model], tuple[tuple[str, int], ...]]] = {
+    "qkv_proj": lambda model: (
+        ("q_proj", model.heads * model.head_dim),
+        ("k_proj", model.kv_heads * model.head_dim),
+        ("v_proj", model.kv_heads * model.head_dim),
+    ),
+    "gate_up_proj": lambda model: (("gate_proj", model.ffn), ("up_proj", model.ffn)),
 }
 MIXTRAL_MODULES = {theirs: ours for ours, theirs in MIXTRAL_NAMES.items()}
 _FUSED = ("attn.c_attn", "attention.query_key_value")
@@ -120,6 +129,12 @@ def _views_of(parameter: Parameter, model: Model) -> Iterator[View]:
         return
     if parameter.kind == "router":
         yield _whole(parameter, parameter.name.replace(".block_sparse_moe.", ".mlp."))
+        return
+    if model.family == "phi3" and (rows := _PHI3_ROWS.get(parameter.name.rsplit(".", 2)[-2])) is not None:
+        path, start = parameter.name.rsplit(".", 2)[0], 0
+        for projection, size in rows(model):
+            yield _rows(parameter, f"{path}.{projection}.weight", start, 0, size, False)
+            start += size
         return
     if model.family not in ("gpt2", "gpt_neox"):
         yield _whole(parameter, parameter.name)

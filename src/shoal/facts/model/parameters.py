@@ -249,6 +249,24 @@ def _mixtral_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter
         yield replace(parameter, name=name)
 
 
+# Phi-3 has Llama's tensors, but for two that are fused: queries, keys and values, and gate and up.
+
+
+def _phi3_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter]:
+    prefix, hidden = f"model.layers.{layer}", model.hidden
+    projected = (model.heads + 2 * model.kv_heads) * model.head_dim
+    fused = {
+        "q_proj": _linear(f"{prefix}.self_attn.qkv_proj", projected, hidden, layer, "attention"),
+        "gate_proj": _linear(f"{prefix}.mlp.gate_up_proj", 2 * model.ffn, hidden, layer, "mlp"),
+    }
+    for parameter in _llama_layer(model, layer, experts):
+        module = parameter.name.rsplit(".", 2)[-2]
+        if module in fused:
+            yield from fused[module]
+        elif module not in ("k_proj", "v_proj", "up_proj"):
+            yield parameter
+
+
 # GPT-2. Its linear layers are Conv1D: stored [in, out], and with queries, keys and values in one.
 
 
@@ -349,5 +367,6 @@ _LLAMA = _Table(_llama_before, _llama_layer, _llama_after)
 _TABLES: dict[Family, _Table] = {
     "gpt2": _Table(_gpt2_before, _gpt2_layer, _gpt2_after),
     "mixtral": _Table(_llama_before, _mixtral_layer, _llama_after),
+    "phi3": _Table(_llama_before, _phi3_layer, _llama_after),
     "gpt_neox": _Table(_neox_before, _neox_layer, _neox_after),
 }

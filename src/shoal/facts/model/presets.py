@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.facts.model import Experts, Family, Latent, Model, RopeScaling
+from shoal.facts.input.untrusted_files import read_json
+from shoal.facts.model import Experts, Family, Latent, Model, RopeScaling, hub
 from shoal.facts.model.huggingface import read_config
 from shoal.facts.problem import BadInput, did_you_mean
+
+CONFIG, MANIFEST = "config.json", "manifest.json"
+LARGEST_MANIFEST = 1 << 30  # of a checkpoint: it lists every piece
 
 _LLAMA3: dict[str, Any] = {"rope_theta": 5e5}
 _LLAMA31: dict[str, Any] = {
@@ -131,10 +136,12 @@ def find(text: str) -> Model:
             "a preset, a model's directory or its config.json; shoal dryrun and shoal train take a config",
         )
     if path is not None:
-        return read_config(path)
+        return _read(path)
     # Of an id of the Hub only its last part can be a preset.
     guess = did_you_mean(text.lower().rpartition("/")[2], PRESETS)
-    advice = f"presets: {', '.join(PRESETS)}; or the path of a config.json (nothing is downloaded)"
+    if hub.is_hub_name(text):
+        return _of_hub(text, f"{guess} presets: {', '.join(PRESETS)}; or ")
+    advice = f"presets: {', '.join(PRESETS)}; or the path of a config.json, or a Hub name (org/name)"
     raise BadInput(
         f"{text!r} is neither a preset nor a model on this machine",
         f"{guess} {advice}" if guess.startswith("did you mean") else advice,
@@ -142,14 +149,37 @@ def find(text: str) -> Model:
 
 
 def at(text: str) -> Model:
-    """The model of a directory that holds a ``config.json``, or of the path of one."""
+    """The model of a directory that holds a ``config.json``, or of the path of one; of a run or a checkpoint."""
     path = _config_path(text)
+    if path is None and hub.is_hub_name(text):
+        return _of_hub(text)
     if path is None:
         raise BadInput(
             f"there is no model at {text!r}",
-            "a directory that holds config.json, or the path of one (nothing is downloaded)",
+            "a directory that holds config.json, the path of one, a run, a checkpoint, or a Hub name (org/name)",
         )
-    return read_config(path)
+    return _read(path)
+
+
+def _of_hub(name: str, guess: str = "") -> Model:
+    """``guess``: what else may have been meant."""
+    try:
+        found = read_config(hub.fetch(name, hub.CONFIG, newest=False) / CONFIG)
+    except BadInput as error:
+        raise BadInput([replace(one, fix=guess + one.fix) for one in error.problems]) from None
+    return found.model_copy(update={"name": name.partition("@")[0].partition("/")[2]})
+
+
+def _read(path: Path) -> Model:
+    """By a ``config.json``; or by the ``manifest.json`` of a run or a checkpoint, which both hold the shape."""
+    if path.name != MANIFEST:
+        return read_config(path)
+    try:
+        return Model.model_validate(read_json(path, LARGEST_MANIFEST)["model"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise BadInput(
+            f"{path} does not say which model this is", "a run, a checkpoint or a config.json"
+        ) from None
 
 
 def _config_path(text: str) -> Path | None:
@@ -157,8 +187,13 @@ def _config_path(text: str) -> Path | None:
         return None  # or it would mean the current directory
     try:
         path = Path(text).expanduser()
+        if path.is_dir() and not (path / CONFIG).exists():
+            # Of a run, of its checkpoints' directory, or of a checkpoint.
+            for folder in (path.parent, path) if path.name == "checkpoints" else (path,):
+                if (folder / MANIFEST).is_file():
+                    return folder / MANIFEST
         if path.is_dir():
-            return path / "config.json"
+            return path / CONFIG
         return path if path.is_file() else None
     except (OSError, RuntimeError, ValueError):  # too long for any file, an unknown user's home, a NUL
         return None

@@ -17,6 +17,7 @@ BLOCKS: dict[Family, str] = {
     "mistral": "MistralDecoderLayer",
     "qwen2": "Qwen2DecoderLayer",
     "qwen3": "Qwen3DecoderLayer",
+    "phi3": "Phi3DecoderLayer",
     "gpt2": "GPT2Block",
     "gpt_neox": "GPTNeoXLayer",
     "mixtral": "MixtralDecoderLayer",

@@ -83,6 +83,29 @@ def list_checkpoints(path: Path) -> list[ListedCheckpoint]:
     return _continued(list(_of_run(_run(path))))
 
 
+def newest_sound(path: Path) -> ListedCheckpoint:
+    """The checkpoint that is named, or the one that a run would continue from."""
+    found = list_checkpoints(path)
+    sound = [one for one in found if one.continued or (len(found) == 1 and not one.damage)]
+    if sound:
+        return sound[0]
+    if not found:
+        raise BadInput(
+            f"{path} has no checkpoint yet", "train on: a checkpoint is written every checkpoint.every steps"
+        )
+    raise BadInput(
+        f"{path} has no sound checkpoint: {found[-1].damage}", "shoal checkpoint verify names all damage"
+    )
+
+
+def run_of(path: Path) -> Path | None:
+    """The directory of the run that a checkpoint lies in, or that is named; None where there is none."""
+    for folder in (path, path.absolute().parent, path.absolute().parent.parent):
+        if (folder / "config.toml").is_file():
+            return folder
+    return None
+
+
 def verify(found: ListedCheckpoint) -> CheckpointVerdict:
     """Read and check every byte."""
     # Who only lists does not wait for torch.

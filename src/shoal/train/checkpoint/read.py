@@ -98,6 +98,11 @@ class Checkpoint:
     def states(self) -> set[str]:
         return {state for state, _ in self._pieces}
 
+    def dtype(self, state: str, name: str | None = None) -> torch.dtype:
+        """Of one tensor's, or of the first one's."""
+        name = next(iter(self.manifest.shapes)) if name is None else name
+        return DTYPES[self._pieces[state, name].dtype]
+
     def tensor(self, state: str, name: str) -> Tensor:
         """One whole tensor."""
         shape = self.manifest.shapes.get(name)

@@ -26,11 +26,12 @@ from shoal.train.commits import Commits
 from shoal.train.data.dataset import Dataset
 from shoal.train.evaluate import evaluates_after
 from shoal.train.files import StepFile
+from shoal.train.first_weights import first_weights
 from shoal.train.guard.nonfinite import NonFiniteGuard
 from shoal.train.metrics.meter import Meter, finite
 from shoal.train.optimizer import LossScale, clip_and_update, learning_rate, squared_norm
 from shoal.train.outcome import RESUMED, Outcome
-from shoal.train.program import blueprint, first_weights, reduce_dtype
+from shoal.train.program import blueprint, reduce_dtype
 from shoal.train.run_directory import RunDirectory, identity
 from shoal.train.server.items import WorkQueue
 from shoal.train.state import State

@@ -38,6 +38,7 @@ DIALECTS: dict[Family, Dialect] = {
     "qwen3": Dialect(
         "Qwen3ForCausalLM", 32_768, default_kv_heads=32, default_head_dim=128, fixed={"mlp_bias": False}
     ),
+    "phi3": Dialect("Phi3ForCausalLM", 4096, default_eps=1e-5, fixed=_NO_BIAS),
     "gpt2": Dialect(
         "GPT2LMHeadModel",
         1024,

@@ -136,9 +136,14 @@ def _read_attention(fields: Fields, family: Family, layers: int, hidden: int) ->
         theta, fraction, scaling = read_rope(fields, dialect.rope, max_positions)
         rotating = (latent.rope_dim if latent else head_dim) * fraction
         fields.check(
-            fraction == 1.0 or family == "gpt_neox",
+            fraction == 1.0 or family in ("gpt_neox", "phi3"),
             f"partial_rotary_factor = {fraction:g} is not supported",
             f"for {family} only 1 is",
+        )
+        fields.check(
+            scaling is None or family != "phi3",
+            f"rotary scaling {scaling.kind if scaling else None!r} is not supported",
+            "phi3 has none, or longrope, which Shoal does not compute",
         )
         fields.check(
             0 < rotating <= head_dim and int(rotating) % 2 == 0,
@@ -190,7 +195,7 @@ def _read_heads(
 def _read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, tuple[int, ...] | None]:
     """The sliding window, and the layers that have it where it is not all of them."""
     window, first = None, 0
-    if family in ("mistral", "mixtral"):
+    if family in ("mistral", "mixtral", "phi3"):
         default = 4096 if family == "mistral" else None
         window = fields.optional_whole("sliding_window", default, MOST_POSITIONS)
     elif family.startswith("qwen") and fields.flag("use_sliding_window", False):

@@ -67,7 +67,7 @@ def _write_windows(model: Model) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if model.family.startswith("qwen"):
         config["use_sliding_window"] = model.window is not None
-    if model.family.startswith("qwen") or model.family in ("mistral", "mixtral"):
+    if model.family.startswith("qwen") or model.family in ("mistral", "mixtral", "phi3"):
         config["sliding_window"] = model.window  # absent is not the same as null
     if model.family in ("qwen2", "qwen3") and model.window is not None:
         windows = [model.layer_window(layer) for layer in range(model.layers)]

@@ -1,0 +1,74 @@
+"""``shoal evaluate``: the loss of a run's weights on data sets."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from shoal.launch.screen import Console
+
+
+def evaluate(
+    weights: str,
+    /,
+    *,
+    data: Annotated[list[str] | None, Parameter(negative=())] = None,
+    samples: Annotated[int, Parameter(validator=Number(gte=1, lte=10**12))] = 10**12,
+    set: Annotated[list[str] | None, Parameter(negative=())] = None,
+    layout: str = "dp=1",
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Compute the loss of a run's weights: on its own validation text, or on data sets by name.
+
+    Example: shoal evaluate runs/tiny --data wiki=data/wiki/*.jsonl --data code=data/code.txt
+
+    With the run's own tokenizer, sequence length and precision; in one process, or in ranks of --layout.
+
+    Parameters
+    ----------
+    weights
+        A run's directory (its newest sound checkpoint), a checkpoint, a Hugging Face model directory or Hub name.
+    data
+        NAME=SOURCE, as data.source has it; all of it is used. May be given several times. By default what the run held
+        out of training.
+    samples
+        At most so many samples of each, spread evenly; by default all.
+    set
+        Override one value of the run's config, as in recipe.seq=1024. May be given several times.
+    layout
+        The parallel layout, as in tp=2.
+    json
+        Print one JSON document.
+    """
+    from shoal.cli.show import print_columns, print_json
+    from shoal.launch import evaluate as launcher
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    job, place, own = launcher.job_for(weights, layout, set or [], os.environ.get("CUDA_VISIBLE_DEVICES"))
+    sets = launcher.prepare_sets(job, data or [], own, console)
+    losses = launcher.losses_of(job, place, sets, samples)
+    if json:
+        rows = [
+            {"name": one.name, "loss": one.loss, "perplexity": _perplexity(one.loss), "samples": one.samples}
+            for one in losses
+        ]
+        print_json({"weights": place, "layout": str(job.layout), "seq": job.config.recipe.seq, "sets": rows})
+        return 0
+    head = ("data", "loss", "perplexity", "samples")
+    table = [
+        (one.name, _number(one.loss), _number(_perplexity(one.loss)), f"{one.samples:,}") for one in losses
+    ]
+    print_columns([head, *table])
+    return 0
+
+
+def _perplexity(loss: float | None) -> float | None:
+    return None if loss is None else math.exp(min(loss, 700.0))
+
+
+def _number(value: float | None) -> str:
+    return "nothing to predict" if value is None else f"{value:.4f}"

@@ -1,0 +1,88 @@
+"""Evaluate trained weights on data sets: in this process, or in ranks of a layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from shoal.facts.config import Config
+from shoal.facts.config.file import load
+from shoal.facts.problem import BadInput
+from shoal.launch import local
+from shoal.launch.generate import find_source
+from shoal.plan.resolve import Job, resolve
+from shoal.train.checkpoint.listing import run_of
+
+if TYPE_CHECKING:
+    from shoal.parallel.signed_store import SignedStore
+    from shoal.train.score_sets import EvaluationSet, SetLoss
+
+OWN = "validation"  # what a run's own held-out text is called
+
+
+def job_for(weights: str, layout: str, overrides: list[str], visible: str | None) -> tuple[Job, str, bool]:
+    """The job that these weights are evaluated in, where they are, and whether they have held-out text of their own.
+
+    A run's own config, but for the layout and what is overridden; of a model directory, defaults.
+    """
+    source = find_source(weights)
+    run = run_of(Path(source.weights)) if not (Path(source.weights) / "config.json").is_file() else None
+    config = load(run / "config.toml" if run is not None else None, overrides, layout).config
+    values = config.model_dump()
+    values["model"] |= {"path": source.weights, "init_from": source.weights}
+    values["compile"]["enabled"] = False
+    values["server"]["servers"] = 0
+    values["cluster"]["on"] = "local"
+    if run is None:
+        values["data"]["tokenizer"] = source.origin.tokenizer
+    job = resolve(Config.model_validate(values), visible)
+    local.check_devices(job, visible)
+    local.check_weights(job, None)
+    return job, source.weights, run is not None
+
+
+def prepare_sets(job: Job, named: list[str], own: bool, console: Console) -> list[EvaluationSet]:
+    """Tokenise what is to be evaluated: the held-out text of a run, or all of each named set, ``NAME=SOURCE``."""
+    from shoal.train.score_sets import EvaluationSet
+
+    if not named and not own:
+        raise BadInput("a model directory has no validation text of its own", "--data NAME=SOURCE")
+    sets = [] if named else [EvaluationSet(OWN, local.tokenised(job, console).path, whole=False)]
+    for one in named:
+        name, _, source = one.partition("=")
+        if not source:
+            name, source = Path(one).stem, one
+        if any(name == other.name for other in sets):
+            raise BadInput(
+                f"--data: {name} is the name of two data sets", "--data NAME=SOURCE, each with its own"
+            )
+        data = job.config.data.model_copy(update={"source": source, "heldout": 0.0})
+        asked = Job(
+            job.config.model_copy(update={"data": data}), job.model, job.cluster, job.layout, job.notes
+        )
+        sets.append(EvaluationSet(name, local.tokenised(asked, Console(quiet=True)).path, whole=True))
+    return sets
+
+
+def losses_of(job: Job, weights: str, sets: list[EvaluationSet], most: int) -> list[SetLoss]:
+    from shoal.launch.init_rank import init_rank
+    from shoal.train.score_sets import score_sets
+
+    if job.layout.world == 1:
+        return score_sets(job, init_rank(job, 0, 0, None), weights, sets, most)
+    from shoal.launch.ranks import run_ranks
+
+    local.warm_workers((*local.PRELOAD, "shoal.launch.evaluate"), job.config)
+    found: list[SetLoss] = run_ranks(job.layout.world, _rank, (job, weights, sets, most))[0]
+    return found
+
+
+def _rank(
+    rank: int, world: int, store: SignedStore, job: Job, weights: str, sets: list[EvaluationSet], most: int
+) -> list[SetLoss]:
+    from shoal.launch.init_rank import init_rank
+    from shoal.train.score_sets import score_sets
+
+    return score_sets(job, init_rank(job, rank, rank, store), weights, sets, most)

@@ -1,0 +1,85 @@
+"""A key/value cache: attention that remembers the keys and values of a row, so that each new token is computed alone.
+
+It takes the place of ``attend`` in every block, from outside, as context parallelism does. The decoder is not changed:
+it is given new tokens with their places in the row, and rotary angles follow from those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.models.attention import Attend
+from shoal.models.decoder import Block
+from shoal.models.documents import Documents
+
+
+class KeyValueCache:
+    """What all blocks of a network remember of the rows at hand."""
+
+    def __init__(self, blocks: Iterable[nn.Module], length: int) -> None:
+        """From now on these blocks attend to what they have seen. ``length``: the most tokens a row will have."""
+        self.length = length
+        self.start = 0  # how many tokens of the row are remembered; those given next follow them
+        for block in blocks:
+            assert isinstance(block, Block)
+            block.self_attn.attend = _CachedAttend(self, block.self_attn.attend)
+
+
+class _CachedAttend:
+    """One block's attention with its memory. Tokens from ``start`` on are forgotten, also ones that were padding."""
+
+    def __init__(self, cache: KeyValueCache, attend: Attend) -> None:
+        self.cache, self.attend = cache, attend
+        self.key = self.value = torch.empty(0)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        documents: Documents | None,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        assert documents is None
+        start, count = self.cache.start, key.shape[2]
+        if start == 0:
+            shape = (*key.shape[:2], max(self.cache.length, count))
+            self.key, self.value = (one.new_empty((*shape, one.shape[-1])) for one in (key, value))
+        self._remember(key, value, start)
+        if start == 0:
+            return self.attend(query, key, value, positions, documents, scale=scale, window=window)
+        seen = start + count
+        keys, values = self.key[:, :, :seen], self.value[:, :, :seen]
+        return F.scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=visible(start, count, window, query.device),
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+
+    def _remember(self, key: Tensor, value: Tensor, start: int) -> None:
+        stop = start + key.shape[2]
+        if stop > self.key.shape[2]:  # by a few tokens of padding
+            self.key, self.value = (
+                F.pad(one, (0, 0, 0, stop - one.shape[2])) for one in (self.key, self.value)
+            )
+        self.key[:, :, start:stop], self.value[:, :, start:stop] = key, value
+
+
+def visible(start: int, count: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Which tokens each of ``count`` new ones after ``start`` sees, [count, start + count]; None: all of them."""
+    if count == 1 and (window is None or window > start):
+        return None
+    query = torch.arange(start, start + count, device=device)[:, None]
+    key = torch.arange(start + count, device=device)[None]
+    causal = key <= query
+    return causal if window is None else causal & (key > query - window)

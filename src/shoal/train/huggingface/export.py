@@ -1,0 +1,128 @@
+"""Export a checkpoint to a Hugging Face model directory, tensor by tensor: no process ever holds the model.
+
+A checkpoint has Hugging Face's names and shapes already, whichever layout wrote it. What is left is to read each tensor
+in parts, every byte checked, to convert it, and to write it out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoal.facts.model import Model
+from shoal.facts.model.parameters import CORRECTION, parameters
+from shoal.facts.problem import BadInput
+from shoal.train.checkpoint.listing import ListedCheckpoint
+from shoal.train.checkpoint.manifest import check_agrees
+from shoal.train.checkpoint.read import Checkpoint, Wanted
+from shoal.train.files import sync_directory
+from shoal.train.huggingface.side_files import Origin, write_side_files
+from shoal.train.huggingface.weights_file import (
+    INDEX,
+    TensorEntry,
+    cut_into_files,
+    index_of,
+    write_weights_file,
+)
+
+# How each dtype is called on the command line, in config.json and in a safetensors header.
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_HEADER = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+# Elements in memory at a time; a checkpoint's pieces have up to an eighth of that.
+AT_ONCE = 1 << 26
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """What was written."""
+
+    path: Path
+    step: int
+    bytes: int
+    tensors: int
+    files: int
+    dtype: str
+
+
+def export(
+    found: ListedCheckpoint, into: Path, origin: Origin, dtype: str | None = None, file_bytes: int = 5 * 10**9
+) -> ExportedModel:
+    """All or nothing: written under another name, and renamed when it is whole and on disk.
+
+    ``dtype``: one of ``DTYPES``; None: as the checkpoint has them. No file gets larger than ``file_bytes``, but for one
+    that holds a single tensor.
+    """
+    _check_free(into)
+    checkpoint = Checkpoint(found.place, found.step)
+    check_agrees(checkpoint.manifest, found.name, found.of_run)
+    model = Model.model_validate(checkpoint.manifest.model)
+    held = checkpoint.dtype("weight")
+    target = DTYPES[dtype] if dtype is not None else held
+    named = str(target).removeprefix("torch.")
+    entries = [
+        TensorEntry(one.name, _HEADER[_dtype_of(one.name, target)], one.shape) for one in parameters(model)
+    ]
+    files = cut_into_files(entries, file_bytes)
+    aside = into.with_name(f".{into.name}.unfinished-{os.getpid()}")
+    _make(aside)
+    try:
+        write_side_files(aside, model, named, origin)
+        if len(files) > 1:
+            (aside / INDEX).write_text(index_of(files), encoding="utf-8")
+        for name, tensors in files.items():
+            write_weights_file(aside / name, tensors, _contents(checkpoint, tensors, target))
+        sync_directory(aside)
+        aside.rename(into)  # replaces an empty directory
+        sync_directory(into.absolute().parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return ExportedModel(into, found.step, sum(one.bytes for one in entries), len(entries), len(files), named)
+
+
+def _check_free(into: Path) -> None:
+    if into.exists() and (not into.is_dir() or any(into.iterdir())):
+        raise BadInput(f"{into} exists and is not empty", "name a directory that does not exist yet")
+
+
+def _make(aside: Path) -> None:
+    try:
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        aside.mkdir()
+    except OSError as error:
+        raise BadInput(f"cannot write to {aside.parent}: {error.strerror}", "another directory") from None
+
+
+def _dtype_of(name: str, target: torch.dtype) -> torch.dtype:
+    """A router's correction chooses experts by small differences: it stays in fp32, as it is published."""
+    return torch.float32 if name.endswith(CORRECTION) and target.itemsize < 4 else target
+
+
+def _contents(
+    checkpoint: Checkpoint, tensors: list[TensorEntry], target: torch.dtype
+) -> Iterator[memoryview]:
+    """The bytes of these tensors in their order, some rows at a time."""
+    for one in tensors:
+        dtype = _dtype_of(one.name, target)
+        for part in _parts(checkpoint, one):
+            written = part.to(dtype)
+            if dtype == torch.float16 and not torch.equal(written.isfinite(), part.isfinite()):
+                raise BadInput(f"{one.name} has values beyond the range of fp16", "--dtype bf16")
+            yield written.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _parts(checkpoint: Checkpoint, one: TensorEntry) -> Iterator[Tensor]:
+    rows, width = one.shape[0], math.prod(one.shape[1:])
+    step = max(AT_ONCE // width, 1)
+    for start in range(0, rows, step):
+        shape = (min(step, rows - start), *one.shape[1:])
+        part = torch.empty(shape, dtype=checkpoint.dtype("weight", one.name))
+        offset = (start, *(0 for _ in shape[1:]))
+        checkpoint.read([Wanted("weight", one.name, offset, part)])
+        yield part

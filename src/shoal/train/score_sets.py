@@ -1,0 +1,53 @@
+"""The loss of trained weights on data sets: on every rank of a layout, as during training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.parallel.apply import apply
+from shoal.parallel.mesh import Mesh
+from shoal.plan.resolve import Job
+from shoal.train.data.dataset import Dataset
+from shoal.train.data.loader import Loader
+from shoal.train.data.samples import cut_samples
+from shoal.train.data.tokenizers import open_tokenizer
+from shoal.train.evaluate import heldout_loss
+from shoal.train.first_weights import weights_of
+from shoal.train.program import blueprint
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Tokenised data under a name. ``whole``: all of it, and not only what was held out of training."""
+
+    name: str
+    dataset: Path
+    whole: bool
+
+
+@dataclass(frozen=True)
+class SetLoss:
+    name: str
+    loss: float | None  # nats a token; None: nothing to predict
+    samples: int
+
+
+@torch.no_grad()
+def score_sets(job: Job, mesh: Mesh, origin: str, sets: list[EvaluationSet], most: int) -> list[SetLoss]:
+    """The mean loss a token of each set, over ``most`` samples spread evenly. ``origin``: of the weights."""
+    config, recipe = job.config, job.config.recipe
+    network = blueprint(job.model, recipe)
+    placed = apply(network, mesh, config.tune, weights_of(origin, job.model), recipe.seq)
+    end = open_tokenizer(config.data.tokenizer, config.data.end_token).end
+    micro, at_once = job.layout.micro_batch(recipe.batch), job.layout.accumulation(recipe.batch)
+    losses = []
+    for one in sets:
+        samples, heldout = cut_samples(Dataset.open(one.dataset), config.data, recipe.seq, end)
+        loader = Loader(samples, recipe.seed, recipe.batch, samples if one.whole else heldout)
+        count = min(most, loader.heldout_count)
+        loss = heldout_loss(placed, loader, mesh, count, micro, at_once) if count else None
+        losses.append(SetLoss(one.name, loss, count))
+    return losses
