@@ -61,7 +61,10 @@ class HostUpdate:
         known = norm.detach().to("cpu", torch.float64, non_blocking=True)
         event = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         self._reached = -1.0
-        ready = {piece: on_host(self.optimizer, piece.tensor) for piece in self.offloaded.pieces}
+        ready = {
+            piece: (state.arriving(), on_host(self.optimizer, piece.tensor))
+            for piece, state in self.offloaded.away.items()
+        }
         self._running = self._thread.submit(self._update, ready, known, event, limit, most)
         if not self.gates:
             self.wait()
@@ -108,7 +111,7 @@ class HostUpdate:
     @torch.no_grad()
     def _update(
         self,
-        ready: dict[Shard, HostUpdateOf],
+        ready: dict[Shard, tuple[Callable[[], Tensor], HostUpdateOf]],
         norm: Tensor,
         known: torch.cuda.Event | None,
         limit: float,
@@ -122,7 +125,8 @@ class HostUpdate:
             scale = ((norm + CLIP_EPS) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
             for number, pieces in self.groups.items():
                 for piece in pieces:
-                    self._update_piece(piece, ready[piece](refused), refused, scale)
+                    arriving, begin = ready[piece]
+                    self._update_piece(piece, arriving(), begin(refused), refused, scale)
                 self._pass(number)
         finally:
             self._pass(math.inf)
@@ -135,10 +139,12 @@ class HostUpdate:
             self._reached = number
             self._passed.notify_all()
 
-    def _update_piece(self, piece: Shard, update: HostPart, refused: Tensor, scale: Tensor) -> None:
+    def _update_piece(
+        self, piece: Shard, gradient: Tensor, update: HostPart, refused: Tensor, scale: Tensor
+    ) -> None:
         state = self.offloaded.away[piece]
-        gradient, working, weight = state.arrived(), piece.working, piece.tensor.detach().view(-1)
-        assert gradient is not None and working is not None
+        working, weight = piece.working, piece.tensor.detach().view(-1)
+        assert working is not None
         steered = {"found_inf": refused}
         exact = weight.dtype == torch.float64  # for which the scale that torch takes, fp32, is too coarse
         if not exact:

@@ -64,11 +64,21 @@ class AwayState:
 
     def arrived(self) -> Tensor | None:
         """The gradient, when all of it is here; None where none has left."""
-        if self.landing is not None:
-            self.landing.result()
-        if self.left is not None:
-            self.left.synchronize()
-        return self.gradient if self.times else None
+        return self.arriving()() if self.times else None
+
+    def arriving(self) -> Callable[[], Tensor]:
+        """Waits for the gradient of this step, also when the next step has begun."""
+        landing, left, gradient = self.landing, self.left, self.gradient
+        assert gradient is not None
+
+        def wait() -> Tensor:
+            if landing is not None:
+                landing.result()
+            if left is not None:
+                left.synchronize()
+            return gradient
+
+        return wait
 
 
 class OffloadedStates:

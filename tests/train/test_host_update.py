@@ -1,0 +1,112 @@
+"""An update on the host that goes on while the next step has begun, as beside a GPU."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.facts.config import TuneSection
+from shoal.facts.layout import Layout
+from shoal.facts.model.presets import PRESETS
+from shoal.facts.recipe import Recipe
+from shoal.models.initial import fill
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.offload.host_memory import HostThread
+from shoal.train.data.loader import Batch
+from shoal.train.program import assemble, blueprint
+from shoal.train.step import Step
+
+TINY, SEQ, STEPS = PRESETS["tiny"], 16, 4
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of its own on a CPU too, where it would otherwise be done at once."""
+
+    def begin(self: HostThread, name: str, *_: Any) -> None:
+        self._pool = ThreadPoolExecutor(1, name)
+
+    monkeypatch.setattr(HostThread, "__init__", begin)
+
+
+def made(layout: str, **recipe: Any) -> Step:
+    parsed = Layout.parse(layout)
+    asked = Recipe(**{"seq": SEQ, "batch": 4, "steps": 10, "precision": "fp64", **recipe})
+    values = partial(fill, model=TINY, seed=0)
+    return assemble(
+        blueprint(TINY, asked), asked, TuneSection(), Mesh(parsed, 0, torch.device("cpu")), values
+    )
+
+
+def batches(step: Step, number: int) -> list[Batch]:
+    micro = step.mesh.layout.micro_batch(step.recipe.batch)
+    made = []
+    for first in range(0, step.recipe.batch, micro):
+        tokens = (
+            torch.arange(SEQ) * 7 + torch.arange(first, first + micro)[:, None] * 13 + number
+        ) % TINY.vocab
+        positions = torch.arange(SEQ).expand(micro, SEQ).contiguous()
+        rows = torch.arange(first, first + micro)
+        made.append(Batch(tokens, tokens.roll(-1, 1), positions, None, rows, tokens.numel()))
+    return made
+
+
+def trained(step: Step, late: bool) -> tuple[list[float], list[Tensor]]:
+    """Losses, and the weights in the end. ``late``: a step is issued before the last one's numbers are read."""
+    losses, issued = [], None
+    for number in range(1, STEPS + 1):
+        before, issued = issued, step.issue(number, batches(step, number), step.recipe.batch * SEQ)
+        if not late:
+            losses.append(issued.read().loss)
+        elif before is not None:
+            losses.append(before.read().loss)
+    if late and issued is not None:
+        losses.append(issued.read().loss)
+    return losses, [piece.tensor.detach().clone() for piece in step.pieces]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("layout", ["offload=optimizer", "micro=1,offload=optimizer:0.5"])
+def test_steps_issued_ahead_are_the_same(layout: str, optimizer: str) -> None:
+    recipe = {"optimizer": optimizer, "clip": 0.5}
+    expected = trained(made(layout.partition("offload")[0].rstrip(",") or "dp=1", **recipe), late=False)
+    found = trained(made(layout, **recipe), late=True)
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_is_refused_leaves_weights_and_states_alone() -> None:
+    step = made("offload=optimizer")
+    trained(step, late=False)
+    before = [piece.tensor.detach().clone() for piece in step.pieces]
+    step.refuse_above = lambda: 1e-9
+    assert not step(STEPS + 1, batches(step, 9), step.recipe.batch * SEQ).updated
+    assert all(torch.equal(one, piece.tensor) for one, piece in zip(before, step.pieces, strict=True))
+    counts = {float(step.optimizer.state[piece.tensor]["step"]) for piece in step.pieces}
+    assert counts == {STEPS}
+
+
+@pytest.mark.usefixtures("threads")
+def test_an_error_of_the_thread_reaches_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = made("offload=optimizer")
+    assert step.host is not None
+    monkeypatch.setattr(step.host, "_update_piece", lambda *_: 1 / 0)
+    issued = step.issue(1, batches(step, 1), step.recipe.batch * SEQ)
+    with pytest.raises(ZeroDivisionError):
+        issued.read()
+
+
+def test_the_same_bits_as_an_update_of_the_device() -> None:
+    """With equal gradients; the norm that clips them is added up in another order, and may differ by its last bit."""
+    layouts = ("dp=1", "offload=optimizer")
+    expected, found = (trained(made(one, precision="fp32", clip=0.0), late=False)[1] for one in layouts)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
