@@ -72,9 +72,9 @@ def sample_rows(
     seed: int,
     step: int,
 ) -> list[dict[str, Any]]:
-    """Rows of samples.jsonl: continuations of the first held-out texts."""
+    """Rows of samples.jsonl: continuations of the first held-out texts, or answers to the first prompts."""
     count = min(evaluate.samples, loader.heldout_count)
-    prompts = [loader.heldout_rows([number]).tokens[0, :PROMPT_TOKENS] for number in range(count)]
+    prompts = [loader.heldout_prompt(number, PROMPT_TOKENS) for number in range(count)]
     written = write_samples(
         placed, tokenizer, mesh, prompts, evaluate.sample_tokens, evaluate.temperature, seed, step
     )

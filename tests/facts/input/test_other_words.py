@@ -82,7 +82,7 @@ def test_a_word_of_another_tool_is_answered_with_ours(written: str, answer: str)
     [
         ("recipe.epochs", "recipe.steps or recipe.tokens"),
         ("recipe.ema", "keep_best"),
-        ("data.format", "data.field"),
+        ("evaluate.source", "data.heldout"),
     ],
 )
 def test_what_comes_later_is_answered_with_what_to_write_today(written: str, today: str) -> None:

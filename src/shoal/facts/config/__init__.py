@@ -104,6 +104,19 @@ class DataSection(Section):
         None, description="the token that ends a document, if the tokenizer has no obvious one"
     )
     field: str = Field("text", description="the field of a JSONL row that holds the text")
+    format: Literal["text", "chat", "prompt"] = Field(
+        "text",
+        description='what a row is: "text"; "chat", messages or conversations; "prompt", a prompt with its answer',
+    )
+    template: str = Field(
+        "auto",
+        min_length=1,
+        description='chat template: "auto", that of the tokenizer; the path of a Jinja file; or "none", prompt and '
+        "answer as they are",
+    )
+    loss_on: Literal["answers", "all"] | None = Field(
+        None, description='"answers" or "all"; unset: answers, where rows have them'
+    )
     packing: bool = Field(True, description="pack documents end to end; false: one document per row, padded")
     within_documents: bool = Field(
         False, description="attention and targets do not cross document boundaries"

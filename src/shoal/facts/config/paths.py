@@ -26,6 +26,7 @@ INPUTS: dict[str, Callable[[str, Path], bool]] = {
     "model.init_from": lambda text, base: True,
     "data.source": lambda text, base: text != "stdlib",
     "data.tokenizer": lambda text, base: text != "bytes",
+    "data.template": lambda text, base: text not in ("auto", "none"),
     "cluster.on": lambda text, base: text.strip().lower().endswith(".toml"),
 }
 SOURCE = "data.source"

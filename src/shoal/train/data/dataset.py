@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from shoal.facts.input.untrusted_files import read_json
 from shoal.facts.problem import BadInput, Problem
-from shoal.train.data.shards import FORMAT, manifest_hash
+from shoal.train.data.shards import FORMAT, answers_file, manifest_hash
 
 MANIFEST = "manifest.json"
 QUARANTINE = "bad_rows.jsonl"
@@ -24,17 +24,39 @@ MOST = 1 << 62  # of anything that a manifest counts
 class TokenStream:
     """All tokens of one split, one document after another, across its shards."""
 
-    def __init__(self, name: str, shards: Sequence[np.ndarray], document_ends: np.ndarray) -> None:
+    def __init__(
+        self,
+        name: str,
+        shards: Sequence[np.ndarray],
+        document_ends: np.ndarray,
+        answers: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        """``answers``: of each shard, whether each token is learned; None: all are."""
         self.name = name
         self.document_ends = document_ends  # offsets just after each document
         self._shards = list(shards)
+        self._answers = None if answers is None else list(answers)
         self._starts = np.cumsum([0, *(len(shard) for shard in shards)], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether some tokens are learned and others are not."""
+        return self._answers is not None
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """The tokens from ``start`` up to ``stop``, as int64."""
+        return self._read(self._shards, start, stop)
+
+    def learned(self, start: int, stop: int) -> np.ndarray:
+        """Whether each of these tokens is one that a model learns to write."""
+        if self._answers is None:
+            return np.ones(stop - start, dtype=bool)
+        return self._read(self._answers, start, stop) != 0
+
+    def _read(self, shards: Sequence[np.ndarray], start: int, stop: int) -> np.ndarray:
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} to {stop} of {len(self)}")
         tokens = np.empty(stop - start, dtype=np.int64)
@@ -42,7 +64,7 @@ class TokenStream:
         while position < stop:
             shard = int(np.searchsorted(self._starts, position, side="right")) - 1
             offset = position - int(self._starts[shard])
-            piece = self._shards[shard][offset : offset + stop - position]
+            piece = shards[shard][offset : offset + stop - position]
             tokens[position - start : position - start + len(piece)] = piece
             position += len(piece)
         return tokens
@@ -113,6 +135,7 @@ def _makes_sense(manifest: dict[str, Any]) -> bool:
     """Whether all names are of files inside of the directory, and all numbers such that a dataset can have them."""
     files, splits = manifest["files"], manifest["splits"]
     named = [name for split in splits.values() for name in split["shards"]]
+    masks = [answers_file(name) for name in named] if manifest.get("answers") else []
     width = {"<u2": 2, "<u4": 4}[manifest["dtype"]]
     counts = [
         *(file["bytes"] for file in files.values()),
@@ -124,12 +147,16 @@ def _makes_sense(manifest: dict[str, Any]) -> bool:
     texts = [manifest["tokenizer"]["text"], manifest["tokenizer"]["fingerprint"]]
     return (
         set(splits) == {"train", "heldout"}
-        and {*named, QUARANTINE, *(f"documents-{name}.bin" for name in splits)} == set(files)
+        and {*named, *masks, QUARANTINE, *(f"documents-{name}.bin" for name in splits)} == set(files)
         and all(re.fullmatch(r"[a-z_]+(-[a-z0-9]+)?\.(bin|jsonl)", name) for name in files)
         and all(type(count) is int and 0 <= count <= MOST for count in counts)
         and all(isinstance(text, str) for text in texts)
         and all(
             split["tokens"] * width == sum(files[name]["bytes"] for name in split["shards"])
+            and (
+                not masks
+                or all(files[answers_file(name)]["bytes"] * width == files[name]["bytes"] for name in named)
+            )
             and split["documents"] * 8 == files[f"documents-{which}.bin"]["bytes"]
             for which, split in splits.items()
         )
@@ -181,7 +208,11 @@ def _damaged(path: Path, damage: list[str]) -> BadInput:
 def _open_split(path: Path, manifest: dict[str, Any], name: str) -> TokenStream:
     dtype = np.dtype(manifest["dtype"])
     shards = [_map(path / shard, dtype) for shard in manifest["splits"][name]["shards"]]
-    return TokenStream(name, shards, _map(path / f"documents-{name}.bin", np.dtype("<i8")))
+    answers = None
+    if manifest.get("answers"):
+        files = [path / answers_file(shard) for shard in manifest["splits"][name]["shards"]]
+        answers = [_map(file, np.dtype(np.uint8)) for file in files]
+    return TokenStream(name, shards, _map(path / f"documents-{name}.bin", np.dtype("<i8")), answers)
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -92,6 +92,12 @@ class Loader:
         ]
         return _collate(self.heldout, samples, positions)
 
+    def heldout_prompt(self, number: int, tokens: int) -> torch.Tensor:
+        """What a text to generate begins with, of so many tokens, or a conversation up to its first answer."""
+        if self.heldout is None:
+            raise ValueError("there are no held-out samples")
+        return torch.from_numpy(self.heldout.prompt(number, tokens))
+
     def steps(
         self, first: int, last: int, position_groups: Sequence[Sequence[int]]
     ) -> Generator[tuple[int, list[Batch]]]:

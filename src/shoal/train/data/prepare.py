@@ -10,8 +10,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
+import numpy as np
 from blake3 import blake3
 
 from shoal.facts.cluster.this_machine import usable_threads
@@ -19,6 +20,7 @@ from shoal.facts.problem import BadInput
 from shoal.train.data.bad_rows import BadRows, count_bad_rows, located, read_bad_rows, refuse_too_many
 from shoal.train.data.dataset import MANIFEST, QUARANTINE, Dataset
 from shoal.train.data.encode import Encoded, EncodeTask, encode_all, group, token_type
+from shoal.train.data.row_format import RowFormat, row_format
 from shoal.train.data.rows import cut
 from shoal.train.data.shards import (
     FORMAT,
@@ -45,6 +47,9 @@ def prepare(
     tokenizer: str = "bytes",
     end_token: str | None = None,
     field: str = "text",
+    format: Literal["text", "chat", "prompt"] = "text",
+    template: str = "auto",
+    loss_on: Literal["answers", "all"] | None = None,
     cache: Path,
     heldout: float = 0.01,
     max_bad_rows: float = 0.01,
@@ -63,8 +68,10 @@ def prepare(
     if source != "stdlib" and (given / MANIFEST).is_file():
         return _prepared_before(given, opened)
 
+    reading = row_format(opened, end_token, field, format, template, loss_on)
     files = find_files(source)
-    target = cache / _key(files, opened, field, heldout)
+    _refuse_whole_texts(files, format)
+    target = cache / _key(files, opened, reading, heldout)
     if target.exists():
         found = Dataset.open(target)
         refuse_too_many(read_bad_rows(found.manifest, target / QUARANTINE), max_bad_rows, source)
@@ -73,7 +80,7 @@ def prepare(
     with _unfinished_directory(cache) as directory:
         spool = directory / "spool"
         spool.mkdir()
-        tasks = list(group((piece for file in files for piece in cut(file)), spool, field))
+        tasks = list(group((piece for file in files for piece in cut(file)), spool, reading))
         results = encode_all(tasks, opened, tokenizer, end_token, workers or usable_threads(), progress)
         _refuse_changed(files)
         bad = count_bad_rows(tasks, results)
@@ -84,6 +91,7 @@ def prepare(
             "field": field,
             "tokenizer": {"text": tokenizer, "fingerprint": opened.fingerprint, "vocab": opened.vocab},
             "end": opened.end,
+            **({"answers": True} if reading.answers_only else {}),
             **_write_dataset(directory, tasks, results, bad, opened, heldout),
         }
         write_manifest(directory / MANIFEST, manifest)
@@ -101,7 +109,7 @@ def _prepared_before(path: Path, tokenizer: Tokenizer) -> Path:
     return path
 
 
-def _key(files: list[SourceFile], tokenizer: Tokenizer, field: str, heldout: float) -> str:
+def _key(files: list[SourceFile], tokenizer: Tokenizer, reading: RowFormat, heldout: float) -> str:
     """What the result depends on, hashed. Not the files' names: moved text is the same text."""
     content = []
     for file in files:
@@ -110,7 +118,7 @@ def _key(files: list[SourceFile], tokenizer: Tokenizer, field: str, heldout: flo
         except OSError as error:
             raise BadInput(f"cannot read {file.name!r}: {error.strerror}", "check its permissions") from None
         content.append([file.kind, file.compressed, file.size, digest])
-    parts = [FORMAT, content, tokenizer.fingerprint, field, heldout]
+    parts = [FORMAT, content, tokenizer.fingerprint, *reading.key(), heldout]
     return blake3(json.dumps(parts).encode()).hexdigest()[:32]
 
 
@@ -146,6 +154,8 @@ def _write_dataset(
     else:
         # One long text has no other document to hold out: the end of it serves.
         cut_at = tokens - max(1, round(tokens * heldout)) if heldout > 0 else tokens
+        if tasks[0].reading.template is not None:
+            cut_at = _between_documents(tasks, results, documents, heldout)
         split_at(blocks, cut_at, tokenizer.end, splits["train"], splits["heldout"])
 
     hashes: dict[str, dict[str, Any]] = {QUARANTINE: quarantine.close()}
@@ -163,9 +173,34 @@ def _write_dataset(
     }
 
 
+def _between_documents(
+    tasks: list[EncodeTask], results: list[Encoded], documents: int, heldout: float
+) -> int:
+    """Where the last conversations begin, which are held out; at least one where there are two."""
+    ends: list[int] = [0]
+    before = 0
+    for task, result in zip(tasks, results, strict=True):
+        ends += (np.fromfile(task.file("ends"), dtype="<i8") + before).tolist()
+        before += result.tokens
+    held = min(max(1, round(documents * heldout)), documents - 1) if heldout > 0 else 0
+    return ends[documents - held]
+
+
+def _refuse_whole_texts(files: list[SourceFile], format: str) -> None:
+    if format == "text":
+        return
+    texts = [file.name for file in files if file.kind == "text"]
+    if texts:
+        raise BadInput(
+            f'data.format = "{format}" reads rows, but {texts[0]!r} is one text',
+            "name files of rows, such as 'chats/*.jsonl'",
+        )
+
+
 def _all_blocks(tasks: list[EncodeTask], tokenizer: Tokenizer) -> Iterator[TokenBlock]:
     for task in tasks:
-        yield from spooled_blocks(task.file("tokens"), task.file("ends"), token_type(tokenizer))
+        answers = task.file("answers") if task.reading.answers_only else None
+        yield from spooled_blocks(task.file("tokens"), task.file("ends"), answers, token_type(tokenizer))
         task.file("tokens").unlink()  # the disk need not hold everything twice
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import IO, cast
 
 from shoal.facts.problem import BadInput
+from shoal.train.data.row_format import EMPTY, Document, RowFormat
 from shoal.train.data.sources import SourceFile
 
 # A piece is about this many bytes. It decides where a long text is cut, hence (rarely) tokens: a change
@@ -20,7 +21,6 @@ PIECE_BYTES = 4 << 20
 # What is held in memory at once, whatever a file says or unpacks to: far beyond any document.
 LONGEST_LINE = 1 << 26
 LONGEST_TEXT = 1 << 28
-EMPTY = "empty"  # the reason of a row that is there and has no text
 SHOWN = 200  # characters of a bad row that are kept to recognise it
 
 # A long text is cut after a line end between two visible characters: common tokenizers never join tokens
@@ -47,7 +47,7 @@ class FilePiece:
 class SourceRow:
     """One line or one text: a document, or the reason why it is none. Blank lines have neither."""
 
-    text: str | None
+    document: Document | None
     reason: str = ""
     shown: str = ""
     lines: int = 1  # line ends it spans, from which the numbers of later lines follow
@@ -65,7 +65,7 @@ def cut(file: SourceFile) -> Iterator[FilePiece]:
             start = stop
 
 
-def read(piece: FilePiece, field: str) -> Iterator[SourceRow]:
+def read(piece: FilePiece, reading: RowFormat) -> Iterator[SourceRow]:
     """Every row of a piece: one for a text, otherwise one a line."""
     try:
         if piece.file.kind == "text":
@@ -74,7 +74,7 @@ def read(piece: FilePiece, field: str) -> Iterator[SourceRow]:
             for number, line in enumerate(_lines(piece)):
                 if number == 0 and piece.start == 0:
                     line = line.removeprefix(b"\xef\xbb\xbf")  # a byte-order mark is no JSON
-                yield _parse_line(line, field)
+                yield _parse_line(line, reading)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise BadInput(
             f"{piece.file.name!r} is damaged: {error}", "fetch it again, or leave it out of data.source"
@@ -148,10 +148,10 @@ def _parse_text(content: bytes) -> SourceRow:
         text = content.decode()
     except UnicodeDecodeError:
         return SourceRow(None, "invalid UTF-8", _show(content), lines=content.count(b"\n"))
-    return SourceRow(text, lines=text.count("\n")) if text else SourceRow(None, EMPTY)
+    return SourceRow(Document(text), lines=text.count("\n")) if text else SourceRow(None, EMPTY)
 
 
-def _parse_line(line: bytes, field: str) -> SourceRow:
+def _parse_line(line: bytes, reading: RowFormat) -> SourceRow:
     if not line.strip():
         return SourceRow(None)
     try:
@@ -160,28 +160,8 @@ def _parse_line(line: bytes, field: str) -> SourceRow:
         return SourceRow(None, "invalid UTF-8", _show(line))
     except (ValueError, RecursionError):
         return SourceRow(None, "broken JSON", _show(line))
-    if not isinstance(value, dict):
-        reason = "not an object"
-    elif field not in value:
-        reason = f"no field {field!r}"
-    elif not isinstance(text := value[field], str):
-        reason = f"field {field!r} is not a text"
-    elif not text:
-        reason = EMPTY
-    elif not _encodable(text):
-        reason = "invalid UTF-8"
-    else:
-        return SourceRow(text)
-    return SourceRow(None, reason, _show(line))
-
-
-def _encodable(text: str) -> bool:
-    """JSON can write half a surrogate pair (``"\\ud800"``), which no UTF-8 can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    found = reading.document(value) if isinstance(value, dict) else "not an object"
+    return SourceRow(None, found, _show(line)) if isinstance(found, str) else SourceRow(found)
 
 
 def _show(content: bytes) -> str:

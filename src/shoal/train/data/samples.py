@@ -62,6 +62,23 @@ class Samples:
             np.zeros(self.seq, dtype=np.int64),
         )
 
+    def prompt(self, number: int, tokens: int) -> np.ndarray:
+        """What a text to generate begins with: a sample's first tokens or, of conversations, all before an answer."""
+        if not self.stream.has_answers:
+            return self[number].tokens[:tokens]
+        ends = self.stream.document_ends
+        number %= len(ends)
+        start, stop = int(ends[number - 1]) if number else 0, int(ends[number])
+        before = int(self.stream.learned(start, stop).argmax())
+        return self.stream.read(start, start + max(1, before))[-self.seq :]
+
+    def _targets(self, tokens: np.ndarray, start: int) -> np.ndarray:
+        """What follows each token but the last; ``start``: where in the stream they begin."""
+        targets = tokens[1:].copy()
+        if self.stream.has_answers:
+            targets[~self.stream.learned(start + 1, start + len(tokens))] = IGNORE
+        return targets
+
     def _packed(self, number: int) -> Sample:
         start = number * self.seq
         stop = start + self.seq + 1
@@ -69,7 +86,7 @@ class Samples:
         ends = self.stream.document_ends
         first, last = np.searchsorted(ends, [start, stop], side="right")
         documents = np.searchsorted(ends[first:last] - start, np.arange(self.seq + 1), side="right")
-        targets = tokens[1:].copy()
+        targets = self._targets(tokens, start)
         if self.within_documents:
             targets[documents[1:] != documents[:-1]] = IGNORE
         return Sample(tokens[:-1], targets, documents[:-1].astype(np.int64))
@@ -83,7 +100,7 @@ class Samples:
         used = len(text) - 1
         sample = self.empty()
         sample.tokens[:used] = text[:-1]
-        sample.targets[:used] = text[1:]
+        sample.targets[:used] = self._targets(text, start)
         sample.documents[used:] = 1  # padding is no part of the document
         return sample
 
