@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.train.data.row_format import Document, RowFormat
+from shoal.train.data.row_format import SourceText, RowFormat
 from shoal.train.data.rows import PIECE_BYTES, FilePiece, read
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 
@@ -145,14 +145,14 @@ class _Batch:
     """Texts on their way to the tokenizer, and what was met while they were collected."""
 
     def __init__(self) -> None:
-        self.documents: list[Document] = []
+        self.documents: list[SourceText] = []
         self.closes: list[bool] = []  # whether the document ends with this text
         self.characters = 0
         self.bad: list[dict[str, Any]] = []
         self.rows = 0
         self.lines: list[int] = []  # of the pieces that were finished
 
-    def add(self, document: Document, closes: bool) -> None:
+    def add(self, document: SourceText, closes: bool) -> None:
         self.documents.append(document)
         self.closes.append(closes)
         self.characters += len(document.text)
@@ -182,7 +182,7 @@ def _batches(task: EncodeTask) -> Iterator[_Batch]:
                 )
                 if is_text and piece.start > 0 and piece.closes:
                     batch.add(
-                        Document(""), closes=True
+                        SourceText(""), closes=True
                     )  # the document began in earlier pieces and must still end
             line += row.lines
             if batch.characters >= BATCH_CHARACTERS or len(batch.bad) >= 1000:
@@ -192,7 +192,7 @@ def _batches(task: EncodeTask) -> Iterator[_Batch]:
     yield batch
 
 
-def _in_answers(stops: np.ndarray, document: Document) -> np.ndarray:
+def _in_answers(stops: np.ndarray, document: SourceText) -> np.ndarray:
     """Whether each token's last character is in an answer; ``stops``: the character after each token."""
     inside = np.zeros(len(stops), dtype=np.uint8)
     for start, stop in document.answers or ():

@@ -14,7 +14,7 @@ EMPTY = "empty"  # the reason of a row that is there and has no text
 
 
 @dataclass(frozen=True)
-class Document:
+class SourceText:
     """A text; ``answers``: the ranges of its characters that are learned, None: all of it."""
 
     text: str
@@ -31,7 +31,7 @@ class RowFormat:
     template: ChatTemplate | None = None
     answers_only: bool = False
 
-    def document(self, row: dict[str, Any]) -> Document | str:
+    def document(self, row: dict[str, Any]) -> SourceText | str:
         """The row's document, or why it has none."""
         found = self._text(row) if self.template is None else self._conversation(row, self.template)
         if isinstance(found, str):
@@ -46,13 +46,13 @@ class RowFormat:
             return [self.field]
         return [self.field, self.format, self.template.source, self.template.tokens, self.answers_only]
 
-    def _text(self, row: dict[str, Any]) -> Document | str:
+    def _text(self, row: dict[str, Any]) -> SourceText | str:
         if self.field not in row:
             return f"no field {self.field!r}{_other_format(row)}"
         text = row[self.field]
-        return Document(text) if isinstance(text, str) else f"field {self.field!r} is not a text"
+        return SourceText(text) if isinstance(text, str) else f"field {self.field!r} is not a text"
 
-    def _conversation(self, row: dict[str, Any], template: ChatTemplate) -> Document | str:
+    def _conversation(self, row: dict[str, Any], template: ChatTemplate) -> SourceText | str:
         messages = read_chat(row, self.field) if self.format == "chat" else read_pair(row)
         if isinstance(messages, str):
             return messages
@@ -62,7 +62,7 @@ class RowFormat:
             text, answers = template.render(messages, row.get("tools"))
         except Unrendered as error:
             return str(error)
-        return Document(text, answers if self.answers_only else None, conversation=True)
+        return SourceText(text, answers if self.answers_only else None, conversation=True)
 
 
 def row_format(

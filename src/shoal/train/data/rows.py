@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import IO, cast
 
 from shoal.facts.problem import BadInput
-from shoal.train.data.row_format import EMPTY, Document, RowFormat
+from shoal.train.data.row_format import EMPTY, SourceText, RowFormat
 from shoal.train.data.sources import SourceFile
 
 # A piece is about this many bytes. It decides where a long text is cut, hence (rarely) tokens: a change
@@ -47,7 +47,7 @@ class FilePiece:
 class SourceRow:
     """One line or one text: a document, or the reason why it is none. Blank lines have neither."""
 
-    document: Document | None
+    document: SourceText | None
     reason: str = ""
     shown: str = ""
     lines: int = 1  # line ends it spans, from which the numbers of later lines follow
@@ -148,7 +148,7 @@ def _parse_text(content: bytes) -> SourceRow:
         text = content.decode()
     except UnicodeDecodeError:
         return SourceRow(None, "invalid UTF-8", _show(content), lines=content.count(b"\n"))
-    return SourceRow(Document(text), lines=text.count("\n")) if text else SourceRow(None, EMPTY)
+    return SourceRow(SourceText(text), lines=text.count("\n")) if text else SourceRow(None, EMPTY)
 
 
 def _parse_line(line: bytes, reading: RowFormat) -> SourceRow:
