@@ -170,8 +170,8 @@ def test_nothing_there(tmp_path):
         find_files(str(tmp_path / "*.txt"))
     with pytest.raises(BadInput, match=r"is a directory(.|\n)*\*\*/\*\.txt"):
         find_files(str(tmp_path))
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(BadInput, match="neither text nor JSON lines"):
+    (tmp_path / "a.zip").write_bytes(b"PK")
+    with pytest.raises(BadInput, match="neither text nor rows"):
         find_files(str(tmp_path / "*"))
 
 

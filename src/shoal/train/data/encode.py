@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.train.data.row_format import SourceText, RowFormat
+from shoal.train.data.row_format import RowFormat, SourceText
 from shoal.train.data.rows import PIECE_BYTES, FilePiece, read
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 

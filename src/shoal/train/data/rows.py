@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import mmap
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, cast
+from typing import IO, Any
 
 from shoal.facts.problem import BadInput
-from shoal.train.data.row_format import EMPTY, SourceText, RowFormat
+from shoal.train.data.compression import DAMAGE, open_compressed
+from shoal.train.data.row_format import EMPTY, RowFormat, SourceText
 from shoal.train.data.sources import SourceFile
+from shoal.train.data.tables import read_table, row_group_bytes
 
 # A piece is about this many bytes. It decides where a long text is cut, hence (rarely) tokens: a change
 # needs a new format version.
@@ -31,11 +31,15 @@ LINE_CUT = re.compile(rb"\n")
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A range of bytes of one file. A compressed file is one piece: it can only be read from its start."""
+    """A range of bytes of one file. A compressed file is one piece: it can only be read from its start.
+
+    Of a table, the bytes are those that its row groups would have if all were alike.
+    """
 
     file: SourceFile
     start: int
     stop: int
+    groups: range = range(0)
 
     @property
     def closes(self) -> bool:
@@ -55,6 +59,9 @@ class SourceRow:
 
 def cut(file: SourceFile) -> Iterator[FilePiece]:
     """The pieces of a file, in order. They depend on its content alone, not on who will read them."""
+    if file.kind == "table":
+        yield from _cut_table(file)
+        return
     if file.compressed or file.size <= PIECE_BYTES:
         yield FilePiece(file, 0, file.size)
         return
@@ -70,15 +77,30 @@ def read(piece: FilePiece, reading: RowFormat) -> Iterator[SourceRow]:
     try:
         if piece.file.kind == "text":
             yield _parse_text(_read_text(piece))
+        elif piece.file.kind == "table":
+            column = reading.field if reading.format == "text" else None
+            for row in read_table(piece.file.path, piece.file.name, piece.groups, column):
+                yield _parse_row(row, reading)
         else:
             for number, line in enumerate(_lines(piece)):
                 if number == 0 and piece.start == 0:
                     line = line.removeprefix(b"\xef\xbb\xbf")  # a byte-order mark is no JSON
                 yield _parse_line(line, reading)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except DAMAGE as error:
         raise BadInput(
             f"{piece.file.name!r} is damaged: {error}", "fetch it again, or leave it out of data.source"
         ) from None
+
+
+def _cut_table(file: SourceFile) -> Iterator[FilePiece]:
+    sizes = row_group_bytes(file.path)
+    first, waiting = 0, 0
+    for number, size in enumerate(sizes, 1):
+        waiting += size
+        if waiting >= PIECE_BYTES or number == len(sizes):
+            start, stop = (file.size * place // len(sizes) for place in (first, number))
+            yield FilePiece(file, start, stop, range(first, number))
+            first, waiting = number, 0
 
 
 def _cuts(content: mmap.mmap, pattern: re.Pattern[bytes]) -> Iterator[int]:
@@ -127,7 +149,7 @@ def _read_text(piece: FilePiece) -> bytes:
 
 def _open(piece: FilePiece) -> IO[bytes]:
     if piece.file.compressed:
-        return cast(IO[bytes], gzip.open(piece.file.path))
+        return open_compressed(piece.file.path, piece.file.compression)
     handle = piece.file.path.open("rb")
     handle.seek(piece.start)
     return handle
@@ -162,6 +184,11 @@ def _parse_line(line: bytes, reading: RowFormat) -> SourceRow:
         return SourceRow(None, "broken JSON", _show(line))
     found = reading.document(value) if isinstance(value, dict) else "not an object"
     return SourceRow(None, found, _show(line)) if isinstance(found, str) else SourceRow(found)
+
+
+def _parse_row(row: dict[str, Any], reading: RowFormat) -> SourceRow:
+    found = reading.document(row)
+    return SourceRow(None, found, str(row)[:SHOWN]) if isinstance(found, str) else SourceRow(found)
 
 
 def _show(content: bytes) -> str:
