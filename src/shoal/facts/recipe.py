@@ -8,6 +8,8 @@ from typing import Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shoal.facts.sample_clock import SampleClock
+
 # The tensors that each optimizer keeps a parameter, under torch's names for them.
 OPTIMIZER_STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
@@ -59,6 +61,13 @@ class Recipe(BaseModel):
         ge=1,
         le=MOST,
         description='length of the run in tokens, instead of steps ("15T", "300M"); rounded up to whole steps',
+    )
+
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        le=10**6,
+        description="length of the run in passes over the data, instead of steps; rounded up to whole steps",
     )
 
     optimizer: Literal["adamw", "sgd"] = Field("adamw", description='"adamw" or "sgd"')
@@ -177,6 +186,11 @@ class Recipe(BaseModel):
     @property
     def decay_steps(self) -> int:
         return min(self.steps - self.warmup_steps, read_span(self.decay, self.steps))
+
+    @property
+    def clock(self) -> SampleClock:
+        """How many samples each step uses."""
+        return SampleClock(self.batch)
 
     @property
     def tokens_per_step(self) -> int:

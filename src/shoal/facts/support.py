@@ -52,6 +52,11 @@ def _beside_servers(config: Config, model: Model | None, layout: Layout) -> Iter
             f"server.servers with the experts of {model.name}",
             "server.servers = 0, or a model without experts",
         )
+    if config.evaluate.sources or config.evaluate.patience:
+        yield Problem(
+            "server.servers with evaluate.source or evaluate.patience: workers evaluate on what is held out",
+            "leave them out, or server.servers = 0",
+        )
     if config.run.strict:
         yield Problem("server.servers with run.strict", "run.strict = false, or server.servers = 0")
     if config.recipe.precision == "fp16":
@@ -94,8 +99,6 @@ def _in_config(config: Config) -> Iterator[tuple[str, str]]:
         yield what, 'recipe.precision = "bf16" or "fp32"'
     if config.model.lora is not None:
         yield "model.lora", "leave it out: all weights are trained"
-    if config.data.mix:
-        yield "data.mix", 'one data.source, such as "data/*.jsonl"'
     if config.recipe.states == "int8":
         yield 'recipe.states = "int8"', 'recipe.states = "bf16"'
     for tracker in ("tensorboard", "wandb", "mlflow", "trackio"):

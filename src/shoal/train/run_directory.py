@@ -34,6 +34,8 @@ from shoal.train.fingerprint import weights_fingerprint
 # Where the data came from. What it is, its hash says; so files may move between a stop and a resume.
 DATA_ORIGIN = ("source", "mix", "tokenizer", "end_token", "field", "heldout")
 UNKNOWN = "unknown"
+# Of the last row of a run that ended before its last step.
+EARLY = "ended_early"
 # What the only machine of a run is called.
 ALONE = "0"
 DATA_HASH = "data (hash of its tokens)"
@@ -46,7 +48,7 @@ def identity(job: Job, dataset: str) -> dict[str, Any]:
     recipe = resolved_recipe(config.recipe)
     found = {
         **{f"recipe.{name}": value for name, value in recipe.items()},
-        **{f"data.{name}": getattr(config.data, name) for name in DATA_ORIGIN},
+        **{f"data.{name}": value for name, value in config.data.model_dump(include=set(DATA_ORIGIN)).items()},
         "data.packing": config.data.packing,
         "data.within_documents": config.data.within_documents,
         DATA_HASH: dataset,
@@ -60,7 +62,7 @@ def identity(job: Job, dataset: str) -> dict[str, Any]:
 
 def resolved_recipe(recipe: Recipe) -> dict[str, Any]:
     """The recipe in one spelling: spans in steps, and the length of the run in steps alone."""
-    values = recipe.model_dump(mode="json", exclude={"tokens"})
+    values = recipe.model_dump(mode="json", exclude={"tokens", "epochs"})
     return {**values, "warmup": recipe.warmup_steps, "decay": recipe.decay_steps}
 
 
@@ -195,6 +197,12 @@ class RunDirectory:
             return self.step() >= steps
         rows = read_rows(self.metrics)
         return bool(rows) and rows[-1]["step"] >= steps
+
+    def ended_early(self, commits: bool) -> int | None:
+        """The step after which the run ended because its validation loss no longer fell; None: it did not."""
+        rows = read_rows(self.metrics)
+        step = int(rows[-1]["step"]) if rows and rows[-1].get(EARLY) else None
+        return step if step is not None and (self.step() >= step or not commits) else None
 
     def keep_in(self, to: str | None) -> None:
         """Where a job wants its checkpoints, ``checkpoint.to``. Read-only commands use the run's own config."""

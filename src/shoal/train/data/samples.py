@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from shoal.facts.config import DataSection
+from shoal.facts.config import HELDOUT, DataSection
 from shoal.facts.problem import BadInput
 from shoal.facts.targets import IGNORE
-from shoal.train.data.dataset import Dataset, TokenStream
+from shoal.train.data.collection import Collection
+from shoal.train.data.dataset import TokenStream
 
 
 class Sample(NamedTuple):
@@ -105,6 +109,35 @@ class Samples:
         return sample
 
 
+class JoinedSamples:
+    """Samples of several streams, one stream after another."""
+
+    def __init__(self, parts: Sequence[Samples]) -> None:
+        self.parts = list(parts)
+        self._ends = list(accumulate(map(len, self.parts)))
+        self.seq, self.within_documents = self.parts[0].seq, self.parts[0].within_documents
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Sample:
+        return self._part(number)[self._place(number)]
+
+    def empty(self) -> Sample:
+        return self.parts[0].empty()
+
+    def prompt(self, number: int, tokens: int) -> np.ndarray:
+        """Of the parts in turn: what is generated shows each of them."""
+        return self.parts[number % len(self.parts)].prompt(number // len(self.parts), tokens)
+
+    def _part(self, number: int) -> Samples:
+        return self.parts[bisect_right(self._ends, number)]
+
+    def _place(self, number: int) -> int:
+        which = bisect_right(self._ends, number)
+        return number - (self._ends[which - 1] if which else 0)
+
+
 def _too_little(stream: TokenStream, seq: int, packing: bool) -> BadInput:
     needed = f"a sample takes {seq + 1}" if packing else "a document needs at least 2"
     if stream.name == "heldout":
@@ -117,12 +150,39 @@ def _too_little(stream: TokenStream, seq: int, packing: bool) -> BadInput:
     )
 
 
-def cut_samples(dataset: Dataset, data: DataSection, seq: int, pad: int) -> tuple[Samples, Samples | None]:
-    """Training samples, and held-out ones where that text is long enough for any."""
+AnySamples = Samples | JoinedSamples
+
+
+class CutSamples(NamedTuple):
+    """All samples of a run."""
+
+    parts: tuple[Samples, ...]  # to train on: of each part of a mix
+    validation: dict[str, AnySamples]
+
+    @property
+    def train(self) -> AnySamples:
+        return _joined(self.parts)
+
+
+def cut_samples(collection: Collection, data: DataSection, seq: int, pad: int) -> CutSamples:
+    """Training samples, and those of every validation set that is long enough for any."""
     cut = partial(Samples, seq=seq, packing=data.packing, within_documents=data.within_documents, pad=pad)
-    dataset.check_documents()
-    samples = cut(dataset.train)
+    for dataset in collection.everything:
+        dataset.check_documents()
+    held = [sample for part in collection.parts if (sample := _if_any(cut, part.heldout)) is not None]
+    validation: dict[str, AnySamples] = {HELDOUT: _joined(held)} if held else {}
+    for name, dataset in collection.validation.items():
+        # All of it is for validation, and a data set that was made for that has nothing held out.
+        validation[name] = cut(dataset.train)
+    return CutSamples(tuple(cut(part.train) for part in collection.parts), validation)
+
+
+def _joined(parts: Sequence[Samples]) -> AnySamples:
+    return parts[0] if len(parts) == 1 else JoinedSamples(parts)
+
+
+def _if_any(cut: Callable[[TokenStream], Samples], stream: TokenStream) -> Samples | None:
     try:
-        return samples, cut(dataset.heldout)
+        return cut(stream)
     except BadInput:
-        return samples, None
+        return None
