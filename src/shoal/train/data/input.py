@@ -10,7 +10,7 @@ from shoal.facts.sample_clock import SampleClock
 from shoal.train.data.collection import Collection
 from shoal.train.data.loader import Loader
 from shoal.train.data.mixed_order import MixedOrder, MixPhase
-from shoal.train.data.order import MASK, GlobalOrder, Order, mix
+from shoal.train.data.order import MASK, GlobalOrder, SampleOrder, mix
 from shoal.train.data.samples import CutSamples, cut_samples
 from shoal.train.data.tokenizers import Tokenizer
 
@@ -22,7 +22,7 @@ def open_loader(config: Config, data: Collection, tokenizer: Tokenizer) -> Loade
     return Loader(cut.train, order, config.recipe.clock, judged, cut.validation)
 
 
-def order_of(config: Config, cut: CutSamples) -> Order:
+def order_of(config: Config, cut: CutSamples) -> SampleOrder:
     seed = config.recipe.seed
     if not config.data.mix:
         return GlobalOrder(seed, len(cut.parts[0]))

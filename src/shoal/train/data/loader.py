@@ -15,7 +15,7 @@ from shoal.facts.sample_clock import SampleClock
 from shoal.facts.targets import IGNORE
 from shoal.models.device_copy import to_device
 from shoal.models.documents import Documents
-from shoal.train.data.order import Order
+from shoal.train.data.order import SampleOrder
 from shoal.train.data.samples import AnySamples, Sample
 
 STEPS_AHEAD = 2
@@ -56,7 +56,7 @@ class Loader:
     def __init__(
         self,
         samples: AnySamples,
-        order: Order,
+        order: SampleOrder,
         clock: SampleClock,
         heldout: AnySamples | None = None,
         validation: Mapping[str, AnySamples] | None = None,

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from shoal.train.data.order import Order
+from shoal.train.data.order import SampleOrder
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class MixPhase:
 class MixedOrder:
     """Samples of all parts, numbered one part after another."""
 
-    def __init__(self, parts: Sequence[Order], sizes: Sequence[int], phases: Sequence[MixPhase]) -> None:
+    def __init__(
+        self, parts: Sequence[SampleOrder], sizes: Sequence[int], phases: Sequence[MixPhase]
+    ) -> None:
         self.parts, self.phases = list(parts), list(phases)
         self._offsets = list(accumulate(sizes, initial=0))[:-1]
         self._firsts = [phase.first for phase in phases]

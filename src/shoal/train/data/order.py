@@ -20,7 +20,7 @@ MASK = (1 << 64) - 1
 Word = TypeVar("Word", int, np.ndarray)
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """Which sample is used when."""
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
