@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -32,6 +33,10 @@ class SampleClock:
             here = max(0, -(-(min(until, samples) - used) // batch))
             steps, used = steps + here, used + here * batch
         return steps
+
+    def steps_for_epochs(self, epochs: float, samples: int) -> int:
+        """Steps that go through so many samples so often."""
+        return self.steps_of(math.ceil(epochs * samples))
 
     def _find(self, step: int) -> tuple[int, int, int]:
         """The batch of a step, the first step that had it, and the samples used before that."""

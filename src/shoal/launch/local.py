@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import multiprocessing
 import signal
 from collections.abc import Iterator, Sequence
@@ -218,7 +217,7 @@ def with_length(job: Job, collection: Collection) -> Job:
     if recipe.epochs is None:
         return job
     cut = cut_samples(collection, data, recipe.seq, open_tokenizer(data.tokenizer, data.end_token).end)
-    steps = recipe.clock.steps_of(math.ceil(recipe.epochs * len(cut.train)))
+    steps = recipe.clock.steps_for_epochs(recipe.epochs, len(cut.train))
     if "steps" in recipe.model_fields_set and recipe.steps != steps:
         raise BadInput(
             f"recipe.steps = {recipe.steps} and recipe.epochs = {recipe.epochs:g} disagree: an epoch of this data has "

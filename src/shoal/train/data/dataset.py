@@ -142,6 +142,7 @@ def _makes_sense(manifest: dict[str, Any]) -> bool:
         *(split[what] for split in splits.values() for what in ("tokens", "documents")),
         *(manifest[what] for what in ("rows", "end")),
         *manifest["bad_rows"].values(),
+        *(manifest.get(what, 0) for what in ("duplicates", "longest")),
         manifest["largest_id"] + 1,
     ]
     texts = [manifest["tokenizer"]["text"], manifest["tokenizer"]["fingerprint"]]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
 from shoal.train.data.row_format import RowFormat, SourceText
 from shoal.train.data.rows import PIECE_BYTES, FilePiece, read
@@ -39,7 +40,7 @@ class EncodeTask:
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     def file(self, suffix: str) -> Path:
-        """``tokens``: ids. ``answers``: one byte a token. ``ends``: int64 offsets.
+        """``tokens``: ids. ``answers``: one byte a token. ``ends``: int64 offsets. ``hashes``: 8 bytes a document.
 
         ``bad``: JSON lines, each with its piece and line.
         """
@@ -114,6 +115,7 @@ def encode(task: EncodeTask, tokenizer: Tokenizer) -> Encoded:
         task.file("tokens").open("wb") as tokens_file,
         task.file("ends").open("wb") as ends_file,
         task.file("answers").open("wb") as answers_file,
+        task.file("hashes").open("wb") as hashes_file,
         task.file("bad").open("w", encoding="utf-8") as bad_file,
     ):
         tokens, documents, largest, rows = 0, 0, -1, 0
@@ -127,6 +129,7 @@ def encode(task: EncodeTask, tokenizer: Tokenizer) -> Encoded:
             lines += batch.lines
             ids, answers, ends = _join(batch, tokenizer)
             tokens_file.write(ids.tobytes())
+            hashes_file.write(b"".join(batch.hashes))
             if task.reading.answers_only:
                 answers_file.write(answers.tobytes())
             ends_file.write((ends + tokens).tobytes())
@@ -147,13 +150,16 @@ class _Batch:
     def __init__(self) -> None:
         self.documents: list[SourceText] = []
         self.closes: list[bool] = []  # whether the document ends with this text
+        self.hashes: list[bytes] = []  # of documents that are here as a whole
         self.characters = 0
         self.bad: list[dict[str, Any]] = []
         self.rows = 0
         self.lines: list[int] = []  # of the pieces that were finished
 
-    def add(self, document: SourceText, closes: bool) -> None:
+    def add(self, document: SourceText, closes: bool, begins: bool = True) -> None:
         self.documents.append(document)
+        if begins and closes:
+            self.hashes.append(blake3(document.text.encode()).digest(8))
         self.closes.append(closes)
         self.characters += len(document.text)
 
@@ -174,16 +180,15 @@ def _batches(task: EncodeTask) -> Iterator[_Batch]:
         for row in read(piece, task.reading):
             if row.document is not None:
                 batch.rows += 1
-                batch.add(row.document, closes=piece.closes if is_text else True)
+                batch.add(row.document, piece.closes or not is_text, piece.start == 0 or not is_text)
             elif row.reason:
                 batch.rows += 1
                 batch.bad.append(
                     {"piece": number, "line": line + 1, "reason": row.reason, "start": row.shown}
                 )
                 if is_text and piece.start > 0 and piece.closes:
-                    batch.add(
-                        SourceText(""), closes=True
-                    )  # the document began in earlier pieces and must still end
+                    # The document began in earlier pieces and must still end.
+                    batch.add(SourceText(""), closes=True, begins=False)
             line += row.lines
             if batch.characters >= BATCH_CHARACTERS or len(batch.bad) >= 1000:
                 yield batch

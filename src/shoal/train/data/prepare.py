@@ -232,8 +232,12 @@ def _write_dataset(
     for split in splits.values():
         split.close()
         hashes.update(split.files)
+    ends = [np.fromfile(directory / f"documents-{name}.bin", dtype="<i8") for name in splits]
+    known = np.concatenate([np.fromfile(task.file("hashes"), dtype="<u8") for task in tasks])
     return {
         "dtype": token_type(tokenizer).str,
+        "duplicates": len(known) - len(np.unique(known)),  # beyond the first of each
+        "longest": max((int(np.diff(one, prepend=0).max()) for one in ends if len(one)), default=0),
         "largest_id": max(result.largest for result in results),
         "heldout": heldout,
         "splits": {name: split.describe() for name, split in splits.items()},
