@@ -286,5 +286,6 @@ def _prepared_source(data: DataSection, cache: Path, console: Console) -> Path:
             heldout=data.heldout,
             max_bad_rows=data.max_bad_rows,
             workers=data.workers,
+            keep=data.window if data.shuffle == "window" else 0,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

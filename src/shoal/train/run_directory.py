@@ -33,6 +33,7 @@ from shoal.train.fingerprint import weights_fingerprint
 
 # Where the data came from. What it is, its hash says; so files may move between a stop and a resume.
 DATA_ORIGIN = ("source", "mix", "tokenizer", "end_token", "field", "heldout")
+SHUFFLE = "data.shuffle"
 UNKNOWN = "unknown"
 # Of the last row of a run that ended before its last step.
 EARLY = "ended_early"
@@ -51,6 +52,7 @@ def identity(job: Job, dataset: str) -> dict[str, Any]:
         **{f"data.{name}": value for name, value in config.data.model_dump(include=set(DATA_ORIGIN)).items()},
         "data.packing": config.data.packing,
         "data.within_documents": config.data.within_documents,
+        SHUFFLE: "global" if config.data.shuffle == "global" else f"window of {config.data.window}",
         DATA_HASH: dataset,
         "run.strict": config.run.strict,
         WEIGHTS: config.model.init_from,
@@ -289,7 +291,7 @@ class RunDirectory:
         now = identity(job, dataset)
         # A run that began before a recipe had some field ran with what is now its default.
         defaults = {f"recipe.{name}": value for name, value in resolved_recipe(Recipe()).items()}
-        then = {**defaults, **then}
+        then = {**defaults, SHUFFLE: "global", **then}
         ignored = _moved(then, now)
         now, then = (
             {key: value for key, value in side.items() if key not in ignored} for side in (now, then)

@@ -147,6 +147,17 @@ class DataSection(Section):
     within_documents: bool = Field(
         False, description="attention and targets do not cross document boundaries"
     )
+    shuffle: Literal["global", "window"] = Field(
+        "global",
+        description='order of samples: "global", a permutation of all; "window", of shards, then of the samples of '
+        "every data.window of them",
+    )
+    window: int = Field(
+        8,
+        ge=1,
+        le=10**6,
+        description='shards that are shuffled together with shuffle = "window", and kept here',
+    )
     heldout: float = Field(0.02, ge=0, lt=1, description="fraction of documents held out for validation")
     max_bad_rows: float = Field(
         0.01,

@@ -142,7 +142,7 @@ SENTENCES: Mapping[str, str] = {
         "gpus_per_node",
         _RESUME: "resume resume_from_checkpoint load_checkpoint resume_checkpoint_path load_from "
         "ignore_data_skip",
-        _ORDER: "shuffle data.shuffle shuffle_seed",
+        _ORDER: "shuffle_seed",
         'it is recipe.precision here: recipe.precision = "bf16"': "bf16 bfloat16",
         'it is recipe.precision here: recipe.precision = "fp16"': "fp16",
         "they are recipe.beta1 and recipe.beta2 here": "betas adam_betas",

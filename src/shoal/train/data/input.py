@@ -11,8 +11,9 @@ from shoal.train.data.collection import Collection
 from shoal.train.data.loader import Loader
 from shoal.train.data.mixed_order import MixedOrder, MixPhase
 from shoal.train.data.order import MASK, GlobalOrder, SampleOrder, mix
-from shoal.train.data.samples import CutSamples, cut_samples
+from shoal.train.data.samples import CutSamples, Samples, cut_samples
 from shoal.train.data.tokenizers import Tokenizer
+from shoal.train.data.window_order import WindowOrder
 
 
 def open_loader(config: Config, data: Collection, tokenizer: Tokenizer) -> Loader:
@@ -25,11 +26,17 @@ def open_loader(config: Config, data: Collection, tokenizer: Tokenizer) -> Loade
 def order_of(config: Config, cut: CutSamples) -> SampleOrder:
     seed = config.recipe.seed
     if not config.data.mix:
-        return GlobalOrder(seed, len(cut.parts[0]))
+        return _order(config.data, seed, cut.parts[0])
     # Parts of equal length in one order would always be met side by side.
     seeds = [mix((seed + number) & MASK) for number in range(len(cut.parts))]
-    parts = [GlobalOrder(one, len(part)) for one, part in zip(seeds, cut.parts, strict=True)]
+    parts = [_order(config.data, one, part) for one, part in zip(seeds, cut.parts, strict=True)]
     return MixedOrder(parts, [len(part) for part in cut.parts], phases(config.data, config.recipe.clock))
+
+
+def _order(data: DataSection, seed: int, samples: Samples) -> SampleOrder:
+    if data.shuffle == "window":
+        return WindowOrder(seed, samples.shard_bounds, data.window)
+    return GlobalOrder(seed, len(samples))
 
 
 def phases(data: DataSection, clock: SampleClock) -> list[MixPhase]:

@@ -21,7 +21,7 @@ from shoal.facts.problem import BadInput
 from shoal.train.data.bad_rows import BadRows, count_bad_rows, located, read_bad_rows, refuse_too_many
 from shoal.train.data.dataset import MANIFEST, QUARANTINE, Dataset
 from shoal.train.data.encode import Encoded, EncodeTask, encode_all, group, token_type
-from shoal.train.data.remote import fetch, is_remote, look, recall, remember
+from shoal.train.data.remote import MAGIC, fetch, is_remote, look, recall, remember
 from shoal.train.data.row_format import RowFormat, row_format
 from shoal.train.data.rows import cut
 from shoal.train.data.shards import (
@@ -36,6 +36,7 @@ from shoal.train.data.shards import (
     write_manifest,
 )
 from shoal.train.data.sources import SourceFile, describe_file, find_files, look_at_all
+from shoal.train.data.streamed import find_streamed
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 from shoal.train.files import sync_directory
 
@@ -57,19 +58,25 @@ def prepare(
     heldout: float = 0.01,
     max_bad_rows: float = 0.01,
     workers: int = 0,
+    keep: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """The directory of the tokenised source, made now or found.
 
     ``source`` is ``stdlib``, a path, a glob, a URL, or a directory made by an earlier call. ``heldout`` and
     ``max_bad_rows`` are fractions of all documents and of all rows; ``workers`` = 0 means one a core;
-    ``progress`` gets the bytes done and the bytes in all.
+    ``progress`` gets the bytes done and the bytes in all. ``keep``: of a directory behind a URL, how many shards are to
+    be here at a time; 0: all.
     """
     cache = cache.expanduser()
     opened = open_tokenizer(tokenizer, end_token)
     given = Path(source).expanduser()
     if source != "stdlib" and (given / MANIFEST).is_file():
         return _prepared_before(given, opened)
+    if is_remote(source) and not MAGIC & set(source):
+        streamed = find_streamed(source, cache, keep)
+        if streamed is not None:
+            return _prepared_before(streamed, opened)
 
     reading = row_format(opened, end_token, field, format, template, loss_on)
     job = _Preparation(

@@ -66,6 +66,20 @@ class Samples:
             np.zeros(self.seq, dtype=np.int64),
         )
 
+    @property
+    def shard_bounds(self) -> list[int]:
+        """The first sample that begins in each shard, and how many samples there are in all."""
+        starts = np.array(self.stream.shard_starts[:-1])
+        if self.packing:
+            found = np.minimum(-(-starts // self.seq), self._count)
+        else:
+            ends = self.stream.document_ends
+            document = np.searchsorted(ends, starts, side="right")
+            before = np.concatenate([[0], self._part_ends])[document]
+            begins = np.concatenate([[0], ends])[document]
+            found = np.minimum(before - (-(starts - begins) // self.seq), self._part_ends[document])
+        return [*map(int, found), self._count]
+
     def prompt(self, number: int, tokens: int) -> np.ndarray:
         """What a text to generate begins with: a sample's first tokens or, of conversations, all before an answer."""
         if not self.stream.has_answers:
