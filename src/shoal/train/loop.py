@@ -130,7 +130,7 @@ class Training:
         self.state = State(job.model, placed, self.program.optimizer, recipe.optimizer, scale, mesh)
         origin = identity(job, data.fingerprint)
         self.commits = Commits(
-            self.state, run, mesh, config.checkpoint, recipe.batch, origin, attempt, set_aside
+            self.state, run, mesh, config.checkpoint, recipe.clock, origin, attempt, set_aside
         )
         self.step.before_update = self._before_update
         self.announce(RESTORE, 0)
@@ -249,7 +249,9 @@ class Training:
                 last = row[EARLY] = True
         row.update(self._compiled(step))
         if self.first_rank:
-            if (measured := self.comparison.add(row)) is not None:
+            # What was predicted is a step of the whole batch.
+            whole = self.loader.clock.at(step) == config.recipe.batch
+            if whole and (measured := self.comparison.add(row)) is not None:
                 self.run.note_measured(measured)
             self.metrics.append(row)
         self.announce(COMMIT, step)

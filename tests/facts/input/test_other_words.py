@@ -81,7 +81,7 @@ def test_a_word_of_another_tool_is_answered_with_ours(written: str, answer: str)
     ("written", "today"),
     [
         ("recipe.ema", "keep_best"),
-        ("recipe.batch_ramp", "recipe.batch"),
+        ("recipe.loss", "leave it out"),
     ],
 )
 def test_what_comes_later_is_answered_with_what_to_write_today(written: str, today: str) -> None:

@@ -30,6 +30,7 @@ KEYS: Mapping[str, str] = {
         "data.format": "dataset_format dataset_type",
         "data.template": "chat_template",
         "data.loss_on": "completion_only_loss assistant_only_loss train_on_responses_only train_on_inputs",
+        "recipe.batch_ramp": "rampup_batch_size batch_size_rampup batch_warmup",
         "recipe.epochs": "epoch num_epochs num_train_epochs max_epochs n_epochs train_epochs",
         "data.workers": "num_workers dataloader_num_workers preprocessing_num_workers dataset_num_proc",
         "recipe.seq": "seq_length seq_len sequence_length max_seq_length max_seq_len max_sequence_length block_size "
@@ -162,7 +163,6 @@ SENTENCES: Mapping[str, str] = {
 LATER: Mapping[str, str] = {
     "recipe.loss": "the loss is that of the next token; leave it out",
     "recipe.ema": "leave it out; checkpoint.keep_best keeps the best weights",
-    "recipe.batch_ramp": "recipe.batch is the same in every step",
     "recipe.groups": "recipe.lr and recipe.weight_decay hold for all weights",
     "tune.search": 'layout = "auto" takes what shoal plan puts first',
     "model.lora.kind": "leave it out: the kind is lora",

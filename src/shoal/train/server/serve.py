@@ -113,7 +113,7 @@ class ParameterServer:
         self.state = State(job.model, self.served, self.optimizer, self.recipe.optimizer, scale, mesh)
         origin = identity(job, Collection.open(dataset).fingerprint)
         self.commits = Commits(
-            self.state, run, mesh, config.checkpoint, self.recipe.batch, origin, attempt, set_aside
+            self.state, run, mesh, config.checkpoint, self.recipe.clock, origin, attempt, set_aside
         )
         announce(RESTORE, 0)
         self.done = self.commits.restore()
