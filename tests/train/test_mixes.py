@@ -5,6 +5,7 @@ from itertools import count
 
 import pytest
 from rich.console import Console
+from tests.conftest import Train
 
 from shoal.facts.config.file import load
 from shoal.facts.problem import BadInput
@@ -147,3 +148,57 @@ def test_a_run_ends_when_the_loss_it_watches_falls_no_longer(training, parts, tm
     continued = training("stopped", **options)
     assert run(continued) == outcome
     assert [row["heldout_loss"] for row in read_rows(continued.run.metrics)] == losses
+
+
+def test_ranks_end_early_together_and_the_run_is_finished(train: Train, parts) -> None:
+    options = {
+        "data__source": parts[0],
+        "data__heldout": 0,
+        "evaluate__source": f'{{other="{parts[1]}", same="{parts[0]}"}}',
+        "evaluate__every": 1,
+        "evaluate__patience": 2,
+        "recipe__seq": 8,
+        "recipe__steps": 40,
+        "recipe__lr": 0.05,
+        "run__strict": True,
+    }
+    alone = train("alone", **options)
+    together = train("together", layout="fsdp=2", **options)
+    assert together.hexes == alone.hexes and len(alone.rows) < 40
+    assert [row["validation"] for row in together.rows] == [row["validation"] for row in alone.rows]
+    again = train("together", layout="fsdp=2", **options)
+    assert again.report.message == f"already finished: {len(alone.rows)} steps"
+    assert again.rows == together.rows
+
+
+def test_a_chat_without_answers_is_refused_before_there_is_a_run(train: Train, tmp_path) -> None:
+    (tmp_path / "chat.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n"
+    )
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    chat = {"data__source": tmp_path / "chat.jsonl", "data__format": "chat"}
+    with pytest.raises(BadInput, match=r'"bytes" has no chat template'):
+        train("run", **chat)
+    with pytest.raises(BadInput, match=r"chat\.jsonl:1: no answer"):
+        train("run", data__template=tmp_path / "chat.jinja", **chat)
+    assert not (tmp_path / "run").exists()
+
+
+def test_answers_alone_in_every_layout(train: Train, tmp_path) -> None:
+    talks = [
+        {"prompt": "what " * (1 + number % 3), "completion": "many fish " * (1 + number % 4)}
+        for number in range(80)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    options = {
+        "data__source": tmp_path / "pairs.jsonl",
+        "data__format": "prompt",
+        "data__template": "none",
+        "data__within_documents": True,
+        "recipe__precision": "fp64",
+    }
+    alone = train("alone", **options)
+    assert all(0 < row["targets"] < 8 * 32 for row in alone.rows)
+    for layout in ("tp=2", "cp=2", "pp=2,micro=2"):
+        other = train(layout.partition("=")[0], layout=layout, **options)
+        assert other.losses == pytest.approx(alone.losses, rel=1e-9), layout
