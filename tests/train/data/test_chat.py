@@ -189,13 +189,34 @@ def test_prompts_without_a_template_are_texts_as_they_are(tmp_path):
 def test_targets_are_the_answers_wherever_samples_are_cut(tmp_path, chat_tokenizer, packing):
     source = write(tmp_path / "a.jsonl", [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": TALK[2:]}])
     stream = opened(source, tmp_path, chat_tokenizer).train
-    found = []
-    samples = Samples(stream, 7, packing=packing, within_documents=False, pad=1)
+    everything, learned = stream.read(0, len(stream)), stream.learned(0, len(stream))
+    for seq in (7, 20, 33, 200):
+        found = []
+        samples = Samples(stream, seq, packing=packing, within_documents=seq % 2 == 0, pad=1)
+        for number in range(len(samples)):
+            found += [one for one in samples[number].targets.tolist() if one != IGNORE]
+        assert found == everything[learned].tolist(), seq
+
+
+def test_packed_conversations_stay_whole(tmp_path, chat_tokenizer):
+    source = write(tmp_path / "a.jsonl", list(talks(40)))
+    stream = opened(source, tmp_path, chat_tokenizer).train
+    ends = stream.document_ends.tolist()
+    seq = 3 * max(np.diff(ends, prepend=0))
+    samples = Samples(stream, seq, packing=True, within_documents=True, pad=-1)
+    start = 0
     for number in range(len(samples)):
-        found += [one for one in samples[number].targets.tolist() if one != IGNORE]
-    used = len(samples) * 7 + 1 if packing else len(stream)
-    everything, learned = stream.read(0, used), stream.learned(0, used)
-    assert found == everything[learned].tolist()
+        sample = samples[number]
+        text = stream.read(start, min(start + seq, len(stream)))
+        used = int((sample.tokens >= 0).sum())
+        assert sample.tokens[:used].tolist() == text[:used].tolist()
+        # The next sample begins where a conversation does, and where this one had no room for it.
+        stop = start + used + 1
+        assert stop in ends
+        following = ends[ends.index(stop) + 1] if stop < len(stream) else stop + seq
+        assert following - start > seq + 1
+        start = stop
+    assert start == len(stream) and len(samples) < 40
 
 
 @pytest.mark.parametrize(

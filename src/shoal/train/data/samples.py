@@ -31,6 +31,9 @@ class Samples:
     Packed, the stream is cut into consecutive pieces: the last token of one is the first of the next, so
     every token but the very first is a target exactly once. A rest too short for a sample is left out.
 
+    Packed conversations are not cut, for an answer without its question teaches something else: as many as fit follow
+    each other in a sample, which is padded; only one that is too long has several.
+
     Unpacked, a sample holds one document, or a part of one that is too long, and is padded to its length.
     """
 
@@ -39,7 +42,11 @@ class Samples:
     ) -> None:
         self.stream, self.seq, self.packing = stream, seq, packing
         self.within_documents, self.pad = within_documents, pad
-        if packing:
+        self._filled: tuple[np.ndarray, np.ndarray] | None = None
+        if packing and stream.has_answers:
+            self._filled = _fill(stream.document_ends, seq)
+            self._count = len(self._filled[0])
+        elif packing:
             self._count = max(0, (len(stream) - 1) // seq)
         else:
             lengths = np.diff(stream.document_ends, prepend=0)
@@ -56,6 +63,8 @@ class Samples:
     def __getitem__(self, number: int) -> Sample:
         if not 0 <= number < self._count:
             raise IndexError(f"sample {number} of {self._count}")
+        if self._filled is not None:
+            return self._whole(int(self._filled[0][number]), int(self._filled[1][number]))
         return self._packed(number) if self.packing else self._unpacked(number)
 
     def empty(self) -> Sample:
@@ -70,7 +79,9 @@ class Samples:
     def shard_bounds(self) -> list[int]:
         """The first sample that begins in each shard, and how many samples there are in all."""
         starts = np.array(self.stream.shard_starts[:-1])
-        if self.packing:
+        if self._filled is not None:
+            found = np.searchsorted(self._filled[0], starts, side="left")
+        elif self.packing:
             found = np.minimum(-(-starts // self.seq), self._count)
         else:
             ends = self.stream.document_ends
@@ -109,6 +120,21 @@ class Samples:
             targets[documents[1:] != documents[:-1]] = IGNORE
         return Sample(tokens[:-1], targets, documents[:-1].astype(np.int64))
 
+    def _whole(self, start: int, stop: int) -> Sample:
+        """A sample of these tokens, padded."""
+        text, ends = self.stream.read(start, stop), self.stream.document_ends
+        first, last = np.searchsorted(ends, [start, stop], side="right")
+        documents = np.searchsorted(ends[first:last] - start, np.arange(len(text)), side="right")
+        used = len(text) - 1
+        sample = self.empty()
+        sample.tokens[:used] = text[:-1]
+        sample.targets[:used] = self._targets(text, start)
+        if self.within_documents:
+            sample.targets[:used][documents[1:] != documents[:-1]] = IGNORE
+        sample.documents[:used] = documents[:-1]
+        sample.documents[used:] = documents[-1] + 1  # padding is no part of them
+        return sample
+
     def _unpacked(self, number: int) -> Sample:
         ends = self.stream.document_ends
         document = int(np.searchsorted(self._part_ends, number, side="right"))
@@ -121,6 +147,25 @@ class Samples:
         sample.targets[:used] = self._targets(text, start)
         sample.documents[used:] = 1  # padding is no part of the document
         return sample
+
+
+def _fill(ends: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where samples of whole documents begin and end: each takes the next ones that fit."""
+    found: list[tuple[int, int]] = []
+    room = 0  # left in the last sample
+    start = 0
+    for end in ends.tolist():
+        if end - start <= room:
+            found[-1] = (found[-1][0], end)
+            room -= end - start
+        else:
+            # The last token of a part is the first of the next, so that every token but the first is a target.
+            parts = range(start, max(end - 1, start + 1), seq)
+            found += [(part, min(part + seq + 1, end)) for part in parts]
+            room = seq + 1 - (found[-1][1] - found[-1][0])
+        start = end
+    kept = [span for span in found if span[1] - span[0] > 1]  # one token alone has nothing to predict
+    return tuple(np.array([span[side] for span in kept], dtype=np.int64) for side in (0, 1))  # type: ignore[return-value]
 
 
 class JoinedSamples:
