@@ -42,7 +42,7 @@ def shoal_(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
         (["trian"], 'Unknown command "trian"', "did you mean 'train'?"),
         (["train", "--learning_rate", "3"], "Unknown option: --learning_rate", "--set recipe.lr=…"),
         (["train", "--tensor-parallel-size=2"], "--tensor-parallel-size=2", "--layout tp=…"),
-        (["train", "--epochs", "3"], "Unknown option: --epochs", "recipe.steps or recipe.tokens"),
+        (["train", "--epochs", "3"], "Unknown option: --epochs", "recipe.epochs"),
         (["dryrun", "tiny", "--max_seq_length", "8"], "--max_seq_length", "it is --seq here"),
         (["config", "show", "--set"], "--set requires an argument", "shoal config show --help"),
         (["config", "show", "--layout"], "--layout requires an argument", "shoal config show --help"),

@@ -34,7 +34,7 @@ def training(settings: Callable[..., list[str]], tmp_path: Path) -> Callable[...
         run = RunDirectory(tmp_path / name)
         run.path.mkdir(exist_ok=True)
         run.write_start(job, {}, {})
-        dataset = prepared(job.config.data, Console(stderr=True))
+        dataset = prepared(job.config.data, Console(stderr=True), job.config.evaluate)
         return Training(job, run, dataset, Mesh(job.layout, 0, torch.device("cpu")))
 
     return make

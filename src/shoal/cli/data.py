@@ -35,20 +35,20 @@ def prepare(
     from shoal.facts.config.file import load
     from shoal.launch.local import prepared
     from shoal.launch.screen import Console
-    from shoal.train.data.dataset import QUARANTINE, read_manifest
+    from shoal.train.data.collection import Collection
+    from shoal.train.data.summary import summarise
 
     loaded = load(config, set)
     with loaded.located():
-        path = prepared(loaded.config.data, Console(stderr=True, highlight=False))
-    manifest = read_manifest(path)
-    splits = manifest["splits"]
+        path = prepared(loaded.config.data, Console(stderr=True, highlight=False), loaded.config.evaluate)
+        data = Collection.open(path)
+        found = summarise(loaded.config, data)
     if json:
-        print_json({"path": str(path), **manifest})
+        alone = data.parts[0].manifest if len(data.everything) == 1 else {}
+        print_json({**alone, "path": str(path), **found.as_json()})
         return 0
     console = Console(highlight=False, soft_wrap=True)
-    for name, split in splits.items():
-        console.print(f"{name}: {split['tokens']:,} tokens in {split['documents']:,} documents")
-    if manifest["bad_rows"]:
-        console.print(f"left out: {manifest['bad_rows']} (see {path / QUARANTINE})", markup=False)
+    for line in found.lines():
+        console.print(line, markup=False)
     console.print(str(path), markup=False)
     return 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 from typing import Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from shoal.facts.sample_clock import SampleClock
 
 # The tensors that each optimizer keeps a parameter, under torch's names for them.
 OPTIMIZER_STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -46,6 +49,15 @@ def _share(value: float | str) -> float:
 MOST = 10**18
 
 
+class RampStage(BaseModel):
+    """A smaller batch, until so many samples of the run have been used."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    batch: int = Field(ge=1, le=10**9, description="sequences per step")
+    samples: int = Field(ge=1, le=MOST, description="samples of the run at which the stage ends")
+
+
 class Recipe(BaseModel):
     """Global batch, length, optimizer, schedule, precision, seed. Values of another type are refused, not converted."""
 
@@ -59,6 +71,18 @@ class Recipe(BaseModel):
         ge=1,
         le=MOST,
         description='length of the run in tokens, instead of steps ("15T", "300M"); rounded up to whole steps',
+    )
+
+    batch_ramp: tuple[RampStage, ...] = Field(
+        (),
+        strict=False,  # TOML and JSON have lists
+        description="smaller batches first: a list of {batch, samples}, each until so many samples have been used",
+    )
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        le=10**6,
+        description="length of the run in passes over the data, instead of steps; rounded up to whole steps",
     )
 
     optimizer: Literal["adamw", "sgd"] = Field("adamw", description='"adamw" or "sgd"')
@@ -158,13 +182,29 @@ class Recipe(BaseModel):
         seq, batch = (given.get(name, cls.model_fields[name].default) for name in ("seq", "batch"))
         if not (_counts(tokens) and _counts(seq) and _counts(batch)) or tokens > MOST:
             return given
-        steps = -(-tokens // (seq * batch))
+        try:
+            ramp = [RampStage.model_validate(stage) for stage in given.get("batch_ramp", ())]
+        except (TypeError, ValueError):
+            return given
+        clock = SampleClock(batch, tuple((stage.batch, stage.samples) for stage in ramp))
+        steps = clock.steps_of(-(-tokens // seq))
         if given.get("steps", steps) != steps:
             raise ValueError(
                 f"steps = {given['steps']} and tokens = {given['tokens']} disagree: "
                 f"so many tokens are {steps} steps of {seq}·{batch}"
             )
         return {**given, "steps": steps}
+
+    @model_validator(mode="after")
+    def _ramp_goes_up(self) -> Recipe:
+        batches = [*(stage.batch for stage in self.batch_ramp), self.batch]
+        ends = [stage.samples for stage in self.batch_ramp]
+        if batches != sorted(set(batches)) or ends != sorted(set(ends)):
+            raise ValueError(
+                "batch_ramp = …: batches and samples must grow from stage to stage, and end below "
+                f"batch = {self.batch}"
+            )
+        return self
 
     @property
     def peak_lr(self) -> float:
@@ -177,6 +217,16 @@ class Recipe(BaseModel):
     @property
     def decay_steps(self) -> int:
         return min(self.steps - self.warmup_steps, read_span(self.decay, self.steps))
+
+    @property
+    def clock(self) -> SampleClock:
+        """How many samples each step uses."""
+        return SampleClock(self.batch, tuple((stage.batch, stage.samples) for stage in self.batch_ramp))
+
+    @property
+    def batch_unit(self) -> int:
+        """The largest number that divides the batches of all steps."""
+        return math.gcd(self.batch, *(stage.batch for stage in self.batch_ramp))
 
     @property
     def tokens_per_step(self) -> int:

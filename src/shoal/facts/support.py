@@ -52,6 +52,13 @@ def _beside_servers(config: Config, model: Model | None, layout: Layout) -> Iter
             f"server.servers with the experts of {model.name}",
             "server.servers = 0, or a model without experts",
         )
+    if config.recipe.batch_ramp:
+        yield Problem("server.servers with recipe.batch_ramp", "leave it out, or server.servers = 0")
+    if config.evaluate.sources or config.evaluate.patience:
+        yield Problem(
+            "server.servers with evaluate.source or evaluate.patience: workers evaluate on what is held out",
+            "leave them out, or server.servers = 0",
+        )
     if config.run.strict:
         yield Problem("server.servers with run.strict", "run.strict = false, or server.servers = 0")
     if config.recipe.precision == "fp16":
@@ -88,14 +95,15 @@ def _in_model(config: Config, model: Model) -> Iterator[tuple[str, str]]:
 
 
 def _in_config(config: Config) -> Iterator[tuple[str, str]]:
+    if config.recipe.batch_ramp and (config.recipe.router_aux or config.recipe.router_z):
+        # Routers' losses are means over a batch whose size the network is built with.
+        yield "recipe.batch_ramp with recipe.router_aux or recipe.router_z", "leave one of them out"
     if config.run.strict and config.recipe.precision in ("fp16", "fp8"):
         # One's scale of the loss, the other's of activations, depend on what else is in a batch.
         what = f'run.strict with recipe.precision = "{config.recipe.precision}"'
         yield what, 'recipe.precision = "bf16" or "fp32"'
     if config.model.lora is not None:
         yield "model.lora", "leave it out: all weights are trained"
-    if config.data.mix:
-        yield "data.mix", 'one data.source, such as "data/*.jsonl"'
     if config.recipe.states == "int8":
         yield 'recipe.states = "int8"', 'recipe.states = "bf16"'
     for tracker in ("tensorboard", "wandb", "mlflow", "trackio"):

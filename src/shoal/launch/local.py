@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from shoal.facts.cluster import this_machine as machine
-from shoal.facts.config import Config, DataSection
+from shoal.facts.config import Config, DataSection, EvaluateSection
 from shoal.facts.model import hub
 from shoal.facts.problem import BadInput
 from shoal.launch.environment import passed_on
@@ -28,7 +28,8 @@ from shoal.launch.scratch import check_scratch, clear_scratch
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.plan.resolve import Job
 from shoal.predict.memory.states import rank_states
-from shoal.train.data.dataset import QUARANTINE, Dataset, check_vocabulary
+from shoal.train.data.collection import Collection, gather
+from shoal.train.data.dataset import QUARANTINE, check_vocabulary
 from shoal.train.data.prepare import prepare as prepare_data
 from shoal.train.data.samples import cut_samples
 from shoal.train.data.tokenizers import open_tokenizer
@@ -63,6 +64,7 @@ def train(
         if run.path.exists():
             held.enter_context(run.held())
         dataset = tokenised(job, console)
+        job = with_length(job, dataset)
         start = prepare(job, run, fresh, console, dataset, held)
         if isinstance(start, Report):
             return start
@@ -85,7 +87,7 @@ def check(job: Job, run: RunDirectory, visible: str | None, nodes: int = 1) -> N
 
 
 def prepare(
-    job: Job, run: RunDirectory, fresh: bool, console: Console, dataset: Dataset, held: ExitStack
+    job: Job, run: RunDirectory, fresh: bool, console: Console, dataset: Collection, held: ExitStack
 ) -> Report | dict[str, Any]:
     """Make sure that this job continues the run which is there, or begin one. What is known of it, or how it ended."""
     fingerprint = dataset.fingerprint
@@ -98,7 +100,11 @@ def prepare(
         held.enter_context(run.held())
         run.check_continues(job, fingerprint)  # another launcher may have been faster
     steps = job.config.recipe.steps
-    if run.finished(steps, commits=job.config.checkpoint.every > 0):
+    commits = job.config.checkpoint.every > 0
+    early = run.ended_early(commits)
+    if early is not None:
+        steps = early
+    if early is not None or run.finished(steps, commits):
         rows = read_rows(run.metrics)
         row = rows[-1] if rows else None
         done = f"already finished: {steps} steps"
@@ -182,7 +188,7 @@ def check_memory(job: Job, nodes: int = 1) -> None:
         )
 
 
-def tokenised(job: Job, console: Console) -> Dataset:
+def tokenised(job: Job, console: Console) -> Collection:
     """The tokenised data, refused where it has ids that the model has no row for."""
     data = job.config.data
     tokenizer = open_tokenizer(data.tokenizer, data.end_token)
@@ -192,17 +198,35 @@ def tokenised(job: Job, console: Console) -> Dataset:
             f"but {job.model.name} has a vocabulary of {job.model.vocab}",
             f"the model's own tokenizer, or a model with a vocabulary of at least {tokenizer.vocab}",
         )
-    dataset = Dataset.open(prepared(data, console))
-    check_vocabulary(dataset, job.model.vocab)
-    bad = dataset.manifest["bad_rows"]
-    if bad:
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in bad.items())
-        rows = f"{sum(bad.values())} of {dataset.manifest['rows']} rows"
-        console.print(f"left out {rows} ({reasons}); see {dataset.path / QUARANTINE}", markup=False)
-    _, heldout = cut_samples(dataset, data, job.config.recipe.seq, tokenizer.end)
-    if heldout is None:
+    collection = Collection.open(prepared(data, console, job.config.evaluate))
+    for dataset in collection.everything:
+        check_vocabulary(dataset, job.model.vocab)
+        bad = dataset.manifest["bad_rows"]
+        if bad:
+            reasons = ", ".join(f"{reason}: {count}" for reason, count in bad.items())
+            rows = f"{sum(bad.values())} of {dataset.manifest['rows']} rows"
+            console.print(f"left out {rows} ({reasons}); see {dataset.path / QUARANTINE}", markup=False)
+    cut = cut_samples(collection, data, job.config.recipe.seq, tokenizer.end)
+    if job.config.evaluate.watched not in cut.validation:
         console.print("not enough validation text for one sample: evaluation is off", markup=False)
-    return dataset
+    return collection
+
+
+def with_length(job: Job, collection: Collection) -> Job:
+    """With the steps that ``recipe.epochs`` are of this data."""
+    data, recipe = job.config.data, job.config.recipe
+    if recipe.epochs is None:
+        return job
+    cut = cut_samples(collection, data, recipe.seq, open_tokenizer(data.tokenizer, data.end_token).end)
+    steps = recipe.clock.steps_for_epochs(recipe.epochs, len(cut.train))
+    if "steps" in recipe.model_fields_set and recipe.steps != steps:
+        raise BadInput(
+            f"recipe.steps = {recipe.steps} and recipe.epochs = {recipe.epochs:g} disagree: an epoch of this data has "
+            f"{len(cut.train)} samples, so the run has {steps} steps",
+            "keep one: recipe.steps or recipe.epochs",
+        )
+    config = job.config.model_copy(update={"recipe": recipe.model_copy(update={"steps": steps})})
+    return replace(job, config=config)
 
 
 def fetched(job: Job, console: Console) -> Job:
@@ -246,8 +270,21 @@ def warm_workers(preload: Sequence[str], config: Config | None = None) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def prepared(data: DataSection, console: Console) -> Path:
-    """The directory of the tokenised data, made now or found."""
+def prepared(data: DataSection, console: Console, evaluate: EvaluateSection | None = None) -> Path:
+    """The directory of the tokenised data, made now or found: of one source, or of all that there are."""
+    cache = Path(data.cache).expanduser() / "data"
+    parts = [_prepared_source(part, cache, console) for part in data.parts]
+    weights = [[part.weight, [[change.step, change.weight] for change in part.later]] for part in data.mix]
+    sources = evaluate.sources if evaluate is not None else {}
+    for_validation = {
+        name: data.model_copy(update={"source": source, "mix": [], "heldout": 0.0})
+        for name, source in sources.items()
+    }
+    validation = {name: _prepared_source(one, cache, console) for name, one in for_validation.items()}
+    return gather(cache, parts, weights, validation)
+
+
+def _prepared_source(data: DataSection, cache: Path, console: Console) -> Path:
     columns = (TextColumn("tokenising {task.fields[source]}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("tokenising", total=None, source=data.source)
@@ -256,9 +293,13 @@ def prepared(data: DataSection, console: Console) -> Path:
             tokenizer=data.tokenizer,
             end_token=data.end_token,
             field=data.field,
-            cache=Path(data.cache).expanduser() / "data",
+            format=data.format,
+            template=data.template,
+            loss_on=data.loss_on,
+            cache=cache,
             heldout=data.heldout,
             max_bad_rows=data.max_bad_rows,
             workers=data.workers,
+            keep=data.window if data.shuffle == "window" else 0,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

@@ -27,7 +27,7 @@ from shoal.observe.flight_recorder import (
 )
 from shoal.train.guard.nonfinite import SKIPPED
 from shoal.train.metrics.compare import ON_CPU
-from shoal.train.run_directory import RunDirectory
+from shoal.train.run_directory import EARLY, RunDirectory
 
 # Without a terminal there is no live line; a line now and then shows that things move.
 PLAIN_SECONDS = 10.0
@@ -100,7 +100,9 @@ class Progress:
             self._recent.append(row["step_s"])
             if row.get("heldout_loss") is not None:
                 self.heldout = row
-                self.say(f"step {row['step']:>6}  validation loss {row['heldout_loss']:.4f} nats/token")
+                self.say(f"step {row['step']:>6}  validation loss {_validated(row)} nats/token")
+            if row.get(EARLY):
+                self.say(f"step {row['step']:>6}  the validation loss falls no longer: the run ends here")
             if "compared" in row and row["compared"].get("told", True):
                 self.say(f"step {row['step']:>6}  {_compared(row['compared'])}")
                 if drift := row["compared"].get("drift"):
@@ -229,6 +231,13 @@ def _fault(row: dict[str, Any]) -> str:
     if "message" in row and "rank" in row:
         return f"step {row['step']:>6}  {row['message']}; {row['action']}"
     return f"step {row['step']:>6}  {row['kind']}: {row['action']}"
+
+
+def _validated(row: dict[str, Any]) -> str:
+    """The loss that the run is judged by, then those of the other validation sets."""
+    others = row.get("validation", {})
+    named = ", ".join(f"{name} {loss:.4f}" for name, loss in others.items() if loss is not None)
+    return named if len(others) > 1 else f"{row['heldout_loss']:.4f}"
 
 
 def _compared(found: dict[str, Any]) -> str:

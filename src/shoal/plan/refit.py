@@ -15,7 +15,7 @@ def refit(job: Job, devices: int, nodes: int = 1) -> Job:
     """The job on at most so many devices, as many of each node: as many as the batch divides over, as ``choose`` lays
     it out. On some numbers of nodes that is none; then fewer nodes take part.
     """
-    counts = [*reversed(divisors(job.config.recipe.batch))]
+    counts = [*reversed(divisors(job.config.recipe.batch_unit))]
     for on, count in product(range(nodes, 0, -1), counts):
         if count > devices // nodes * on or count % on:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shoal.facts import support
@@ -9,6 +10,7 @@ from shoal.facts.cluster import Cluster, notation
 from shoal.facts.compilation import Compilation, compilation
 from shoal.facts.config import Config
 from shoal.facts.layout import Layout, nearest
+from shoal.facts.layout.legality import violations
 from shoal.facts.model import Model, presets
 from shoal.facts.problem import BadInput, Problem, seek
 from shoal.plan.choose import replicas_only
@@ -82,9 +84,22 @@ def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
         devices = None if config.cluster.share else cluster
         illegal = nearest.problems(layout, model, config.recipe, devices, strict, support.runs)
         problems.extend(replace(problem, where="layout") for problem in illegal)
+        if not illegal:
+            problems.extend(_ramp_problems(config, layout, model, devices))
     if problems or model is None or cluster is None:
         raise BadInput(problems)
     return Job(config, model, cluster, layout, notes)
+
+
+def _ramp_problems(
+    config: Config, layout: Layout, model: Model, cluster: Cluster | None
+) -> Iterator[Problem]:
+    """What a layout does not do with the batches that come before ``recipe.batch``."""
+    for stage in config.recipe.batch_ramp:
+        recipe = config.recipe.model_copy(update={"batch": stage.batch, "batch_ramp": ()})
+        for problem in violations(layout, model, recipe, cluster, config.run.strict):
+            fix = "batches that divide as recipe.batch does, or a layout with fewer data ranks or a smaller micro"
+            yield Problem(f"recipe.batch_ramp: {problem.what}", fix, "layout")
 
 
 def _as_computed(config: Config, cluster: Cluster | None) -> tuple[Config, tuple[str, ...]]:
@@ -100,12 +115,14 @@ def _as_computed(config: Config, cluster: Cluster | None) -> tuple[Config, tuple
 
 def choose(config: Config, cluster: Cluster, model: Model | None = None) -> Layout:
     """What ``shoal plan`` chooses, by the same rule (``plan/choose.py``), of what the engine runs."""
-    plain = Layout(dp=usable(cluster, config.recipe.batch)[0])
+    # What divides the smallest batch of a ramp divides all.
+    recipe = config.recipe.model_copy(update={"batch": config.recipe.batch_unit, "batch_ramp": ()})
+    plain = Layout(dp=usable(cluster, recipe.batch)[0])
     model = model or look_up(config)
     workload = Workload(
         model,
         cluster,
-        config.recipe,
+        recipe,
         plain,
         tune=config.tune,
         lora=config.model.lora,

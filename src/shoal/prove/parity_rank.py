@@ -19,7 +19,7 @@ from shoal.parallel.router_tally import ExpertLoad
 from shoal.parallel.shards import Shard, gradient, weight
 from shoal.parallel.signed_store import SignedStore
 from shoal.plan.resolve import Job
-from shoal.train.data.dataset import Dataset
+from shoal.train.data.collection import Collection
 from shoal.train.evaluate import heldout_loss, write_samples
 from shoal.train.first_weights import first_weights
 from shoal.train.program import Program
@@ -71,12 +71,12 @@ def run_parity_rank(rank: int, world: int, store: SignedStore, script: ParityReq
     """One rank's part; the first rank returns what was seen."""
     job = script.job
     mesh = init_rank(job, rank, rank, store)
-    program = Program(job, Dataset.open(script.dataset), mesh, first_weights(job))
+    program = Program(job, Collection.open(script.dataset), mesh, first_weights(job))
     collector = Collector(program.pieces, mesh)
     seen = ParityRank()
     tensors = _Reference(script)
     for step in range(1, script.steps + 1):
-        batches = [program.loader.rows(step, places).to(mesh.device) for places in program.positions()]
+        batches = [program.loader.rows(step, places).to(mesh.device) for places in program.positions(step)]
         targets, _ = program.step.agree(program.own_targets(batches))
         measured = program.step.compute_gradients(step, batches, targets)
         tensors.look(job, collector, step, "gradient", gradient, seen)
@@ -139,10 +139,10 @@ def difference(ours: Tensor, theirs: Tensor, floor: float) -> float:
 def _evaluate(program: Program, seen: ParityRank) -> None:
     """The held-out loss and a greedily written text, which every layout has to agree on as well."""
     loader, recipe, mesh = program.loader, program.job.config.recipe, program.mesh
-    if not loader.heldout_count:
+    if loader.heldout is None:
         return
     at_once = program.job.layout.accumulation(recipe.batch)
-    seen.heldout = heldout_loss(program.placed, loader, mesh, recipe.batch, program.micro, at_once)
+    seen.heldout = heldout_loss(program.placed, loader.heldout, mesh, recipe.batch, program.micro, at_once)
     prompt = loader.heldout_rows([0]).tokens[0, :PROMPT_TOKENS]
     (written,) = write_samples(
         program.placed, program.tokenizer, mesh, [prompt], WRITTEN_TOKENS, 0.0, recipe.seed, len(seen.losses)

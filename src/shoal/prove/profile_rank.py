@@ -19,7 +19,7 @@ from shoal.observe.intervals import Interval
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.signed_store import SignedStore
 from shoal.plan.resolve import Job
-from shoal.train.data.dataset import Dataset
+from shoal.train.data.collection import Collection
 from shoal.train.data.loader import Batch
 from shoal.train.first_weights import first_weights
 from shoal.train.metrics.meter import Meter
@@ -66,9 +66,9 @@ def take_part(rank: int, world: int, store: SignedStore, order: ProfileRequest) 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     job = order.job
     mesh = init_rank(job, rank, rank, store)
-    program = Program(job, Dataset.open(order.dataset), mesh, first_weights(job))
+    program = Program(job, Collection.open(order.dataset), mesh, first_weights(job))
     last = order.warm_up + TIMED_STEPS + WITH_INSTRUMENTS
-    steps = program.loader.steps(1, last, program.positions())
+    steps = program.loader.steps(1, last, program.positions)
     on_gpu = mesh.device.type == "cuda"
     with closing(steps):
         for _ in range(order.warm_up):

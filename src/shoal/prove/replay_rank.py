@@ -127,7 +127,7 @@ class _Watch:
         """Every row of this rank by itself. All ranks have as many, so they meet in every pass."""
         program = self.training.program
         losses = []
-        for place in (place for places in program.positions() for place in places):
+        for place in (place for places in program.positions(step) for place in places):
             row = program.loader.rows(step, [place])
             on = row.to(program.mesh.device)
             batch = MicroBatch(on.tokens, on.positions, on.documents, on.targets, None)

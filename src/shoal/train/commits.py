@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.facts.cluster.this_machine import usable_threads
 from shoal.facts.config import CheckpointSection
+from shoal.facts.sample_clock import SampleClock
 from shoal.parallel.mesh import Mesh
 from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.checkpoint.peer_memory import Peers
@@ -37,17 +38,17 @@ class Commits:
         run: RunDirectory,
         mesh: Mesh,
         config: CheckpointSection,
-        batch: int,
+        clock: SampleClock,
         identity: dict[str, Any],
         attempt: str,
         set_aside: Sequence[int] = (),
     ) -> None:
-        """``batch``: samples a step. ``attempt``: a name that no other attempt at this run ever had.
+        """``clock``: the samples of each step. ``attempt``: a name that no other attempt at this run ever had.
 
         ``set_aside``: steps in the memory of any node that the launcher does not trust.
         """
         self.state, self.run, self.mesh, self.config = state, run, mesh, config
-        self.batch, self.identity = batch, identity
+        self.clock, self.identity = clock, identity
         self.disk: CheckpointStorage = run.disk
         self.memory: CheckpointStorage = run.memory()
         self.peers: Peers | None = None  # other nodes, where each has a memory of its own
@@ -255,7 +256,7 @@ class Commits:
 
     def _start(self, place: CheckpointStorage, step: int, heldout_loss: float | None) -> None:
         self._saving = step
-        manifest = self.state.manifest(step, step * self.batch, self.identity, heldout_loss)
+        manifest = self.state.manifest(step, self.clock.before(step + 1), self.identity, heldout_loss)
         self._savers[place].start(manifest, self.state.states())
 
     def _tell(self, trouble: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ from shoal.models.random import key
 from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.stage_module import MicroBatch
-from shoal.train.data.loader import Loader
+from shoal.train.data.loader import Loader, validation_rows
+from shoal.train.data.samples import AnySamples
 from shoal.train.data.tokenizers import Tokenizer
 from shoal.train.step import summed_loss
 
@@ -27,16 +30,37 @@ def evaluates_after(step: int, steps: int, evaluate: EvaluateSection) -> bool:
     return step == steps or (evaluate.every > 0 and step % evaluate.every == 0)
 
 
+class Patience:
+    """Ends a run when so many evaluations in a row found no lower loss. 0: never."""
+
+    def __init__(self, evaluations: int, losses: Iterable[float | None] = ()) -> None:
+        """``losses``: of the evaluations before, for a run that continues."""
+        self.evaluations = evaluations
+        self._lowest, self._waited = math.inf, 0
+        for loss in losses:
+            self.add(loss)
+
+    def add(self, loss: float | None) -> None:
+        if loss is not None and loss < self._lowest:
+            self._lowest, self._waited = loss, 0
+        else:
+            self._waited += 1
+
+    @property
+    def over(self) -> bool:
+        return 0 < self.evaluations <= self._waited
+
+
 def heldout_loss(
-    placed: Placed, loader: Loader, mesh: Mesh, most: int, micro: int, at_once: int
+    placed: Placed, samples: AnySamples, mesh: Mesh, most: int, micro: int, at_once: int
 ) -> float | None:
-    """Mean loss a token over ``most`` held-out samples, spread evenly; None where there is nothing to predict.
+    """Mean loss a token over ``most`` of these samples, spread evenly; None where there is nothing to predict.
 
     Which rank sees which sample changes no sum. All ranks run equally many rows, for some strategies meet in every
     forward pass; rows past the last sample are empty. ``at_once`` micro-batches of ``micro`` rows fill a pipeline.
     """
     losses, targets = own_heldout(
-        placed, loader, mesh, most, micro, at_once, (mesh.data_index, mesh.layout.data_ranks)
+        placed, samples, mesh, most, micro, at_once, (mesh.data_index, mesh.layout.data_ranks)
     )
     loss = summed_loss(losses, placed, mesh)
     (seen,) = mesh.hosts.sum_integers([targets if mesh.first_of_replica else 0])
@@ -44,19 +68,25 @@ def heldout_loss(
 
 
 def own_heldout(
-    placed: Placed, loader: Loader, mesh: Mesh, most: int, micro: int, at_once: int, part: tuple[int, int]
+    placed: Placed,
+    samples: AnySamples,
+    mesh: Mesh,
+    most: int,
+    micro: int,
+    at_once: int,
+    part: tuple[int, int],
 ) -> tuple[list[Tensor], int]:
     """The losses of one part's held-out rows, and how many targets these have; ``part``: which one of how many."""
     index, ranks = part
-    count = min(most, loader.heldout_count)
-    chosen = [number * loader.heldout_count // count for number in range(count)]
-    chosen += [loader.heldout_count] * (-count % ranks)
+    count = min(most, len(samples))
+    chosen = [number * len(samples) // count for number in range(count)]
+    chosen += [len(samples)] * (-count % ranks)
     mine = chosen[index::ranks]
     groups = [mine[start : start + micro] for start in range(0, len(mine), micro)]
     losses: list[Tensor] = []
     targets = 0
     for first in range(0, len(groups), at_once):
-        rows = [loader.heldout_rows(group).to(mesh.device) for group in groups[first : first + at_once]]
+        rows = [validation_rows(samples, group).to(mesh.device) for group in groups[first : first + at_once]]
         batches = [MicroBatch(row.tokens, row.positions, row.documents, row.targets, None) for row in rows]
         losses += placed.executor.forward_only(batches)
         targets += sum(row.count for row in rows)
@@ -72,9 +102,9 @@ def sample_rows(
     seed: int,
     step: int,
 ) -> list[dict[str, Any]]:
-    """Rows of samples.jsonl: continuations of the first held-out texts."""
+    """Rows of samples.jsonl: continuations of the first held-out texts, or answers to the first prompts."""
     count = min(evaluate.samples, loader.heldout_count)
-    prompts = [loader.heldout_rows([number]).tokens[0, :PROMPT_TOKENS] for number in range(count)]
+    prompts = [loader.heldout_prompt(number, PROMPT_TOKENS) for number in range(count)]
     written = write_samples(
         placed, tokenizer, mesh, prompts, evaluate.sample_tokens, evaluate.temperature, seed, step
     )

@@ -24,9 +24,9 @@ from shoal.parallel.compile import cache_counts
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
 from shoal.train.commits import Commits
-from shoal.train.data.dataset import Dataset
+from shoal.train.data.collection import Collection
 from shoal.train.data.loader import Batch
-from shoal.train.evaluate import evaluates_after, heldout_loss, sample_rows
+from shoal.train.evaluate import Patience, evaluates_after, heldout_loss, sample_rows
 from shoal.train.files import StepFile, read_rows
 from shoal.train.first_weights import first_weights
 from shoal.train.guard.corruption import CorruptionGuard
@@ -40,7 +40,7 @@ from shoal.train.metrics.observed import OBSERVED_STEP, observed
 from shoal.train.metrics.sample_log import SampleLog
 from shoal.train.outcome import RESUMED, Outcome
 from shoal.train.program import Program, no_weights
-from shoal.train.run_directory import RunDirectory, identity
+from shoal.train.run_directory import EARLY, RunDirectory, identity
 from shoal.train.state import State
 from shoal.train.step import IssuedStep, StepResult
 
@@ -122,7 +122,7 @@ class Training:
         if config.run.ledger and mesh.first_of_replica:
             self.ledger = SampleLog(run.ledger, mesh.rank, attempt)
 
-        data = Dataset.open(dataset)
+        data = Collection.open(dataset)
         self.program = Program(job, data, mesh, no_weights)
         self.loader, self.step = self.program.loader, self.program.step
         placed, scale = self.program.placed, self.program.scale
@@ -131,7 +131,7 @@ class Training:
         self.state = State(job.model, placed, self.program.optimizer, recipe.optimizer, scale, mesh)
         origin = identity(job, data.fingerprint)
         self.commits = Commits(
-            self.state, run, mesh, config.checkpoint, recipe.batch, origin, attempt, set_aside
+            self.state, run, mesh, config.checkpoint, recipe.clock, origin, attempt, set_aside
         )
         self.step.before_update = self._before_update
         self.announce(RESTORE, 0)
@@ -141,6 +141,7 @@ class Training:
         self.corruption = CorruptionGuard(self.step, config.fault.check_every, self.done)
         self.spikes = SpikeGuard.from_rows(self._last_rows(), config.fault.spike, config.fault.on_spike)
         self.step.refuse_above = self.spikes.refuse_above
+        self.patience = Patience(config.evaluate.patience, self._last_evaluations())
         self.stragglers = Stragglers(mesh, config.fault.straggler)
         self.steps_here = 0
         self._told_eager = False
@@ -162,7 +163,7 @@ class Training:
 
     def run_to_end(self, wants_stop: Callable[[], bool]) -> Outcome:
         stopped = False
-        steps = self.loader.steps(self.done + 1, self.job.config.recipe.steps, self.program.positions())
+        steps = self.loader.steps(self.done + 1, self.job.config.recipe.steps, self.program.positions)
         with closing(steps), self.stragglers:
             self.stragglers.begin()
             self.meter.start()
@@ -174,6 +175,8 @@ class Training:
                     break
                 self.meter.have_input()
                 self._one_step(step, micro_batches, targets)
+                if self.patience.over:
+                    break
                 self.announce(INPUT, step + 1)
                 self.stragglers.begin()
             self.settle()
@@ -241,10 +244,15 @@ class Training:
         row = {**self.meter.row(step, result, flight.targets, flight.without_input), "attempt": self.attempt}
         row["commit_wait_s"] = self.commits.take_waited()  # between this step and the one before
         if self._evaluates(step):
-            row["heldout_loss"] = finite(self._evaluate())
+            row.update(self._evaluate())
+            self.patience.add(row["heldout_loss"])
+            if self.patience.over and not last:
+                last = row[EARLY] = True
         row.update(self._compiled(step))
         if self.first_rank:
-            if (measured := self.comparison.add(row)) is not None:
+            # What was predicted is a step of the whole batch.
+            whole = self.loader.clock.at(step) == config.recipe.batch
+            if whole and (measured := self.comparison.add(row)) is not None:
                 self.run.note_measured(measured)
             self.metrics.append(row)
         self.announce(COMMIT, step)
@@ -287,6 +295,13 @@ class Training:
         told: list[dict[str, Any]] = json.loads(self.mesh.hosts.broadcast(json.dumps(few)))
         return told
 
+    def _last_evaluations(self) -> list[float | None]:
+        """Of all evaluations so far, on every rank: all of them are to end alike."""
+        rows = read_rows(self.run.metrics) if self.first_rank and self.job.config.evaluate.patience else []
+        losses = [row["heldout_loss"] for row in rows if row["step"] <= self.done and "heldout_loss" in row]
+        told: list[float | None] = json.loads(self.mesh.hosts.broadcast(json.dumps(losses)))
+        return told
+
     def _settle_rows(self) -> None:
         """Rows up to a commit must survive whatever the commit survives. Raises where there is no room for them."""
         if self.ledger is not None:
@@ -300,14 +315,18 @@ class Training:
             return nullcontext()
         return observed(self.step, batches, self.run.observed(self.mesh.rank), step)
 
-    def _evaluate(self) -> float | None:
+    def _evaluate(self) -> dict[str, Any]:
+        """For the row: the loss that the run is judged by and, where there are several, that of each validation set."""
         evaluate, recipe, placed = self.job.config.evaluate, self.job.config.recipe, self.program.placed
-        if self.loader.heldout is None:
-            return None
+        if not self.loader.validation:
+            return {"heldout_loss": None}
         self.announce(EVALUATE, self.done)
         at_once = self.job.layout.accumulation(recipe.batch)
         most = evaluate.batches * recipe.batch
-        loss = heldout_loss(placed, self.loader, self.mesh, most, self.program.micro, at_once)
+        losses = {
+            name: finite(heldout_loss(placed, samples, self.mesh, most, self.program.micro, at_once))
+            for name, samples in self.loader.validation.items()
+        }
         if _writes_samples(self.mesh):
             rows = sample_rows(
                 placed, self.loader, self.program.tokenizer, self.mesh, evaluate, recipe.seed, self.done
@@ -315,7 +334,8 @@ class Training:
             for row in rows if self.first_rank else ():
                 self.samples.append(row)
         self.mesh.hosts.wait_for_first_rank()
-        return loss
+        named = {"validation": losses} if evaluate.sources else {}
+        return {"heldout_loss": losses.get(evaluate.watched), **named}
 
 
 def _writes_samples(mesh: Mesh) -> bool:

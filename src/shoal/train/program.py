@@ -15,9 +15,9 @@ from shoal.parallel.apply import Fill, apply
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
 from shoal.train import optimizer as optimizers
-from shoal.train.data.dataset import Dataset
-from shoal.train.data.loader import Batch, Loader
-from shoal.train.data.samples import cut_samples
+from shoal.train.data.collection import Collection
+from shoal.train.data.input import open_loader
+from shoal.train.data.loader import Batch
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 from shoal.train.step import Step
 
@@ -27,12 +27,11 @@ BACKEND = "inductor"  # of torch.compile
 class Program:
     """Data, the placed network, its optimizer and the step that moves it."""
 
-    def __init__(self, job: Job, data: Dataset, mesh: Mesh, fill: Fill) -> None:
+    def __init__(self, job: Job, data: Collection, mesh: Mesh, fill: Fill) -> None:
         config, recipe = job.config, job.config.recipe
         self.job, self.mesh = job, mesh
         self.tokenizer: Tokenizer = open_tokenizer(config.data.tokenizer, config.data.end_token)
-        samples, heldout = cut_samples(data, config.data, recipe.seq, self.tokenizer.end)
-        self.loader = Loader(samples, recipe.seed, recipe.batch, heldout)
+        self.loader = open_loader(config, data, self.tokenizer)
         self.micro = job.layout.micro_batch(recipe.batch)
 
         network = blueprint(job.model, recipe)
@@ -41,9 +40,9 @@ class Program:
         self.placed, self.pieces = self.step.placed, self.step.pieces
         self.optimizer, self.scale = self.step.optimizer, self.step.scale
 
-    def positions(self) -> list[range]:
-        """This rank's places in the global batch, one range a micro-batch."""
-        return self.job.layout.positions(self.job.config.recipe.batch, self.mesh.data_index)
+    def positions(self, step: int) -> list[range]:
+        """This rank's places in the global batch of a step, one range a micro-batch."""
+        return self.job.layout.positions(self.loader.clock.at(step), self.mesh.data_index)
 
     def own_targets(self, batches: list[Batch]) -> int:
         """What this rank adds to the step's number of targets: rows that several ranks work on count once."""

@@ -35,7 +35,10 @@ from shoal.train.fingerprint import weights_fingerprint
 DATA_ORIGIN = ("source", "mix", "tokenizer", "end_token", "field", "heldout")
 # How long a run is.
 LENGTH = {"recipe.steps", "recipe.decay"}
+SHUFFLE = "data.shuffle"
 UNKNOWN = "unknown"
+# Of the last row of a run that ended before its last step.
+EARLY = "ended_early"
 # What the only machine of a run is called.
 ALONE = "0"
 DATA_HASH = "data (hash of its tokens)"
@@ -48,9 +51,10 @@ def identity(job: Job, dataset: str) -> dict[str, Any]:
     recipe = resolved_recipe(config.recipe)
     found = {
         **{f"recipe.{name}": value for name, value in recipe.items()},
-        **{f"data.{name}": getattr(config.data, name) for name in DATA_ORIGIN},
+        **{f"data.{name}": value for name, value in config.data.model_dump(include=set(DATA_ORIGIN)).items()},
         "data.packing": config.data.packing,
         "data.within_documents": config.data.within_documents,
+        SHUFFLE: "global" if config.data.shuffle == "global" else f"window of {config.data.window}",
         DATA_HASH: dataset,
         "run.strict": config.run.strict,
         WEIGHTS: config.model.init_from,
@@ -62,7 +66,7 @@ def identity(job: Job, dataset: str) -> dict[str, Any]:
 
 def resolved_recipe(recipe: Recipe) -> dict[str, Any]:
     """The recipe in one spelling: spans in steps, and the length of the run in steps alone."""
-    values = recipe.model_dump(mode="json", exclude={"tokens"})
+    values = recipe.model_dump(mode="json", exclude={"tokens", "epochs"})
     return {**values, "warmup": recipe.warmup_steps, "decay": recipe.decay_steps}
 
 
@@ -199,6 +203,12 @@ class RunDirectory:
         rows = read_rows(self.metrics)
         return bool(rows) and rows[-1]["step"] >= steps
 
+    def ended_early(self, commits: bool) -> int | None:
+        """The step after which the run ended because its validation loss no longer fell; None: it did not."""
+        rows = read_rows(self.metrics)
+        step = int(rows[-1]["step"]) if rows and rows[-1].get(EARLY) else None
+        return step if step is not None and (self.step() >= step or not commits) else None
+
     def keep_in(self, to: str | None) -> None:
         """Where a job wants its checkpoints, ``checkpoint.to``. Read-only commands use the run's own config."""
         self._disk = self._place(to)
@@ -284,7 +294,7 @@ class RunDirectory:
         now = identity(job, dataset)
         # A run that began before a recipe had some field ran with what is now its default.
         defaults = {f"recipe.{name}": value for name, value in resolved_recipe(Recipe()).items()}
-        then = {**defaults, **then}
+        then = {**defaults, SHUFFLE: "global", **then}
         ignored = _moved(then, now) | (LENGTH if self.extending else set())
         now, then = (
             {key: value for key, value in side.items() if key not in ignored} for side in (now, then)

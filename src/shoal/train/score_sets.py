@@ -10,8 +10,7 @@ import torch
 from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
-from shoal.train.data.dataset import Dataset
-from shoal.train.data.loader import Loader
+from shoal.train.data.collection import Collection
 from shoal.train.data.samples import cut_samples
 from shoal.train.data.tokenizers import open_tokenizer
 from shoal.train.evaluate import heldout_loss
@@ -45,9 +44,9 @@ def score_sets(job: Job, mesh: Mesh, origin: str, sets: list[EvaluationSet], mos
     micro, at_once = job.layout.micro_batch(recipe.batch), job.layout.accumulation(recipe.batch)
     losses = []
     for one in sets:
-        samples, heldout = cut_samples(Dataset.open(one.dataset), config.data, recipe.seq, end)
-        loader = Loader(samples, recipe.seed, recipe.batch, samples if one.whole else heldout)
-        count = min(most, loader.heldout_count)
-        loss = heldout_loss(placed, loader, mesh, count, micro, at_once) if count else None
+        cut = cut_samples(Collection.open(one.dataset), config.data, recipe.seq, end)
+        samples = cut.train if one.whole else cut.validation.get(config.evaluate.watched)
+        count = min(most, len(samples)) if samples is not None else 0
+        loss = heldout_loss(placed, samples, mesh, count, micro, at_once) if samples and count else None
         losses.append(SetLoss(one.name, loss, count))
     return losses

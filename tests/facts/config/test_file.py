@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.facts.config import Config
+from shoal.facts.config import Config, MixPart
 from shoal.facts.config.file import Loaded, flatten, load, template, write
 from shoal.facts.problem import BadInput, Problem
 
@@ -137,7 +137,7 @@ def test_layout_beats_set_beats_the_file(file: File) -> None:
         ("layout=fsdp=4,tp=2", "fsdp=4,tp=2"),
         ("model.lora.rank=8", 8),
         ('model.lora.targets=["q_proj"]', ["q_proj"]),
-        ('data.mix=[{source="a", weight=1}]', [{"source": str(Path.cwd() / "a"), "weight": 1.0}]),
+        ('data.mix=[{source="a", weight=1}]', [MixPart(source=str(Path.cwd() / "a"), weight=1.0)]),
     ],
 )
 def test_set(override: str, value: Any) -> None:

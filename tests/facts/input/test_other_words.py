@@ -69,7 +69,7 @@ def test_what_is_promised_for_later_is_not_there_yet() -> None:
         ("dataset", "data.source"),
         ("tokenizer", "data.tokenizer"),
         ("model_name_or_path", "model.init_from"),
-        ("num_train_epochs", "recipe.steps or recipe.tokens"),
+        ("num_train_epochs", "recipe.epochs"),
     ],
 )
 def test_a_word_of_another_tool_is_answered_with_ours(written: str, answer: str) -> None:
@@ -80,9 +80,8 @@ def test_a_word_of_another_tool_is_answered_with_ours(written: str, answer: str)
 @pytest.mark.parametrize(
     ("written", "today"),
     [
-        ("recipe.epochs", "recipe.steps or recipe.tokens"),
         ("recipe.ema", "keep_best"),
-        ("data.format", "data.field"),
+        ("recipe.loss", "leave it out"),
     ],
 )
 def test_what_comes_later_is_answered_with_what_to_write_today(written: str, today: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from shoal.facts.config import DataSection
 from shoal.facts.problem import BadInput
+from shoal.train.data.collection import Collection
 from shoal.train.data.dataset import MANIFEST, Dataset, TokenStream, check_vocabulary, read_manifest
 from shoal.train.data.prepare import prepare
 from shoal.train.data.samples import cut_samples
@@ -103,7 +104,7 @@ def test_documents_end_where_the_tokens_do(prepared):
     for wrong in (-1, 0, ends[-1] + 1, 2**62):
         np.array([*ends[:-1], wrong], dtype="<i8").tofile(prepared / "documents-train.bin")
         with pytest.raises(BadInput, match="do not end where"):
-            cut_samples(Dataset.open(prepared), DataSection(), 8, 0)
+            cut_samples(Collection.open(prepared), DataSection(), 8, 0)
 
 
 def test_somebody_elses_directory_is_not_to_be_deleted(tmp_path):

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.facts.sample_clock import SampleClock
 from shoal.facts.targets import IGNORE
 from shoal.train.data.dataset import TokenStream
 from shoal.train.data.loader import Batch, Loader
-from shoal.train.data.order import sample_index
+from shoal.train.data.order import GlobalOrder, sample_index
 from shoal.train.data.samples import Samples
 
 
@@ -22,7 +23,8 @@ def make_samples(count, within_documents=False):
 
 
 def make(count=10, within_documents=False, heldout=None):
-    return Loader(make_samples(count, within_documents), seed=5, batch=6, heldout=heldout)
+    samples = make_samples(count, within_documents)
+    return Loader(samples, GlobalOrder(5, len(samples)), SampleClock(6), heldout=heldout)
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -92,7 +94,7 @@ def test_heldout_rows_come_in_order_and_end_in_empty_rows():
 def test_prefetched_steps_equal_direct_calls():
     loader = make(within_documents=True)
     groups = [[0, 2], [4]]
-    got = list(loader.steps(2, 9, groups))
+    got = list(loader.steps(2, 9, lambda step: groups))
     assert [step for step, _ in got] == list(range(2, 10))
     for step, batches in got:
         assert len(batches) == 2
@@ -105,7 +107,7 @@ def loader_threads():
 
 
 def test_stopping_early_ends_the_thread():
-    steps = make().steps(1, 1_000_000, [[0]])
+    steps = make().steps(1, 1_000_000, lambda step: [[0]])
     next(steps)
     assert loader_threads()
     steps.close()
@@ -113,7 +115,7 @@ def test_stopping_early_ends_the_thread():
 
 
 def test_an_error_in_the_thread_reaches_the_consumer():
-    steps = make().steps(1, 5, [[0], [99]])
+    steps = make().steps(1, 5, lambda step: [[0], [99]])
     with pytest.raises(ValueError, match="of a batch of 6"):
         next(steps)
     assert not loader_threads()

@@ -10,12 +10,18 @@ import pytest
 
 from shoal.facts.problem import BadInput
 from shoal.train.data import rows
+from shoal.train.data.row_format import RowFormat
 from shoal.train.data.rows import cut, read
 from shoal.train.data.sources import find_files
 
 
 def texts(path, field="text"):
-    return [row.text for file in find_files(str(path)) for piece in cut(file) for row in read(piece, field)]
+    return [
+        row.document and row.document.text
+        for file in find_files(str(path))
+        for piece in cut(file)
+        for row in read(piece, RowFormat(field))
+    ]
 
 
 def test_the_standard_library_is_megabytes_and_always_the_same():
@@ -73,8 +79,8 @@ BAD = {
 @pytest.mark.parametrize(("line", "reason"), BAD.items(), ids=range(len(BAD)))
 def test_every_reason(tmp_path, line, reason):
     (tmp_path / "a.jsonl").write_bytes(line)
-    (row,) = (row for file in find_files(str(tmp_path / "*")) for row in read(next(cut(file)), "text"))
-    assert (row.text, row.reason) == (None, reason)
+    (row,) = (row for file in find_files(str(tmp_path / "*")) for row in read(next(cut(file)), RowFormat()))
+    assert (row.document, row.reason) == (None, reason)
     assert len(row.shown) <= 200 and line.decode(errors="replace").startswith(row.shown)
 
 
@@ -164,8 +170,8 @@ def test_nothing_there(tmp_path):
         find_files(str(tmp_path / "*.txt"))
     with pytest.raises(BadInput, match=r"is a directory(.|\n)*\*\*/\*\.txt"):
         find_files(str(tmp_path))
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(BadInput, match="neither text nor JSON lines"):
+    (tmp_path / "a.zip").write_bytes(b"PK")
+    with pytest.raises(BadInput, match="neither text nor rows"):
         find_files(str(tmp_path / "*"))
 
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from shoal.cli.main import main
 from shoal.facts.config.file import load as load_config
 from shoal.launch.local import prepared
-from shoal.train.data.dataset import Dataset
-from shoal.train.data.loader import Loader
-from shoal.train.data.samples import cut_samples
+from shoal.train.data.collection import Collection
+from shoal.train.data.input import open_loader
 from shoal.train.data.tokenizers import open_tokenizer
 from shoal.train.optimizer import learning_rate
 
@@ -81,9 +80,8 @@ def plain_loop(model: nn.Module, run: Run) -> list[float]:
     """What anybody would write: cross-entropy, clipping, AdamW without decay of vectors."""
     config = load_config(run.directory.config).config
     recipe = config.recipe
-    dataset = Dataset.open(prepared(config.data, Console(stderr=True)))
-    samples, heldout = cut_samples(dataset, config.data, recipe.seq, open_tokenizer("bytes").end)
-    loader = Loader(samples, recipe.seed, recipe.batch, heldout)
+    dataset = Collection.open(prepared(config.data, Console(stderr=True), config.evaluate))
+    loader = open_loader(config, dataset, open_tokenizer("bytes"))
     model.train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):

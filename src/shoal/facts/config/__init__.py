@@ -18,6 +18,8 @@ from shoal.facts.recipe import Recipe
 MOST_RANKS = 1 << 16
 # File systems allow 255 bytes; a run that is moved aside gets a suffix.
 LONGEST_SLUG = 120
+# The validation set that is held out of what is trained on, and the one that evaluate.source names without a name.
+HELDOUT, VALIDATION = "heldout", "validation"
 
 
 class Section(BaseModel):
@@ -95,19 +97,67 @@ class ModelSection(Section):
         return {**given, "path": given["init_from"]}
 
 
+class MixChange(Section):
+    step: int = Field(ge=2, description="the first step with another weight")
+    weight: float = Field(ge=0, description="the weight from there on")
+
+
+class MixPart(Section):
+    """One source of a mix. What it does not say of its rows, the data section says."""
+
+    source: str = Field(min_length=1, description="as data.source")
+    weight: float = Field(1.0, ge=0, description="its share of the samples, relative to the other weights")
+    later: list[MixChange] = Field([], description="other weights from later steps on")
+    field: str | None = Field(None, description="as data.field")
+    format: Literal["text", "chat", "prompt"] | None = Field(None, description="as data.format")
+    template: str | None = Field(None, min_length=1, description="as data.template")
+    loss_on: Literal["answers", "all"] | None = Field(None, description="as data.loss_on")
+
+    def weight_at(self, step: int) -> float:
+        past = [change for change in self.later if change.step <= step]
+        return max(past, key=lambda change: change.step).weight if past else self.weight
+
+
 class DataSection(Section):
     source: str = Field(
-        "stdlib", description='"stdlib", a glob of text or JSONL files, or a dataset directory'
+        "stdlib",
+        description='"stdlib", a glob or URL of text, JSONL, Parquet or Arrow files, or a dataset directory',
     )
-    mix: list[dict[str, str | float]] = Field([], description="several sources with weights")
+    mix: list[MixPart] = Field(
+        [], description="several sources instead of one, each a table of source, weight and later"
+    )
     tokenizer: str = Field("bytes", description='"bytes" or the path of a tokenizer.json')
     end_token: str | None = Field(
         None, description="the token that ends a document, if the tokenizer has no obvious one"
     )
     field: str = Field("text", description="the field of a JSONL row that holds the text")
+    format: Literal["text", "chat", "prompt"] = Field(
+        "text",
+        description='what a row is: "text"; "chat", messages or conversations; "prompt", a prompt with its answer',
+    )
+    template: str = Field(
+        "auto",
+        min_length=1,
+        description='chat template: "auto", that of the tokenizer; the path of a Jinja file; or "none", prompt and '
+        "answer as they are",
+    )
+    loss_on: Literal["answers", "all"] | None = Field(
+        None, description='"answers" or "all"; unset: answers, where rows have them'
+    )
     packing: bool = Field(True, description="pack documents end to end; false: one document per row, padded")
     within_documents: bool = Field(
         False, description="attention and targets do not cross document boundaries"
+    )
+    shuffle: Literal["global", "window"] = Field(
+        "global",
+        description='order of samples: "global", a permutation of all; "window", of shards, then of the samples of '
+        "every data.window of them",
+    )
+    window: int = Field(
+        8,
+        ge=1,
+        le=10**6,
+        description='shards that are shuffled together with shuffle = "window", and kept here',
     )
     heldout: float = Field(0.02, ge=0, lt=1, description="fraction of documents held out for validation")
     max_bad_rows: float = Field(
@@ -119,6 +169,14 @@ class DataSection(Section):
     cache: str = Field("~/.cache/shoal", min_length=1, description="directory for tokenised data")
     workers: int = Field(0, ge=0, le=4096, description="tokenizer processes; 0: one per core")
 
+    @property
+    def parts(self) -> list[DataSection]:
+        """Each source with what it says of its rows; one where there is no mix."""
+        names = ("source", "field", "format", "template", "loss_on")
+        said = [{name: getattr(part, name) for name in names} for part in self.mix]
+        mine = [{name: value for name, value in one.items() if value is not None} for one in said]
+        return [self.model_copy(update={"mix": [], **one}) for one in mine] or [self]
+
 
 class EvaluateSection(Section):
     every: int = Field(100, ge=0, description="steps between evaluations; 0: only after the last step")
@@ -126,6 +184,37 @@ class EvaluateSection(Section):
     samples: int = Field(1, ge=0, le=1000, description="texts to generate per evaluation")
     sample_tokens: int = Field(80, ge=1, le=10**6, description="tokens per generated text")
     temperature: float = Field(0.8, ge=0, le=1e6, description="sampling temperature; 0: greedy")
+    source: str | dict[str, str] | None = Field(
+        None, description="data to validate on: as data.source, or a table of names, each with one"
+    )
+    watch: str | None = Field(
+        None,
+        description="the validation set that checkpoint.keep_best and patience go by; unset: the first of "
+        "evaluate.source, else heldout",
+    )
+    patience: int = Field(
+        0, ge=0, description="end the run after this many evaluations without a lower loss; 0: never"
+    )
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """What is validated on beside what data.heldout holds out, by name."""
+        if self.source is None:
+            return {}
+        return {VALIDATION: self.source} if isinstance(self.source, str) else self.source
+
+    @property
+    def watched(self) -> str:
+        return self.watch or next(iter(self.sources), HELDOUT)
+
+    @model_validator(mode="after")
+    def _watches_what_is_there(self) -> EvaluateSection:
+        if HELDOUT in self.sources:
+            raise ValueError(f"source = {{{HELDOUT} = …}}: that name is taken by what data.heldout holds out")
+        if self.watched not in (HELDOUT, *self.sources):
+            known = " or ".join(f'"{name}"' for name in (HELDOUT, *self.sources))
+            raise ValueError(f'watch = "{self.watch}" is no validation set: {known}')
+        return self
 
 
 class CheckpointSection(Section):

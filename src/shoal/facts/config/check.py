@@ -26,6 +26,8 @@ _MUST = {
     "string_type": 'must be text, in "quotes"',
     "string_unicode": "must be text in UTF-8",
     "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "missing": "lacks a key",
     "dict_type": "must be a table",
     "model_type": "must be a table",
     "finite_number": "must be a finite number",

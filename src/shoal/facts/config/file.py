@@ -23,6 +23,9 @@ from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput, Problem, shorten
 from shoal.facts.redact import redact_values
 
+# Ways to say how long a run is.
+LENGTHS = ("steps", "tokens", "epochs")
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -203,13 +206,14 @@ def _name_after_file(values: dict[str, Any], places: dict[str, str], path: Path)
 
 
 def _last_word_on_length(values: dict[str, Any], places: dict[str, str]) -> None:
-    """``--set recipe.steps`` also overrides a file's ``tokens``, and the other way: they say the same thing."""
+    """``--set recipe.steps`` also overrides a file's ``tokens`` or ``epochs``, and so on: they say the same thing."""
     recipe = values.get("recipe")
-    if not isinstance(recipe, dict) or not {"steps", "tokens"} <= recipe.keys():
+    if not isinstance(recipe, dict):
         return
-    given = {name: place_of(places, f"recipe.{name}") == "--set" for name in ("steps", "tokens")}
-    if given["steps"] != given["tokens"]:
-        del recipe["steps" if given["tokens"] else "tokens"]
+    given = {name: place_of(places, f"recipe.{name}") == "--set" for name in LENGTHS if name in recipe}
+    if any(given.values()) and not all(given.values()):
+        for name in (name for name, said in given.items() if not said):
+            del recipe[name]
 
 
 def _check_layout(values: dict[str, Any], places: dict[str, str]) -> list[Problem]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from shoal.facts.config import Config
+from shoal.facts.config import Config, MixPart
 from shoal.facts.model.hub import is_hub_name
 from shoal.facts.model.presets import PRESETS
 
@@ -27,6 +27,7 @@ INPUTS: dict[str, Callable[[str, Path], bool]] = {
     "model.init_from": lambda text, base: not is_hub_name(text, base),
     "data.source": lambda text, base: text != "stdlib",
     "data.tokenizer": lambda text, base: text != "bytes",
+    "data.template": lambda text, base: text not in ("auto", "none"),
     "cluster.on": lambda text, base: text.strip().lower().endswith(".toml"),
 }
 SOURCE = "data.source"
@@ -39,17 +40,33 @@ def resolve_paths(values: dict[str, Any], base_of: Callable[[str], Path]) -> Non
     data = values.get("data")
     mix = data.get("mix") if isinstance(data, dict) else None
     for part in mix if isinstance(mix, list) else ():
-        if isinstance(part, dict) and isinstance(part.get("source"), str):
-            part["source"] = _absolute(SOURCE, part["source"], base_of("data.mix"))
+        for key in (SOURCE, "data.template"):
+            name = key.partition(".")[2]
+            if isinstance(part, dict) and isinstance(part.get(name), str):
+                part[name] = _absolute(key, part[name], base_of("data.mix"))
+    evaluate = values.get("evaluate")
+    if isinstance(evaluate, dict):
+        _resolve_validation(evaluate, base_of("evaluate.source"))
+
+
+def _resolve_validation(evaluate: dict[str, Any], base: Path) -> None:
+    given = evaluate.get("source")
+    if isinstance(given, str):
+        evaluate["source"] = _absolute(SOURCE, given, base)
+    elif isinstance(given, dict):
+        for name, text in given.items():
+            given[name] = _absolute(SOURCE, text, base) if isinstance(text, str) else text
 
 
 def with_absolute_paths(config: Config) -> Config:
     """A config that was made in a program, with its input paths absolute as if it had been loaded here."""
-    values = config.model_dump(include={"model", "data", "cluster"})
+    values = config.model_dump(include={"model", "data", "cluster", "evaluate"})
     resolve_paths(values, lambda key: Path.cwd())
+    values["data"]["mix"] = [MixPart.model_validate(part) for part in values["data"]["mix"]]
+    also = {"data": ["mix"], "evaluate": ["source"]}
     changes = {
         section: getattr(config, section).model_copy(
-            update={name: table[name] for name in (*_names(section), *(["mix"] if section == "data" else []))}
+            update={name: table[name] for name in (*_names(section), *also.get(section, []))}
         )
         for section, table in values.items()
     }

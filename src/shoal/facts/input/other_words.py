@@ -23,7 +23,15 @@ KEYS: Mapping[str, str] = {
         "hf_dataset_or_datasets",
         "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_model tokenizer_type",
         "data.field": "text_column dataset_text_field text_field text_column_name data.column data.text",
-        "data.heldout": "split validation_split_percentage val_size test_size validation_file eval_dataset valid_data",
+        "data.heldout": "split validation_split_percentage val_size test_size",
+        "evaluate.source": "validation_file eval_dataset valid_data eval_file eval_data",
+        "evaluate.patience": "early_stopping_patience early_stopping",
+        "evaluate.watch": "metric_for_best_model",
+        "data.format": "dataset_format dataset_type",
+        "data.template": "chat_template",
+        "data.loss_on": "completion_only_loss assistant_only_loss train_on_responses_only train_on_inputs",
+        "recipe.batch_ramp": "rampup_batch_size batch_size_rampup batch_warmup",
+        "recipe.epochs": "epoch num_epochs num_train_epochs max_epochs n_epochs train_epochs",
         "data.workers": "num_workers dataloader_num_workers preprocessing_num_workers dataset_num_proc",
         "recipe.seq": "seq_length seq_len sequence_length max_seq_length max_seq_len max_sequence_length block_size "
         "max_length model_max_length cutoff_len context_length",
@@ -109,7 +117,6 @@ LAYOUT: Mapping[str, str] = {
     for word in words.split()
 }
 
-_EPOCHS = "not yet: say how long the run is with recipe.steps or recipe.tokens"
 _ACCUMULATION = (
     "it follows from recipe.batch and micro of the layout: recipe.batch = dp · fsdp · micro · accumulation"
 )
@@ -123,7 +130,6 @@ _ORDER = "nothing to set: samples come in an order that follows from recipe.seed
 SENTENCES: Mapping[str, str] = {
     word: sentence
     for sentence, words in {
-        _EPOCHS: "epochs epoch num_epochs num_train_epochs max_epochs n_epochs train_epochs",
         _ACCUMULATION: "gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps gas "
         "accumulation accumulation_steps accumulate_grad_batches batch_accumulation_per_replica",
         _SHAPE: "num_layers num_hidden_layers n_layer n_layers hidden_size n_embd ffn_hidden_size intermediate_size "
@@ -137,7 +143,7 @@ SENTENCES: Mapping[str, str] = {
         "gpus_per_node",
         _RESUME: "resume resume_from_checkpoint load_checkpoint resume_checkpoint_path load_from "
         "ignore_data_skip",
-        _ORDER: "shuffle data.shuffle shuffle_seed",
+        _ORDER: "shuffle_seed",
         'it is recipe.precision here: recipe.precision = "bf16"': "bf16 bfloat16",
         'it is recipe.precision here: recipe.precision = "fp16"': "fp16",
         "they are recipe.beta1 and recipe.beta2 here": "betas adam_betas",
@@ -155,15 +161,9 @@ SENTENCES: Mapping[str, str] = {
 
 # What is promised for later, and what to write until then. A key leaves this table on the day that the schema has it.
 LATER: Mapping[str, str] = {
-    "recipe.epochs": "say how long the run is with recipe.steps or recipe.tokens",
     "recipe.loss": "the loss is that of the next token; leave it out",
     "recipe.ema": "leave it out; checkpoint.keep_best keeps the best weights",
-    "recipe.batch_ramp": "recipe.batch is the same in every step",
     "recipe.groups": "recipe.lr and recipe.weight_decay hold for all weights",
-    "data.format": "rows are text: data.field names it",
-    "data.template": "rows are text: data.field names it",
-    "data.loss_on": "rows are text, and the loss is on all of it",
-    "evaluate.source": "data.heldout keeps a share of the documents for evaluation",
     "tune.search": 'layout = "auto" takes what shoal plan puts first',
     "model.lora.kind": "leave it out: the kind is lora",
     "model.lora.dropout": "leave it out",

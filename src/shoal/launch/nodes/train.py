@@ -25,7 +25,7 @@ from shoal.launch.nodes.count import NodeCount, of_all_nodes
 from shoal.launch.report import STOPPED, Report
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.plan.resolve import Job
-from shoal.train.data.dataset import Dataset
+from shoal.train.data.collection import Collection
 from shoal.train.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def train(
     check_even(job, nodes)
     local.check(job, run, visible, nodes.most)
     dataset = local.tokenised(job, console)
+    job = local.with_length(job, dataset)
     if run.path.exists() and not fresh:
         run.check_continues(job, dataset.fingerprint)
     local.warm_workers([*local.PRELOAD, entrypoint.partition(":")[0]], job.config)
@@ -96,7 +97,7 @@ class _Together:
         console: Console,
         visible: str | None,
         entrypoint: str,
-        dataset: Dataset,
+        dataset: Collection,
     ) -> None:
         self.job, self.run, self.nodes, self.console = job, run, nodes, console
         self.entrypoint, self.dataset = entrypoint, dataset

@@ -78,7 +78,7 @@ class PeerSetup:
     def batches(self, journal: Journal) -> Iterator[list[Batch]]:
         """A step's micro-batches on the device, as ``shoal train`` would give this rank."""
         places = self.job.layout.positions(self.recipe.batch, self.mesh.data_index)
-        with closing(open_loader(self.job, self.dataset).steps(1, LAST_STEP, places)) as steps:
+        with closing(open_loader(self.job, self.dataset).steps(1, LAST_STEP, lambda step: places)) as steps:
             for _, batches in journal.paced(steps):
                 yield [batch.to(self.device) for batch in batches]
 

@@ -10,6 +10,7 @@ import numpy as np
 from shoal.plan.resolve import Job
 from shoal.train.data.dataset import MANIFEST, QUARANTINE, Dataset
 from shoal.train.data.loader import Loader
+from shoal.train.data.order import GlobalOrder
 from shoal.train.data.samples import Samples
 from shoal.train.data.shards import FORMAT, HashedFile, SplitWriter, write_manifest
 
@@ -56,4 +57,4 @@ def open_loader(job: Job, directory: Path) -> Loader:
     recipe = job.config.recipe
     stream = Dataset.open(directory).train
     samples = Samples(stream, recipe.seq, packing=True, within_documents=False, pad=0)
-    return Loader(samples, recipe.seed, recipe.batch)
+    return Loader(samples, GlobalOrder(recipe.seed, len(samples)), recipe.clock)

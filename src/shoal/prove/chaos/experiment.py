@@ -21,8 +21,8 @@ from shoal.prove.chaos.campaign import Broken, Campaign, CampaignSettings, Struc
 from shoal.prove.chaos.fault_kinds import BY_NAME, KINDS, FaultKind
 from shoal.prove.chaos.schedule import schedule
 from shoal.prove.chaos.verdict import ChaosVerdict, difference, steps_lost, weights_differ
-from shoal.train.data.dataset import Dataset
-from shoal.train.data.samples import cut_samples
+from shoal.train.data.collection import Collection
+from shoal.train.data.input import open_loader
 from shoal.train.data.tokenizers import open_tokenizer
 from shoal.train.files import read_rows
 from shoal.train.metrics.sample_log import prove as prove_ledger
@@ -132,10 +132,9 @@ def judge(run: RunDirectory, reference: RunDirectory, struck: list[Struck], seco
 
     config = load(run.config, [], None).config
     rows = read_rows(run.metrics)
-    data = Dataset.open(Path(json.loads(run.manifest.read_text())["data"]))
+    data = Collection.open(Path(json.loads(run.manifest.read_text())["data"]))
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.end_token)
-    samples, _ = cut_samples(data, config.data, config.recipe.seq, tokenizer.end)
-    proof = prove_ledger(run.ledger, rows, config.recipe.seed, config.recipe.batch, len(samples))
+    proof = prove_ledger(run.ledger, rows, open_loader(config, data, tokenizer))
     strict = config.run.strict
     return ChaosVerdict(
         tuple(struck),

@@ -20,6 +20,8 @@ from shoal.facts.input.untrusted_files import first_fault
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameters
 from shoal.facts.model.tensor_split import tile
+from shoal.facts.recipe import RampStage
+from shoal.facts.sample_clock import SampleClock
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -198,7 +200,7 @@ def _dump(content: Any, sort_keys: bool = False) -> str:
 
 
 SCALARS = {"updates", "loss_scale", "quiet_steps"}
-BATCH = "recipe.batch"
+BATCH, RAMP = "recipe.batch", "recipe.batch_ramp"
 
 
 def check_agrees(manifest: Manifest, where: str, of_run: Model | None = None) -> None:
@@ -221,17 +223,26 @@ def check_agrees(manifest: Manifest, where: str, of_run: Model | None = None) ->
     if identity_hash(manifest.identity) != manifest.recipe:
         raise Damaged(f"{where}: the recipe was changed: its hash does not match")
     batch = manifest.identity.get(BATCH)
-    if isinstance(batch, int) and manifest.samples != manifest.step * batch:
-        raise Damaged(
-            f"{where} says {manifest.samples} samples were used; {manifest.step} steps of {batch} are "
-            f"{manifest.step * batch}"
-        )
+    if isinstance(batch, int) and batch > 0:
+        used = _clock(manifest, batch, where).before(manifest.step + 1)
+        if manifest.samples != used:
+            raise Damaged(
+                f"{where} says {manifest.samples} samples were used; {manifest.step} steps of {batch} are {used}"
+            )
     scalars = manifest.scalars
     if missing := SCALARS - scalars.keys():
         raise Damaged(f"{where} lacks {', '.join(sorted(missing))}")
     counted = scalars["updates"], scalars["quiet_steps"]
     if any(count < 0 or not count.is_integer() for count in counted) or scalars["loss_scale"] <= 0:
         raise Damaged(f"{where} holds numbers that no run has: {scalars}")
+
+
+def _clock(manifest: Manifest, batch: int, where: str) -> SampleClock:
+    try:
+        stages = [RampStage.model_validate(stage) for stage in manifest.identity.get(RAMP, ())]
+    except (TypeError, ValidationError):
+        raise Damaged(f"{where}: its {RAMP} is none") from None
+    return SampleClock(batch, tuple((stage.batch, stage.samples) for stage in stages))
 
 
 def _model(manifest: Manifest, where: str) -> Model:

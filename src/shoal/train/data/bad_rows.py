@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.facts.problem import BadInput
 from shoal.train.data.encode import Encoded, EncodeTask
-from shoal.train.data.rows import EMPTY
+from shoal.train.data.row_format import EMPTY
 from shoal.train.data.sources import SourceFile
 
 A_FEW = 10  # tolerated where any are, but no more than half: a torn last line is no reason to stop

@@ -14,9 +14,9 @@ from blake3 import blake3
 
 from shoal.facts.input.untrusted_files import read_json
 from shoal.facts.problem import BadInput, Problem
-from shoal.train.data.shards import FORMAT, manifest_hash
+from shoal.train.data.shards import FORMAT, answers_file, manifest_hash
+from shoal.train.data.streamed import MANIFEST, StreamedShards, comes_later, read_origin
 
-MANIFEST = "manifest.json"
 QUARANTINE = "bad_rows.jsonl"
 MOST = 1 << 62  # of anything that a manifest counts
 
@@ -24,17 +24,44 @@ MOST = 1 << 62  # of anything that a manifest counts
 class TokenStream:
     """All tokens of one split, one document after another, across its shards."""
 
-    def __init__(self, name: str, shards: Sequence[np.ndarray], document_ends: np.ndarray) -> None:
+    def __init__(
+        self,
+        name: str,
+        shards: Sequence[np.ndarray] | StreamedShards,
+        document_ends: np.ndarray,
+        answers: Sequence[np.ndarray] | StreamedShards | None = None,
+    ) -> None:
+        """``answers``: of each shard, whether each token is learned; None: all are."""
         self.name = name
         self.document_ends = document_ends  # offsets just after each document
-        self._shards = list(shards)
-        self._starts = np.cumsum([0, *(len(shard) for shard in shards)], dtype=np.int64)
+        self.shards, self._answers = shards, answers
+        lengths = shards.lengths if isinstance(shards, StreamedShards) else [len(shard) for shard in shards]
+        self._starts = np.cumsum([0, *lengths], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    @property
+    def shard_starts(self) -> list[int]:
+        """The first token of each shard, and how many there are in all."""
+        return [int(start) for start in self._starts]
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether some tokens are learned and others are not."""
+        return self._answers is not None
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """The tokens from ``start`` up to ``stop``, as int64."""
+        return self._read(self.shards, start, stop)
+
+    def learned(self, start: int, stop: int) -> np.ndarray:
+        """Whether each of these tokens is one that a model learns to write."""
+        if self._answers is None:
+            return np.ones(stop - start, dtype=bool)
+        return self._read(self._answers, start, stop) != 0
+
+    def _read(self, shards: Sequence[np.ndarray] | StreamedShards, start: int, stop: int) -> np.ndarray:
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} to {stop} of {len(self)}")
         tokens = np.empty(stop - start, dtype=np.int64)
@@ -42,7 +69,11 @@ class TokenStream:
         while position < stop:
             shard = int(np.searchsorted(self._starts, position, side="right")) - 1
             offset = position - int(self._starts[shard])
-            piece = self._shards[shard][offset : offset + stop - position]
+            end = min(offset + stop - position, int(self._starts[shard + 1] - self._starts[shard]))
+            if isinstance(shards, StreamedShards):
+                piece = shards.read(shard, offset, end, goes_on=position > start)
+            else:
+                piece = shards[shard][offset:end]
             tokens[position - start : position - start + len(piece)] = piece
             position += len(piece)
         return tokens
@@ -113,23 +144,29 @@ def _makes_sense(manifest: dict[str, Any]) -> bool:
     """Whether all names are of files inside of the directory, and all numbers such that a dataset can have them."""
     files, splits = manifest["files"], manifest["splits"]
     named = [name for split in splits.values() for name in split["shards"]]
+    masks = [answers_file(name) for name in named] if manifest.get("answers") else []
     width = {"<u2": 2, "<u4": 4}[manifest["dtype"]]
     counts = [
         *(file["bytes"] for file in files.values()),
         *(split[what] for split in splits.values() for what in ("tokens", "documents")),
         *(manifest[what] for what in ("rows", "end")),
         *manifest["bad_rows"].values(),
+        *(manifest.get(what, 0) for what in ("duplicates", "longest")),
         manifest["largest_id"] + 1,
     ]
     texts = [manifest["tokenizer"]["text"], manifest["tokenizer"]["fingerprint"]]
     return (
         set(splits) == {"train", "heldout"}
-        and {*named, QUARANTINE, *(f"documents-{name}.bin" for name in splits)} == set(files)
+        and {*named, *masks, QUARANTINE, *(f"documents-{name}.bin" for name in splits)} == set(files)
         and all(re.fullmatch(r"[a-z_]+(-[a-z0-9]+)?\.(bin|jsonl)", name) for name in files)
         and all(type(count) is int and 0 <= count <= MOST for count in counts)
         and all(isinstance(text, str) for text in texts)
         and all(
             split["tokens"] * width == sum(files[name]["bytes"] for name in split["shards"])
+            and (
+                not masks
+                or all(files[answers_file(name)]["bytes"] * width == files[name]["bytes"] for name in named)
+            )
             and split["documents"] * 8 == files[f"documents-{which}.bin"]["bytes"]
             for which, split in splits.items()
         )
@@ -150,8 +187,11 @@ def check_vocabulary(dataset: Dataset, vocab: int) -> None:
 
 def _check_files(path: Path, manifest: dict[str, Any], verify: bool) -> None:
     damage = []
+    later = comes_later(manifest) if read_origin(path) is not None else set()
     for name, recorded in manifest["files"].items():
         file = path / name
+        if name in later:
+            continue
         if not file.is_file():
             damage.append(f"{str(file)!r} is missing")
         elif (size := file.stat().st_size) != recorded["bytes"]:
@@ -179,9 +219,19 @@ def _damaged(path: Path, damage: list[str]) -> BadInput:
 
 
 def _open_split(path: Path, manifest: dict[str, Any], name: str) -> TokenStream:
-    dtype = np.dtype(manifest["dtype"])
-    shards = [_map(path / shard, dtype) for shard in manifest["splits"][name]["shards"]]
-    return TokenStream(name, shards, _map(path / f"documents-{name}.bin", np.dtype("<i8")))
+    names = manifest["splits"][name]["shards"]
+    origin = read_origin(path) if name == "train" else None
+    answers = None
+
+    def shards(names: list[str], dtype: np.dtype) -> list[np.ndarray] | StreamedShards:
+        if origin is None:
+            return [_map(path / shard, dtype) for shard in names]
+        return StreamedShards(origin, path, [(shard, manifest["files"][shard]) for shard in names], dtype)
+
+    if manifest.get("answers"):
+        answers = shards([answers_file(shard) for shard in names], np.dtype(np.uint8))
+    tokens = shards(names, np.dtype(manifest["dtype"]))
+    return TokenStream(name, tokens, _map(path / f"documents-{name}.bin", np.dtype("<i8")), answers)
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:

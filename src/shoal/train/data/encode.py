@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
+from shoal.train.data.row_format import RowFormat, SourceText
 from shoal.train.data.rows import PIECE_BYTES, FilePiece, read
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 
@@ -31,14 +33,17 @@ class EncodeTask:
     number: int
     pieces: tuple[FilePiece, ...]
     spool: Path
-    field: str
+    reading: RowFormat
 
     @property
     def bytes(self) -> int:
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     def file(self, suffix: str) -> Path:
-        """``tokens``: ids. ``ends``: int64 offsets. ``bad``: JSON lines, each with its piece and line."""
+        """``tokens``: ids. ``answers``: one byte a token. ``ends``: int64 offsets. ``hashes``: 8 bytes a document.
+
+        ``bad``: JSON lines, each with its piece and line.
+        """
         return self.spool / f"{self.number:08d}.{suffix}"
 
 
@@ -54,17 +59,17 @@ class Encoded:
     lines: tuple[int, ...]  # in each piece
 
 
-def group(pieces: Iterable[FilePiece], spool: Path, field: str) -> Iterator[EncodeTask]:
+def group(pieces: Iterable[FilePiece], spool: Path, reading: RowFormat) -> Iterator[EncodeTask]:
     """Pieces in tasks of about ``PIECE_BYTES``, so that a thousand small files are no thousand tasks."""
     number, waiting, size = 0, [], 0
     for piece in pieces:
         waiting.append(piece)
         size += piece.stop - piece.start
         if size >= PIECE_BYTES:
-            yield EncodeTask(number, tuple(waiting), spool, field)
+            yield EncodeTask(number, tuple(waiting), spool, reading)
             number, waiting, size = number + 1, [], 0
     if waiting:
-        yield EncodeTask(number, tuple(waiting), spool, field)
+        yield EncodeTask(number, tuple(waiting), spool, reading)
 
 
 def encode_all(
@@ -109,6 +114,8 @@ def encode(task: EncodeTask, tokenizer: Tokenizer) -> Encoded:
     with (
         task.file("tokens").open("wb") as tokens_file,
         task.file("ends").open("wb") as ends_file,
+        task.file("answers").open("wb") as answers_file,
+        task.file("hashes").open("wb") as hashes_file,
         task.file("bad").open("w", encoding="utf-8") as bad_file,
     ):
         tokens, documents, largest, rows = 0, 0, -1, 0
@@ -120,8 +127,11 @@ def encode(task: EncodeTask, tokenizer: Tokenizer) -> Encoded:
                 bad_file.write(json.dumps(bad) + "\n")
             rows += batch.rows
             lines += batch.lines
-            ids, ends = _join(tokenizer.encode_batch(batch.texts), batch.closes, tokenizer)
+            ids, answers, ends = _join(batch, tokenizer)
             tokens_file.write(ids.tobytes())
+            hashes_file.write(b"".join(batch.hashes))
+            if task.reading.answers_only:
+                answers_file.write(answers.tobytes())
             ends_file.write((ends + tokens).tobytes())
             tokens += len(ids)
             documents += len(ends)
@@ -138,17 +148,28 @@ class _Batch:
     """Texts on their way to the tokenizer, and what was met while they were collected."""
 
     def __init__(self) -> None:
-        self.texts: list[str] = []
+        self.documents: list[SourceText] = []
         self.closes: list[bool] = []  # whether the document ends with this text
+        self.hashes: list[bytes] = []  # of documents that are here as a whole
         self.characters = 0
         self.bad: list[dict[str, Any]] = []
         self.rows = 0
         self.lines: list[int] = []  # of the pieces that were finished
 
-    def add(self, text: str, closes: bool) -> None:
-        self.texts.append(text)
+    def add(self, document: SourceText, closes: bool, begins: bool = True) -> None:
+        self.documents.append(document)
+        if begins and closes:
+            self.hashes.append(blake3(document.text.encode()).digest(8))
         self.closes.append(closes)
-        self.characters += len(text)
+        self.characters += len(document.text)
+
+    def encoded(self, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The ids of each text with, for each, whether a model learns to write it."""
+        texts = [document.text for document in self.documents]
+        if all(document.answers is None for document in self.documents):
+            return [(ids, np.ones(len(ids), dtype=np.uint8)) for ids in tokenizer.encode_batch(texts)]
+        placed = zip(self.documents, tokenizer.encode_placed(texts), strict=True)
+        return [(ids, _in_answers(stops, document)) for document, (ids, stops) in placed]
 
 
 def _batches(task: EncodeTask) -> Iterator[_Batch]:
@@ -156,17 +177,18 @@ def _batches(task: EncodeTask) -> Iterator[_Batch]:
     for number, piece in enumerate(task.pieces):
         is_text = piece.file.kind == "text"
         line = 0
-        for row in read(piece, task.field):
-            if row.text is not None:
+        for row in read(piece, task.reading):
+            if row.document is not None:
                 batch.rows += 1
-                batch.add(row.text, closes=piece.closes if is_text else True)
+                batch.add(row.document, piece.closes or not is_text, piece.start == 0 or not is_text)
             elif row.reason:
                 batch.rows += 1
                 batch.bad.append(
                     {"piece": number, "line": line + 1, "reason": row.reason, "start": row.shown}
                 )
                 if is_text and piece.start > 0 and piece.closes:
-                    batch.add("", closes=True)  # the document began in earlier pieces and must still end
+                    # The document began in earlier pieces and must still end.
+                    batch.add(SourceText(""), closes=True, begins=False)
             line += row.lines
             if batch.characters >= BATCH_CHARACTERS or len(batch.bad) >= 1000:
                 yield batch
@@ -175,20 +197,37 @@ def _batches(task: EncodeTask) -> Iterator[_Batch]:
     yield batch
 
 
-def _join(
-    encoded: list[np.ndarray], closes: list[bool], tokenizer: Tokenizer
-) -> tuple[np.ndarray, np.ndarray]:
-    """All ids one after another with the end id after each document, and the offsets where documents end."""
+def _in_answers(stops: np.ndarray, document: SourceText) -> np.ndarray:
+    """Whether each token's last character is in an answer; ``stops``: the character after each token."""
+    inside = np.zeros(len(stops), dtype=np.uint8)
+    for start, stop in document.answers or ():
+        inside |= ((stops > start) & (stops <= stop)).astype(np.uint8)
+    return inside
+
+
+def _join(batch: _Batch, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All ids one after another, whether each is learned, and the offsets where documents end.
+
+    Each document that closes gets the end id, unless its template gave it one; it is learned where what stands before
+    it is.
+    """
     dtype = token_type(tokenizer)
     end = np.array([tokenizer.end], dtype=dtype)
-    parts = [np.empty(0, dtype=dtype)]  # there may be no text at all
-    for ids, closed in zip(encoded, closes, strict=True):
+    # There may be no text at all.
+    parts, learned = [np.empty(0, dtype=dtype)], [np.empty(0, dtype=np.uint8)]
+    lengths = []
+    for document, closed, (ids, mask) in zip(
+        batch.documents, batch.closes, batch.encoded(tokenizer), strict=True
+    ):
         parts.append(ids.astype(dtype, copy=False))
-        if closed:
+        learned.append(mask)
+        lengths.append(len(ids))
+        if closed and not (document.conversation and tokenizer.has_end(document.text)):
             parts.append(end)
-    lengths = [len(ids) + closed for ids, closed in zip(encoded, closes, strict=True)]
-    ends = np.cumsum(lengths, dtype="<i8")[np.array(closes, dtype=bool)]
-    return np.concatenate(parts), ends
+            learned.append(mask[-1:] if len(mask) else np.ones(1, dtype=np.uint8))
+            lengths[-1] += 1
+    ends = np.cumsum(lengths, dtype="<i8")[np.array(batch.closes, dtype=bool)]
+    return np.concatenate(parts), np.concatenate(learned), ends
 
 
 # A worker opens its tokenizer once, not once a task.

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
+from shoal.facts.sample_clock import SampleClock
 from shoal.facts.targets import IGNORE
 from shoal.models.device_copy import to_device
 from shoal.models.documents import Documents
-from shoal.train.data.order import sample_indices
-from shoal.train.data.samples import Sample, Samples
+from shoal.train.data.order import SampleOrder
+from shoal.train.data.samples import AnySamples, Sample
 
 STEPS_AHEAD = 2
 
@@ -50,10 +51,19 @@ class Batch:
 
 
 class Loader:
-    """Training samples in the order of the seed, and held-out samples, where there are any, as they come."""
+    """Training samples in their order, and validation samples, where there are any, as they come."""
 
-    def __init__(self, samples: Samples, seed: int, batch: int, heldout: Samples | None = None) -> None:
-        self.samples, self.seed, self.batch, self.heldout = samples, seed, batch, heldout
+    def __init__(
+        self,
+        samples: AnySamples,
+        order: SampleOrder,
+        clock: SampleClock,
+        heldout: AnySamples | None = None,
+        validation: Mapping[str, AnySamples] | None = None,
+    ) -> None:
+        """``heldout``: the validation set that the run is judged by; ``validation``: all of them."""
+        self.samples, self.order, self.clock, self.heldout = samples, order, clock, heldout
+        self.validation = dict(validation or {})
 
     @property
     def heldout_count(self) -> int:
@@ -61,17 +71,23 @@ class Loader:
 
     def rows(self, step: int, positions: Sequence[int]) -> Batch:
         """The rows at these positions of the global batch of a step (steps start at 1)."""
-        (indices,) = self._indices([step], positions)
+        (indices,) = self._indices([step], [positions])
         return self._rows(indices, positions)
 
-    def _indices(self, steps: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        """Which sample is at each position of each of these steps: [steps, positions]."""
-        if min(steps) < 1 or not all(0 <= position < self.batch for position in positions):
-            raise ValueError(f"steps {list(steps)}, positions {list(positions)} of a batch of {self.batch}")
-        starts = (np.array(steps, dtype=np.uint64) - np.uint64(1)) * np.uint64(self.batch)
-        numbers = starts[:, None] + np.array(positions, dtype=np.uint64)
-        indices = sample_indices(self.seed, numbers.reshape(-1), len(self.samples))
-        return indices.reshape(numbers.shape)
+    def used(self, step: int) -> list[int]:
+        """Every sample of a step, in the order of the global batch."""
+        (indices,) = self._indices([step], [range(self.clock.at(step))])
+        return [int(index) for index in indices]
+
+    def _indices(self, steps: Sequence[int], places: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Which sample is at each of a step's places, for each of these steps."""
+        numbers = []
+        for step, mine in zip(steps, places, strict=True):
+            if step < 1 or not all(0 <= position < self.clock.at(step) for position in mine):
+                raise ValueError(f"step {step}, positions {list(mine)} of a batch of {self.clock.at(step)}")
+            numbers.append(np.uint64(self.clock.before(step)) + np.array(mine, dtype=np.uint64))
+        indices = self.order.indices(np.concatenate(numbers))
+        return np.split(indices, list(accumulate(map(len, numbers)))[:-1])
 
     def _rows(self, indices: np.ndarray, positions: Sequence[int]) -> Batch:
         chosen = tuple(int(index) for index in indices)
@@ -80,22 +96,24 @@ class Loader:
         )
 
     def heldout_rows(self, positions: Sequence[int]) -> Batch:
-        """The held-out samples with these numbers. Past the last one, a row is empty: it has no targets.
-
-        So every rank can run equally many rows, and each sample still counts once.
-        """
+        """Rows of the validation set that the run is judged by."""
         if self.heldout is None:
             raise ValueError("there are no held-out samples")
-        samples = [
-            self.heldout[position] if position < len(self.heldout) else self.heldout.empty()
-            for position in positions
-        ]
-        return _collate(self.heldout, samples, positions)
+        return validation_rows(self.heldout, positions)
+
+    def heldout_prompt(self, number: int, tokens: int) -> torch.Tensor:
+        """What a text to generate begins with, of so many tokens, or a conversation up to its first answer."""
+        if self.heldout is None:
+            raise ValueError("there are no held-out samples")
+        return torch.from_numpy(self.heldout.prompt(number, tokens))
 
     def steps(
-        self, first: int, last: int, position_groups: Sequence[Sequence[int]]
+        self, first: int, last: int, positions: Callable[[int], Sequence[Sequence[int]]]
     ) -> Generator[tuple[int, list[Batch]]]:
-        """Each step from ``first`` to ``last`` with its micro-batches, which a thread prepares ahead."""
+        """Each step from ``first`` to ``last`` with its micro-batches, which a thread prepares ahead.
+
+        ``positions`` of a step: those of the global batch that are wanted, a group for each micro-batch.
+        """
         ready: queue.Queue[tuple[int, list[Batch]] | BaseException | None] = queue.Queue(STEPS_AHEAD)
         stopped = threading.Event()
 
@@ -109,14 +127,15 @@ class Loader:
             return False
 
         def batches() -> Iterator[tuple[int, list[Batch]]]:
-            places = [position for positions in position_groups for position in positions]
-            ends = list(accumulate(map(len, position_groups), initial=0))
-            at_once = max(1, INDICES_AT_ONCE // max(1, len(places)))
+            at_once = max(1, INDICES_AT_ONCE // max(1, sum(map(len, positions(last)))))
             for start in range(first, last + 1, at_once):
                 block = range(start, min(start + at_once, last + 1))
-                for step, indices in zip(block, self._indices(block, places), strict=True):
+                groups = [positions(step) for step in block]
+                places = [[place for group in each for place in group] for each in groups]
+                for step, each, indices in zip(block, groups, self._indices(block, places), strict=True):
+                    ends = accumulate(map(len, each), initial=0)
                     parts = [indices[begin:end] for begin, end in pairwise(ends)]
-                    yield step, [self._rows(*pair) for pair in zip(parts, position_groups, strict=True)]
+                    yield step, [self._rows(*pair) for pair in zip(parts, each, strict=True)]
 
         def work() -> None:
             try:
@@ -139,7 +158,16 @@ class Loader:
             thread.join()
 
 
-def _collate(source: Samples, samples: Sequence[Sample], positions: Sequence[int]) -> Batch:
+def validation_rows(samples: AnySamples, positions: Sequence[int]) -> Batch:
+    """The samples with these numbers. Past the last one, a row is empty: it has no targets.
+
+    So every rank can run equally many rows, and each sample still counts once.
+    """
+    chosen = [samples[position] if position < len(samples) else samples.empty() for position in positions]
+    return _collate(samples, chosen, positions)
+
+
+def _collate(source: AnySamples, samples: Sequence[Sample], positions: Sequence[int]) -> Batch:
     targets = np.stack([sample.targets for sample in samples])
     documents = None
     if source.within_documents:

@@ -7,7 +7,8 @@ fall inside. Rank, world size and worker count play no part.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,24 @@ MASK = (1 << 64) - 1
 # Each function below works on a Python integer and on an array of uint64 alike: the masks hold the former
 # to 64 bits and change nothing in the latter. One definition, so the two can never differ.
 Word = TypeVar("Word", int, np.ndarray)
+
+
+class SampleOrder(Protocol):
+    """Which sample is used when."""
+
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        """The sample that each of these is, counted from the beginning of the run (from 0), as uint64."""
+
+
+@dataclass(frozen=True)
+class GlobalOrder:
+    """Each epoch is a permutation of all samples."""
+
+    seed: int
+    count: int
+
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        return sample_indices(self.seed, numbers, self.count)
 
 
 def mix(value: Word) -> Word:

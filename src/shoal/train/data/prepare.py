@@ -9,9 +9,11 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
+import numpy as np
 from blake3 import blake3
 
 from shoal.facts.cluster.this_machine import usable_threads
@@ -19,6 +21,8 @@ from shoal.facts.problem import BadInput
 from shoal.train.data.bad_rows import BadRows, count_bad_rows, located, read_bad_rows, refuse_too_many
 from shoal.train.data.dataset import MANIFEST, QUARANTINE, Dataset
 from shoal.train.data.encode import Encoded, EncodeTask, encode_all, group, token_type
+from shoal.train.data.remote import MAGIC, fetch, is_remote, look, recall, remember
+from shoal.train.data.row_format import RowFormat, row_format
 from shoal.train.data.rows import cut
 from shoal.train.data.shards import (
     FORMAT,
@@ -31,10 +35,12 @@ from shoal.train.data.shards import (
     whole_documents_work,
     write_manifest,
 )
-from shoal.train.data.sources import SourceFile, find_files
+from shoal.train.data.sources import SourceFile, describe_file, find_files, look_at_all
+from shoal.train.data.streamed import find_streamed
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 from shoal.train.files import sync_directory
 
+FETCHED = "fetched"
 UNFINISHED = ".preparing-"  # prefix of directories at work; nothing opens them
 STALE_SECONDS = 900  # a run at work writes every few seconds
 
@@ -45,50 +51,142 @@ def prepare(
     tokenizer: str = "bytes",
     end_token: str | None = None,
     field: str = "text",
+    format: Literal["text", "chat", "prompt"] = "text",
+    template: str = "auto",
+    loss_on: Literal["answers", "all"] | None = None,
     cache: Path,
     heldout: float = 0.01,
     max_bad_rows: float = 0.01,
     workers: int = 0,
+    keep: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """The directory of the tokenised source, made now or found.
 
-    ``source`` is ``stdlib``, a path, a glob, or a directory made by an earlier call. ``heldout`` and
+    ``source`` is ``stdlib``, a path, a glob, a URL, or a directory made by an earlier call. ``heldout`` and
     ``max_bad_rows`` are fractions of all documents and of all rows; ``workers`` = 0 means one a core;
-    ``progress`` gets the bytes done and the bytes in all.
+    ``progress`` gets the bytes done and the bytes in all. ``keep``: of a directory behind a URL, how many shards are to
+    be here at a time; 0: all.
     """
     cache = cache.expanduser()
     opened = open_tokenizer(tokenizer, end_token)
     given = Path(source).expanduser()
     if source != "stdlib" and (given / MANIFEST).is_file():
         return _prepared_before(given, opened)
+    if is_remote(source) and not MAGIC & set(source):
+        streamed = find_streamed(source, cache, keep)
+        if streamed is not None:
+            return _prepared_before(streamed, opened)
 
-    files = find_files(source)
-    target = cache / _key(files, opened, field, heldout)
-    if target.exists():
-        found = Dataset.open(target)
-        refuse_too_many(read_bad_rows(found.manifest, target / QUARANTINE), max_bad_rows, source)
+    reading = row_format(opened, end_token, field, format, template, loss_on)
+    job = _Preparation(
+        source, tokenizer, end_token, opened, reading, cache, heldout, max_bad_rows, workers, progress
+    )
+    return job.from_url() if is_remote(source) else job.from_files()
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    """All that a prepared directory follows from, but for the files."""
+
+    source: str
+    tokenizer: str
+    end_token: str | None
+    opened: Tokenizer
+    reading: RowFormat
+    cache: Path
+    heldout: float
+    max_bad_rows: float
+    workers: int
+    progress: Callable[[int, int], None] | None
+
+    def from_files(self) -> Path:
+        files = find_files(self.source)
+        self._refuse_whole_texts(files)
+        target = self.cache / self._key(files, [_digest(file) for file in files])
+        if not self._found(target):
+            with _unfinished_directory(self.cache) as directory:
+                self._make(files, directory, target)
         return target
 
-    with _unfinished_directory(cache) as directory:
+    def from_url(self) -> Path:
+        """As from files, which are fetched where their tokens are not here yet."""
+        listed = look(self.source)
+        digests = recall(listed, self.cache)
+        names = [(Path(one.url), one.url) for one in listed]
+        if digests is not None:
+            known = [
+                describe_file(path, name, one.size) for (path, name), one in zip(names, listed, strict=True)
+            ]
+            target = self.cache / self._key(known, digests)
+            if self._found(target):
+                return target
+        with _unfinished_directory(self.cache) as directory:
+            copies = fetch(self.source, listed, directory / FETCHED)
+            files = look_at_all(
+                [(copy, name) for copy, (_, name) in zip(copies, names, strict=True)], self.source
+            )
+            self._refuse_whole_texts(files)
+            digests = [_digest(file) for file in files]
+            remember(listed, digests, self.cache)
+            target = self.cache / self._key(files, digests)
+            if not self._found(target):
+                self._make(files, directory, target)
+        return target
+
+    def _found(self, target: Path) -> bool:
+        if not target.exists():
+            return False
+        found = Dataset.open(target)
+        refuse_too_many(read_bad_rows(found.manifest, target / QUARANTINE), self.max_bad_rows, self.source)
+        return True
+
+    def _make(self, files: list[SourceFile], directory: Path, target: Path) -> None:
         spool = directory / "spool"
         spool.mkdir()
-        tasks = list(group((piece for file in files for piece in cut(file)), spool, field))
-        results = encode_all(tasks, opened, tokenizer, end_token, workers or usable_threads(), progress)
+        tasks = list(group((piece for file in files for piece in cut(file)), spool, self.reading))
+        workers = self.workers or usable_threads()
+        results = encode_all(tasks, self.opened, self.tokenizer, self.end_token, workers, self.progress)
         _refuse_changed(files)
         bad = count_bad_rows(tasks, results)
-        refuse_too_many(bad, max_bad_rows, source)
+        refuse_too_many(bad, self.max_bad_rows, self.source)
+        opened, size = self.opened, sum(file.size for file in files)
         manifest = {
             "format": FORMAT,
-            "source": {"text": source, "files": len(files), "bytes": sum(file.size for file in files)},
-            "field": field,
-            "tokenizer": {"text": tokenizer, "fingerprint": opened.fingerprint, "vocab": opened.vocab},
+            "source": {"text": self.source, "files": len(files), "bytes": size},
+            "field": self.reading.field,
+            "tokenizer": {"text": self.tokenizer, "fingerprint": opened.fingerprint, "vocab": opened.vocab},
             "end": opened.end,
-            **_write_dataset(directory, tasks, results, bad, opened, heldout),
+            **({"answers": True} if self.reading.answers_only else {}),
+            **_write_dataset(directory, tasks, results, bad, opened, self.heldout),
         }
         write_manifest(directory / MANIFEST, manifest)
         _publish(directory, target)
-    return target
+
+    def _key(self, files: list[SourceFile], digests: list[str]) -> str:
+        """What the result depends on, hashed. Not the files' names: moved text is the same text."""
+        content = [
+            # gzip came first, when there was no other.
+            [file.kind, {"": False, ".gz": True}.get(file.compression, file.compression), file.size, digest]
+            for file, digest in zip(files, digests, strict=True)
+        ]
+        parts = [FORMAT, content, self.opened.fingerprint, *self.reading.key(), self.heldout]
+        return blake3(json.dumps(parts).encode()).hexdigest()[:32]
+
+    def _refuse_whole_texts(self, files: list[SourceFile]) -> None:
+        texts = [file.name for file in files if file.kind == "text"]
+        if texts and self.reading.format != "text":
+            raise BadInput(
+                f'data.format = "{self.reading.format}" reads rows, but {texts[0]!r} is one text',
+                "name files of rows, such as 'chats/*.jsonl'",
+            )
+
+
+def _digest(file: SourceFile) -> str:
+    try:
+        return blake3(max_threads=blake3.AUTO).update_mmap(file.path).hexdigest()
+    except OSError as error:
+        raise BadInput(f"cannot read {file.name!r}: {error.strerror}", "check its permissions") from None
 
 
 def _prepared_before(path: Path, tokenizer: Tokenizer) -> Path:
@@ -99,19 +197,6 @@ def _prepared_before(path: Path, tokenizer: Tokenizer) -> Path:
             f"set data.tokenizer to {made_with['text']!r}, or prepare the dataset again",
         )
     return path
-
-
-def _key(files: list[SourceFile], tokenizer: Tokenizer, field: str, heldout: float) -> str:
-    """What the result depends on, hashed. Not the files' names: moved text is the same text."""
-    content = []
-    for file in files:
-        try:
-            digest = blake3(max_threads=blake3.AUTO).update_mmap(file.path).hexdigest()
-        except OSError as error:
-            raise BadInput(f"cannot read {file.name!r}: {error.strerror}", "check its permissions") from None
-        content.append([file.kind, file.compressed, file.size, digest])
-    parts = [FORMAT, content, tokenizer.fingerprint, field, heldout]
-    return blake3(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def _refuse_changed(files: list[SourceFile]) -> None:
@@ -146,14 +231,20 @@ def _write_dataset(
     else:
         # One long text has no other document to hold out: the end of it serves.
         cut_at = tokens - max(1, round(tokens * heldout)) if heldout > 0 else tokens
+        if tasks[0].reading.template is not None:
+            cut_at = _between_documents(tasks, results, documents, heldout)
         split_at(blocks, cut_at, tokenizer.end, splits["train"], splits["heldout"])
 
     hashes: dict[str, dict[str, Any]] = {QUARANTINE: quarantine.close()}
     for split in splits.values():
         split.close()
         hashes.update(split.files)
+    ends = [np.fromfile(directory / f"documents-{name}.bin", dtype="<i8") for name in splits]
+    known = np.concatenate([np.fromfile(task.file("hashes"), dtype="<u8") for task in tasks])
     return {
         "dtype": token_type(tokenizer).str,
+        "duplicates": len(known) - len(np.unique(known)),  # beyond the first of each
+        "longest": max((int(np.diff(one, prepend=0).max()) for one in ends if len(one)), default=0),
         "largest_id": max(result.largest for result in results),
         "heldout": heldout,
         "splits": {name: split.describe() for name, split in splits.items()},
@@ -163,9 +254,23 @@ def _write_dataset(
     }
 
 
+def _between_documents(
+    tasks: list[EncodeTask], results: list[Encoded], documents: int, heldout: float
+) -> int:
+    """Where the last conversations begin, which are held out; at least one where there are two."""
+    ends: list[int] = [0]
+    before = 0
+    for task, result in zip(tasks, results, strict=True):
+        ends += (np.fromfile(task.file("ends"), dtype="<i8") + before).tolist()
+        before += result.tokens
+    held = min(max(1, round(documents * heldout)), documents - 1) if heldout > 0 else 0
+    return ends[documents - held]
+
+
 def _all_blocks(tasks: list[EncodeTask], tokenizer: Tokenizer) -> Iterator[TokenBlock]:
     for task in tasks:
-        yield from spooled_blocks(task.file("tokens"), task.file("ends"), token_type(tokenizer))
+        answers = task.file("answers") if task.reading.answers_only else None
+        yield from spooled_blocks(task.file("tokens"), task.file("ends"), answers, token_type(tokenizer))
         task.file("tokens").unlink()  # the disk need not hold everything twice
 
 
@@ -218,6 +323,7 @@ def _locked(path: Path) -> bool:
 def _publish(directory: Path, target: Path) -> None:
     """Gives the finished directory its name, in one step. Who comes second uses what the first made."""
     shutil.rmtree(directory / "spool")
+    shutil.rmtree(directory / FETCHED, ignore_errors=True)
     (directory / "lock").unlink()
     sync_directory(directory)
     try:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import mmap
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, cast
+from typing import IO, Any
 
 from shoal.facts.problem import BadInput
+from shoal.train.data.compression import DAMAGE, open_compressed
+from shoal.train.data.row_format import EMPTY, RowFormat, SourceText
 from shoal.train.data.sources import SourceFile
+from shoal.train.data.tables import read_table, row_group_bytes
 
 # A piece is about this many bytes. It decides where a long text is cut, hence (rarely) tokens: a change
 # needs a new format version.
@@ -20,7 +21,6 @@ PIECE_BYTES = 4 << 20
 # What is held in memory at once, whatever a file says or unpacks to: far beyond any document.
 LONGEST_LINE = 1 << 26
 LONGEST_TEXT = 1 << 28
-EMPTY = "empty"  # the reason of a row that is there and has no text
 SHOWN = 200  # characters of a bad row that are kept to recognise it
 
 # A long text is cut after a line end between two visible characters: common tokenizers never join tokens
@@ -31,11 +31,15 @@ LINE_CUT = re.compile(rb"\n")
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A range of bytes of one file. A compressed file is one piece: it can only be read from its start."""
+    """A range of bytes of one file. A compressed file is one piece: it can only be read from its start.
+
+    Of a table, the bytes are those that its row groups would have if all were alike.
+    """
 
     file: SourceFile
     start: int
     stop: int
+    groups: range = range(0)
 
     @property
     def closes(self) -> bool:
@@ -47,7 +51,7 @@ class FilePiece:
 class SourceRow:
     """One line or one text: a document, or the reason why it is none. Blank lines have neither."""
 
-    text: str | None
+    document: SourceText | None
     reason: str = ""
     shown: str = ""
     lines: int = 1  # line ends it spans, from which the numbers of later lines follow
@@ -55,6 +59,9 @@ class SourceRow:
 
 def cut(file: SourceFile) -> Iterator[FilePiece]:
     """The pieces of a file, in order. They depend on its content alone, not on who will read them."""
+    if file.kind == "table":
+        yield from _cut_table(file)
+        return
     if file.compressed or file.size <= PIECE_BYTES:
         yield FilePiece(file, 0, file.size)
         return
@@ -65,20 +72,35 @@ def cut(file: SourceFile) -> Iterator[FilePiece]:
             start = stop
 
 
-def read(piece: FilePiece, field: str) -> Iterator[SourceRow]:
+def read(piece: FilePiece, reading: RowFormat) -> Iterator[SourceRow]:
     """Every row of a piece: one for a text, otherwise one a line."""
     try:
         if piece.file.kind == "text":
             yield _parse_text(_read_text(piece))
+        elif piece.file.kind == "table":
+            column = reading.field if reading.format == "text" else None
+            for row in read_table(piece.file.path, piece.file.name, piece.groups, column):
+                yield _parse_row(row, reading)
         else:
             for number, line in enumerate(_lines(piece)):
                 if number == 0 and piece.start == 0:
                     line = line.removeprefix(b"\xef\xbb\xbf")  # a byte-order mark is no JSON
-                yield _parse_line(line, field)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                yield _parse_line(line, reading)
+    except DAMAGE as error:
         raise BadInput(
             f"{piece.file.name!r} is damaged: {error}", "fetch it again, or leave it out of data.source"
         ) from None
+
+
+def _cut_table(file: SourceFile) -> Iterator[FilePiece]:
+    sizes = row_group_bytes(file.path)
+    first, waiting = 0, 0
+    for number, size in enumerate(sizes, 1):
+        waiting += size
+        if waiting >= PIECE_BYTES or number == len(sizes):
+            start, stop = (file.size * place // len(sizes) for place in (first, number))
+            yield FilePiece(file, start, stop, range(first, number))
+            first, waiting = number, 0
 
 
 def _cuts(content: mmap.mmap, pattern: re.Pattern[bytes]) -> Iterator[int]:
@@ -127,7 +149,7 @@ def _read_text(piece: FilePiece) -> bytes:
 
 def _open(piece: FilePiece) -> IO[bytes]:
     if piece.file.compressed:
-        return cast(IO[bytes], gzip.open(piece.file.path))
+        return open_compressed(piece.file.path, piece.file.compression)
     handle = piece.file.path.open("rb")
     handle.seek(piece.start)
     return handle
@@ -148,10 +170,10 @@ def _parse_text(content: bytes) -> SourceRow:
         text = content.decode()
     except UnicodeDecodeError:
         return SourceRow(None, "invalid UTF-8", _show(content), lines=content.count(b"\n"))
-    return SourceRow(text, lines=text.count("\n")) if text else SourceRow(None, EMPTY)
+    return SourceRow(SourceText(text), lines=text.count("\n")) if text else SourceRow(None, EMPTY)
 
 
-def _parse_line(line: bytes, field: str) -> SourceRow:
+def _parse_line(line: bytes, reading: RowFormat) -> SourceRow:
     if not line.strip():
         return SourceRow(None)
     try:
@@ -160,28 +182,13 @@ def _parse_line(line: bytes, field: str) -> SourceRow:
         return SourceRow(None, "invalid UTF-8", _show(line))
     except (ValueError, RecursionError):
         return SourceRow(None, "broken JSON", _show(line))
-    if not isinstance(value, dict):
-        reason = "not an object"
-    elif field not in value:
-        reason = f"no field {field!r}"
-    elif not isinstance(text := value[field], str):
-        reason = f"field {field!r} is not a text"
-    elif not text:
-        reason = EMPTY
-    elif not _encodable(text):
-        reason = "invalid UTF-8"
-    else:
-        return SourceRow(text)
-    return SourceRow(None, reason, _show(line))
+    found = reading.document(value) if isinstance(value, dict) else "not an object"
+    return SourceRow(None, found, _show(line)) if isinstance(found, str) else SourceRow(found)
 
 
-def _encodable(text: str) -> bool:
-    """JSON can write half a surrogate pair (``"\\ud800"``), which no UTF-8 can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _parse_row(row: dict[str, Any], reading: RowFormat) -> SourceRow:
+    found = reading.document(row)
+    return SourceRow(None, found, str(row)[:SHOWN]) if isinstance(found, str) else SourceRow(found)
 
 
 def _show(content: bytes) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from shoal.facts.config import DataSection
+from shoal.facts.config import HELDOUT, DataSection
 from shoal.facts.problem import BadInput
 from shoal.facts.targets import IGNORE
-from shoal.train.data.dataset import Dataset, TokenStream
+from shoal.train.data.collection import Collection
+from shoal.train.data.dataset import TokenStream
 
 
 class Sample(NamedTuple):
@@ -27,6 +31,9 @@ class Samples:
     Packed, the stream is cut into consecutive pieces: the last token of one is the first of the next, so
     every token but the very first is a target exactly once. A rest too short for a sample is left out.
 
+    Packed conversations are not cut, for an answer without its question teaches something else: as many as fit follow
+    each other in a sample, which is padded; only one that is too long has several.
+
     Unpacked, a sample holds one document, or a part of one that is too long, and is padded to its length.
     """
 
@@ -35,7 +42,11 @@ class Samples:
     ) -> None:
         self.stream, self.seq, self.packing = stream, seq, packing
         self.within_documents, self.pad = within_documents, pad
-        if packing:
+        self._filled: tuple[np.ndarray, np.ndarray] | None = None
+        if packing and stream.has_answers:
+            self._filled = _fill(stream.document_ends, seq)
+            self._count = len(self._filled[0])
+        elif packing:
             self._count = max(0, (len(stream) - 1) // seq)
         else:
             lengths = np.diff(stream.document_ends, prepend=0)
@@ -52,6 +63,8 @@ class Samples:
     def __getitem__(self, number: int) -> Sample:
         if not 0 <= number < self._count:
             raise IndexError(f"sample {number} of {self._count}")
+        if self._filled is not None:
+            return self._whole(int(self._filled[0][number]), int(self._filled[1][number]))
         return self._packed(number) if self.packing else self._unpacked(number)
 
     def empty(self) -> Sample:
@@ -62,6 +75,39 @@ class Samples:
             np.zeros(self.seq, dtype=np.int64),
         )
 
+    @property
+    def shard_bounds(self) -> list[int]:
+        """The first sample that begins in each shard, and how many samples there are in all."""
+        starts = np.array(self.stream.shard_starts[:-1])
+        if self._filled is not None:
+            found = np.searchsorted(self._filled[0], starts, side="left")
+        elif self.packing:
+            found = np.minimum(-(-starts // self.seq), self._count)
+        else:
+            ends = self.stream.document_ends
+            document = np.searchsorted(ends, starts, side="right")
+            before = np.concatenate([[0], self._part_ends])[document]
+            begins = np.concatenate([[0], ends])[document]
+            found = np.minimum(before - (-(starts - begins) // self.seq), self._part_ends[document])
+        return [*map(int, found), self._count]
+
+    def prompt(self, number: int, tokens: int) -> np.ndarray:
+        """What a text to generate begins with: a sample's first tokens or, of conversations, all before an answer."""
+        if not self.stream.has_answers:
+            return self[number].tokens[:tokens]
+        ends = self.stream.document_ends
+        number %= len(ends)
+        start, stop = int(ends[number - 1]) if number else 0, int(ends[number])
+        before = int(self.stream.learned(start, stop).argmax())
+        return self.stream.read(start, start + max(1, before))[-self.seq :]
+
+    def _targets(self, tokens: np.ndarray, start: int) -> np.ndarray:
+        """What follows each token but the last; ``start``: where in the stream they begin."""
+        targets = tokens[1:].copy()
+        if self.stream.has_answers:
+            targets[~self.stream.learned(start + 1, start + len(tokens))] = IGNORE
+        return targets
+
     def _packed(self, number: int) -> Sample:
         start = number * self.seq
         stop = start + self.seq + 1
@@ -69,10 +115,25 @@ class Samples:
         ends = self.stream.document_ends
         first, last = np.searchsorted(ends, [start, stop], side="right")
         documents = np.searchsorted(ends[first:last] - start, np.arange(self.seq + 1), side="right")
-        targets = tokens[1:].copy()
+        targets = self._targets(tokens, start)
         if self.within_documents:
             targets[documents[1:] != documents[:-1]] = IGNORE
         return Sample(tokens[:-1], targets, documents[:-1].astype(np.int64))
+
+    def _whole(self, start: int, stop: int) -> Sample:
+        """A sample of these tokens, padded."""
+        text, ends = self.stream.read(start, stop), self.stream.document_ends
+        first, last = np.searchsorted(ends, [start, stop], side="right")
+        documents = np.searchsorted(ends[first:last] - start, np.arange(len(text)), side="right")
+        used = len(text) - 1
+        sample = self.empty()
+        sample.tokens[:used] = text[:-1]
+        sample.targets[:used] = self._targets(text, start)
+        if self.within_documents:
+            sample.targets[:used][documents[1:] != documents[:-1]] = IGNORE
+        sample.documents[:used] = documents[:-1]
+        sample.documents[used:] = documents[-1] + 1  # padding is no part of them
+        return sample
 
     def _unpacked(self, number: int) -> Sample:
         ends = self.stream.document_ends
@@ -83,9 +144,57 @@ class Samples:
         used = len(text) - 1
         sample = self.empty()
         sample.tokens[:used] = text[:-1]
-        sample.targets[:used] = text[1:]
+        sample.targets[:used] = self._targets(text, start)
         sample.documents[used:] = 1  # padding is no part of the document
         return sample
+
+
+def _fill(ends: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where samples of whole documents begin and end: each takes the next ones that fit."""
+    found: list[tuple[int, int]] = []
+    room = 0  # left in the last sample
+    start = 0
+    for end in ends.tolist():
+        if end - start <= room:
+            found[-1] = (found[-1][0], end)
+            room -= end - start
+        else:
+            # The last token of a part is the first of the next, so that every token but the first is a target.
+            parts = range(start, max(end - 1, start + 1), seq)
+            found += [(part, min(part + seq + 1, end)) for part in parts]
+            room = seq + 1 - (found[-1][1] - found[-1][0])
+        start = end
+    kept = [span for span in found if span[1] - span[0] > 1]  # one token alone has nothing to predict
+    return tuple(np.array([span[side] for span in kept], dtype=np.int64) for side in (0, 1))  # type: ignore[return-value]
+
+
+class JoinedSamples:
+    """Samples of several streams, one stream after another."""
+
+    def __init__(self, parts: Sequence[Samples]) -> None:
+        self.parts = list(parts)
+        self._ends = list(accumulate(map(len, self.parts)))
+        self.seq, self.within_documents = self.parts[0].seq, self.parts[0].within_documents
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Sample:
+        return self._part(number)[self._place(number)]
+
+    def empty(self) -> Sample:
+        return self.parts[0].empty()
+
+    def prompt(self, number: int, tokens: int) -> np.ndarray:
+        """Of the parts in turn: what is generated shows each of them."""
+        return self.parts[number % len(self.parts)].prompt(number // len(self.parts), tokens)
+
+    def _part(self, number: int) -> Samples:
+        return self.parts[bisect_right(self._ends, number)]
+
+    def _place(self, number: int) -> int:
+        which = bisect_right(self._ends, number)
+        return number - (self._ends[which - 1] if which else 0)
 
 
 def _too_little(stream: TokenStream, seq: int, packing: bool) -> BadInput:
@@ -100,12 +209,39 @@ def _too_little(stream: TokenStream, seq: int, packing: bool) -> BadInput:
     )
 
 
-def cut_samples(dataset: Dataset, data: DataSection, seq: int, pad: int) -> tuple[Samples, Samples | None]:
-    """Training samples, and held-out ones where that text is long enough for any."""
+AnySamples = Samples | JoinedSamples
+
+
+class CutSamples(NamedTuple):
+    """All samples of a run."""
+
+    parts: tuple[Samples, ...]  # to train on: of each part of a mix
+    validation: dict[str, AnySamples]
+
+    @property
+    def train(self) -> AnySamples:
+        return _joined(self.parts)
+
+
+def cut_samples(collection: Collection, data: DataSection, seq: int, pad: int) -> CutSamples:
+    """Training samples, and those of every validation set that is long enough for any."""
     cut = partial(Samples, seq=seq, packing=data.packing, within_documents=data.within_documents, pad=pad)
-    dataset.check_documents()
-    samples = cut(dataset.train)
+    for dataset in collection.everything:
+        dataset.check_documents()
+    held = [sample for part in collection.parts if (sample := _if_any(cut, part.heldout)) is not None]
+    validation: dict[str, AnySamples] = {HELDOUT: _joined(held)} if held else {}
+    for name, dataset in collection.validation.items():
+        # All of it is for validation, and a data set that was made for that has nothing held out.
+        validation[name] = cut(dataset.train)
+    return CutSamples(tuple(cut(part.train) for part in collection.parts), validation)
+
+
+def _joined(parts: Sequence[Samples]) -> AnySamples:
+    return parts[0] if len(parts) == 1 else JoinedSamples(parts)
+
+
+def _if_any(cut: Callable[[TokenStream], Samples], stream: TokenStream) -> Samples | None:
     try:
-        return samples, cut(dataset.heldout)
+        return cut(stream)
     except BadInput:
-        return samples, None
+        return None

@@ -27,10 +27,14 @@ class TokenBlock:
 
     tokens: np.ndarray
     ends: np.ndarray  # offsets in the block just after the documents that end in it
+    answers: np.ndarray | None = None  # one byte a token: whether it is learned; None: all are
 
 
 class SplitWriter:
-    """Writes ``NAME-00000.bin``, … and ``documents-NAME.bin`` (int64 offsets just after each document)."""
+    """Writes ``NAME-00000.bin``, … and ``documents-NAME.bin`` (int64 offsets just after each document).
+
+    Where not all tokens are learned, ``NAME_answers-00000.bin``, … have a byte for each token of a shard.
+    """
 
     def __init__(self, directory: Path, name: str) -> None:
         self.directory, self.name = directory, name
@@ -39,16 +43,20 @@ class SplitWriter:
         self.files: dict[str, dict[str, Any]] = {}
         self._index = HashedFile(directory / f"documents-{name}.bin")
         self._shard: HashedFile | None = None
+        self._answers: HashedFile | None = None
 
-    def append(self, tokens: np.ndarray, ends: np.ndarray) -> None:
+    def append(self, tokens: np.ndarray, ends: np.ndarray, answers: np.ndarray | None = None) -> None:
         self._index.write((ends + self.tokens).astype("<i8").tobytes())
         self.documents += len(ends)
         while len(tokens):
             room = SHARD_TOKENS - self.tokens % SHARD_TOKENS
             if room == SHARD_TOKENS:
-                self._next_shard()
+                self._next_shard(answers is not None)
             assert self._shard is not None
             self._shard.write(tokens[:room].tobytes())
+            if self._answers is not None and answers is not None:
+                self._answers.write(answers[:room].tobytes())
+                answers = answers[room:]
             self.tokens += min(room, len(tokens))
             tokens = tokens[room:]
 
@@ -56,17 +64,25 @@ class SplitWriter:
         self._close_shard()
         self.files[self._index.path.name] = self._index.close()
 
-    def _next_shard(self) -> None:
+    def _next_shard(self, with_answers: bool) -> None:
         self._close_shard()
         self.shards.append(f"{self.name}-{len(self.shards):05d}.bin")
         self._shard = HashedFile(self.directory / self.shards[-1])
+        if with_answers:
+            self._answers = HashedFile(self.directory / answers_file(self.shards[-1]))
 
     def _close_shard(self) -> None:
-        if self._shard is not None:
-            self.files[self._shard.path.name] = self._shard.close()
+        for file in (self._shard, self._answers):
+            if file is not None:
+                self.files[file.path.name] = file.close()
 
     def describe(self) -> dict[str, Any]:
         return {"tokens": self.tokens, "documents": self.documents, "shards": self.shards}
+
+
+def answers_file(shard: str) -> str:
+    """The file that says which tokens of a shard are learned."""
+    return shard.replace("-", "_answers-")
 
 
 class HashedFile:
@@ -89,14 +105,19 @@ class HashedFile:
         return {"bytes": self._size, "blake3": self._hash.hexdigest()}
 
 
-def spooled_blocks(tokens_path: Path, ends_path: Path, dtype: np.dtype) -> Iterator[TokenBlock]:
+def spooled_blocks(
+    tokens_path: Path, ends_path: Path, answers_path: Path | None, dtype: np.dtype
+) -> Iterator[TokenBlock]:
     """What a task spooled, in blocks that fit in memory."""
     ends = np.fromfile(ends_path, dtype="<i8")
     count = tokens_path.stat().st_size // dtype.itemsize
     for start in range(0, count, BLOCK_TOKENS):
         tokens = np.fromfile(tokens_path, dtype=dtype, count=BLOCK_TOKENS, offset=start * dtype.itemsize)
         first, last = np.searchsorted(ends, [start, start + len(tokens)], side="right")
-        yield TokenBlock(tokens, ends[first:last] - start)
+        answers = None
+        if answers_path is not None:
+            answers = np.fromfile(answers_path, dtype=np.uint8, count=BLOCK_TOKENS, offset=start)
+        yield TokenBlock(tokens, ends[first:last] - start, answers)
 
 
 def is_held_out(numbers: np.ndarray, fraction: float) -> np.ndarray:
@@ -124,21 +145,28 @@ def split_by_document(
         token_held = np.repeat(held, lengths)
         for writer, documents, tokens in ((train, ~held, ~token_held), (heldout, held, token_held)):
             ends = np.cumsum(lengths[documents])[closed[documents]]
-            writer.append(block.tokens[tokens], ends)
+            writer.append(
+                block.tokens[tokens], ends, None if block.answers is None else block.answers[tokens]
+            )
         number += len(block.ends)
 
 
 def split_at(
     blocks: Iterator[TokenBlock], cut: int, end: int, train: SplitWriter, heldout: SplitWriter
 ) -> None:
-    """The first ``cut`` tokens are for training, the rest is held out. A document cut in two ends twice."""
+    """The first ``cut`` tokens are for training, the rest is held out. A document cut in two ends twice.
+
+    Conversations are cut between two of them, never inside of one.
+    """
     position = 0
     for block in blocks:
         here = min(max(cut - position, 0), len(block.tokens))
-        train.append(block.tokens[:here], block.ends[block.ends <= here])
-        if position + here == cut and here > 0 and here not in block.ends:
+        mask = block.answers
+        before, after = (None, None) if mask is None else (mask[:here], mask[here:])
+        train.append(block.tokens[:here], block.ends[block.ends <= here], before)
+        if mask is None and position + here == cut and here > 0 and here not in block.ends:
             train.append(np.array([end], dtype=block.tokens.dtype), np.array([1]))
-        heldout.append(block.tokens[here:], block.ends[block.ends > here] - here)
+        heldout.append(block.tokens[here:], block.ends[block.ends > here] - here, after)
         position += len(block.tokens)
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.facts.problem import BadInput
+from shoal.train.data import compression, tables
 
-LINE_ENDINGS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+LINE_ENDINGS = (".jsonl", ".ndjson")
 # Their bytes are no text; without this they would be reported as text in a wrong encoding.
-UNREADABLE_ENDINGS = (".parquet", ".arrow", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".tar.gz")
+UNREADABLE_ENDINGS = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz", ".orc", ".avro")
 NOT_LIBRARY_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -24,10 +25,16 @@ class SourceFile:
 
     path: Path
     name: str  # as a person would write it
-    kind: Literal["text", "lines"]  # one document a file, or one JSON object a line
-    compressed: bool
+    kind: Literal[
+        "text", "lines", "table"
+    ]  # one document a file, one JSON object a line, or one row of a table
+    compression: str  # its ending; empty where it is not compressed
     size: int
     modified: int  # nanoseconds
+
+    @property
+    def compressed(self) -> bool:
+        return bool(self.compression)
 
     def unchanged(self) -> bool:
         try:
@@ -63,6 +70,9 @@ def _standard_library(root: Path) -> list[SourceFile]:
 def _matching(source: str) -> list[SourceFile]:
     pattern = str(Path(source).expanduser())
     if Path(pattern).is_dir():
+        saved = tables.saved_files(Path(pattern))
+        if saved is not None:
+            return look_at_all([(file, str(file)) for file in saved], source)
         raise BadInput(
             f"data.source {source!r} is a directory, but not a prepared dataset",
             f"name its files with a glob, such as {str(Path(source) / '**' / '*.txt')!r}",
@@ -77,13 +87,26 @@ def _matching(source: str) -> list[SourceFile]:
             "check the path: a config's are relative to its directory, those of --set to the working directory; "
             "or use 'stdlib', which every machine has",
         )
+    return look_at_all([(Path(name), name) for name in names], source)
+
+
+def look_at_all(paths: list[tuple[Path, str]], source: str) -> list[SourceFile]:
+    """These files, each with its name; BadInput where one cannot be read here."""
+    names = [name for _, name in paths]
+    if missing := [name for path, name in paths if not path.is_file()]:
+        raise BadInput(f"{missing[0]!r} of data.source {source!r} is missing", "fetch or save it again")
     foreign = [name for name in names if name.lower().endswith(UNREADABLE_ENDINGS)]
     if foreign:
         raise BadInput(
-            f"{len(foreign)} of {len(names)} files are neither text nor JSON lines, such as {foreign[0]!r}",
-            "convert them to .jsonl or .jsonl.gz with one object a line, its text under data.field",
+            f"{len(foreign)} of {len(names)} files are neither text nor rows, such as {foreign[0]!r}",
+            "unpack them, or convert them to .jsonl or .parquet with the text of a row under data.field",
         )
-    return [_look_at(Path(name), name) for name in names]
+    found = [_look_at(path, name) for path, name in paths]
+    for file in found:
+        compression.check_readable(file.compression, file.name)
+        if file.kind == "table":
+            tables.check_readable(file.name)
+    return found
 
 
 def _expand(pattern: str) -> Iterator[str]:
@@ -109,12 +132,16 @@ def _cut_at_recursion(pattern: str) -> tuple[str, bool, str]:
 
 def _look_at(path: Path, name: str) -> SourceFile:
     status = path.stat()
-    lower = name.lower()
-    return SourceFile(
-        path=path.absolute(),
-        name=name,
-        kind="lines" if lower.endswith(LINE_ENDINGS) else "text",
-        compressed=lower.endswith(".gz"),
-        size=status.st_size,
-        modified=status.st_mtime_ns,
-    )
+    return describe_file(path, name, status.st_size, status.st_mtime_ns)
+
+
+def describe_file(path: Path, name: str, size: int, modified: int = 0) -> SourceFile:
+    """A file by its name, which says what is in it."""
+    packed = compression.ending(name)
+    bare = name.lower().removesuffix(packed)
+    kind: Literal["text", "lines", "table"] = "text"
+    if bare.endswith(LINE_ENDINGS) or (packed and bare.endswith(".json")):
+        kind = "lines"
+    elif not packed and bare.endswith(tables.ENDINGS):
+        kind = "table"
+    return SourceFile(path.absolute(), name, kind, packed, size, modified)

@@ -38,6 +38,12 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """The ids of each text; nothing is added at either end."""
 
+    def encode_placed(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The ids of each text, and the number of the character just after each."""
+
+    def has_end(self, text: str) -> bool:
+        """Whether a text ends in a special token, so that another one after it would be one too many."""
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
 
@@ -67,6 +73,17 @@ class ByteTokenizer:
         encoded = (text.encode() if isinstance(text, str) else text for text in texts)
         return [np.frombuffer(data, dtype=np.uint8).astype(np.uint16) for data in encoded]
 
+    def encode_placed(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        found = []
+        for ids in self.encode_batch(texts):
+            # Every byte of a character ends where the character does.
+            begins = (ids & 0xC0) != 0x80
+            found.append((ids, np.cumsum(begins)))
+        return found
+
+    def has_end(self, text: str) -> bool:
+        return False
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return bytes(int(token) for token in ids if int(token) < 256).decode("utf-8", errors="replace")
 
@@ -75,6 +92,7 @@ class FileTokenizer:
     """A ``tokenizer.json``, run by the ``tokenizers`` package."""
 
     def __init__(self, path: Path, end_token: str | None = None) -> None:
+        self.path = path
         content = _read(path, LARGEST)
         self._tokenizer = _load(path, content)
         # Files often carry the limits of the model they were made for. A document is encoded whole.
@@ -85,12 +103,26 @@ class FileTokenizer:
             raise BadInput(f"{str(path)!r} has an empty vocabulary", OTHER)
         self.vocab = max(vocabulary.values()) + 1
         self.end = _find_end(path, vocabulary, end_token)
+        specials = (
+            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
+        )
+        self._specials = tuple(specials)
         self.fingerprint = blake3(content + self.end.to_bytes(8, "little")).hexdigest()
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         decoded = [text.decode() if isinstance(text, bytes) else text for text in texts]
         encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def encode_placed(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(one.ids, dtype=np.uint32), np.array([stop for _, stop in one.offsets], dtype=np.int64))
+            for one in encodings
+        ]
+
+    def has_end(self, text: str) -> bool:
+        return text.rstrip().endswith(self._specials)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))

@@ -52,19 +52,20 @@ class Meter:
         ``waited``: seconds of the step without input.
         """
         recipe = self.job.config.recipe
-        rate = self.flops / self.seconds
+        batch, samples = recipe.clock.at(step), recipe.clock.before(step + 1)
+        rate = self.flops * batch / recipe.batch / self.seconds
         return {
             "step": step,
             "loss": finite(result.loss),
             "loss_hex": float(result.loss).hex(),
             "grad_norm": finite(result.grad_norm),
             "lr": result.lr,
-            "tokens": step * recipe.tokens_per_step,
-            "samples": step * recipe.batch,
+            "tokens": samples * recipe.seq,
+            "samples": samples,
             "targets": targets,  # of this step: the tokens its loss is a mean over
             "step_s": self.seconds,
             "input_wait_s": min(waited, self.seconds),  # part of step_s
-            "tokens_per_s": recipe.tokens_per_step / self.seconds,
+            "tokens_per_s": batch * recipe.seq / self.seconds,
             "model_flops_per_s": rate,
             "mfu": rate / self.peak if self.peak else None,
             "memory_peak": peak_memory(self.mesh.device),

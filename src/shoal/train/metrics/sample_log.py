@@ -13,8 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shoal.train.data.loader import Batch
-from shoal.train.data.order import sample_index
+from shoal.train.data.loader import Batch, Loader
 from shoal.train.files import RowFile
 
 
@@ -53,8 +52,8 @@ class Proof:
         return sum(count for _, count in self.undone)
 
 
-def prove(directory: Path, metrics: Sequence[dict[str, Any]], seed: int, batch: int, count: int) -> Proof:
-    """Hold a ledger against the order of samples. ``metrics``: the run's rows; ``count``: of all samples there are."""
+def prove(directory: Path, metrics: Sequence[dict[str, Any]], loader: Loader) -> Proof:
+    """Hold a ledger against the order of samples. ``metrics``: the run's rows."""
     used: dict[tuple[int, str], list[tuple[int, int]]] = {}
     for file in sorted(directory.glob("rank-*.jsonl")):
         for row in _rows(file):
@@ -64,13 +63,13 @@ def prove(directory: Path, metrics: Sequence[dict[str, Any]], seed: int, batch: 
     problems = []
     for row in metrics:
         found = sorted(used.get((row["step"], row["attempt"]), []))
-        first = (row["step"] - 1) * batch
-        wanted = [(place, sample_index(seed, first + place, count)) for place in range(batch)]
+        wanted = list(enumerate(loader.used(row["step"])))
         if found != wanted:
             problems.append(
                 f"step {row['step']}: {len(found)} samples used, {len(set(found) & set(wanted))} of them right"
             )
-    return Proof(len(metrics), len(metrics) * batch, tuple(_undone(directory)), tuple(problems))
+    samples = sum(loader.clock.at(row["step"]) for row in metrics)
+    return Proof(len(metrics), samples, tuple(_undone(directory)), tuple(problems))
 
 
 def _undone(directory: Path) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ from shoal.parallel.server import LinkLost, ServedParameters, ServerLink
 from shoal.plan.resolve import Job
 from shoal.train import optimizer as optimizers
 from shoal.train.commits import Commits
-from shoal.train.data.dataset import Dataset
+from shoal.train.data.collection import Collection
 from shoal.train.evaluate import evaluates_after
 from shoal.train.files import StepFile
 from shoal.train.first_weights import first_weights
@@ -112,9 +112,9 @@ class ParameterServer:
         self.optimizer = optimizers.build(self.served.pieces, self.recipe)
         scale = LossScale()
         self.state = State(job.model, self.served, self.optimizer, self.recipe.optimizer, scale, mesh)
-        origin = identity(job, Dataset.open(dataset).fingerprint)
+        origin = identity(job, Collection.open(dataset).fingerprint)
         self.commits = Commits(
-            self.state, run, mesh, config.checkpoint, self.recipe.batch, origin, attempt, set_aside
+            self.state, run, mesh, config.checkpoint, self.recipe.clock, origin, attempt, set_aside
         )
         announce(RESTORE, 0)
         self.done = self.commits.restore()

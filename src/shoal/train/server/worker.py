@@ -16,9 +16,8 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.server import ServerLink, ranges
 from shoal.parallel.shards import gradient
 from shoal.plan.resolve import Job
-from shoal.train.data.dataset import Dataset
-from shoal.train.data.loader import Loader
-from shoal.train.data.samples import cut_samples
+from shoal.train.data.collection import Collection
+from shoal.train.data.input import open_loader
 from shoal.train.data.tokenizers import open_tokenizer
 from shoal.train.evaluate import own_heldout, sample_rows
 from shoal.train.files import RowFile
@@ -45,8 +44,7 @@ class ServerWorker:
         self.job, self.run, self.mesh, self.links, self.announce = job, run, mesh, links, announce
         self.workers = job.layout.world
         self.tokenizer = open_tokenizer(config.data.tokenizer, config.data.end_token)
-        samples, heldout = cut_samples(Dataset.open(dataset), config.data, recipe.seq, self.tokenizer.end)
-        self.loader = Loader(samples, recipe.seed, recipe.batch, heldout)
+        self.loader = open_loader(config, Collection.open(dataset), self.tokenizer)
         self.placed = apply(
             blueprint(job.model, recipe),
             mesh,
@@ -121,7 +119,7 @@ class ServerWorker:
             micro, at_once = layout.micro_batch(recipe.batch), layout.accumulation(recipe.batch)
             most = evaluate.batches * recipe.batch
             losses, targets = own_heldout(
-                self.placed, self.loader, self.mesh, most, micro, at_once, (part, self.workers)
+                self.placed, self.loader.heldout, self.mesh, most, micro, at_once, (part, self.workers)
             )
             loss = float(added(losses, self.mesh.device))
             if part == 0:

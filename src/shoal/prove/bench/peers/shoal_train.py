@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, nullcontext
 
 from shoal.launch.manifest import describe_plan
@@ -46,11 +46,11 @@ class PacedLoader(Loader):
     """A run's own loader, read at the journal's pace."""
 
     def __init__(self, loader: Loader, journal: Journal) -> None:
-        super().__init__(loader.samples, loader.seed, loader.batch, loader.heldout)
+        super().__init__(loader.samples, loader.order, loader.clock, loader.heldout, loader.validation)
         self._journal = journal
 
     def steps(
-        self, first: int, last: int, position_groups: Sequence[Sequence[int]]
+        self, first: int, last: int, positions: Callable[[int], Sequence[Sequence[int]]]
     ) -> Generator[tuple[int, list[Batch]]]:
-        with closing(super().steps(first, last, position_groups)) as source:
+        with closing(super().steps(first, last, positions)) as source:
             yield from self._journal.paced(source)

@@ -1,0 +1,81 @@
+"""Rows of chat and instruction data: the spellings that are about, read as one list of messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ANSWERS = "assistant"  # the role whose messages a model learns to write
+NO_ANSWER = "no answer"
+
+# ShareGPT's names of roles; others are handed to the template as they are.
+ROLES = {"human": "user", "gpt": ANSWERS, "bot": ANSWERS, "chatgpt": ANSWERS, "observation": "tool"}
+# Where a row keeps its conversation, and what it calls prompt and answer.
+CONVERSATIONS = ("messages", "conversations", "conversation")
+PAIRS = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("prompt", "answer"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("input", "output"),
+)
+
+Message = dict[str, Any]
+
+
+def read_chat(row: dict[str, Any], field: str) -> list[Message] | str:
+    """The messages of a row of ``format = "chat"``, or why it has none. ``field``: where the user says they are."""
+    name = field if field in row else next((name for name in CONVERSATIONS if name in row), None)
+    if name is None:
+        return f"no field {CONVERSATIONS[0]!r} or {CONVERSATIONS[1]!r}"
+    return _checked(row[name], name)
+
+
+def read_pair(row: dict[str, Any]) -> list[Message] | str:
+    """Prompt and answer of a row of ``format = "prompt"`` as messages, or why it has none."""
+    names = next((pair for pair in PAIRS if pair[0] in row and pair[1] in row), None)
+    if names is None:
+        return NO_ANSWER if any(pair[0] in row for pair in PAIRS) else "no prompt"
+    prompt, answer = row[names[0]], row[names[1]]
+    if isinstance(prompt, list) and isinstance(answer, list):
+        return _checked([*prompt, *answer], names[1])
+    if not (isinstance(prompt, str) and isinstance(answer, str)):
+        return f"{names[0]!r} or {names[1]!r} is not a text"
+    if not answer.strip():
+        return NO_ANSWER
+    more = row.get("input")
+    if names[0] == "instruction" and isinstance(more, str) and more.strip():
+        prompt = f"{prompt}\n\n{more}"
+    system = row.get("system")
+    first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    return [*first, {"role": "user", "content": prompt}, {"role": ANSWERS, "content": answer}]
+
+
+def _checked(value: Any, name: str) -> list[Message] | str:
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        return f"{name!r} is not a list of messages"
+    messages = [_message(message) for message in value]
+    if any(message is None for message in messages):
+        return f"a message of {name!r} lacks its role or its content"
+    found = [message for message in messages if message is not None]
+    if not any(message["role"] == ANSWERS and _says_something(message) for message in found):
+        return NO_ANSWER
+    return found
+
+
+def _message(given: Message) -> Message | None:
+    """With ``role`` and ``content``; whatever else it has, a template may want."""
+    if "role" not in given and "from" in given:
+        given = {"role": given["from"], "content": given.get("value")}
+    role, content = given.get("role"), given.get("content")
+    if not isinstance(role, str) or not isinstance(content, (str, list, type(None))):
+        return None
+    if content is None and "tool_calls" not in given:
+        return None
+    return {**given, "role": ROLES.get(role, role)}
+
+
+def _says_something(message: Message) -> bool:
+    content = message["content"]
+    return bool(content.strip() if isinstance(content, str) else content or message.get("tool_calls"))

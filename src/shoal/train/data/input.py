@@ -1,0 +1,50 @@
+"""A run's loader, from its config and its data: samples, their order, and what the run is validated on."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from shoal.facts.config import Config, DataSection
+from shoal.facts.problem import BadInput
+from shoal.facts.sample_clock import SampleClock
+from shoal.train.data.collection import Collection
+from shoal.train.data.loader import Loader
+from shoal.train.data.mixed_order import MixedOrder, MixPhase
+from shoal.train.data.order import MASK, GlobalOrder, SampleOrder, mix
+from shoal.train.data.samples import CutSamples, Samples, cut_samples
+from shoal.train.data.tokenizers import Tokenizer
+from shoal.train.data.window_order import WindowOrder
+
+
+def open_loader(config: Config, data: Collection, tokenizer: Tokenizer) -> Loader:
+    cut = cut_samples(data, config.data, config.recipe.seq, tokenizer.end)
+    judged = cut.validation.get(config.evaluate.watched)
+    order = order_of(config, cut)
+    return Loader(cut.train, order, config.recipe.clock, judged, cut.validation)
+
+
+def order_of(config: Config, cut: CutSamples) -> SampleOrder:
+    seed = config.recipe.seed
+    if not config.data.mix:
+        return _order(config.data, seed, cut.parts[0])
+    # Parts of equal length in one order would always be met side by side.
+    seeds = [mix((seed + number) & MASK) for number in range(len(cut.parts))]
+    parts = [_order(config.data, one, part) for one, part in zip(seeds, cut.parts, strict=True)]
+    return MixedOrder(parts, [len(part) for part in cut.parts], phases(config.data, config.recipe.clock))
+
+
+def _order(data: DataSection, seed: int, samples: Samples) -> SampleOrder:
+    if data.shuffle == "window":
+        return WindowOrder(seed, samples.shard_bounds, data.window)
+    return GlobalOrder(seed, len(samples))
+
+
+def phases(data: DataSection, clock: SampleClock) -> list[MixPhase]:
+    """A mix's weights, from its first sample and from each step on that changes one."""
+    found = []
+    for step in sorted({1, *(change.step for part in data.mix for change in part.later)}):
+        weights = tuple(Fraction(str(part.weight_at(step))) for part in data.mix)
+        if not any(weights):
+            raise BadInput(f"every weight of data.mix is 0 from step {step} on", "give one part a weight")
+        found.append(MixPhase(clock.before(step), weights))
+    return found

@@ -1,0 +1,72 @@
+"""The order of samples of a mix: whose turn it is, by weight, and which of its samples.
+
+Of every two parts, a first one and all others, the first has had ``floor(n · share)`` of n samples. So each number of a
+run belongs to one part, and how many of each came before follows from the number alone: nothing is drawn, nothing is
+counted, and every stretch of a run has the shares that were asked for, to within one sample a part.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from shoal.train.data.order import SampleOrder
+
+
+@dataclass(frozen=True)
+class MixPhase:
+    """Weights that hold from a number of samples on."""
+
+    first: int
+    weights: tuple[Fraction, ...]
+
+    def counts(self, samples: int) -> list[int]:
+        """How many of the phase's first samples are each part's."""
+        left, weight, found = samples, sum(self.weights), []
+        for mine in self.weights:
+            taken = left * mine // weight if weight else 0
+            found.append(int(taken))
+            left, weight = left - int(taken), weight - mine
+        return found
+
+
+class MixedOrder:
+    """Samples of all parts, numbered one part after another."""
+
+    def __init__(
+        self, parts: Sequence[SampleOrder], sizes: Sequence[int], phases: Sequence[MixPhase]
+    ) -> None:
+        self.parts, self.phases = list(parts), list(phases)
+        self._offsets = list(accumulate(sizes, initial=0))[:-1]
+        self._firsts = [phase.first for phase in phases]
+        # What each part has given when a phase begins.
+        self._given = [[0] * len(parts)]
+        for phase, after in pairwise(phases):
+            new = phase.counts(after.first - phase.first)
+            self._given.append([old + more for old, more in zip(self._given[-1], new, strict=True)])
+
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        turns = [self.turn(int(number)) for number in numbers]
+        whose = np.array([part for part, _ in turns])
+        places = np.array([place for _, place in turns], dtype=np.uint64)
+        found = np.empty(len(turns), dtype=np.uint64)
+        for part, (order, offset) in enumerate(zip(self.parts, self._offsets, strict=True)):
+            mine = whose == part
+            if mine.any():
+                found[mine] = order.indices(places[mine]) + np.uint64(offset)
+        return found
+
+    def turn(self, number: int) -> tuple[int, int]:
+        """Whose turn the ``number``-th sample of the run is, and how many that part gave before."""
+        which = bisect_right(self._firsts, number) - 1
+        phase = self.phases[which]
+        before, after = (phase.counts(number - phase.first + more) for more in (0, 1))
+        part = next(
+            one for one, counts in enumerate(zip(before, after, strict=True)) if counts[0] != counts[1]
+        )
+        return part, self._given[which][part] + before[part]

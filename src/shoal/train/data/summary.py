@@ -1,0 +1,96 @@
+"""What prepared data holds, in numbers: documents, tokens, duplicates, the longest, what was left out, epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shoal.facts.config import Config
+from shoal.facts.problem import BadInput
+from shoal.train.data.collection import Collection
+from shoal.train.data.dataset import QUARANTINE, Dataset
+from shoal.train.data.samples import cut_samples
+from shoal.train.data.tokenizers import open_tokenizer
+
+
+@dataclass(frozen=True)
+class DatasetSummary:
+    """Of one prepared directory."""
+
+    name: str  # its source, or that of the validation set
+    path: str
+    documents: int
+    tokens: int
+    heldout_documents: int
+    heldout_tokens: int
+    duplicates: int  # documents that are there already
+    longest: int  # tokens of the longest document
+    quarantined: int
+    reasons: dict[str, int]
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.name}: {self.documents:,} documents, {self.tokens:,} tokens, the longest has {self.longest:,}"
+        if self.heldout_documents:
+            yield f"  held out: {self.heldout_documents:,} documents, {self.heldout_tokens:,} tokens"
+        if self.duplicates:
+            yield f"  duplicates: {self.duplicates:,} documents are there already; they are kept"
+        if self.quarantined:
+            reasons = ", ".join(f"{reason}: {count:,}" for reason, count in self.reasons.items())
+            yield f"  quarantined: {self.quarantined:,} rows ({reasons}); see {self.path}/{QUARANTINE}"
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """Of all data of a run, with how often the run goes through what it trains on."""
+
+    parts: tuple[DatasetSummary, ...]
+    validation: tuple[DatasetSummary, ...]
+    samples: int
+    steps: int
+    epochs: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        for one in (*self.parts, *self.validation):
+            yield from one.lines()
+        if not self.samples:
+            yield "too little for one sample of recipe.seq tokens"
+            return
+        yield f"{self.samples:,} samples: {self.steps:,} steps are {self.epochs:.3g} epochs"
+
+
+def summarise(config: Config, data: Collection) -> DataSummary:
+    recipe, tokenizer = config.recipe, open_tokenizer(config.data.tokenizer, config.data.end_token)
+    try:
+        samples = len(cut_samples(data, config.data, recipe.seq, tokenizer.end).train)
+    except BadInput:  # too little for one, which a recipe of shorter sequences may have
+        samples = 0
+    steps = recipe.steps if recipe.epochs is None else recipe.clock.steps_for_epochs(recipe.epochs, samples)
+    names = [part.source for part in config.data.parts]
+    return DataSummary(
+        tuple(_summary(name, part) for name, part in zip(names, data.parts, strict=True)),
+        tuple(_summary(name, one) for name, one in data.validation.items()),
+        samples,
+        steps,
+        recipe.clock.before(steps + 1) / samples if samples else 0.0,
+    )
+
+
+def _summary(name: str, dataset: Dataset) -> DatasetSummary:
+    manifest = dataset.manifest
+    train, heldout = manifest["splits"]["train"], manifest["splits"]["heldout"]
+    return DatasetSummary(
+        name,
+        str(dataset.path),
+        train["documents"] + heldout["documents"],
+        train["tokens"] + heldout["tokens"],
+        heldout["documents"],
+        heldout["tokens"],
+        manifest.get("duplicates", 0),
+        manifest.get("longest", 0),
+        sum(manifest["bad_rows"].values()),
+        manifest["bad_rows"],
+    )
