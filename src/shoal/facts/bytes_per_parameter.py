@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shoal.facts.cluster.stack import Stack
+from shoal.facts.optimizers import Rule, states_per_element
 from shoal.facts.precision import COMPUTE_BYTES, REDUCE_BYTES, STATE_BYTES
-from shoal.facts.recipe import OPTIMIZER_STATES, Precision, Recipe
+from shoal.facts.recipe import Precision, Recipe
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class BytesPerParameter:
 
     weight: float  # at rest
     gradient: float
-    moments: float  # all optimizer states but the master copy
+    moments: float  # all optimizer states but the master copy; of a matrix of the hidden layers (facts/optimizers.py)
     master: float  # the copy that the optimizer updates, where the network reads a narrower one
     compute: int  # a value of the computation: activations, and weights where they are used
     reduce: int  # a gradient on its way between ranks
@@ -60,13 +61,13 @@ def _bytes_per_parameter(
     precision: Precision,
     states: str,
     reduce: str,
-    optimizer: str,
+    optimizer: Rule,
     stack: Stack,
     sharded: bool,
     one_pass: bool,
 ) -> BytesPerParameter:
     compute = COMPUTE_BYTES[precision]
-    kept = len(OPTIMIZER_STATES[optimizer])
+    kept = states_per_element(optimizer)
     if precision == "fp64":  # a reference: everything is fp64
         return BytesPerParameter(8, 8, 8 * kept, 0, 8, 8)
     state = float(STATE_BYTES[states])

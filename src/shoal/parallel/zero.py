@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.renamed import all_gather_single, reduce_scatter_single
-from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind
+from shoal.facts.layout.buckets import buckets_by_kind, chunk_ranges, even_share, flat_kind
 from shoal.models.initial import Slice
 from shoal.parallel.bucket_reducer import BucketReducer
 from shoal.parallel.mesh import Mesh
@@ -31,7 +31,7 @@ class ShardedBucket:
     """Parameters that are views of one flat tensor, of which this rank owns a chunk."""
 
     def __init__(self, held: list[HeldParameter], ranks: int, index: int) -> None:
-        self.held = held
+        self.held, self.ranks, self.index = held, ranks, index
         self.ranges = list(pairwise(accumulate((one.parameter.numel() for one in held), initial=0)))
         size = self.ranges[-1][1]
         self.chunk = even_share(size, ranks)
@@ -57,15 +57,15 @@ class ShardedBucket:
 
     def pieces(self, mesh: Mesh) -> list[tuple[Shard, slice]]:
         """What the optimizer moves, each with its place in the chunk. Parameters that lie elsewhere have no piece."""
-        found = []
-        for one, (start, stop) in zip(self.held, self.ranges, strict=True):
-            begin, end = max(start, self.owned.start), min(stop, self.owned.stop)
-            if begin < end:
-                place = slice(begin - self.owned.start, end - self.owned.start)
-                tensor = nn.Parameter(self.master[place])
-                working = self.values[self.owned][place] if one.has_master else None
-                piece = Shard(one, tensor, begin - start, end - start, counts(one, mesh), working)
-                found.append((piece, place))
+        found, of = [], {one.label: one for one in self.held}
+        sizes = [(one.label, one.parameter.numel()) for one in self.held]
+        begin = 0
+        for label, start, stop in chunk_ranges(sizes, self.ranks, self.index):
+            one, place = of[label], slice(begin, begin + stop - start)
+            tensor = nn.Parameter(self.master[place])
+            working = self.values[self.owned][place] if one.has_master else None
+            found.append((Shard(one, tensor, start, stop, counts(one, mesh), working), place))
+            begin = place.stop
         return found
 
     def add_up(self) -> None:

@@ -127,7 +127,7 @@ class Training:
         placed, scale = self.program.placed, self.program.scale
         self.guard = NonFiniteGuard(config.fault.nonfinite, scale.enabled)
 
-        self.state = State(job.model, placed, self.program.optimizer, recipe.optimizer, scale, mesh)
+        self.state = State(job.model, placed, self.program.optimizer, recipe, scale, mesh)
         origin = identity(job, data.fingerprint)
         self.commits = Commits(
             self.state, run, mesh, config.checkpoint, recipe.batch, origin, attempt, set_aside

@@ -8,7 +8,10 @@ import torch
 
 from shoal.facts.bytes_per_parameter import takes_narrow_gradients
 from shoal.facts.config import TuneSection
+from shoal.facts.layout.updates import Sharing
 from shoal.facts.model import Model
+from shoal.facts.optimizers import WHOLE
+from shoal.facts.precision import gradient_width
 from shoal.facts.recipe import Recipe, Scaling
 from shoal.models import initial
 from shoal.models.decoder import Network, build
@@ -17,6 +20,7 @@ from shoal.models.initial import Slice
 from shoal.models.router import RouterLosses
 from shoal.parallel.apply import Fill, apply
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.whole_matrices import WholeMatrices
 from shoal.plan.resolve import Job
 from shoal.train import optimizer as optimizers
 from shoal.train.data.dataset import Dataset
@@ -87,7 +91,12 @@ def assemble(
         one_pass=mesh.layout.one_pass(recipe.batch)
         and takes_narrow_gradients(recipe.precision, recipe.optimizer),
     )
-    optimizer = optimizers.build(placed.gradients.pieces, recipe)
+    pieces, whole = placed.gradients.pieces, None
+    if recipe.optimizer in WHOLE:
+        bucket_bytes = round(tune.bucket_mb * 2**20)
+        sharing = Sharing(network.shape, mesh.layout, recipe.seq, gradient_width(recipe), bucket_bytes)
+        whole = WholeMatrices(pieces, sharing, mesh)
+    optimizer = optimizers.build(pieces, recipe, whole)
     scale = optimizers.LossScale.for_precision(recipe.precision)
     return Step(placed, optimizer, recipe, mesh, scale)
 

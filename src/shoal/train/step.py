@@ -27,6 +27,7 @@ from shoal.train.optimizer import (
     LossScale,
     clip_and_update,
     learning_rate,
+    set_learning_rate,
     squared_norm,
     unscale,
     writes_copies,
@@ -143,8 +144,7 @@ class Step:
     def issue_update(self, step: int, measured: Tensor, begun: torch.Event | None = None) -> IssuedStep:
         lr, most = learning_rate(self.recipe, step), self.refuse_above()
         self.before_update()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, lr)
         clip_and_update(self.optimizer, self.pieces, measured[1], self.recipe.clip, most)
         if self.corrected:
             refused = ~(torch.isfinite(measured[1]) & (measured[1] <= most))

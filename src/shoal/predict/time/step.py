@@ -14,11 +14,13 @@ from shoal.facts.layout import Layout
 from shoal.facts.layout.offload import sums_every_micro_batch
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
+from shoal.facts.optimizers import ITERATIONS
 from shoal.facts.precision import compute_width, state_width
 from shoal.facts.recipe import Recipe
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.memory.micro_batch import micro_batch_bytes
 from shoal.predict.offload_cut import share_away
+from shoal.predict.optimizer_matrices import ranks_together, shapes
 from shoal.predict.rank_parameters import RankParameters, rank_parameters, stages_here, trained_with_experts
 from shoal.predict.time import context, expert
 from shoal.predict.time import host as hosts
@@ -36,7 +38,8 @@ from shoal.predict.workload import Workload
 # Bytes an optimizer moves for each parameter it updates: AdamW reads gradient, weight and two moments and writes all
 # but the gradient (beside a master copy the gradient is half as wide, and the weight is written twice). Clipping
 # reads the gradient, then reads and writes it.
-OPTIMIZER_BYTES = {"adamw": 28.0, "sgd": 20.0}
+# Lion, Muon and Adafactor are no kernels but operators one after another, each of which reads and writes.
+OPTIMIZER_BYTES = {"adamw": 28.0, "sgd": 20.0, "lion": 100.0, "muon": 110.0, "adafactor": 120.0}
 CLIPPING_BYTES = {"cast": 12.0, "master": 6.0, "working": 12.0}
 
 ALWAYS = ("forward", "backward", "recompute")
@@ -307,7 +310,18 @@ def _optimizer(workload: Workload, on: CostModel) -> float:
     group = workload.groups[DENSE]
     whole = group.sharded.size == 1 or group.zero < 3
     elements = trained_with_experts(workload, here) / group.sharded.size
-    return update_seconds(on, elements, whole, workload.narrow_gradients)
+    seconds = update_seconds(on, elements, whole, workload.narrow_gradients)
+    return seconds + (orthogonal_seconds(workload, on, here) if on.recipe.optimizer == "muon" else 0.0)
+
+
+def orthogonal_seconds(workload: Workload, on: CostModel, here: RankParameters) -> float:
+    """Newton-Schulz's iteration over the matrices that one of the ranks which hold a stage together is dealt."""
+    seconds = 0.0
+    for shape, count in shapes(workload, here).items():
+        short, long = sorted(shape)
+        square = on.kernels.product(short, long, short) + on.kernels.product(short, short, short)
+        seconds += count * ITERATIONS * (square + on.kernels.product(short, short, long))
+    return seconds / ranks_together(workload)
 
 
 def update_seconds(on: CostModel, elements: float, whole: bool, narrow: bool = False) -> float:
