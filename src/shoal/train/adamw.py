@@ -45,6 +45,12 @@ class AdamW(torch.optim.AdamW):
         else:
             super().step(closure)
 
+    def start(self) -> None:
+        """Make the states now. They are made in the first update otherwise."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self._started(weight)
+
     def _step_in_kernel(self) -> None:
         updates = self._count()
         updates += 1 - self.found_inf

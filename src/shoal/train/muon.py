@@ -50,6 +50,7 @@ class Muon(SteeredOptimizer):
             # One optimizer to all others: they set learning rates, and save and restore states.
             adamw.state = self.state
             self.param_groups.extend(adamw.param_groups)
+            adamw.start()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

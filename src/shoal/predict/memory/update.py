@@ -61,8 +61,8 @@ def passing(rank: RankInventory) -> float:
 def _orthogonalised(sharing: Sharing, rank: int, given: float, width: int, taken: float) -> float:
     """The fullest moment of Muon's rounds: as a rank's parts are given, put together, made orthogonal, or taken.
 
-    ``given`` and ``taken``: bytes of an element of a part meanwhile. An orthogonal matrix is computed from one as it was
-    given, as it is and as it becomes, with two squares of its shorter side.
+    ``given`` and ``taken``: bytes of an element of a part meanwhile. While a matrix is made orthogonal, it is there as
+    it was given, as it is and as it becomes, with two squares of its shorter side.
     """
     chosen = matrices_of(sharing, rank, lambda name, size: rule_of("muon", name, size) == "muon")
     own, together = ranges_by_label(sharing, rank), members(sharing, rank)
