@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from tests.predict.counted import ask
 
 from shoal.facts.layout import Layout
+from shoal.prove.dryrun import dryrun, first_rank
 from shoal.prove.parity import Prover
 
 Make = Callable[..., Prover]
@@ -39,6 +42,7 @@ OF_EXPERTS = (
 )
 QUICK = ("fsdp=3,zero=1", "tp=4,sp=0", "fsdp=2,tp=2", "fsdp=2,zero=2,pp=2,schedule=interleaved")
 QUICK_EXPERTS = ("fsdp=4,ep=2", "fsdp=2,tp=2,ep=2")
+GROUPS = '[{match = "*.q_proj.weight", lr = 3e-3, weight_decay = 0.5}, {match = "*norm*", lr = 1e-4}]'
 OPTIMIZERS = ("muon", "adafactor", "lion")
 
 
@@ -80,3 +84,38 @@ def test_every_experts_matrix_is_one_by_itself(
     make_prover: Make, experts: str, optimizer: str, layout: str
 ) -> None:
     check(make_prover("fp64", model__path=experts, **{**settings(optimizer), "recipe__batch": 8}), layout)
+
+
+AVERAGED = {"recipe__ema": 0.9, "evaluate__ema": "true", "recipe__groups": GROUPS}
+
+
+@pytest.mark.parametrize("layout", ["fsdp=3,zero=1", "fsdp=2,tp=2", "pp=2"])
+def test_no_layout_changes_groups_and_averages(make_prover: Make, layout: str) -> None:
+    check(make_prover("fp64", **AVERAGED, **settings("adamw")), layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "optimizer", "options"),
+    [
+        ("dp=1", "lion", {"ema": 0.9}),
+        ("tp=2", "muon", {}),
+        ("fsdp=2,zero=1", "muon", {"precision": "bf16"}),
+        ("fsdp=2,tp=2", "muon", {"precision": "bf16", "ema": 0.9}),
+        ("pp=2", "adafactor", {}),
+        ("fsdp=2,zero=1", "adafactor", {"precision": "bf16"}),
+        ("fsdp=4", "adamw", {"ema": 0.9}),
+    ],
+)
+def test_an_optimizer_costs_what_is_predicted(layout: str, optimizer: str, options: dict[str, Any]) -> None:
+    """Few tokens: the update is the fullest moment of most of these."""
+    workload = ask(layout, {"layers": 4, "vocab": 200}, seq=8, optimizer=optimizer, **options)
+    assert dryrun(workload, first_rank(workload.layout, workload.layout.pp - 1)).differences(0) == []
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+@pytest.mark.parametrize("layout", ["fsdp=4,ep=2", "fsdp=2,tp=2,ep=2", "dp=2,fsdp=2,zero=1,ep=4"])
+def test_traffic_of_experts_matrices_is_predicted(layout: str, optimizer: str) -> None:
+    experts = {"count": 4, "active": 2, "ffn": 96}
+    workload = ask(layout, {"experts": experts, "family": "qwen3_moe"}, seq=16, optimizer=optimizer)
+    for rank in (0, workload.layout.world - 1):
+        assert dryrun(workload, rank).matches

@@ -124,9 +124,7 @@ class PlainMuon:
     def step(self) -> None:
         for weight, momentum in zip(self.weights, self.momentum, strict=True):
             momentum.copy_(0.9 * momentum + 0.1 * weight.grad)
-            left, values, right = torch.linalg.svd(
-                0.1 * weight.grad + 0.9 * momentum, full_matrices=False
-            )
+            left, values, right = torch.linalg.svd(0.1 * weight.grad + 0.9 * momentum, full_matrices=False)
             values = values / values.norm()
             a, b, c = COEFFICIENTS
             for _ in range(5):
@@ -141,7 +139,9 @@ def test_muon_moves_hidden_matrices_and_adamw_all_else(model: Model) -> None:
     hidden = [
         piece.name for piece in made[0].pieces if "momentum_buffer" in made[0].optimizer.state[piece.tensor]
     ]
-    assert {name.split(".")[1] for name in hidden} == {"layers"} and not any("norm" in name for name in hidden)
+    assert {name.split(".")[1] for name in hidden} == {"layers"} and not any(
+        "norm" in name for name in hidden
+    )
 
     def oracle(weights: list[torch.nn.Parameter], piece: object) -> object:
         if piece.name in hidden:  # type: ignore[attr-defined]
@@ -158,9 +158,7 @@ def test_the_iteration_is_torchs(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     ours, theirs = (torch.nn.Parameter(torch.zeros(shape)) for _ in range(2))
     ours.grad = theirs.grad = torch.randn(shape)
-    torch.optim.Muon(
-        [theirs], lr=1.0, weight_decay=0.0, momentum=0.9, adjust_lr_fn="match_rms_adamw"
-    ).step()
+    torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, momentum=0.9, adjust_lr_fn="match_rms_adamw").step()
     scale = 0.2 * math.sqrt(max(shape))
     assert torch.allclose(scale * orthogonal(ours.grad.bfloat16()).float(), -theirs, atol=0.02)
     assert torch.allclose(scale * orthogonal(ours.grad), -theirs, atol=0.05 * scale)

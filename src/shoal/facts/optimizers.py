@@ -24,6 +24,8 @@ _KEPT: dict[Rule, tuple[str, ...]] = {
     "lion": ("exp_avg",),
     "muon": ("momentum_buffer",),
 }
+# Not the optimizer's, but kept beside its states: an exponential average of the weights (``recipe.ema``).
+AVERAGE = "ema"
 # Adafactor: of a matrix the means of its squared gradient over each row and each column, of a vector all of them.
 ROWS, COLUMNS, UNFACTORED = "row_var", "col_var", "variance"
 FACTORS = (ROWS, COLUMNS)

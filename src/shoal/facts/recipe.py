@@ -99,6 +99,12 @@ class Recipe(BaseModel):
     eps: float = Field(1e-8, gt=0, description="AdamW: added to the denominator")
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD and Muon: momentum; Muon's is Nesterov's")
     weight_decay: float = Field(0.1, ge=0, description="not applied to norms and biases")
+    ema: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="decay of an exponential average of the weights, kept beside them; 0: none (see evaluate.ema)",
+    )
     groups: tuple[ParameterOptions, ...] = Field(
         (), description="options of some parameters: [[recipe.groups]] with match, lr, weight_decay"
     )

@@ -14,7 +14,7 @@ from typing import Any
 from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import views_by_parameter
 from shoal.facts.model.parameters import by_name, llama_parameters
-from shoal.facts.optimizers import FACTORS, RULES, Rule, factor_shape, states_of
+from shoal.facts.optimizers import AVERAGE, FACTORS, RULES, Rule, factor_shape, states_of
 from shoal.facts.recipe import Recipe
 
 # Offset and shape of a part of a tensor.
@@ -26,10 +26,11 @@ class Keeps:
     """What of a recipe decides which parameters have which states."""
 
     optimizer: Rule = "adamw"
+    average: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe) -> Keeps:
-        return cls(recipe.optimizer)
+        return cls(recipe.optimizer, recipe.ema > 0)
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any]) -> Keeps:
@@ -37,11 +38,11 @@ class Keeps:
         optimizer = identity.get("recipe.optimizer", "adamw")
         if optimizer not in RULES:
             raise ValueError(f"no optimizer is called {optimizer!r}")
-        return cls(optimizer)
+        return cls(optimizer, bool(identity.get("recipe.ema")))
 
     def states(self, name: str, dimensions: int) -> tuple[str, ...]:
         """Of a canonical parameter."""
-        return states_of(self.optimizer, name, dimensions)
+        return (*states_of(self.optimizer, name, dimensions), *((AVERAGE,) if self.average else ()))
 
     @property
     def alike(self) -> bool:

@@ -10,15 +10,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shoal.facts.optimizers import FACTORS, factor_shape
+from shoal.facts.optimizers import AVERAGE, FACTORS, factor_shape
 from shoal.models.initial import Slice
 from shoal.parallel.shards import Shard
+from shoal.train.steered import wide
 
 
 def empty_state(piece: Shard, kind: str) -> Tensor:
     """Room for a state of a piece."""
     if kind not in FACTORS:
-        return torch.empty_like(piece.tensor, requires_grad=False)
+        like = wide(piece.tensor.detach()) if kind == AVERAGE else piece.tensor
+        return torch.empty_like(like, requires_grad=False)
     length = factor_shape(piece.box.whole, kind)[-1]
     return piece.tensor.new_empty(len(piece.matrices), length, requires_grad=False)
 

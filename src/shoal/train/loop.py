@@ -137,6 +137,8 @@ class Training:
         self.done = self.commits.restore()
         if not self.done:
             placed.fill(first_weights(job))
+            if self.step.average is not None:
+                self.step.average.start()
         self.corruption = CorruptionGuard(self.step, config.fault.check_every, self.done)
         self.spikes = SpikeGuard.from_rows(self._last_rows(), config.fault.spike, config.fault.on_spike)
         self.step.refuse_above = self.spikes.refuse_above
@@ -306,14 +308,15 @@ class Training:
         self.announce(EVALUATE, self.done)
         at_once = self.job.layout.accumulation(recipe.batch)
         most = evaluate.batches * recipe.batch
-        loss = heldout_loss(placed, self.loader, self.mesh, most, self.program.micro, at_once)
-        if _writes_samples(self.mesh):
-            rows = sample_rows(
-                placed, self.loader, self.program.tokenizer, self.mesh, evaluate, recipe.seed, self.done
-            )
-            for row in rows if self.first_rank else ():
-                self.samples.append(row)
-        self.mesh.hosts.wait_for_first_rank()
+        with self.program.evaluated_weights():
+            loss = heldout_loss(placed, self.loader, self.mesh, most, self.program.micro, at_once)
+            if _writes_samples(self.mesh):
+                rows = sample_rows(
+                    placed, self.loader, self.program.tokenizer, self.mesh, evaluate, recipe.seed, self.done
+                )
+                for row in rows if self.first_rank else ():
+                    self.samples.append(row)
+            self.mesh.hosts.wait_for_first_rank()
         return loss
 
 

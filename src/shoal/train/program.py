@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -48,6 +49,13 @@ class Program:
         self.step = assemble(network, recipe, config.tune, mesh, fill, config.run.strict, compile_with)
         self.placed, self.pieces = self.step.placed, self.step.pieces
         self.optimizer, self.scale = self.step.optimizer, self.step.scale
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Inside, the network has the weights that are to be evaluated: its own, or their average."""
+        average = self.step.average
+        if average is None or not self.job.config.evaluate.ema:
+            return nullcontext()
+        return average.in_use(self.placed)
 
     def positions(self) -> list[range]:
         """This rank's places in the global batch, one range a micro-batch."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameters
-from shoal.facts.optimizers import COUNTING, FACTORS, rule_of
+from shoal.facts.optimizers import AVERAGE, COUNTING, FACTORS, rule_of
 from shoal.facts.recipe import Recipe
 from shoal.facts.stored_states import Keeps, expected_states
 from shoal.models.initial import Slice
@@ -97,7 +97,8 @@ class State:
         check_agrees(checkpoint.manifest, checkpoint.place.name(checkpoint.step))
         scalars = checkpoint.manifest.scalars
         found = checkpoint.states - {"weight"}
-        if found and found != set(self.kinds):
+        begun = found - {AVERAGE}  # an optimizer may have nothing yet, the average always is
+        if begun and found != set(self.kinds):
             raise Damaged(
                 f"{checkpoint.place.name(checkpoint.step)} holds {', '.join(sorted(found))}; "
                 f"this optimizer needs {', '.join(self.kinds)}"
@@ -109,10 +110,10 @@ class State:
         ]
         self.optimizer.state.clear()
         checkpoint.fill(self.model, [*weights, *self._states_to_fill(found)])
-        if "momentum_buffer" in self.kinds and not found:
+        if self.keeps.optimizer == "sgd" and not begun:
             # Written before the first update, by a version whose optimizer had none then.
             start_momentum(self.optimizer, self.pieces)
-        for piece in self.pieces if found else ():
+        for piece in self.pieces if begun else ():
             if rule_of(self.keeps.optimizer, piece.name, len(piece.box.whole)) in COUNTING:
                 # A tensor, as torch's fused AdamW keeps it: on the parameter's device.
                 updates = torch.tensor(scalars["updates"], dtype=torch.float32, device=piece.tensor.device)

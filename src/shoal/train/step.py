@@ -22,6 +22,7 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.router_tally import ExpertLoad
 from shoal.parallel.stage_module import MicroBatch
 from shoal.parallel.strict import strict_loss, strict_norm
+from shoal.train.average import WeightAverage
 from shoal.train.data.loader import Batch
 from shoal.train.optimizer import (
     LossScale,
@@ -93,6 +94,7 @@ class Step:
         self.mesh = mesh
         self.scale = scale
         self.pieces = placed.gradients.pieces
+        self.average = WeightAverage(optimizer, self.pieces, recipe.ema) if recipe.ema else None
         self.last_end: torch.Event | None = None  # of the step before, on a device that keeps events
         self.corrected = any(piece.name.endswith(CORRECTION) for piece in self.pieces)
         # Called before the weights change: the last moment for background readers to finish.
@@ -149,6 +151,8 @@ class Step:
         if self.corrected:
             refused = ~(torch.isfinite(measured[1]) & (measured[1] <= most))
             self.placed.routers.balance(self.pieces, measured[ROUTED:], self.recipe.router_bias, refused)
+        if self.average is not None:
+            self.average.follow(~(torch.isfinite(measured[1]) & (measured[1] <= most)))
         self.placed.after_update(copied=writes_copies(self.optimizer))
         return IssuedStep(self, measured, lr, most, begun)
 

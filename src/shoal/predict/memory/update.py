@@ -20,7 +20,10 @@ def own_states(rank: RankInventory) -> float | None:
     if workload.recipe.optimizer not in ("muon", "adafactor") or workload.lora is not None:
         return None
     count = state_elements(sharing_of(workload), _first(rank), workload.recipe.optimizer)
-    return state_width(workload.recipe) * count
+    average = (
+        max(4.0, state_width(workload.recipe)) * rank.total.trained_share if workload.recipe.ema else 0.0
+    )
+    return state_width(workload.recipe) * count + average
 
 
 def _first(rank: RankInventory) -> int:

@@ -331,15 +331,20 @@ def update_seconds(on: CostModel, elements: float, whole: bool, narrow: bool = F
     """
     if isinstance(on.kernels, MeasuredKernels):
         widths = on.kernels.widths
-        return on.kernels.updated(
+        own = on.kernels.updated(
             elements, on.recipe.optimizer, whole, widths.compute if narrow else widths.states
         )
+        return own + (on.kernels.moved(12.0 * elements) if on.recipe.ema else 0.0)
     return on.kernels.moved(elements * update_bytes(on.recipe, on.stack, whole))
 
 
 def update_bytes(recipe: Recipe, stack: Stack, whole: bool) -> float:
     """Bytes that clipping and the optimizer move for a parameter."""
-    each = OPTIMIZER_BYTES[recipe.optimizer] + (CLIPPING_BYTES[stack.weights] if recipe.clip else 0.0)
+    # An average reads itself and the weight, and is written.
+    average = 12.0 if recipe.ema else 0.0
+    each = (
+        OPTIMIZER_BYTES[recipe.optimizer] + average + (CLIPPING_BYTES[stack.weights] if recipe.clip else 0.0)
+    )
     if stack.weights == "master":
         return each
     state, compute = state_width(recipe), compute_width(recipe)
