@@ -119,3 +119,14 @@ def test_traffic_of_experts_matrices_is_predicted(layout: str, optimizer: str) -
     workload = ask(layout, {"experts": experts, "family": "qwen3_moe"}, seq=16, optimizer=optimizer)
     for rank in (0, workload.layout.world - 1):
         assert dryrun(workload, rank).matches
+
+
+def test_both_ends_of_a_tied_embedding_stay_equal(make_prover: Make) -> None:
+    """Three ranks add up in an order that depends on where in a message something is, and the ends' differ."""
+    prover = make_prover("fp64", **settings("adafactor"))
+    check(prover, "fsdp=3,pp=2")
+    check(prover, "fsdp=3,zero=1,pp=2,schedule=zbv")
+    for layout in ("fsdp=3,pp=2", "dp=2,fsdp=2,tp=2,pp=2", "fsdp=3,pp=2,schedule=zbv,chunks=2"):
+        workload = ask(layout, {"tied": True, "layers": 4}, seq=16, batch=12, optimizer="adafactor")
+        for stage in (0, 1):
+            assert dryrun(workload, first_rank(workload.layout, stage)).matches, layout

@@ -6,13 +6,13 @@ by ``facts/layout/whole_matrices.py``; each round is one all-to-all there and on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.facts.layout.parameter_groups import replica_ranks
+from shoal.facts.layout.parameter_groups import replica_ranks, stage_ranks
 from shoal.facts.layout.updates import Sharing, UpdatedRange
 from shoal.facts.layout.whole_matrices import (
     Chosen,
@@ -41,15 +41,24 @@ _Theirs = tuple[MatrixPart | None, bool]
 class WholeMatrices:
     """The matrices of this rank's stages, and this rank's parts of them."""
 
-    def __init__(self, pieces: list[Shard], sharing: Sharing, mesh: Mesh) -> None:
-        self.sharing, self.mesh = sharing, mesh
+    def __init__(
+        self,
+        pieces: list[Shard],
+        sharing: Sharing,
+        mesh: Mesh,
+        ends: dist.ProcessGroup | None = None,
+    ) -> None:
+        """``ends``: the ranks at both ends of a pipeline that hold the same of a tied embedding."""
+        self.sharing, self.mesh, self.ends = sharing, mesh, ends
         self.pieces = {piece.held.label: piece for piece in pieces}
         self.ranks = members(sharing, mesh.rank)
         self.group = mesh.group_of(replica_ranks(mesh.layout))
+        # Ranks that each hold all of it have nothing to add up.
+        self.everyone = None if self.group is None else mesh.group_of(stage_ranks(mesh.layout))
         self.device = mesh.device
 
-    def matrices(self, chosen: Chosen) -> list[Matrix]:
-        return matrices_of(self.sharing, self.mesh.rank, chosen)
+    def matrices(self, chosen: Chosen, all_experts: bool = False) -> list[Matrix]:
+        return matrices_of(self.sharing, self.mesh.rank, chosen, all_experts)
 
     def part(self, matrix: Matrix) -> tuple[Shard, MatrixPart] | None:
         """This rank's part of a matrix, and the piece that it is in."""
@@ -59,6 +68,28 @@ class WholeMatrices:
         one = UpdatedRange(piece.name, matrix.label, piece.held.part, piece.start, piece.stop)
         found = part_of(one, matrix)
         return None if found is None else (piece, found)
+
+    def speaks(self, piece: Shard) -> bool:
+        """Of all ranks of a stage that hold the same, copies of the model included, one speaks for all."""
+        return self.counts(piece) and self.mesh.index_in(piece.held.group.replicated) == 0
+
+    @torch.no_grad()
+    def add_up(self, sums: Tensor, embeddings: Sequence[slice]) -> Tensor:
+        """What the ranks of a stage that speak have, added up: the same to the bit on all of them.
+
+        ``embeddings``: where the sums of a tied embedding are. At the two ends of a pipeline these are added up by
+        other ranks, in another order; both ends go on with the mean of both.
+        """
+        if self.group is None:
+            return sums
+        dist.all_reduce(sums, group=self.everyone)
+        if len(embeddings) == 2:  # both ends are here
+            sums[embeddings[1]] = sums[embeddings[0]]
+        elif embeddings and self.ends is not None:
+            both = sums[embeddings[0]].clone()
+            dist.all_reduce(both, group=self.ends)
+            sums[embeddings[0]] = both / 2
+        return sums
 
     def counts(self, piece: Shard) -> bool:
         """Of tensor ranks that hold the same, one speaks for all."""

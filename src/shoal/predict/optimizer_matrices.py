@@ -47,8 +47,8 @@ def shapes(workload: Workload, here: RankParameters) -> Counter[tuple[int, ...]]
     add(block_parameters(model, False), here.dense)
     add(block_parameters(model, True), here.sparse)
     if model.experts is not None:
-        shards = layout.fsdp * layout.cp
-        sets = min(layout.ep, shards)  # of experts that the ranks of one copy have
+        # Muon's are dealt out among the ranks of one copy, which may have some sets of experts alone.
+        sets = min(layout.ep, layout.fsdp * layout.cp) if optimizer == "muon" else layout.ep
         add(expert_parameters(model), here.sparse * model.experts.count // layout.ep * sets)
     ends = end_parameters(model)
     add(ends.embedding, int(here.first))

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal.facts.layout.whole_matrices import Matrix, MatrixPart
+from shoal.facts.model.parameters import EMBEDDING
 from shoal.facts.model.tensor_split import range_boxes
 from shoal.facts.optimizers import COLUMNS, ROWS, UNFACTORED
 from shoal.parallel.shards import Shard
@@ -28,7 +28,7 @@ DECAY = -0.8
 SMALLEST, LARGEST_UPDATE = 1e-3, 1.0
 
 
-class Part(NamedTuple):
+class MatrixShare(NamedTuple):
     """What this rank updates of a matrix, and where its sums are among those of all."""
 
     matrix: Matrix
@@ -68,12 +68,17 @@ class Adafactor(SteeredOptimizer):
         super().__init__(groups, lr=lr, weight_decay=0.0)
         self.whole = whole
         self.options = {weight: group for group in self.param_groups for weight in group["params"]}
-        matrices = whole.matrices(lambda name, dimensions: True)
-        self.count, self.parts, self.length = len(matrices), list[Part](), 0
+        matrices = whole.matrices(lambda name, dimensions: True, all_experts=True)
+        self.count, self.parts, self.length = len(matrices), list[MatrixShare](), 0
+        # Of a tied embedding, where its sums and its size are.
+        self.embedding_sums, self.embedding_sizes = list[slice](), list[slice]()
         for number, matrix in enumerate(matrices):
+            if matrix.name == EMBEDDING:
+                self.embedding_sums.append(slice(self.length, self.length + sum(matrix.shape) + 1))
+                self.embedding_sizes.append(slice(number, number + 1))
             found = whole.part(matrix)
             if found is not None:
-                self.parts.append(Part(matrix, *found, number, self.length))
+                self.parts.append(MatrixShare(matrix, *found, number, self.length))
             self.length += (sum(matrix.shape) if len(matrix.shape) > 1 else 0) + 1
         for piece in dict.fromkeys(part.piece for part in self.parts):
             states = (ROWS, COLUMNS) if len(piece.box.whole) > 1 else (UNFACTORED,)
@@ -84,10 +89,10 @@ class Adafactor(SteeredOptimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         done = self._updates().double()
-        sums = self._summed(self._seen())
+        sums = self.whole.add_up(self._seen(), self.embedding_sums)
         for part in self.parts:
             self._follow(part, sums, done)
-        sizes = self._summed(self._sizes())
+        sizes = self.whole.add_up(self._sizes(), self.embedding_sizes)
         for part in self.parts:
             self._move(part, sums, sizes, done)
 
@@ -102,11 +107,6 @@ class Adafactor(SteeredOptimizer):
         shared += 1 - self.found_inf.to(shared.device)
         return shared
 
-    def _summed(self, sums: Tensor) -> Tensor:
-        if self.whole.group is not None:
-            dist.all_reduce(sums, group=self.whole.group)
-        return sums
-
     def _room(self, length: int) -> Tensor:
         wide_enough = any(part.piece.tensor.dtype == torch.float64 for part in self.parts)
         dtype = torch.float64 if wide_enough else torch.float32
@@ -116,7 +116,7 @@ class Adafactor(SteeredOptimizer):
         """Of every matrix, what this rank has of it: squared gradients over rows and columns, and squared weights."""
         sums = self._room(self.length)
         for part in self.parts:
-            if not self.whole.counts(part.piece):
+            if not self.whole.speaks(part.piece):
                 continue
             weight = part.piece.tensor
             last = part.sums
@@ -131,7 +131,7 @@ class Adafactor(SteeredOptimizer):
             sums[last] += wide(weight.view(-1)[part.where]).square().sum()
         return sums
 
-    def _follow(self, part: Part, sums: Tensor, done: Tensor) -> None:
+    def _follow(self, part: MatrixShare, sums: Tensor, done: Tensor) -> None:
         """The means follow the gradient."""
         state, share = self.state[part.piece.tensor], done.pow(DECAY)
         if len(part.matrix.shape) == 1:
@@ -145,7 +145,7 @@ class Adafactor(SteeredOptimizer):
             mean = (seen / over.numel()).to(wide(kept).dtype)
             self.settle(kept, torch.lerp(wide(kept), mean, share.to(mean.dtype)))
 
-    def _update(self, part: Part) -> Tensor:
+    def _update(self, part: MatrixShare) -> Tensor:
         """Of the weights of a part, before it is scaled."""
         weight, state = part.piece.tensor, self.state[part.piece.tensor]
         smallest = torch.finfo(weight.dtype).eps
@@ -165,11 +165,11 @@ class Adafactor(SteeredOptimizer):
         """Of every matrix, the squares of this rank's part of the update."""
         sums = self._room(self.count)
         for part in self.parts:
-            if self.whole.counts(part.piece):
+            if self.whole.speaks(part.piece):
                 sums[part.number] += self._update(part).square().sum()
         return sums
 
-    def _move(self, part: Part, sums: Tensor, sizes: Tensor, done: Tensor) -> None:
+    def _move(self, part: MatrixShare, sums: Tensor, sizes: Tensor, done: Tensor) -> None:
         options, matrix = self.options[part.piece.tensor], part.matrix
         lr = options["lr"]
         last = part.sums + (sum(matrix.shape) if len(matrix.shape) > 1 else 0)
@@ -181,7 +181,7 @@ class Adafactor(SteeredOptimizer):
         self.settle(value, shrunk.sub_(self._update(part).mul_(rate.to(shrunk.dtype))))
 
 
-def _views(sums: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+def _views(sums: Tensor, part: MatrixShare) -> tuple[Tensor, Tensor]:
     """A matrix's sums over rows and columns."""
     rows, columns = part.matrix.shape
     begin = part.sums

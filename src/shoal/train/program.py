@@ -103,7 +103,7 @@ def assemble(
     if recipe.optimizer in WHOLE:
         bucket_bytes = round(tune.bucket_mb * 2**20)
         sharing = Sharing(network.shape, mesh.layout, recipe.seq, gradient_width(recipe), bucket_bytes)
-        whole = WholeMatrices(pieces, sharing, mesh)
+        whole = WholeMatrices(pieces, sharing, mesh, placed.shared.ends)
     optimizer = optimizers.build(pieces, recipe, whole)
     scale = optimizers.LossScale.for_precision(recipe.precision)
     return Step(placed, optimizer, recipe, mesh, scale)

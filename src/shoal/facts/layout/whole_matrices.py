@@ -8,7 +8,7 @@ side asks the other what it has (``facts/layout/updates.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -49,13 +49,18 @@ class MatrixPart(NamedTuple):
 Chosen = Callable[[str, int], bool]
 
 
-def matrices_of(sharing: Sharing, rank: int, chosen: Chosen) -> list[Matrix]:
-    """Those of the stages of a rank, as far as the ranks that hold these stages together have any of them."""
+def matrices_of(sharing: Sharing, rank: int, chosen: Chosen, all_experts: bool = False) -> list[Matrix]:
+    """Those of the stages of a rank, as far as the ranks that hold these stages together have any of them.
+
+    ``all_experts``: also of experts that are in other copies of a model alone.
+    """
     model, layout = sharing.model, sharing.layout
     stages = cut(model, layout.pp * layout.chunks, sharing.seq)
     place = coordinates(rank, layout)["pp"]
     here = stages_of_rank(layout.pp, layout.chunks, layout.schedule, place)
-    routed = _experts_here(sharing, rank) if model.experts is not None else range(0)
+    routed: Sequence[int] = range(0)
+    if model.experts is not None:
+        routed = range(model.experts.count) if all_experts else _experts_here(sharing, rank)
     return [
         matrix
         for number in here

@@ -2,17 +2,18 @@
 
 muon       all-to-all  twice for every N matrices, largest first: parts to the rank that puts a matrix together,
                        and back. The larger of what a rank sends and has: about a matrix · compute width
-adafactor  all-reduce  the sums over rows and columns of all matrices, and of weights; then the sizes of updates
+adafactor  all-reduce  the sums over rows and columns of all matrices, and of weights; then the sizes of updates;
+                       with all copies of the stage. Of a tied embedding also between both ends of a pipeline
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.facts.layout.parameter_groups import replica_ranks
+from shoal.facts.layout.parameter_groups import replica_ranks, stage_ranks
 from shoal.facts.layout.ranks import coordinates
 from shoal.facts.layout.whole_matrices import Matrix, matrices_of, members, part_of, ranges_by_label, rounds
-from shoal.facts.model.parameters import by_name
+from shoal.facts.model.parameters import EMBEDDING, by_name
 from shoal.facts.model.tensor_split import tensor_part
 from shoal.facts.optimizers import rule_of
 from shoal.facts.precision import orthogonal_width
@@ -30,7 +31,7 @@ def calls(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
     found = shapes(workload, here)
     if optimizer == "adafactor":
         sums = sum(times * (sum(shape) + 1 if len(shape) > 1 else 1) for shape, times in found.items())
-        return _sums(workload, sums, found.total())
+        return _sums(workload, sums, found.total(), here.end)
     elements = sum(times * shape[0] * shape[1] for shape, times in found.items())
     count = -(-found.total() // ranks_together(workload))
     each = elements // found.total() * orthogonal_width(workload.recipe) if found else 0
@@ -42,17 +43,28 @@ def exact(workload: Workload, rank: int) -> list[CollectiveCall]:
     if optimizer not in ("muon", "adafactor") or group.size == 1:
         return []
     sharing = sharing_of(workload)
-    chosen = matrices_of(sharing, rank, lambda name, size: rule_of(optimizer, name, size) == optimizer)
+    chosen = matrices_of(
+        sharing,
+        rank,
+        lambda name, size: rule_of(optimizer, name, size) == optimizer,
+        all_experts=optimizer == "adafactor",
+    )
     if optimizer == "adafactor":
         sums = sum(sum(one.shape) + 1 if len(one.shape) > 1 else 1 for one in chosen)
-        return _sums(workload, sums, len(chosen))
+        ends = sum(one.name == EMBEDDING for one in chosen)
+        tied = workload.model.tied and workload.layout.pp > 1 and ends == 1
+        return _sums(workload, sums, len(chosen), tied)
     return list(_exchanges(workload, rank, chosen))
 
 
-def _sums(workload: Workload, sums: int, matrices: int) -> list[CollectiveCall]:
-    group = replica_ranks(workload.layout)
+def _sums(workload: Workload, sums: int, matrices: int, end: bool) -> list[CollectiveCall]:
+    """``end``: a tied embedding has its other copy on another rank."""
+    model, group = workload.model, stage_ranks(workload.layout).name
+    sizes = [(group, sums), (group, matrices)]
+    if end:
+        sizes += [("pp ends", model.vocab + model.hidden + 1), ("pp ends", 1)]
     width = 8 if workload.recipe.precision == "fp64" else 4
-    return [CollectiveCall("all_reduce", group.name, width * size, 1, "update") for size in (sums, matrices)]
+    return [CollectiveCall("all_reduce", name, width * size, 1, "update") for name, size in sizes]
 
 
 def _exchanges(workload: Workload, rank: int, matrices: list[Matrix]) -> Iterator[CollectiveCall]:
