@@ -110,6 +110,7 @@ def test_recipes_that_a_model_does_not_take(
             "matches no parameter",
             "q_proj.weight",
         ),
+        ({"recipe": {"groups": [{"match": "*norm*", "frozen": True}]}}, "frozen = true", "leave it out"),
         ({"evaluate": {"ema": True}}, "evaluate.ema without recipe.ema", "recipe.ema"),
         ({"run": {"strict": True}, "recipe": {"optimizer": "adafactor"}}, "adafactor", "adamw"),
         ({"server": {"servers": 1}, "recipe": {"optimizer": "muon"}}, "no whole matrix", "lion"),

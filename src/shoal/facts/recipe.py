@@ -54,6 +54,7 @@ class ParameterOptions(BaseModel):
     match: str = Field(min_length=1, description='a glob over canonical names, such as "*.self_attn.*"')
     lr: float | None = Field(None, gt=0, description="their peak learning rate; absent: the recipe's")
     weight_decay: float | None = Field(None, ge=0, description="absent: the recipe's")
+    frozen: bool = Field(False, description="not trained; this version does not run it yet")
 
     def matches(self, name: str) -> bool:
         return fnmatchcase(name, self.match)

@@ -130,6 +130,9 @@ def _in_config(config: Config) -> Iterator[tuple[str, str]]:
         yield "model.lora", "leave it out: all weights are trained"
     if config.data.mix:
         yield "data.mix", 'one data.source, such as "data/*.jsonl"'
+    for number, group in enumerate(config.recipe.groups):
+        if group.frozen:
+            yield f"recipe.groups.{number}: frozen = true", "leave it out: all weights are trained"
     if config.recipe.states == "int8":
         yield 'recipe.states = "int8"', 'recipe.states = "bf16"'
     for tracker in ("tensorboard", "wandb", "mlflow", "trackio"):
