@@ -70,8 +70,12 @@ class WholeMatrices:
         return None if found is None else (piece, found)
 
     def speaks(self, piece: Shard) -> bool:
-        """Of all ranks of a stage that hold the same, copies of the model included, one speaks for all."""
-        return self.counts(piece) and self.mesh.index_in(piece.held.group.replicated) == 0
+        """Of all ranks of a stage that hold the same, copies of the model included, one speaks for all.
+
+        Where each of them holds all of it, each speaks for itself.
+        """
+        first = self.mesh.index_in(piece.held.group.replicated) == 0
+        return self.group is None or (self.counts(piece) and first)
 
     @torch.no_grad()
     def add_up(self, sums: Tensor, embeddings: Sequence[slice]) -> Tensor:
