@@ -33,6 +33,7 @@ LAYOUTS = (
 # Experts spread over shards, over copies, over both, with tensor ranks and stages; some with few experts a rank, of
 # which zero=3 cuts the rows.
 OF_EXPERTS = (
+    "dp=2,ep=2",
     "fsdp=2,ep=2",
     "fsdp=4,ep=2",
     "fsdp=2,zero=1,ep=2",
