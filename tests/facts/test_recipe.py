@@ -124,7 +124,7 @@ def test_linear_scaling_rule() -> None:
         ("seed", 2**63, "less than"),
         ("seed", -1, "greater than or equal to 0"),
         ("dropout", 1.0, "less than 1"),
-        ("optimizer", "adam", "'adamw' or 'sgd'"),
+        ("optimizer", "adam", "'adafactor' or 'muon'"),
         ("precision", "fp4", "'fp32'"),
         ("warmup", -1, "must not be negative"),
         ("warmup", -0.1, "between 0 and 1"),

@@ -99,3 +99,31 @@ def test_recipes_that_a_model_does_not_take(
     config = Config.model_validate({"recipe": recipe})
     (problem,) = support.missing(config, PRESETS[model], Layout())
     assert problem.what.startswith(what) and fix in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("values", "what", "fix"),
+    [
+        (
+            {"recipe": {"groups": [{"match": "*.q_porj.*", "lr": 1.0}]}},
+            "matches no parameter",
+            "q_proj.weight",
+        ),
+        ({"recipe": {"groups": [{"match": "*norm*", "frozen": True}]}}, "frozen = true", "leave it out"),
+        ({"evaluate": {"ema": True}}, "evaluate.ema without recipe.ema", "recipe.ema"),
+        ({"run": {"strict": True}, "recipe": {"optimizer": "adafactor"}}, "adafactor", "adamw"),
+        ({"server": {"servers": 1}, "recipe": {"optimizer": "muon"}}, "no whole matrix", "lion"),
+        ({"server": {"servers": 1}, "recipe": {"ema": 0.9}}, "recipe.ema", "server.servers = 0"),
+    ],
+)
+def test_what_optimizers_do_not_go_with(values: dict[str, Any], what: str, fix: str) -> None:
+    (problem,) = support.missing(Config.model_validate(values), TINY, Layout())
+    assert what in problem.what and fix in problem.fix
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "muon"])
+def test_optimizers_that_are_run(optimizer: str) -> None:
+    groups = [{"match": "*.self_attn.*", "lr": 0.1}, {"match": "*norm*", "weight_decay": 0.1}]
+    recipe = {"optimizer": optimizer, "ema": 0.9, "groups": groups}
+    config = Config.model_validate({"run": {"strict": True}, "recipe": recipe, "evaluate": {"ema": True}})
+    assert support.missing(config, TINY, Layout()) == []

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shoal.facts.cluster.stack import Stack
+from shoal.facts.optimizers import Rule, states_per_element
 from shoal.facts.precision import COMPUTE_BYTES, REDUCE_BYTES, STATE_BYTES
-from shoal.facts.recipe import OPTIMIZER_STATES, Precision, Recipe
+from shoal.facts.recipe import Precision, Recipe
+
+# An average of weights is fp32 whatever these rest in: its steps are small.
+AVERAGE_BYTES = 4.0
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class BytesPerParameter:
 
     weight: float  # at rest
     gradient: float
-    moments: float  # all optimizer states but the master copy
+    moments: float  # all optimizer states but the master copy; of a matrix of the hidden layers (facts/optimizers.py)
     master: float  # the copy that the optimizer updates, where the network reads a narrower one
     compute: int  # a value of the computation: activations, and weights where they are used
     reduce: int  # a gradient on its way between ranks
@@ -51,7 +55,14 @@ def bytes_per_parameter(
     """Of a recipe, as a stack keeps them. ``sharded``: parameters rest in shards. ``one_pass``: as ``Layout`` says."""
     # By what matters of the recipe, which is quicker to look up than all of it.
     return _bytes_per_parameter(
-        recipe.precision, recipe.states, recipe.reduce, recipe.optimizer, stack, sharded, one_pass
+        recipe.precision,
+        recipe.states,
+        recipe.reduce,
+        recipe.optimizer,
+        recipe.ema > 0,
+        stack,
+        sharded,
+        one_pass,
     )
 
 
@@ -60,24 +71,27 @@ def _bytes_per_parameter(
     precision: Precision,
     states: str,
     reduce: str,
-    optimizer: str,
+    optimizer: Rule,
+    average: bool,
     stack: Stack,
     sharded: bool,
     one_pass: bool,
 ) -> BytesPerParameter:
     compute = COMPUTE_BYTES[precision]
-    kept = len(OPTIMIZER_STATES[optimizer])
+    kept = states_per_element(optimizer)
     if precision == "fp64":  # a reference: everything is fp64
-        return BytesPerParameter(8, 8, 8 * kept, 0, 8, 8)
+        return BytesPerParameter(8, 8, 8 * (kept + average), 0, 8, 8)
+    averaged = AVERAGE_BYTES * average
     state = float(STATE_BYTES[states])
     if stack.weights == "master":
         # Gradients beside a master copy travel as they are.
         gradient = stack.gradient_bytes or compute
-        return BytesPerParameter(compute, gradient, state * kept, 4, compute, gradient)
+        return BytesPerParameter(compute, gradient, state * kept + averaged, 4, compute, gradient)
     # int8 is no precision to add gradients up in.
     trained = compute if states == "int8" else state
     if stack.weights == "working" and not sharded and compute < state:
         narrow = stack.narrow_gradients and one_pass and takes_narrow_gradients(precision, optimizer)
         width = compute if narrow else state
-        return BytesPerParameter(compute, width, state * kept, state, compute, REDUCE_BYTES[reduce])
-    return BytesPerParameter(state, trained, state * kept, 0, compute, REDUCE_BYTES[reduce])
+        kept_bytes = state * kept + averaged
+        return BytesPerParameter(compute, width, kept_bytes, state, compute, REDUCE_BYTES[reduce])
+    return BytesPerParameter(state, trained, state * kept + averaged, 0, compute, REDUCE_BYTES[reduce])

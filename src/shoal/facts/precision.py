@@ -35,3 +35,8 @@ def gradient_width(recipe: Recipe) -> int:
 def reduce_width(recipe: Recipe) -> int:
     """Bytes of a gradient on its way between ranks."""
     return 8 if recipe.precision == "fp64" else REDUCE_BYTES[recipe.reduce]
+
+
+def orthogonal_width(recipe: Recipe) -> int:
+    """Bytes of an element of a matrix as Muon makes it orthogonal: as the network computes, but for fp16's range."""
+    return 4 if recipe.precision == "fp16" else compute_width(recipe)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from typing import Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shoal.facts.optimizers import Rule, rule_of
 from shoal.facts.sample_clock import SampleClock
-
-# The tensors that each optimizer keeps a parameter, under torch's names for them.
-OPTIMIZER_STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64", "fp8"]
 Scaling = Literal["tensorwise", "rowwise"]  # of operands in fp8
@@ -58,6 +57,20 @@ class RampStage(BaseModel):
     samples: int = Field(ge=1, le=MOST, description="samples of the run at which the stage ends")
 
 
+class ParameterOptions(BaseModel):
+    """What is different for the parameters whose canonical names a pattern matches."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    match: str = Field(min_length=1, description='a glob over canonical names, such as "*.self_attn.*"')
+    lr: float | None = Field(None, gt=0, description="their peak learning rate; absent: the recipe's")
+    weight_decay: float | None = Field(None, ge=0, description="absent: the recipe's")
+    frozen: bool = Field(False, description="not trained; this version does not run it yet")
+
+    def matches(self, name: str) -> bool:
+        return fnmatchcase(name, self.match)
+
+
 class Recipe(BaseModel):
     """Global batch, length, optimizer, schedule, precision, seed. Values of another type are refused, not converted."""
 
@@ -85,7 +98,7 @@ class Recipe(BaseModel):
         description="length of the run in passes over the data, instead of steps; rounded up to whole steps",
     )
 
-    optimizer: Literal["adamw", "sgd"] = Field("adamw", description='"adamw" or "sgd"')
+    optimizer: Rule = Field("adamw", description='"adamw", "sgd", "lion", "adafactor" or "muon"')
     lr: float = Field(
         1e-2,
         gt=0,
@@ -96,11 +109,29 @@ class Recipe(BaseModel):
         ge=1,
         description="linear scaling: the batch size that lr was tuned at; lr is multiplied by batch / this",
     )
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the first moment")
-    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW: decay of the second moment")
+    adamw_lr: float | None = Field(
+        None,
+        gt=0,
+        description="Muon: peak learning rate of what AdamW updates, embeddings, head, norms and biases; absent: lr",
+    )
+    beta1: float = Field(
+        0.9, ge=0, lt=1, description="AdamW: decay of the first moment; Lion: its share in the update"
+    )
+    beta2: float = Field(
+        0.95, ge=0, lt=1, description="AdamW: decay of the second moment; Lion: decay of its moment"
+    )
     eps: float = Field(1e-8, gt=0, description="AdamW: added to the denominator")
-    momentum: float = Field(0.9, ge=0, lt=1, description="SGD momentum")
+    momentum: float = Field(0.9, ge=0, lt=1, description="SGD and Muon: momentum; Muon's is Nesterov's")
     weight_decay: float = Field(0.1, ge=0, description="not applied to norms and biases")
+    ema: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="decay of an exponential average of the weights, kept beside them; 0: none (see evaluate.ema)",
+    )
+    groups: tuple[ParameterOptions, ...] = Field(
+        (), description="options of some parameters: [[recipe.groups]] with match, lr, weight_decay"
+    )
 
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "cosine", description='learning-rate schedule: "constant", "linear", "cosine" or "wsd"'
@@ -159,6 +190,11 @@ class Recipe(BaseModel):
             return int(value)  # 15e12
         return read_count(value) if isinstance(value, str) else value
 
+    @field_validator("groups", mode="before")
+    @classmethod
+    def _tables(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
     @field_validator("warmup", "decay")
     @classmethod
     def _span_is_sensible(cls, value: int | float | str) -> int | float | str:
@@ -209,6 +245,25 @@ class Recipe(BaseModel):
     @property
     def peak_lr(self) -> float:
         return self.lr * (self.batch / self.lr_reference_batch if self.lr_reference_batch else 1.0)
+
+    def options(self, name: str) -> ParameterOptions | None:
+        """Those of a parameter, by its canonical name: the first group that matches decides."""
+        return next((group for group in self.groups if group.matches(name)), None)
+
+    def lr_share(self, name: str, dimensions: int) -> float:
+        """A parameter's learning rate as a share of ``lr``: the schedule is that of all."""
+        options = self.options(name)
+        if options is not None and options.lr is not None:
+            return options.lr / self.lr
+        by_adamw = self.optimizer == "muon" and rule_of(self.optimizer, name, dimensions) == "adamw"
+        return self.adamw_lr / self.lr if by_adamw and self.adamw_lr is not None else 1.0
+
+    def decay_of(self, name: str, dimensions: int) -> float:
+        """A parameter's weight decay: none for norms and biases, the vectors, unless a group says otherwise."""
+        options = self.options(name)
+        if options is not None and options.weight_decay is not None:
+            return options.weight_decay
+        return self.weight_decay if dimensions >= 2 else 0.0
 
     @property
     def warmup_steps(self) -> int:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 
 from shoal.facts import strategies
 from shoal.facts.config import Config
 from shoal.facts.layout import DEGREES, Layout, divisors, printed
+from shoal.facts.layout.offload import waiting
 from shoal.facts.model import Model
+from shoal.facts.model.parameters import llama_parameters
+from shoal.facts.optimizers import WHOLE
 from shoal.facts.problem import BadInput, Problem
+
+BLOCKS = "model.layers."
+# Optimizers whose update of an element needs no other element.
+ON_HOST = ("adamw", "sgd")
 
 
 def check(config: Config, model: Model, layout: Layout) -> None:
@@ -20,8 +28,10 @@ def check(config: Config, model: Model, layout: Layout) -> None:
 
 def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem]:
     """Everything asked for that the engine does not run yet. ``model`` is None where none was found."""
-    found = [*_in_config(config), *_in_layout(layout), *(_in_model(config, model) if model else ())]
+    found = [*_in_config(config), *_in_layout(layout), *_with_offload(config, layout)]
+    found += _in_model(config, model) if model else ()
     lacking = [Problem(f"{what}: this version of Shoal does not train with it", fix) for what, fix in found]
+    lacking += _unmatched_groups(config, model) if model else ()
     return [*lacking, *(_beside_servers(config, model, layout) if config.server.servers else ())]
 
 
@@ -61,6 +71,14 @@ def _beside_servers(config: Config, model: Model | None, layout: Layout) -> Iter
         )
     if config.run.strict:
         yield Problem("server.servers with run.strict", "run.strict = false, or server.servers = 0")
+    if config.recipe.optimizer in WHOLE:
+        yield Problem(
+            f'server.servers with recipe.optimizer = "{config.recipe.optimizer}": a server has a range of elements, '
+            "and no whole matrix",
+            'recipe.optimizer = "adamw", "sgd" or "lion"; or server.servers = 0',
+        )
+    if config.recipe.ema:
+        yield Problem("server.servers with recipe.ema", "recipe.ema = 0, or server.servers = 0")
     if config.recipe.precision == "fp16":
         yield Problem(
             'server.servers with recipe.precision = "fp16": one loss scale for all is not known to workers',
@@ -85,6 +103,39 @@ def _in_layout(layout: Layout) -> Iterator[tuple[str, str]]:
         yield what, "recompute=full, or selective; only what such blocks keep is offloaded"
 
 
+def _with_offload(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
+    """What an update on the host's cores does not go with."""
+    if waiting(layout.offload, "optimizer") is None:
+        return
+    recipe, updated = config.recipe, "layout: offload=optimizer with"
+    if recipe.optimizer not in ON_HOST:
+        yield f'{updated} recipe.optimizer = "{recipe.optimizer}"', 'recipe.optimizer = "adamw"'
+    if recipe.ema:
+        yield f"{updated} recipe.ema", "recipe.ema = 0"
+    if recipe.precision == "fp16":
+        # What is sent away still has the loss scale.
+        yield f'{updated} recipe.precision = "fp16"', 'recipe.precision = "bf16"'
+    if config.run.strict:
+        yield f"{updated} run.strict", "run.strict = false"
+    if config.server.servers:
+        yield f"{updated} server.servers", "offload=none: the servers have the optimizer's states"
+
+
+def _unmatched_groups(config: Config, model: Model) -> Iterator[Problem]:
+    """Groups of parameters that no parameter is in."""
+    names = [one.name for one in llama_parameters(model)]
+    for number, group in enumerate(config.recipe.groups):
+        if not any(map(group.matches, names)):
+            # Blocks are alike, so those of one stand for all of them.
+            shown = [one for one in names if not one.startswith(BLOCKS) or one.startswith(f"{BLOCKS}0.")]
+            near = get_close_matches(group.match, shown, 3, 0.3) or shown[:3]
+            yield Problem(
+                f"recipe.groups.{number}: match = {group.match!r} matches no parameter of {model.name}",
+                f"a glob over canonical names; the nearest are {', '.join(near)}",
+                "recipe.groups",
+            )
+
+
 def _in_model(config: Config, model: Model) -> Iterator[tuple[str, str]]:
     if model.experts is not None and config.recipe.precision == "fp8":
         yield f'recipe.precision = "fp8" with the experts of {model.name}', 'recipe.precision = "bf16"'
@@ -102,8 +153,16 @@ def _in_config(config: Config) -> Iterator[tuple[str, str]]:
         # One's scale of the loss, the other's of activations, depend on what else is in a batch.
         what = f'run.strict with recipe.precision = "{config.recipe.precision}"'
         yield what, 'recipe.precision = "bf16" or "fp32"'
+    if config.run.strict and config.recipe.optimizer == "adafactor":
+        # Its means over rows and columns are sums of what ranks have, in the order of these.
+        yield 'run.strict with recipe.optimizer = "adafactor"', 'recipe.optimizer = "adamw"'
+    if config.evaluate.ema and not config.recipe.ema:
+        yield "evaluate.ema without recipe.ema", "recipe.ema = 0.999, or evaluate.ema = false"
     if config.model.lora is not None:
         yield "model.lora", "leave it out: all weights are trained"
+    for number, group in enumerate(config.recipe.groups):
+        if group.frozen:
+            yield f"recipe.groups.{number}: frozen = true", "leave it out: all weights are trained"
     if config.recipe.states == "int8":
         yield 'recipe.states = "int8"', 'recipe.states = "bf16"'
     for tracker in ("tensorboard", "wandb", "mlflow", "trackio"):

@@ -32,7 +32,7 @@ from torch.distributed.tensor import Shard as ShardOf
 from shoal.facts.config import TuneSection
 from shoal.facts.layout.buckets import Unit, even_share, sharded_dimension, units
 from shoal.facts.layout.parameter_groups import EXPERTS, ParameterGroup
-from shoal.facts.model.tensor_split import Box
+from shoal.facts.layout.updates import rows_of_each
 from shoal.models.initial import Slice
 from shoal.parallel.experts import mixtures
 from shoal.parallel.float8_gather import Float8Gather
@@ -252,15 +252,9 @@ def _piece(held: HeldParameter, mesh: Mesh) -> Shard:
     ranks, index, box = held.group.sharded.size, mesh.index_in(held.group.sharded), held.part.box
     tensor, working = updated(held, _local(held.parameter))
     if sharded_dimension(box.shape, ranks):
-        # Rows of every expert: a box of their stack, and all of it.
-        experts, rows, width = box.shape
-        part = Box(
-            box.whole,
-            (box.offset[0], box.offset[1] + index * (rows // ranks), box.offset[2]),
-            tuple(tensor.shape),
-        )
+        part = rows_of_each(box, ranks, index)
         own = replace(held, part=replace(held.part, box=part))
-        assert part.shape == (experts, rows // ranks, width)
+        assert part.shape == tuple(tensor.shape)
         return Shard(own, tensor, 0, part.size, counts(own, mesh), working)
     rows, rest = box.shape[0], math.prod(box.shape[1:])
     share = even_share(rows, ranks)

@@ -82,6 +82,15 @@ class Shard:
         """Weight decay applies to matrices; norms and biases, the vectors, carry none."""
         return len(self.box.whole) >= 2
 
+    @property
+    def matrices(self) -> range:
+        """Of a stack of matrices those that some of these elements are of, by their numbers in the box; of a matrix
+        itself: 0; of a vector none."""
+        if len(self.box.whole) < 2 or self.start == self.stop:
+            return range(0)
+        size = math.prod(self.box.shape[-2:])
+        return range(self.start // size, -(-self.stop // size))
+
 
 class AwayGradient(Protocol):
     """What the host has of a piece."""

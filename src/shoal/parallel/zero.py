@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.renamed import all_gather_single, reduce_scatter_single
-from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind
+from shoal.facts.layout.buckets import buckets_by_kind, chunk_ranges, even_share, flat_kind
 from shoal.models.initial import Slice
 from shoal.parallel.bucket_reducer import BucketReducer
 from shoal.parallel.mesh import Mesh
@@ -32,7 +32,7 @@ class ShardedBucket:
     """Parameters that are views of one flat tensor, of which this rank owns a chunk."""
 
     def __init__(self, held: list[HeldParameter], ranks: int, index: int) -> None:
-        self.held = held
+        self.held, self.ranks, self.index = held, ranks, index
         self.ranges = list(pairwise(accumulate((one.parameter.numel() for one in held), initial=0)))
         size = self.ranges[-1][1]
         self.chunk = even_share(size, ranks)
@@ -60,14 +60,15 @@ class ShardedBucket:
         master = self.values[self.owned]
         if self.held[0].has_master:
             master = torch.zeros_like(master, dtype=self.dtype)
-        for one, (start, stop) in zip(self.held, self.ranges, strict=True):
-            begin, end = max(start, self.owned.start), min(stop, self.owned.stop)
-            if begin < end:
-                place = slice(begin - self.owned.start, end - self.owned.start)
-                tensor = nn.Parameter(master[place])
-                working = self.values[self.owned][place] if one.has_master else None
-                piece = Shard(one, tensor, begin - start, end - start, counts(one, mesh), working)
-                self.placed.append((piece, place))
+        of = {one.label: one for one in self.held}
+        sizes = [(one.label, one.parameter.numel()) for one in self.held]
+        begin = 0
+        for label, start, stop in chunk_ranges(sizes, self.ranks, self.index):
+            one, place = of[label], slice(begin, begin + stop - start)
+            working = self.values[self.owned][place] if one.has_master else None
+            piece = Shard(one, nn.Parameter(master[place]), start, stop, counts(one, mesh), working)
+            self.placed.append((piece, place))
+            begin = place.stop
         return self.placed
 
     def add_up(self) -> None:

@@ -85,7 +85,8 @@ def run_parity_rank(rank: int, world: int, store: SignedStore, script: ParityReq
         seen.norms.append(result.grad_norm)
         seen.routed.append(result.experts)
     tensors.look(job, collector, script.steps, "parameter", weight, seen)
-    _evaluate(program, seen)
+    with program.evaluated_weights():
+        _evaluate(program, seen)
     mesh.close()
     return seen if rank == 0 else None
 

@@ -76,6 +76,12 @@ class AdamW(torch.optim.AdamW):
 
         return begin
 
+    def start(self) -> None:
+        """Make the states now. In the first update torch would make them, unless it finds that anything is kept."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self._started(weight)
+
     def _step_in_kernel(self) -> None:
         if not self._here:
             return
@@ -161,7 +167,7 @@ class AdamW(torch.optim.AdamW):
     def _started(self, weight: Tensor) -> dict[str, Any]:
         """A weight's states; zeros, as torch's own begins with, where it has none."""
         state: dict[str, Any] = self.state[weight]
-        if not state:
+        if "exp_avg" not in state:
             state["step"] = torch.zeros((), device=weight.device)
             state["exp_avg"] = torch.zeros_like(weight, requires_grad=False)
             state["exp_avg_sq"] = torch.zeros_like(weight, requires_grad=False)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.sgd import sgd
 
 from shoal.facts.cluster.this_machine import usable_threads
 from shoal.parallel.apply import Placed
@@ -24,8 +25,8 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.host_memory import HostThread
 from shoal.parallel.offload.states import OffloadedStates
 from shoal.parallel.shards import Shard
-from shoal.train.adamw import HostPart, HostUpdateOf
-from shoal.train.optimizer import CLIP_EPS, on_host
+from shoal.train.adamw import AdamW, HostPart, HostUpdateOf
+from shoal.train.optimizer import CLIP_EPS
 
 # Elements of a part for each thread: long enough that threads seldom wait for one another.
 PART = 2**18
@@ -172,3 +173,28 @@ def _before(module: nn.Module, wait: Callable[[], None]) -> None:
 
     # Before FSDP's own, which gathers.
     module.register_forward_pre_hook(hook, prepend=True)
+
+
+def on_host(optimizer: torch.optim.Optimizer, weight: Tensor) -> HostUpdateOf:
+    """The next update of a weight of the host's, made ready: its states are there."""
+    group = next(group for group in optimizer.param_groups if any(one is weight for one in group["params"]))
+    if isinstance(optimizer, AdamW):
+        return optimizer.on_host(weight, group)
+    momentum: Tensor | None = optimizer.state[weight].get("momentum_buffer")
+
+    def update(part: slice, gradient: Tensor, steered: dict[str, Any]) -> None:
+        sgd(
+            [weight.detach().view(-1)[part]],
+            [gradient],
+            [None if momentum is None else momentum.view(-1)[part]],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            fused=True,
+            **steered,
+        )
+
+    return lambda refused: update

@@ -128,7 +128,7 @@ class Training:
         placed, scale = self.program.placed, self.program.scale
         self.guard = NonFiniteGuard(config.fault.nonfinite, scale.enabled)
 
-        self.state = State(job.model, placed, self.program.optimizer, recipe.optimizer, scale, mesh)
+        self.state = State(job.model, placed, self.program.optimizer, recipe, scale, mesh)
         origin = identity(job, data.fingerprint)
         self.commits = Commits(
             self.state, run, mesh, config.checkpoint, recipe.clock, origin, attempt, set_aside
@@ -138,6 +138,8 @@ class Training:
         self.done = self.commits.restore()
         if not self.done:
             placed.fill(first_weights(job))
+            if self.step.average is not None:
+                self.step.average.start()
         self.corruption = CorruptionGuard(self.step, config.fault.check_every, self.done)
         self.spikes = SpikeGuard.from_rows(self._last_rows(), config.fault.spike, config.fault.on_spike)
         self.step.refuse_above = self.spikes.refuse_above
@@ -323,17 +325,18 @@ class Training:
         self.announce(EVALUATE, self.done)
         at_once = self.job.layout.accumulation(recipe.batch)
         most = evaluate.batches * recipe.batch
-        losses = {
-            name: finite(heldout_loss(placed, samples, self.mesh, most, self.program.micro, at_once))
-            for name, samples in self.loader.validation.items()
-        }
-        if _writes_samples(self.mesh):
-            rows = sample_rows(
-                placed, self.loader, self.program.tokenizer, self.mesh, evaluate, recipe.seed, self.done
-            )
-            for row in rows if self.first_rank else ():
-                self.samples.append(row)
-        self.mesh.hosts.wait_for_first_rank()
+        with self.program.evaluated_weights():
+            losses = {
+                name: finite(heldout_loss(placed, samples, self.mesh, most, self.program.micro, at_once))
+                for name, samples in self.loader.validation.items()
+            }
+            if _writes_samples(self.mesh):
+                rows = sample_rows(
+                    placed, self.loader, self.program.tokenizer, self.mesh, evaluate, recipe.seed, self.done
+                )
+                for row in rows if self.first_rank else ():
+                    self.samples.append(row)
+            self.mesh.hosts.wait_for_first_rank()
         named = {"validation": losses} if evaluate.sources else {}
         return {"heldout_loss": losses.get(evaluate.watched), **named}
 

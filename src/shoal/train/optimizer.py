@@ -1,5 +1,4 @@
-"""The optimizer: AdamW or SGD, fused, with weight decay on matrices only; clipping; the loss scale of fp16; and the
-learning rate as a pure function of the step."""
+"""The optimizer and its groups of parameters; clipping; the loss scale of fp16; the learning rate of a step."""
 
 from __future__ import annotations
 
@@ -9,60 +8,84 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.sgd import sgd
 
+from shoal.facts.optimizers import Rule, rule_of
 from shoal.facts.recipe import Recipe
 from shoal.parallel.shards import Shard, gradient
-from shoal.train.adamw import AdamW, HostUpdateOf
+from shoal.parallel.whole_matrices import WholeMatrices
+from shoal.train.adafactor import Adafactor
+from shoal.train.adamw import AdamW
+from shoal.train.lion import Lion
+from shoal.train.muon import Muon
 
 # As torch's own clipping has it.
 CLIP_EPS = 1e-6
+# Of a group: its learning rate as a share of the recipe's, whose schedule it follows.
+LR_SHARE = "lr_share"
+# What matrices are made orthogonal in: as the network computes, but for fp16, whose range is too small
+# (``facts.precision.orthogonal_width``).
+ORTHOGONAL = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+}
 
 
-def build(pieces: list[Shard], recipe: Recipe) -> torch.optim.Optimizer:
-    """Two groups, decayed and not: norms and biases, the vectors, carry no weight decay."""
-    groups: list[dict[str, Any]] = [
-        {"params": [piece.tensor for piece in pieces if piece.decayed], "weight_decay": recipe.weight_decay},
-        {"params": [piece.tensor for piece in pieces if not piece.decayed], "weight_decay": 0.0},
-    ]
+def build(pieces: list[Shard], recipe: Recipe, whole: WholeMatrices | None = None) -> torch.optim.Optimizer:
+    """Pieces with the same options are a group: norms and biases, the vectors, usually carry no weight decay.
+
+    ``whole``: for those optimizers that see matrices as a whole (``facts.optimizers.WHOLE``).
+    """
+    by_options: dict[tuple[Rule, float, float], list[Tensor]] = {}
+    for piece in sorted(pieces, key=lambda piece: not piece.decayed):
+        options = _options(piece, recipe)
+        by_options.setdefault(options, []).append(piece.tensor)
+    lr = recipe.peak_lr
+    groups: dict[Rule, list[dict[str, Any]]] = {}
+    for (rule, decay, share), weights in by_options.items():
+        group = {"params": weights, "weight_decay": decay, "lr": lr * share, LR_SHARE: share}
+        groups.setdefault(rule, []).append(group)
     # At many ranks one may hold nothing: some parameter's last rows are elsewhere, and so are all others'.
-    nothing: dict[str, Any] = {"params": [torch.nn.Parameter(torch.empty(0))]}
-    groups = [group for group in groups if group["params"]] or [nothing]
+    nothing: list[dict[str, Any]] = [{"params": [torch.nn.Parameter(torch.empty(0))]}]
+    adamw = None
+    if "adamw" in groups or recipe.optimizer == "adamw":
+        working: dict[Tensor, Tensor] = {
+            piece.tensor: piece.working for piece in pieces if piece.working is not None
+        }
+        betas = recipe.beta1, recipe.beta2
+        away = {piece.tensor for piece in pieces if piece.away is not None}
+        adamw = AdamW(groups.get("adamw", nothing), working, away, lr=lr, betas=betas, eps=recipe.eps)
+    own = groups.get(recipe.optimizer, nothing)
     if recipe.optimizer == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=recipe.peak_lr, momentum=recipe.momentum, fused=True)
+        optimizer = torch.optim.SGD(own, lr=lr, momentum=recipe.momentum, fused=True)
         if recipe.momentum:
             start_momentum(optimizer, pieces)
         return optimizer
-    working: dict[Tensor, Tensor] = {
-        piece.tensor: piece.working for piece in pieces if piece.working is not None
-    }
-    away = {piece.tensor for piece in pieces if piece.away is not None}
-    return AdamW(groups, working, away, lr=recipe.peak_lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps)
+    if recipe.optimizer == "lion":
+        return Lion(own, lr=lr, betas=(recipe.beta1, recipe.beta2))
+    if recipe.optimizer == "muon":
+        assert whole is not None
+        dtype = ORTHOGONAL[recipe.precision]
+        return Muon(own, adamw, whole, lr=lr, momentum=recipe.momentum, dtype=dtype)
+    if recipe.optimizer == "adafactor":
+        assert whole is not None
+        return Adafactor(own, whole, lr=lr)
+    assert adamw is not None
+    return adamw
 
 
-def on_host(optimizer: torch.optim.Optimizer, weight: Tensor) -> HostUpdateOf:
-    """The next update of a weight of the host's, made ready: its states are there."""
-    group = next(group for group in optimizer.param_groups if any(one is weight for one in group["params"]))
-    if isinstance(optimizer, AdamW):
-        return optimizer.on_host(weight, group)
-    momentum: Tensor | None = optimizer.state[weight].get("momentum_buffer")
+def _options(piece: Shard, recipe: Recipe) -> tuple[Rule, float, float]:
+    """What decides in which group a piece is: its rule, its weight decay, its share of the learning rate."""
+    name, dimensions = piece.name, len(piece.box.whole)
+    rule = rule_of(recipe.optimizer, name, dimensions)
+    return rule, recipe.decay_of(name, dimensions), recipe.lr_share(name, dimensions)
 
-    def update(part: slice, gradient: Tensor, steered: dict[str, Any]) -> None:
-        sgd(
-            [weight.detach().view(-1)[part]],
-            [gradient],
-            [None if momentum is None else momentum.view(-1)[part]],
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            fused=True,
-            **steered,
-        )
 
-    return lambda refused: update
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get(LR_SHARE, 1.0)
 
 
 def writes_copies(optimizer: torch.optim.Optimizer) -> bool:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from shoal.facts.bytes_per_parameter import takes_narrow_gradients
 from shoal.facts.config import TuneSection
+from shoal.facts.layout.updates import Sharing
 from shoal.facts.model import Model
+from shoal.facts.optimizers import WHOLE
+from shoal.facts.precision import gradient_width
 from shoal.facts.recipe import Recipe, Scaling
 from shoal.models.decoder import Network, build
 from shoal.models.initial import Slice
 from shoal.models.router import RouterLosses
 from shoal.parallel.apply import Fill, apply
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.whole_matrices import WholeMatrices
 from shoal.plan.resolve import Job
 from shoal.train import optimizer as optimizers
 from shoal.train.data.collection import Collection
@@ -39,6 +45,13 @@ class Program:
         self.step = assemble(network, recipe, config.tune, mesh, fill, config.run.strict, compile_with)
         self.placed, self.pieces = self.step.placed, self.step.pieces
         self.optimizer, self.scale = self.step.optimizer, self.step.scale
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Inside, the network has the weights that are to be evaluated: its own, or their average."""
+        average = self.step.average
+        if average is None or not self.job.config.evaluate.ema:
+            return nullcontext()
+        return average.in_use(self.placed)
 
     def positions(self, step: int) -> list[range]:
         """This rank's places in the global batch of a step, one range a micro-batch."""
@@ -82,7 +95,12 @@ def assemble(
         one_pass=mesh.layout.one_pass(recipe.batch)
         and takes_narrow_gradients(recipe.precision, recipe.optimizer),
     )
-    optimizer = optimizers.build(placed.gradients.pieces, recipe)
+    pieces, whole = placed.gradients.pieces, None
+    if recipe.optimizer in WHOLE:
+        bucket_bytes = round(tune.bucket_mb * 2**20)
+        sharing = Sharing(network.shape, mesh.layout, recipe.seq, gradient_width(recipe), bucket_bytes)
+        whole = WholeMatrices(pieces, sharing, mesh, placed.shared.ends)
+    optimizer = optimizers.build(pieces, recipe, whole)
     scale = optimizers.LossScale.for_precision(recipe.precision)
     return Step(placed, optimizer, recipe, mesh, scale)
 

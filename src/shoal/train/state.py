@@ -11,14 +11,17 @@ from torch import Tensor
 
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameters
-from shoal.facts.recipe import OPTIMIZER_STATES
+from shoal.facts.optimizers import AVERAGE, COUNTING, FACTORS, rule_of
+from shoal.facts.recipe import Recipe
+from shoal.facts.stored_states import Keeps, expected_states
 from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.shards import Shard, piece_slices, weight
 from shoal.train.checkpoint.manifest import Damaged, Manifest, check_agrees, identity_hash
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.staging import StagingBuffer, States
-from shoal.train.checkpoint.write_plan import parts
+from shoal.train.checkpoint.write_plan import factor_parts, parts
+from shoal.train.factors import empty_state, factor_slices
 from shoal.train.optimizer import LossScale, start_momentum
 
 
@@ -43,7 +46,7 @@ class State:
         model: Model,
         placed: Updated,
         optimizer: torch.optim.Optimizer,
-        kind: str,
+        recipe: Recipe,
         scale: LossScale,
         mesh: Mesh,
     ) -> None:
@@ -51,14 +54,16 @@ class State:
         self.placed = placed
         self.pieces = placed.gradients.pieces
         self.optimizer = optimizer
-        self.kinds = OPTIMIZER_STATES[kind]
+        self.keeps = Keeps.of(recipe)
+        self.kinds = expected_states(model, self.keeps)
         self.scale = scale
         self.mesh = mesh
 
     def new_stage(self, ahead: bool = True, tell: Callable[[str], None] = print) -> StagingBuffer:
         """A buffer for what this rank writes of it. ``ahead``: made before it is needed."""
         mine = parts(self.model, self.pieces, self.mesh)
-        return StagingBuffer(mine, self.mesh.device, 1 + len(self.kinds), ahead, tell)
+        factors = {kind: factor_parts(self.pieces, kind) for kind in self.kinds if kind in FACTORS}
+        return StagingBuffer(mine, self.mesh.device, 1 + len(self.kinds), ahead, tell, factors)
 
     def states(self) -> States:
         """Weights, and those of the optimizer's states that there are."""
@@ -92,7 +97,8 @@ class State:
         check_agrees(checkpoint.manifest, checkpoint.place.name(checkpoint.step))
         scalars = checkpoint.manifest.scalars
         found = checkpoint.states - {"weight"}
-        if found and found != set(self.kinds):
+        begun = found - {AVERAGE}  # an optimizer may have nothing yet, the average always is
+        if begun and found != set(self.kinds):
             raise Damaged(
                 f"{checkpoint.place.name(checkpoint.step)} holds {', '.join(sorted(found))}; "
                 f"this optimizer needs {', '.join(self.kinds)}"
@@ -104,11 +110,11 @@ class State:
         ]
         self.optimizer.state.clear()
         checkpoint.fill(self.model, [*weights, *self._states_to_fill(found)])
-        if "momentum_buffer" in self.kinds and not found:
+        if self.keeps.optimizer == "sgd" and not begun:
             # Written before the first update, by a version whose optimizer had none then.
             start_momentum(self.optimizer, self.pieces)
-        if "exp_avg" in found:
-            for piece in self.pieces:
+        for piece in self.pieces if begun else ():
+            if rule_of(self.keeps.optimizer, piece.name, len(piece.box.whole)) in COUNTING:
                 # A tensor, as torch's fused AdamW keeps it: on the parameter's device.
                 updates = torch.tensor(scalars["updates"], dtype=torch.float32, device=piece.tensor.device)
                 self.optimizer.state[piece.tensor]["step"] = updates
@@ -123,9 +129,12 @@ class State:
     def _states_to_fill(self, kinds: set[str]) -> Iterator[tuple[str, str, Slice]]:
         for kind in sorted(kinds):
             for piece in self.pieces:
-                state = torch.empty_like(piece.tensor, requires_grad=False)
+                if kind not in self.keeps.states(piece.name, len(piece.box.whole)):
+                    continue
+                state = empty_state(piece, kind)
                 self.optimizer.state[piece.tensor][kind] = state
-                for part in piece_slices(piece, state):
+                slices = factor_slices(piece, state, kind) if kind in FACTORS else piece_slices(piece, state)
+                for part in slices:
                     yield kind, piece.name, part
 
     def _kinds_here(self) -> tuple[str, ...]:
@@ -133,8 +142,8 @@ class State:
         states = [self.optimizer.state.get(piece.tensor, {}) for piece in self.pieces]
         return tuple(kind for kind in self.kinds if any(state.get(kind) is not None for state in states))
 
-    def _state(self, kind: str, piece: Shard) -> Tensor:
-        state: Tensor = self.optimizer.state[piece.tensor][kind]
+    def _state(self, kind: str, piece: Shard) -> Tensor | None:
+        state: Tensor | None = self.optimizer.state.get(piece.tensor, {}).get(kind)
         return state
 
     def _updates(self) -> float:

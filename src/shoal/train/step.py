@@ -22,12 +22,14 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.router_tally import ExpertLoad
 from shoal.parallel.stage_module import MicroBatch
 from shoal.parallel.strict import strict_loss, strict_norm
+from shoal.train.average import WeightAverage
 from shoal.train.data.loader import Batch
 from shoal.train.host_update import HostUpdate
 from shoal.train.optimizer import (
     LossScale,
     clip_and_update,
     learning_rate,
+    set_learning_rate,
     squared_norm,
     unscale,
     writes_copies,
@@ -97,6 +99,7 @@ class Step:
         self.host: HostUpdate | None = None  # of what is offloaded
         if placed.offloaded is not None:
             self.host = HostUpdate(placed, placed.offloaded, optimizer, mesh)
+        self.average = WeightAverage(optimizer, self.pieces, recipe.ema) if recipe.ema else None
         self.last_end: torch.Event | None = None  # of the step before, on a device that keeps events
         self.corrected = any(piece.name.endswith(CORRECTION) for piece in self.pieces)
         # Called before the weights change: the last moment for background readers to finish.
@@ -146,14 +149,15 @@ class Step:
         lr, most = learning_rate(self.recipe, step), self.refuse_above()
         self.settle()
         self.before_update()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, lr)
         clip_and_update(self.optimizer, self.pieces, measured[1], self.recipe.clip, most)
         if self.host is not None:
             self.host.start(measured[1], self.recipe.clip, most)
         if self.corrected:
             refused = ~(torch.isfinite(measured[1]) & (measured[1] <= most))
             self.placed.routers.balance(self.pieces, measured[ROUTED:], self.recipe.router_bias, refused)
+        if self.average is not None:
+            self.average.follow(~(torch.isfinite(measured[1]) & (measured[1] <= most)))
         self.placed.after_update(copied=writes_copies(self.optimizer), returned=True)
         return IssuedStep(self, measured, lr, most, begun)
 

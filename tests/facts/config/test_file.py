@@ -293,10 +293,10 @@ def test_unknown_keys(text: str, line: int, key: str, fix: str, file: File) -> N
         ('run.name = ""', 1, 'run.name = "": must not be empty', "free text"),
         ('[recipe]\nprecision = "bf-16"', 2, "must be one of 'fp32', 'bf16'", 'recipe.precision = "bf16"'),
         (
-            '[recipe]\noptimizer = "lion"',
+            '[recipe]\noptimizer = "lamb"',
             2,
-            "must be one of 'adamw' or 'sgd'",
-            'recipe.optimizer: "adamw" or "sgd"',
+            "must be one of 'adamw', 'sgd', 'lion', 'adafactor' or 'muon'",
+            'recipe.optimizer: "adamw", "sgd", "lion", "adafactor" or "muon"',
         ),
         ("[recipe]\nprecision = 16", 2, "recipe.precision = 16: must be one of", "compute precision"),
         (

@@ -36,7 +36,7 @@ def make_state(
         for number, piece in enumerate(pieces):
             piece.tensor.grad = torch.full_like(piece.tensor, 0.1 * (number + step + 1))
         optimizer.step()
-    return State(model, placed, optimizer, recipe.optimizer, LossScale(), mesh)
+    return State(model, placed, optimizer, recipe, LossScale(), mesh)
 
 
 def commit(

@@ -53,7 +53,7 @@ def _placed(layout: str, rank: int, model: str, filled: bool) -> State:
     first = partial(fill, model=shape, seed=0) if filled else no_weights
     placed = apply(build(shape), mesh, TuneSection(bucket_mb=0.01), first, seq=8)
     optimizer = optimizers.build(placed.gradients.pieces, Recipe())
-    state = State(shape, placed, optimizer, "adamw", LossScale(), mesh)
+    state = State(shape, placed, optimizer, Recipe(), LossScale(), mesh)
     if filled:
         for piece in state.pieces:
             held = optimizer.state[piece.tensor]

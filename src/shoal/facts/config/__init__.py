@@ -181,6 +181,9 @@ class DataSection(Section):
 class EvaluateSection(Section):
     every: int = Field(100, ge=0, description="steps between evaluations; 0: only after the last step")
     batches: int = Field(16, ge=0, le=10**9, description="validation batches per evaluation; 0: none")
+    ema: bool = Field(
+        False, description="evaluate and generate with the average of the weights that recipe.ema keeps"
+    )
     samples: int = Field(1, ge=0, le=1000, description="texts to generate per evaluation")
     sample_tokens: int = Field(80, ge=1, le=10**6, description="tokens per generated text")
     temperature: float = Field(0.8, ge=0, le=1e6, description="sampling temperature; 0: greedy")

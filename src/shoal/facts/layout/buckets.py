@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.facts.model.parameters import EMBEDDING
@@ -55,6 +55,18 @@ def flat_kind(label: str, name: str, copies: int) -> Hashable:
     if name == EMBEDDING:
         return label
     return copies
+
+
+def chunk_ranges(bucket: Iterable[tuple[str, int]], ranks: int, index: int) -> Iterator[tuple[str, int, int]]:
+    """What lies in chunk ``index`` of a flat bucket, given as (name, elements): names, each with its elements there."""
+    listed = list(bucket)
+    chunk = even_share(sum(size for _, size in listed), ranks)
+    start = -index * chunk  # of a parameter, counted from the beginning of the chunk
+    for name, size in listed:
+        begin, end = max(-start, 0), min(chunk - start, size)
+        if begin < end:
+            yield name, begin, end
+        start += size
 
 
 def even_share(elements: int, ranks: int) -> int:

@@ -108,6 +108,22 @@ def expert_ranks(layout: Layout) -> RankGroup:
     return RankGroup("ep", layout.ep, layout.tp)
 
 
+def replica_ranks(layout: Layout) -> RankGroup:
+    """The neighbouring ranks that together hold every element of a stage, copies aside."""
+    shards = placement(layout.tp, layout.cp, layout.fsdp, layout.dp).sharded
+    if layout.tp == 1:
+        return shards
+    if shards.size == 1:
+        return RankGroup("tp", layout.tp, 1)
+    return RankGroup(f"{shards.name}·tp", shards.size * layout.tp, 1)
+
+
+def stage_ranks(layout: Layout) -> RankGroup:
+    """All ranks that hold the same stages, copies too."""
+    several = [axis for axis in AXES if axis != "pp" and getattr(layout, axis) > 1]
+    return RankGroup("·".join(several), layout.world // layout.pp, 1)
+
+
 def communicators(layout: Layout, kv_heads: int) -> dict[str, RankGroup]:
     """Every set of ranks that one rank of a layout may communicate in, by its name."""
     tp, pp = layout.tp, layout.pp
@@ -116,6 +132,8 @@ def communicators(layout: Layout, kv_heads: int) -> dict[str, RankGroup]:
         *placement(tp, layout.cp, layout.fsdp, layout.dp),
         *placement(tp, layout.cp, layout.fsdp, layout.dp, layout.ep),
         expert_ranks(layout),
+        replica_ranks(layout),
+        stage_ranks(layout),
         RankGroup("tp copies", tp // kv_heads, 1),  # that share a key/value head
         RankGroup("pp ends", 2, (pp - 1) * stride("pp", layout)),
         RankGroup("control", layout.world, 1),

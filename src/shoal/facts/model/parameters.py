@@ -14,6 +14,7 @@ from shoal.facts.model import Experts, Family, Latent, Model
 CORRECTION = "e_score_correction_bias"
 # The two ends of the vocabulary, which are one matrix where a model is tied.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+POSITIONS = "model.embed_positions.weight"  # learned ones
 
 Kind = Literal["embedding", "position", "attention", "mlp", "expert", "router", "norm", "head", "adapter"]
 # How tensor ranks split it: by output features, which stay apart; by input features, whose products add up; by rows of
@@ -154,7 +155,7 @@ def _llama_before(model: Model) -> Iterator[Parameter]:
     yield Parameter(EMBEDDING, shape, None, "embedding", True, "vocabulary")
     if model.positions == "learned":
         shape = (model.max_positions, model.hidden)
-        yield Parameter("model.embed_positions.weight", shape, None, "position", True)
+        yield Parameter(POSITIONS, shape, None, "position", True)
 
 
 def _llama_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter]:

@@ -137,17 +137,24 @@ def meet(
 
 
 def tile(shape: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether boxes, as (offset, size), hold every element of a shape exactly once.
+    """Whether boxes, as (offset, size), hold every element of a shape exactly once."""
+    return cover_alike([((0,) * len(shape), shape)], boxes)
+
+
+def cover_alike(
+    ones: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
+    others: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> bool:
+    """Whether two sets of boxes hold the same elements equally often.
 
     A box is known by its corners, each with a sign: plus for an even number of far ends, minus for an odd one. Boxes
     add up to the whole exactly where their signed corners do, so no two of them have to be compared.
     """
     corners: Counter[tuple[int, ...]] = Counter()
-    for corner, sign in _corners((0,) * len(shape), shape):
-        corners[corner] -= sign
-    for offset, size in boxes:
-        for corner, sign in _corners(offset, size):
-            corners[corner] += sign
+    for way, boxes in ((-1, ones), (1, others)):
+        for offset, size in boxes:
+            for corner, sign in _corners(offset, size):
+                corners[corner] += way * sign
     return not any(corners.values())
 
 

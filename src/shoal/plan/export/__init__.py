@@ -24,4 +24,13 @@ def export(stack: str, workload: Workload) -> Exported:
     """What ``stack`` needs to run this workload's model and recipe in its layout."""
     if stack not in _WRITERS:
         raise BadInput(f"there is no export to {stack!r}", did_you_mean(stack, STACKS))
+    recipe = workload.recipe
+    if recipe.optimizer not in ("adamw", "sgd"):
+        raise BadInput(
+            f'recipe.optimizer = "{recipe.optimizer}": there is no export of it to {stack}',
+            'recipe.optimizer = "adamw" or "sgd"',
+        )
+    for key in ("groups", "ema"):
+        if getattr(recipe, key):
+            raise BadInput(f"recipe.{key}: there is no export of it to {stack}", f"leave recipe.{key} out")
     return _WRITERS[stack](workload)

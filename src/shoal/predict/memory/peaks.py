@@ -16,6 +16,7 @@ from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.in_flight import Begun, Moment, moments
 from shoal.predict.memory.inventory import BlockRun, RankInventory
 from shoal.predict.memory.peak import Peak
+from shoal.predict.memory.update import passing
 from shoal.predict.rank_parameters import ParameterCount
 from shoal.predict.workload import Workload
 
@@ -44,7 +45,7 @@ def _peaks_of_passes(gradients: RankGradients) -> Iterator[Peak]:
         yield from found.peaks()
     batch = Peak(activations=_batch(workload))
     yield from gradients.at_end(batch)
-    yield batch.plus("update", grads=gradients.complete)
+    yield batch.plus("update", grads=gradients.complete, buffers=passing(gradients.rank))
 
 
 def _batch(workload: Workload) -> float:

@@ -12,6 +12,7 @@ from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameter_count
 from shoal.facts.recipe import Recipe
 from shoal.predict.memory.inventory import RankInventory
+from shoal.predict.memory.update import own_states
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ def optimizer_states(rank: RankInventory) -> Resting:
     """Of the parameters that this rank updates: every ``zero`` shards them."""
     hold, updated = rank.hold, rank.total.trained_share
     master = hold.master * updated + (_unsharded(rank).master - hold.master) * rank.all_whole_experts
-    stays = 1 - rank.offloaded("optimizer")
-    return Resting((hold.moments * updated + master) * stays, master * stays)
+    stays, own = 1 - rank.offloaded("optimizer"), own_states(rank)
+    moments = hold.moments * updated if own is None else own
+    return Resting((moments + master) * stays, master * stays)
 
 
 def elsewhere(rank: RankInventory) -> OffDevice:

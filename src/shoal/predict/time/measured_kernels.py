@@ -22,6 +22,9 @@ FALLOFF = 4
 SAME = 1e-3
 # A kernel for head size 64 is another one than that for 128, so a doubling there counts as several.
 HEAD_SIZE_APART = 4.0
+# How often an optimizer reads and writes a weight or a state, beside its gradient. SGD keeps one moment, not two; those
+# that are operators one after another read and write what is on the way as well.
+PASSES = {"adamw": 6, "sgd": 4, "lion": 24, "muon": 26, "adafactor": 29}
 
 Place = tuple[float, ...]
 
@@ -135,8 +138,7 @@ class MeasuredKernels(Kernels):
         ``copied``: and their working copies, which AdamW writes in the same pass.
         """
         states, compute = self.widths.states, self.widths.compute
-        # SGD keeps one moment, not two: it reads gradient, weight and moment and writes the last two.
-        passes = 6 if optimizer == "adamw" else 4
+        passes = PASSES[optimizer]
         copy = compute if copied and compute < states else 0
         return self.works(
             [

@@ -13,11 +13,13 @@ from shoal.facts.cluster.stack import Stack
 from shoal.facts.layout import Layout
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
+from shoal.facts.optimizers import ITERATIONS
 from shoal.facts.precision import compute_width, state_width
 from shoal.facts.recipe import Recipe
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.memory.micro_batch import micro_batch_bytes
 from shoal.predict.offload_cut import share_away
+from shoal.predict.optimizer_matrices import ranks_together, shapes
 from shoal.predict.rank_parameters import RankParameters, rank_parameters, stages_here, trained_with_experts
 from shoal.predict.time import context, expert
 from shoal.predict.time import host as hosts
@@ -35,7 +37,8 @@ from shoal.predict.workload import Workload
 # Bytes an optimizer moves for each parameter it updates: AdamW reads gradient, weight and two moments and writes all
 # but the gradient (beside a master copy the gradient is half as wide, and the weight is written twice). Clipping
 # reads the gradient, then reads and writes it.
-OPTIMIZER_BYTES = {"adamw": 28.0, "sgd": 20.0}
+# Lion, Muon and Adafactor are no kernels but operators one after another, each of which reads and writes.
+OPTIMIZER_BYTES = {"adamw": 28.0, "sgd": 20.0, "lion": 100.0, "muon": 110.0, "adafactor": 120.0}
 CLIPPING_BYTES = {"cast": 12.0, "master": 6.0, "working": 12.0}
 
 ALWAYS = ("forward", "backward", "recompute")
@@ -306,7 +309,18 @@ def _optimizer(workload: Workload, on: CostModel) -> float:
     group = workload.groups[DENSE]
     whole = group.sharded.size == 1 or group.zero < 3
     elements = trained_with_experts(workload, here) / group.sharded.size
-    return update_seconds(on, elements, whole, workload.narrow_gradients)
+    seconds = update_seconds(on, elements, whole, workload.narrow_gradients)
+    return seconds + (orthogonal_seconds(workload, on, here) if on.recipe.optimizer == "muon" else 0.0)
+
+
+def orthogonal_seconds(workload: Workload, on: CostModel, here: RankParameters) -> float:
+    """Newton-Schulz's iteration over the matrices that one of the ranks which hold a stage together is dealt."""
+    seconds = 0.0
+    for shape, count in shapes(workload, here).items():
+        short, long = sorted(shape)
+        square = on.kernels.product(short, long, short) + on.kernels.product(short, short, short)
+        seconds += count * ITERATIONS * (square + on.kernels.product(short, short, long))
+    return seconds / ranks_together(workload)
 
 
 def update_seconds(on: CostModel, elements: float, whole: bool, narrow: bool = False) -> float:
@@ -316,15 +330,20 @@ def update_seconds(on: CostModel, elements: float, whole: bool, narrow: bool = F
     """
     if isinstance(on.kernels, MeasuredKernels):
         widths = on.kernels.widths
-        return on.kernels.updated(
+        own = on.kernels.updated(
             elements, on.recipe.optimizer, whole, widths.compute if narrow else widths.states
         )
+        return own + (on.kernels.moved(12.0 * elements) if on.recipe.ema else 0.0)
     return on.kernels.moved(elements * update_bytes(on.recipe, on.stack, whole))
 
 
 def update_bytes(recipe: Recipe, stack: Stack, whole: bool) -> float:
     """Bytes that clipping and the optimizer move for a parameter."""
-    each = OPTIMIZER_BYTES[recipe.optimizer] + (CLIPPING_BYTES[stack.weights] if recipe.clip else 0.0)
+    # An average reads itself and the weight, and is written.
+    average = 12.0 if recipe.ema else 0.0
+    each = (
+        OPTIMIZER_BYTES[recipe.optimizer] + average + (CLIPPING_BYTES[stack.weights] if recipe.clip else 0.0)
+    )
     if stack.weights == "master":
         return each
     state, compute = state_width(recipe), compute_width(recipe)

@@ -14,7 +14,7 @@ from shoal.facts.model.parameters import EMBEDDING
 from shoal.facts.traffic import Traffic, show_ranks
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.rank_parameters import RankParameters, named_tensors, rank_parameters, trained
-from shoal.predict.traffic import context, control, expert, float8, pipeline, replicate, shard, tensor
+from shoal.predict.traffic import context, control, expert, float8, pipeline, replicate, shard, tensor, update
 from shoal.predict.workload import Workload
 
 
@@ -27,6 +27,7 @@ def calls(workload: Workload, stage: int = 0) -> tuple[CollectiveCall, ...]:
         *expert.states(workload, here),
         *_exchanges(workload, here),
         *_even_sums(workload, here),
+        *update.calls(workload, here),
     )
 
 
@@ -90,6 +91,7 @@ def _exact(workload: Workload, rank: int) -> list[CollectiveCall]:
         *_exchanges(workload, here),
         *tensor.shared(workload, *(sum(sizes) if sizes else None for sizes in sums.values())),
         *pipeline.ends(workload, sum(copies) if copies else None),
+        *update.exact(workload, rank),
     ]
 
 

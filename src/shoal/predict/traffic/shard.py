@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from shoal.facts.layout.buckets import Unit, even_share, units
+from shoal.facts.layout.buckets import Unit, chunk_ranges, even_share, units
 from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.parameter_groups import DENSE, ParameterGroup
 from shoal.facts.layout.stages import Stage
@@ -187,12 +187,11 @@ def owned(
                 found.append((tensor, min(share, max(0, rows - index * share)) * math.prod(rest)))
         else:
             for bucket in _buckets(workload, tensors):
-                chunk = even_share(_flat_size(bucket), ranks)
-                start = -index * chunk  # of a tensor, counted from the beginning of our chunk
-                for tensor in bucket:
-                    end = start + tensor.size
-                    found.append((tensor, max(0, min(end, chunk) - max(start, 0))))
-                    start = end
+                of = {tensor.label: tensor for tensor in bucket}
+                sizes = [(tensor.label, tensor.size) for tensor in bucket]
+                found += [
+                    (of[label], stop - start) for label, start, stop in chunk_ranges(sizes, ranks, index)
+                ]
     # Where nothing is sharded every tensor is the optimizer's, even an empty one.
     return [(tensor, size) for tensor, size in found if size or ranks == 1]
 

@@ -10,6 +10,8 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
 from itertools import groupby, zip_longest
 from typing import Annotated, Any
 
@@ -19,9 +21,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shoal.facts.input.untrusted_files import first_fault
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameters
-from shoal.facts.model.tensor_split import tile
+from shoal.facts.model.tensor_split import cover_alike
+from shoal.facts.optimizers import FACTORS
 from shoal.facts.recipe import RampStage
 from shoal.facts.sample_clock import SampleClock
+from shoal.facts.stored_states import Keeps, StoredBox, factored_shape, stored_boxes
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -95,6 +99,17 @@ class Manifest(BaseModel):
     def bytes(self) -> int:
         return sum(piece.bytes for piece in self.pieces)
 
+    def shape_of(self, state: str, tensor: str) -> tuple[int, ...] | None:
+        """Of a state of a whole tensor; None where there is no such tensor."""
+        if state not in FACTORS:
+            return self.shapes.get(tensor)
+        return factored_shape(self.parsed_model, state, tensor)
+
+    @cached_property
+    def parsed_model(self) -> Model:
+        """Raises ``Damaged`` where it is none."""
+        return _model(self, "manifest")
+
     def file_sizes(self) -> dict[str, int]:
         """How long each file is: pieces fill it without a gap."""
         sizes: Counter[str] = Counter()
@@ -152,7 +167,7 @@ def _check(manifest: Manifest, where: str) -> None:
         if len(shape) > MOST_DIMENSIONS or math.prod(shape) > LARGEST_TENSOR:
             raise Damaged(f"{where}: {name} cannot have the shape {shape}")
     for piece in manifest.pieces:
-        _check_piece(piece, manifest.shapes.get(piece.tensor), where)
+        _check_piece(piece, manifest.shape_of(piece.state, piece.tensor), where)
     in_order = sorted(manifest.pieces, key=lambda piece: (piece.file, piece.position))
     for file, pieces in groupby(in_order, key=lambda piece: piece.file):
         end = 0
@@ -181,17 +196,28 @@ def _check_piece(piece: StoredPiece, shape: tuple[int, ...] | None, where: str) 
 
 
 def _check_tensors(manifest: Manifest, where: str) -> None:
-    """Every element of a tensor once; and a state of one tensor is a state of all, or a restore would miss it."""
+    """Every element of a tensor once; and a state of one tensor is a state of all that the optimizer keeps it of, or a
+    restore would miss it."""
     by_state: dict[str, dict[str, list[StoredPiece]]] = {"weight": {}}
     for piece in manifest.pieces:
         by_state.setdefault(piece.state, {}).setdefault(piece.tensor, []).append(piece)
+    try:
+        keeps = Keeps.from_identity(manifest.identity)
+    except ValueError as error:
+        raise Damaged(f"{where}: {error}") from None
     for state, by_tensor in by_state.items():
-        missing = [name for name in manifest.shapes if name not in by_tensor]
+        expected: Mapping[str, list[StoredBox]]
+        if state == "weight" or keeps.alike:
+            expected = {name: [((0,) * len(shape), shape)] for name, shape in manifest.shapes.items()}
+        else:
+            expected = stored_boxes(manifest.parsed_model, keeps, state)
+        missing = [name for name in expected if name not in by_tensor]
         if missing or not by_tensor:
             raise Damaged(f"{where} lists no {state} of {next(iter(missing), 'any tensor')}")
         for name, pieces in by_tensor.items():
             boxes = ((piece.offset, piece.size) for piece in pieces)
-            if len({piece.dtype for piece in pieces}) != 1 or not tile(manifest.shapes[name], boxes):
+            whole = name in expected and cover_alike(expected[name], boxes)
+            if len({piece.dtype for piece in pieces}) != 1 or not whole:
                 raise Damaged(f"{where}: the pieces of {state} {name} do not make up the tensor")
 
 

@@ -19,6 +19,7 @@ from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import intersect, views_by_parameter
 from shoal.facts.model.parameters import parameters
 from shoal.facts.model.tensor_split import box_slices, meet
+from shoal.facts.optimizers import FACTORS
 from shoal.models.initial import Slice
 from shoal.train.checkpoint.manifest import Damaged, Manifest, StoredPiece
 from shoal.train.checkpoint.storage import (
@@ -124,6 +125,10 @@ class Checkpoint:
         of_parameter = views_by_parameter(model)
         wanted = []
         for state, name, part in slices:
+            if state in FACTORS:
+                # Of our own matrices: one of Hugging Face's may be several of them, or one transposed.
+                wanted.append(Wanted(state, name, part.offset, part.local))
+                continue
             for view in of_parameter[name]:
                 overlap = intersect(view, part.offset, tuple(part.local.shape))
                 if overlap is not None:
@@ -139,7 +144,7 @@ class Checkpoint:
             pieces = self._pieces.get((one.state, one.tensor))
             if pieces is None:
                 raise Damaged(f"{self.place.name(self.step)} holds no {one.state} of {one.tensor}")
-            _check_within(one, self.manifest.shapes[one.tensor])
+            _check_within(one, self.manifest.shape_of(one.state, one.tensor) or ())
             for piece in pieces.near(one):
                 if meet(piece.offset, piece.size, one.offset, tuple(one.into.shape)):
                     readings.setdefault(piece, []).append(one)

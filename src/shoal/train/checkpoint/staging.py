@@ -6,7 +6,7 @@ On a GPU even the copy runs beside the next step, up to the moment when the opti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,8 +18,8 @@ from shoal.parallel.shards import Shard as Held
 from shoal.train.checkpoint.manifest import StoredPiece
 from shoal.train.checkpoint.write_plan import WrittenBox
 
-# A state by its name, and its value for every piece that this rank holds.
-States = Sequence[tuple[str, Callable[[Held], Tensor]]]
+# A state by its name, and its value for every piece that this rank holds; None of a piece that has no such state.
+States = Sequence[tuple[str, Callable[[Held], Tensor | None]]]
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,14 @@ class StagingBuffer:
         states: int,
         ahead: bool = True,
         tell: Callable[[str], None] = print,
+        others: Mapping[str, list[WrittenBox]] | None = None,
     ) -> None:
         """``states``: how many there will be of every part. ``ahead``: there is room before it is needed.
 
-        ``tell`` is told where that room is not what it should be.
+        ``tell`` is told where that room is not what it should be. ``others``: by their names, states that have not one
+        value for each element, with parts of their own.
         """
-        self.parts, self.tell = parts, tell
+        self.parts, self.tell, self.others = parts, tell, others or {}
         self.lots: list[Lot] = []
         self._states: list[str] = []
         self.buffer = torch.empty(0, dtype=torch.uint8)
@@ -113,12 +115,12 @@ class StagingBuffer:
             self._make_room(states)
             # A GPU has nothing to do while its host asks for copies, so they are few, and need few views.
             for stretch, target in self._stretches:
-                value = values[stretch.first.state](stretch.first.part.piece)
+                value = _kept(values, stretch.first)
                 if value.shape != target.shape:
                     value = value.reshape(-1)[stretch.start : stretch.stop]
                 target.copy_(value, non_blocking=True)
             for lot, target in self._others:
-                target.copy_(lot.part.of(values[lot.state](lot.part.piece)), non_blocking=True)
+                target.copy_(lot.part.of(_kept(values, lot)), non_blocking=True)
             if self._stream is not None:
                 self._copied = self._stream.record_event()
 
@@ -139,7 +141,12 @@ class StagingBuffer:
         if self._states == wanted:
             return
         self._states = wanted
-        kinds = [(state, part, value(part.piece).dtype) for state, value in states for part in self.parts]
+        kinds = [
+            (state, part, found.dtype)
+            for state, value in states
+            for part in self.others.get(state, self.parts)
+            if (found := value(part.piece)) is not None
+        ]
         # Wide elements first: then all are aligned without a gap, and every byte of the file belongs to a piece.
         kinds.sort(key=lambda kind: -kind[2].itemsize)
         self.lots, position = [], 0
@@ -151,7 +158,7 @@ class StagingBuffer:
         self._stretches, self._others = [], []
         for stretch in _stretches(lot for lot in self.lots if _in_order(lot.part)):
             target = self._place(stretch.first, stretch.last)
-            value = values[stretch.first.state](stretch.first.part.piece)
+            value = _kept(values, stretch.first)
             # All of a tensor is copied as it is.
             whole = target.numel() == value.numel()
             self._stretches.append((stretch, target.view(value.shape) if whole else target))
@@ -169,6 +176,12 @@ class StagingBuffer:
 
     def _place(self, first: Lot, last: Lot) -> Tensor:
         return self.buffer[first.position : last.end].view(first.dtype)
+
+
+def _kept(values: Mapping[str, Callable[[Held], Tensor | None]], lot: Lot) -> Tensor:
+    found = values[lot.state](lot.part.piece)
+    assert found is not None
+    return found
 
 
 def _stretches(lots: Iterable[Lot]) -> list[Stretch]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import View, intersect, views_by_parameter
+from shoal.facts.optimizers import factor_shape
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.shards import Shard, piece_boxes
 
@@ -52,6 +53,27 @@ def parts(model: Model, pieces: list[Shard], mesh: Mesh) -> list[WrittenBox]:
         for first, last in _cut(piece, start, stop)
         for part in _parts(piece, first, last, of_parameter[piece.name])
     ]
+
+
+def factor_parts(pieces: list[Shard], state: str) -> list[WrittenBox]:
+    """What this rank writes of Adafactor's means: those of the matrices whose first element it updates."""
+    found = []
+    for piece in pieces:
+        if not piece.counted or not piece.matrices or any(piece.box.offset[-2:]):
+            continue
+        size = math.prod(piece.box.shape[-2:])
+        first, stop = -(-piece.start // size), -(-piece.stop // size)
+        if first >= stop:
+            continue
+        whole = factor_shape(piece.box.whole, state)
+        stacked = len(whole) > 1
+        shape = (stop - first, *whole[1:]) if stacked else whole
+        offset = (piece.box.offset[0] + first, *(0 for _ in whole[1:])) if stacked else (0,)
+        begin = (first - piece.matrices.start) * whole[-1]
+        view = View(piece.name, (0,) * len(whole), piece.name, (0,) * len(whole), whole)
+        within = tuple(slice(0, one) for one in shape)
+        found.append(WrittenBox(piece, begin, shape, within, view, offset, shape))
+    return found
 
 
 def _shared_out(pieces: list[Shard], mesh: Mesh) -> Iterator[tuple[Shard, int, int]]:

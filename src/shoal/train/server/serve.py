@@ -29,7 +29,13 @@ from shoal.train.files import StepFile
 from shoal.train.first_weights import first_weights
 from shoal.train.guard.nonfinite import NonFiniteGuard
 from shoal.train.metrics.meter import Meter, finite
-from shoal.train.optimizer import LossScale, clip_and_update, learning_rate, squared_norm
+from shoal.train.optimizer import (
+    LossScale,
+    clip_and_update,
+    learning_rate,
+    set_learning_rate,
+    squared_norm,
+)
 from shoal.train.outcome import RESUMED, Outcome
 from shoal.train.program import blueprint, reduce_dtype
 from shoal.train.run_directory import RunDirectory, identity
@@ -111,7 +117,7 @@ class ParameterServer:
         self.reduce = reduce_dtype(self.recipe) or self.served.flat.dtype
         self.optimizer = optimizers.build(self.served.pieces, self.recipe)
         scale = LossScale()
-        self.state = State(job.model, self.served, self.optimizer, self.recipe.optimizer, scale, mesh)
+        self.state = State(job.model, self.served, self.optimizer, self.recipe, scale, mesh)
         origin = identity(job, Collection.open(dataset).fingerprint)
         self.commits = Commits(
             self.state, run, mesh, config.checkpoint, self.recipe.clock, origin, attempt, set_aside
@@ -248,8 +254,7 @@ class ParameterServer:
 
     def _update(self, rate: float, norm: float) -> None:
         self.commits.hold_update()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, rate)
         measured = torch.tensor(norm, dtype=torch.float64)
         clip_and_update(self.optimizer, self.served.pieces, measured, self.recipe.clip, math.inf)
 

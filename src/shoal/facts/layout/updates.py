@@ -1,0 +1,159 @@
+"""Which elements of which parameters every rank updates: known of all ranks without asking them.
+
+``parallel`` cuts parameters this way; an optimizer that needs whole matrices learns here who has the rest of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from shoal.facts.layout import Layout
+from shoal.facts.layout.buckets import buckets_by_kind, chunk_ranges, even_share, flat_kind, sharded_dimension
+from shoal.facts.layout.parameter_groups import (
+    ParameterGroup,
+    expert_ranks,
+    group_name,
+    parameter_groups,
+)
+from shoal.facts.layout.ranks import coordinates
+from shoal.facts.layout.stages import Stage, cut, stages_of_rank
+from shoal.facts.model import Model
+from shoal.facts.model.parameters import EMBEDDING, HEAD, Parameter, by_name, llama_parameters
+from shoal.facts.model.tensor_split import Box, TensorPart, tensor_part
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """All that decides who updates what."""
+
+    model: Model
+    layout: Layout
+    seq: int | None  # by which stages are cut
+    width: int  # bytes of a gradient, by which buckets are filled
+    bucket_bytes: int
+
+
+class UpdatedRange(NamedTuple):
+    """Elements ``start`` to ``stop`` of a rank's box of a parameter, row by row."""
+
+    name: str  # canonical
+    label: str  # among those of its rank
+    part: TensorPart
+    start: int
+    stop: int
+
+    @property
+    def box(self) -> Box:
+        return self.part.box
+
+
+@lru_cache(maxsize=1024)
+def updated_ranges(sharing: Sharing, rank: int) -> tuple[UpdatedRange, ...]:
+    """What a rank updates, stage by stage and group by group."""
+    layout = sharing.layout
+    place, ep = coordinates(rank, layout), expert_ranks(layout)
+    parts = _parts(sharing, place["pp"], place["tp"], rank // ep.stride % ep.size)
+    return tuple(
+        one
+        for group, of_stages in parts
+        for tensors, buckets in of_stages
+        for one in _ranges(tensors, buckets, group, rank // group.sharded.stride % group.sharded.size)
+    )
+
+
+class _Held(NamedTuple):
+    name: str
+    label: str
+    part: TensorPart
+
+
+_Bucket = list[tuple[str, int]]  # labels and sizes
+
+
+@lru_cache(maxsize=1024)
+def _parts(
+    sharing: Sharing, pipeline: int, tensor: int, expert: int
+) -> list[tuple[ParameterGroup, list[tuple[list[_Held], list[_Bucket]]]]]:
+    """By group: of every stage here the parameters, and the buckets that they are in, where they are in any."""
+    model, layout = sharing.model, sharing.layout
+    groups = parameter_groups(layout, model.experts is not None, lora=False)
+    stages = cut(model, layout.pp * layout.chunks, sharing.seq)
+    mine = [stages[number] for number in stages_of_rank(layout.pp, layout.chunks, layout.schedule, pipeline)]
+    found = []
+    for name, group in groups.items():
+        of_stages = []
+        for stage in mine:
+            tensors = [
+                _Held(one.name, label, tensor_part(one, layout.tp, tensor, layout.ep, expert))
+                for label, one in stage_parameters(model, stage, layout.pp)
+                if group_name(one) == name
+            ]
+            of_stages.append((tensors, _buckets(tensors, group, sharing)))
+        found.append((group, of_stages))
+    return found
+
+
+def stage_parameters(model: Model, stage: Stage, pp: int) -> Iterator[tuple[str, Parameter]]:
+    """Those of a stage in forward order, by their labels; a tied head is a copy where a pipeline has two ends."""
+    for one in _listed(model):
+        at_start = one.kind in ("embedding", "position")
+        if one.layer in stage.layers if one.layer is not None else stage.first if at_start else stage.last:
+            yield one.name, one
+    if model.tied and pp > 1 and stage.last:
+        yield HEAD, by_name(model)[EMBEDDING]
+
+
+@lru_cache(maxsize=64)
+def _listed(model: Model) -> tuple[Parameter, ...]:
+    return tuple(llama_parameters(model))
+
+
+def _buckets(tensors: Sequence[_Held], group: ParameterGroup, sharing: Sharing) -> list[_Bucket]:
+    if group.sharded.size == 1 or group.zero == 3:
+        return []
+    sizes = {one.label: one.part.box.size for one in tensors}
+    listed = [
+        (one.label, sizes[one.label] * sharing.width, flat_kind(one.label, one.name, one.part.copies))
+        for one in tensors
+    ]
+    return [
+        [(label, sizes[label]) for label in labels]
+        for labels in buckets_by_kind(listed, sharing.bucket_bytes)
+    ]
+
+
+def _ranges(
+    tensors: Sequence[_Held], buckets: Sequence[_Bucket], group: ParameterGroup, index: int
+) -> Iterator[UpdatedRange]:
+    ranks = group.sharded.size
+    if buckets:
+        of = {one.label: one for one in tensors}
+        for bucket in buckets:
+            for label, start, stop in chunk_ranges(bucket, ranks, index):
+                yield UpdatedRange(*of[label], start, stop)
+        return
+    for one in tensors:
+        box = one.part.box
+        if ranks == 1:
+            yield UpdatedRange(*one, 0, box.size)
+        elif sharded_dimension(box.shape, ranks):
+            part = replace(one.part, box=rows_of_each(box, ranks, index))
+            yield UpdatedRange(one.name, one.label, part, 0, part.box.size)
+        else:
+            rest, share = math.prod(box.shape[1:]), even_share(box.shape[0], ranks)
+            first = min(index * share, box.shape[0])
+            stop = min(first + share, box.shape[0])
+            if first < stop:
+                yield UpdatedRange(*one, first * rest, stop * rest)
+
+
+def rows_of_each(box: Box, ranks: int, index: int) -> Box:
+    """Some rows of every expert: a box of their stack."""
+    experts, rows, width = box.shape
+    first, *corner = box.offset
+    share = rows // ranks
+    return Box(box.whole, (first, corner[0] + index * share, corner[1]), (experts, share, width))

@@ -1,0 +1,78 @@
+"""Which boxes of which tensors a checkpoint has of an optimizer's state, by the recipe that it was trained with.
+
+Names and shapes are Hugging Face's, but for Adafactor's means over rows and columns: these are of canonical matrices,
+since a tensor of Hugging Face's may be several of ours (fused projections) or one of ours transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from shoal.facts.model import Model
+from shoal.facts.model.checkpoint_views import views_by_parameter
+from shoal.facts.model.parameters import by_name, llama_parameters
+from shoal.facts.optimizers import AVERAGE, FACTORS, RULES, Rule, factor_shape, states_of
+from shoal.facts.recipe import Recipe
+
+# Offset and shape of a part of a tensor.
+StoredBox = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Keeps:
+    """What of a recipe decides which parameters have which states."""
+
+    optimizer: Rule = "adamw"
+    average: bool = False
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Keeps:
+        return cls(recipe.optimizer, recipe.ema > 0)
+
+    @classmethod
+    def from_identity(cls, identity: Mapping[str, Any]) -> Keeps:
+        """As a checkpoint has it written down; raises ValueError where that is none of ours."""
+        optimizer = identity.get("recipe.optimizer", "adamw")
+        if optimizer not in RULES:
+            raise ValueError(f"no optimizer is called {optimizer!r}")
+        return cls(optimizer, bool(identity.get("recipe.ema")))
+
+    def states(self, name: str, dimensions: int) -> tuple[str, ...]:
+        """Of a canonical parameter."""
+        return (*states_of(self.optimizer, name, dimensions), *((AVERAGE,) if self.average else ()))
+
+    @property
+    def alike(self) -> bool:
+        """Whether all parameters have the same states."""
+        return self.optimizer not in ("muon", "adafactor")
+
+
+def expected_states(model: Model, keeps: Keeps) -> tuple[str, ...]:
+    """All that some parameter has."""
+    found = (keeps.states(one.name, len(one.shape)) for one in llama_parameters(model))
+    return tuple(dict.fromkeys(state for states in found for state in states))
+
+
+@lru_cache(maxsize=16)
+def stored_boxes(model: Model, keeps: Keeps, state: str) -> dict[str, list[StoredBox]]:
+    """By tensor, the parts that have this state."""
+    views, found = views_by_parameter(model), dict[str, list[StoredBox]]()
+    for one in llama_parameters(model):
+        if state not in keeps.states(one.name, len(one.shape)):
+            continue
+        if state in FACTORS:
+            shape = factor_shape(one.shape, state)
+            found[one.name] = [((0,) * len(shape), shape)]
+            continue
+        for view in views[one.name]:
+            found.setdefault(view.tensor, []).append((view.tensor_offset, view.shape))
+    return found
+
+
+def factored_shape(model: Model, state: str, name: str) -> tuple[int, ...] | None:
+    """Of a mean over rows or columns of a canonical matrix; None where there is no such matrix."""
+    found = by_name(model).get(name)
+    return None if found is None or len(found.shape) < 2 else factor_shape(found.shape, state)

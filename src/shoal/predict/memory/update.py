@@ -1,0 +1,93 @@
+"""What an update takes beside gradients and states: nothing where torch's kernels work in place."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from shoal.facts.layout.ranks import stride
+from shoal.facts.layout.updates import Sharing, UpdatedRange
+from shoal.facts.layout.whole_matrices import Matrix, matrices_of, members, part_of, ranges_by_label, rounds
+from shoal.facts.optimizers import LION_ELEMENTS, rule_of
+from shoal.facts.precision import orthogonal_width, state_width
+from shoal.predict.memory.inventory import RankInventory
+from shoal.predict.optimizer_matrices import largest_part, shapes, sharing_of, state_elements
+from shoal.predict.rank_parameters import rank_parameters
+
+
+def own_states(rank: RankInventory) -> float | None:
+    """Bytes of what the optimizer keeps, where that is not the same for every element; None where it is."""
+    workload = rank.workload
+    if workload.recipe.optimizer not in ("muon", "adafactor") or workload.lora is not None:
+        return None
+    count = state_elements(sharing_of(workload), _first(rank), workload.recipe.optimizer)
+    average = (
+        max(4.0, state_width(workload.recipe)) * rank.total.trained_share if workload.recipe.ema else 0.0
+    )
+    return state_width(workload.recipe) * count + average
+
+
+def _first(rank: RankInventory) -> int:
+    """The first rank of a stage: where things do not divide evenly, it has the larger part."""
+    return rank.number * stride("pp", rank.workload.layout)
+
+
+def passing(rank: RankInventory) -> float:
+    """Bytes that are there for a moment."""
+    workload = rank.workload
+    recipe = workload.recipe
+    if recipe.optimizer in ("adamw", "sgd") or workload.lora is not None:
+        return 0.0
+    width = max(4.0, state_width(recipe))
+    # A clipped gradient is one more; fp64's are clipped in place.
+    clipped = 1 if recipe.clip and recipe.precision != "fp64" else 0
+    largest = largest_part(sharing_of(workload), _first(rank))
+    if recipe.optimizer == "lion":
+        return (2 + clipped) * width * min(largest, LION_ELEMENTS)
+    if recipe.optimizer == "adafactor":
+        here = rank_parameters(workload.layout, workload.model, workload.cut_by, rank.number)
+        sums = sum(
+            times * (sum(shape) + 2 if len(shape) > 1 else 2)
+            for shape, times in shapes(workload, here).items()
+        )
+        return width * ((3 + clipped) * largest + sums)
+    width_of_matrix = orthogonal_width(recipe)
+    return _orthogonalised(
+        sharing_of(workload),
+        _first(rank),
+        (2 + clipped) * width,
+        width_of_matrix,
+        2 * width + width_of_matrix,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _orthogonalised(sharing: Sharing, rank: int, given: float, width: int, taken: float) -> float:
+    """The fullest moment of Muon's rounds: as a rank's parts are given, put together, made orthogonal, or taken.
+
+    ``given`` and ``taken``: bytes of an element of a part meanwhile. While a matrix is made orthogonal, it is there as
+    it was given, as it is and as it becomes, with two squares of its shorter side.
+    """
+    chosen = matrices_of(sharing, rank, lambda name, size: rule_of("muon", name, size) == "muon")
+    own, together = ranges_by_label(sharing, rank), members(sharing, rank)
+    mine, worst = together.index(rank), 0.0
+    for dealt in rounds(chosen, len(together)):
+        before = 0
+        sizes = [_updated(own, matrix) for matrix in dealt]
+        for size in sizes:
+            worst = max(worst, before * width + given * size)
+            before += size
+        if len(together) > 1:
+            others = before - min(size for size in sizes)
+            worst = max(worst, 2 * before * width, others * width + taken * max(sizes))
+        else:
+            worst = max(worst, taken * max(sizes))
+        if mine < len(dealt):
+            matrix = dealt[mine]
+            worst = max(worst, width * (3 * matrix.size + 2 * min(matrix.shape) ** 2))
+    return worst
+
+
+def _updated(own: dict[str, UpdatedRange], matrix: Matrix) -> int:
+    one = own.get(matrix.label)
+    part = None if one is None else part_of(one, matrix)
+    return 0 if part is None else part.size

@@ -1,0 +1,87 @@
+"""The matrices that an optimizer sees as a whole: how many of which shape, and what one rank updates of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import lru_cache
+
+from shoal.facts.layout import Layout
+from shoal.facts.layout.parameter_groups import replica_ranks
+from shoal.facts.layout.updates import Sharing, UpdatedRange, updated_ranges
+from shoal.facts.model.parameters import Parameter, block_parameters, end_parameters, expert_parameters
+from shoal.facts.optimizers import FACTORS, Rule, factor_shape, rule_of, states_of
+from shoal.facts.precision import gradient_width
+from shoal.predict.rank_parameters import RankParameters
+from shoal.predict.workload import Workload
+
+
+def sharing_of(workload: Workload) -> Sharing:
+    """Without what has no part in it, so that layouts that share alike are one."""
+    layout = workload.layout
+    alike = Layout(
+        dp=layout.dp,
+        fsdp=layout.fsdp,
+        zero=layout.zero,
+        tp=layout.tp,
+        cp=layout.cp,
+        pp=layout.pp,
+        schedule=layout.schedule,
+        chunks=layout.chunks,
+        ep=layout.ep,
+    )
+    bucket_bytes = round(workload.tune.bucket_mb * 2**20)
+    return Sharing(workload.model, alike, workload.cut_by, gradient_width(workload.recipe), bucket_bytes)
+
+
+def shapes(workload: Workload, here: RankParameters) -> Counter[tuple[int, ...]]:
+    """Of a stage's whole matrices, and of vectors, how many there are of each shape: those that the rule is for."""
+    model, layout, optimizer = workload.model, workload.layout, workload.recipe.optimizer
+    found: Counter[tuple[int, ...]] = Counter()
+
+    def add(parameters: tuple[Parameter, ...], times: int) -> None:
+        for one in parameters:
+            if rule_of(optimizer, one.name, len(one.shape)) == optimizer:
+                found[one.shape] += times
+
+    add(block_parameters(model, False), here.dense)
+    add(block_parameters(model, True), here.sparse)
+    if model.experts is not None:
+        # Muon's are dealt out among the ranks of one copy, which may have some sets of experts alone.
+        sets = min(layout.ep, layout.fsdp * layout.cp) if optimizer == "muon" else layout.ep
+        add(expert_parameters(model), here.sparse * model.experts.count // layout.ep * sets)
+    ends = end_parameters(model)
+    add(ends.embedding, int(here.first))
+    add(ends.norm, int(here.last))
+    add(ends.head, int(bool(here.head.tensors)))
+    return found
+
+
+def ranks_together(workload: Workload) -> int:
+    """How many ranks hold a stage together."""
+    return replica_ranks(workload.layout).size
+
+
+@lru_cache(maxsize=4096)
+def state_elements(sharing: Sharing, rank: int, optimizer: Rule) -> int:
+    """Elements of all that a rank's optimizer keeps."""
+    return sum(_kept(one, optimizer) for one in updated_ranges(sharing, rank))
+
+
+def _kept(one: UpdatedRange, optimizer: Rule) -> int:
+    whole, size = one.box.whole, one.stop - one.start
+    total = 0
+    for state in states_of(optimizer, one.name, len(whole)):
+        if state in FACTORS:
+            matrix = math.prod(one.box.shape[-2:])
+            touched = -(-one.stop // matrix) - one.start // matrix
+            total += touched * factor_shape(whole, state)[-1]
+        else:
+            total += size
+    return total
+
+
+@lru_cache(maxsize=4096)
+def largest_part(sharing: Sharing, rank: int) -> int:
+    """Elements of the largest part of a matrix, or of a vector, that a rank updates."""
+    return max((one.stop - one.start for one in updated_ranges(sharing, rank)), default=0)

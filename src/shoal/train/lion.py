@@ -1,0 +1,39 @@
+"""Lion: every weight moves by the learning rate, in the direction of the sign of a mix of gradient and momentum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.facts.optimizers import LION_ELEMENTS
+from shoal.train.steered import SteeredOptimizer, wide
+
+
+class Lion(SteeredOptimizer):
+    """``betas``: the momentum's share in the direction, and its own decay."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, lr=lr, betas=betas, weight_decay=0.0)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["exp_avg"] = torch.zeros_like(weight, requires_grad=False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    for start in range(0, weight.numel(), LION_ELEMENTS):
+                        self._move(weight, slice(start, start + LION_ELEMENTS), group)
+
+    def _move(self, weight: Tensor, where: slice, group: dict[str, Any]) -> None:
+        lr, (share, decay) = group["lr"], group["betas"]
+        value, momentum = (one.view(-1)[where] for one in (weight, self.state[weight]["exp_avg"]))
+        gradient = self.gradient(weight, where)
+        moved = wide(value) * (1 - lr * group["weight_decay"])
+        moved.sub_(torch.lerp(gradient, wide(momentum), share).sign_(), alpha=lr)
+        self.settle(value, moved)
+        del moved
+        self.settle(momentum, torch.lerp(gradient, wide(momentum), decay))

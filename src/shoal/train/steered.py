@@ -1,0 +1,43 @@
+"""What optimizers of our own have in common with torch's fused ones: how clipping and refusal steer them.
+
+``grad_scale`` divides gradients, ``found_inf`` is 1 where nothing may change. Both are on the device: the host does not
+wait for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SteeredOptimizer(torch.optim.Optimizer):
+    """States are there from the start: made in the first update, they would be lost where that is refused."""
+
+    found_inf: Tensor
+    grad_scale: Tensor | None
+
+    def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
+        super().__init__(groups, defaults)
+        self.found_inf, self.grad_scale = torch.zeros(()), None
+
+    @property
+    def refused(self) -> Tensor:
+        return self.found_inf != 0
+
+    def gradient(self, weight: Tensor, where: slice | None = None) -> Tensor:
+        """As the update reads it: clipped, and at least as wide as fp32."""
+        assert weight.grad is not None
+        found = weight.grad if where is None else weight.grad.reshape(-1)[where]
+        found = wide(found)
+        return found if self.grad_scale is None else found / self.grad_scale
+
+    def settle(self, old: Tensor, new: Tensor) -> None:
+        """Let ``old`` become ``new``, unless the update is refused."""
+        old.copy_(torch.where(self.refused, old, new.to(old.dtype)))
+
+
+def wide(values: Tensor) -> Tensor:
+    """What is narrower than fp32 is computed with in fp32."""
+    return values.float() if values.dtype.itemsize < 4 else values
