@@ -128,7 +128,7 @@ class Bench:
         network = blueprint(MODEL, RECIPE)
         self.step = assemble(network, RECIPE, TuneSection(), self.mesh, partial(fill, model=MODEL, seed=0))
         optimizer, scale = self.step.optimizer, self.step.scale
-        self.state = State(MODEL, self.step.placed, optimizer, "adamw", scale, self.mesh)
+        self.state = State(MODEL, self.step.placed, optimizer, RECIPE, scale, self.mesh)
         self.batch = self._batch()
         self.number = 0
         self.train()

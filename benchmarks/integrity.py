@@ -89,7 +89,7 @@ def write(rank: int, world: int, store: dist.Store, layout: str, folder: Path) -
     placed = apply(build(MODEL), mesh, TuneSection(), partial(fill, model=MODEL, seed=0), seq=8)
     pieces = placed.gradients.pieces
     optimizer = optimizers.build(pieces, Recipe())
-    state = State(MODEL, placed, optimizer, "adamw", LossScale(), mesh)
+    state = State(MODEL, placed, optimizer, Recipe(), LossScale(), mesh)
     saver = Saver("disk", DirectoryStorage(folder), state.new_stage(), mesh, "integrity")
     for step in range(1, 5):
         for number, piece in enumerate(pieces):

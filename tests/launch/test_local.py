@@ -132,17 +132,20 @@ def test_strict_runs_are_the_same_to_the_bit_in_any_layout(train: Train) -> None
         assert other.directory.samples.read_text() == alone.directory.samples.read_text(), layout
 
 
-def test_a_killed_worker_is_replaced_and_the_curve_is_the_same(train: Train, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["dp=2", pytest.param("fsdp=2,offload=optimizer", marks=pytest.mark.long)])
+def test_a_killed_worker_is_replaced_and_the_curve_is_the_same(
+    train: Train, tmp_path: Path, layout: str
+) -> None:
     # Training waits for its commits: a slow disk would still be at that of step 5 when step 15 is done.
     options = {"recipe__steps": 50, "checkpoint__every": 5, "checkpoint__background": False}
     with after_steps(tmp_path / "killed", 15, lambda: os.kill(_workers()[1], signal.SIGKILL)):
-        killed = train("killed", "dp=2", **options)
+        killed = train("killed", layout, **options)
     assert killed.report.code == FINISHED, killed.report.message
     faults = [json.loads(line) for line in killed.directory.faults.read_text().splitlines()]
     assert [row["kind"] for row in faults] == ["killed", "restart"]
     assert faults[0]["rank"] == 1 and faults[0]["message"] == "rank 1 failed: killed by SIGKILL"
     assert faults[1]["resumed_step"] >= 10
-    whole = train("whole", "dp=2", **options)
+    whole = train("whole", layout, **options)
     assert killed.hexes == whole.hexes
     assert killed.tensors() == whole.tensors()
 
