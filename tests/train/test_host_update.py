@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from tests.ranks import run_ranks
 from torch import Tensor
 
 from shoal.facts.config import TuneSection
@@ -83,6 +87,27 @@ def test_steps_issued_ahead_are_the_same(layout: str, optimizer: str) -> None:
 
 
 @pytest.mark.usefixtures("threads")
+def test_an_update_goes_on_while_steps_are_issued_ahead() -> None:
+    """Reading a step waits for its own update, not for that of the step after it."""
+    step = made("offload=optimizer")
+    assert step.host is not None
+    gate, original = threading.Event(), step.host._update_piece
+    first = step.issue(1, batches(step, 1), step.recipe.batch * SEQ)
+    first.read()
+
+    def held(*arguments: Any) -> None:
+        gate.wait(20)
+        original(*arguments)
+
+    step.host._update_piece = held  # type: ignore[method-assign]
+    second = step.issue(2, batches(step, 2), step.recipe.batch * SEQ)
+    assert second._updating is not None and not second._updating.done()
+    gate.set()
+    second.read()
+    step.settle()
+
+
+@pytest.mark.usefixtures("threads")
 def test_what_is_refused_leaves_weights_and_states_alone() -> None:
     step = made("offload=optimizer")
     trained(step, late=False)
@@ -110,3 +135,54 @@ def test_the_same_bits_as_an_update_of_the_device() -> None:
     expected, found = (trained(made(one, precision="fp32", clip=0.0), late=False)[1] for one in layouts)
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def overlapped(rank: int, world: int, layout: str, tune: dict[str, Any]) -> list[float]:
+    """Losses of steps that are all issued before any is read, with an update that takes its time."""
+
+    def begin(self: HostThread, name: str, *_: Any) -> None:
+        self._pool = ThreadPoolExecutor(1, name)
+
+    parsed = Layout.parse(layout)
+    asked = Recipe(seq=SEQ, batch=4, steps=10, precision="fp64")
+    with patch.object(HostThread, "__init__", begin):
+        values = partial(fill, model=DEEP, seed=0)
+        mesh = Mesh(parsed, rank, torch.device("cpu"))
+        step = assemble(blueprint(DEEP, asked), asked, TuneSection(**tune), mesh, values)
+    if step.host is not None:
+        original = step.host._update_piece
+
+        def slow(*arguments: Any) -> None:
+            time.sleep(0.002)
+            original(*arguments)
+
+        step.host._update_piece = slow  # type: ignore[method-assign]
+    issued = []
+    for number in range(1, STEPS + 1):
+        places = parsed.positions(asked.batch, mesh.data_index)
+        whole = batches(step, number)[0] if parsed.micro_batch(asked.batch) == asked.batch else None
+        mine = [_rows(number, place) for place in places] if whole is None else [whole]
+        issued.append(step.issue(number, mine, asked.batch * SEQ))
+    return [one.read().loss for one in issued]
+
+
+def _rows(number: int, place: range) -> Batch:
+    rows = torch.tensor(list(place))
+    tokens = (torch.arange(SEQ) * 7 + rows[:, None] * 13 + number) % DEEP.vocab
+    positions = torch.arange(SEQ).expand(len(rows), SEQ).contiguous()
+    return Batch(tokens, tokens.roll(-1, 1), positions, None, rows, tokens.numel())
+
+
+DEEP = TINY.model_copy(update={"layers": 6})
+
+
+@pytest.mark.parametrize(
+    ("layout", "tune"),
+    [("fsdp=2", {}), ("fsdp=2,unit=2", {}), ("fsdp=2", {"prefetch": 4}), ("fsdp=2,zero=2", {}), ("dp=2", {})],
+)
+def test_weights_are_not_gathered_before_they_return(layout: str, tune: dict[str, Any]) -> None:
+    """FSDP gathers units ahead of what it computes."""
+    (expected, _), (found, _) = (
+        run_ranks(2, overlapped, f"{layout}{more}", tune) for more in ("", ",offload=optimizer")
+    )
+    assert found == pytest.approx(expected, rel=1e-12)

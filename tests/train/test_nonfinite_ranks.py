@@ -15,7 +15,7 @@ from shoal.launch.local import prepared
 from shoal.parallel.execute import Executor
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job, resolve
-from shoal.train.data.dataset import Dataset
+from shoal.train.data.collection import Collection
 from shoal.train.first_weights import first_weights
 from shoal.train.program import Program
 
@@ -26,9 +26,9 @@ def poisoned_step(rank: int, world: int, jobs: list[Job], dataset: Path) -> list
     seen = []
     for job in jobs:
         mesh = Mesh(job.layout, rank, torch.device("cpu"))
-        program = Program(job, Dataset.open(dataset), mesh, first_weights(job))
+        program = Program(job, Collection.open(dataset), mesh, first_weights(job))
         before = [part.local.clone() for _, part in program.placed.weights]
-        batches = [program.loader.rows(1, places) for places in program.positions()]
+        batches = [program.loader.rows(1, places) for places in program.positions(1)]
         (targets,) = mesh.hosts.sum_integers([program.own_targets(batches)])
         # The last rank holds the end of every pipeline, the last part of every tensor, the last rows of a batch.
         poison = float("nan") if rank == world - 1 else 1.0

@@ -49,7 +49,7 @@ def test_steps_equal_a_plain_loop(training: MakeTraining, layout: str, z_loss: f
             group["lr"] = learning_rate(recipe, step)
         optimizer.step()
 
-        micro = [ours.loader.rows(step, positions) for positions in ours.program.positions()]
+        micro = [ours.loader.rows(step, positions) for positions in ours.program.positions(step)]
         result = ours.step(step, micro, sum(batch.count for batch in micro))
         assert result.loss == pytest.approx(loss.item(), rel=1e-12)
         assert result.grad_norm == pytest.approx(float(norm), rel=1e-10)

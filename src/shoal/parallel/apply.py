@@ -71,7 +71,9 @@ class Placed:
     float8: Float8Scales | None  # None: products are in the compute precision
     host: HostMemory  # where what is offloaded waits
     offloaded: OffloadedStates | None  # None: the device updates all that this rank updates
-    gates: bool  # whether an offloaded update may go on while the next forward pass begins
+    # How many blocks ahead of the one that is computed weights are read; None: an offloaded update is waited for, and
+    # does not go on while the next forward pass begins.
+    reads_ahead: int | None
 
     def start_step(self, micro_batches: int) -> None:
         self.gradients.start_step()
@@ -235,7 +237,9 @@ def apply(
                 _leave_early(part, offloaded, shared, compute)
             blocks[-1].register_forward_pre_hook(offloaded.let_go)
     # What is gathered, or measured, after an update waits for it.
-    gates = float8 is None and not any(isinstance(part, ShardedStates) for _, part in parts)
+    reads_ahead = None
+    if float8 is None and not any(isinstance(part, ShardedStates) for _, part in parts):
+        reads_ahead = layout.unit * (tune.prefetch + 1) if fully else 0
     placed = Placed(
         segments,
         gradients.weights(),
@@ -248,7 +252,7 @@ def apply(
         float8,
         memory,
         offloaded,
-        gates,
+        reads_ahead,
     )
     placed.fill(fill)
     return placed

@@ -39,6 +39,7 @@ class HeldParameter:
     group: ParameterGroup
     copied: bool  # a head's own copy of a tied embedding
     states: torch.dtype | None = None  # what the optimizer keeps it in; None: as it is
+    placed_later: bool = False  # whether a master copy is made when it is known where it will be
 
     @property
     def label(self) -> str:
@@ -120,7 +121,7 @@ def held_parameters(
     """Every parameter of the segments on this rank, in forward order.
 
     ``group_of``: other groups than the layout's. ``states``: what those that FSDP does not hold are updated in, and
-    with ``masters`` those that it holds as well.
+    with ``masters`` those that it holds as well; where they will be is decided later.
     """
     canonical, groups = by_name(model), parameter_groups(mesh.layout, model.experts is not None, lora=False)
     tp, index, ep = mesh.layout.tp, mesh.coords["tp"], expert_ranks(mesh.layout)
@@ -130,7 +131,7 @@ def held_parameters(
         group = groups[group_name(whole)] if group_of is None else group_of(whole)
         part = tensor_part(whole, tp, index, ep.size, mesh.index_in(ep))
         rest = None if isinstance(parameter, DTensor) and not masters else states
-        return HeldParameter(name, stage, parameter, part, group, copied, rest)
+        return HeldParameter(name, stage, parameter, part, group, copied, rest, masters)
 
     return [
         held(name, segment.stage.index, parameter, copied)
@@ -211,7 +212,8 @@ def updated(held: HeldParameter, here: Tensor) -> tuple[nn.Parameter, Tensor | N
     """What the optimizer updates, and what has to follow it. ``here``: the values that this rank holds."""
     if not held.has_master:
         return here if isinstance(here, nn.Parameter) else nn.Parameter(here), None
-    master = nn.Parameter(torch.empty_like(here, dtype=held.states))
+    device = "meta" if held.placed_later else here.device
+    master = nn.Parameter(torch.empty_like(here, dtype=held.states, device=device))
     if not isinstance(held.parameter, DTensor):
         master.grad_dtype = held.parameter.grad_dtype
     return master, here.detach()

@@ -59,7 +59,8 @@ class ShardedBucket:
         """What the optimizer moves, each with its place in the chunk. Parameters that lie elsewhere have no piece."""
         master = self.values[self.owned]
         if self.held[0].has_master:
-            master = torch.zeros_like(master, dtype=self.dtype)
+            device = "meta" if self.held[0].placed_later else master.device
+            master = torch.zeros_like(master, dtype=self.dtype, device=device)
         of = {one.label: one for one in self.held}
         sizes = [(one.label, one.parameter.numel()) for one in self.held]
         begin = 0

@@ -39,7 +39,7 @@ class HostUpdate:
     def __init__(
         self, placed: Placed, offloaded: OffloadedStates, optimizer: torch.optim.Optimizer, mesh: Mesh
     ) -> None:
-        self.offloaded, self.optimizer, self.gates = offloaded, optimizer, placed.gates
+        self.offloaded, self.optimizer, self.ahead = offloaded, optimizer, placed.reads_ahead
         self.threads = max(1, usable_threads() * mesh.nodes // mesh.world)
         self.part = PART * self.threads
         self.sharded = any(piece.held.group.fully_sharded for piece in offloaded.pieces)
@@ -53,10 +53,10 @@ class HostUpdate:
         self._passed = threading.Condition()
         self._reached = math.inf  # groups up to this one have returned
         self._ends: dict[int, torch.cuda.Event] = {}
-        if self.gates:
-            self._watch(placed, last)
+        if self.ahead is not None:
+            self._watch(placed, last, self.ahead)
 
-    def start(self, norm: Tensor, limit: float, most: float) -> None:
+    def start(self, norm: Tensor, limit: float, most: float) -> Future[None]:
         """Update once this norm is known, clipped to ``limit``; not where it is not finite, or above ``most``."""
         self.wait()
         known = norm.detach().to("cpu", torch.float64, non_blocking=True)
@@ -67,8 +67,10 @@ class HostUpdate:
             for piece, state in self.offloaded.away.items()
         }
         self._running = self._thread.submit(self._update, ready, known, event, limit, most)
-        if not self.gates:
+        running = self._running
+        if self.ahead is None:
             self.wait()
+        return running
 
     def wait(self) -> None:
         """Until everything is back."""
@@ -86,11 +88,12 @@ class HostUpdate:
             return
         with self._passed:
             self._passed.wait_for(lambda: self._reached >= group)
+            ends = [self._ends.pop(number) for number in list(self._ends) if number <= group]
         if running.done():
             running.result()  # its error, if it had one
-        for number in [number for number in self._ends if number <= group]:
+        for end in ends:
             # Not in a stream alone: FSDP reads weights in streams of its own.
-            self._ends.pop(number).synchronize()
+            end.synchronize()
 
     def _place(self, piece: Shard, last: int) -> int:
         """When it is needed: a block's number, counted from 1. FSDP gathers a network's two ends together."""
@@ -98,9 +101,7 @@ class HostUpdate:
             return 1 + int(piece.held.label.removeprefix(BLOCK).partition(".")[0])
         return 0 if self.sharded or ".embed_" in piece.held.label else last + 1
 
-    def _watch(self, placed: Placed, last: int) -> None:
-        # FSDP gathers ahead of what it computes.
-        ahead = 2 if self.sharded else 0
+    def _watch(self, placed: Placed, last: int, ahead: int) -> None:
         for segment in placed.segments:
             decoder = segment.network.model
             _before(segment, partial(self.wait_for, ahead))

@@ -150,5 +150,7 @@ class State:
         """Updates made so far; fewer than steps where some were skipped."""
         every = (self.optimizer.state.get(piece.tensor, {}).get("step") for piece in self.pieces)
         counts = [torch.as_tensor(step) for step in every if step is not None]
-        # One look at the device, which has to catch up for it.
-        return float(torch.stack(counts).max()) if counts else 0.0
+        # One look at each device, which has to catch up for it.
+        devices = {count.device for count in counts}
+        most = (torch.stack([count for count in counts if count.device == one]).max() for one in devices)
+        return max(map(float, most), default=0.0)

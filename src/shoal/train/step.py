@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -55,9 +56,16 @@ class IssuedStep:
     """A step that the device has been given. What it did is known when the device has come to its end."""
 
     def __init__(
-        self, step: Step, measured: Tensor, lr: float, most: float, begun: torch.Event | None
+        self,
+        step: Step,
+        measured: Tensor,
+        lr: float,
+        most: float,
+        begun: torch.Event | None,
+        updating: Future[None] | None,
     ) -> None:
-        self._step, self._lr, self._most, self._begun = step, lr, most, begun
+        """``updating``: what the host still does of it."""
+        self._step, self._lr, self._most, self._begun, self._updating = step, lr, most, begun, updating
         # Into pinned memory: reading it waits for this step alone, not for what was issued after it.
         self._numbers = measured.to("cpu", non_blocking=True)
         self._before, step.last_end = step.last_end, _event(step.mesh.device)
@@ -65,7 +73,8 @@ class IssuedStep:
 
     def read(self) -> StepResult:
         """Wait for the step's end, on the device and on the host. To be called once, on every rank alike."""
-        self._step.settle()
+        if self._updating is not None:
+            self._updating.result()
         if self._end is not None:
             self._end.synchronize()
         numbers = self._numbers.tolist()
@@ -151,15 +160,16 @@ class Step:
         self.before_update()
         set_learning_rate(self.optimizer, lr)
         clip_and_update(self.optimizer, self.pieces, measured[1], self.recipe.clip, most)
+        updating = None
         if self.host is not None:
-            self.host.start(measured[1], self.recipe.clip, most)
+            updating = self.host.start(measured[1], self.recipe.clip, most)
         if self.corrected:
             refused = ~(torch.isfinite(measured[1]) & (measured[1] <= most))
             self.placed.routers.balance(self.pieces, measured[ROUTED:], self.recipe.router_bias, refused)
         if self.average is not None:
             self.average.follow(~(torch.isfinite(measured[1]) & (measured[1] <= most)))
         self.placed.after_update(copied=writes_copies(self.optimizer), returned=True)
-        return IssuedStep(self, measured, lr, most, begun)
+        return IssuedStep(self, measured, lr, most, begun, updating)
 
     def settle(self) -> None:
         """Until the host has updated what is offloaded: then the pieces have their values."""

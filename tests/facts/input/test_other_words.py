@@ -80,7 +80,6 @@ def test_a_word_of_another_tool_is_answered_with_ours(written: str, answer: str)
 @pytest.mark.parametrize(
     ("written", "today"),
     [
-        ("recipe.ema", "keep_best"),
         ("recipe.loss", "leave it out"),
     ],
 )

@@ -22,9 +22,10 @@ from shoal.facts.model.presets import PRESETS
 from shoal.launch.local import prepared
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job, resolve
-from shoal.train.data.dataset import Dataset
+from shoal.train.data.collection import Collection
+from shoal.train.first_weights import first_weights
 from shoal.train.guard.corruption import SETS, SLOTS, Corrupted, CorruptionGuard, odd_ones
-from shoal.train.program import Program, first_weights
+from shoal.train.program import Program
 
 NORM, LAYER, EMBEDDING = "model.norm.weight", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"
 KEYS = "model.layers.1.self_attn.k_proj.weight"
@@ -50,12 +51,12 @@ class Rig:
 
     def __init__(self, job: Job, dataset: Path, rank: int, every: int) -> None:
         self.mesh = Mesh(job.layout, rank, torch.device("cpu"))
-        self.program = Program(job, Dataset.open(dataset), self.mesh, first_weights(job))
+        self.program = Program(job, Collection.open(dataset), self.mesh, first_weights(job))
         self.guard = CorruptionGuard(self.program.step, every, done=0)
         self.program.step.before_update = self.guard.before_update
 
     def run(self, step: int, before_check: Callable[[], None] = lambda: None) -> None:
-        batches = [self.program.loader.rows(step, places) for places in self.program.positions()]
+        batches = [self.program.loader.rows(step, places) for places in self.program.positions(step)]
         (targets,) = self.mesh.hosts.sum_integers([self.program.own_targets(batches)])
         self.program.step(step, batches, targets)
         before_check()

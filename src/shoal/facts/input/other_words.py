@@ -162,8 +162,6 @@ SENTENCES: Mapping[str, str] = {
 # What is promised for later, and what to write until then. A key leaves this table on the day that the schema has it.
 LATER: Mapping[str, str] = {
     "recipe.loss": "the loss is that of the next token; leave it out",
-    "recipe.ema": "leave it out; checkpoint.keep_best keeps the best weights",
-    "recipe.groups": "recipe.lr and recipe.weight_decay hold for all weights",
     "tune.search": 'layout = "auto" takes what shoal plan puts first',
     "model.lora.kind": "leave it out: the kind is lora",
     "model.lora.dropout": "leave it out",

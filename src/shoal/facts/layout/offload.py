@@ -89,7 +89,9 @@ def away_bytes(recipe: Recipe, layout: Layout, micro_batches: int, stack: Stack 
     hold, early = bytes_per_parameter(recipe, stack), leaves_early(layout)
     travelling = hold.gradient
     if early:
-        travelling = hold.reduce if layout.shards > 1 and layout.zero == 2 else hold.compute
+        summed = layout.shards > 1 and layout.zero == 2
+        # Never narrower than the weight that will take its place.
+        travelling = max(hold.reduce, hold.compute) if summed else hold.compute
     return AwayBytes(
         master=hold.master or hold.weight,
         moments=hold.moments,

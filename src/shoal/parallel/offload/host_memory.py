@@ -26,8 +26,7 @@ class HostThread:
         """``threads``: that torch's operators may use in it."""
         self._pool: ThreadPoolExecutor | None = None
         if device.type != "cpu":
-            begin = partial(torch.set_num_threads, threads) if threads else None
-            self._pool = ThreadPoolExecutor(1, name, begin)
+            self._pool = ThreadPoolExecutor(1, name, partial(_begin, device, threads))
 
     def submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
         if self._pool is not None:
@@ -36,6 +35,13 @@ class HostThread:
         work(*arguments)
         done.set_result(None)
         return done
+
+
+def _begin(device: torch.device, threads: int | None) -> None:
+    # A new thread would begin with the first device, and leave a context of its own there.
+    torch.cuda.set_device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 @dataclass(eq=False)
@@ -75,7 +81,7 @@ class HostMemory:
         return HostBuffer(made)
 
     def release(self, buffer: HostBuffer) -> None:
-        """Nobody will want one of its size again."""
+        """None of its size will be wanted again."""
         self.buffers = [one for one in self.buffers if one is not buffer.bytes]
 
     def give_back(self, buffer: HostBuffer) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,15 @@ from shoal.parallel.shards import Shard
 from shoal.parallel.shards import gradient as gradient_of
 
 BLOCKS, ENDS = "model.layers.", "ends"
+
+
+class Leaving(NamedTuple):
+    """A gradient on its way to the host."""
+
+    unit: object  # what it came with
+    gradient: Tensor
+    stream: torch.cuda.Stream | None  # that it was made in
+    left: torch.cuda.Event | None
 
 
 class AwayState:
@@ -90,6 +100,10 @@ class OffloadedStates:
         first = offloaded([piece.stop - piece.start for piece in pieces], fraction)
         # What routers are corrected by is not the optimizer's, and tiny.
         self.pieces = [piece for piece in pieces[first:] if not piece.name.endswith(CORRECTION)]
+        away = set(self.pieces)
+        for piece in pieces:
+            if piece not in away and piece.tensor.is_meta:
+                _make_here(piece)
         self.away = {piece: AwayState(piece, memory) for piece in self.pieces}
         self.several = False  # whether gradients are added up on the host
         sizes: Counter[str] = Counter()
@@ -98,7 +112,7 @@ class OffloadedStates:
         # Parameters of the largest block: as many pass through a buffer at once.
         self.block = max((size for unit, size in sizes.items() if unit != ENDS), default=1)
         self._coming: object = None
-        self._leaving: deque[tuple[object, Tensor, torch.cuda.Event | None]] = deque()
+        self._leaving: deque[Leaving] = deque()
         self._adder = HostThread("shoal-gradients", memory.device)
         self._slots: deque[tuple[HostBuffer, Future[None] | None]] = deque()
 
@@ -130,6 +144,8 @@ class OffloadedStates:
             # Measured where it is quickest.
             wide = torch.promote_types(gradient.dtype, torch.float32)
             piece.squares = torch.linalg.vector_norm(gradient, dtype=wide).double().square()
+            if gradient.element_size() < _element_size(piece):
+                gradient = gradient.to(piece.tensor.dtype)  # its new weight would have no room in its place
             room = state.room_for(gradient, gradient.dtype)
             state.left = self._copy(gradient, room, gradient)
         else:
@@ -162,7 +178,8 @@ class OffloadedStates:
             assert parameter.grad is not None
             gradient = _local(parameter.grad)
             if piece.summed is None:
-                piece.summed = gradient.to(self.states)
+                # A copy: FSDP's is part of its unit's, which would stay with it.
+                piece.summed = gradient.to(self.states, copy=True)
             else:
                 piece.summed += gradient
             parameter.grad = None
@@ -172,28 +189,30 @@ class OffloadedStates:
     def _make_room(self, unit: object) -> None:
         """A gradient's memory is used again when it has been copied: those of two blocks may be on their way."""
         self._coming = unit
-        units = list(dict.fromkeys([*(one for one, _, _ in self._leaving), unit]))
+        units = list(dict.fromkeys([*(one.unit for one in self._leaving), unit]))
         for gone in units[:-IN_FLIGHT]:
-            while self._leaving and self._leaving[0][0] == gone:
+            while self._leaving and self._leaving[0].unit == gone:
                 self._let_go()
 
     def _copy(self, part: Tensor, room: Tensor, gradient: Tensor) -> torch.cuda.Event | None:
         """``part`` of a gradient, which is held until it has left."""
-        left = None
+        stream = left = None
         if (out := self.streams.out) is None:
             room.copy_(part)
         else:
-            out.wait_stream(torch.cuda.current_stream())
+            stream = torch.cuda.current_stream()
+            out.wait_stream(stream)
             with torch.cuda.stream(out):
                 room.copy_(part, non_blocking=True)
             left = out.record_event()
-        self._leaving.append((self._coming, gradient, left))
+        self._leaving.append(Leaving(self._coming, gradient, stream, left))
         return left
 
     def _let_go(self) -> None:
-        _, _, left = self._leaving.popleft()
-        if left is not None:
-            torch.cuda.current_stream().wait_event(left)
+        gone = self._leaving.popleft()
+        if gone.stream is not None and gone.left is not None:
+            # In the stream that it was made in, whose memory it is: FSDP has one of its own.
+            gone.stream.wait_event(gone.left)
 
     def _add(self, state: AwayState, gradient: Tensor) -> None:
         """To what has arrived of earlier micro-batches, through buffers that all pieces share."""
@@ -201,7 +220,7 @@ class OffloadedStates:
         if not self._slots:
             size = self.block * gradient.element_size()
             self._slots.extend((self.memory.take(size), None) for _ in range(IN_FLIGHT))
-        most = self.block
+        most = self._slots[0][0].bytes.numel() // gradient.element_size()
         for start in range(0, flat.numel(), most):
             part = flat[start : start + most]
             slot, busy = self._slots.popleft()
@@ -221,6 +240,18 @@ def _add_up(room: Tensor, landed: Tensor, left: torch.cuda.Event | None, first: 
         room.copy_(landed)
     else:
         room.add_(landed)
+
+
+def _make_here(piece: Shard) -> None:
+    """The master copy of a piece that stays: none was made before it was known which those are."""
+    assert piece.working is not None
+    made = nn.Parameter(torch.empty_like(piece.working, dtype=piece.tensor.dtype))
+    made.grad_dtype = piece.tensor.grad_dtype
+    piece.tensor = made
+
+
+def _element_size(piece: Shard) -> int:
+    return piece.tensor.element_size() if piece.working is None else piece.working.element_size()
 
 
 def _unit(piece: Shard) -> str:

@@ -24,6 +24,7 @@ import torch
 from shoal.launch.assignment import Assignment
 from shoal.launch.worker import work
 from shoal.observe.flight_recorder import FIRST_STEP, STEP
+from shoal.parallel.shards import gradient
 from shoal.prove.chaos.damage import damage
 from shoal.prove.chaos.fault_kinds import BACKWARD, BY_NAME, FORWARD, RENAME, UPDATE, WRITE
 from shoal.prove.chaos.orders import FaultOrder, Orders
@@ -194,8 +195,9 @@ def _wrong(training: Training, order: FaultOrder) -> None:
         def spoiled(every: Any) -> None:
             original(every)
             _put(shared, "sum", original)
-            assert piece.tensor.grad is not None
-            piece.tensor.grad.view(-1)[place] = float("nan")
+            gradient(piece).view(-1)[place] = float("nan")
+            if piece.squares is not None:  # it has left the device, which had measured it
+                piece.squares.fill_(float("nan"))
 
         _put(shared, "sum", spoiled)
     elif order.kind == "loader crash":

@@ -222,7 +222,7 @@ class CorruptionGuard:
         yield from self._weights
         counts: dict[str, list[tuple[Shard, Tensor]]] = {}
         for piece, elements, kept_as in self._pieces:
-            if piece.held.has_master:
+            if piece.held.has_master or piece.away is not None:
                 yield GuardedTensor(MASTER, piece.name, elements, kept_as, piece.tensor)
             for kind, values in sorted(self.optimizer.state.get(piece.tensor, {}).items()):
                 if isinstance(values, Tensor) and values.dim() == 0:
@@ -234,7 +234,9 @@ class CorruptionGuard:
         for kept_as, some in counts.items():
             # One tensor of them: each alone would take as long as a small parameter.
             pieces = tuple((piece.name, piece.box.offset, piece.start, piece.stop) for piece, _ in some)
-            yield GuardedTensor(UPDATES, "", pieces, kept_as, torch.stack([count for _, count in some]))
+            yield GuardedTensor(
+                UPDATES, "", pieces, kept_as, torch.stack([count.to(self.mesh.device) for _, count in some])
+            )
 
     # What does not change from step to step is worked out once: a GPU has nothing to do while its state is listed.
 

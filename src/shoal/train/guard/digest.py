@@ -60,17 +60,34 @@ class Digests:
 @torch.no_grad()
 def digest(tensors: Sequence[Tensor], device: torch.device) -> Digests:
     """Asynchronous: on a GPU the work is only issued; reading the result waits for it."""
-    here = [tensor.to(device) for tensor in tensors]
-    counts = tuple(-(-tensor.nbytes // (BLOCK * _word_bytes(tensor))) for tensor in here)
-    sizes = torch.tensor(counts, dtype=torch.int64).to(device, non_blocking=True)
-    ends = sizes.cumsum(0)
-    owner = torch.repeat_interleave(sizes, output_size=sum(counts))
-    place = torch.arange(owner.numel(), device=device) - (ends - sizes)[owner]
+    counts = tuple(-(-tensor.nbytes // (BLOCK * _word_bytes(tensor))) for tensor in tensors)
+    ends, sizes, _, place = _places(counts, device)
+    here = [number for number, tensor in enumerate(tensors) if tensor.device == device]
     numbers = _kernel(device) if device.type == "cuda" else None
-    blocks = (numbers or _in_torch)(here, owner, place)
+    _, _, owner, own_place = _places([counts[number] for number in here], device)
+    found = (numbers or _in_torch)([tensors[number] for number in here], owner, own_place)
+    if len(here) < len(tensors):
+        # What the host has is read there: a device may have no room for it.
+        split = iter(found.split([counts[number] for number in here]))
+        mine = set(here)
+        found = torch.cat(
+            [
+                next(split) if number in mine else _block_numbers(tensor).to(device)
+                for number, tensor in enumerate(tensors)
+            ]
+        )
+    blocks = found
     # Integers: however they are added up, the sum is the same. That of a tensor is what it adds to those before it.
     sums = torch.cat([blocks.new_zeros(1), bits(blocks, place).cumsum(0)])
     return Digests(blocks, counts, sums[ends] - sums[ends - sizes])
+
+
+def _places(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where tensors of so many blocks end, these counts, and of every block its tensor and its place there."""
+    sizes = torch.tensor(counts, dtype=torch.int64).to(device, non_blocking=True)
+    ends = sizes.cumsum(0)
+    owner = torch.repeat_interleave(sizes, output_size=sum(counts))
+    return ends, sizes, owner, torch.arange(owner.numel(), device=device) - (ends - sizes)[owner]
 
 
 def prepare(device: torch.device) -> None:
