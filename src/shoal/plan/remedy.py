@@ -129,7 +129,10 @@ def _changes(layout: Layout, asked: PlanRequest) -> Iterator[tuple[str, dict[str
         yield "shard over all data ranks", {"dp": 1, "fsdp": layout.data_ranks, "zero": 3}
     for zero in range(layout.zero + 1, 4):
         yield f"zero={zero}", {"zero": zero}
-    for parts in ("optimizer", "optimizer+params", "activations"):
+    # A CPU's memory is its host's.
+    for parts in (
+        ("optimizer", "optimizer+params", "activations") if asked.cluster.device.name != "cpu" else ()
+    ):
         offload = Layout.parse(f"offload={parts}").offload
         yield f"offload={parts}", {"offload": offload}
         yield (
