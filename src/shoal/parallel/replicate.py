@@ -60,7 +60,6 @@ class Replicate(WholeParameters):
                 for labels in buckets(sizes, bucket_bytes)
             ]
             self.stages[stage] = BucketReducer(cut, None, self._send)
-        self.hand_gradients()
         self._flying: list[tuple[GradientBucket, torch.Tensor, dist.Work]] = []
 
     def start_step(self) -> None:

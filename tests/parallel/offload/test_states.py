@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+import torch
 from tests.parallel.sharding import GPT2, Case, assert_equal, train
 from tests.ranks import run_ranks
+
+from shoal.parallel.offload.host_memory import HostBuffer
+from shoal.parallel.offload.states import LandingBuffer
 
 ALONE = [
     Case("offload=optimizer", micro_batches=1),
@@ -45,3 +52,23 @@ def test_two_ranks_equal_one(case: Case) -> None:
 @pytest.mark.parametrize("case", WORLD_4, ids=lambda case: case.layout)
 def test_four_ranks_equal_one(case: Case) -> None:
     assert_equal(case, run_ranks(4, train, case))
+
+
+def test_what_has_landed_is_read_before_its_place_is_taken_again() -> None:
+    """Parts of all sizes through a small ring; a reader that lags behind sees each as it arrived."""
+    ring = LandingBuffer(HostBuffer(torch.empty(256, dtype=torch.uint8)))
+    reader, seen = ThreadPoolExecutor(1), []
+
+    def read(landed: torch.Tensor) -> None:
+        time.sleep(0.001)
+        seen.append(landed.clone())
+
+    sizes = [(7 * number) % ring.most + 1 for number in range(60)]
+    for number, size in enumerate(sizes):
+        landed = ring.take(size)
+        landed.fill_(number)
+        ring.taken(reader.submit(read, landed))
+    reader.shutdown()
+    assert [(part.numel(), set(part.tolist())) for part in seen] == [
+        (size, {number}) for number, size in enumerate(sizes)
+    ]

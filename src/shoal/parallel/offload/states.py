@@ -27,6 +27,7 @@ from shoal.parallel.shards import Shard
 from shoal.parallel.shards import gradient as gradient_of
 
 BLOCKS, ENDS = "model.layers.", "ends"
+ALIGNED = 16  # bytes, for elements of any width
 
 
 class Leaving(NamedTuple):
@@ -91,6 +92,33 @@ class AwayState:
         return wait
 
 
+class LandingBuffer:
+    """Where gradients arrive that are then added up elsewhere: a ring, taken from the front as it is emptied behind."""
+
+    def __init__(self, buffer: HostBuffer) -> None:
+        self._bytes = buffer.bytes
+        self._taken: deque[tuple[int, int, Future[None]]] = deque()  # from, to, and until when
+        self._last = 0, 0
+
+    @property
+    def most(self) -> int:
+        """Bytes that can be taken at once, with as many beside them."""
+        return self._bytes.numel() // IN_FLIGHT // ALIGNED * ALIGNED or self._bytes.numel()
+
+    def take(self, size: int) -> Tensor:
+        """So many bytes, as soon as what arrived there before has been read."""
+        start = -(-self._last[1] // ALIGNED) * ALIGNED
+        if start + size > self._bytes.numel():
+            start = 0
+        self._last = start, start + size
+        while any(one < start + size and start < other for one, other, _ in self._taken):
+            self._taken.popleft()[2].result()
+        return self._bytes[start : start + size]
+
+    def taken(self, until: Future[None]) -> None:
+        self._taken.append((*self._last, until))
+
+
 class OffloadedStates:
     """The pieces of a rank whose states the host has."""
 
@@ -114,7 +142,7 @@ class OffloadedStates:
         self._coming: object = None
         self._leaving: deque[Leaving] = deque()
         self._adder = HostThread("shoal-gradients", memory.device)
-        self._slots: deque[tuple[HostBuffer, Future[None] | None]] = deque()
+        self._landing: LandingBuffer | None = None
 
     def take_early(self, parameter: Tensor, piece: Shard, stays: bool) -> None:
         """From now on a gradient of this parameter is its piece's as soon as there is one.
@@ -215,21 +243,17 @@ class OffloadedStates:
             gone.stream.wait_event(gone.left)
 
     def _add(self, state: AwayState, gradient: Tensor) -> None:
-        """To what has arrived of earlier micro-batches, through buffers that all pieces share."""
+        """To what has arrived of earlier micro-batches, through a buffer that all pieces share."""
         room, flat, first = state.room_for(gradient, self.states), gradient.reshape(-1), state.times == 0
-        if not self._slots:
-            size = self.block * gradient.element_size()
-            self._slots.extend((self.memory.take(size), None) for _ in range(IN_FLIGHT))
-        most = self._slots[0][0].bytes.numel() // gradient.element_size()
+        if self._landing is None:
+            self._landing = LandingBuffer(self.memory.take(IN_FLIGHT * self.block * gradient.element_size()))
+        most = self._landing.most // gradient.element_size()
         for start in range(0, flat.numel(), most):
             part = flat[start : start + most]
-            slot, busy = self._slots.popleft()
-            if busy is not None:
-                busy.result()
-            landed = slot.bytes.view(gradient.dtype)[: part.numel()]
+            landed = self._landing.take(part.nbytes).view(gradient.dtype)
             left = self._copy(part, landed, gradient)
             done = self._adder.submit(_add_up, room.view(-1)[start : start + most], landed, left, first)
-            self._slots.append((slot, done))
+            self._landing.taken(done)
             state.landing = done
 
 
