@@ -18,6 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from shoal.facts.cluster import this_machine as machine
 from shoal.facts.config import Config, DataSection, EvaluateSection
+from shoal.facts.config.implied import own_tokenizer, tokenizer_of
 from shoal.facts.model import hub
 from shoal.facts.problem import BadInput
 from shoal.launch.environment import passed_on
@@ -198,6 +199,9 @@ def tokenised(job: Job, console: Console, key: str = "data.source") -> Collectio
             f"but {job.model.name} has a vocabulary of {job.model.vocab}",
             f"the model's own tokenizer, or a model with a vocabulary of at least {tokenizer.vocab}",
         )
+    own = own_tokenizer(job.config.model.model_dump())
+    if data.tokenizer == "bytes" and own is not None and any(one.templated for one in data.parts):
+        raise BadInput('data.tokenizer = "bytes" has no chat template', f'data.tokenizer = "{own[1]}"')
     collection = Collection.open(prepared(data, console, job.config.evaluate, key))
     for dataset in collection.everything:
         check_vocabulary(dataset, job.model.vocab)
@@ -239,7 +243,12 @@ def fetched(job: Job, console: Console) -> Job:
     model = job.config.model.model_copy(
         update={"init_from": place, "path": place if shape == name else shape}
     )
-    return replace(job, config=job.config.model_copy(update={"model": model}))
+    changes: dict[str, Any] = {"model": model}
+    data = job.config.data
+    if "tokenizer" not in data.model_fields_set and (found := tokenizer_of(Path(place))) is not None:
+        console.print(f"tokenizer: that of {name} (data.tokenizer is not set)", markup=False)
+        changes["data"] = data.model_copy(update={"tokenizer": found})
+    return replace(job, config=job.config.model_copy(update=changes))
 
 
 def check_weights(job: Job, run: RunDirectory | None) -> None:
