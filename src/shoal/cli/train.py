@@ -163,6 +163,8 @@ def _further(
     if sum((extend, branch is not None, fresh)) > 1:
         raise BadInput("--extend, --branch and --fresh: only one of them at a time", "leave out the others")
     start = None
+    if (extend or branch is not None) and job.config.recipe.epochs is not None:
+        job = local.with_length(job, local.tokenised(job, console))
     if extend:
         found = further.extend(job, run)
         console.print(found.note, markup=False)
@@ -170,6 +172,8 @@ def _further(
     elif branch is not None:
         start = newest_sound(branch)
     run.keep_in(job.config.checkpoint.to)
+    if branch is not None and start is not None and run.begun:
+        further.check_same_branch(run, branch, start)
     if start is not None and not run.begun:
         if together:
             raise BadInput(
@@ -210,7 +214,20 @@ def _summary(report: Report, console: Console) -> None:
         # Words that a shell takes as they are, wherever the run lies.
         run, model = (shlex.quote(str(each)) for each in (report.run, f"{report.run}-hf"))
         console.print("next")
-        console.print(f'  shoal generate {run} "Once upon a time"  text from its weights', markup=False)
+        told = '"Once upon a time"  text' if not _is_chat(report.run) else '"…" --chat  an answer'
+        console.print(f"  shoal generate {run} {told} from its weights", markup=False)
         console.print(
             f"  shoal checkpoint export {run} --to hf {model}  for transformers, vLLM, TGI", markup=False
         )
+
+
+def _is_chat(run: Path) -> bool:
+    """Whether a run learned to answer, as its config says: then text to continue shows little of it."""
+    from shoal.facts.config.file import load
+    from shoal.facts.problem import BadInput
+
+    try:
+        data = load(run / "config.toml").config.data
+    except BadInput:
+        return False
+    return any(part.format != "text" and part.template != "none" for part in data.parts)

@@ -393,12 +393,15 @@ class Config(Section):
 
 
 def find_field(key: str, schema: type[BaseModel] = Config) -> FieldInfo | None:
-    """The field of a dotted key such as ``recipe.lr``; None where there is none."""
+    """The field of a dotted key such as ``recipe.lr`` or, of a list of tables, ``data.mix.0.source``; None: none."""
     name, dot, rest = key.partition(".")
     field = schema.model_fields.get(name)
     if field is None or not dot:
         return field
     table = table_of(field)
+    if table is None and (item := item_of(field)) is not None:
+        number, _, rest = rest.partition(".")
+        table = item if number.isdecimal() and rest else None
     return find_field(rest, table) if table else None
 
 
@@ -421,3 +424,10 @@ def table_of(field: FieldInfo) -> type[BaseModel] | None:
     """The schema of a field that is a table."""
     kind = type_of(field)
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def item_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The schema of the items of a field that is a list of tables."""
+    kind = type_of(field)
+    item = next(iter(typing.get_args(kind)), None) if typing.get_origin(kind) in (list, tuple) else None
+    return item if isinstance(item, type) and issubclass(item, BaseModel) else None
