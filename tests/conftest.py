@@ -183,6 +183,8 @@ def settings(corpus: Path, small_model: Path, tmp_path: Path) -> Callable[..., l
             "fault.timeout": 20,
         }
         values.update({name.replace("__", "."): value for name, value in overrides.items()})
+        if "data.mix" in values:
+            del values["data.source"]
         return [
             f"{name}={str(value).lower() if isinstance(value, bool) else value}"
             for name, value in values.items()

@@ -45,7 +45,9 @@ def test_more_steps_before_the_decay_are_the_same_run(
     options = {**OPTIONS, "recipe__schedule": "constant"}
     assert shoal("run", recipe__steps=4, **options) == 0
     assert shoal("run", recipe__steps=8, **options) == 2
-    assert "another run: recipe.steps was 4, now 8" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "another run: recipe.steps was 4, now 8" in told and "fix: --extend" in told
+    assert told.count("error:") == 1  # warm-up and decay are shares of the steps
     assert shoal("run", "--extend", recipe__steps=8, **options) == 0
     assert "from 4 to 8 steps: the same run" in capsys.readouterr().err
     extended = left(tmp_path / "run")
@@ -108,12 +110,19 @@ def test_a_branch_from_any_checkpoint(
         left(tmp_path / name).checkpoint().tensor("weight", "model.norm.weight") for name in ("run", "other")
     ]
     assert not torch.equal(*weights)
+    # The same command finds it finished; no other branch goes on in its place.
+    assert shoal("other", "--branch", start, **other) == 0
+    capsys.readouterr()
+    for place, name in ((start, "run"), (start.with_name("step-00000002"), "other")):
+        assert shoal(name, "--branch", place, **other) == 2
+        told = capsys.readouterr().err
+        assert f"{tmp_path / name} holds another run" in told and "--run DIR" in told
     # Without --branch it goes on as any run.
     assert shoal("other", **other) == 0
     for words, reason in (
         ({"recipe__batch": 4}, "recipe.batch = 8, this job 4"),
         ({"recipe__optimizer": "sgd"}, "recipe.optimizer"),
-        ({"recipe__steps": 4}, "is after step 4, recipe.steps is 4"),
+        ({"recipe__steps": 4}, "--set recipe.steps=8"),
         ({"model__path": "", "model__preset": "tiny"}, "is of another model"),
     ):
         capsys.readouterr()

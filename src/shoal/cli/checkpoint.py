@@ -116,6 +116,7 @@ def export(
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None,
     tokenizer: str | None = None,
     shard_gb: Annotated[float, Parameter(validator=Number(gt=0, lte=1e6))] = 5.0,
+    ema: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Write a checkpoint as a Hugging Face model directory, which transformers, vLLM and TGI load.
@@ -140,6 +141,8 @@ def export(
         A tokenizer.json, or bytes; by default the run's own.
     shard_gb
         The most gigabytes of one weight file.
+    ema
+        Write the average of the weights that recipe.ema keeps.
     json
         Print one JSON document.
     """
@@ -160,7 +163,7 @@ def export(
     from shoal.train.huggingface.export import export as write  # torch: after all that needs none of it
 
     try:
-        done = write(found, directory, origin, dtype, int(shard_gb * 1e9))
+        done = write(found, directory, origin, dtype, int(shard_gb * 1e9), ema)
     except Damaged as error:
         fix = (
             "nothing was written; shoal checkpoint verify names all damage, an older checkpoint may be sound"

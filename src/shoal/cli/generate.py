@@ -26,6 +26,7 @@ def generate(
     layout: str = "dp=1",
     precision: Literal["fp32", "bf16", "fp16", "fp64"] | None = None,
     tokenizer: str | None = None,
+    ema: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Continue a prompt with a run's weights, or answer it.
@@ -61,6 +62,8 @@ def generate(
         To compute in; by default bf16 on a GPU, fp32 on a CPU.
     tokenizer
         A tokenizer.json, or bytes; by default the run's own, or that of the model directory.
+    ema
+        Use the average of the weights that recipe.ema keeps.
     json
         Print one JSON document.
     """
@@ -80,7 +83,7 @@ def generate(
         said = [{"role": "system", "content": system}] if system is not None else []
         text = launcher.chat_prompt(source.origin, [*said, {"role": "user", "content": text}])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    job = launcher.job_for(source, layout, precision, tokens, visible)
+    job = launcher.job_for(source, layout, precision, tokens, visible, ema)
     reader = launcher.tokenizer_of(source, job)
     ids = launcher.prompt_tokens(source, reader, text, chat) or [reader.end]
     room = job.model.max_positions - len(ids)
@@ -96,7 +99,7 @@ def generate(
     count = min(tokens, room)
     ends = launcher.ends_of(source, reader)
     request = TextRequest(
-        source.weights, tuple(ids), count, ends, temperature, TokenCandidates(top_k, top_p), seed
+        source.weights, tuple(ids), count, ends, temperature, TokenCandidates(top_k, top_p), seed, ema
     )
     shown = 0
 
@@ -117,4 +120,7 @@ def generate(
         print_json({**document, "layout": str(job.layout), "weights": source.weights})
     else:
         sys.stdout.write(answer[shown:] + "\n")
+    if not written:
+        ended = "the model ended the text at once: the first token that it drew is one that ends a text"
+        print(ended, file=sys.stderr)
     return 0

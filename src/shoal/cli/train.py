@@ -14,6 +14,7 @@ from shoal.launch.report import FAILED, FINISHED, Report
 from shoal.launch.screen import Console
 
 if TYPE_CHECKING:
+    from shoal.facts.config.file import Loaded
     from shoal.plan.resolve import Job
     from shoal.train.run_directory import RunDirectory
 
@@ -73,6 +74,7 @@ def train(
     """
     from shoal.cli.show import measured_rates, print_json, use_calibration, warn_of_length
     from shoal.facts.config.file import load
+    from shoal.facts.config.implied import kept
     from shoal.launch import local
     from shoal.launch.manifest import predicted_time
     from shoal.launch.nodes import train as on_nodes
@@ -83,9 +85,12 @@ def train(
     use_calibration(calibration)
     given = load(config, set, layout)
     loaded = given.config
+    notes = _notes(given)
     together = NodeCount.parse(nodes) if nodes is not None else None
     path = run or Path(loaded.run.dir).expanduser() / loaded.run.slug
     directory = RunDirectory(path, node_name(node)) if together else RunDirectory(path)
+    if not fresh and directory.begun:
+        loaded, notes = kept(loaded, given.origins, path), []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     with given.located():
         job = resolve(loaded, visible, together.most if together else 1)
@@ -93,6 +98,8 @@ def train(
     where = f"{job.cluster.device.name}, layout {job.layout}, run {directory.path}"
     console.print(f"{job.model.name} on {where}", markup=False)
     warn_of_length(job.model, loaded.recipe.seq)
+    for note in notes:
+        console.print(note, markup=False)
     console.print(predicted_time(job), markup=False)
     if rates := measured_rates(job.cluster):
         console.print(rates, markup=False)
@@ -123,6 +130,21 @@ def train(
     return report.code
 
 
+def _notes(given: Loaded) -> list[str]:
+    """What a first start is told of values that it did not write."""
+    from shoal.facts.config.implied import ORIGINS, TOKENIZER
+
+    config, notes = given.config, []
+    if (origin := given.origin(TOKENIZER)) in ORIGINS:
+        notes.append(f"tokenizer: {config.data.tokenizer}, as {origin} has it (data.tokenizer is not set)")
+    if config.model.init_from is not None and "recipe.lr" not in given.origins:
+        notes.append(
+            f"note: recipe.lr is not set; the default, {config.recipe.lr:g}, suits the tiny preset; "
+            "fix: recipe.lr = 2e-5"
+        )
+    return notes
+
+
 def _further(
     job: Job,
     run: RunDirectory,
@@ -141,6 +163,8 @@ def _further(
     if sum((extend, branch is not None, fresh)) > 1:
         raise BadInput("--extend, --branch and --fresh: only one of them at a time", "leave out the others")
     start = None
+    if (extend or branch is not None) and job.config.recipe.epochs is not None:
+        job = local.with_length(job, local.tokenised(job, console))
     if extend:
         found = further.extend(job, run)
         console.print(found.note, markup=False)
@@ -148,6 +172,8 @@ def _further(
     elif branch is not None:
         start = newest_sound(branch)
     run.keep_in(job.config.checkpoint.to)
+    if branch is not None and start is not None and run.begun:
+        further.check_same_branch(run, branch, start)
     if start is not None and not run.begun:
         if together:
             raise BadInput(
@@ -188,7 +214,20 @@ def _summary(report: Report, console: Console) -> None:
         # Words that a shell takes as they are, wherever the run lies.
         run, model = (shlex.quote(str(each)) for each in (report.run, f"{report.run}-hf"))
         console.print("next")
-        console.print(f'  shoal generate {run} "Once upon a time"  text from its weights', markup=False)
+        told = '"Once upon a time"  text' if not _is_chat(report.run) else '"…" --chat  an answer'
+        console.print(f"  shoal generate {run} {told} from its weights", markup=False)
         console.print(
             f"  shoal checkpoint export {run} --to hf {model}  for transformers, vLLM, TGI", markup=False
         )
+
+
+def _is_chat(run: Path) -> bool:
+    """Whether a run learned to answer, as its config says: then text to continue shows little of it."""
+    from shoal.facts.config.file import load
+    from shoal.facts.problem import BadInput
+
+    try:
+        data = load(run / "config.toml").config.data
+    except BadInput:
+        return False
+    return any(part.format != "text" and part.template != "none" for part in data.parts)

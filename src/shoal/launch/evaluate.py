@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from shoal.facts.config import Config
+from shoal.facts.config import HELDOUT, Config, EvaluateSection
 from shoal.facts.config.file import load
 from shoal.facts.problem import BadInput
 from shoal.launch import local
@@ -19,14 +20,15 @@ if TYPE_CHECKING:
     from shoal.parallel.signed_store import SignedStore
     from shoal.train.score_sets import EvaluationSet, SetLoss
 
-OWN = "validation"  # what a run's own held-out text is called
-
 
 def job_for(weights: str, layout: str, overrides: list[str], visible: str | None) -> tuple[Job, str, bool]:
-    """The job that these weights are evaluated in, where they are, and whether they have held-out text of their own.
+    """The job that these weights are evaluated in, where they are, and whether they have validation text of their own.
 
-    A run's own config, but for the layout and what is overridden; of a model directory, defaults.
+    A run's own config, but for the layout and what is overridden; of a model directory, defaults. Where the run
+    evaluates the average of its weights (``evaluate.ema``), so does this.
     """
+    from shoal.train.first_weights import weights_of
+
     source = find_source(weights)
     run = run_of(Path(source.weights)) if not (Path(source.weights) / "config.json").is_file() else None
     config = load(run / "config.toml" if run is not None else None, overrides, layout).config
@@ -39,17 +41,21 @@ def job_for(weights: str, layout: str, overrides: list[str], visible: str | None
         values["data"]["tokenizer"] = source.origin.tokenizer
     job = resolve(Config.model_validate(values), visible)
     local.check_devices(job, visible)
-    local.check_weights(job, None)
+    weights_of(source.weights, job.model, job.config.evaluate.ema)  # refuses what does not fit
     return job, source.weights, run is not None
 
 
 def prepare_sets(job: Job, named: list[str], own: bool, console: Console) -> list[EvaluationSet]:
-    """Tokenise what is to be evaluated: the held-out text of a run, or all of each named set, ``NAME=SOURCE``."""
+    """Tokenise what is to be evaluated: a run's own validation sets, or all of each named set, ``NAME=SOURCE``."""
     from shoal.train.score_sets import EvaluationSet
 
     if not named and not own:
         raise BadInput("a model directory has no validation text of its own", "--data NAME=SOURCE")
-    sets = [] if named else [EvaluationSet(OWN, local.tokenised(job, console).path, whole=False)]
+    sets: list[EvaluationSet] = []
+    if not named:
+        path = local.tokenised(job, console).path
+        held = (HELDOUT,) if job.config.data.heldout or not job.config.evaluate.sources else ()
+        return [EvaluationSet(name, path, whole=False) for name in (*held, *job.config.evaluate.sources)]
     for one in named:
         name, _, source = one.partition("=")
         if not source:
@@ -58,11 +64,13 @@ def prepare_sets(job: Job, named: list[str], own: bool, console: Console) -> lis
             raise BadInput(
                 f"--data: {name} is the name of two data sets", "--data NAME=SOURCE, each with its own"
             )
-        data = job.config.data.model_copy(update={"source": source, "heldout": 0.0})
-        asked = Job(
-            job.config.model_copy(update={"data": data}), job.model, job.cluster, job.layout, job.notes
+        # This source alone: what the run was trained and validated on has no part in it.
+        data = job.config.data.model_copy(update={"source": source, "mix": [], "heldout": 0.0})
+        changes = {"data": data, "evaluate": EvaluateSection()}
+        asked = replace(job, config=job.config.model_copy(update=changes))
+        sets.append(
+            EvaluationSet(name, local.tokenised(asked, Console(quiet=True), "--data").path, whole=True)
         )
-        sets.append(EvaluationSet(name, local.tokenised(asked, Console(quiet=True)).path, whole=True))
     return sets
 
 

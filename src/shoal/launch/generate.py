@@ -43,8 +43,17 @@ def find_source(text: str) -> TextSource:
     return TextSource(str(path), origin_of(found.manifest, run_of(path)))
 
 
-def job_for(source: TextSource, layout: str, precision: str | None, tokens: int, visible: str | None) -> Job:
+def job_for(
+    source: TextSource,
+    layout: str,
+    precision: str | None,
+    tokens: int,
+    visible: str | None,
+    average: bool = False,
+) -> Job:
     """Everything that is wrong with a layout, or with the weights, raises here."""
+    from shoal.train.first_weights import weights_of
+
     parsed = Layout.parse(layout)
     unit = math.lcm(length_unit(parsed), 1)
     # Rows that no layout has to accumulate: one for every data rank and stage.
@@ -62,7 +71,7 @@ def job_for(source: TextSource, layout: str, precision: str | None, tokens: int,
     recipe["states"] = "bf16" if recipe["precision"] == "bf16" else "fp32"
     job = resolve(Config.model_validate(values), visible)
     local.check_devices(job, visible)
-    local.check_weights(job, None)
+    weights_of(source.weights, job.model, average)  # refuses what does not fit
     return job
 
 

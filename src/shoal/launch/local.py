@@ -18,6 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from shoal.facts.cluster import this_machine as machine
 from shoal.facts.config import Config, DataSection, EvaluateSection
+from shoal.facts.config.implied import own_tokenizer, tokenizer_of
 from shoal.facts.model import hub
 from shoal.facts.problem import BadInput
 from shoal.launch.environment import passed_on
@@ -188,8 +189,8 @@ def check_memory(job: Job, nodes: int = 1) -> None:
         )
 
 
-def tokenised(job: Job, console: Console) -> Collection:
-    """The tokenised data, refused where it has ids that the model has no row for."""
+def tokenised(job: Job, console: Console, key: str = "data.source") -> Collection:
+    """The tokenised data, refused where it has ids that the model has no row for. ``key``: what named its source."""
     data = job.config.data
     tokenizer = open_tokenizer(data.tokenizer, data.end_token)
     if tokenizer.vocab > job.model.vocab:  # known without reading any text
@@ -198,7 +199,10 @@ def tokenised(job: Job, console: Console) -> Collection:
             f"but {job.model.name} has a vocabulary of {job.model.vocab}",
             f"the model's own tokenizer, or a model with a vocabulary of at least {tokenizer.vocab}",
         )
-    collection = Collection.open(prepared(data, console, job.config.evaluate))
+    own = own_tokenizer(job.config.model.model_dump())
+    if data.tokenizer == "bytes" and own is not None and any(one.templated for one in data.parts):
+        raise BadInput('data.tokenizer = "bytes" has no chat template', f'data.tokenizer = "{own[1]}"')
+    collection = Collection.open(prepared(data, console, job.config.evaluate, key))
     for dataset in collection.everything:
         check_vocabulary(dataset, job.model.vocab)
         bad = dataset.manifest["bad_rows"]
@@ -239,7 +243,12 @@ def fetched(job: Job, console: Console) -> Job:
     model = job.config.model.model_copy(
         update={"init_from": place, "path": place if shape == name else shape}
     )
-    return replace(job, config=job.config.model_copy(update={"model": model}))
+    changes: dict[str, Any] = {"model": model}
+    data = job.config.data
+    if "tokenizer" not in data.model_fields_set and (found := tokenizer_of(Path(place))) is not None:
+        console.print(f"tokenizer: that of {name} (data.tokenizer is not set)", markup=False)
+        changes["data"] = data.model_copy(update={"tokenizer": found})
+    return replace(job, config=job.config.model_copy(update=changes))
 
 
 def check_weights(job: Job, run: RunDirectory | None) -> None:
@@ -270,21 +279,26 @@ def warm_workers(preload: Sequence[str], config: Config | None = None) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def prepared(data: DataSection, console: Console, evaluate: EvaluateSection | None = None) -> Path:
+def prepared(
+    data: DataSection, console: Console, evaluate: EvaluateSection | None = None, key: str = "data.source"
+) -> Path:
     """The directory of the tokenised data, made now or found: of one source, or of all that there are."""
     cache = Path(data.cache).expanduser() / "data"
-    parts = [_prepared_source(part, cache, console) for part in data.parts]
+    key = "data.mix: source" if data.mix else key
+    parts = [_prepared_source(part, cache, console, key) for part in data.parts]
     weights = [[part.weight, [[change.step, change.weight] for change in part.later]] for part in data.mix]
     sources = evaluate.sources if evaluate is not None else {}
     for_validation = {
         name: data.model_copy(update={"source": source, "mix": [], "heldout": 0.0})
         for name, source in sources.items()
     }
-    validation = {name: _prepared_source(one, cache, console) for name, one in for_validation.items()}
+    validation = {
+        name: _prepared_source(one, cache, console, "evaluate.source") for name, one in for_validation.items()
+    }
     return gather(cache, parts, weights, validation)
 
 
-def _prepared_source(data: DataSection, cache: Path, console: Console) -> Path:
+def _prepared_source(data: DataSection, cache: Path, console: Console, key: str) -> Path:
     columns = (TextColumn("tokenising {task.fields[source]}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("tokenising", total=None, source=data.source)
@@ -302,4 +316,5 @@ def _prepared_source(data: DataSection, cache: Path, console: Console) -> Path:
             workers=data.workers,
             keep=data.window if data.shuffle == "window" else 0,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
+            key=key,
         )

@@ -62,6 +62,8 @@ def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
     """
     problems: list[Problem] = []
     key = "model.preset" if config.model.path is None else "model.path"
+    if config.model.path is not None and config.model.path == config.model.init_from:
+        key = "model.init_from"  # which implies the shape
     model = seek(key, lambda: look_up(config), problems)
     cluster = seek("cluster.on", lambda: notation.find(config.cluster.on, visible), problems)
     if cluster is not None and nodes > 1 and cluster.name == "local":

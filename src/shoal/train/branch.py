@@ -8,12 +8,14 @@ Needs no torch.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shoal.facts.input.untrusted_files import read_json
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.recipe import Recipe
@@ -21,12 +23,14 @@ from shoal.plan.resolve import Job
 from shoal.train.checkpoint.listing import ListedCheckpoint, list_checkpoints, run_of
 from shoal.train.checkpoint.manifest import identity_hash
 from shoal.train.checkpoint.storage import CheckpointStorage
-from shoal.train.files import StepFile, read_rows
+from shoal.train.files import StepFile, read_rows, replace_text
 from shoal.train.run_directory import RunDirectory, identity
 
 # What the states of a checkpoint are made for: the samples that were used, and what the optimizer keeps.
 KEPT = ("recipe.batch", "recipe.optimizer", "recipe.ema")
 COPIED_AT_ONCE = 1 << 24
+# In a run that began as a branch: where.
+BRANCH = "branch.json"
 
 
 @dataclass(frozen=True)
@@ -105,11 +109,31 @@ def check_branch(job: Job, start: ListedCheckpoint) -> None:
         problems.append(
             Problem(
                 f"{start.name} is after step {start.step}, recipe.steps is {job.config.recipe.steps}",
-                "more steps",
+                f"more steps: --set recipe.steps={2 * start.step}",
             )
         )
     if problems:
         raise BadInput(problems)
+
+
+def check_same_branch(run: RunDirectory, asked: Path, start: ListedCheckpoint) -> None:
+    """Refuse to go on with a run that is there and did not begin at that checkpoint (of a run: at any of its)."""
+    try:
+        begun_at = read_json(run.path / BRANCH)
+    except (OSError, ValueError):
+        begun_at = None
+    if not isinstance(begun_at, dict):
+        begun_at = {}
+    named = {"run": _absolute(asked), "checkpoint": _absolute(start.name)}
+    if not any(begun_at.get(key) == name for key, name in named.items()):
+        raise BadInput(
+            f"--branch: {run.path} holds another run, which did not begin at {start.name}",
+            f"--run DIR, for the branch; without --branch {run.path} goes on",
+        )
+
+
+def _absolute(place: Path | str) -> str:
+    return str(place) if "://" in str(place) else str(Path(place).resolve())
 
 
 def branch(job: Job, run: RunDirectory, start: ListedCheckpoint, dataset: str) -> None:
@@ -139,6 +163,8 @@ def branch(job: Job, run: RunDirectory, start: ListedCheckpoint, dataset: str) -
                 if row["step"] <= start.step:
                     rows.append(row)
             rows.sync()
+        begun_at = {"checkpoint": _absolute(start.name), "run": _absolute(source) if source else None}
+        replace_text(run.path / BRANCH, json.dumps(begun_at) + "\n")
         # Last: from here on there is something to go on with.
         run.disk.commit(start.step, attempt, start.manifest.model_copy(update=changes).to_text())
 

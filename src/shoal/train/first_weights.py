@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shoal.facts.model import Model, hub
 from shoal.facts.model.parameters import parameters
+from shoal.facts.optimizers import AVERAGE
 from shoal.facts.problem import BadInput
 from shoal.models import initial
 from shoal.models.huggingface import WeightFiles, fill_slices
@@ -15,6 +16,8 @@ from shoal.plan.resolve import Job
 from shoal.train.checkpoint.listing import newest_sound
 from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.checkpoint.read import Checkpoint
+
+NO_AVERAGE = "the weights themselves: leave out --ema, or set evaluate.ema = false"
 
 
 def first_weights(job: Job) -> Fill:
@@ -29,12 +32,17 @@ def first_weights(job: Job) -> Fill:
     return fill
 
 
-def weights_of(origin: str, model: Model) -> Fill:
-    """Gives parameters the values that they have there; each rank reads what it holds. Refused if they do not fit."""
+def weights_of(origin: str, model: Model, average: bool = False) -> Fill:
+    """Gives parameters the values that they have there; each rank reads what it holds. Refused if they do not fit.
+
+    ``average``: those of the average of the weights that ``recipe.ema`` keeps beside them in a checkpoint.
+    """
     path = (
         hub.fetch(origin, hub.WEIGHTS, newest=False) if hub.is_hub_name(origin) else Path(origin).expanduser()
     )
     if (path / "config.json").is_file() or any(path.glob("*.safetensors")) or not _is_ours(path):
+        if average:
+            raise BadInput(f"{origin} holds weights and no average of them", NO_AVERAGE)
         files = WeightFiles(path, model)
 
         def fill_from_files(slices: list[tuple[str, Slice]]) -> None:
@@ -43,11 +51,21 @@ def weights_of(origin: str, model: Model) -> Fill:
 
         return fill_from_files
     checkpoint = _open(path, model)
+    state = AVERAGE if average else "weight"
+    if average:
+        check_average(checkpoint)
 
     def fill_from_checkpoint(slices: list[tuple[str, Slice]]) -> None:
-        checkpoint.fill(model, [("weight", name, part) for name, part in slices])
+        checkpoint.fill(model, [(state, name, part) for name, part in slices])
 
     return fill_from_checkpoint
+
+
+def check_average(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint of a run that kept no average."""
+    if AVERAGE not in checkpoint.states:
+        name = checkpoint.place.name(checkpoint.step)
+        raise BadInput(f"{name} has no average of its weights: the run had no recipe.ema", NO_AVERAGE)
 
 
 def _is_ours(path: Path) -> bool:

@@ -296,11 +296,18 @@ class RunDirectory:
         defaults = {f"recipe.{name}": value for name, value in resolved_recipe(Recipe()).items()}
         then = {**defaults, SHUFFLE: "global", **then}
         ignored = _moved(then, now) | (LENGTH if self.extending else set())
+        if now["recipe.steps"] != then["recipe.steps"]:
+            # One cause, told once.
+            ignored |= _follow_length(job.config.recipe, then)
         now, then = (
             {key: value for key, value in side.items() if key not in ignored} for side in (now, then)
         )
+        more = f"--extend gives a run more steps; {fix}"
         problems += [
-            Problem(f"{self.path} holds another run: {text}", fix) for text in _differences(then, now)
+            Problem(
+                f"{self.path} holds another run: {text}", more if text.startswith("recipe.steps ") else fix
+            )
+            for text in _differences(then, now)
         ]
         if problems:
             raise BadInput(problems)
@@ -415,6 +422,12 @@ def _moved(then: dict[str, Any], now: dict[str, Any]) -> set[str]:
     elif now[WEIGHTS_HASH] == then[WEIGHTS_HASH]:
         ignored.add(WEIGHTS)
     return ignored
+
+
+def _follow_length(recipe: Recipe, then: dict[str, Any]) -> set[str]:
+    """The spans that differ only because they are shares of another number of steps."""
+    before = resolved_recipe(recipe.model_copy(update={"steps": then["recipe.steps"]}))
+    return {key for name in ("warmup", "decay") if before[name] == then.get(key := f"recipe.{name}")}
 
 
 def _absolute(path: str | None) -> Path | None:

@@ -20,7 +20,7 @@ from shoal.train.program import blueprint
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Tokenised data under a name. ``whole``: all of it, and not only what was held out of training."""
+    """Tokenised data under a name. ``whole``: all of it, and not only the validation set that is called so."""
 
     name: str
     dataset: Path
@@ -39,13 +39,13 @@ def score_sets(job: Job, mesh: Mesh, origin: str, sets: list[EvaluationSet], mos
     """The mean loss a token of each set, over ``most`` samples spread evenly. ``origin``: of the weights."""
     config, recipe = job.config, job.config.recipe
     network = blueprint(job.model, recipe)
-    placed = apply(network, mesh, config.tune, weights_of(origin, job.model), recipe.seq)
+    placed = apply(network, mesh, config.tune, weights_of(origin, job.model, config.evaluate.ema), recipe.seq)
     end = open_tokenizer(config.data.tokenizer, config.data.end_token).end
     micro, at_once = job.layout.micro_batch(recipe.batch), job.layout.accumulation(recipe.batch)
     losses = []
     for one in sets:
         cut = cut_samples(Collection.open(one.dataset), config.data, recipe.seq, end)
-        samples = cut.train if one.whole else cut.validation.get(config.evaluate.watched)
+        samples = cut.train if one.whole else cut.validation.get(one.name)
         count = min(most, len(samples)) if samples is not None else 0
         loss = heldout_loss(placed, samples, mesh, count, micro, at_once) if samples and count else None
         losses.append(SetLoss(one.name, loss, count))

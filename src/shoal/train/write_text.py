@@ -36,6 +36,7 @@ class TextRequest:
     temperature: float
     candidates: TokenCandidates
     seed: int
+    average: bool = False  # with the average of the weights that recipe.ema keeps
 
 
 def write_text(
@@ -44,7 +45,11 @@ def write_text(
     """The tokens that follow the prompt, without the one that ends the text. ``told``: of all of them so far."""
     network = blueprint(job.model, job.config.recipe)
     placed = apply(
-        network, mesh, job.config.tune, weights_of(request.origin, job.model), job.config.recipe.seq
+        network,
+        mesh,
+        job.config.tune,
+        weights_of(request.origin, job.model, request.average),
+        job.config.recipe.seq,
     )
     begin = len(request.prompt)
     score = _Scores(placed, mesh, begin + request.count)

@@ -126,7 +126,11 @@ class DataSection(Section):
     mix: list[MixPart] = Field(
         [], description="several sources instead of one, each a table of source, weight and later"
     )
-    tokenizer: str = Field("bytes", description='"bytes" or the path of a tokenizer.json')
+    tokenizer: str = Field(
+        "bytes",
+        description='"bytes", a tokenizer.json or a model directory; unset: that of model.init_from or model.path, if '
+        "it has one",
+    )
     end_token: str | None = Field(
         None, description="the token that ends a document, if the tokenizer has no obvious one"
     )
@@ -146,7 +150,9 @@ class DataSection(Section):
     )
     packing: bool = Field(True, description="pack documents end to end; false: one document per row, padded")
     within_documents: bool = Field(
-        False, description="attention and targets do not cross document boundaries"
+        False,
+        description="attention and targets do not cross document boundaries; unset: true where rows are conversations "
+        "(data.format)",
     )
     shuffle: Literal["global", "window"] = Field(
         "global",
@@ -168,6 +174,30 @@ class DataSection(Section):
     )
     cache: str = Field("~/.cache/shoal", min_length=1, description="directory for tokenised data")
     workers: int = Field(0, ge=0, le=4096, description="tokenizer processes; 0: one per core")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_origin(cls, given: object) -> object:
+        """A run's own config has the default beside a mix: that is no contradiction."""
+        if isinstance(given, dict) and given.get("mix") and given.get("source", "stdlib") != "stdlib":
+            raise ValueError("source = … and mix = … are both set")
+        return given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _conversations_apart(cls, given: object) -> object:
+        """Conversations that share a row must not read each other."""
+        if not isinstance(given, dict) or "within_documents" in given:
+            return given
+        mix = given.get("mix")
+        tables = [given, *(mix if isinstance(mix, list) else ())]
+        formats = [one.get("format") for one in tables if isinstance(one, dict)]
+        return {**given, "within_documents": True} if {"chat", "prompt"} & {*map(str, formats)} else given
+
+    @property
+    def templated(self) -> bool:
+        """Whether its rows become text by the tokenizer's own chat template."""
+        return self.format != "text" and self.template == "auto"
 
     @property
     def parts(self) -> list[DataSection]:
@@ -363,12 +393,15 @@ class Config(Section):
 
 
 def find_field(key: str, schema: type[BaseModel] = Config) -> FieldInfo | None:
-    """The field of a dotted key such as ``recipe.lr``; None where there is none."""
+    """The field of a dotted key such as ``recipe.lr`` or, of a list of tables, ``data.mix.0.source``; None: none."""
     name, dot, rest = key.partition(".")
     field = schema.model_fields.get(name)
     if field is None or not dot:
         return field
     table = table_of(field)
+    if table is None and (item := item_of(field)) is not None:
+        number, _, rest = rest.partition(".")
+        table = item if number.isdecimal() and rest else None
     return find_field(rest, table) if table else None
 
 
@@ -391,3 +424,10 @@ def table_of(field: FieldInfo) -> type[BaseModel] | None:
     """The schema of a field that is a table."""
     kind = type_of(field)
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def item_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The schema of the items of a field that is a list of tables."""
+    kind = type_of(field)
+    item = next(iter(typing.get_args(kind)), None) if typing.get_origin(kind) in (list, tuple) else None
+    return item if isinstance(item, type) and issubclass(item, BaseModel) else None

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from shoal.facts import problem
-from shoal.facts.config import Config, describe, find_field, table_of, type_of
+from shoal.facts.config import Config, describe, find_field, item_of, table_of, type_of
 from shoal.facts.input.other_words import BESIDE, LATER, VALUES, Meaning, layout_pair, meaning
 from shoal.facts.layout import READERS
 from shoal.facts.problem import Problem, closest, did_you_mean
@@ -67,6 +67,10 @@ def remove_unknown(
             problems.extend(_unknown(key, values.pop(name), schema, places))
         elif (table := table_of(field)) and isinstance(values[name], dict):
             problems.extend(remove_unknown(values[name], places, table, key + "."))
+        elif (item := item_of(field)) and isinstance(values[name], list):
+            for number, one in enumerate(values[name]):
+                if isinstance(one, dict):
+                    problems.extend(remove_unknown(one, places, item, f"{key}.{number}."))
     return problems
 
 
@@ -94,7 +98,12 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _unknown(key: str, value: Any, schema: type[BaseModel], places: dict[str, str]) -> list[Problem]:
     """A key that the schema does not have; of a whole table of another tool's, each key that has an answer."""
-    name = key.rpartition(".")[2]
+    outer, _, name = key.rpartition(".")
+    if outer.rpartition(".")[2].isdecimal():  # in a list of tables, which have keys of their own
+        other = (meaning(name) or Meaning()).key.rpartition(".")[2]
+        word = other if other in schema.model_fields else name
+        fix = did_you_mean(word, schema.model_fields)
+        return [_placed(places, key, f"{outer}: unknown key {name!r}", fix)]
     if name and isinstance(value, dict) and key not in LATER and closest(name, schema.model_fields) is None:
         inner = {f"{key}.{word}": _known_elsewhere(f"{key}.{word}", of) for word, of in value.items()}
         answers = [_placed(places, one, f"unknown key {one!r}", fix) for one, fix in inner.items() if fix]
@@ -175,6 +184,9 @@ def _refused(key: str, details: list[ErrorDetails]) -> tuple[str, str]:
         "" if isinstance(given, dict) or key in _NOT_QUOTED else f" = {shorten(redact(toml_value(given)))}"
     )
     what = f"{key}{shown}: {must}"
+    if detail["type"] == "missing":
+        outer, _, name = key.rpartition(".")
+        return f"{outer}: the key {name!r} is missing", f"{name}: {describe(key)}"
     if field is None:
         return what, "shoal config show lists every key with its meaning"
     choices = [str(choice) for choice in typing.get_args(type_of(field)) if isinstance(choice, str)]
@@ -189,11 +201,15 @@ def _refused(key: str, details: list[ErrorDetails]) -> tuple[str, str]:
     if table is not None and detail["type"] == "value_error":
         # Values that are right by themselves and contradict each other: only those are the matter.
         named = [f"{key}.{name}" for name in table.model_fields if re.search(rf"\b{name} = ", must)]
-        if named:
+        if len(named) > 1:
             return what, f"keep one: {' or '.join(named)}"
+        known = must.rpartition(": ")[2]
+        if named and known.startswith('"'):
+            return what, f"{named[0]} = {known}"
     if table is not None:
         return what, f"[{key}] holds {', '.join(table.model_fields)}"
-    default = "" if field.default is None else f" (default {toml_value(field.default)})"
+    without = field.default is None or field.is_required()
+    default = "" if without else f" (default {toml_value(field.default)})"
     return what, f"{key}: {describe(key)}{default}"
 
 

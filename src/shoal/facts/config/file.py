@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from shoal.facts.config import Config, describe, find_field, type_of
 from shoal.facts.config.check import explain, place_of, refuse_passwords, remove_unknown, toml_value, where_of
+from shoal.facts.config.implied import TOKENIZER, own_tokenizer
 from shoal.facts.config.key_lines import key_lines
 from shoal.facts.config.paths import resolve_paths
 from shoal.facts.input.other_files import is_directory, not_a_config
@@ -69,6 +70,7 @@ def load(path: Path | None, overrides: list[str] | None = None, layout: str | No
         _name_after_file(values, places, path)
     _last_word_on_length(values, places)
     resolve_paths(values, lambda key: _base(path, place_of(places, key)))
+    _imply_tokenizer(values, places)
     problems += remove_unknown(values, places)
     problems += refuse_passwords(flatten(values), places)
     problems += _check_layout(values, places)
@@ -203,6 +205,16 @@ def _name_after_file(values: dict[str, Any], places: dict[str, str], path: Path)
     if isinstance(run, dict) and "name" not in run:
         run["name"] = path.stem.encode(errors="replace").decode()
         places["run.name"] = f"the name of {path}"
+
+
+def _imply_tokenizer(values: dict[str, Any], places: dict[str, str]) -> None:
+    """A model's own tokenizer, unless another is named: with any other its weights mean nothing."""
+    data = values.setdefault("data", {})
+    if not isinstance(data, dict) or "tokenizer" in data:
+        return
+    found = own_tokenizer(values.get("model"))
+    if found is not None:
+        places[TOKENIZER], data["tokenizer"] = found
 
 
 def _last_word_on_length(values: dict[str, Any], places: dict[str, str]) -> None:

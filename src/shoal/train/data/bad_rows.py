@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.facts.problem import BadInput
+from shoal.train.data.conversations import ANSWERS, NO_ANSWER
 from shoal.train.data.encode import Encoded, EncodeTask
 from shoal.train.data.row_format import EMPTY
 from shoal.train.data.sources import SourceFile
@@ -90,5 +91,12 @@ def refuse_too_many(found: BadRows, fraction: float, source: str) -> None:
     raise BadInput(
         f"{found.bad} of the {found.rows} rows of {source!r} are bad, at most {allowed} may be; "
         f"{reasons}{shown}",
-        "correct the rows, name the text's field in data.field, or raise data.max_bad_rows",
+        f"{_remedy(found)}, or raise data.max_bad_rows",
     )
+
+
+def _remedy(found: BadRows) -> str:
+    """A field that is not there may have another name; a conversation without an answer has none."""
+    if found.reasons.keys() == {NO_ANSWER}:
+        return f"give each row an answer, in a conversation a message of the role {ANSWERS!r}"
+    return "correct the rows, name the text's field in data.field"

@@ -60,13 +60,14 @@ def prepare(
     workers: int = 0,
     keep: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    key: str = "data.source",
 ) -> Path:
     """The directory of the tokenised source, made now or found.
 
     ``source`` is ``stdlib``, a path, a glob, a URL, or a directory made by an earlier call. ``heldout`` and
     ``max_bad_rows`` are fractions of all documents and of all rows; ``workers`` = 0 means one a core;
     ``progress`` gets the bytes done and the bytes in all. ``keep``: of a directory behind a URL, how many shards are to
-    be here at a time; 0: all.
+    be here at a time; 0: all. ``key``: what named the source, for messages.
     """
     cache = cache.expanduser()
     opened = open_tokenizer(tokenizer, end_token)
@@ -80,7 +81,7 @@ def prepare(
 
     reading = row_format(opened, end_token, field, format, template, loss_on)
     job = _Preparation(
-        source, tokenizer, end_token, opened, reading, cache, heldout, max_bad_rows, workers, progress
+        source, tokenizer, end_token, opened, reading, cache, heldout, max_bad_rows, workers, progress, key
     )
     return job.from_url() if is_remote(source) else job.from_files()
 
@@ -99,9 +100,10 @@ class _Preparation:
     max_bad_rows: float
     workers: int
     progress: Callable[[int, int], None] | None
+    key: str
 
     def from_files(self) -> Path:
-        files = find_files(self.source)
+        files = find_files(self.source, self.key)
         self._refuse_whole_texts(files)
         target = self.cache / self._key(files, [_digest(file) for file in files])
         if not self._found(target):

@@ -44,11 +44,14 @@ class SourceFile:
         return (now.st_size, now.st_mtime_ns) == (self.size, self.modified)
 
 
-def find_files(source: str) -> list[SourceFile]:
-    """The files of ``stdlib`` (this interpreter's standard library), of a path, or of a glob."""
+def find_files(source: str, key: str = "data.source") -> list[SourceFile]:
+    """The files of ``stdlib`` (this interpreter's standard library), of a path, or of a glob.
+
+    ``key``: what named it, for messages.
+    """
     if source == "stdlib":
         return _standard_library(Path(sysconfig.get_path("stdlib")))
-    return _matching(source)
+    return _matching(source, key)
 
 
 def _standard_library(root: Path) -> list[SourceFile]:
@@ -67,14 +70,14 @@ def _standard_library(root: Path) -> list[SourceFile]:
     return found
 
 
-def _matching(source: str) -> list[SourceFile]:
+def _matching(source: str, key: str) -> list[SourceFile]:
     pattern = str(Path(source).expanduser())
     if Path(pattern).is_dir():
         saved = tables.saved_files(Path(pattern))
         if saved is not None:
             return look_at_all([(file, str(file)) for file in saved], source)
         raise BadInput(
-            f"data.source {source!r} is a directory, but not a prepared dataset",
+            f"{key} {source!r} is a directory, but not a prepared dataset",
             f"name its files with a glob, such as {str(Path(source) / '**' / '*.txt')!r}",
         )
     if Path(pattern).is_file():  # taken literally: a name may have brackets in it
@@ -83,9 +86,9 @@ def _matching(source: str) -> list[SourceFile]:
         names = sorted({name.removeprefix("./") for name in _expand(pattern) if Path(name).is_file()})
     if not names:
         raise BadInput(
-            f"data.source {source!r} names no file",
-            "check the path: a config's are relative to its directory, those of --set to the working directory; "
-            "or use 'stdlib', which every machine has",
+            f"{key} {source!r} names no file",
+            "check the path: a config's are relative to its directory, those of the command line to the working "
+            "directory" + ("; or use 'stdlib', which every machine has" if key == "data.source" else ""),
         )
     return look_at_all([(Path(name), name) for name in names], source)
 

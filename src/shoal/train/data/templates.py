@@ -137,7 +137,9 @@ def find_template(text: str, tokenizer: Path | None, end_token: str | None = Non
 
 def _own_template(tokenizer: Path | None, settings: dict[str, Any]) -> str:
     if tokenizer is None:
-        raise BadInput('the tokenizer "bytes" has no chat template', OWN)
+        raise BadInput(
+            'the tokenizer "bytes" has no chat template', f'data.tokenizer = "MODEL", its directory; or {OWN}'
+        )
     file = tokenizer / "chat_template.jinja"
     if file.is_file():
         return _read(file)

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import CORRECTION, parameters
+from shoal.facts.optimizers import AVERAGE
 from shoal.facts.problem import BadInput
 from shoal.train.checkpoint.listing import ListedCheckpoint
 from shoal.train.checkpoint.manifest import check_agrees
 from shoal.train.checkpoint.read import Checkpoint, Wanted
 from shoal.train.files import sync_directory
+from shoal.train.first_weights import check_average
 from shoal.train.huggingface.side_files import Origin, write_side_files
 from shoal.train.huggingface.weights_file import (
     INDEX,
@@ -52,16 +54,24 @@ class ExportedModel:
 
 
 def export(
-    found: ListedCheckpoint, into: Path, origin: Origin, dtype: str | None = None, file_bytes: int = 5 * 10**9
+    found: ListedCheckpoint,
+    into: Path,
+    origin: Origin,
+    dtype: str | None = None,
+    file_bytes: int = 5 * 10**9,
+    average: bool = False,
 ) -> ExportedModel:
     """All or nothing: written under another name, and renamed when it is whole and on disk.
 
     ``dtype``: one of ``DTYPES``; None: as the checkpoint has them. No file gets larger than ``file_bytes``, but for one
-    that holds a single tensor.
+    that holds a single tensor. ``average``: of the weights, which ``recipe.ema`` keeps, in their place.
     """
     _check_free(into)
     checkpoint = Checkpoint(found.place, found.step)
     check_agrees(checkpoint.manifest, found.name, found.of_run)
+    if average:
+        check_average(checkpoint)
+    state = AVERAGE if average else "weight"
     model = Model.model_validate(checkpoint.manifest.model)
     held = checkpoint.dtype("weight")
     target = DTYPES[dtype] if dtype is not None else held
@@ -77,7 +87,7 @@ def export(
         if len(files) > 1:
             (aside / INDEX).write_text(index_of(files), encoding="utf-8")
         for name, tensors in files.items():
-            write_weights_file(aside / name, tensors, _contents(checkpoint, tensors, target))
+            write_weights_file(aside / name, tensors, _contents(checkpoint, state, tensors, target))
         sync_directory(aside)
         aside.rename(into)  # replaces an empty directory
         sync_directory(into.absolute().parent)
@@ -105,24 +115,24 @@ def _dtype_of(name: str, target: torch.dtype) -> torch.dtype:
 
 
 def _contents(
-    checkpoint: Checkpoint, tensors: list[TensorEntry], target: torch.dtype
+    checkpoint: Checkpoint, state: str, tensors: list[TensorEntry], target: torch.dtype
 ) -> Iterator[memoryview]:
     """The bytes of these tensors in their order, some rows at a time."""
     for one in tensors:
         dtype = _dtype_of(one.name, target)
-        for part in _parts(checkpoint, one):
+        for part in _parts(checkpoint, state, one):
             written = part.to(dtype)
             if dtype == torch.float16 and not torch.equal(written.isfinite(), part.isfinite()):
                 raise BadInput(f"{one.name} has values beyond the range of fp16", "--dtype bf16")
             yield written.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _parts(checkpoint: Checkpoint, one: TensorEntry) -> Iterator[Tensor]:
+def _parts(checkpoint: Checkpoint, state: str, one: TensorEntry) -> Iterator[Tensor]:
     rows, width = one.shape[0], math.prod(one.shape[1:])
     step = max(AT_ONCE // width, 1)
     for start in range(0, rows, step):
         shape = (min(step, rows - start), *one.shape[1:])
-        part = torch.empty(shape, dtype=checkpoint.dtype("weight", one.name))
+        part = torch.empty(shape, dtype=checkpoint.dtype(state, one.name))
         offset = (start, *(0 for _ in shape[1:]))
-        checkpoint.read([Wanted("weight", one.name, offset, part)])
+        checkpoint.read([Wanted(state, one.name, offset, part)])
         yield part

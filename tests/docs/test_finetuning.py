@@ -1,0 +1,122 @@
+"""The three commands that the quickstart promises a newcomer, and examples/chat.toml: as written, but small."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shoal.cli.main import main
+from shoal.train.checkpoint.read import Checkpoint
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# What keeps it small: nothing that the commands are about.
+SMALL = {
+    "recipe.seq": 64,
+    "recipe.batch": 8,
+    "data.cache": "cache",
+    "cluster.on": "2xcpu",
+    "data.heldout": 0.2,
+}
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny chat model as transformers saves it, and conversations."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    rows = [
+        [
+            {"role": "user", "content": f"Which fish is number {number}?"},
+            {"role": "assistant", "content": f"The {('red', 'tall', 'round')[number % 3]} one."},
+        ]
+        for number in range(60)
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    specials = ["</s>", "<|user|>", "<|assistant|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=specials, initial_alphabet=alphabet)
+    words.train_from_iterator([message["content"] for row in rows for message in row], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(shape).save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def shoal(*words: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert ended.value.code == 0
+
+
+def small(**more: object) -> list[str]:
+    return [word for key, value in (SMALL | more).items() for word in ("--set", f"{key}={value}")]
+
+
+def test_the_three_commands(files: Path, capsys: Output) -> None:
+    section = PAGE.partition("in three commands")[2]
+    block = re.findall(r"^```\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[0]
+    train, export, ask = (shlex.split(line) for line in block.splitlines())
+    assert [words[0] for words in (train, export, ask)] == ["shoal", "shoal", "python"]
+    train[train.index("fsdp=8")] = "fsdp=2"
+    shoal(*train[1:], *small())
+    told = capsys.readouterr()
+    assert f"tokenizer: {files / 'model'}, as model.init_from has it" in told.err
+    assert "note: recipe.lr" not in told.err  # it was written
+    assert 'shoal generate runs/fish "…" --chat' in told.out
+    rows = [json.loads(line) for line in (files / "runs/fish/metrics.jsonl").read_text().splitlines()]
+    shoal(*export[1:])
+    written, before = (load_file(files / name / "model.safetensors") for name in ("fish", "model"))
+    stored = Checkpoint(files / "runs" / "fish" / "checkpoints" / f"step-{rows[-1]['step']:08d}")
+    assert all(torch.equal(tensor, stored.tensor("weight", name)) for name, tensor in written.items())
+    assert not torch.equal(written["model.norm.weight"], before["model.norm.weight"])
+    capsys.readouterr()
+    # Greedy, so that it can be compared: the pipeline would draw, and so would we.
+    exec(ask[2].replace("max_new_tokens=20", "max_new_tokens=20, do_sample=False"), {})
+    answer = capsys.readouterr().out
+    asked = ("generate", "runs/fish", "Why do fish school?", "--chat", "--tokens", "20")
+    shoal(*asked, "--temperature", "0", "--json")
+    assert json.loads(capsys.readouterr().out)["text"] + "\n" == answer
+    assert "within_documents = true" in (files / "runs/fish/config.toml").read_text()
+
+
+def test_the_example_for_conversations(files: Path, capsys: Output) -> None:
+    places = {"model.init_from": files / "model", "data.source": files / "chat.jsonl"}
+    few = {"recipe.epochs": 1, "recipe.precision": "fp32"}
+    shoal("train", str(ROOT / "examples" / "chat.toml"), *small(**places, **few), "--layout", "dp=1")
+    assert (files / "runs" / "chat" / "checkpoints").is_dir()
+    # A default rate that is far too high for such weights is said.
+    bare = small(**places, **{"data.format": "chat", "recipe.steps": 1})
+    capsys.readouterr()
+    shoal("train", *bare, "--layout", "dp=1", "--run", "runs/bare")
+    assert "recipe.lr is not set" in capsys.readouterr().err
