@@ -1,6 +1,6 @@
 """States at rest and how they are rounded: the validation loss of runs of the embedded default, side by side.
 
-python benchmarks/states.py --steps 250 --lr 1e-2 1e-3
+python benchmarks/states.py --steps 200 --lr 1e-2 1e-3
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-2, 1e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
@@ -35,13 +36,9 @@ def main() -> None:
     for lr in options.lr:
         for seed in options.seeds:
             for kind in options.kinds:
-                settings = {
-                    "recipe.steps": options.steps,
-                    "recipe.lr": lr,
-                    "recipe.seed": seed,
-                    **KINDS[kind],
-                }
-                record("states", kind=kind, lr=lr, seed=seed, steps=options.steps, **loss(settings))
+                recipe = {"steps": options.steps, "batch": options.batch, "lr": lr, "seed": seed}
+                settings = {f"recipe.{key}": value for key, value in recipe.items()} | KINDS[kind]
+                record("states", kind=kind, **recipe, **loss(settings))
 
 
 def loss(settings: dict[str, Any]) -> dict[str, Any]:
