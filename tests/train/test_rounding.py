@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,17 +14,21 @@ from tests.train.test_host_update import made, trained
 from tests.train.test_other_optimizers import DENSE, EXPERTS, a_step, train
 from torch import Tensor, nn
 
+from shoal.facts.config.file import load
 from shoal.facts.layout import Layout
 from shoal.facts.layout.updates import Sharing, updated_ranges
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import llama_parameters
 from shoal.facts.model.tensor_split import Box
+from shoal.facts.problem import BadInput
 from shoal.facts.recipe import Recipe
 from shoal.models.random import bits
+from shoal.plan.resolve import resolve
 from shoal.train import adamw
 from shoal.train.adamw import AdamW
 from shoal.train.optimizer import build, clip_and_update
 from shoal.train.rounding import MEAN, SQUARE, WEIGHT, Noise, Place, StochasticRounding, round_
+from shoal.train.run_directory import RunDirectory, identity
 
 CPU = torch.device("cpu")
 BF16: dict[str, Any] = {"precision": "bf16", "states": "bf16", "seq": 8}
@@ -199,3 +206,23 @@ def test_the_kernel_is_told_whose_chances_are_whose(monkeypatch: pytest.MonkeyPa
         results.append([piece.tensor.detach() for piece in pieces])
     for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_run_that_began_before_there_was_a_choice_is_rounded_to_nearest(
+    settings: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    chance, nearest = (
+        resolve(load(None, settings(recipe__states="bf16", recipe__rounding=one), "dp=1").config)
+        for one in ("stochastic", "nearest")
+    )
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    then = identity(chance, "data")
+    del then["recipe.rounding"]
+    content = {"model": chance.model.model_dump(mode="json"), "identity": then}
+    run.manifest.write_text(json.dumps(content))
+    run.metrics.write_text("{}\n")
+    assert run.begun
+    run.check_continues(nearest, "data")
+    with pytest.raises(BadInput, match=r"recipe.rounding was .*nearest"):
+        run.check_continues(chance, "data")

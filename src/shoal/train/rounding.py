@@ -110,7 +110,7 @@ def round_(wide: Tensor, drawn: Tensor, whose: int) -> Tensor:
 
 
 def settle_rounded(old: Tensor, new: Tensor, drawn: Tensor, whose: int, refused: Tensor) -> None:
-    """Let bf16 values become ``new``, fp32 values of which nobody else knows, unless the update is refused."""
+    """Let bf16 values become ``new``, fp32 values that are used up by it, unless the update is refused."""
     old.copy_(torch.where(refused, old, round_(new, drawn, whose)))
 
 
