@@ -58,6 +58,9 @@ class AdamW(torch.optim.AdamW):
         self._here = [
             weight for group in self.param_groups for weight in group["params"] if weight not in away
         ]
+        if rounding is not None:
+            # Torch's own does without, where they have not been set.
+            self.found_inf, self.grad_scale = torch.zeros(()), None
         in_kernel = rounding is None or ROUNDS_IN_KERNEL
         self.writes_copies = in_kernel and all(map(_in_kernel, self._here))
 
