@@ -156,7 +156,9 @@ class Run:
         checkpoint = self.checkpoint()
         keys = sorted({(piece.state, piece.tensor) for piece in checkpoint.manifest.pieces})
         return {
-            f"{state} {name}": blake3(checkpoint.tensor(state, name).numpy().tobytes()).hexdigest()
+            f"{state} {name}": blake3(
+                checkpoint.tensor(state, name).view(torch.uint8).numpy().tobytes()
+            ).hexdigest()
             for state, name in keys
         }
 

@@ -121,6 +121,15 @@ def test_what_optimizers_do_not_go_with(values: dict[str, Any], what: str, fix: 
     assert what in problem.what and fix in problem.fix
 
 
+def test_the_host_rounds_no_sgd_by_chance() -> None:
+    recipe = {"optimizer": "sgd", "states": "bf16"}
+    away = Layout.parse("offload=optimizer")
+    (problem,) = support.missing(Config.model_validate({"recipe": recipe}), TINY, away)
+    assert 'recipe.states = "bf16"' in problem.what and 'recipe.rounding = "nearest"' in problem.fix
+    nearest = Config.model_validate({"recipe": {**recipe, "rounding": "nearest"}})
+    assert support.missing(nearest, TINY, away) == []
+
+
 @pytest.mark.parametrize("optimizer", ["lion", "muon"])
 def test_optimizers_that_are_run(optimizer: str) -> None:
     groups = [{"match": "*.self_attn.*", "lr": 0.1}, {"match": "*norm*", "weight_decay": 0.1}]

@@ -17,11 +17,28 @@ from shoal.prove.coverage import FULL
 from shoal.prove.dryrun import dryrun, first_rank
 
 ATTENDS: dict[str, Any] = {"ffn": 64, "vocab": 100, "kv_heads": 8}
+NARROW: dict[str, Any] = {"hidden": 256, "ffn": 200, "vocab": 100, "layers": 1}
 
 # Layout, changes to the model, recipe, rank: what neither a list of layouts nor the pairs below vary.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
     ("micro=4", {"vocab": 90000, "layers": 1}, {"precision": "bf16"}, 0),
     ("micro=4", {"tied": True}, {"precision": "bf16", "states": "bf16"}, 0),
+    # Rounded stochastically, the update is the fullest moment of a model so small; to nearest it takes nothing.
+    ("micro=1", NARROW, {"precision": "bf16", "states": "bf16", "seq": 4, "batch": 1}, 0),
+    (
+        "micro=1",
+        NARROW,
+        {"precision": "bf16", "states": "bf16", "seq": 4, "batch": 1, "rounding": "nearest"},
+        0,
+    ),
+    ("fsdp=2,tp=2", NARROW, {"precision": "bf16", "states": "bf16", "seq": 4, "batch": 2}, 1),
+    ("micro=1", NARROW, {"precision": "bf16", "states": "bf16", "seq": 4, "batch": 1, "optimizer": "sgd"}, 0),
+    (
+        "micro=1",
+        NARROW,
+        {"precision": "bf16", "states": "bf16", "seq": 4, "batch": 1, "optimizer": "lion"},
+        0,
+    ),
     ("fsdp=4,micro=1,recompute=full", {"layers": 3}, {"precision": "bf16"}, 1),
     ("fsdp=2,unit=2,micro=2", {"layers": 3}, {}, 0),
     ("dp=2,fsdp=2,zero=1", {"tied": True}, {}, 0),

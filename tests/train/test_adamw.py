@@ -24,8 +24,10 @@ def in_torch(
     copy: Tensor,
     measured: tuple[Tensor, Tensor, Tensor],
     settings: tuple[float, ...],
+    noise: tuple[int, ...],
 ) -> None:
     """What the kernel computes, in the words of torch."""
+    assert not noise  # fp32 needs none
     corrections, scale, refused = measured
     lr, rise1, beta2, rise2, eps, decay = settings
     if refused:

@@ -31,6 +31,10 @@ ROWS, COLUMNS, UNFACTORED = "row_var", "col_var", "variance"
 FACTORS = (ROWS, COLUMNS)
 # Lion works through so many elements at a time: what it computes on the way is small.
 LION_ELEMENTS = 1 << 24
+# So does what rounds stochastically. Bytes that it holds of each on the way: three of int64 to draw the chances; AdamW
+# has the hash and five numbers in fp32. A GPU's kernel has them in registers.
+ROUNDED_ELEMENTS = 1 << 16
+DRAWING_BYTES, ROUNDED_BYTES = 24.0, 28.0
 ITERATIONS = 5  # of Newton and Schulz's, by which Muon makes a matrix orthogonal
 # Rules that know how many updates there were.
 COUNTING: tuple[Rule, ...] = ("adamw", "adafactor")

@@ -179,6 +179,10 @@ class Recipe(BaseModel):
     states: Literal["fp32", "bf16", "int8"] = Field(
         "fp32", description='precision of weights and optimizer states at rest: "fp32", "bf16" or "int8"'
     )
+    rounding: Literal["stochastic", "nearest"] = Field(
+        "stochastic",
+        description='how states narrower than fp32 are rounded: "stochastic", or "nearest", which loses small updates',
+    )
     reduce: Literal["fp32", "bf16"] = Field(
         "fp32", description='precision of the gradient reduction: "fp32" or "bf16"'
     )
@@ -264,6 +268,11 @@ class Recipe(BaseModel):
         if options is not None and options.weight_decay is not None:
             return options.weight_decay
         return self.weight_decay if dimensions >= 2 else 0.0
+
+    @property
+    def rounds_by_chance(self) -> bool:
+        """Whether updates of weights are rounded stochastically: where weights are narrower than what computes them."""
+        return self.states == "bf16" and self.precision != "fp64" and self.rounding == "stochastic"
 
     @property
     def warmup_steps(self) -> int:

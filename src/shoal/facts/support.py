@@ -108,6 +108,9 @@ def _with_offload(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
     if waiting(layout.offload, "optimizer") is None:
         return
     recipe, updated = config.recipe, "layout: offload=optimizer with"
+    if recipe.optimizer == "sgd" and recipe.rounds_by_chance:
+        what = f'{updated} recipe.optimizer = "sgd" and recipe.states = "{recipe.states}"'
+        yield what, 'recipe.rounding = "nearest", or recipe.optimizer = "adamw"'
     if recipe.optimizer not in ON_HOST:
         yield f'{updated} recipe.optimizer = "{recipe.optimizer}"', 'recipe.optimizer = "adamw"'
     if recipe.ema:

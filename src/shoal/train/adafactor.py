@@ -178,7 +178,8 @@ class Adafactor(SteeredOptimizer):
         rate = own * done.rsqrt().clamp(max=lr).to(own.dtype) / too_large
         value = part.piece.tensor.view(-1)[part.where]
         shrunk = wide(value) * (1 - lr * options["weight_decay"])
-        self.settle(value, shrunk.sub_(self._update(part).mul_(rate.to(shrunk.dtype))))
+        moved = shrunk.sub_(self._update(part).mul_(rate.to(shrunk.dtype)))
+        self.settle_weight(part.piece.tensor, part.where, moved)
 
 
 def _views(sums: Tensor, part: MatrixShare) -> tuple[Tensor, Tensor]:

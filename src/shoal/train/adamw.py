@@ -1,5 +1,8 @@
 """AdamW: torch's fused one on a CPU; on a GPU one kernel that clips, updates and writes the network's copy.
 
+States that are rounded stochastically (``train/rounding.py``) are updated in fp32, a few elements at a time: in torch's
+operators on a CPU, in the same kernel on a GPU.
+
 On an H200, 1.2B parameters: torch's update and the copy take 13.9 ms with fp32 states, this 9.3, and 8.8 from bf16
 gradients, which torch's would have to be widened for first; with bf16 states 7.6 and 4.7
 (``benchmarks/results/optimizer.jsonl``). Memory could do it in 7.2 and 3.6.
@@ -15,7 +18,11 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from shoal.models.in_triton import in_triton
+from shoal.models.random import FIRST, GOLDEN, SECOND
+from shoal.train.rounding import MEAN, SQUARE, WEIGHT, Noise, StochasticRounding, parts, settle_rounded
 
+# Whether the kernel rounds stochastically where it is asked to. If not, torch's operators do, on a GPU too: slowly.
+ROUNDS_IN_KERNEL = True
 # Elements of a program of the kernel, and its warps: the best of five that were measured.
 BLOCK, WARPS = 1024, 4
 
@@ -30,7 +37,8 @@ HostUpdateOf = Callable[[Tensor], HostPart]
 class AdamW(torch.optim.AdamW):
     """``working``: by weight, the narrower copy that a network reads, which follows it in the same pass.
 
-    ``away``: weights of the host's, which have no gradient here and are updated by ``on_host``.
+    ``away``: weights of the host's, which have no gradient here and are updated by ``on_host``. ``rounding``: of
+    weights and moments in bf16, if not to nearest.
     """
 
     found_inf: Tensor
@@ -41,20 +49,27 @@ class AdamW(torch.optim.AdamW):
         groups: list[dict[str, Any]],
         working: dict[Tensor, Tensor] | None = None,
         away: Collection[Tensor] = (),
+        rounding: StochasticRounding | None = None,
         **options: Any,
     ) -> None:
         super().__init__(groups, fused=True, **options)
-        self.working = working or {}
+        self.working, self.rounding = working or {}, rounding
         # Whether ``step`` does. Torch's does not, and has all there is on a CPU and for fp64.
         self._here = [
             weight for group in self.param_groups for weight in group["params"] if weight not in away
         ]
-        self.writes_copies = all(map(_in_kernel, self._here))
+        if rounding is not None:
+            # Torch's own does without, where they have not been set.
+            self.found_inf, self.grad_scale = torch.zeros(()), None
+        in_kernel = rounding is None or ROUNDS_IN_KERNEL
+        self.writes_copies = in_kernel and all(map(_in_kernel, self._here))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         if self.writes_copies:
             self._step_in_kernel()
+        elif self.rounding is not None:
+            self._step_rounded(self.rounding)
         elif any(_narrow(weight) for group in self.param_groups for weight in group["params"]):
             self._step_one_by_one()
         else:
@@ -63,13 +78,20 @@ class AdamW(torch.optim.AdamW):
     def on_host(self, weight: Tensor, group: dict[str, Any]) -> HostUpdateOf:
         """The next update of a weight of the host's, made ready: its states are there."""
         state, flat = self._started(weight), weight.detach().view(-1)
+        noise = None if self.rounding is None else self.rounding.noise(weight)
 
         def begin(refused: Tensor) -> HostPart:
             before = state["step"].clone()
             state["step"] += 1 - refused
+            corrections = _corrections(group, state["step"])
 
             def update(part: slice, gradient: Tensor, steered: dict[str, Any]) -> None:
                 mean, square = (state[kind].view(-1)[part] for kind in ("exp_avg", "exp_avg_sq"))
+                if noise is not None:
+                    scale = steered["grad_scale"]
+                    there = noise.after(part.start)
+                    _rounded(flat[part], gradient, mean, square, corrections, scale, refused, group, there)
+                    return
                 self._fused(flat[part], gradient, mean, square, before.clone(), group, **steered)
 
             return update
@@ -92,16 +114,17 @@ class AdamW(torch.optim.AdamW):
             if not mine:
                 continue
             beta1, beta2 = group["betas"]
-            counted, states = updates.double(), [self._started(weight) for weight in mine]
+            states = [self._started(weight) for weight in mine]
             adamw_(
                 mine,
                 [weight.grad.contiguous() for weight in mine],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [self.working.get(weight, weight) for weight in mine],
-                torch.stack([1 - beta1**counted, (1 - beta2**counted).sqrt()]).float(),
-                torch.ones_like(self.found_inf) if self.grad_scale is None else self.grad_scale,
+                _corrections(group, updates),
+                self._scale(),
                 self.found_inf,
+                [number for weight in mine for number in self._numbers(weight)],
                 group["lr"],
                 beta1,
                 beta2,
@@ -116,6 +139,36 @@ class AdamW(torch.optim.AdamW):
         for state in every:
             state["step"] = shared
         return shared
+
+    def _numbers(self, weight: Tensor) -> list[int]:
+        """What the kernel has to know of a weight's noise; nothing where it rounds to nearest."""
+        if self.rounding is None:
+            return []
+        noise = self.rounding.noise(weight)
+        run, row, run_stride, row_stride, first, _ = noise.place
+        return [noise.key, noise.start, run, row, run_stride, row_stride, first, int(noise.place.contiguous)]
+
+    def _scale(self) -> Tensor:
+        return torch.ones_like(self.found_inf) if self.grad_scale is None else self.grad_scale
+
+    def _step_rounded(self, rounding: StochasticRounding) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self._started(weight)
+                state["step"] += 1 - self.found_inf
+                _rounded(
+                    weight.detach().view(-1),
+                    weight.grad.reshape(-1),
+                    state["exp_avg"].view(-1),
+                    state["exp_avg_sq"].view(-1),
+                    _corrections(group, state["step"]),
+                    self._scale(),
+                    self.found_inf,
+                    group,
+                    rounding.noise(weight),
+                )
 
     def _step_one_by_one(self) -> None:
         """Torch's own takes no gradient that is narrower than its weight: widened, for one weight at a time."""
@@ -174,6 +227,61 @@ class AdamW(torch.optim.AdamW):
         return state
 
 
+def _corrections(group: dict[str, Any], updates: Tensor) -> Tensor:
+    """Of the means, and the root of that of the squares."""
+    counted = updates.double()
+    beta1, beta2 = group["betas"]
+    return torch.stack([1 - beta1**counted, (1 - beta2**counted).sqrt()]).float()
+
+
+def _rounded(
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    corrections: Tensor,
+    scale: Tensor,
+    refused: Tensor,
+    group: dict[str, Any],
+    noise: Noise,
+) -> None:
+    """As the kernel, in torch's operators."""
+    for part in parts(weight.numel()):
+        here = weight[part], gradient[part], mean[part], square[part]
+        _rounded_part(*here, corrections, scale, refused, group, noise.after(part.start))
+
+
+def _rounded_part(
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    corrections: Tensor,
+    scale: Tensor,
+    refused: Tensor,
+    group: dict[str, Any],
+    noise: Noise,
+) -> None:
+    """Of few elements, what is computed on the way is small: ``facts.optimizers.ROUNDED_BYTES`` of each.
+
+    Sums and products by themselves: an operator that does both rounds once where it is vectorised and twice in the rest
+    of a vector, and where that is depends on how a layout cuts a weight.
+    """
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    drawn = noise.drawn(weight.numel(), weight.device)
+    found = gradient.float() / scale
+    first, second, value = (one.float() for one in (mean, square, weight))
+    value -= value * (lr * group["weight_decay"])
+    first += (found - first).mul_(1 - beta1)
+    second.mul_(beta2).add_(found.square_().mul_(1 - beta2))
+    del found
+    root = second.sqrt().div_(corrections[1]).add_(group["eps"])
+    value -= torch.div(first, root, out=root).mul_(lr / corrections[0])
+    del root
+    for old, new, whose in ((weight, value, WEIGHT), (mean, first, MEAN), (square, second, SQUARE)):
+        settle_rounded(old, new, drawn, whose, refused != 0)
+
+
 def _narrow(weight: Tensor) -> bool:
     return weight.grad is not None and weight.grad.dtype != weight.dtype
 
@@ -192,6 +300,7 @@ def adamw_(
     corrections: Tensor,
     scale: Tensor,
     refused: Tensor,
+    noise: list[int],
     lr: float,
     beta1: float,
     beta2: float,
@@ -199,7 +308,8 @@ def adamw_(
     decay: float,
 ) -> None:
     """Gradients are divided by ``scale``; nothing changes where ``refused`` is 1. ``working``: a weight itself where it
-    has no copy. ``corrections``: of the means, and the root of that of the squares.
+    has no copy. ``corrections``: of the means, and the root of that of the squares. ``noise``: by weight, as many
+    numbers as ``AdamW._numbers`` has, where states are rounded stochastically.
 
     An operator, so that a dry run and a memory tracker see it.
     """
@@ -208,9 +318,12 @@ def adamw_(
     measured = corrections, scale, refused
     # Differences in double precision, before the kernel has them in single.
     settings = lr, 1 - beta1, beta2, 1 - beta2, eps, lr * decay
-    for weight, gradient, mean, square, copy in zip(weights, gradients, means, squares, working, strict=True):
+    numbers = len(noise) // len(weights)
+    states = zip(weights, gradients, means, squares, working, strict=True)
+    for place, (weight, gradient, mean, square, copy) in enumerate(states):
         if weight.numel():
-            update(weight, gradient, mean, square, copy, measured, settings)
+            drawn = tuple(noise[place * numbers : (place + 1) * numbers])
+            update(weight, gradient, mean, square, copy, measured, settings, drawn)
 
 
 @adamw_.register_fake
@@ -223,7 +336,7 @@ def _kernel() -> Callable[..., None] | None:
 
 
 def _compiled(triton: Any, tl: Any) -> Callable[..., None]:
-    @triton.jit
+    @triton.jit(do_not_specialize=["key"])  # another one for every update
     def update_block(
         weights,
         gradients,
@@ -240,8 +353,20 @@ def _compiled(triton: Any, tl: Any) -> Callable[..., None]:
         eps,
         decay,
         size,
+        key,
+        start,
+        run,
+        row,
+        run_stride,
+        row_stride,
+        first,
+        rounds: tl.constexpr,
+        contiguous: tl.constexpr,
         copied: tl.constexpr,
         block: tl.constexpr,
+        golden: tl.constexpr,
+        mix1: tl.constexpr,
+        mix2: tl.constexpr,
     ):
         if tl.load(refused) == 0:
             at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
@@ -255,6 +380,27 @@ def _compiled(triton: Any, tl: Any) -> Callable[..., None]:
             square = square * beta2 + gradient * gradient * rise2
             root = tl.sqrt_rn(square) / tl.load(corrections + 1) + eps
             weight -= lr / tl.load(corrections) * (mean / root)
+            if rounds:
+                # ``models.random.bits`` of an element's index in the whole parameter, and ``train.rounding.round_``.
+                index = at + start
+                if not contiguous:
+                    within = index % run
+                    index = index // run * run_stride + within // row * row_stride + within % row
+                drawn = (index + first + 1).to(tl.uint64) * golden + key.to(tl.uint64)
+                drawn = (drawn ^ (drawn >> 30)) * mix1
+                drawn = (drawn ^ (drawn >> 27)) * mix2
+                drawn = drawn ^ (drawn >> 31)
+                for_weight = (drawn & 0xFFFF).to(tl.int32)
+                for_mean = ((drawn >> 16) & 0xFFFF).to(tl.int32)
+                for_square = ((drawn >> 32) & 0xFFFF).to(tl.int32)
+                upper = -65536
+                weight = ((weight.to(tl.int32, bitcast=True) + for_weight) & upper).to(
+                    tl.float32, bitcast=True
+                )
+                mean = ((mean.to(tl.int32, bitcast=True) + for_mean) & upper).to(tl.float32, bitcast=True)
+                square = ((square.to(tl.int32, bitcast=True) + for_square) & upper).to(
+                    tl.float32, bitcast=True
+                )
             tl.store(weights + at, weight.to(weights.dtype.element_ty), here)
             tl.store(means + at, mean.to(means.dtype.element_ty), here)
             tl.store(squares + at, square.to(squares.dtype.element_ty), here)
@@ -269,10 +415,26 @@ def _compiled(triton: Any, tl: Any) -> Callable[..., None]:
         copy: Tensor,
         measured: tuple[Tensor, Tensor, Tensor],
         settings: tuple[float, ...],
+        noise: tuple[int, ...] = (),
     ) -> None:
         size, copied = weight.numel(), copy.data_ptr() != weight.data_ptr()
+        *place, contiguous = noise or (0,) * 8
         update_block[(triton.cdiv(size, BLOCK),)](
-            weight, gradient, mean, square, copy, *measured, *settings, size, copied, BLOCK, num_warps=WARPS
+            weight,
+            gradient,
+            mean,
+            square,
+            copy,
+            *measured,
+            *settings,
+            size,
+            *place,
+            bool(noise),
+            bool(contiguous),
+            copied,
+            BLOCK,
+            *(constant % 2**64 for constant in (GOLDEN, FIRST, SECOND)),
+            num_warps=WARPS,
         )
 
     return update

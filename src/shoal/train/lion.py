@@ -34,6 +34,6 @@ class Lion(SteeredOptimizer):
         gradient = self.gradient(weight, where)
         moved = wide(value) * (1 - lr * group["weight_decay"])
         moved.sub_(torch.lerp(gradient, wide(momentum), share).sign_(), alpha=lr)
-        self.settle(value, moved)
+        self.settle_weight(weight, where, moved)
         del moved
         self.settle(momentum, torch.lerp(gradient, wide(momentum), decay))

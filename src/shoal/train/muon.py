@@ -75,7 +75,7 @@ class Muon(SteeredOptimizer):
         value = piece.tensor.view(-1)[where]
         shrunk = wide(value) * (1 - lr * options["weight_decay"])
         scale = USUAL_RMS * math.sqrt(max(matrix.shape))
-        self.settle(value, shrunk.sub_(update.to(shrunk.dtype), alpha=lr * scale))
+        self.settle_weight(piece.tensor, where, shrunk.sub_(update.to(shrunk.dtype), alpha=lr * scale))
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -17,6 +17,9 @@ from shoal.train.adafactor import Adafactor
 from shoal.train.adamw import AdamW
 from shoal.train.lion import Lion
 from shoal.train.muon import Muon
+from shoal.train.rounded_sgd import RoundedSGD
+from shoal.train.rounding import StochasticRounding
+from shoal.train.steered import SteeredOptimizer
 
 # As torch's own clipping has it.
 CLIP_EPS = 1e-6
@@ -48,6 +51,7 @@ def build(pieces: list[Shard], recipe: Recipe, whole: WholeMatrices | None = Non
         group = {"params": weights, "weight_decay": decay, "lr": lr * share, LR_SHARE: share}
         groups.setdefault(rule, []).append(group)
     # At many ranks one may hold nothing: some parameter's last rows are elsewhere, and so are all others'.
+    rounding = StochasticRounding(pieces, recipe.seed) if recipe.rounds_by_chance else None
     nothing: list[dict[str, Any]] = [{"params": [torch.nn.Parameter(torch.empty(0))]}]
     adamw = None
     if "adamw" in groups or recipe.optimizer == "adamw":
@@ -56,24 +60,41 @@ def build(pieces: list[Shard], recipe: Recipe, whole: WholeMatrices | None = Non
         }
         betas = recipe.beta1, recipe.beta2
         away = {piece.tensor for piece in pieces if piece.away is not None}
-        adamw = AdamW(groups.get("adamw", nothing), working, away, lr=lr, betas=betas, eps=recipe.eps)
+        adamw = AdamW(
+            groups.get("adamw", nothing), working, away, rounding, lr=lr, betas=betas, eps=recipe.eps
+        )
     own = groups.get(recipe.optimizer, nothing)
     if recipe.optimizer == "sgd":
-        optimizer = torch.optim.SGD(own, lr=lr, momentum=recipe.momentum, fused=True)
-        if recipe.momentum:
-            start_momentum(optimizer, pieces)
-        return optimizer
+        return _sgd(own, pieces, recipe, rounding)
+    steered: SteeredOptimizer
     if recipe.optimizer == "lion":
-        return Lion(own, lr=lr, betas=(recipe.beta1, recipe.beta2))
-    if recipe.optimizer == "muon":
+        steered = Lion(own, lr=lr, betas=(recipe.beta1, recipe.beta2))
+    elif recipe.optimizer == "muon":
         assert whole is not None
         dtype = ORTHOGONAL[recipe.precision]
-        return Muon(own, adamw, whole, lr=lr, momentum=recipe.momentum, dtype=dtype)
-    if recipe.optimizer == "adafactor":
+        steered = Muon(own, adamw, whole, lr=lr, momentum=recipe.momentum, dtype=dtype)
+    elif recipe.optimizer == "adafactor":
         assert whole is not None
-        return Adafactor(own, whole, lr=lr)
-    assert adamw is not None
-    return adamw
+        steered = Adafactor(own, whole, lr=lr)
+    else:
+        assert adamw is not None
+        return adamw
+    steered.rounding = rounding
+    return steered
+
+
+def _sgd(
+    groups: list[dict[str, Any]], pieces: list[Shard], recipe: Recipe, rounding: StochasticRounding | None
+) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer
+    if rounding is None:
+        optimizer = torch.optim.SGD(groups, lr=recipe.peak_lr, momentum=recipe.momentum, fused=True)
+    else:
+        optimizer = RoundedSGD(groups, lr=recipe.peak_lr, momentum=recipe.momentum)
+        optimizer.rounding = rounding
+    if recipe.momentum:
+        start_momentum(optimizer, pieces)
+    return optimizer
 
 
 def _options(piece: Shard, recipe: Recipe) -> tuple[Rule, float, float]:
@@ -131,9 +152,16 @@ def _norm(gradients: list[Tensor]) -> Tensor:
 
 
 def clip_and_update(
-    optimizer: torch.optim.Optimizer, pieces: list[Shard], norm: Tensor, limit: float, most: float
+    optimizer: torch.optim.Optimizer,
+    pieces: list[Shard],
+    norm: Tensor,
+    limit: float,
+    most: float,
+    step: int = 0,
 ) -> None:
     """Update with gradients whose norm, over all ranks, is ``norm``, clipped to ``limit`` (0: not at all).
+
+    ``step`` numbers the update: what is rounded stochastically draws by it.
 
     Where the norm is not finite, or above ``most``, weights and states are left alone. That is decided on the device,
     so that the host need not wait for it: torch's fused optimizers divide gradients by ``grad_scale``, in the pass that
@@ -142,6 +170,8 @@ def clip_and_update(
     steered: Any = optimizer
     refused = ~(torch.isfinite(norm) & (norm <= most))
     steered.found_inf, steered.grad_scale = refused.float(), None
+    if (rounding := getattr(optimizer, "rounding", None)) is not None:
+        rounding.step = step
     if limit and pieces:
         if pieces[0].tensor.dtype == torch.float64:  # a scale is fp32, too coarse for it
             # Gradients that are refused stay as they are: they tell whose fault it is.

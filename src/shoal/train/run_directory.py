@@ -294,6 +294,8 @@ class RunDirectory:
         now = identity(job, dataset)
         # A run that began before a recipe had some field ran with what is now its default.
         defaults = {f"recipe.{name}": value for name, value in resolved_recipe(Recipe()).items()}
+        if then.get("recipe.states") == "bf16":
+            defaults["recipe.rounding"] = "nearest"  # which was all there was
         then = {**defaults, SHUFFLE: "global", **then}
         ignored = _moved(then, now) | (LENGTH if self.extending else set())
         if now["recipe.steps"] != then["recipe.steps"]:

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.train.rounding import StochasticRounding, settle_weight
+
 
 class SteeredOptimizer(torch.optim.Optimizer):
     """States are there from the start: made in the first update, they would be lost where that is refused."""
 
     found_inf: Tensor
     grad_scale: Tensor | None
+    rounding: StochasticRounding | None = None
 
     def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, defaults)
@@ -36,6 +39,14 @@ class SteeredOptimizer(torch.optim.Optimizer):
     def settle(self, old: Tensor, new: Tensor) -> None:
         """Let ``old`` become ``new``, unless the update is refused."""
         old.copy_(torch.where(self.refused, old, new.to(old.dtype)))
+
+    def settle_weight(self, weight: Tensor, where: slice, new: Tensor) -> None:
+        """The same of some elements of a weight, which may be rounded stochastically."""
+        old = weight.view(-1)[where]
+        if self.rounding is None:
+            self.settle(old, new)
+        else:
+            settle_weight(old, new, self.rounding.noise(weight).after(where.start), self.refused)
 
 
 def wide(values: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ class Step:
         self.settle()
         self.before_update()
         set_learning_rate(self.optimizer, lr)
-        clip_and_update(self.optimizer, self.pieces, measured[1], self.recipe.clip, most)
+        clip_and_update(self.optimizer, self.pieces, measured[1], self.recipe.clip, most, step)
         updating = None
         if self.host is not None:
             updating = self.host.start(measured[1], self.recipe.clip, most)

@@ -1,4 +1,5 @@
-"""What an update takes beside gradients and states: nothing where torch's kernels work in place."""
+"""What an update takes beside gradients and states: nothing where torch's kernels work in place, little where states
+are rounded stochastically."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from functools import lru_cache
 from shoal.facts.layout.ranks import stride
 from shoal.facts.layout.updates import Sharing, UpdatedRange
 from shoal.facts.layout.whole_matrices import Matrix, matrices_of, members, part_of, ranges_by_label, rounds
-from shoal.facts.optimizers import LION_ELEMENTS, rule_of
+from shoal.facts.optimizers import DRAWING_BYTES, LION_ELEMENTS, ROUNDED_BYTES, ROUNDED_ELEMENTS, rule_of
 from shoal.facts.precision import orthogonal_width, state_width
 from shoal.predict.memory.inventory import RankInventory
 from shoal.predict.optimizer_matrices import largest_part, shapes, sharing_of, state_elements
@@ -35,29 +36,37 @@ def passing(rank: RankInventory) -> float:
     """Bytes that are there for a moment."""
     workload = rank.workload
     recipe = workload.recipe
-    if recipe.optimizer in ("adamw", "sgd") or workload.lora is not None:
+    if workload.lora is not None or (recipe.optimizer in ("adamw", "sgd") and not recipe.rounds_by_chance):
         return 0.0
+    largest = largest_part(sharing_of(workload), _first(rank))
+    at_once = min(largest, ROUNDED_ELEMENTS)
+    if recipe.optimizer in ("adamw", "sgd"):
+        return ROUNDED_BYTES * at_once
+    drawing = DRAWING_BYTES * at_once if recipe.rounds_by_chance else 0.0
     width = max(4.0, state_width(recipe))
     # A clipped gradient is one more; fp64's are clipped in place.
     clipped = 1 if recipe.clip and recipe.precision != "fp64" else 0
-    largest = largest_part(sharing_of(workload), _first(rank))
     if recipe.optimizer == "lion":
-        return (2 + clipped) * width * min(largest, LION_ELEMENTS)
+        # Narrow states and gradients are there in fp32 too.
+        copies = 4 if state_width(recipe) < width else 2 + clipped
+        moving = width * min(largest, LION_ELEMENTS)
+        return max(copies * moving, 2 * moving + drawing)
     if recipe.optimizer == "adafactor":
         here = rank_parameters(workload.layout, workload.model, workload.cut_by, rank.number)
         sums = sum(
             times * (sum(shape) + 2 if len(shape) > 1 else 2)
             for shape, times in shapes(workload, here).items()
         )
-        return width * ((3 + clipped) * largest + sums)
+        return width * sums + max(width * (3 + clipped) * largest, width * largest + drawing)
     width_of_matrix = orthogonal_width(recipe)
-    return _orthogonalised(
+    orthogonalised = _orthogonalised(
         sharing_of(workload),
         _first(rank),
         (2 + clipped) * width,
         width_of_matrix,
         2 * width + width_of_matrix,
     )
+    return max(orthogonalised, (width + width_of_matrix) * largest + drawing) if drawing else orthogonalised
 
 
 @lru_cache(maxsize=4096)

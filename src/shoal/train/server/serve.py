@@ -210,7 +210,7 @@ class ParameterServer:
         (squares_of_all,) = self.mesh.hosts.sum_floats([float(squares)])
         self.norm = math.sqrt(squares_of_all)
         with self.changed:
-            self._update(learning_rate(self.recipe, step), self.norm)
+            self._update(learning_rate(self.recipe, step), self.norm, step)
             self.applied += self.workers
             self._finish(step)
         return pushes
@@ -227,7 +227,7 @@ class ParameterServer:
                 assert push is not None
                 del self.waiting[push.item]
                 self.served.gradient.copy_(push.gradient)
-                self._update(rate, push.norm)
+                self._update(rate, push.norm, self.applied + 1)
                 push.pulled = self.applied - push.pulled  # from now on its staleness
                 self.applied += 1
                 self.pulled.pop(push.worker, None)
@@ -252,11 +252,11 @@ class ParameterServer:
         late = (self.applied + 1 + place - since > self.bound for place, since in enumerate(older))
         return None if any(late) else push
 
-    def _update(self, rate: float, norm: float) -> None:
+    def _update(self, rate: float, norm: float, number: int) -> None:
         self.commits.hold_update()
         set_learning_rate(self.optimizer, rate)
         measured = torch.tensor(norm, dtype=torch.float64)
-        clip_and_update(self.optimizer, self.served.pieces, measured, self.recipe.clip, math.inf)
+        clip_and_update(self.optimizer, self.served.pieces, measured, self.recipe.clip, math.inf, number)
 
     def _finish(self, step: int) -> None:
         self.done = step

@@ -1,0 +1,41 @@
+"""SGD of bf16 weights that are rounded stochastically; torch's own rounds to nearest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.train.rounding import parts
+from shoal.train.steered import SteeredOptimizer, wide
+
+
+class RoundedSGD(SteeredOptimizer):
+    """With momentum, which is rounded to nearest: a step changes much of it. Weight decay adds to the gradient, as in
+    torch's."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, momentum: float) -> None:
+        super().__init__(groups, lr=lr, momentum=momentum, weight_decay=0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                for part in parts(weight.numel()):
+                    self._move(weight, part, group)
+
+    def _move(self, weight: Tensor, part: slice, group: dict[str, Any]) -> None:
+        """Sums and products by themselves, as in AdamW: the same bits wherever a layout cuts."""
+        buffer = self.state[weight].get("momentum_buffer")
+        value = wide(weight.view(-1)[part])
+        change = self.gradient(weight, part) + value * group["weight_decay"]
+        if buffer is not None:
+            kept = buffer.view(-1)[part]
+            change += wide(kept) * group["momentum"]
+            self.settle(kept, change)
+        value -= change.mul_(group["lr"])
+        del change
+        self.settle_weight(weight, part, value)
