@@ -156,6 +156,9 @@ def _in_config(config: Config) -> Iterator[tuple[str, str]]:
         # One's scale of the loss, the other's of activations, depend on what else is in a batch.
         what = f'run.strict with recipe.precision = "{config.recipe.precision}"'
         yield what, 'recipe.precision = "bf16" or "fp32"'
+    if config.run.strict and config.recipe.states == "bf16" and config.recipe.precision == "fp32":
+        # One process rounds a gradient to bf16 before the exact sum, ranks that shard it after.
+        yield 'run.strict with recipe.states = "bf16" and recipe.precision = "fp32"', 'recipe.states = "fp32"'
     if config.run.strict and config.recipe.optimizer == "adafactor":
         # Its means over rows and columns are sums of what ranks have, in the order of these.
         yield 'run.strict with recipe.optimizer = "adafactor"', 'recipe.optimizer = "adamw"'
