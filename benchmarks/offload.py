@@ -40,7 +40,7 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("--micro", type=int, default=8)
-    parser.add_argument("--batch", type=int, help="sequences a step; by default one micro-batch")
+    parser.add_argument("--batch", type=int, help="sequences per step; by default one micro-batch")
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--layouts", default="recompute=full;recompute=full,offload=activations")
     parser.add_argument("--cap-gib", type=float, help="of the device's memory, no more than this")

@@ -65,7 +65,7 @@ def test_an_element_has_the_same_chance_in_every_layout(layout: str, model: Mode
             mine = index[one.start : one.stop]
             assert torch.equal(noise.drawn(len(mine), CPU), bits(17, mine)), one.name
             seen[one.name][mine] = True
-    assert all(bool(found.all()) for found in seen.values())  # every element is somebody's
+    assert all(bool(found.all()) for found in seen.values())  # every element has an owner
 
 
 def test_a_value_becomes_one_of_its_neighbours_and_on_average_itself() -> None:

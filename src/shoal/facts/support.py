@@ -10,11 +10,10 @@ from shoal.facts.config import Config
 from shoal.facts.layout import DEGREES, Layout, divisors, printed
 from shoal.facts.layout.offload import waiting
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import llama_parameters
+from shoal.facts.model.parameters import BLOCKS, llama_parameters
 from shoal.facts.optimizers import WHOLE
 from shoal.facts.problem import BadInput, Problem
 
-BLOCKS = "model.layers."
 # Optimizers whose update of an element needs no other element.
 ON_HOST = ("adamw", "sgd")
 

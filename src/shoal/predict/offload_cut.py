@@ -8,8 +8,8 @@ from shoal.facts.layout import Layout
 from shoal.facts.layout.offload import offloaded, waiting
 from shoal.facts.layout.parameter_groups import DENSE, EXPERTS
 from shoal.facts.model import Model
+from shoal.facts.model.parameters import block_of
 from shoal.predict.rank_parameters import (
-    BLOCKS,
     ShardDegrees,
     expert_tensors,
     named_tensors,
@@ -58,6 +58,6 @@ def _cut(
 
 def _layer(name: str, layers: int) -> int:
     """The number of a tensor's block; the network's ends are before and after all of them."""
-    if name.startswith(BLOCKS):
-        return int(name.removeprefix(BLOCKS).partition(".")[0])
+    if (block := block_of(name)) is not None:
+        return block
     return -1 if name.startswith(EMBEDDINGS) else layers

@@ -16,6 +16,7 @@ from shoal.facts.layout.float8 import gathered_alike
 from shoal.facts.layout.stages import Stage, cut, rank_of_stage, stages_of_rank
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import (
+    BLOCKS,
     HEAD,
     Parameter,
     adapters,
@@ -29,7 +30,6 @@ from shoal.predict.workload import Workload
 
 # A few layers are cut into buckets, and as many again: the difference is what further ones add.
 SAMPLE = 8
-BLOCKS = "model.layers."
 
 
 class RankTensor(NamedTuple):

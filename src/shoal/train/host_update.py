@@ -20,17 +20,18 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from shoal.facts.cluster.this_machine import usable_threads
+from shoal.facts.model.parameters import block_of
 from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.host_memory import HostThread
 from shoal.parallel.offload.states import OffloadedStates
 from shoal.parallel.shards import Shard
 from shoal.train.adamw import AdamW, HostPart, HostUpdateOf
-from shoal.train.optimizer import CLIP_EPS
+from shoal.train.optimizer import CLIP_EPS, refuses
 
-# Elements of a part for each thread: long enough that threads seldom wait for one another.
+# Elements of a part for each thread: long enough that threads seldom wait for one another, short enough that what is
+# widened for it stays in a cache.
 PART = 2**18
-BLOCK = "model.layers."
 
 
 class HostUpdate:
@@ -48,6 +49,9 @@ class HostUpdate:
         for piece in offloaded.pieces:
             groups.setdefault(self._place(piece, last), []).append(piece)
         self.groups = dict(sorted(groups.items()))
+        # Of the optimizer's: looked up once, for there are hundreds of pieces and a step has no time for it.
+        options = {weight: group for group in optimizer.param_groups for weight in group["params"]}
+        self.options = {piece: options[piece.tensor] for piece in offloaded.pieces}
         self._thread = HostThread("shoal-update", mesh.device, self.threads)
         self._running: Future[None] | None = None
         self._passed = threading.Condition()
@@ -63,7 +67,7 @@ class HostUpdate:
         event = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         self._reached = -1.0
         ready = {
-            piece: (state.arriving(), on_host(self.optimizer, piece.tensor))
+            piece: (state.arriving(), on_host(self.optimizer, piece.tensor, self.options[piece]))
             for piece, state in self.offloaded.away.items()
         }
         self._running = self._thread.submit(self._update, ready, known, event, limit, most)
@@ -97,8 +101,8 @@ class HostUpdate:
 
     def _place(self, piece: Shard, last: int) -> int:
         """When it is needed: a block's number, counted from 1. FSDP gathers a network's two ends together."""
-        if piece.held.label.startswith(BLOCK):
-            return 1 + int(piece.held.label.removeprefix(BLOCK).partition(".")[0])
+        if (block := block_of(piece.held.label)) is not None:
+            return 1 + block
         return 0 if self.sharded or ".embed_" in piece.held.label else last + 1
 
     def _watch(self, placed: Placed, last: int, ahead: int) -> None:
@@ -123,7 +127,7 @@ class HostUpdate:
         try:
             if known is not None:
                 known.synchronize()
-            refused = (~(torch.isfinite(norm) & (norm <= most))).float()
+            refused = refuses(norm, most).float()
             scale = ((norm + CLIP_EPS) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
             for number, pieces in self.groups.items():
                 for piece in pieces:
@@ -176,9 +180,8 @@ def _before(module: nn.Module, wait: Callable[[], None]) -> None:
     module.register_forward_pre_hook(hook, prepend=True)
 
 
-def on_host(optimizer: torch.optim.Optimizer, weight: Tensor) -> HostUpdateOf:
+def on_host(optimizer: torch.optim.Optimizer, weight: Tensor, group: dict[str, Any]) -> HostUpdateOf:
     """The next update of a weight of the host's, made ready: its states are there."""
-    group = next(group for group in optimizer.param_groups if any(one is weight for one in group["params"]))
     if isinstance(optimizer, AdamW):
         return optimizer.on_host(weight, group)
     momentum: Tensor | None = optimizer.state[weight].get("momentum_buffer")

@@ -151,6 +151,11 @@ def _norm(gradients: list[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm(gradients)
 
 
+def refuses(norm: Tensor, most: float) -> Tensor:
+    """Whether gradients of this norm do not reach the weights, decided where the norm is."""
+    return ~(torch.isfinite(norm) & (norm <= most))
+
+
 def clip_and_update(
     optimizer: torch.optim.Optimizer,
     pieces: list[Shard],
@@ -168,7 +173,7 @@ def clip_and_update(
     updates, and do nothing where ``found_inf`` is 1. So does its GradScaler tell them.
     """
     steered: Any = optimizer
-    refused = ~(torch.isfinite(norm) & (norm <= most))
+    refused = refuses(norm, most)
     steered.found_inf, steered.grad_scale = refused.float(), None
     if (rounding := getattr(optimizer, "rounding", None)) is not None:
         rounding.step = step

@@ -30,6 +30,7 @@ from shoal.train.optimizer import (
     LossScale,
     clip_and_update,
     learning_rate,
+    refuses,
     set_learning_rate,
     squared_norm,
     unscale,
@@ -164,10 +165,10 @@ class Step:
         if self.host is not None:
             updating = self.host.start(measured[1], self.recipe.clip, most)
         if self.corrected:
-            refused = ~(torch.isfinite(measured[1]) & (measured[1] <= most))
+            refused = refuses(measured[1], most)
             self.placed.routers.balance(self.pieces, measured[ROUTED:], self.recipe.router_bias, refused)
         if self.average is not None:
-            self.average.follow(~(torch.isfinite(measured[1]) & (measured[1] <= most)))
+            self.average.follow(refuses(measured[1], most))
         self.placed.after_update(copied=writes_copies(self.optimizer), returned=True)
         return IssuedStep(self, measured, lr, most, begun, updating)
 

@@ -195,10 +195,12 @@ def test_names_of_the_hub(settings: Settings, tmp_path: Path) -> None:
         assert not any("modeling_evil" in one for one in asked)
         refused = train(endpoint, "model.init_from=reef/missing")
         assert refused.returncode == 2 and "'reef/missing' is no directory here" in refused.stderr
-    nobody = train("http://127.0.0.1:9", "model.init_from=reef/other")
-    assert nobody.returncode == 2, nobody.stderr
-    lines = [line for line in nobody.stderr.splitlines() if line.startswith("error")]
+    unreachable = train("http://127.0.0.1:9", "model.init_from=reef/other")
+    assert unreachable.returncode == 2, unreachable.stderr
+    lines = [line for line in unreachable.stderr.splitlines() if line.startswith("error")]
     assert (
-        len(lines) == 1 and "fetching it from the Hub failed" in lines[0] and "Traceback" not in nobody.stderr
+        len(lines) == 1
+        and "fetching it from the Hub failed" in lines[0]
+        and "Traceback" not in unreachable.stderr
     )
     assert not (tmp_path / "run1").exists()

@@ -22,6 +22,15 @@ Kind = Literal["embedding", "position", "attention", "mlp", "expert", "router", 
 Split = Literal["column", "row", "vocabulary", "none"]
 
 
+# How the canonical names of a block's parameters begin.
+BLOCKS = "model.layers."
+
+
+def block_of(name: str) -> int | None:
+    """The number of the block that a canonical name belongs to; None: it is outside the blocks."""
+    return int(name.removeprefix(BLOCKS).partition(".")[0]) if name.startswith(BLOCKS) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One tensor. One that is not trained, deepseek_v3's router correction, has a gradient of zero.

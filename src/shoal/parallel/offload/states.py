@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.facts.layout.offload import IN_FLIGHT, offloaded
-from shoal.facts.model.parameters import CORRECTION
+from shoal.facts.model.parameters import CORRECTION, block_of
 from shoal.parallel.offload.activations import CopyStreams
 from shoal.parallel.offload.host_memory import HostBuffer, HostMemory, HostThread
 from shoal.parallel.shards import Shard
 from shoal.parallel.shards import gradient as gradient_of
 
-BLOCKS, ENDS = "model.layers.", "ends"
 ALIGNED = 16  # bytes, for elements of any width
 
 
@@ -47,7 +46,7 @@ class AwayState:
 
     def __init__(self, piece: Shard, memory: HostMemory) -> None:
         """From now on the optimizer updates a tensor of the host's, which the device's values follow."""
-        self.piece, self.memory = piece, memory
+        self.memory = memory
         device = piece.tensor.detach() if piece.working is None else piece.working
         # What the host itself works on needs no pinned memory. Values are yet to come.
         master = torch.zeros(device.shape, dtype=piece.tensor.dtype, device="cpu")
@@ -134,11 +133,12 @@ class OffloadedStates:
                 _make_here(piece)
         self.away = {piece: AwayState(piece, memory) for piece in self.pieces}
         self.several = False  # whether gradients are added up on the host
-        sizes: Counter[str] = Counter()
+        sizes: Counter[int] = Counter()
         for piece in self.pieces:
-            sizes[_unit(piece)] += piece.stop - piece.start
+            if (block := block_of(piece.held.label)) is not None:
+                sizes[block] += piece.stop - piece.start
         # Parameters of the largest block: as many pass through a buffer at once.
-        self.block = max((size for unit, size in sizes.items() if unit != ENDS), default=1)
+        self.block = max(sizes.values(), default=1)
         self._coming: object = None
         self._leaving: deque[Leaving] = deque()
         self._adder = HostThread("shoal-gradients", memory.device)
@@ -167,12 +167,14 @@ class OffloadedStates:
         ``together``: what it arrives with, if not with those of its block.
         """
         state, gradient = self.away[piece], gradient.detach()
-        self._make_room(_unit(piece) if together is None else together)
+        # Gradients of a block come together, and those of the network's ends.
+        self._make_room(block_of(piece.held.label) if together is None else together)
         if complete or not self.several:
             # Measured where it is quickest.
             wide = torch.promote_types(gradient.dtype, torch.float32)
             piece.squares = torch.linalg.vector_norm(gradient, dtype=wide).double().square()
-            if gradient.element_size() < _element_size(piece):
+            assert piece.working is not None
+            if gradient.element_size() < piece.working.element_size():
                 gradient = gradient.to(piece.tensor.dtype)  # its new weight would have no room in its place
             room = state.room_for(gradient, gradient.dtype)
             state.left = self._copy(gradient, room, gradient)
@@ -272,16 +274,6 @@ def _make_here(piece: Shard) -> None:
     made = nn.Parameter(torch.empty_like(piece.working, dtype=piece.tensor.dtype))
     made.grad_dtype = piece.tensor.grad_dtype
     piece.tensor = made
-
-
-def _element_size(piece: Shard) -> int:
-    return piece.tensor.element_size() if piece.working is None else piece.working.element_size()
-
-
-def _unit(piece: Shard) -> str:
-    """Whose gradients come together: the block's; those of the network's ends."""
-    label = piece.held.label
-    return label.removeprefix(BLOCKS).partition(".")[0] if label.startswith(BLOCKS) else ENDS
 
 
 def _local(gradient: Tensor) -> Tensor:

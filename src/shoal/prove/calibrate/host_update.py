@@ -19,10 +19,8 @@ from shoal.facts.cluster.this_machine import usable_threads
 from shoal.facts.layout import Layout
 from shoal.facts.layout.offload import away_bytes
 from shoal.facts.recipe import Recipe
+from shoal.train.host_update import PART
 
-# Elements of a piece for each thread: long enough that threads seldom wait for one another, short enough that what is
-# widened for it stays in a cache.
-PIECE = 2**18
 TIMES = 5
 # Of one data rank with one micro-batch: gradients as they were computed.
 EACH = away_bytes(
@@ -33,7 +31,7 @@ EACH = away_bytes(
 def bytes_per_second(elements: int) -> float:
     """With every core there is, over so many parameters; the first round warms up."""
     with _all_cores() as threads:
-        state = HostState(elements, PIECE * threads)
+        state = HostState(elements, PART * threads)
         found = []
         for _ in range(TIMES):
             start = time.perf_counter()

@@ -165,7 +165,8 @@ def _fill(ends: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
             room = seq + 1 - (found[-1][1] - found[-1][0])
         start = end
     kept = [span for span in found if span[1] - span[0] > 1]  # one token alone has nothing to predict
-    return tuple(np.array([span[side] for span in kept], dtype=np.int64) for side in (0, 1))  # type: ignore[return-value]
+    starts, stops = (np.array([span[side] for span in kept], dtype=np.int64) for side in (0, 1))
+    return starts, stops
 
 
 class JoinedSamples:
