@@ -39,7 +39,8 @@ class HostThread:
 
 def _begin(device: torch.device, threads: int | None) -> None:
     # A new thread would begin with the first device, and leave a context of its own there.
-    torch.cuda.set_device(device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
 
