@@ -2,15 +2,18 @@
 
 A thread of its own waits until the norm of all gradients is known, so that clipping is exact without speculation, and
 then updates piece by piece in the order of the forward pass. What is done with returns to the device at once, and the
-next forward pass waits at each block for that block alone: the update hides behind it. Pieces are cut into parts that a
-cache holds: a part's gradient is widened, used and forgotten, and its new weight narrowed, without a way to memory.
+next forward pass waits at each block for that block alone: the update hides behind it.
+
+Where blocks are compiled, so is AdamW's update, which then goes over a piece once (``train/host_adamw.py``). Elsewhere
+pieces are cut into parts that a cache holds: a part's gradient is widened, used and forgotten, and its new weight
+narrowed, without a way to memory.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -26,7 +29,8 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.host_memory import HostThread
 from shoal.parallel.offload.states import OffloadedStates
 from shoal.parallel.shards import Shard
-from shoal.train.adamw import AdamW, HostPart, HostUpdateOf
+from shoal.train.adamw import AdamW, HostPart
+from shoal.train.host_adamw import CompiledAdamW, settings_of
 from shoal.train.optimizer import CLIP_EPS, refuses
 
 # Elements of a part for each thread: long enough that threads seldom wait for one another, short enough that what is
@@ -41,6 +45,9 @@ class HostUpdate:
         self, placed: Placed, offloaded: OffloadedStates, optimizer: torch.optim.Optimizer, mesh: Mesh
     ) -> None:
         self.offloaded, self.optimizer, self.ahead = offloaded, optimizer, placed.reads_ahead
+        self.compiled: CompiledAdamW | None = None
+        if placed.compiled is not None and isinstance(optimizer, AdamW) and optimizer.rounding is None:
+            self.compiled = CompiledAdamW(placed.compiled.backend)
         self.threads = max(1, usable_threads() * mesh.nodes // mesh.world)
         self.part = PART * self.threads
         self.sharded = any(piece.held.group.fully_sharded for piece in offloaded.pieces)
@@ -53,10 +60,10 @@ class HostUpdate:
         options = {weight: group for group in optimizer.param_groups for weight in group["params"]}
         self.options = {piece: options[piece.tensor] for piece in offloaded.pieces}
         self._thread = HostThread("shoal-update", mesh.device, self.threads)
-        # A part's gradient, widened. Made once: memory that is new costs a page fault every 4 KiB, on an H200's host
-        # more time than the update itself.
+        # A part's gradient, widened, or its new weight, narrowed. Made once: memory that is new costs a page fault
+        # every 4 KiB, which took longer than the update itself on an H200's host.
         largest = max((piece.tensor.numel() for piece in offloaded.pieces), default=0)
-        self._wide = torch.empty(min(self.part, largest), dtype=offloaded.states, device="cpu")
+        self._room = torch.empty(min(self.part, largest), dtype=offloaded.states, device="cpu")
         self._running: Future[None] | None = None
         self._passed = threading.Condition()
         self._reached = math.inf  # groups up to this one have returned
@@ -70,11 +77,8 @@ class HostUpdate:
         known = norm.detach().to("cpu", torch.float64, non_blocking=True)
         event = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         self._reached = -1.0
-        ready = {
-            piece: (state.arriving(), on_host(self.optimizer, piece.tensor, self.options[piece]))
-            for piece, state in self.offloaded.away.items()
-        }
-        self._running = self._thread.submit(self._update, ready, known, event, limit, most)
+        arriving = {piece: state.arriving() for piece, state in self.offloaded.away.items()}
+        self._running = self._thread.submit(self._update, arriving, known, event, limit, most)
         running = self._running
         if self.ahead is None:
             self.wait()
@@ -121,22 +125,22 @@ class HostUpdate:
     @torch.no_grad()
     def _update(
         self,
-        ready: dict[Shard, tuple[Callable[[], Tensor], HostUpdateOf]],
+        arriving: dict[Shard, Callable[[], Tensor]],
         norm: Tensor,
         known: torch.cuda.Event | None,
         limit: float,
         most: float,
     ) -> None:
-        """As ``clip_and_update`` does on a device: what is refused is decided by tensors, not by branches."""
+        """As ``clip_and_update`` does on a device."""
         try:
             if known is not None:
                 known.synchronize()
-            refused = refuses(norm, most).float()
+            if refuses(norm, most):
+                return
             scale = ((norm + CLIP_EPS) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
             for number, pieces in self.groups.items():
                 for piece in pieces:
-                    arriving, begin = ready[piece]
-                    self._update_piece(piece, arriving(), begin(refused), refused, scale)
+                    self._update_piece(piece, arriving[piece](), scale)
                 self._pass(number)
         finally:
             self._pass(math.inf)
@@ -149,31 +153,52 @@ class HostUpdate:
             self._reached = number
             self._passed.notify_all()
 
-    def _update_piece(
-        self, piece: Shard, gradient: Tensor, update: HostPart, refused: Tensor, scale: Tensor
-    ) -> None:
-        state = self.offloaded.away[piece]
-        working, weight = piece.working, piece.tensor.detach().view(-1)
+    def _update_piece(self, piece: Shard, gradient: Tensor, scale: Tensor) -> None:
+        working = piece.working
         assert working is not None
-        steered = {"found_inf": refused}
-        exact = weight.dtype == torch.float64  # for which the scale that torch takes, fp32, is too coarse
-        if not exact:
-            steered["grad_scale"] = scale.float()
-        # Written part by part behind what is read.
-        returned = state.way_back(working)
-        for start in range(0, weight.numel(), self.part):
-            part = slice(start, min(start + self.part, weight.numel()))
-            wide = self._wide[: part.stop - start].copy_(gradient.view(-1)[part])
-            if exact:
-                wide /= scale
-            update(part, wide, steered)
-            returned[part].copy_(weight[part])
+        returned, gradient = self.offloaded.away[piece].way_back(working), gradient.view(-1)
+        if not self._in_one_pass(piece, gradient, returned, scale):
+            self._in_parts(piece, gradient, returned, scale)
         if (back := self.offloaded.streams.back) is None:
             working.copy_(returned.view_as(working))
             return
         # All that has read the weights as they were has ended: the norm came after it.
         with torch.cuda.stream(back):
             working.copy_(returned.view_as(working), non_blocking=True)
+
+    def _in_one_pass(self, piece: Shard, gradient: Tensor, returned: Tensor, scale: Tensor) -> bool:
+        """Whether it was."""
+        if self.compiled is None:
+            return False
+        assert isinstance(self.optimizer, AdamW)
+        weight, state = piece.tensor.detach().view(-1), self.optimizer.started(piece.tensor)
+        mean, square = (state[kind].view(-1) for kind in ("exp_avg", "exp_avg_sq"))
+        settings = settings_of(self.options[piece], int(state["step"]) + 1, weight.dtype)
+        # New weights that are as wide as the gradient take its place; narrower ones would overtake it.
+        whole, scale = returned.dtype == gradient.dtype, scale.to(weight.dtype)
+        narrow = self._room.view(returned.dtype)
+        for part in _parts(weight.numel(), weight.numel() if whole else self.part):
+            read = gradient[part]
+            new = read if whole else narrow[: read.numel()]
+            if not self.compiled(weight[part], mean[part], square[part], read, new, scale, settings):
+                return False
+            if not whole:
+                returned[part].copy_(new)
+        state["step"] += 1
+        return True
+
+    def _in_parts(self, piece: Shard, gradient: Tensor, returned: Tensor, scale: Tensor) -> None:
+        weight = piece.tensor.detach().view(-1)
+        update = on_host(self.optimizer, piece.tensor, self.options[piece])
+        for part in _parts(weight.numel(), self.part):
+            read = gradient[part]
+            update(part, self._room[: read.numel()].copy_(read), scale)
+            returned[part].copy_(weight[part])  # behind what has been read
+
+
+def _parts(length: int, most: int) -> Iterator[slice]:
+    for start in range(0, length, most):
+        yield slice(start, min(start + most, length))
 
 
 def _before(module: nn.Module, wait: Callable[[], None]) -> None:
@@ -184,16 +209,16 @@ def _before(module: nn.Module, wait: Callable[[], None]) -> None:
     module.register_forward_pre_hook(hook, prepend=True)
 
 
-def on_host(optimizer: torch.optim.Optimizer, weight: Tensor, group: dict[str, Any]) -> HostUpdateOf:
-    """The next update of a weight of the host's, made ready: its states are there."""
+def on_host(optimizer: torch.optim.Optimizer, weight: Tensor, group: dict[str, Any]) -> HostPart:
+    """The next update of a weight of the host's, by parts."""
     if isinstance(optimizer, AdamW):
         return optimizer.on_host(weight, group)
     momentum: Tensor | None = optimizer.state[weight].get("momentum_buffer")
 
-    def update(part: slice, gradient: Tensor, steered: dict[str, Any]) -> None:
+    def update(part: slice, gradient: Tensor, scale: Tensor) -> None:
         sgd(
             [weight.detach().view(-1)[part]],
-            [gradient],
+            [gradient.div_(scale)],
             [None if momentum is None else momentum.view(-1)[part]],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
@@ -202,7 +227,6 @@ def on_host(optimizer: torch.optim.Optimizer, weight: Tensor, group: dict[str, A
             nesterov=False,
             maximize=False,
             fused=True,
-            **steered,
         )
 
-    return lambda refused: update
+    return update

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from shoal.prove.calibrate.host_update import HostState, bytes_per_second
 
 
-def test_it_is_adamw_whatever_the_pieces() -> None:
-    state = HostState(1000, 64)
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_it_is_adamw_whatever_the_pieces(backend: str | None) -> None:
+    state = HostState(1000, 64, backend)
     torch.manual_seed(0)
     state.master.normal_()
     state.gradient.normal_()
