@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests.ranks import run_ranks
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
@@ -22,7 +22,6 @@ from shoal.models.initial import fill
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.host_memory import HostThread
 from shoal.train.data.loader import Batch
-from shoal.train.host_adamw import CompiledAdamW, settings_of
 from shoal.train.program import assemble, blueprint
 from shoal.train.step import Step
 
@@ -39,12 +38,12 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostThread, "__init__", begin)
 
 
-def made(layout: str, compile_with: str | None = None, **recipe: Any) -> Step:
+def made(layout: str, **recipe: Any) -> Step:
     parsed = Layout.parse(layout)
     asked = Recipe(**{"seq": SEQ, "batch": 4, "steps": 10, "precision": "fp64", **recipe})
     values = partial(fill, model=TINY, seed=0)
     mesh = Mesh(parsed, 0, torch.device("cpu"))
-    return assemble(blueprint(TINY, asked), asked, TuneSection(), mesh, values, compile_with=compile_with)
+    return assemble(blueprint(TINY, asked), asked, TuneSection(), mesh, values)
 
 
 def batches(step: Step, number: int) -> list[Batch]:
@@ -88,59 +87,17 @@ def test_steps_issued_ahead_are_the_same(layout: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["offload=optimizer", "micro=1,offload=optimizer:0.5"])
-def test_a_compiled_update_is_the_same(layout: str, precision: str) -> None:
+def test_without_a_compiler_it_is_the_same(layout: str, precision: str) -> None:
     recipe: dict[str, Any] = {"precision": precision, "clip": 0.5, "weight_decay": 0.1}
-    step, plain = (made(layout, "aot_eager", **recipe) for _ in range(2))
-    assert step.host is not None and plain.host is not None and step.host.compiled is not None
-    plain.host.compiled = None
+    step, plain = (made(layout, **recipe) for _ in range(2))
+    assert step.host is not None and plain.host is not None
+    plain.host.problem = "no compiler"
     # A bit more in fp32 becomes a bit more in bf16 for a few weights, and gradients differ from then on.
     steps, exact = (STEPS, 1e-12) if precision == "fp64" else (1, 1e-6)
     found, expected = trained(step, late=True, steps=steps), trained(plain, late=False, steps=steps)
-    assert step.host.compiled.problem is None
     assert found[0] == pytest.approx(expected[0], rel=exact)
     for mine, theirs in zip(found[1], expected[1], strict=True):
         assert torch.allclose(mine, theirs, rtol=exact, atol=exact)
-
-
-@pytest.mark.long  # calls the machine's C++ compiler
-def test_the_update_that_inductor_makes_is_torchs() -> None:
-    kernel, group = (
-        CompiledAdamW("inductor"),
-        {"betas": (0.9, 0.95), "lr": 1e-2, "eps": 1e-8, "weight_decay": 0.1},
-    )
-    torch.manual_seed(0)
-    for length, dtype, narrow in (
-        (1000, torch.float32, torch.bfloat16),
-        (77777, torch.float32, torch.bfloat16),
-        (5003, torch.float64, torch.float64),
-        (4096, torch.float32, torch.float32),
-    ):
-        weight = torch.randn(length, dtype=dtype)
-        expected = nn.Parameter(weight.clone())
-        optimizer = torch.optim.AdamW([expected], foreach=False, **group)  # type: ignore[arg-type]
-        mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
-        scale = torch.tensor(1.7, dtype=dtype)
-        for number in range(1, 4):
-            gradient = torch.randn(length, dtype=dtype).to(narrow)
-            expected.grad = gradient.to(dtype) / scale
-            optimizer.step()
-            settings = settings_of(group, number, dtype)
-            assert kernel(weight, mean, square, gradient, gradient, scale, settings), kernel.problem
-            assert torch.equal(gradient, weight.to(narrow))
-        exact = 1e-14 if dtype == torch.float64 else 2e-7
-        assert torch.allclose(weight, expected, rtol=exact, atol=exact)
-
-
-def test_where_nothing_compiles_the_update_goes_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
-        raise torch._dynamo.exc.TorchDynamoException("no compiler")
-
-    step, plain = made("offload=optimizer", "aot_eager"), made("offload=optimizer", "aot_eager")
-    assert step.host is not None and step.host.compiled is not None and plain.host is not None
-    monkeypatch.setattr(step.host.compiled, "_run", broken)
-    plain.host.compiled = None
-    assert trained(step, late=False)[0] == trained(plain, late=False)[0]
-    assert "no compiler" in str(step.host.compiled.problem)
 
 
 @pytest.mark.usefixtures("threads")
@@ -186,12 +143,13 @@ def test_an_error_of_the_thread_reaches_the_step(monkeypatch: pytest.MonkeyPatch
         issued.read()
 
 
-def test_the_same_bits_as_an_update_of_the_device() -> None:
-    """With equal gradients; the norm that clips them is added up in another order, and may differ by its last bit."""
-    layouts = ("dp=1", "offload=optimizer")
-    expected, found = (trained(made(one, precision="fp32", clip=0.0), late=False)[1] for one in layouts)
+def test_an_update_is_the_devices_but_for_the_last_bit() -> None:
+    layouts, lr = ("dp=1", "offload=optimizer"), 1e-3
+    steps = [made(one, precision="fp32", lr=lr) for one in layouts]
+    expected, found = (trained(step, late=False, steps=1)[1] for step in steps)
     for mine, theirs in zip(found, expected, strict=True):
-        assert torch.equal(mine, theirs)
+        last_bit = torch.ldexp(torch.tensor(1.0), torch.frexp(theirs.abs().clamp(min=4 * lr)).exponent - 24)
+        assert bool(((mine - theirs).abs() <= last_bit).all())
 
 
 def overlapped(rank: int, world: int, layout: str, tune: dict[str, Any]) -> list[float]:

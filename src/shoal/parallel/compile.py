@@ -101,7 +101,7 @@ class CompiledBlocks:
         ``group``: the ranks that meet inside of the blocks.
         """
         _settings()
-        self.group, self.backend = group, backend
+        self.group = group
         self.problem: str | None = None  # why blocks run eager after all
         self.seconds = 0.0  # that compilation took, first runs included
         self.shapes: set[torch.Size] = set()
@@ -132,7 +132,7 @@ class CompiledBlocks:
         if self.problem is None:
             try:
                 return self._compiled(kind, plain, module, *arguments)
-            except compiler_errors() as error:
+            except _compiler_errors() as error:
                 self.problem = first_line(error)
         return plain(module, *arguments)
 
@@ -258,7 +258,7 @@ def cache_counts() -> CacheCounts:
     )
 
 
-def compiler_errors() -> tuple[type[Exception], ...]:
+def _compiler_errors() -> tuple[type[Exception], ...]:
     """What torch raises where it cannot trace or compile; whatever else a block raises is its own error."""
     from torch._dynamo import exc
 

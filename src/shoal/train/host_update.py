@@ -4,9 +4,8 @@ A thread of its own waits until the norm of all gradients is known, so that clip
 then updates piece by piece in the order of the forward pass. What is done with returns to the device at once, and the
 next forward pass waits at each block for that block alone: the update hides behind it.
 
-Where blocks are compiled, so is AdamW's update, which then goes over a piece once (``train/host_adamw.py``). Elsewhere
-pieces are cut into parts that a cache holds: a part's gradient is widened, used and forgotten, and its new weight
-narrowed, without a way to memory.
+AdamW goes over a piece once (``train/host_adamw.py``). Where that is not to be had, pieces are cut into parts that a
+cache holds: a part's gradient is widened, used and forgotten, and its new weight narrowed, without a way to memory.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.host_memory import HostThread
 from shoal.parallel.offload.states import OffloadedStates
 from shoal.parallel.shards import Shard
+from shoal.train import host_adamw
 from shoal.train.adamw import AdamW, HostPart
-from shoal.train.host_adamw import CompiledAdamW, settings_of
 from shoal.train.optimizer import CLIP_EPS, refuses
 
 # Elements of a part for each thread: long enough that threads seldom wait for one another, short enough that what is
@@ -45,9 +44,8 @@ class HostUpdate:
         self, placed: Placed, offloaded: OffloadedStates, optimizer: torch.optim.Optimizer, mesh: Mesh
     ) -> None:
         self.offloaded, self.optimizer, self.ahead = offloaded, optimizer, placed.reads_ahead
-        self.compiled: CompiledAdamW | None = None
-        if placed.compiled is not None and isinstance(optimizer, AdamW) and optimizer.rounding is None:
-            self.compiled = CompiledAdamW(placed.compiled.backend)
+        # Why AdamW goes by parts, if it does.
+        self.problem = host_adamw.problem() if isinstance(optimizer, AdamW) else None
         self.threads = max(1, usable_threads() * mesh.nodes // mesh.world)
         self.part = PART * self.threads
         self.sharded = any(piece.held.group.fully_sharded for piece in offloaded.pieces)
@@ -168,23 +166,24 @@ class HostUpdate:
 
     def _in_one_pass(self, piece: Shard, gradient: Tensor, returned: Tensor, scale: Tensor) -> bool:
         """Whether it was."""
-        if self.compiled is None:
+        optimizer, weight = self.optimizer, piece.tensor.detach().view(-1)
+        if not isinstance(optimizer, AdamW) or optimizer.rounding is not None or self.problem is not None:
             return False
-        assert isinstance(self.optimizer, AdamW)
-        weight, state = piece.tensor.detach().view(-1), self.optimizer.started(piece.tensor)
+        if not host_adamw.takes(weight.dtype, gradient.dtype, returned.dtype):
+            return False
+        state = optimizer.started(piece.tensor)
+        state["step"] += 1
         mean, square = (state[kind].view(-1) for kind in ("exp_avg", "exp_avg_sq"))
-        settings = settings_of(self.options[piece], int(state["step"]) + 1, weight.dtype)
+        settings = host_adamw.settings_of(self.options[piece], int(state["step"]), float(scale))
         # New weights that are as wide as the gradient take its place; narrower ones would overtake it.
-        whole, scale = returned.dtype == gradient.dtype, scale.to(weight.dtype)
-        narrow = self._room.view(returned.dtype)
+        whole, room = returned.dtype == gradient.dtype, self._room.view(returned.dtype)
         for part in _parts(weight.numel(), weight.numel() if whole else self.part):
             read = gradient[part]
-            new = read if whole else narrow[: read.numel()]
-            if not self.compiled(weight[part], mean[part], square[part], read, new, scale, settings):
-                return False
+            narrow = read if whole else room[: read.numel()]
+            states = weight[part], mean[part], square[part]
+            host_adamw.adamw_(*states, read, narrow, settings, self.threads)
             if not whole:
-                returned[part].copy_(new)
-        state["step"] += 1
+                returned[part].copy_(narrow)
         return True
 
     def _in_parts(self, piece: Shard, gradient: Tensor, returned: Tensor, scale: Tensor) -> None:

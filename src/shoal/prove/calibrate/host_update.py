@@ -1,9 +1,9 @@
 """Time an optimizer's update on the host's cores, as ``offload=optimizer`` does it: all devices of a node share it.
 
-Beside a GPU, whose blocks are compiled, one compiled pass over fp32 weights, moments and bf16 gradients
-(``train/host_adamw.py``); elsewhere, or without a compiler, torch's fused AdamW in parts that a core's cache holds,
-each with its gradients widened for it and its new weights narrowed after it. What counts is bytes of memory a second,
-28 a parameter (``facts/layout/offload.py``): an update is far slower than its arithmetic.
+One pass over fp32 weights, moments and bf16 gradients (``train/host_adamw.py``); where that cannot be compiled, torch's
+fused AdamW in parts that a core's cache holds, each with its gradients widened for it and its new weights narrowed
+after it. What counts is bytes of memory a second, 28 a parameter (``facts/layout/offload.py``): an update is far slower
+than its arithmetic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.facts.cluster.this_machine import usable_threads
 from shoal.facts.layout import Layout
 from shoal.facts.layout.offload import away_bytes
 from shoal.facts.recipe import Recipe
-from shoal.train.host_adamw import CompiledAdamW, settings_of
+from shoal.train import host_adamw
 from shoal.train.host_update import PART
 
 TIMES = 5
@@ -32,10 +32,10 @@ EACH = away_bytes(
 )
 
 
-def bytes_per_second(elements: int, backend: str | None = None) -> float:
-    """With every core there is, over so many parameters; the first round warms up, and compiles."""
+def bytes_per_second(elements: int) -> float:
+    """With every core there is, over so many parameters; the first round warms up."""
     with _all_cores() as threads:
-        state = HostState(elements, PART * threads, backend)
+        state = HostState(elements, PART * threads, threads)
         found = []
         for _ in range(TIMES):
             start = time.perf_counter()
@@ -47,8 +47,8 @@ def bytes_per_second(elements: int, backend: str | None = None) -> float:
 class HostState:
     """Weights with their moments, gradients and copies, in one piece of memory each."""
 
-    def __init__(self, elements: int, piece: int, backend: str | None = None) -> None:
-        self.compiled = None if backend is None else CompiledAdamW(backend)
+    def __init__(self, elements: int, piece: int, threads: int) -> None:
+        self.threads, self.problem = threads, host_adamw.problem()
         self.master = torch.full((elements,), 0.5)
         self.mean, self.square = torch.zeros(elements), torch.zeros(elements)
         self.gradient = torch.full((elements,), 1e-3, dtype=torch.bfloat16)
@@ -58,14 +58,13 @@ class HostState:
         self.piece = piece
 
     def update(self) -> None:
-        if self.compiled is None or not self._in_one_pass(self.compiled):
-            self._in_parts()
         self.steps += 1
-
-    def _in_one_pass(self, compiled: CompiledAdamW) -> bool:
-        settings = settings_of(SETTINGS, int(self.steps) + 1, self.master.dtype)
-        read = self.gradient, self.back, torch.ones(())
-        return compiled(self.master, self.mean, self.square, *read, settings)
+        if self.problem is not None:
+            self._in_parts()
+            return
+        settings = host_adamw.settings_of(SETTINGS, int(self.steps), 1.0)
+        states = self.master, self.mean, self.square
+        host_adamw.adamw_(*states, self.gradient, self.back, settings, self.threads)
 
     def _in_parts(self) -> None:
         (beta1, beta2), lr = SETTINGS["betas"], SETTINGS["lr"]
@@ -79,7 +78,7 @@ class HostState:
                 [self.mean[start:end]],
                 [self.square[start:end]],
                 [],
-                [self.steps.clone()],
+                [self.steps - 1],
                 fused=True,
                 amsgrad=False,
                 beta1=beta1,

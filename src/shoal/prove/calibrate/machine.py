@@ -25,7 +25,6 @@ from shoal.prove.calibrate.drift import Rate, compared, words
 from shoal.prove.calibrate.kernels import EFFORT, Effort, KernelMeasurements
 from shoal.prove.calibrate.sizes import CalibrationSizes, sizes
 from shoal.train.files import replace_text
-from shoal.train.program import BACKEND
 
 Part = TypeVar("Part")
 
@@ -115,9 +114,8 @@ def _measured(
 
     work = attempt("host: starting operators, layers, steps", lambda: host.host_work(on))
     both = attempt("copies to the device and back", lambda: copies.to_and_from(on, chosen.copied))
-    backend = None if on.type == "cpu" else BACKEND  # as blocks are by default
     updated = attempt(
-        "the optimizer on the host's cores", lambda: host_update.bytes_per_second(chosen.updated, backend)
+        "the optimizer on the host's cores", lambda: host_update.bytes_per_second(chosen.updated)
     )
     files = attempt("disk", lambda: copies.disk(folder))
     fast = attempt("links between ranks", lambda: links.links(cluster.devices, on.type == "cpu"))
