@@ -330,7 +330,7 @@ class TimeBound:
         costs = self.costs(split, share, order.recompute, held, self._compiled(split, order))
         most = max(kind.dense + kind.sparse for kind in self.kinds(split.pp, order.chunks, order.schedule))
         ends = costs.first + costs.last
-        beside = Beside(most * costs.forward + ends, most * costs.backward + ends)
+        beside = Beside(most * costs.forward + ends, most * costs.backward + ends, most * costs.forward)
         # Tensors are cut so that at least the fraction is offloaded; what arrives last is left out.
         parts = (waiting(states.offload, what) for what in Shares._fields)
         away = Shares(*(part.fraction if part else 0.0 for part in parts))

@@ -42,7 +42,9 @@ void update(Wide* weight, Wide* mean, Wide* square, const Gradient* gradient, Na
             const double* settings, int threads) {
     const Wide scale = settings[0], step_size = settings[1], root_correction = settings[2], rise1 = settings[3],
                beta2 = settings[4], rise2 = settings[5], eps = settings[6], decay = settings[7];
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    const int64_t chunks = (length + CHUNK - 1) / CHUNK;
+    const int team = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, chunks)));
+#pragma omp parallel for num_threads(team) schedule(dynamic, 1)
     for (int64_t start = 0; start < length; start += CHUNK) {
         const int64_t end = std::min(length, start + CHUNK);
 #pragma omp simd

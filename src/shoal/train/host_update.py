@@ -74,7 +74,7 @@ class HostUpdate:
         self.wait()
         known = norm.detach().to("cpu", torch.float64, non_blocking=True)
         event = torch.cuda.current_stream().record_event() if norm.is_cuda else None
-        self._reached = -1.0
+        self._reached = min(self.groups, default=0) - 1.0  # nothing of the host's comes before
         arriving = {piece: state.arriving() for piece, state in self.offloaded.away.items()}
         self._running = self._thread.submit(self._update, arriving, known, event, limit, most)
         running = self._running

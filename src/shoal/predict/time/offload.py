@@ -27,6 +27,7 @@ class Beside(NamedTuple):
 
     forward: float
     backward: float  # with what is computed again
+    blocks: float  # of the forward pass, what comes before the head and its loss
 
 
 class Offloadable(NamedTuple):
@@ -88,8 +89,9 @@ def transfer(
     beside_forward = max(fetching, sending)
     waits = times * _exposed(beside_backward, beside.backward)
     waits += (times - 1) * _exposed(beside_forward, beside.forward) + times * fetching / layers
-    # The last block's forward pass comes after its update. What the device updates itself takes its time meanwhile.
-    first = beside.forward * (1 - 1 / layers)
+    # The last block's forward pass comes after its update, and then the head with its loss. What the device updates
+    # itself takes its time meanwhile.
+    first = beside.blocks * (1 - 1 / layers)
     own = (1 - away.optimizer) * update if away.optimizer else 0.0
     waits += max(_exposed(max(beside_forward, back), beside.forward), ready - first - own, 0.0)
     return Transfer(max(after + waits, away.optimizer * update), 1 - away.optimizer)

@@ -197,7 +197,7 @@ def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
         other=waiting,
         once=single,
         links=links,
-        beside=Beside(forward + ends.forward, backward + ends.backward + again),
+        beside=Beside(forward + ends.forward, backward + ends.backward + again, blocks=forward),
     )
 
 
