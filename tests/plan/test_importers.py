@@ -192,6 +192,13 @@ def test_gradients_are_summed_as_there(file: Any) -> None:
         ),
         (
             {
+                "distributed_type": "DEEPSPEED",
+                "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 4},
+            },
+            "fsdp=8,zero=2,micro=1",
+        ),
+        (
+            {
                 "distributed_type": "MEGATRON_LM",
                 "megatron_lm_config": {
                     "megatron_lm_tp_degree": 2,

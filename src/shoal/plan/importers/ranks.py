@@ -45,7 +45,8 @@ def find_share(
     if batch is None and micro is not None:
         batch = micro * (accumulation or 1) * ranks
     elif batch is None:
-        batch = nearest_multiple(Recipe.model_fields["batch"].default, ranks)
+        # Each rank needs a sequence for each of its micro-batches.
+        batch = nearest_multiple(Recipe.model_fields["batch"].default, ranks * (accumulation or 1))
         reading.note(f"no batch: {batch} sequences over {ranks} data ranks were put in")
     each = _exact(reading, batch, ranks, "data ranks")
     if micro is not None:
