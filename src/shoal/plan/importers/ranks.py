@@ -37,7 +37,7 @@ def find_share(
         if not (batch and micro and accumulation):
             raise BadInput(
                 f"{reading.source} does not say how many ranks there are",
-                "--gpus 8, or --on 8xH100; or there train_batch_size, the micro-batch and the accumulation, all three",
+                "--gpus 8, or --on 8xH100; or there the batch, the micro-batch and the accumulation, all three",
             )
         ranks = _exact(reading, batch, micro * accumulation, "micro-batch · accumulation")
     else:
