@@ -1,66 +1,268 @@
-"""``shoal init``: write a commented config, or convert another tool's."""
+"""``shoal init``: write a commented config: planned for a model, or from another stack's settings."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from shoal.facts.problem import Problem
+    from shoal.plan.starter import Wish
 
 
 def init(
     path: Path = Path("shoal.toml"),
     /,
     *,
+    model: str | None = None,
+    data: str | None = None,
+    on: str | None = None,
+    seq: int | None = None,
+    batch: int | None = None,
+    steps: int | None = None,
+    layout: str | None = None,
     from_: Annotated[Path | None, Parameter(name="--from")] = None,
     gpus: int | None = None,
-    on: str | None = None,
+    yes: Annotated[bool, Parameter(negative=())] = False,
     force: Annotated[bool, Parameter(negative=())] = False,
+    json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Write a commented config: every key, its default and its meaning, all commented out.
+    """Write a commented config that is ready to run: every key with its meaning, and a layout that was planned.
 
-    Example: shoal init my-run.toml && shoal train my-run.toml
+    Example: shoal init my-run.toml --model llama3-8b --data "corpus/*.jsonl" --on 8xH100
 
     Example: shoal init my-run.toml --from ds_config.json --on 8xH100
+
+    In a terminal it asks for what is not said. Elsewhere, without a word on model, data or cluster, it writes every key
+    at its default. Keys that this version does not run are marked.
 
     Parameters
     ----------
     path
         Where to write it.
+    model
+        A preset such as llama3-8b, a Hugging Face model directory or Hub name, a config.json, or a run. Weights are
+        trained further, where there are any.
+    data
+        A glob, directory or URL of text, JSONL, Parquet or Arrow files; stdlib is text that every machine has.
+    on
+        The cluster: 8xH100, 2x8xA100-80GB (nodes x devices), local, or a TOML file. With --from also the number of
+        ranks.
+    seq
+        Tokens per sequence.
+    batch
+        Sequences per step, over all ranks.
+    steps
+        Length of the run.
+    layout
+        Use this layout instead of the planner's.
     from_
-        A DeepSpeed JSON or Accelerate YAML to convert; settings without a counterpart are listed.
+        Another stack's settings, read without executing anything: DeepSpeed (JSON, or FILE.py:NAME, a dictionary in
+        Python), Accelerate (YAML, or the script that launches), Megatron (a shell script, or arguments alone),
+        torchtitan (TOML), NeMo and SageMaker (Python).
     gpus
         Number of ranks, if that file does not say.
-    on
-        The cluster to run on, as in 8xH100; also sets the number of ranks.
+    yes
+        Ask nothing: what is not said follows from the rest.
     force
-        Overwrite an existing file.
+        Overwrite existing files.
+    json
+        Print one JSON document.
     """
     import shlex
     import sys
 
-    from shoal.facts.config.file import template
+    from shoal.cli.show import print_json
     from shoal.facts.problem import BadInput
 
-    text = template()
+    if gpus is not None and from_ is None:
+        raise BadInput("--gpus goes with --from", "--on 8xH100; or shoal init --from ds_config.json --gpus 8")
+    _refuse_existing([path], force)
+    said = {
+        "model": model,
+        "data": data,
+        "on": on,
+        "seq": seq,
+        "batch": batch,
+        "steps": steps,
+        "layout": layout,
+    }
+    given = {name: value for name, value in said.items() if value is not None}
     notes: list[str] = []
+    refused: list[Problem] = []
     if from_ is not None:
-        from shoal.plan.importers import read_foreign, render
+        files, notes, refused = _converted(path, from_, gpus, given)
+    elif given or yes or _may_ask(json):
+        files = _planned(path, given, ask=_may_ask(json) and not yes)
+    else:
+        from shoal.plan.commented import commented
 
-        tables, notes = read_foreign(from_, gpus, on)
-        text = render(tables, notes, from_.name)
-    elif gpus is not None or on is not None:
-        raise BadInput("--gpus and --on go with --from", "shoal init --from ds_config.json --gpus 8")
-    try:
-        with path.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise BadInput(f"{path} exists", "another name, or --force to replace it") from None
-    except OSError as error:
-        raise BadInput(
-            f"cannot write {path}: {error.strerror}", "a file in a directory that exists"
-        ) from None
+        files = {path: commented({})}
+    _refuse_existing(list(files), force)
+    _write(files, force)
+    if json:
+        said_no = [{"what": one.what, "fix": one.fix} for one in refused]
+        print_json({"written": [str(file) for file in files], "notes": notes, "refused": said_no})
+        return 0
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    print(f"wrote {path}; edit it, then: shoal train {shlex.quote(str(path))}")
+    for one in refused:
+        print(f"the engine will refuse: {one}", file=sys.stderr)
+    begin = "put right what is refused" if refused else "edit it"
+    print(f"wrote {' and '.join(map(str, files))}; {begin}, then: shoal train {shlex.quote(str(path))}")
     return 0
+
+
+def _may_ask(json: bool) -> bool:
+    """Where a person reads the questions and can answer them."""
+    import sys
+
+    return not json and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _planned(path: Path, given: dict[str, Any], ask: bool) -> dict[Path, str]:
+    """A config for what was said and what is answered."""
+    import os
+    import sys
+
+    from shoal.cli.init_questions import ask_for
+    from shoal.cli.show import use_calibration, warn_of_length
+    from shoal.plan.commented import commented
+    from shoal.plan.starter import Wish, start
+    from shoal.train.data.first_row import look_at_rows
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    use_calibration()
+    if ask:
+        given = ask_for(given, visible)
+    wish = Wish(**given)
+    wish = _with_rows(wish, look_at_rows(wish.data, "--data"))
+    started = start(wish, path.parent, visible)
+    model = started.plan.workload.model
+    warn_of_length(model, started.plan.workload.recipe.seq)
+    print(f"planned {started.tables['layout']} for {wish.model} on {wish.on}", file=sys.stderr)
+    return {path: commented(started.tables, started.head)}
+
+
+def _with_rows(wish: Wish, rows: dict[str, Any]) -> Wish:
+    """Rows become text by the tokenizer's template; without a tokenizer, a prompt is followed by its answer."""
+    from dataclasses import replace
+
+    from shoal.facts.config.implied import own_tokenizer
+    from shoal.facts.model.hub import is_hub_name
+    from shoal.facts.problem import BadInput
+    from shoal.plan.starter import model_table
+
+    without = own_tokenizer(model_table(wish.model, Path())) is None and not is_hub_name(wish.model)
+    if rows.get("format") == "chat" and without:
+        raise BadInput(
+            f"--data {wish.data} holds conversations, and {wish.model} has no tokenizer with a chat template",
+            "--model with the directory of a chat model",
+        )
+    if rows.get("format") == "prompt" and without:
+        rows = {**rows, "template": "none"}
+    return replace(wish, rows=rows)
+
+
+def _converted(
+    path: Path, source: Path, gpus: int | None, given: dict[str, Any]
+) -> tuple[dict[Path, str], list[str], list[Problem]]:
+    """Another stack's settings as a config; beside it the model, where no preset has its shape."""
+    import json
+    import os
+
+    from shoal.facts.cluster import notation
+    from shoal.facts.model import presets
+    from shoal.facts.model.huggingface import write_config
+    from shoal.facts.problem import BadInput, Problem, seek
+    from shoal.plan.commented import commented
+    from shoal.plan.importers import read_foreign
+    from shoal.plan.starter import checked, model_table, predicted, prediction, refusals
+
+    imported = read_foreign(source, gpus, given.get("on"))
+    tables, notes, files = imported.tables, imported.notes, dict[Path, str]()
+    shape = imported.shape
+    if "model" in given:
+        tables["model"], shape = model_table(given["model"], path.parent), None
+        presets.find(given["model"])
+    elif shape is not None:
+        file = path.with_name(f"{path.stem}.model.json")
+        files[file] = json.dumps(write_config(shape), indent=2) + "\n"
+        tables["model"] = {"path": file.name}
+    if "data" in given:
+        from shoal.plan.starter import data_source
+        from shoal.train.data.first_row import look_at_rows
+
+        tables["data"] = {
+            "source": data_source(given["data"], path.parent),
+            **look_at_rows(given["data"], "--data"),
+        }
+    for key in ("seq", "batch", "steps"):
+        if key in given:
+            tables["recipe"][key] = given[key]
+            if key == "steps":
+                tables["recipe"].pop("epochs", None)
+    if "layout" in given:
+        tables["layout"] = given["layout"]
+    config = checked(tables)
+    model = shape or _model(tables.get("model", {}), given)
+    on, problems = config.cluster.on, list[Problem]()
+    cluster = seek("--on", lambda: notation.find(on, os.environ.get("CUDA_VISIBLE_DEVICES")), problems)
+    if problems:
+        raise BadInput(problems)
+    refused = refusals(config, model, cluster)
+    head = [f"Read from {source.name} by shoal init --from. What is commented out is at its default."]
+    missing = [name for name in ("model", "data") if name not in tables]
+    if missing:
+        head.append(
+            f"Nothing there names {' or '.join(missing)} in a way that holds here: see [{missing[0]}] below."
+        )
+    if model is not None and cluster is not None and not refused:
+        head.append(prediction(predicted(config, model, cluster)))
+    head += [f"- {note}" for note in notes]
+    return {path: commented(tables, head, refused), **files}, notes, refused
+
+
+def _model(table: dict[str, Any], given: dict[str, Any]) -> Any:
+    """The shape that a config would have, without asking any network for it."""
+    from shoal.facts.model import hub, presets
+    from shoal.facts.problem import BadInput
+
+    text = given.get("model") or table.get("preset") or table.get("init_from")
+    if text is None:
+        return presets.find("tiny") if not table else None
+    if hub.is_hub_name(text):
+        return None
+    try:
+        return presets.find(text)
+    except BadInput:
+        return None
+
+
+def _refuse_existing(paths: list[Path], force: bool) -> None:
+    from shoal.cli.show import unwritable
+    from shoal.facts.problem import BadInput, Problem
+
+    problems = [
+        Problem(f"{path} exists", "another name, or --force to replace it")
+        for path in paths
+        if path.exists() and not path.is_dir() and not force
+    ]
+    problems += unwritable(paths)
+    if problems:
+        raise BadInput(problems)
+
+
+def _write(files: dict[Path, str], force: bool) -> None:
+    from shoal.facts.problem import BadInput
+
+    for path, text in files.items():
+        try:
+            with path.open("w" if force else "x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise BadInput(
+                f"cannot write {path}: {error.strerror}", "a file in a directory that exists"
+            ) from None

@@ -107,9 +107,7 @@ def _estimator(source: Source) -> dict[str, Any]:
     return said
 
 
-def _launched(
-    reading: Reading, line: LaunchLine, kind: str, path: Path, world: int | None
-) -> dict[str, Any]:
+def _launched(reading: Reading, line: LaunchLine, kind: str, path: Path, world: int | None) -> dict[str, Any]:
     """A command line of ``accelerate launch`` or ``deepspeed``: the file that it names, and the script's arguments."""
     options = dict(line.options)
     reading.skip(*(key.replace("_", "-") for key in options))
@@ -125,7 +123,9 @@ def _launched(
         if not isinstance(name, str):
             raise BadInput(f"{path}: accelerate launch names no file", "--config_file accelerate.yaml there")
         file = _beside(reading, path, name)
-        tables = accelerate.read(file, world, lambda inner: _beside(reading, (path.parent / name), inner), script)
+        tables = accelerate.read(
+            file, world, lambda inner: _beside(reading, (path.parent / name), inner), script
+        )
     reading.notes += [f"{name}: {note}" for note in (*file.notes, *file.left())]
     for table, values in script.tables.items():
         tables[table] = {**tables.get(table, {}), **values}

@@ -112,9 +112,7 @@ def _own(
     return {"layout": written_layout(reading, **degrees), "recipe": recipe}
 
 
-def _share(
-    reading: Reading, world: int | None, inner: int, script: TrainerArguments | None
-) -> BatchShare:
+def _share(reading: Reading, world: int | None, inner: int, script: TrainerArguments | None) -> BatchShare:
     """These files do not hold a batch: it is an argument of the script. Accumulation they may."""
     if world is None:
         raise BadInput(f"{reading.source}: num_processes is missing", "--gpus 8, or --on 8xH100")

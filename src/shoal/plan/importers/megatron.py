@@ -13,25 +13,80 @@ from shoal.plan.importers.reading import Reading
 
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 # One of these, and options are Megatron's.
-SIGNS = {"tensor-model-parallel-size", "pipeline-model-parallel-size", "micro-batch-size", "num-attention-heads"}
+SIGNS = {
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "micro-batch-size",
+    "num-attention-heads",
+}
 # Options without a value: a word after one is none of theirs.
 SWITCHES = megatron_model.SWITCHES | {
-    *("sequence-parallel", "use-distributed-optimizer", "use-megatron-fsdp", "use-torch-fsdp2", "bf16", "fp16"),
+    *(
+        "sequence-parallel",
+        "use-distributed-optimizer",
+        "use-megatron-fsdp",
+        "use-torch-fsdp2",
+        "bf16",
+        "fp16",
+    ),
     *("recompute-activations", "overlap-grad-reduce", "overlap-param-gather", "optimizer-cpu-offload"),
     *("use-precision-aware-optimizer", "calculate-per-token-loss", "accumulate-allreduce-grads-in-fp32"),
-    *("grad-reduce-in-bf16", "no-gradient-accumulation-fusion", "init-model-with-meta-device", "use-flash-attn"),
+    *(
+        "grad-reduce-in-bf16",
+        "no-gradient-accumulation-fusion",
+        "init-model-with-meta-device",
+        "use-flash-attn",
+    ),
     *("use-mcore-models", "no-save-optim", "no-load-optim", "no-load-rng", "log-throughput", "fp8-hybrid"),
 }
 # What Shoal does anyway, or in its own way: kernels, logs, where checkpoints and data lie.
 _OWN_WAY = (
-    *("overlap-param-gather", "overlap-grad-reduce", "calculate-per-token-loss", "no-gradient-accumulation-fusion"),
+    *(
+        "overlap-param-gather",
+        "overlap-grad-reduce",
+        "calculate-per-token-loss",
+        "no-gradient-accumulation-fusion",
+    ),
     *("ckpt-format", "init-model-with-meta-device", "use-precision-aware-optimizer", "use-flash-attn"),
-    *("use-mcore-models", "transformer-impl", "attention-backend", "log-interval", "log-throughput", "save", "load"),
-    *("tensorboard-dir", "wandb-project", "wandb-exp-name", "wandb-save-dir", "distributed-backend", "num-workers"),
+    *(
+        "use-mcore-models",
+        "transformer-impl",
+        "attention-backend",
+        "log-interval",
+        "log-throughput",
+        "save",
+        "load",
+    ),
+    *(
+        "tensorboard-dir",
+        "wandb-project",
+        "wandb-exp-name",
+        "wandb-save-dir",
+        "distributed-backend",
+        "num-workers",
+    ),
     *("initial-loss-scale", "loss-scale-window", "hysteresis", "min-loss-scale", "loss-scale", "split"),
-    *("no-save-optim", "no-load-optim", "no-load-rng", "data-cache-path", "tokenizer-model", "log-params-norm"),
-    *("timing-log-level", "tensorboard-queue-size", "distributed-timeout-minutes", "expert-tensor-parallel-size"),
-    *("use-dist-ckpt", "dist-ckpt-format", "log-num-zeros-in-grad", "log-timers-to-tensorboard", "tensorboard-log-interval"),
+    *(
+        "no-save-optim",
+        "no-load-optim",
+        "no-load-rng",
+        "data-cache-path",
+        "tokenizer-model",
+        "log-params-norm",
+    ),
+    *(
+        "timing-log-level",
+        "tensorboard-queue-size",
+        "distributed-timeout-minutes",
+        "expert-tensor-parallel-size",
+    ),
+    *(
+        "use-dist-ckpt",
+        "dist-ckpt-format",
+        "log-num-zeros-in-grad",
+        "log-timers-to-tensorboard",
+        "tensorboard-log-interval",
+    ),
 )
 _CONTEXT = {"p2p": "ring", "a2a": "ulysses"}
 _DECAYS = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
@@ -65,7 +120,9 @@ def read(reading: Reading, world: int | None) -> tuple[dict[str, Any], Model | N
 
 
 def _degrees(reading: Reading, said: dict[str, Any]) -> dict[str, Any]:
-    tp, cp, pp = (reading.degree(f"{axis}-parallel-size") for axis in ("tensor-model", "context", "pipeline-model"))
+    tp, cp, pp = (
+        reading.degree(f"{axis}-parallel-size") for axis in ("tensor-model", "context", "pipeline-model")
+    )
     degrees: dict[str, Any] = {"tp": tp, "cp": cp, "pp": pp}
     if not reading.flag("sequence-parallel") and tp > 1:
         degrees["sp"] = False
@@ -115,7 +172,9 @@ def _sharding(reading: Reading, ranks: int, cp: int) -> dict[str, Any]:
     if not zero:
         return {"dp": ranks}
     if ranks % copies:
-        reading.note(f"num-distributed-optimizer-instances {copies} does not divide {ranks} data ranks: 1 is taken")
+        reading.note(
+            f"num-distributed-optimizer-instances {copies} does not divide {ranks} data ranks: 1 is taken"
+        )
         copies = 1
     return {"dp": copies, "fsdp": ranks // copies, "zero": zero}
 
@@ -149,7 +208,9 @@ def _recipe(reading: Reading, batch: int) -> dict[str, Any]:
     if hidden is not None:
         recipe["dropout"] = float(hidden)
     if hidden != attention:
-        reading.note(f"attention-dropout {attention} beside hidden-dropout {hidden}: here one probability is for both")
+        reading.note(
+            f"attention-dropout {attention} beside hidden-dropout {hidden}: here one probability is for both"
+        )
     aux = reading.number("moe-aux-loss-coeff") or 0.0
     if reading.word("moe-router-load-balancing-type") not in ("none", "sinkhorn") and aux:
         recipe["router_aux"] = float(aux)
@@ -165,7 +226,9 @@ def _precision(reading: Reading) -> dict[str, Any]:
             recipe["precision"] = precision
     if reading.word("fp8-format") or reading.flag("fp8-hybrid"):
         recipe["precision"] = "fp8"
-    reading.skip("accumulate-allreduce-grads-in-fp32", "fp8-recipe", "fp8-amax-history-len", "fp8-amax-compute-algo")
+    reading.skip(
+        "accumulate-allreduce-grads-in-fp32", "fp8-recipe", "fp8-amax-history-len", "fp8-amax-compute-algo"
+    )
     recipe["reduce"] = "bf16" if reading.flag("grad-reduce-in-bf16") else "fp32"
     return recipe
 

@@ -9,7 +9,8 @@ from shoal.plan.importers.reading import Reading
 
 # What a tokenizer is known to have without its files.
 _VOCABULARIES = {"gpt2bpetokenizer": 50257, "llama2tokenizer": 32000}
-_LLAMA3_ORIGINAL, _LATENT_ORIGINAL = 8192, 4096  # positions before they were stretched
+# Positions before they were stretched.
+_ORIGINAL, _LLAMA3_POSITIONS, _LATENT_POSITIONS = "original-max-position-embeddings", 8192, 4096
 _NONE = ("experts", "latent", "rope_scaling", "window")  # without a word on them there are none
 SWITCHES = {
     *("group-query-attention", "swiglu", "no-bias-gelu-fusion", "disable-bias-linear", "add-qkv-bias"),
@@ -89,12 +90,13 @@ def _positions(reading: Reading, layers: int) -> dict[str, Any]:
     factor = reading.number("rotary-scaling-factor")
     said["rope_scaling"] = None
     if reading.flag("use-rope-scaling"):
-        stretched = float(reading.number("rope-scaling-factor", absent=8.0) or 8.0)
         said["rope_scaling"] = {
-            "kind": "llama3", "factor": stretched, "original_positions": _LLAMA3_ORIGINAL,
-        }  # fmt: skip
+            "kind": "llama3",
+            "factor": float(reading.number("rope-scaling-factor", absent=8.0) or 8.0),
+            "original_positions": reading.count(_ORIGINAL, absent=_LLAMA3_POSITIONS),
+        }
     elif factor is not None and factor != 1:
-        original = reading.count("original-max-position-embeddings", absent=_LATENT_ORIGINAL)
+        original = reading.count(_ORIGINAL, absent=_LATENT_POSITIONS)
         said["rope_scaling"] = {
             "kind": "yarn",
             "factor": float(factor),
@@ -183,6 +185,11 @@ def _listed(node: ast.expr) -> int | list[int]:
         left, right = _listed(node.left), _listed(node.right)
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int) and right <= 4096:
+        if (
+            isinstance(node.op, ast.Mult)
+            and isinstance(left, list)
+            and isinstance(right, int)
+            and right <= 4096
+        ):
             return left * right
     raise ValueError("not a pattern of layers")

@@ -15,7 +15,15 @@ from shoal.plan.importers.python_file import Script
 from shoal.plan.importers.reading import Reading, Unknown
 
 # Calls whose keywords are settings, by the end of their name.
-_SETTINGS = ("Strategy", "Trainer", "DataParallelConfig", "OptimizerConfig", "Scheduler", "DataModule", "MixedPrecision")
+_SETTINGS = (
+    "Strategy",
+    "Trainer",
+    "DataParallelConfig",
+    "OptimizerConfig",
+    "Scheduler",
+    "DataModule",
+    "MixedPrecision",
+)
 _SHAPE = re.compile(r"(GPT|Llama|Mistral|Mixtral|Qwen|DeepSeek|Nemotron|Gemma|Phi|Starcoder)\w*Config\w*")
 # NeMo's words for Megatron's, where they differ by more than underscores.
 _NAMES = {
@@ -36,13 +44,54 @@ _SCHEDULERS = {
     "WarmupHoldPolicyScheduler": "constant",
 }
 _OWN_WAY = (
-    *("accelerator", "strategy", "plugins", "use_distributed_sampler", "ddp", "config", "lr_scheduler", "moe_grouped_gemm"),
+    *(
+        "accelerator",
+        "strategy",
+        "plugins",
+        "use_distributed_sampler",
+        "ddp",
+        "config",
+        "lr_scheduler",
+        "moe_grouped_gemm",
+    ),
     *("activation_func", "low_freq_factor", "high_freq_factor", "pipeline_dtype", "bias_activation_fusion"),
-    *("cpu_offloading", "log_every_n_steps", "enable_checkpointing", "logger", "callbacks", "gradient_as_bucket_view"),
-    *("moe_token_dispatcher_type", "constant_steps", "autocast_enabled", "average_in_collective", "params_dtype"),
-    *("ckpt_async_save", "ckpt_parallel_load", "precision", "grad_reduce_in_fp32", "fsdp", "num_sanity_val_steps"),
-    *("num_train_samples", "num_val_samples", "num_test_samples", "num_workers", "paths", "replace_sampler_ddp"),
-    *("check_for_nan_in_grad", "overlap_param_gather_with_optimizer_step", "save_ckpt_format", "limit_test_batches"),
+    *(
+        "cpu_offloading",
+        "log_every_n_steps",
+        "enable_checkpointing",
+        "logger",
+        "callbacks",
+        "gradient_as_bucket_view",
+    ),
+    *(
+        "moe_token_dispatcher_type",
+        "constant_steps",
+        "autocast_enabled",
+        "average_in_collective",
+        "params_dtype",
+    ),
+    *(
+        "ckpt_async_save",
+        "ckpt_parallel_load",
+        "precision",
+        "grad_reduce_in_fp32",
+        "fsdp",
+        "num_sanity_val_steps",
+    ),
+    *(
+        "num_train_samples",
+        "num_val_samples",
+        "num_test_samples",
+        "num_workers",
+        "paths",
+        "replace_sampler_ddp",
+    ),
+    *(
+        "check_for_nan_in_grad",
+        "overlap_param_gather_with_optimizer_step",
+        "save_ckpt_format",
+        "limit_test_batches",
+    ),
 )
 
 
@@ -125,12 +174,18 @@ def _precision(said: dict[str, Any], put: Any) -> None:
 
 # Keywords that say it the other way round, or in another form: Megatron's option, and its value from theirs.
 _SPECIAL: dict[str, tuple[str, Any]] = {
-    "share_embeddings_and_output_weights": ("untie-embeddings-and-output-weights", lambda on: True if not on else None),
+    "share_embeddings_and_output_weights": (
+        "untie-embeddings-and-output-weights",
+        lambda on: True if not on else None,
+    ),
     "add_bias_linear": ("disable-bias-linear", lambda on: True if not on else None),
     "gated_linear_unit": ("swiglu", lambda on: True if on else None),
     "num_query_groups": ("num-query-groups", lambda count: count),
     "scale_factor": ("rope-scaling-factor", lambda factor: factor),
-    "window_size": ("window-size", lambda pair: ",".join(map(str, pair)) if isinstance(pair, (list, tuple)) else None),
+    "window_size": (
+        "window-size",
+        lambda pair: ",".join(map(str, pair)) if isinstance(pair, (list, tuple)) else None,
+    ),
     "window_attn_skip_freq": ("window-attn-skip-freq", str),
     "moe_layer_freq": ("moe-layer-freq", str),
     "vocab_size": ("padded-vocab-size", lambda count: count),
@@ -145,11 +200,13 @@ def _ranks(said: dict[str, Any]) -> int | None:
 
 
 def _preset(script: Script) -> str | None:
-    """By the name of a recipe (``llm.llama3_8b``) or of a config (``Llama3Config8B``), which hold a shape of their own."""
+    """By the name of a recipe (``llm.llama3_8b``) or of a config (``Llama3Config8B``): each has a shape of its own."""
     words = [part for call in script.calls for part in call.path.split(".")]
     words += [part for path in script.attributes for part in path.split(".")]
     plain = {_letters(name): name for name in PRESETS}
-    return next((plain[key] for word in words if (key := _letters(word.replace("Config", ""))) in plain), None)
+    return next(
+        (plain[key] for word in words if (key := _letters(word.replace("Config", ""))) in plain), None
+    )
 
 
 def _letters(word: str) -> str:

@@ -18,9 +18,19 @@ _SMP = "smdistributed.modelparallel"
 _INSIDE = f"{_SMP}.parameters"
 _OWN_WAY = (
     *("torch_distributed.enabled", "pytorchddp.enabled", "mpi.enabled", "mpi.custom_mpi_options"),
-    *("smdistributed.dataparallel.enabled", "smdistributed.dataparallel.custom_mpi_options", f"{_SMP}.enabled"),
-    *(f"{_INSIDE}.{key}" for key in ("ddp", "optimize", "placement_strategy", "auto_partition", "default_partition")),
-    *(f"{_INSIDE}.{key}" for key in ("prescaled_batch", "memory_weight", "activation_loading_horizon", "contiguous")),
+    *(
+        "smdistributed.dataparallel.enabled",
+        "smdistributed.dataparallel.custom_mpi_options",
+        f"{_SMP}.enabled",
+    ),
+    *(
+        f"{_INSIDE}.{key}"
+        for key in ("ddp", "optimize", "placement_strategy", "auto_partition", "default_partition")
+    ),
+    *(
+        f"{_INSIDE}.{key}"
+        for key in ("prescaled_batch", "memory_weight", "activation_loading_horizon", "contiguous")
+    ),
     *(f"{_INSIDE}.{key}" for key in ("skip_tracing", "ddp_port", "delayed_parameter_initialization")),
 )
 
@@ -33,7 +43,9 @@ def read(reading: Reading, world: int | None, estimator: dict[str, Any]) -> dict
         devices = per_host * estimator["instance_count"]
     hyper = estimator.get("hyperparameters")
     script = trainer.read(hyper if isinstance(hyper, dict) else {}, reading.source, reading)
-    tp, cp, ep = (reading.degree(f"{_INSIDE}.{axis}_parallel_degree") for axis in ("tensor", "context", "expert"))
+    tp, cp, ep = (
+        reading.degree(f"{_INSIDE}.{axis}_parallel_degree") for axis in ("tensor", "context", "expert")
+    )
     pp = max(reading.degree(f"{_INSIDE}.pipeline_parallel_degree"), reading.degree(f"{_INSIDE}.partitions"))
     inner = tp * cp * pp
     accumulation = script.accumulation
@@ -44,7 +56,9 @@ def read(reading: Reading, world: int | None, estimator: dict[str, Any]) -> dict
         micro = None if micro is None or micro % parts else micro // parts
     share = find_share(reading, world or devices, inner, None, micro, accumulation)
     if not script.recipe:
-        reading.note("optimizer, learning rate and schedule are the script's there; here Shoal's defaults hold")
+        reading.note(
+            "optimizer, learning rate and schedule are the script's there; here Shoal's defaults hold"
+        )
     recipe = {**script.recipe, **_precision(reading), "batch": share.batch}
     if (seed := reading.count(f"{_INSIDE}.random_seed")) is not None:
         recipe["seed"] = seed
@@ -103,7 +117,9 @@ def _precision(reading: Reading) -> dict[str, Any]:
 
 def _kept(reading: Reading, recompute: str | None) -> dict[str, Any]:
     kept: dict[str, Any] = {} if recompute is None else {"recompute": recompute}
-    offloads = [reading.flag(f"{_INSIDE}.{key}") for key in ("sm_activation_offloading", "offload_activations")]
+    offloads = [
+        reading.flag(f"{_INSIDE}.{key}") for key in ("sm_activation_offloading", "offload_activations")
+    ]
     if any(offloads):
         kept["offload"] = ({"what": "activations"},)
     return kept

@@ -22,7 +22,9 @@ def placed(said: dict[str, Any], reading: Reading, seq: int) -> tuple[dict[str, 
     for name, preset in PRESETS.items():
         if all(_same(key, value, preset, seq) for key, value in said.items()):
             if "vocab" not in said:
-                reading.note(f"the file does not hold the vocabulary: that of {name}, {preset.vocab}, is taken")
+                reading.note(
+                    f"the file does not hold the vocabulary: that of {name}, {preset.vocab}, is taken"
+                )
             return {"preset": name}, None
     size = f"{said.get('layers')} layers, {said.get('hidden')} wide"
     if "vocab" not in said:
@@ -33,7 +35,9 @@ def placed(said: dict[str, Any], reading: Reading, seq: int) -> tuple[dict[str, 
         shape = Model.model_validate({"name": "imported", "family": _family(said), **fields})
         write_config(shape)
     except ValidationError as error:
-        raise BadInput(f"{reading.source}: as a model, {first_fault(error)}", "correct the sizes there") from None
+        raise BadInput(
+            f"{reading.source}: as a model, {first_fault(error)}", "correct the sizes there"
+        ) from None
     except BadInput as error:
         what = error.problems[0].what.partition(": ")[2]
         reading.note(f"the model ({size}): {what}, so no model here has its shape; name one with --model")
@@ -46,7 +50,9 @@ def _same(key: str, value: Any, preset: Model, seq: int) -> bool:
     if key == "max_positions":
         return bool(value == max(theirs, seq))
     if isinstance(value, dict):
-        return theirs is not None and all(_near(inner, getattr(theirs, name)) for name, inner in value.items())
+        return theirs is not None and all(
+            _near(inner, getattr(theirs, name)) for name, inner in value.items()
+        )
     return _near(value, theirs)
 
 

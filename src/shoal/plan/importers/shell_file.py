@@ -16,7 +16,20 @@ from shoal.plan.importers.reading import Unknown
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
-_WITHOUT_MEANING = ("then", "else", "do", "{", "!", "time", "exec", "nohup", "export", "declare", "local", "readonly")
+_WITHOUT_MEANING = (
+    "then",
+    "else",
+    "do",
+    "{",
+    "!",
+    "time",
+    "exec",
+    "nohup",
+    "export",
+    "declare",
+    "local",
+    "readonly",
+)
 _CONDITIONS = ("if", "elif", "case", "while", "until", "for", "[", "[[", "fi", "done", "esac", "test")
 _BATCH = re.compile(r"^#SBATCH\s+(--[\w-]+)(?:[=\s]+(\S+))?", re.MULTILINE)
 
@@ -178,8 +191,10 @@ class _ShellReader:
         self.end_word()
         line = self.text.find("\n", here.end())
         end = re.compile(rf"^\s*{here[2]}$", re.MULTILINE).search(self.text, max(line, here.end()))
-        self.text = self.text[: here.start()] + self.text[here.end() : max(line, here.end())] + (
-            self.text[end.end() :] if end else ""
+        self.text = (
+            self.text[: here.start()]
+            + self.text[here.end() : max(line, here.end())]
+            + (self.text[end.end() :] if end else "")
         )
         self.at = here.start()
 
@@ -194,13 +209,17 @@ class _ShellReader:
         if self.text.startswith("$((", start):
             self.at = self.closing("(", ")", start + 1)
             value = self.compute(self.text[start + 3 : self.at - 2])
-            return self.add(self.text[start : self.at] if value is None else str(value), unknown=value is None)
+            return self.add(
+                self.text[start : self.at] if value is None else str(value), unknown=value is None
+            )
         if self.text.startswith("$(", start):
             self.at = self.closing("(", ")", start + 1)
             return self.add(self.text[start : self.at], unknown=True)
         if self.text.startswith("${", start):
             self.at = self.closing("{", "}", start + 1)
-            return self.put(self.parameter(self.text[start + 2 : self.at - 1]), self.text[start : self.at], split)
+            return self.put(
+                self.parameter(self.text[start + 2 : self.at - 1]), self.text[start : self.at], split
+            )
         match = _NAME.match(self.text, start + 1)
         if match is None:
             self.at += 1

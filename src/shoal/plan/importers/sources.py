@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.facts.config.check import shorten
 from shoal.facts.config import Config
+from shoal.facts.config.check import shorten
 from shoal.facts.input.other_files import Kind, explain, kind_of, kinds_of
 from shoal.facts.input.untrusted_files import (
     LARGEST_JSON,
@@ -34,7 +34,11 @@ FORMS = (
     "a DeepSpeed config (JSON, or a dictionary in Python), one of accelerate config (YAML), a torchtitan TOML, "
     "Megatron's arguments (a shell script or the arguments alone), a NeMo script, or a SageMaker job (Python)"
 )
-_YAML, _PYTHON, _SHELL = (".yaml", ".yml"), (".py", ".ipynb"), (".sh", ".bash", ".slurm", ".sbatch", ".args", ".txt")
+_YAML, _PYTHON, _SHELL = (
+    (".yaml", ".yml"),
+    (".py", ".ipynb"),
+    (".sh", ".bash", ".slurm", ".sbatch", ".args", ".txt"),
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,8 @@ def parsed_json(text: str, path: Path) -> Any:
         return parse_json(text)
     except ValueError as error:
         raise BadInput(
-            f"{path} is not valid JSON: {error}", f"{FORMS}; a file's ending says which: .yaml, .toml, .py, .sh"
+            f"{path} is not valid JSON: {error}",
+            f"{FORMS}; a file's ending says which: .yaml, .toml, .py, .sh",
         ) from None
 
 
@@ -149,7 +154,11 @@ def _one(path: Path, found: list[Source], name: str = "") -> Source:
         raise BadInput(f"{path} holds {' and '.join(kinds)}: which one is meant?", fix)
     if len(found) > 1:
         names = [one.name or (one.line.launcher if one.line else "") for one in found]
-        fix = f"say which: --from {path}:{names[0]}" if found[0].name else "keep one of them in a file of its own"
+        fix = (
+            f"say which: --from {path}:{names[0]}"
+            if found[0].name
+            else "keep one of them in a file of its own"
+        )
         raise BadInput(f"{path} holds {len(found)} of {kinds[0]}: {', '.join(names)}", fix)
     return found[0]
 
@@ -191,7 +200,11 @@ def _in_python(text: str, path: Path) -> list[Source]:
         if kind in ("deepspeed", "sagemaker")
     ]
     # What is part of another dictionary, or has two names, is one.
-    whole = [one for one in found if not any(_inside(one.values, other.values) for other in found if other is not one)]
+    whole = [
+        one
+        for one in found
+        if not any(_inside(one.values, other.values) for other in found if other is not one)
+    ]
     distinct: list[Source] = []
     for one in whole:
         if all(one.values != other.values for other in distinct):

@@ -15,19 +15,58 @@ from shoal.plan.importers.reading import Reading
 
 _SCHEDULES = {theirs.lower(): ours for ours, theirs in SCHEDULES.items()}
 _OWN_WAY = (
-    *("job.dump_folder", "job.description", "job.print_args", "job.use_for_integration_test", "job.config_file"),
+    *(
+        "job.dump_folder",
+        "job.description",
+        "job.print_args",
+        "job.use_for_integration_test",
+        "job.config_file",
+    ),
     *("profiling.enable_profiling", "profiling.save_traces_folder", "profiling.profile_freq"),
-    *("profiling.enable_memory_snapshot", "profiling.save_memory_snapshot_folder", "comm.init_timeout_seconds"),
+    *(
+        "profiling.enable_memory_snapshot",
+        "profiling.save_memory_snapshot_folder",
+        "comm.init_timeout_seconds",
+    ),
     *("metrics.log_freq", "metrics.enable_tensorboard", "metrics.save_tb_folder", "metrics.enable_wandb"),
-    *("metrics.disable_color_printing", "metrics.enable_color_printing", "checkpoint.folder", "checkpoint.async_mode"),
-    *("checkpoint.last_save_model_only", "checkpoint.export_dtype", "checkpoint.last_save_model_weights_only"),
+    *(
+        "metrics.disable_color_printing",
+        "metrics.enable_color_printing",
+        "checkpoint.folder",
+        "checkpoint.async_mode",
+    ),
+    *(
+        "checkpoint.last_save_model_only",
+        "checkpoint.export_dtype",
+        "checkpoint.last_save_model_weights_only",
+    ),
     *("optimizer.implementation", "optimizer.fused", "activation_checkpoint.selective_ac_option"),
-    *("model.hf_assets_path", "model.tokenizer_path", "model.print_after_conversion", "comm.train_timeout_seconds"),
-    *("parallelism.module_fqns_per_model_part", "parallelism.context_parallel_rotate_method", "model.norm_type"),
-    *("training.gc_freq", "training.deterministic", "parallelism.pipeline_parallel_split_points", "compile.components"),
+    *(
+        "model.hf_assets_path",
+        "model.tokenizer_path",
+        "model.print_after_conversion",
+        "comm.train_timeout_seconds",
+    ),
+    *(
+        "parallelism.module_fqns_per_model_part",
+        "parallelism.context_parallel_rotate_method",
+        "model.norm_type",
+    ),
+    *(
+        "training.gc_freq",
+        "training.deterministic",
+        "parallelism.pipeline_parallel_split_points",
+        "compile.components",
+    ),
     *("training.enable_fsdp_float8_all_gather", "float8.enable_fsdp_float8_all_gather", "float8.filter_fqns"),
-    *("float8.precompute_float8_dynamic_scale_for_fsdp", "quantize.linear.float8.enable_fsdp_float8_all_gather"),
-    *("quantize.linear.float8.filter_fqns", "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"),
+    *(
+        "float8.precompute_float8_dynamic_scale_for_fsdp",
+        "quantize.linear.float8.enable_fsdp_float8_all_gather",
+    ),
+    *(
+        "quantize.linear.float8.filter_fqns",
+        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+    ),
 )
 
 
@@ -100,7 +139,9 @@ def _degrees(reading: Reading) -> dict[str, Any]:
     degrees["ep"] = _axis(reading, "expert_parallel_degree")
     etp = reading.count("parallelism.expert_tensor_parallel_degree") or 1
     if etp > 1:
-        reading.note(f"parallelism.expert_tensor_parallel_degree {etp}: here each expert is whole on its rank")
+        reading.note(
+            f"parallelism.expert_tensor_parallel_degree {etp}: here each expert is whole on its rank"
+        )
     names = [reading.word(f"{table}.pipeline_parallel_schedule") for table in ("parallelism", "experimental")]
     name = next((one for one in names if one is not None), "1F1B")
     parts = reading.items("parallelism.module_fqns_per_model_part")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +30,38 @@ _SCHEDULES = {
 _LENGTHS = ("max_seq_length", "max_length", "block_size", "model_max_length", "max_seq_len", "cutoff_len")
 # What Shoal's launcher, loop and reports do in their own way.
 _OWN_WAY = (
-    *("output_dir", "overwrite_output_dir", "do_train", "do_eval", "logging_steps", "logging_dir", "run_name"),
-    *("logging_strategy", "save_strategy", "eval_strategy", "evaluation_strategy", "save_safetensors", "push_to_hub"),
-    *("ddp_find_unused_parameters", "dataloader_num_workers", "dataloader_pin_memory", "remove_unused_columns"),
-    *("disable_tqdm", "report_to", "tf32", "local_rank", "per_device_eval_batch_size", "log_level", "ddp_timeout"),
+    *(
+        "output_dir",
+        "overwrite_output_dir",
+        "do_train",
+        "do_eval",
+        "logging_steps",
+        "logging_dir",
+        "run_name",
+    ),
+    *(
+        "logging_strategy",
+        "save_strategy",
+        "eval_strategy",
+        "evaluation_strategy",
+        "save_safetensors",
+        "push_to_hub",
+    ),
+    *(
+        "ddp_find_unused_parameters",
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+        "remove_unused_columns",
+    ),
+    *(
+        "disable_tqdm",
+        "report_to",
+        "tf32",
+        "local_rank",
+        "per_device_eval_batch_size",
+        "log_level",
+        "ddp_timeout",
+    ),
 )
 
 
@@ -56,10 +85,8 @@ def read(values: dict[str, Any], source: str, outer: Reading) -> TrainerArgument
     given = {name.replace("-", "_"): value for name, value in values.items()}
     options = given.get("lr_scheduler_kwargs")
     if isinstance(options, str):
-        try:
+        with suppress(ValueError):  # else it is said to have no counterpart, as it stands
             given["lr_scheduler_kwargs"] = json.loads(options)
-        except ValueError:
-            pass  # it is said to have no counterpart, as it stands
     reading = Reading(given, source, outer.problems)
     found = TrainerArguments() if not uses_trainer(given) else _read(reading)
     model = reading.word("model_name_or_path") or reading.word("model_id")
