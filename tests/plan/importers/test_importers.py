@@ -13,14 +13,16 @@ from tests.plan.exporting import ask
 from shoal.facts.config import Config
 from shoal.facts.config.file import load
 from shoal.facts.problem import BadInput
-from shoal.plan.export import export
 from shoal.plan import importers
 from shoal.plan.commented import commented
+from shoal.plan.export import export
 
 BATCHES = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
 
 
-def read_foreign(path: Path, gpus: int | None = None, on: str | None = None) -> tuple[dict[str, Any], list[str]]:
+def read_foreign(
+    path: Path, gpus: int | None = None, on: str | None = None
+) -> tuple[dict[str, Any], list[str]]:
     """The tables of a config, and the notes."""
     found = importers.read_foreign(path, gpus, on)
     return found.tables, found.notes

@@ -63,7 +63,11 @@ EXACT: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
     ],
     "megatron": [
         ("llama3-8b", "dp=8,micro=2", {"optimizer": "sgd", "momentum": 0.5}),
-        ("llama3-8b", "dp=2,fsdp=4,micro=2,recompute=selective", {"schedule": "wsd", "decay": 30, "lr_min": 0.1}),
+        (
+            "llama3-8b",
+            "dp=2,fsdp=4,micro=2,recompute=selective",
+            {"schedule": "wsd", "decay": 30, "lr_min": 0.1},
+        ),
         ("qwen2-7b", "fsdp=2,zero=1,tp=2,pp=2,micro=2,offload=optimizer:0.5", {"precision": "fp16"}),
         ("llama2-7b", "fsdp=2,zero=1,pp=4,schedule=interleaved,micro=1", {"dropout": 0.1, "reduce": "bf16"}),
         ("mixtral-8x7b", "fsdp=8,ep=4,micro=1", {}),
@@ -135,7 +139,10 @@ def test_read_back_and_exported_again_the_files_are_the_same(
     config = Config.model_validate(found.tables)
     preset = found.tables.get("model", {}).get("preset")
     model = found.shape or (presets.find(preset) if preset else workload.model)
-    assert all(getattr(model, key) == getattr(workload.model, key) for key in ("layers", "hidden", "vocab", "experts"))
+    assert all(
+        getattr(model, key) == getattr(workload.model, key)
+        for key in ("layers", "hidden", "vocab", "experts")
+    )
     recipe = config.recipe
     if "seq" in LOST[stack]:
         recipe = recipe.model_copy(update={"seq": workload.recipe.seq})

@@ -113,7 +113,7 @@ def read(reading: Reading, world: int | None) -> tuple[dict[str, Any], Model | N
     model, shape = shapes.placed(said, reading, recipe.get("seq", 0)) if said else ({}, None)
     if model:
         tables["model"] = model
-    if reading.word("data-path"):
+    if reading.drop("data-path"):
         reading.note("data-path: its tokenised .bin files are not read here; name the text with --data")
     reading.skip(*_OWN_WAY)
     return tables, shape

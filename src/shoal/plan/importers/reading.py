@@ -126,6 +126,10 @@ class Reading:
             if not any(value is silent or value == silent for silent in _SILENT)
         ]
 
+    def drop(self, key: str) -> bool:
+        """Whether it was given, whatever it is."""
+        return self._values.pop(key, None) is not None
+
     def skip(self, *keys: str) -> None:
         """What Shoal does in its own way, so that nothing is lost with it."""
         for key in keys:

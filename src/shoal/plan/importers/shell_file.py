@@ -31,6 +31,8 @@ _WITHOUT_MEANING = (
     "readonly",
 )
 _CONDITIONS = ("if", "elif", "case", "while", "until", "for", "[", "[[", "fi", "done", "esac", "test")
+# A few lines can double a variable many times; no script means that.
+_LONGEST_WORD, _MOST_WORDS = 1 << 16, 1 << 14
 _BATCH = re.compile(r"^#SBATCH\s+(--[\w-]+)(?:[=\s]+(\S+))?", re.MULTILINE)
 
 
@@ -123,6 +125,8 @@ class _ShellReader:
     def add(self, text: str, unknown: bool = False) -> None:
         self.word = (self.word or "") + text
         self.unknown |= unknown
+        if len(self.word) > _LONGEST_WORD:
+            raise ValueError(f"a word is longer than {_LONGEST_WORD:,} letters")
 
     def end_word(self) -> None:
         if self.word is None:
@@ -132,6 +136,8 @@ class _ShellReader:
             self.set(word, None)
         else:
             self.words.append(word)
+        if len(self.words) > _MOST_WORDS:
+            raise ValueError(f"a command has more than {_MOST_WORDS:,} words")
         self.word, self.unknown = None, False
 
     def end_command(self) -> None:
@@ -155,7 +161,7 @@ class _ShellReader:
             before = self.known.get(name, [""])[0] if longer else ""
             self.known[name] = [type(value)(before + value)]
         else:
-            self.known[name] = [*self.known.get(name, []), *items] if longer else items
+            self.known[name] = [*self.known.get(name, []), *items][-_MOST_WORDS:] if longer else items
 
     def quoted(self) -> None:
         if self.text.startswith('"$@"', self.at):  # the script's own arguments: it has none here

@@ -70,9 +70,9 @@ def find_source(path: Path, name: str = "") -> Source:
             return _of_table(path, parse_toml(text))
         except ValueError as error:
             raise BadInput(f"{path} is not valid TOML: {error}", FORMS) from None
-    if suffix != ".json" and text.lstrip().startswith("-"):
-        return _one(path, _in_shell(text, path))
-    return _of_table(path, parsed_json(text, path))
+    if suffix == ".json" or text.lstrip()[:1] in ("{", "["):
+        return _of_table(path, parsed_json(text, path))
+    return _one(path, _in_shell(text, path))
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -193,6 +193,11 @@ def _in_python(text: str, path: Path) -> list[Source]:
         script = read_python(text)
     except ValueError as error:
         raise BadInput(f"{path} is not valid Python: {error}", FORMS) from None
+    try:
+        for values in script.dictionaries.values():
+            check_plain(values)  # a name may stand for a dictionary many times over, or for itself
+    except ValueError as error:
+        raise BadInput(f"{path}: a dictionary in it cannot be read: {error}", FORMS) from None
     found = [
         Source(kind, values, name, script)
         for name, values in script.dictionaries.items()
