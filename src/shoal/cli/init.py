@@ -35,21 +35,20 @@ def init(
 
     Example: shoal init my-run.toml --from ds_config.json --on 8xH100
 
-    In a terminal it asks for what is not said. Elsewhere, without a word on model, data or cluster, it writes every key
-    at its default. Keys that this version does not run are marked.
+    In a terminal it asks for what is not said; elsewhere, without options, it writes every key at its default.
+
+    Keys that this version does not run are marked.
 
     Parameters
     ----------
     path
         Where to write it.
     model
-        A preset such as llama3-8b, a Hugging Face model directory or Hub name, a config.json, or a run. Weights are
-        trained further, where there are any.
+        A preset such as llama3-8b, a config.json, or (its weights too) a model directory, a Hub name, a run.
     data
         A glob, directory or URL of text, JSONL, Parquet or Arrow files; stdlib is text that every machine has.
     on
-        The cluster: 8xH100, 2x8xA100-80GB (nodes x devices), local, or a TOML file. With --from also the number of
-        ranks.
+        The cluster: 8xH100, 2x8xA100-80GB (nodes x devices), local, or a TOML file.
     seq
         Tokens per sequence.
     batch
@@ -59,11 +58,9 @@ def init(
     layout
         Use this layout instead of the planner's.
     from_
-        Another stack's settings, read without executing anything: DeepSpeed (JSON, or FILE.py:NAME, a dictionary in
-        Python), Accelerate (YAML, or the script that launches), Megatron (a shell script, or arguments alone),
-        torchtitan (TOML), NeMo and SageMaker (Python).
+        A file of DeepSpeed, Accelerate, Megatron, torchtitan, NeMo or SageMaker; nothing in it is executed.
     gpus
-        Number of ranks, if that file does not say.
+        Number of ranks, if that file does not say and --on is not given.
     yes
         Ask nothing: what is not said follows from the rest.
     force

@@ -1,6 +1,6 @@
 """Keys and values of a config that the engine refuses whatever else it is asked: found by asking it.
 
-Whoever teaches the engine one of them (``facts/support.py``, ``facts/strategies.py``) has nothing to change here.
+A change that teaches the engine one of them (``facts/support.py``, ``facts/strategies.py``) needs none here.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ _TRANSLATED = 8
 
 
 def kinds_of(values: Mapping[str, Any]) -> list[Kind]:
-    """The stacks that a table of settings is one of: more than one where somebody put two together."""
+    """The stacks that a table of settings is one of: more than one where a user put two together."""
     found: list[Kind] = []
     if "distributed_type" in values:
         found.append("accelerate")

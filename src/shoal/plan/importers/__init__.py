@@ -86,7 +86,7 @@ def _with_shape(found: tuple[dict[str, Any], Model | None]) -> Imported:
 
 
 def _switched(values: dict[str, Any]) -> dict[str, Any]:
-    """A word after an option that takes none belongs to nobody: a variable that the script does not set."""
+    """A word after an option that takes none is not its value: a variable that the script does not set."""
     return {key: True if key in megatron.SWITCHES else value for key, value in values.items()}
 
 
