@@ -154,6 +154,9 @@ def test_what_the_engine_will_refuse_is_said_and_marked(capsys: Capture) -> None
     _, out, _ = shoal_(capsys, "init", "--from", "ds.json", "--on", "8xH100", "--force", "--json")
     shown = json.loads(out)
     assert shown["written"] == ["shoal.toml"]
+    assert "not in the file, so Shoal's default holds: recipe.seq = 128, recipe.lr = 0.01" in "".join(
+        shown["notes"]
+    )
     assert "offload=params" in shown["refused"][0]["what"] and shown["refused"][0]["fix"]
 
 

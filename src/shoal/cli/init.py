@@ -68,6 +68,7 @@ def init(
     json
         Print one JSON document.
     """
+    import os
     import shlex
     import sys
 
@@ -90,7 +91,10 @@ def init(
     notes: list[str] = []
     refused: list[Problem] = []
     if from_ is not None:
-        files, notes, refused = _converted(path, from_, gpus, given)
+        from shoal.plan.convert import convert
+
+        converted = convert(path, from_, gpus, given, _rows(given), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        files, notes, refused = converted.files, converted.notes, converted.refused
     elif given or yes or _may_ask(json):
         files = _planned(path, given, ask=_may_ask(json) and not yes)
     else:
@@ -128,19 +132,27 @@ def _planned(path: Path, given: dict[str, Any], ask: bool) -> dict[Path, str]:
     from shoal.cli.show import use_calibration, warn_of_length
     from shoal.plan.commented import commented
     from shoal.plan.starter import Wish, start
-    from shoal.train.data.first_row import look_at_rows
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     use_calibration()
     if ask:
         given = ask_for(given, visible)
     wish = Wish(**given)
-    wish = _with_rows(wish, look_at_rows(wish.data, "--data"))
+    wish = _with_rows(wish, _rows(given))
     started = start(wish, path.parent, visible)
     model = started.plan.workload.model
     warn_of_length(model, started.plan.workload.recipe.seq)
     print(f"planned {started.tables['layout']} for {wish.model} on {wish.on}", file=sys.stderr)
     return {path: commented(started.tables, started.head)}
+
+
+def _rows(given: dict[str, Any]) -> dict[str, Any]:
+    """What the first row of the data says of all; nothing where no data is named."""
+    if "data" not in given:
+        return {}
+    from shoal.train.data.first_row import look_at_rows
+
+    return look_at_rows(given["data"], "--data")
 
 
 def _with_rows(wish: Wish, rows: dict[str, Any]) -> Wish:
@@ -161,81 +173,6 @@ def _with_rows(wish: Wish, rows: dict[str, Any]) -> Wish:
     if rows.get("format") == "prompt" and without:
         rows = {**rows, "template": "none"}
     return replace(wish, rows=rows)
-
-
-def _converted(
-    path: Path, source: Path, gpus: int | None, given: dict[str, Any]
-) -> tuple[dict[Path, str], list[str], list[Problem]]:
-    """Another stack's settings as a config; beside it the model, where no preset has its shape."""
-    import json
-    import os
-
-    from shoal.facts.cluster import notation
-    from shoal.facts.model import presets
-    from shoal.facts.model.huggingface import write_config
-    from shoal.facts.problem import BadInput, Problem, seek
-    from shoal.plan.commented import commented
-    from shoal.plan.importers import read_foreign
-    from shoal.plan.starter import checked, model_table, predicted, prediction, refusals
-
-    imported = read_foreign(source, gpus, given.get("on"))
-    tables, notes, files = imported.tables, imported.notes, dict[Path, str]()
-    shape = imported.shape
-    if "model" in given:
-        tables["model"], shape = model_table(given["model"], path.parent), None
-        presets.find(given["model"])
-    elif shape is not None:
-        file = path.with_name(f"{path.stem}.model.json")
-        files[file] = json.dumps(write_config(shape), indent=2) + "\n"
-        tables["model"] = {"path": file.name}
-    if "data" in given:
-        from shoal.plan.starter import data_source
-        from shoal.train.data.first_row import look_at_rows
-
-        tables["data"] = {
-            "source": data_source(given["data"], path.parent),
-            **look_at_rows(given["data"], "--data"),
-        }
-    for key in ("seq", "batch", "steps"):
-        if key in given:
-            tables["recipe"][key] = given[key]
-            if key == "steps":
-                tables["recipe"].pop("epochs", None)
-    if "layout" in given:
-        tables["layout"] = given["layout"]
-    config = checked(tables)
-    model = shape or _model(tables.get("model", {}), given)
-    on, problems = config.cluster.on, list[Problem]()
-    cluster = seek("--on", lambda: notation.find(on, os.environ.get("CUDA_VISIBLE_DEVICES")), problems)
-    if problems:
-        raise BadInput(problems)
-    refused = refusals(config, model, cluster)
-    head = [f"Read from {source.name} by shoal init --from. What is commented out is at its default."]
-    missing = [name for name in ("model", "data") if name not in tables]
-    if missing:
-        head.append(
-            f"Nothing there names {' or '.join(missing)} in a way that holds here: see [{missing[0]}] below."
-        )
-    if model is not None and cluster is not None and not refused:
-        head.append(prediction(predicted(config, model, cluster)))
-    head += [f"- {note}" for note in notes]
-    return {path: commented(tables, head, refused), **files}, notes, refused
-
-
-def _model(table: dict[str, Any], given: dict[str, Any]) -> Any:
-    """The shape that a config would have, without asking any network for it."""
-    from shoal.facts.model import hub, presets
-    from shoal.facts.problem import BadInput
-
-    text = given.get("model") or table.get("preset") or table.get("init_from")
-    if text is None:
-        return presets.find("tiny") if not table else None
-    if hub.is_hub_name(text):
-        return None
-    try:
-        return presets.find(text)
-    except BadInput:
-        return None
 
 
 def _refuse_existing(paths: list[Path], force: bool) -> None:

@@ -147,6 +147,13 @@ def usual_batch(cluster: Cluster) -> int:
     return nearest_multiple(wanted, cluster.devices)
 
 
+def usual_rate(model: Model, trained: bool) -> float | None:
+    """A learning rate; None where the default suits."""
+    if trained:
+        return RATE_OF_TRAINED
+    return RATE_OF_WIDE if model.hidden >= WIDE else None
+
+
 def _recipe(wish: Wish, model: Model, cluster: Cluster, trained: bool) -> dict[str, Any]:
     recipe: dict[str, Any] = {
         "seq": usual_seq(model) if wish.seq is None else wish.seq,
@@ -155,10 +162,8 @@ def _recipe(wish: Wish, model: Model, cluster: Cluster, trained: bool) -> dict[s
     }
     if wish.steps is not None:
         recipe["steps"] = wish.steps
-    if trained:
-        recipe["lr"] = RATE_OF_TRAINED
-    elif model.hidden >= WIDE:
-        recipe["lr"] = RATE_OF_WIDE
+    if (rate := usual_rate(model, trained)) is not None:
+        recipe["lr"] = rate
     return recipe
 
 
