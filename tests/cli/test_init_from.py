@@ -62,10 +62,10 @@ def test_an_accelerate_file_on_a_cluster(capsys: Capture) -> None:
     [
         (["--from", "missing.json"], "there is no file missing.json"),
         (["--from", "broken.json"], "broken.json is not valid JSON"),
-        (["--from", "unknown.json"], "neither a DeepSpeed nor an Accelerate config"),
+        (["--from", "unknown.json"], "is not a config of any stack"),
         (["--from", "ds.json", "--gpus", "3"], "64 does not divide by 3 data ranks"),
         (["--from", "ds.json", "--on", "8xH1000000"], "not in the catalogue"),
-        (["--gpus", "8"], "--gpus and --on go with --from"),
+        (["--gpus", "8"], "--gpus goes with --from"),
     ],
 )
 def test_bad_input_writes_nothing(capsys: Capture, arguments: list[str], said: str) -> None:

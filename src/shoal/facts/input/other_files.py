@@ -12,7 +12,9 @@ from typing import Any, Literal
 from shoal.facts.input.other_words import meaning
 from shoal.facts.problem import BadInput
 
-Kind = Literal["deepspeed", "accelerate", "arguments", "model", "settings"]
+Kind = Literal[
+    "deepspeed", "accelerate", "megatron", "torchtitan", "nemo", "sagemaker", "arguments", "model", "settings"
+]
 
 _DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 # A switch of Hugging Face's arguments, a table of DeepSpeed's.
@@ -24,11 +26,24 @@ _ARGUMENTS = {
     "lr_scheduler_type",
     "save_total_limit",
 }
+_SAGEMAKER = {"smdistributed", "torch_distributed", "pytorchddp"}
+_TORCHTITAN = {
+    ("training", "local_batch_size"),
+    ("training", "global_batch_size"),
+    ("training", "seq_len"),
+    ("parallelism", "tensor_parallel_degree"),
+    ("parallelism", "data_parallel_shard_degree"),
+    ("model", "flavor"),
+}
 _MODEL = {"model_type", "architectures", "num_hidden_layers"}
 
 _CALLED: dict[Kind, str] = {
     "deepspeed": "a DeepSpeed config",
     "accelerate": "what accelerate config writes",
+    "megatron": "Megatron's arguments",
+    "torchtitan": "a torchtitan config",
+    "nemo": "a NeMo script",
+    "sagemaker": "a SageMaker distribution",
     "arguments": "Hugging Face's TrainingArguments",
     "model": "the config.json of a model",
     "settings": "another tool's settings",
@@ -36,12 +51,24 @@ _CALLED: dict[Kind, str] = {
 _TRANSLATED = 8
 
 
+def kinds_of(values: Mapping[str, Any]) -> list[Kind]:
+    """The stacks that a table of settings is one of: more than one where a user put two together."""
+    found: list[Kind] = []
+    if "distributed_type" in values:
+        found.append("accelerate")
+    if values.keys() & _DEEPSPEED or any(isinstance(values.get(name), dict) for name in _PRECISIONS):
+        found.append("deepspeed")
+    if any(isinstance(values.get(table), dict) and key in values[table] for table, key in _TORCHTITAN):
+        found.append("torchtitan")
+    if any(isinstance(values.get(name), dict) for name in _SAGEMAKER):
+        found.append("sagemaker")
+    return found
+
+
 def kind_of(values: Mapping[str, Any]) -> Kind | None:
     """Whose a table of settings is; None where nothing tells."""
-    if "distributed_type" in values:
-        return "accelerate"
-    if values.keys() & _DEEPSPEED or any(isinstance(values.get(name), dict) for name in _PRECISIONS):
-        return "deepspeed"
+    if stacks := kinds_of(values):
+        return stacks[0]
     if values.keys() & _MODEL:
         return "model"
     if values.keys() & _ARGUMENTS:
@@ -97,7 +124,7 @@ def explain(kind: Kind, path: Path, values: Mapping[str, Any]) -> BadInput:
 
 def _advice(kind: Kind, path: Path, values: Mapping[str, Any]) -> str:
     quoted = shlex.quote(str(path))
-    if kind in ("deepspeed", "accelerate"):
+    if kind in ("deepspeed", "accelerate", "torchtitan", "sagemaker"):
         return f"shoal init my-run.toml --from {quoted} --on 8xH100 writes one that says the same"
     if kind == "model":
         return (

@@ -15,14 +15,14 @@ from shoal.predict.workload import Workload
 
 FILE = "sagemaker_job.py"
 # What can be rented with these devices: eight to an instance.
-_INSTANCES = {
+INSTANCES = {
     "A100-40GB": "ml.p4d.24xlarge",
     "A100-80GB": "ml.p4de.24xlarge",
     "H100": "ml.p5.48xlarge",
     "H200": "ml.p5en.48xlarge",
     "B200": "ml.p6-b200.48xlarge",
 }
-_DEVICES = 8
+DEVICES = 8
 # SMDDP's collectives are made for these instances, and its last release for this version of torch.
 _SMDDP_DEVICES = ("A100-40GB", "A100-80GB")
 _SMDDP_TORCH = ("2.2.0", "py310")
@@ -65,8 +65,8 @@ def _by_smddp(workload: Workload) -> bool:
 
 def _instances(workload: Workload) -> tuple[str, int]:
     """The kind of instance, and how many: all devices of each are used."""
-    kind = _INSTANCES.get(workload.cluster.device.name, "ml.p5.48xlarge")
-    return kind, -(-workload.layout.world // _DEVICES)
+    kind = INSTANCES.get(workload.cluster.device.name, "ml.p5.48xlarge")
+    return kind, -(-workload.layout.world // DEVICES)
 
 
 def _script(workload: Workload) -> str:
@@ -104,11 +104,11 @@ if __name__ == "__main__":
 def _cannot(workload: Workload) -> Iterator[str]:
     layout, recipe = workload.layout, workload.recipe
     device = workload.cluster.device.name
-    if device not in _INSTANCES:
+    if device not in INSTANCES:
         yield f"{device}: no instance with eight of them is known here; nearest: ml.p5.48xlarge, H100"
-    if layout.world % _DEVICES:
+    if layout.world % DEVICES:
         count = _instances(workload)[1]
-        yield f"{layout.world} ranks: instances have {_DEVICES} devices and use all; nearest: {count * _DEVICES}"
+        yield f"{layout.world} ranks: instances have {DEVICES} devices and use all; nearest: {count * DEVICES}"
     if sharding(workload) in (1, 2):
         yield f"zero={layout.zero}: the script's FSDP strategy says it; nearest: _HYBRID_SHARD_ZERO2 there"
     if layout.tp > 1:

@@ -9,6 +9,7 @@ from typing import Any
 import tomli_w
 
 from shoal.facts.layout.stages import cut
+from shoal.facts.model import Model
 from shoal.plan.export.shared import Exported, offloads, sharding, torchrun
 from shoal.predict.workload import Workload
 
@@ -63,7 +64,7 @@ def _nearest(workload: Workload) -> tuple[Workload, list[str]]:
 
 def _settings(workload: Workload) -> dict[str, Any]:
     layout, recipe = workload.layout, workload.recipe
-    name, flavor = _known(workload) or ("llama3", "debugmodel")
+    name, flavor = flavor_of(workload.model) or ("llama3", "debugmodel")
     # A pipeline gets all micro-batches of a step at once, and cuts them itself.
     local = workload.micro * workload.accumulation if layout.pp > 1 else workload.micro
     return {
@@ -142,8 +143,8 @@ def _stages(workload: Workload) -> list[list[str]]:
     ]
 
 
-def _known(workload: Workload) -> tuple[str, str] | None:
-    model = workload.model
+def flavor_of(model: Model) -> tuple[str, str] | None:
+    """What it calls a model of this shape; None where it has none."""
     if model.family == "llama" and model.vocab != _LLAMA3_VOCABULARY:
         return None
     return _FLAVORS.get((model.family, model.layers, model.hidden, model.heads))
@@ -151,7 +152,7 @@ def _known(workload: Workload) -> tuple[str, str] | None:
 
 def _cannot(workload: Workload) -> Iterator[str]:
     layout, recipe, model = workload.layout, workload.recipe, workload.model
-    if _known(workload) is None:
+    if flavor_of(workload.model) is None:
         yield (
             f"{model.name}: no flavor has its shape (llama3, qwen3 and deepseek_v3 are there); nearest: register one "
             f"with {model.layers} layers, dim {model.hidden}, {model.heads} heads, and name it in [model]"

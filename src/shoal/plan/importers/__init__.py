@@ -1,133 +1,145 @@
-"""Import a DeepSpeed JSON or Accelerate YAML as a Shoal config; list what has no counterpart."""
+"""Import another stack's settings as a Shoal config; list what has no counterpart and what the engine will refuse."""
 
 from __future__ import annotations
 
-import importlib
-import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from shoal.facts.cluster import notation
-from shoal.facts.config import Config, describe
-from shoal.facts.config.check import explain, shorten, toml_value
-from shoal.facts.config.file import flatten, template
-from shoal.facts.input.other_files import explain as explain_other
-from shoal.facts.input.other_files import kind_of
-from shoal.facts.input.untrusted_files import check_plain, parse_json, read_settings
+from shoal.facts.config import Config
+from shoal.facts.config.check import explain
+from shoal.facts.config.file import flatten
+from shoal.facts.model import Model
 from shoal.facts.problem import BadInput
-from shoal.plan.importers import accelerate, deepspeed
+from shoal.plan.importers import accelerate, deepspeed, megatron, nemo, sagemaker, torchtitan, trainer
+from shoal.plan.importers.launch_line import LaunchLine
 from shoal.plan.importers.reading import Reading
-
-FORMS = (
-    "a DeepSpeed config (JSON, with train_batch_size or zero_optimization) or one of accelerate config (YAML)"
-)
+from shoal.plan.importers.sources import FORMS, Source, find_source, read_table
 
 
-def read_foreign(
-    path: Path, gpus: int | None = None, on: str | None = None
-) -> tuple[dict[str, Any], list[str]]:
-    """The tables of a Shoal config, and notes on what had no counterpart.
+@dataclass
+class Imported:
+    """The tables of a Shoal config, notes on what had no counterpart, and a shape that no preset has."""
+
+    tables: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    shape: Model | None = None
+
+
+def read_foreign(path: Path, gpus: int | None = None, on: str | None = None) -> Imported:
+    """What a file says, in Shoal's words. ``FILE.py:NAME`` is one dictionary of several in a Python file.
 
     ``gpus`` or the cluster ``on`` say how many ranks there are, where the file does not.
     """
     if gpus is not None and gpus < 1:
         raise BadInput(f"--gpus {gpus}: must be 1 or more", "--gpus 8")
     world = gpus if gpus is not None or on is None else notation.find(on).devices
-    values = _parse(path)
-    reading = Reading(values, str(path))
+    place, colon, name = str(path).rpartition(":")
+    file, name = (Path(place), name) if colon and name.isidentifier() and place else (path, "")
+    source = find_source(file, name)
+    line = source.line
+    values = {key.replace("_", "-"): value for key, value in line.options.items()} if line else source.values
+    spell = (lambda key: f"--{key}") if line else str
+    reading = Reading(_switched(values) if source.kind == "megatron" else values, str(file), spell=spell)
     try:
-        tables = _read(reading, values, path, world)
+        imported = _read(reading, source, file, world)
     except BadInput:
         # What follows from a value that could not be read says nothing.
         if not reading.problems:
             raise
     if reading.problems:
         raise BadInput(reading.problems)
-    notes = [*reading.notes, *reading.left()]
+    imported.notes = [*_warnings(source), *reading.notes, *reading.left()]
     if on is not None:
-        tables["cluster"] = {"on": on}
+        imported.tables["cluster"] = {"on": on}
     try:
-        Config.model_validate(tables)
+        Config.model_validate(imported.tables)
     except ValidationError as error:
-        raise BadInput(explain(error, {key: str(path) for key in flatten(tables)})) from None
-    return tables, notes
+        raise BadInput(explain(error, {key: str(file) for key in flatten(imported.tables)})) from None
+    return imported
 
 
-def _read(reading: Reading, values: dict[str, Any], path: Path, world: int | None) -> dict[str, Any]:
-    """By whichever of the two wrote the file."""
-    kind = kind_of(values)
-    if kind == "accelerate":
+def _read(reading: Reading, source: Source, path: Path, world: int | None) -> Imported:
+    """By whichever stack the settings are."""
+    world = world or (source.line.ranks if source.line else None)
+    if source.kind == "megatron":
+        return _with_shape(megatron.read(reading, world))
+    if source.kind == "nemo" and source.script is not None:
+        return _with_shape(nemo.read(source.script, str(path), world, reading))
+    if source.kind == "torchtitan":
+        return Imported(torchtitan.read(reading, world))
+    if source.kind == "sagemaker":
+        return Imported(sagemaker.read(reading, world, _estimator(source)))
+    if source.line is not None:
+        return Imported(_launched(reading, source.line, source.kind, path, world))
+    if source.kind == "accelerate":
+        return Imported(accelerate.read(reading, world, lambda name: _beside(reading, path, name)))
+    return Imported(deepspeed.read(reading, world))
 
-        def beside(name: str) -> Reading:
-            return Reading(_parse(path.parent / name), name, reading.problems)
 
-        return accelerate.read(reading, world, beside)
+def _with_shape(found: tuple[dict[str, Any], Model | None]) -> Imported:
+    tables, shape = found
+    return Imported(tables, shape=shape)
+
+
+def _switched(values: dict[str, Any]) -> dict[str, Any]:
+    """A word after an option that takes none is not its value: a variable that the script does not set."""
+    return {key: True if key in megatron.SWITCHES else value for key, value in values.items()}
+
+
+def _beside(reading: Reading, path: Path, name: str) -> Reading:
+    return Reading(read_table(path.parent / name), name, reading.problems)
+
+
+def _estimator(source: Source) -> dict[str, Any]:
+    """Instances and hyperparameters: keywords of the call that is given the distribution, or names of the file."""
+    script = source.script
+    if script is None:
+        return {}
+    wanted = ("instance_type", "instance_count", "hyperparameters")
+    said = {key: script.values[key] for key in wanted if key in script.values}
+    for call in script.calls:
+        if "distribution" in call.keywords or "instance_type" in call.keywords:
+            said |= {key: call.keywords[key] for key in wanted if key in call.keywords}
+    return said
+
+
+def _launched(reading: Reading, line: LaunchLine, kind: str, path: Path, world: int | None) -> dict[str, Any]:
+    """A command line of ``accelerate launch`` or ``deepspeed``: the file that it names, and the script's arguments."""
+    options = dict(line.options)
+    reading.skip(*(key.replace("_", "-") for key in options))
+    name = options.pop("deepspeed_config", None) or options.pop("deepspeed", None)
+    script = trainer.read(options, reading.source, reading)
     if kind == "deepspeed":
-        return deepspeed.read(reading, world)
-    if kind is not None:
-        raise explain_other(kind, path, values)
-    raise BadInput(f"{path} is neither a DeepSpeed nor an Accelerate config", FORMS)
-
-
-def render(tables: dict[str, Any], notes: list[str], source: str) -> str:
-    """A complete config: what was read is set, everything else stands commented out at its default."""
-    given = flatten(tables)
-    lines = [
-        f"# Read from {_one_line(source)} by shoal init --from. Nothing there names model or data: see below."
-    ]
-    lines += [f"# - {_one_line(note)}" for note in notes]
-    section = ""
-    for line in template().splitlines()[1:]:
-        if header := re.fullmatch(r"\[(.+)\]", line):
-            section = f"{header[1]}."
-        name = re.match(r"# (\w+) =", line)
-        key = section + name[1] if name else ""
-        if name and key in given:
-            pair = f"{name[1]} = {toml_value(given[key])}"
-            line = f"{pair:<38} # {describe(key)}"
-        lines.append(line)
-    return "\n".join(lines) + "\n"
-
-
-def _one_line(text: str) -> str:
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    try:
-        text = read_settings(path)
-    except FileNotFoundError:
-        raise BadInput(f"there is no file {path}", FORMS) from None
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}", FORMS) from None
-    except UnicodeDecodeError:
-        raise BadInput(f"{path} is not UTF-8", FORMS) from None
-    except ValueError as error:
-        raise BadInput(f"cannot read {path}: {error}", FORMS) from None
-    if path.suffix.lower() in (".yaml", ".yml"):
-        values = _parse_yaml(text, path)
+        if not isinstance(name, str):
+            raise BadInput(f"{path}: --deepspeed names no file", "--deepspeed ds_config.json there")
+        file = _beside(reading, path, name)
+        tables = deepspeed.read(file, world, script)
     else:
-        try:
-            values = parse_json(text)
-        except ValueError as error:
-            raise BadInput(
-                f"{path} is not valid JSON: {error}", f"{FORMS}; a YAML file ends in .yaml"
-            ) from None
-    if not isinstance(values, dict):
-        raise BadInput(f"{path} holds {shorten(repr(values))}, not a table of settings", FORMS)
-    return values
+        name = line.before.get("config-file")
+        if not isinstance(name, str):
+            raise BadInput(f"{path}: accelerate launch names no file", "--config_file accelerate.yaml there")
+        file = _beside(reading, path, name)
+        tables = accelerate.read(
+            file, world, lambda inner: _beside(reading, (path.parent / name), inner), script
+        )
+    reading.notes += [f"{name}: {note}" for note in (*file.notes, *file.left())]
+    for table, values in script.tables.items():
+        tables[table] = {**tables.get(table, {}), **values}
+    return tables
 
 
-def _parse_yaml(text: str, path: Path) -> Any:
-    try:
-        yaml = importlib.import_module("yaml")  # comes with transformers, not with Shoal alone
-    except ImportError:
-        raise BadInput(f"reading {path} needs PyYAML, which is not installed", "pip install pyyaml") from None
-    try:
-        values = yaml.safe_load(text)
-        check_plain(values)
-        return values
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path} is not valid YAML: {_one_line(str(error))}", FORMS) from None
+def _warnings(source: Source) -> list[str]:
+    found = []
+    if source.conditions:
+        found.append("the script has conditions: all their branches were read as one, so check the layout")
+    if source.line is not None and source.line.twice:
+        names = ", ".join(f"--{name}" for name in source.line.twice)
+        found.append(f"given twice with two values: {names}; the last one holds, as there")
+    return found
+
+
+__all__ = ["FORMS", "Imported", "read_foreign"]

@@ -9,6 +9,7 @@ from shoal.facts.problem import BadInput
 from shoal.plan.importers import deepspeed
 from shoal.plan.importers.ranks import BatchShare, find_share, written_layout
 from shoal.plan.importers.reading import Reading
+from shoal.plan.importers.trainer import TrainerArguments
 
 # Names and, from older versions, numbers of FSDP1's strategies: what is shared, and whether within a node alone.
 _STRATEGIES = {
@@ -38,8 +39,16 @@ _LAUNCHING = (
 )
 
 
-def read(reading: Reading, world: int | None, beside: Callable[[str], Reading]) -> dict[str, Any]:
-    """The tables of a config. ``beside`` reads a file that this one names, such as a DeepSpeed JSON."""
+def read(
+    reading: Reading,
+    world: int | None,
+    beside: Callable[[str], Reading],
+    script: TrainerArguments | None = None,
+) -> dict[str, Any]:
+    """The tables of a config. ``beside`` reads a file that this one names, such as a DeepSpeed JSON.
+
+    ``script`` is what the program is started with: the recipe is not in this file.
+    """
     kind = reading.word("distributed_type") or "NO"
     nodes = reading.count("num_machines") or 1
     processes = reading.number("num_processes")
@@ -49,11 +58,11 @@ def read(reading: Reading, world: int | None, beside: Callable[[str], Reading]) 
         reading.word(key)
     on_cpu = bool(reading.switch("use_cpu")) or kind == "MULTI_CPU"
     if kind == "DEEPSPEED":
-        tables = _through_deepspeed(reading, world, beside)
+        tables = _through_deepspeed(reading, world, beside, script)
     elif kind == "FSDP" or kind in _REPLICATED:
-        tables = _own(reading, world if kind != "NO" else 1, nodes, sharded=kind == "FSDP")
+        tables = _own(reading, world if kind != "NO" else 1, nodes, kind == "FSDP", script)
     elif kind == "MEGATRON_LM":
-        tables = _megatron(reading, world)
+        tables = _megatron(reading, world, script)
     else:
         raise BadInput(
             f"{reading.source}: distributed_type = {kind!r} has no counterpart",
@@ -67,16 +76,18 @@ def read(reading: Reading, world: int | None, beside: Callable[[str], Reading]) 
     return tables
 
 
-def _precision(reading: Reading) -> dict[str, Any]:
-    word = reading.word("mixed_precision") or "no"
+def _precision(reading: Reading, script: TrainerArguments | None) -> dict[str, Any]:
+    word = reading.word("mixed_precision") or (script.recipe.get("precision") if script else None) or "no"
     return {"precision": word if word in ("bf16", "fp16", "fp8") else "fp32"}
 
 
-def _own(reading: Reading, world: int | None, nodes: int, sharded: bool) -> dict[str, Any]:
+def _own(
+    reading: Reading, world: int | None, nodes: int, sharded: bool, script: TrainerArguments | None
+) -> dict[str, Any]:
     """DDP, or FSDP of either version, beside whatever ``parallelism_config`` asks for."""
     tp, cp, sp = (_size(reading, axis) for axis in ("tp", "cp", "sp"))
     reading.word("parallelism_config.parallelism_config_cp_comm_strategy")
-    share = _share(reading, world, tp * cp * sp)
+    share = _share(reading, world, tp * cp * sp, script)
     zero, hybrid = _strategy(reading) if sharded else (0, False)
     replicas = _size(reading, "dp_replicate")
     _size(reading, "dp_shard")  # what the others leave
@@ -90,20 +101,26 @@ def _own(reading: Reading, world: int | None, nodes: int, sharded: bool) -> dict
             "sizes of parallelism_config whose product is num_processes",
         )
     degrees: dict[str, Any] = {"dp": replicas, "fsdp": share.ranks // replicas, "tp": tp, "cp": cp * sp}
+    degrees["micro"] = share.micro
     if sp > 1:
         degrees["cp_kind"] = "ulysses"
     if zero:
         degrees |= {"zero": zero, **_kept(reading)}
-    recipe = {**_precision(reading), "batch": share.batch}
+    if script is not None and script.recompute:
+        degrees["recompute"] = script.recompute
+    recipe = {**(script.recipe if script else {}), **_precision(reading, script), "batch": share.batch}
     return {"layout": written_layout(reading, **degrees), "recipe": recipe}
 
 
-def _share(reading: Reading, world: int | None, inner: int) -> BatchShare:
-    """These files do not hold a batch: it is an argument of the script."""
+def _share(reading: Reading, world: int | None, inner: int, script: TrainerArguments | None) -> BatchShare:
+    """These files do not hold a batch: it is an argument of the script. Accumulation they may."""
     if world is None:
         raise BadInput(f"{reading.source}: num_processes is missing", "--gpus 8, or --on 8xH100")
+    accumulation = reading.count("gradient_accumulation_steps")
+    if script is not None and script.recipe:
+        return find_share(reading, world, inner, None, script.micro, script.accumulation)
     reading.note("optimizer, learning rate and schedule are the script's there; here Shoal's defaults hold")
-    return find_share(reading, world, inner, None, None, None)
+    return find_share(reading, world, inner, None, None, accumulation)
 
 
 def _size(reading: Reading, axis: str) -> int:
@@ -138,7 +155,10 @@ def _kept(reading: Reading) -> dict[str, Any]:
 
 
 def _through_deepspeed(
-    reading: Reading, world: int | None, beside: Callable[[str], Reading]
+    reading: Reading,
+    world: int | None,
+    beside: Callable[[str], Reading],
+    script: TrainerArguments | None,
 ) -> dict[str, Any]:
     """Its DeepSpeed plugin: a JSON file of its own, or the few fields it repeats here."""
     inside = "deepspeed_config"
@@ -147,7 +167,7 @@ def _through_deepspeed(
     name = reading.word(f"{inside}.deepspeed_config_file")
     if name is not None:
         file = beside(name)
-        tables = deepspeed.read(file, world)
+        tables = deepspeed.read(file, world, script)
         reading.notes += [f"{name}: {note}" for note in (*file.notes, *file.left())]
         for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
             _size(reading, axis)  # said there too
@@ -169,16 +189,16 @@ def _through_deepspeed(
         reading.word(f"{inside}.offload_{state}_nvme_path")
         fields["zero_optimization"][section] = {"device": device}
     written = Reading(fields, reading.source, reading.problems)
-    tables = deepspeed.read(written, world)
+    tables = deepspeed.read(written, world, script)
     reading.notes += written.notes
     return tables
 
 
-def _megatron(reading: Reading, world: int | None) -> dict[str, Any]:
+def _megatron(reading: Reading, world: int | None, script: TrainerArguments | None) -> dict[str, Any]:
     """Its Megatron plugin."""
     inside = "megatron_lm_config.megatron_lm"
     tp, pp = reading.count(f"{inside}_tp_degree") or 1, reading.count(f"{inside}_pp_degree") or 1
-    share = _share(reading, world, tp * pp)
+    share = _share(reading, world, tp * pp, script)
     count = reading.count(f"{inside}_num_micro_batches")
     if count and pp > 1:
         reading.note(
@@ -193,7 +213,8 @@ def _megatron(reading: Reading, world: int | None) -> dict[str, Any]:
         degrees["sp"] = False
     if reading.switch(f"{inside}_recompute_activations"):
         degrees["recompute"] = "selective"
-    recipe = {**_precision(reading), "batch": share.batch}
+    degrees["micro"] = share.micro
+    recipe = {**(script.recipe if script else {}), **_precision(reading, script), "batch": share.batch}
     clip = reading.number(f"{inside}_gradient_clipping")
     if clip is not None:
         recipe["clip"] = float(clip)

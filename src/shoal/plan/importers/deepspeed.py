@@ -1,4 +1,4 @@
-"""Import a DeepSpeed JSON file."""
+"""Import DeepSpeed's settings: its JSON file, or the dictionary of a script."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from shoal.facts.precision import REDUCE_BYTES
 from shoal.plan.importers.ranks import find_share, written_layout
 from shoal.plan.importers.reading import Reading
+from shoal.plan.importers.trainer import TrainerArguments
 
 # What Shoal always does, so that saying it loses nothing.
 _ALWAYS = ("overlap_comm", "contiguous_gradients", "reduce_scatter", "allgather_partitions")
@@ -15,12 +16,18 @@ _ADAMS = {"adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam"}
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
-def read(reading: Reading, world: int | None) -> dict[str, Any]:
-    """The tables of a config. ``world`` is the number of ranks, where it is known from elsewhere."""
-    recipe = {**_precision(reading), **_optimizer(reading)}
-    recipe |= _schedule(reading, recipe)
-    _put(recipe, "clip", reading.number("gradient_clipping", absent=0.0))
-    if recipe.get("clip") == 0.0:
+def read(reading: Reading, world: int | None, script: TrainerArguments | None = None) -> dict[str, Any]:
+    """The tables of a config. ``world`` is the number of ranks, where it is known from elsewhere.
+
+    ``script`` is what it is started with: that fills in each "auto", and what the file does not hold.
+    """
+    if script is not None:
+        reading.fill(_autos(script))
+    said = script.recipe if script is not None else {}
+    recipe = {**said, **_precision(reading), **_optimizer(reading, said)}
+    recipe |= _schedule(reading, recipe, said)
+    _put(recipe, "clip", reading.number("gradient_clipping", absent=said.get("clip", 0.0)))
+    if recipe.get("clip") == 0.0 and not said:
         reading.note("no gradient_clipping: clip = 0.0")
 
     tp = reading.count("tensor_parallel.autotp_size") or 1
@@ -30,8 +37,8 @@ def read(reading: Reading, world: int | None) -> dict[str, Any]:
         world,
         tp * cp,
         reading.count("train_batch_size"),
-        reading.count("train_micro_batch_size_per_gpu"),
-        reading.count("gradient_accumulation_steps"),
+        _or(reading.count("train_micro_batch_size_per_gpu"), script.micro if script else None),
+        _or(reading.count("gradient_accumulation_steps"), script.accumulation if script else None),
     )
     recipe["batch"] = share.batch
     degrees: dict[str, Any] = {"tp": tp, "cp": cp, "micro": share.micro}
@@ -41,8 +48,39 @@ def read(reading: Reading, world: int | None) -> dict[str, Any]:
         degrees["cp_kind"] = "ulysses"
     if reading.switch("expert_parallel.enabled"):
         degrees["ep"] = reading.count("expert_parallel.autoep_size") or 1
-    layout = written_layout(reading, **degrees, **_zero(reading, share.ranks), **_kept(reading))
+    kept = _kept(reading)
+    if script is not None and script.recompute:
+        kept["recompute"] = script.recompute
+    layout = written_layout(reading, **degrees, **_zero(reading, share.ranks), **kept)
     return {"layout": layout, "recipe": recipe, **_tune(reading, recipe)}
+
+
+def _or(value: int | None, other: int | None) -> int | None:
+    return other if value is None else value
+
+
+def _autos(script: TrainerArguments) -> dict[str, Any]:
+    """What Hugging Face's Trainer puts in place of "auto"."""
+    recipe = script.recipe
+    optimizer = {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay"}
+    filled = {f"optimizer.params.{theirs}": recipe.get(ours) for theirs, ours in optimizer.items()}
+    if "beta1" in recipe:
+        filled["optimizer.params.betas"] = [recipe["beta1"], recipe["beta2"]]
+    steps, warmup = recipe.get("steps"), recipe.get("warmup")
+    if isinstance(warmup, float) and steps:
+        warmup = round(warmup * steps)
+    return {
+        **filled,
+        "train_micro_batch_size_per_gpu": script.micro,
+        "gradient_accumulation_steps": script.accumulation,
+        "gradient_clipping": recipe.get("clip"),
+        "bf16.enabled": recipe.get("precision") == "bf16",
+        "fp16.enabled": recipe.get("precision") == "fp16",
+        "scheduler.params.warmup_max_lr": recipe.get("lr"),
+        "scheduler.params.warmup_min_lr": 0.0,
+        "scheduler.params.warmup_num_steps": warmup,
+        "scheduler.params.total_num_steps": steps,
+    }
 
 
 def _precision(reading: Reading) -> dict[str, Any]:
@@ -62,11 +100,12 @@ def _precision(reading: Reading) -> dict[str, Any]:
     return recipe
 
 
-def _optimizer(reading: Reading) -> dict[str, Any]:
+def _optimizer(reading: Reading, said: dict[str, Any]) -> dict[str, Any]:
     name = reading.word("optimizer.type")
     reading.switch("zero_allow_untested_optimizer")  # all of Shoal's are tested
     if name is None:
-        reading.note("no optimizer: there the script makes it; here Shoal's defaults hold")
+        if not said:
+            reading.note("no optimizer: there the script makes it; here Shoal's defaults hold")
         return {}
     inside, recipe = "optimizer.params", dict[str, Any]()
     _put(recipe, "lr", reading.number(f"{inside}.lr", absent=1e-3))
@@ -91,8 +130,10 @@ def _put(recipe: dict[str, Any], key: str, value: float | None) -> None:
         recipe[key] = float(value)
 
 
-def _schedule(reading: Reading, recipe: dict[str, Any]) -> dict[str, Any]:
+def _schedule(reading: Reading, recipe: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     name, inside = reading.word("scheduler.type"), "scheduler.params"
+    if name is None and said:
+        return {}  # the script's own
     if name not in _SCHEDULES:
         what = "no scheduler" if name is None else f"scheduler {name}: no counterpart"
         reading.note(f"{what}; nearest: the learning rate stays what it is")
@@ -115,7 +156,7 @@ def _schedule(reading: Reading, recipe: dict[str, Any]) -> dict[str, Any]:
     total = reading.count(f"{inside}.total_num_steps")
     if total:
         given["steps"] = total
-    else:
+    elif not said:
         reading.note("the length of the run is not in the file: recipe.steps is Shoal's default")
     return given
 

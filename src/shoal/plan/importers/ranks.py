@@ -37,7 +37,7 @@ def find_share(
         if not (batch and micro and accumulation):
             raise BadInput(
                 f"{reading.source} does not say how many ranks there are",
-                "--gpus 8, or --on 8xH100; or there train_batch_size, the micro-batch and the accumulation, all three",
+                "--gpus 8, or --on 8xH100; or there the batch, the micro-batch and the accumulation, all three",
             )
         ranks = _exact(reading, batch, micro * accumulation, "micro-batch · accumulation")
     else:
@@ -45,7 +45,8 @@ def find_share(
     if batch is None and micro is not None:
         batch = micro * (accumulation or 1) * ranks
     elif batch is None:
-        batch = nearest_multiple(Recipe.model_fields["batch"].default, ranks)
+        # Each rank needs a sequence for each of its micro-batches.
+        batch = nearest_multiple(Recipe.model_fields["batch"].default, ranks * (accumulation or 1))
         reading.note(f"no batch: {batch} sequences over {ranks} data ranks were put in")
     each = _exact(reading, batch, ranks, "data ranks")
     if micro is not None:

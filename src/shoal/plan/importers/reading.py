@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shoal.facts.config.check import shorten
@@ -13,18 +13,35 @@ _SILENT: tuple[object, ...] = (None, {}, [], "", False, "no", "none")
 _LARGEST = 10**18
 
 
+class Unknown(str):
+    """What stands in a file in place of a value: an expression or a variable. Nothing is executed to find out more."""
+
+
 class Reading:
     """Values by dotted key, such as ``zero_optimization.stage``; notes on what they became; what is wrong with them.
 
     A value that is not there, or is "auto" and so the script's to decide, reads as None; ``absent`` is what it means
-    to leave a key out.
+    to leave a key out. ``spell`` is how the file writes a key.
     """
 
-    def __init__(self, values: dict[str, Any], source: str, problems: list[Problem] | None = None) -> None:
+    def __init__(
+        self,
+        values: dict[str, Any],
+        source: str,
+        problems: list[Problem] | None = None,
+        spell: Callable[[str], str] = str,
+    ) -> None:
         self.source = source
+        self.spell = spell
         self.notes: list[str] = []
         self.problems: list[Problem] = [] if problems is None else problems
         self._values = dict(_flat(values))
+
+    def fill(self, values: dict[str, Any]) -> None:
+        """Put values in the place of each "auto"; None leaves it as it is."""
+        for key, value in values.items():
+            if self._values.get(key) == "auto" and value is not None:
+                self._values[key] = value
 
     def has(self, key: str) -> bool:
         """Whether a table of that name was given."""
@@ -49,6 +66,18 @@ class Reading:
             return None
         return int(value)
 
+    def degree(self, key: str) -> int:
+        """How many ranks share a part of the work; 1 where nothing is said. A layout is never guessed."""
+        value = self._values.get(key)
+        if isinstance(value, Unknown) or value == "auto":
+            self._refuse(key, self._values.pop(key), "a number: the layout depends on it")
+            return 1
+        return self.count(key) or 1
+
+    def flag(self, key: str) -> bool:
+        """Whether a switch is on."""
+        return bool(self.switch(key))
+
     def switch(self, key: str) -> bool | None:
         value = self._take(key)
         if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -71,27 +100,65 @@ class Reading:
         self._refuse(key, value, "a list of 2 numbers")
         return None
 
+    def items(self, key: str) -> list[Any] | None:
+        value = self._take(key)
+        return None if value is None else _listed(value)
+
+    def numbers(self, key: str) -> list[float] | None:
+        """A list of them, or one alone."""
+        value = self._take(key)
+        if value is None:
+            return None
+        items = [_as_number(one) if isinstance(one, str) else one for one in _listed(value)]
+        if all(map(_is_number, items)):
+            return [float(one) for one in items]
+        self._refuse(key, value, "a list of numbers")
+        return None
+
     def note(self, text: str) -> None:
         self.notes.append(text)
 
     def left(self) -> list[str]:
         """A note for everything that was never taken."""
         return [
-            f"{key} = {shorten(repr(value))}: no counterpart, left out"
+            f"{self.spell(key)}{_shown(value)}: no counterpart, left out"
             for key, value in self._values.items()
             if not any(value is silent or value == silent for silent in _SILENT)
         ]
 
+    def drop(self, key: str) -> bool:
+        """Whether it was given, whatever it is."""
+        return self._values.pop(key, None) is not None
+
+    def skip(self, *keys: str) -> None:
+        """What Shoal does in its own way, so that nothing is lost with it."""
+        for key in keys:
+            self._values.pop(key, None)
+
     def _take(self, key: str, absent: Any = None) -> Any:
         value = self._values.pop(key, absent)
+        if isinstance(value, Unknown):
+            self.note(
+                f"{self.spell(key)} = {shorten(value)}: the file does not hold its value; Shoal's default holds"
+            )
+            return None
         if value == "auto":
-            self.note(f'{key} = "auto": there the script decides; here Shoal\'s default holds')
+            self.note(f'{self.spell(key)} = "auto": there the script decides; here Shoal\'s default holds')
             return None
         return value
 
     def _refuse(self, key: str, value: object, must: str) -> None:
-        what = f"{self.source}: {key} = {shorten(repr(value))}: must be {must}"
-        self.problems.append(Problem(what, f"correct {key} there"))
+        what = f"{self.source}: {self.spell(key)}{_shown(value)}: must be {must}"
+        self.problems.append(Problem(what, f"correct {self.spell(key)} there"))
+
+
+def _listed(value: object) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _shown(value: object) -> str:
+    """As a note shows it."""
+    return f" = {shorten(value if isinstance(value, Unknown) else repr(value))}"
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

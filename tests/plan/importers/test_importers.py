@@ -13,10 +13,19 @@ from tests.plan.exporting import ask
 from shoal.facts.config import Config
 from shoal.facts.config.file import load
 from shoal.facts.problem import BadInput
+from shoal.plan import importers
+from shoal.plan.commented import commented
 from shoal.plan.export import export
-from shoal.plan.importers import read_foreign, render
 
 BATCHES = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+
+
+def read_foreign(
+    path: Path, gpus: int | None = None, on: str | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """The tables of a config, and the notes."""
+    found = importers.read_foreign(path, gpus, on)
+    return found.tables, found.notes
 
 
 @pytest.fixture
@@ -192,6 +201,13 @@ def test_gradients_are_summed_as_there(file: Any) -> None:
         ),
         (
             {
+                "distributed_type": "DEEPSPEED",
+                "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 4},
+            },
+            "fsdp=8,zero=2,micro=1",
+        ),
+        (
+            {
                 "distributed_type": "MEGATRON_LM",
                 "megatron_lm_config": {
                     "megatron_lm_tp_degree": 2,
@@ -252,8 +268,8 @@ def test_without_pyyaml_it_says_how_to_get_it(file: Any, monkeypatch: pytest.Mon
         ("{", "a.json", "is not valid JSON"),
         ("a: [", "a.yaml", "is not valid YAML"),
         ("[1]", "a.json", "not a table of settings"),
-        ("{}", "a.json", "neither a DeepSpeed nor an Accelerate config"),
-        ('{"lr": 1}', "a.json", "neither a DeepSpeed nor an Accelerate config"),
+        ("{}", "a.json", "is not a config of any stack"),
+        ('{"lr": 1}', "a.json", "is not a config of any stack"),
         (json.dumps({"train_batch_size": 8}), "a.json", "does not say how many ranks"),
         (json.dumps({**BATCHES, "train_batch_size": "many"}), "a.json", "must be a number"),
         (json.dumps({**BATCHES, "train_batch_size": 2.5}), "a.json", "must be a whole number"),
@@ -317,7 +333,7 @@ def test_numbers_that_contradict_one_another(file: Any) -> None:
 def test_the_config_is_complete_and_loads(file: Any, tmp_path: Path) -> None:
     settings = {**BATCHES, "zero_optimization": {"stage": 3}, "custom": "two\nlines # and a mark"}
     tables, notes = read_foreign(file(settings), on="8xH100")
-    text = render(tables, notes, "ds\nconfig.json")
+    text = commented(tables, ["read from ds\nconfig.json", *(f"- {note}" for note in notes)])
     path = tmp_path / "run.toml"
     path.write_text(text, encoding="utf-8")
     loaded = load(path).config
