@@ -6,7 +6,7 @@ arrives: whole and with values on every rank, under names of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import cast
 
 import torch
@@ -53,6 +53,8 @@ class PlacedModule:
         self._sharded = {
             one.label: one.parameter for one in _held(gradients) if isinstance(one.parameter, DTensor)
         }
+        self.tensor_ranks: dist.ProcessGroup | None = None
+        self.summed: list[Shard] = []  # of which each tensor rank has a part of the gradient
         self._reached: set[str] = set()
         for label, parameter in self._whole.items():
             parameter.register_post_accumulate_grad_hook(self._noting(label))
@@ -86,6 +88,9 @@ class PlacedModule:
         for piece in self.pieces:
             if piece.name in without:
                 piece.tensor.grad = None
+        for piece in self.summed:
+            if piece.tensor.grad is not None:
+                dist.all_reduce(piece.tensor.grad, group=self.tensor_ranks)
 
     def after_update(self) -> None:
         self.gradients.after_update()
@@ -107,10 +112,12 @@ def place_module(
     tune: TuneSection | None = None,
     parts: Mapping[str, TensorPart] | None = None,
     arrived: set[Tensor] | None = None,
+    summed: Collection[str] = (),
 ) -> PlacedModule:
     """Place a module whose values are the first rank's. ``blocks``: units of ``zero=3`` and of recomputation.
 
     ``parts``: of parameters that tensor ranks have split already, what is here; those are among what has ``arrived``.
+    ``summed``: names of parameters whose gradients tensor ranks add up.
     """
     arrived = set() if arrived is None else arrived
     layout, tune, parts = mesh.layout, tune or TuneSection(), parts or {}
@@ -148,7 +155,10 @@ def place_module(
     kept = [_kept(one, mesh) for one in every if not one.parameter.requires_grad]
     kept += [_kept(held(name, cast(nn.Parameter, buffer)), mesh) for name, buffer in _buffers(module)]
     names = [one.name for one in trained]
-    return PlacedModule(module, blocks, gradients, [one for one in kept if one is not None], names)
+    placed = PlacedModule(module, blocks, gradients, [one for one in kept if one is not None], names)
+    placed.tensor_ranks = mesh.group("tp")
+    placed.summed = [piece for piece in placed.pieces if piece.name in summed]
+    return placed
 
 
 def whole_everywhere(layout: Layout) -> ParameterGroup:

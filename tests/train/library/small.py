@@ -11,8 +11,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import shoal
 from shoal.facts.model.tensor_split import Box
@@ -67,8 +68,9 @@ def build(kind: str, exact: bool = True) -> nn.Module:
     torch.manual_seed(5)
     if kind == "vision":
         return Vision().double()
-    if kind == "llama":
-        config: Any = LlamaConfig(
+    if kind in ("llama", "qwen3"):
+        family: Any = LlamaConfig if kind == "llama" else Qwen3Config
+        config: Any = family(
             vocab_size=VOCAB,
             hidden_size=16,
             intermediate_size=24,
@@ -76,6 +78,8 @@ def build(kind: str, exact: bool = True) -> nn.Module:
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=SEQ,
+            head_dim=4,
+            tie_word_embeddings=kind == "qwen3",
         )
     else:
         config = GPT2Config(
@@ -94,7 +98,7 @@ def build(kind: str, exact: bool = True) -> nn.Module:
     model: Any = AutoModelForCausalLM.from_config(config)
     if exact:
         model.loss_function = exact_loss
-        for norm in (one for one in model.modules() if isinstance(one, LlamaRMSNorm)):
+        for norm in (one for one in model.modules() if isinstance(one, LlamaRMSNorm | Qwen3RMSNorm)):
             norm.forward = partial(exact_norm, norm)
     return model.double()
 
@@ -134,6 +138,7 @@ class Case:
     own: str = ""  # how the script has its own loss: "count", "mean"
     shuffle: bool = False
     wrap: Any = None
+    plan: tuple[tuple[str, str], ...] = ()
     scheduled: bool = False
 
     def __str__(self) -> str:
@@ -178,7 +183,12 @@ def train(rank: int, world: int, case: Case, steps: int = STEPS) -> Result:
                     parameter += 1
         data = rows(case.kind)
         model, optimizer, loader = run.prepare(
-            model, optimizer_of(model), data, shuffle=case.shuffle, wrap=case.wrap
+            model,
+            optimizer_of(model),
+            data,
+            shuffle=case.shuffle,
+            wrap=case.wrap,
+            plan=dict(case.plan) or None,
         )
         losses, norms = [], []
         for batch in run.steps(loader, total=steps):

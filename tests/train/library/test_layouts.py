@@ -24,6 +24,9 @@ WORLD_2 = [
     Case("llama", "fsdp=2,micro=1", own="count", clip=0.5),
     Case("gpt2", "fsdp=2", wrap=2000),
     Case("llama", "fsdp=2", wrap=("model.embed_tokens", "LlamaMLP")),
+    Case("llama", "tp=2,micro=4", clip=0.5),
+    Case("qwen3", "tp=2,recompute=full"),
+    Case("vision", "tp=2", plan=(("head", "colwise_gather_output"),)),
 ]
 WORLD_4 = [
     Case("gpt2", "dp=2,fsdp=2,micro=1", clip=0.5),
@@ -32,6 +35,8 @@ WORLD_4 = [
     Case("llama", "dp=4"),
     Case("gpt2", "fsdp=4,zero=1", own="count"),
     Case("gpt2", "dp=2,fsdp=2,micro=1", own="count"),
+    Case("qwen3", "fsdp=2,tp=2", clip=0.5),
+    Case("llama", "fsdp=2,zero=1,tp=2,micro=2"),
 ]
 Results = dict[Case, list[Result]]
 

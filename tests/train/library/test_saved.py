@@ -36,16 +36,18 @@ CHAIN = [
 ]
 
 
-def go_on(rank: int, world: int, directory: Path, links: list[tuple[str, int]]) -> list[Result]:
+def go_on(
+    rank: int, world: int, directory: Path, links: list[tuple[str, int]], kind: str = "gpt2"
+) -> list[Result]:
     results = []
     for layout, total in links:
         with shoal.run(layout, dir=directory, batch=BATCH, clip=0.5) as run:
-            model = build("gpt2")
+            model = build(kind)
             if rank:
-                torch.nn.init.zeros_(model.transformer.wte.weight)
+                torch.nn.init.zeros_(next(model.parameters()))
             optimizer = optimizer_of(model)
             model, optimizer, loader, scheduler = run.prepare(
-                model, optimizer, rows("gpt2"), schedule_of(optimizer)
+                model, optimizer, rows(kind), schedule_of(optimizer)
             )
             losses, norms = [], []
             for _ in range(3):  # epochs, as in the script that was never interrupted
@@ -89,6 +91,15 @@ def test_a_chain_of_layouts_is_one_run(chained: tuple[Path, list[list[Result]]])
     assert begin == 7
     last = [Result(losses, norms, one.pieces) for one in chained[1][-1]]
     assert_same(last, (losses, norms, values, gradients))
+
+
+def test_tensor_ranks_save_for_all_others(tmp_path: Path) -> None:
+    links = [("tp=2", 2), ("fsdp=2", 3), ("tp=2,micro=2", 4)]
+    results = run_ranks(2, go_on, tmp_path, links, "llama")
+    expected = plain(Case("llama", "", clip=0.5, scheduled=True), 4)
+    for one in results:
+        assert [loss for link in one for loss in link.losses] == pytest.approx(expected[0], abs=1e-12)
+    assert_same([Result(*expected[:2], one[-1].pieces) for one in results], expected)
 
 
 def test_every_byte_is_accounted_for(chained: tuple[Path, list[list[Result]]]) -> None:

@@ -43,11 +43,11 @@ def count_targets(model: nn.Module, batch: Any) -> int:
     if isinstance(shifted := batch.get("shift_labels"), Tensor):
         return int((shifted != IGNORED).sum())
     labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() < 2:
-        marked = isinstance(labels, Tensor) and not labels.is_floating_point()
-        return int(labels.ne(IGNORED).sum()) if marked else rows_of(batch)
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return rows_of(batch)
     # The first token has nothing before it.
-    return int(((labels[..., 1:] if _shifts(model) else labels) != IGNORED).sum())
+    shifts = labels.dim() > 1 and _shifts(model)
+    return int((labels[..., 1:] if shifts else labels).ne(IGNORED).sum())
 
 
 def own_loss(model: nn.Module, batch: Any, targets: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +17,13 @@ from torch.utils.data import DataLoader
 
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
+from shoal.facts.model.tensor_split import TensorPart
 from shoal.facts.problem import BadInput
 from shoal.models.random import key
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.module_blocks import Wrap, find_blocks
-from shoal.parallel.place_module import PlacedModule, place_module
+from shoal.parallel.module_tensor import check_plan, plan_of, split_module
+from shoal.parallel.place_module import PlacedModule, place_module, take_in, tensors_of
 from shoal.parallel.signed_store import SignedStore
 from shoal.train.checkpoint.storage import DirectoryStorage
 from shoal.train.library import given_optimizer
@@ -122,13 +124,15 @@ class Run:
         scheduler: Any = None,
         *,
         wrap: Wrap = None,
+        plan: Mapping[str, str] | None = None,
         shuffle: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Any:
         """Place a model, and let its optimizer and its data follow. Returns what it was given, in the same order.
 
         ``data``: a ``DataLoader``, whose ``batch_size`` is the step's over all ranks, or a dataset. ``wrap``: the
-        model's blocks, where they are not to be found by themselves. ``shuffle``, ``collate``: of a dataset.
+        model's blocks, where they are not to be found by themselves. ``plan``: how tensor ranks split its layers, where
+        the model has no ``tp_plan``. ``shuffle``, ``collate``: of a dataset.
         """
         if self.placed is not None:
             raise BadInput("a run has one model, and it is prepared already", ONE_MODEL)
@@ -140,6 +144,10 @@ class Run:
             self._mesh = self._join(choose_layout(model, self.world, self.device))
         mesh = self.mesh
         _check_layout(mesh.layout)
+        ways: dict[str, str] = {}
+        if mesh.layout.tp > 1:
+            ways = plan_of(model, plan, mesh.layout.tp)
+            check_plan(model, ways, mesh.layout.tp)
         blocks = find_blocks(model, wrap)
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         if optimizer is not None:
@@ -150,7 +158,13 @@ class Run:
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False  # keys and values of a training step are of no further use
         # Made of the parameters as they are now; FSDP puts others in their place.
-        self.placed = place_module(model, mesh, blocks, self.tune)
+        arrived: set[Tensor] = set()
+        parts: dict[str, TensorPart] = {}
+        summed: set[str] = set()
+        if mesh.layout.tp > 1:
+            take_in(tensors_of(model), self.device, arrived)
+            parts, summed = split_module(model, ways, mesh)
+        self.placed = place_module(model, mesh, blocks, self.tune, parts, arrived, summed)
         self.optimizer, self.scheduler = optimizer, scheduler
         if optimizer is not None:
             given_optimizer.take_over(optimizer, names, self.placed.pieces)
@@ -368,7 +382,6 @@ def _check_layout(layout: Layout) -> None:
         ("cp", "a module's attention is its own"),
         ("pp", "a module's forward pass is its own"),
         ("ep", "a module's experts are its own"),
-        ("tp", "this model has no plan for it"),
     ):
         if getattr(layout, axis) > 1:
             raise BadInput(
