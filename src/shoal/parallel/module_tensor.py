@@ -96,7 +96,7 @@ def split_module(
     parts: dict[str, TensorPart] = {}
     summed: set[str] = set()
     for path, style in plan.items():
-        layer = module.get_submodule(path)
+        layer: Any = module.get_submodule(path)
         if style == WHOLE_SUMMED:
             summed.update(names[parameter] for parameter in layer.parameters())
         elif style != WHOLE:
