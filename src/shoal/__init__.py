@@ -1,4 +1,4 @@
-"""Shoal's library interface: ``shoal.plan``, ``shoal.predict``, ``Layout``, ``Cluster``, ``Model``."""
+"""Shoal's library interface: ``run`` and ``launch`` to train, ``plan`` and ``predict`` to plan."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ if TYPE_CHECKING:
     from shoal.facts.cluster import Cluster
     from shoal.facts.layout import Layout
     from shoal.facts.model import Model
+    from shoal.facts.problem import BadInput
+    from shoal.launch.library import run
+    from shoal.train.library.run import Run
 
-__all__ = ["Cluster", "Layout", "Model", "__version__", "plan", "predict"]
+__all__ = ["BadInput", "Cluster", "Layout", "Model", "Run", "__version__", "launch", "plan", "predict", "run"]
 
-# Imported when they are first asked for, so that ``import shoal`` costs nothing. ``plan`` and ``predict`` are packages
-# that can be called (facts/callable_package.py).
+# Imported when they are first asked for, so that ``import shoal`` costs nothing. ``launch``, ``plan`` and ``predict``
+# are packages that can be called (facts/callable_package.py).
 _PLACES = {
+    "BadInput": "shoal.facts.problem",
     "Cluster": "shoal.facts.cluster",
     "Layout": "shoal.facts.layout",
     "Model": "shoal.facts.model",
+    "Run": "shoal.train.library.run",
+    "launch": "shoal.launch",
     "plan": "shoal.plan",
     "predict": "shoal.predict",
+    "run": "shoal.launch.library",
 }
 
 
@@ -29,4 +36,4 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     module = import_module(_PLACES[name])
-    return module if name in ("plan", "predict") else getattr(module, name)
+    return module if name in ("launch", "plan", "predict") else getattr(module, name)

@@ -44,7 +44,7 @@ class Sums:
 
 
 def modules(placed: Any) -> list[FSDPModule]:
-    segments = placed.gradients.segments.values()
+    segments = placed.gradients.roots.values()
     return [one for segment in segments for one in segment.modules() if isinstance(one, FSDPModule)]
 
 

@@ -1,6 +1,6 @@
-"""Run a function in several local processes, each a rank of a small world: for proofs, not for training.
+"""Run a function in several local processes, each a rank of a small world: for proofs, and for ``shoal.launch``.
 
-A training run has torchrun's agent to watch and restart its workers; here the first failure ends them all.
+``shoal train`` has torchrun's agent to watch and restart its workers; here the first failure ends them all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -36,14 +36,19 @@ class RankFailed(RuntimeError):
 
 
 def run_ranks(
-    world: int, function: Callable[..., Any], arguments: tuple[Any, ...] = (), seconds: float = 600.0
+    world: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...] = (),
+    seconds: float = 600.0,
+    start: Literal["forkserver", "fork"] = "forkserver",
 ) -> list[Any]:
     """``function(rank, world, store, *arguments)`` in ``world`` processes; their results in rank order.
 
     ``function`` is found by name in the processes, so it stands at the top of its module. They are forked from a
-    server that ``launch.local.warm_workers`` has started, and meet in a store on loopback.
+    server that ``launch.local.warm_workers`` has started, and meet in a store on loopback. ``start``: with "fork" they
+    are copies of this process, in which everything is found.
     """
-    context = multiprocessing.get_context("forkserver")
+    context: Any = multiprocessing.get_context(start)
     meeting = rendezvous.LoopbackRendezvous("ranks", seconds)
     processes: list[BaseProcess] = []
     pipes: dict[Connection, int] = {}

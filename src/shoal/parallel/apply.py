@@ -36,7 +36,7 @@ from shoal.parallel.pipeline import my_stages
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
 from shoal.parallel.router_tally import RouterTally
-from shoal.parallel.shard import FullyShard, shard
+from shoal.parallel.shard import FullyShard, ShardedRoot, shard
 from shoal.parallel.shards import (
     ComposedReducer,
     GroupOf,
@@ -202,11 +202,12 @@ def apply(
     in_float8 = gather_in_float8(blocks, fp8, layout.shards) if fp8 is not None and fully else []
     held = held_parameters(segments, model, mesh, group_of, states, masters=away is not None)
     bucket_bytes = round(tune.bucket_mb * 2**20)
+    roots = {segment.stage.index: ShardedRoot(segment, segment.network) for segment in segments}
 
     def reducer(held: list[HeldParameter]) -> Reducer:
         group = held[0].group
         if group.fully_sharded:
-            return FullyShard(segments, held, mesh, summed, in_float8)
+            return FullyShard(roots, held, mesh, summed, in_float8)
         if group.sharded.size > 1:
             return ShardedStates(held, mesh, bucket_bytes, reduce_dtype)
         if group.replicated.size > 1 and not strict:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,21 +41,31 @@ def selective_contexts() -> Contexts:
 
 
 def recompute(
-    blocks: list[nn.Module], kind: Recompute, contexts: Callable[[], Contexts] = selective_contexts
+    blocks: list[nn.Module],
+    kind: Recompute,
+    contexts: Callable[[], Contexts] = selective_contexts,
+    generators: bool = False,
 ) -> None:
-    """From now on these blocks keep less for their backward pass. ``contexts``: of a selective one."""
+    """From now on these blocks keep less for their backward pass. ``contexts``: of a selective one.
+
+    ``generators``: they draw from torch's, whose state is then kept. Random numbers of our own blocks are hashes.
+    """
     if kind == "none":
         return
-    context = {"context_fn": contexts} if kind == "selective" else {}
+    context: dict[str, Any] = {"preserve_rng_state": generators}
+    if kind == "selective":
+        context["context_fn"] = contexts
     for block in blocks:
         # Around forward and not around the module: hooks, such as FSDP's, which gather its weights, stay outside.
         block.forward = _checkpointed(block.forward, context)
 
 
 def _checkpointed(forward: Callable[..., Any], context: dict[str, Any]) -> Callable[..., Any]:
-    def run(*arguments: Any) -> Any:
-        # Random numbers are hashes here, so there is no generator whose state would have to be kept.
-        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **context)
+    def run(*arguments: Any, **named: Any) -> Any:
+        if named:
+            # Some names of its arguments are also names of checkpoint's own.
+            return checkpoint(partial(forward, **named), *arguments, use_reentrant=False, **context)
+        return checkpoint(forward, *arguments, use_reentrant=False, **context)
 
     return run
 

@@ -31,10 +31,16 @@ class GradientBucket:
             device=parameters[0].device,
         )
         self.missing = 0
-        start = 0
-        for parameter in parameters:
-            parameter.grad = self.flat[start : start + parameter.numel()].view_as(parameter)
-            start += parameter.numel()
+        sizes = [parameter.numel() for parameter in parameters]
+        self.views = [view.view_as(one) for view, one in zip(self.flat.split(sizes), parameters, strict=True)]
+        self.clear()
+
+    def clear(self) -> None:
+        self.flat.zero_()
+        for one, view in zip(self.held, self.views, strict=True):
+            # An optimizer's ``zero_grad`` would have them somewhere else.
+            if one.parameter.grad is not view:
+                one.parameter.grad = view
 
 
 class Replicate(WholeParameters):
@@ -67,7 +73,7 @@ class Replicate(WholeParameters):
         for queue in self.stages.values():
             queue.reset(listening=False)
             for bucket in queue.buckets:
-                bucket.flat.zero_()
+                bucket.clear()
 
     def before_backward(self, stage: int, last: bool) -> None:
         if (queue := self.stages.get(stage)) is not None:

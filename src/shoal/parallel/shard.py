@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -95,15 +95,19 @@ def shard(
         fully_shard(segment, mesh=ranks, mp_policy=policy, reshard_after_forward=False, ignored_params=left)
     if network.lm_head is not None:
         register_fsdp_forward_method(network.lm_head, "scores")
-    for module in _sharded_modules(segment):
-        # Losses are divided by the number of targets of the whole step, so gradients are summed and not averaged.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    sum_gradients(segment)
     if layout.pp > 1:
         root.set_requires_gradient_sync(False)
         root.set_reshard_after_backward(False)
         root.set_is_last_backward(False)
     _prefetch(order, tune.prefetch)
+
+
+def sum_gradients(root: nn.Module) -> None:
+    """Losses are divided by the number of targets of the whole step, so gradients are summed and not averaged."""
+    for module in _sharded_modules(root):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _modules(segment: StageModule, unit: Unit) -> list[nn.Module]:
@@ -145,6 +149,13 @@ def _prefetch(order: list[FSDPModule], ahead: int) -> None:
         module.set_modules_to_backward_prefetch(before or [module])
 
 
+class ShardedRoot(NamedTuple):
+    """A module that is the root of its units, and the one within whose names are those of the parameters."""
+
+    module: nn.Module
+    named: nn.Module
+
+
 class FullyShard:
     """Sums gradients over the ranks of a replica, and over the replicas.
 
@@ -153,25 +164,25 @@ class FullyShard:
 
     def __init__(
         self,
-        segments: list[StageModule],
+        roots: Mapping[int, ShardedRoot],
         held: list[HeldParameter],
         mesh: Mesh,
         reduce_dtype: torch.dtype,
         in_float8: Sequence[Float8Gather] = (),
     ) -> None:
-        """The segments have left the meta device and have no values yet; ``held`` has FSDP's own parameters.
+        """``roots``, one for each stage, have left the meta device; ``held`` has FSDP's own parameters.
 
         ``in_float8``: those of them that travel so.
         """
-        self.segments = {segment.stage.index: segment for segment in segments}
+        self.roots = {stage: root.module for stage, root in roots.items()}
         self.replicas = mesh.layout.dp > 1
         self.pipelined = mesh.layout.pp > 1
         self.landing = ReplicaSums(mesh.device)
         if self.replicas and reduce_dtype != held[0].parameter.dtype:
-            for module in (module for segment in segments for module in _sharded_modules(segment)):
+            for module in self._modules():
                 module.set_all_reduce_hook(self.landing)
         # The first gathering makes FSDP pad its rows, into tensors that it keeps from then on.
-        found = {label: weight for segment in segments for label, weight in _gather_once(segment).items()}
+        found = {label: weight for root in roots.values() for label, weight in _gather_once(root).items()}
         self.gathered = [found[one.label] for one in held]
         for one in in_float8:
             one.drop_storage()
@@ -181,7 +192,8 @@ class FullyShard:
             for parameter in self.gathered:
                 parameter.grad_dtype = reduce_dtype
         self.parameters = {one.label: cast(DTensor, one.parameter) for one in held}
-        pieces = [_piece(one, mesh) for one in held]
+        self.held = {one.label: one for one in held}
+        pieces = [piece(one, mesh) for one in held]
         # A parameter with fewer rows than there are ranks leaves some of these without any.
         self.pieces = [piece for piece in pieces if piece.start < piece.stop]
 
@@ -212,17 +224,12 @@ class FullyShard:
     def after_update(self) -> None:
         """What is still gathered is out of date. Only in strict mode, which reduces nothing here, is there any."""
         if self.pipelined:
-            for segment in self.segments.values():
-                for module in _sharded_modules(segment):
-                    module.reshard()
+            for module in self._modules():
+                module.reshard()
 
     def adding_up(self) -> list[Tensor]:
         """With replicas, between micro-batches: this replica's sums so far. Nothing public of FSDP's tells them."""
-        groups = [
-            cast(Any, module)._get_fsdp_state()._fsdp_param_group
-            for segment in self.segments.values()
-            for module in _sharded_modules(segment)
-        ]
+        groups = [cast(Any, module)._get_fsdp_state()._fsdp_param_group for module in self._modules()]
         sums = [group._partial_reduce_output for group in groups if group is not None]
         return [one for one in sums if one is not None]
 
@@ -233,22 +240,26 @@ class FullyShard:
         return self.gathered
 
     def _root(self, stage: int) -> FSDPModule:
-        return cast(FSDPModule, self.segments[stage])
+        return cast(FSDPModule, self.roots[stage])
+
+    def _modules(self) -> list[FSDPModule]:
+        return [module for root in self.roots.values() for module in _sharded_modules(root)]
 
 
-def _gather_once(segment: StageModule) -> dict[str, nn.Parameter]:
+def _gather_once(root: ShardedRoot) -> dict[str, nn.Parameter]:
     """The parameters that the network computes with, by name: FSDP makes them once, and only their storage goes."""
     found: dict[str, nn.Parameter] = {}
-    for module in _sharded_modules(segment):
+    for module in _sharded_modules(root.module):
         module.unshard()
-        for name, parameter in segment.network.named_parameters():
+        for name, parameter in root.named.named_parameters():
             if not isinstance(parameter, DTensor):
                 found[name] = parameter
         module.reshard()
     return found
 
 
-def _piece(held: HeldParameter, mesh: Mesh) -> Shard:
+def piece(held: HeldParameter, mesh: Mesh) -> Shard:
+    """The rows of a parameter of FSDP's that are here."""
     ranks, index, box = held.group.sharded.size, mesh.index_in(held.group.sharded), held.part.box
     tensor, working = updated(held, _local(held.parameter))
     if sharded_dimension(box.shape, ranks):

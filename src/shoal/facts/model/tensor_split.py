@@ -60,8 +60,8 @@ def tensor_part(parameter: Parameter, tp: int, index: int, ep: int = 1, ep_index
     if heads is not None and tp > heads:
         # Fewer heads than ranks: neighbours share one, the one that their query heads attend to.
         copies = tp // heads
-        return TensorPart(_cut(shape, 0, heads, index // copies), copies, index % copies)
-    return TensorPart(_cut(shape, 1 if parameter.split == "row" else 0, tp, index))
+        return TensorPart(cut_evenly(shape, 0, heads, index // copies), copies, index % copies)
+    return TensorPart(cut_evenly(shape, 1 if parameter.split == "row" else 0, tp, index))
 
 
 def summed_over(parameter: Parameter, tp: int, sp: bool) -> SummedOver:
@@ -76,7 +76,7 @@ def summed_over(parameter: Parameter, tp: int, sp: bool) -> SummedOver:
     return "copies" if parameter.heads is not None and tp > parameter.heads else None
 
 
-def _cut(shape: tuple[int, ...], dimension: int, parts: int, index: int) -> Box:
+def cut_evenly(shape: tuple[int, ...], dimension: int, parts: int, index: int) -> Box:
     """Even parts, rounded up: the last ones are smaller, or empty, where the size does not divide (vocabularies)."""
     most = -(-shape[dimension] // parts)
     start = min(index * most, shape[dimension])

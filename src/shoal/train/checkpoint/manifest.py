@@ -35,11 +35,16 @@ LARGEST_MANIFEST = 1 << 30
 LARGEST_TENSOR = 1 << 44  # elements
 LARGEST_COUNT = 1 << 62  # of anything: bytes, steps, samples
 LARGEST_FILE = 1 << 50
-MOST_DIMENSIONS = 4
+MOST_DIMENSIONS = 5  # a convolution's over volumes
 LONGEST_NAME = 200  # of a file
 LONGEST_MESSAGE = 2000
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+# Also of a module of the user's own, whose buffers count and mark.
+ITEM_BYTES |= {"float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+
+# What the identity of a module of the user's own says: which it is, and of which tensors there is which state.
+MODULE, MODULE_STATES = "library.module", "library.states"
 
 
 class Damaged(Exception):
@@ -207,7 +212,9 @@ def _check_tensors(manifest: Manifest, where: str) -> None:
         raise Damaged(f"{where}: {error}") from None
     for state, by_tensor in by_state.items():
         expected: Mapping[str, list[StoredBox]]
-        if state == "weight" or keeps.alike:
+        if state != "weight" and MODULE in manifest.identity:
+            expected = _of_module(manifest, state, where)
+        elif state == "weight" or keeps.alike:
             expected = {name: [((0,) * len(shape), shape)] for name, shape in manifest.shapes.items()}
         else:
             expected = stored_boxes(manifest.parsed_model, keeps, state)
@@ -219,6 +226,15 @@ def _check_tensors(manifest: Manifest, where: str) -> None:
             whole = name in expected and cover_alike(expected[name], boxes)
             if len({piece.dtype for piece in pieces}) != 1 or not whole:
                 raise Damaged(f"{where}: the pieces of {state} {name} do not make up the tensor")
+
+
+def _of_module(manifest: Manifest, state: str, where: str) -> dict[str, list[StoredBox]]:
+    listed = manifest.identity.get(MODULE_STATES)
+    names = listed.get(state) if isinstance(listed, dict) else None
+    if not isinstance(names, list) or not all(name in manifest.shapes for name in map(str, names)):
+        raise Damaged(f"{where} does not say of which tensors it has {state}")
+    shapes = ((str(name), manifest.shapes[str(name)]) for name in names)
+    return {name: [((0,) * len(shape), shape)] for name, shape in shapes}
 
 
 def _dump(content: Any, sort_keys: bool = False) -> str:
@@ -234,18 +250,10 @@ def check_agrees(manifest: Manifest, where: str, of_run: Model | None = None) ->
 
     ``of_run``: the model of the run that it lies in, where that is known.
     """
-    model = _model(manifest, where)
-    _check_shapes(model, manifest, where)
-    if of_run is not None and model != of_run.model_copy(update={"name": model.name}):
-        different = (
-            name
-            for name in Model.model_fields
-            if name != "name" and getattr(model, name) != getattr(of_run, name)
-        )
-        changed = "; ".join(
-            f"{name} is {getattr(model, name)!r}, there {getattr(of_run, name)!r}" for name in different
-        )
-        raise Damaged(f"{where}: its model is not that of its run: {changed}")
+    if MODULE not in manifest.identity:
+        _check_model(manifest, where, of_run)
+    elif of_run is not None:
+        raise Damaged(f"{where} is of a module of the user's own, and its run trains {of_run.name}")
     if identity_hash(manifest.identity) != manifest.recipe:
         raise Damaged(f"{where}: the recipe was changed: its hash does not match")
     batch = manifest.identity.get(BATCH)
@@ -261,6 +269,21 @@ def check_agrees(manifest: Manifest, where: str, of_run: Model | None = None) ->
     counted = scalars["updates"], scalars["quiet_steps"]
     if any(count < 0 or not count.is_integer() for count in counted) or scalars["loss_scale"] <= 0:
         raise Damaged(f"{where} holds numbers that no run has: {scalars}")
+
+
+def _check_model(manifest: Manifest, where: str, of_run: Model | None) -> None:
+    model = _model(manifest, where)
+    _check_shapes(model, manifest, where)
+    if of_run is not None and model != of_run.model_copy(update={"name": model.name}):
+        different = (
+            name
+            for name in Model.model_fields
+            if name != "name" and getattr(model, name) != getattr(of_run, name)
+        )
+        changed = "; ".join(
+            f"{name} is {getattr(model, name)!r}, there {getattr(of_run, name)!r}" for name in different
+        )
+        raise Damaged(f"{where}: its model is not that of its run: {changed}")
 
 
 def _clock(manifest: Manifest, batch: int, where: str) -> SampleClock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from shoal.facts.cluster.this_machine import usable_threads
 from shoal.facts.model import Model
-from shoal.facts.model.checkpoint_views import intersect, views_by_parameter
+from shoal.facts.model.checkpoint_views import View, intersect, views_by_parameter
 from shoal.facts.model.parameters import parameters
 from shoal.facts.model.tensor_split import box_slices, meet
 from shoal.facts.optimizers import FACTORS
 from shoal.models.initial import Slice
-from shoal.train.checkpoint.manifest import Damaged, Manifest, StoredPiece
+from shoal.train.checkpoint.manifest import ITEM_BYTES, Damaged, Manifest, StoredPiece
 from shoal.train.checkpoint.storage import (
     CheckpointStorage,
     DirectoryStorage,
@@ -32,9 +32,7 @@ from shoal.train.checkpoint.storage import (
     step_of,
 )
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16)
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
 class Wanted(NamedTuple):
@@ -122,7 +120,12 @@ class Checkpoint:
                     f"{self.place.name(self.step)}: {parameter.name} has the shape {found}, "
                     f"in this model it is {parameter.shape}"
                 )
-        of_parameter = views_by_parameter(model)
+        self.fill_by_views(views_by_parameter(model), slices)
+
+    def fill_by_views(
+        self, of_parameter: Mapping[str, list[View]], slices: Iterable[tuple[str, str, Slice]]
+    ) -> None:
+        """The same, by how parameters are found in the checkpoint's tensors."""
         wanted = []
         for state, name, part in slices:
             if state in FACTORS:

@@ -6,7 +6,7 @@ What several ranks hold alike (replicas of ``dp``) they share out: each writes a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -46,7 +46,13 @@ class WrittenBox:
 
 def parts(model: Model, pieces: list[Shard], mesh: Mesh) -> list[WrittenBox]:
     """What this rank writes of every state."""
-    of_parameter = views_by_parameter(model)
+    return parts_by_views(views_by_parameter(model), pieces, mesh)
+
+
+def parts_by_views(
+    of_parameter: Mapping[str, list[View]], pieces: list[Shard], mesh: Mesh
+) -> list[WrittenBox]:
+    """The same, by how parameters are found in the checkpoint's tensors."""
     return [
         part
         for piece, start, stop in _shared_out(pieces, mesh)

@@ -1,0 +1,99 @@
+"""Join the ranks that a launcher started, or stand alone: for a script that has its own loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shoal.facts.problem import BadInput
+from shoal.launch.environment import ToldRank, told_rank
+from shoal.parallel import device_context
+from shoal.parallel.signed_store import SECRET_BYTES, SignedStore, new_secret
+from shoal.train.library.run import JoinedRanks
+
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+
+
+def told(environment: Mapping[str, str] = os.environ) -> ToldRank | None:
+    """torchrun's words, or Slurm's, where a step of several tasks has a place to meet."""
+    if (found := told_rank(environment)) is not None:
+        return found
+    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+    if not {*names, "SLURM_STEP_ID"} <= environment.keys() or environment["SLURM_NTASKS"] == "1":
+        return None
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        raise BadInput(
+            "srun started several tasks, and nothing says where they meet",
+            "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1) MASTER_PORT=29500",
+        )
+    rank, world, local = (int(environment[name]) for name in names)
+    here = environment.get("SLURM_NTASKS_PER_NODE") or environment.get(
+        "SLURM_STEP_TASKS_PER_NODE", str(world)
+    )
+    tasks = "".join(letter for letter in here.partition("(")[0] if letter.isdecimal())
+    return ToldRank(rank, world, local, int(tasks or world))
+
+
+def join_ranks(device: str | torch.device | None, timeout: float) -> JoinedRanks:
+    """This process as a rank: of a group that the script has made, of a launcher's, or of one."""
+    patience = timedelta(seconds=timeout)
+    if dist.is_initialized():
+        local = int(os.environ.get("LOCAL_RANK", str(dist.get_rank())))
+        here = _device(device, local)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        nodes = max(1, world // int(os.environ.get("LOCAL_WORLD_SIZE", str(world))))
+        # Made by the script, which goes on using it.
+        return JoinedRanks(
+            rank, world, here, _signed(rank, world, _its_store(), timeout), nodes, lambda: None
+        )
+    found = told()
+    here = _device(device, found.local_rank if found else 0)
+    if found is None or found.world == 1:
+        return JoinedRanks(0, 1, here, None, 1, lambda: None)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        found.world,
+        is_master=found.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        timeout=patience,
+        multi_tenant=True,
+    )
+    # A restart meets in the same store, where the last attempt's keys still are.
+    own = dist.PrefixStore(f"shoal-{os.environ.get(ATTEMPT, '0')}", store)
+    backend = "nccl" if here.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=own, rank=found.rank, world_size=found.world, timeout=patience)
+    signed = _signed(found.rank, found.world, own, timeout)
+    return JoinedRanks(found.rank, found.world, here, signed, found.nodes, dist.destroy_process_group)
+
+
+def _device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
+    if wanted is None and torch.cuda.is_available():
+        wanted = torch.device("cuda", local_rank % torch.cuda.device_count())
+    device = torch.device(wanted or "cpu")
+    if device.type == "cuda":
+        device = torch.device(
+            "cuda", local_rank % torch.cuda.device_count() if device.index is None else device.index
+        )
+        device_context.take(device)
+    return device
+
+
+def _its_store() -> dist.Store:
+    """That of a group which the script has made. Torch has no public name for it."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def _signed(rank: int, world: int, store: dist.Store, timeout: float) -> SignedStore | None:
+    """What ranks write for each other, under a secret that the first one sends by way of the group."""
+    if world == 1:
+        return None
+    drawn = list(new_secret()) if rank == 0 else [0] * SECRET_BYTES
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    secret = torch.tensor(drawn, dtype=torch.uint8, device=device)
+    dist.broadcast(secret, 0)
+    return SignedStore(dist.PrefixStore("shoal-library", store), bytes(secret.tolist()), timeout)

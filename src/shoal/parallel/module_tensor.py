@@ -1,0 +1,183 @@
+"""Tensor parallelism of a module that Shoal did not build, by a plan: which of its layers are split, and how.
+
+A plan names modules, ``*`` for a number, and gives each a word that ``transformers`` uses for it: the same plan that a
+Hugging Face model brings along, or one of the user's own. Layers become this rank's part of themselves, as plain
+tensors; what goes in and out of them is summed or gathered (``tensor_region``). Attention then has fewer heads, which a
+module must not mind: it reads their number off the shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from shoal.comm.renamed import all_gather_single
+from shoal.facts.model.tensor_split import Box, TensorPart, cut_evenly
+from shoal.facts.problem import BadInput
+from shoal.models.logits import rows_here
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.tensor_region import SumBackward, SumForward
+
+# By output features, by input features; with ``gather`` and ``split`` what comes out, or goes in, is whole.
+COLUMN, COLUMN_GATHER = "colwise", "colwise_gather_output"
+ROW, ROW_SPLIT = "rowwise", "rowwise_split_input"
+VOCABULARY = "embedding_rowwise"
+# Whole on every rank: of the second kind each rank sees a part of what its gradient comes from.
+WHOLE, WHOLE_SUMMED = "replicate", "replicated_with_grad_allreduce"
+STYLES = (COLUMN, COLUMN_GATHER, ROW, ROW_SPLIT, VOCABULARY, WHOLE, WHOLE_SUMMED)
+OTHER_NAMES = {"colwise_rep": COLUMN_GATHER, "rowwise_rep": ROW}
+HEADS = ("num_attention_heads", "num_key_value_heads")
+
+TEACH = 'run.prepare(…, plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}), see docs/library.md; or tp=1'
+
+
+def plan_of(module: nn.Module, given: Mapping[str, str] | None, tp: int) -> dict[str, str]:
+    """The way of every module that a plan names. ``given``: the user's, before the module's own."""
+    plan = given if given is not None else getattr(module, "tp_plan", None)
+    if not plan:
+        raise BadInput(f"layout tp={tp}: {type(module).__name__} has no plan for tensor parallelism", TEACH)
+    found: dict[str, str] = {}
+    for pattern, word in plan.items():
+        style = OTHER_NAMES.get(word, word)
+        expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+        names = [name for name, _ in module.named_modules() if expression.fullmatch(name)]
+        if not names and given is not None:
+            raise BadInput(
+                f"plan: the model has no module {pattern!r}", "names as model.named_modules() has them"
+            )
+        if names and style not in STYLES:
+            raise BadInput(
+                f"layout tp={tp}: {word!r} of {pattern} is a way to split that Shoal has not",
+                f"tp=1, or a plan of {', '.join(STYLES)}",
+            )
+        found.update(dict.fromkeys(names, style))
+    return found
+
+
+def check_plan(module: nn.Module, plan: Mapping[str, str], tp: int) -> None:
+    """Refuse what does not divide, before any layer is split."""
+    config: Any = getattr(module, "config", None)
+    for name in HEADS:
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % tp:
+            raise BadInput(f"layout tp={tp} does not divide {name}={heads}", "another tp")
+    for name, style in plan.items():
+        layer = module.get_submodule(name)
+        if style in (WHOLE, WHOLE_SUMMED):
+            continue
+        wanted = nn.Embedding if style == VOCABULARY else nn.Linear
+        if not isinstance(layer, wanted):
+            raise BadInput(
+                f"plan: {name} is a {type(layer).__name__}, and {style!r} splits {wanted.__name__} layers",
+                "tp=1",
+            )
+        width = layer.weight.shape[0 if style == COLUMN else 1]
+        if style in (COLUMN, ROW, ROW_SPLIT) and width % tp:
+            raise BadInput(f"layout tp={tp} does not divide the {width} features of {name}", "another tp")
+
+
+def split_module(
+    module: nn.Module, plan: Mapping[str, str], mesh: Mesh
+) -> tuple[dict[str, TensorPart], set[str]]:
+    """Split a module whose values are the same on all ranks. What is here of its parameters, by name; and the names of
+    those whose gradients tensor ranks have to sum.
+    """
+    group, tp, index = mesh.group("tp"), mesh.layout.tp, mesh.coords["tp"]
+    assert group is not None
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    parts: dict[str, TensorPart] = {}
+    summed: set[str] = set()
+    for path, style in plan.items():
+        layer: Any = module.get_submodule(path)
+        if style == WHOLE_SUMMED:
+            summed.update(names[parameter] for parameter in layer.parameters())
+        elif style != WHOLE:
+            weight, bias = layer.weight, getattr(layer, "bias", None)
+            first = _cut(weight, names, 1 if style in (ROW, ROW_SPLIT) else 0, tp, index, parts)
+            if isinstance(bias, nn.Parameter) and style in (COLUMN, COLUMN_GATHER):
+                _cut(bias, names, 0, tp, index, parts)
+            layer.forward = MethodType(_forward(style, group, tp, index, first), layer)
+    return parts, summed
+
+
+def _cut(
+    parameter: Tensor,
+    names: dict[Any, str],
+    dimension: int,
+    tp: int,
+    index: int,
+    parts: dict[str, TensorPart],
+) -> Box:
+    """This rank's box takes the whole's place; a tied parameter is cut once."""
+    name = names[parameter]
+    if name not in parts:
+        box = cut_evenly(tuple(parameter.shape), dimension, tp, index)
+        parameter.data = parameter.data[box.slices].clone()
+        parts[name] = TensorPart(box)
+    box = parts[name].box
+    if box != cut_evenly(box.whole, dimension, tp, index):
+        raise BadInput(f"plan: {name} is tied, and split in two ways", "one way for both")
+    return box
+
+
+def _forward(style: str, group: dist.ProcessGroup, tp: int, index: int, box: Box) -> Callable[..., Tensor]:
+    """The layer's own pass with what ranks exchange around it. ``box``: of its weight, what is here."""
+
+    def column(layer: Any, x: Tensor) -> Tensor:
+        return F.linear(SumBackward.apply(x, group, tp), layer.weight, layer.bias)
+
+    def column_gather(layer: Any, x: Tensor) -> Tensor:
+        gathered: Tensor = GatherFeatures.apply(column(layer, x), group, tp, index, box.whole[0])
+        return gathered
+
+    def row(layer: Any, x: Tensor) -> Tensor:
+        summed: Tensor = SumForward.apply(F.linear(x, layer.weight), group, tp)
+        return summed if layer.bias is None else summed + layer.bias
+
+    def row_split(layer: Any, x: Tensor) -> Tensor:
+        whole: Tensor = SumBackward.apply(x, group, tp)
+        return row(layer, whole.narrow(-1, box.offset[1], box.shape[1]))
+
+    def vocabulary(layer: Any, tokens: Tensor) -> Tensor:
+        place, here = rows_here(tokens, box.offset[0], box.shape[0])
+        found = torch.where(here[..., None], F.embedding(place, layer.weight), 0)
+        summed: Tensor = SumForward.apply(found, group, tp)
+        return summed
+
+    ways = {
+        COLUMN: column,
+        COLUMN_GATHER: column_gather,
+        ROW: row,
+        ROW_SPLIT: row_split,
+        VOCABULARY: vocabulary,
+    }
+    return ways[style]
+
+
+class GatherFeatures(torch.autograd.Function):
+    """Forward: the features of all ranks. Backward: of a gradient that every rank has whole, those that are here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, group: dist.ProcessGroup, ranks: int, index: int, whole: int
+    ) -> Tensor:
+        most = -(-whole // ranks)
+        ctx.first, ctx.size = min(index * most, whole), local.shape[-1]
+        # Only the last ranks can have fewer, so what is padded ends up at the end.
+        padded = F.pad(local, (0, most - local.shape[-1])).movedim(-1, 0).contiguous()
+        gathered = padded.new_empty(ranks * most, *padded.shape[1:])
+        all_gather_single(gathered, padded, group=group)
+        return gathered[:whole].movedim(0, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return gradient.narrow(-1, ctx.first, ctx.size).contiguous(), None, None, None, None

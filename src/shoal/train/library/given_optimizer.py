@@ -1,0 +1,117 @@
+"""An optimizer that the script made: it now updates the pieces of its parameters that are here.
+
+It stays the same object, so that a scheduler that holds it goes on working.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.facts.problem import BadInput
+from shoal.parallel.shards import Shard
+
+# Of torch's, those that treat every element by itself: a piece of a parameter is updated as it would be in the whole.
+ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+UPDATE = "run.update(), or run.step(model, batch), which is forward, backward and update"
+
+
+def check_optimizer(optimizer: Any, module: nn.Module, sharded: bool) -> None:
+    """Refuse what could not be carried out; before anything is placed."""
+    if isinstance(optimizer, torch.amp.GradScaler):
+        raise BadInput(
+            "a GradScaler was given: losses are sums here, which do not vanish in fp16 as means do",
+            "leave it out, and compute in bf16: torch.autocast(device, torch.bfloat16) around run.step",
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise BadInput(
+            f"{type(optimizer).__name__} is no optimizer", "torch.optim.AdamW(model.parameters(), lr=…)"
+        )
+    if optimizer.state:
+        raise BadInput("the optimizer has taken steps already", "run.prepare before the first of them")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise BadInput(
+            "LBFGS calls the loss itself, several times a step", "another optimizer, such as AdamW"
+        )
+    if sharded and not isinstance(optimizer, ELEMENTWISE) and not getattr(optimizer, "elementwise", False):
+        raise BadInput(
+            f"{type(optimizer).__name__} may look at whole matrices, and this layout cuts them into pieces",
+            "a layout of dp alone; or, if it treats every element by itself, optimizer.elementwise = True",
+        )
+    known = set(module.parameters())
+    for group in optimizer.param_groups:
+        if any(parameter not in known for parameter in group["params"]):
+            raise BadInput(
+                "the optimizer has parameters that the model has not", "make it of model.parameters()"
+            )
+
+
+def take_over(optimizer: torch.optim.Optimizer, names: dict[Tensor, str], pieces: list[Shard]) -> None:
+    """``names``: of the parameters that it was made of. Of each, what is here takes its place."""
+    by_name = {piece.name: piece.tensor for piece in pieces}
+    for group in optimizer.param_groups:
+        own = [names[parameter] for parameter in group["params"]]
+        group["params"] = [by_name[name] for name in own if name in by_name]
+    _guard(optimizer)
+
+
+def _guard(optimizer: torch.optim.Optimizer) -> None:
+    """A script that still calls ``optimizer.step()`` would update with one rank's gradients."""
+
+    def refuse(*_: Any) -> None:
+        if not getattr(optimizer, "_shoal_updates", False):
+            raise BadInput(
+                "optimizer.step() was called outside of the run, which adds up all ranks' gradients", UPDATE
+            )
+
+    optimizer.register_step_pre_hook(refuse)
+
+
+def fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it can be told on the device to scale gradients, or to do nothing."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@torch.no_grad()
+def update(
+    optimizer: torch.optim.Optimizer, pieces: list[Shard], divisor: Tensor | float, sound: Tensor
+) -> bool | None:
+    """One update with the gradients divided by ``divisor``, unless they are not ``sound``.
+
+    Whether there was one; None where the device alone knows.
+    """
+    gradients = [piece.tensor.grad for piece in pieces if piece.tensor.grad is not None]
+    steered: Any = optimizer
+    on_device = fused(optimizer) and not any(one.dtype == torch.float64 for one in gradients)
+    known: bool | None = None
+    if on_device:
+        steered.found_inf = (~sound).float()
+        plain = isinstance(divisor, float) and divisor == 1.0
+        steered.grad_scale = None if plain else torch.as_tensor(divisor, device=sound.device).float()
+    else:
+        known = bool(sound)
+        if not known:
+            return False
+        if gradients and not (isinstance(divisor, float) and divisor == 1.0):
+            torch._foreach_div_(gradients, divisor)
+    steered._shoal_updates = True
+    try:
+        optimizer.step()
+    finally:
+        steered._shoal_updates = False
+        if on_device:
+            steered.found_inf = steered.grad_scale = None
+    return known

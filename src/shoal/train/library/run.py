@@ -1,0 +1,408 @@
+"""A run of the user's own loop: ``prepare`` places a model, ``step`` or ``backward`` and ``update`` train it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from shoal.facts.config import TuneSection
+from shoal.facts.layout import Layout
+from shoal.facts.model.tensor_split import TensorPart
+from shoal.facts.problem import BadInput
+from shoal.models.random import key
+from shoal.parallel.mesh import Mesh
+from shoal.parallel.module_blocks import Wrap, find_blocks
+from shoal.parallel.module_tensor import check_plan, plan_of, split_module
+from shoal.parallel.place_module import PlacedModule, place_module, take_in, tensors_of
+from shoal.parallel.signed_store import SignedStore
+from shoal.train.checkpoint.storage import DirectoryStorage
+from shoal.train.library import given_optimizer
+from shoal.train.library.batches import Share, StepLoader, micro_batches, to_device
+from shoal.train.library.choose import choose_layout
+from shoal.train.library.losses import Loss, count_targets, given_loss, own_loss, with_labels
+from shoal.train.library.saved_state import ModuleState
+from shoal.train.optimizer import CLIP_EPS, squared_norm
+
+ONE_MODEL = "put both into one nn.Module, and prepare that"
+
+
+@dataclass(frozen=True)
+class JoinedRanks:
+    """This process among those that were started together."""
+
+    rank: int
+    world: int
+    device: torch.device
+    store: SignedStore | None
+    nodes: int
+    close: Callable[[], None]
+
+
+class Run:
+    """Made by ``shoal.run``. All ranks are to make the same calls in the same order."""
+
+    def __init__(
+        self,
+        ranks: JoinedRanks,
+        layout: Layout | None,
+        batch: int | None = None,
+        seed: int = 0,
+        clip: float | None = None,
+        directory: Path | None = None,
+        tune: TuneSection | None = None,
+    ) -> None:
+        """``layout``: None lets the model's size decide."""
+        self.rank, self.world, self.device = ranks.rank, ranks.world, ranks.device
+        self.seed, self.clip, self.directory, self.tune = seed, clip or 0.0, directory, tune or TuneSection()
+        self.done = 0  # steps so far: updates that were made or refused
+        self.grad_norm: Tensor | None = None  # of the last step, before clipping
+        self.placed: PlacedModule | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler: LRScheduler | None = None
+        self.state: ModuleState | None = None
+        self._ranks, self._batch = ranks, batch
+        self._layout, self._mesh = layout, None if layout is None else self._join(layout)
+        self._loaders: list[StepLoader] = []
+        self._moved: tuple[Any, Any] | None = None  # the last batch, on the device and as it was read
+        self._scale = (
+            1.0  # what losses are divided by before a backward pass: the last step's number of targets
+        )
+        self._sums: list[Tensor] = []  # of losses of this step
+        self._count = self._passes = 0
+        self._closed_step = False  # whether the last backward pass of a step has been
+
+    # What this process is.
+
+    @property
+    def layout(self) -> Layout:
+        return self.mesh.layout
+
+    @property
+    def mesh(self) -> Mesh:
+        if self._mesh is None:
+            raise BadInput('layout="auto" is chosen by the size of the model', "run.prepare(model, …) first")
+        return self._mesh
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the one that prints."""
+        return self.rank == 0
+
+    def print(self, *words: Any) -> None:
+        if self.first:
+            print(*words, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the group of ranks."""
+        self._ranks.close()
+
+    # Before the loop.
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        data: Any = None,
+        scheduler: Any = None,
+        *,
+        wrap: Wrap = None,
+        plan: Mapping[str, str] | None = None,
+        shuffle: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Any:
+        """Place a model, and let its optimizer and its data follow. Returns what it was given, in the same order.
+
+        ``data``: a ``DataLoader``, whose ``batch_size`` is the step's over all ranks, or a dataset. ``wrap``: the
+        model's blocks, where they are not to be found by themselves. ``plan``: how tensor ranks split its layers, where
+        the model has no ``tp_plan``. ``shuffle``, ``collate``: of a dataset.
+        """
+        if self.placed is not None:
+            raise BadInput("a run has one model, and it is prepared already", ONE_MODEL)
+        if not isinstance(model, nn.Module):
+            raise BadInput(
+                f"{type(model).__name__} is no torch.nn.Module", "run.prepare(model, optimizer, dataset)"
+            )
+        if self._mesh is None:
+            self._mesh = self._join(choose_layout(model, self.world, self.device))
+        mesh = self.mesh
+        _check_layout(mesh.layout)
+        ways: dict[str, str] = {}
+        if mesh.layout.tp > 1:
+            ways = plan_of(model, plan, mesh.layout.tp)
+            check_plan(model, ways, mesh.layout.tp)
+        blocks = find_blocks(model, wrap)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        if optimizer is not None:
+            given_optimizer.check_optimizer(optimizer, model, mesh.layout.shards > 1)
+        _check_scheduler(scheduler, optimizer)
+        loader = None if data is None else self._loader(data, shuffle, collate)
+        config: Any = getattr(model, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False  # keys and values of a training step are of no further use
+        # Made of the parameters as they are now; FSDP puts others in their place.
+        arrived: set[Tensor] = set()
+        parts: dict[str, TensorPart] = {}
+        summed: set[str] = set()
+        if mesh.layout.tp > 1:
+            take_in(tensors_of(model), self.device, arrived)
+            parts, summed = split_module(model, ways, mesh)
+        self.placed = place_module(model, mesh, blocks, self.tune, parts, arrived, summed)
+        self.optimizer, self.scheduler = optimizer, scheduler
+        if optimizer is not None:
+            given_optimizer.take_over(optimizer, names, self.placed.pieces)
+        self.state = ModuleState(
+            self.placed, optimizer, scheduler, mesh, type(model).__name__.removeprefix("FSDP")
+        )
+        if self.directory is not None:
+            self.done = self.state.restore(self._place())
+            if self.done:
+                self.print(f"shoal: continues after step {self.done} of {self.directory}")
+        for each in self._loaders:
+            each.done = self.done
+        self._draw(f"rank {mesh.data_index}")
+        given = [one for one in (model, optimizer, loader, scheduler) if one is not None]
+        return given[0] if len(given) == 1 else tuple(given)
+
+    def steps(self, loader: Any, total: int | None = None) -> Iterator[Any]:
+        """A batch for each step, on the device: this rank's rows. One epoch; with ``total``, as many steps in all."""
+        if not isinstance(loader, StepLoader):
+            loader = self._loader(loader, False, None)
+        while total is None or self.done < total:
+            begun = self.done
+            for batch in loader:
+                moved = to_device(batch, self.device)
+                self._moved = (moved, batch)
+                yield moved
+                if total is not None and self.done >= total:
+                    return
+            if total is None:
+                return
+            if self.done == begun and loader.epoch * len(loader) > self.done:
+                raise BadInput(
+                    "an epoch ended without a step", "run.step(model, batch), or run.update(), in the loop"
+                )
+
+    # In the loop.
+
+    def step(self, model: nn.Module, batch: Any, loss: Loss | None = None) -> Tensor:
+        """Forward, backward, clip, update; returns the mean loss over all targets of the step, on all ranks.
+
+        ``loss(model, batch)``: one's own, a mean over rows or a sum and its number of targets.
+        """
+        placed = self._of(model)
+        if self._passes:
+            raise BadInput("a step that run.backward began is not finished", "run.update() before run.step")
+        read = self._moved[1] if self._moved is not None and self._moved[0] is batch else batch
+        parts = micro_batches(to_device(with_labels(model, batch), self.device), self.layout.micro)
+        # Counted where they were read: to ask the device would be to wait for it.
+        counted = micro_batches(with_labels(model, read), self.layout.micro) if loss is None else parts
+        for number, (part, as_read) in enumerate(zip(parts, counted, strict=True)):
+            self._draw(f"micro-batch {self.mesh.data_index * len(parts) + number}")
+            if loss is None:
+                count = count_targets(model, as_read)
+                total = own_loss(placed.module, part, count)
+            else:
+                total, count = given_loss(loss, placed.module, part)
+            self.backward(total, count=count, last=number == len(parts) - 1)
+        return self.update()
+
+    def backward(self, loss: Tensor, count: int | Tensor | None = None, *, last: bool = False) -> None:
+        """The gradients of one micro-batch, on top of those before it.
+
+        ``loss`` is a sum over ``count`` targets: the step divides by those of all micro-batches and ranks. Without
+        ``count`` it is a mean, and every micro-batch weighs the same. ``last``: none follows in this step, so that
+        gradients can travel while the rest is computed.
+        """
+        placed = self._placed()
+        if self._closed_step:
+            raise BadInput("run.backward after the one that was said to be the last", "leave out last=True")
+        if not self._passes:
+            placed.start_step()
+        self._passes += 1
+        self._count += 1 if count is None else int(count)
+        self._sums.append(loss.detach().double())
+        self._closed_step = last
+        placed.backward(loss / self._scale, last)
+
+    def update(self) -> Tensor:
+        """Add up all ranks' gradients, clip, update; returns the step's mean loss."""
+        placed = self._placed()
+        if self.optimizer is None:
+            raise BadInput("there is no optimizer", "run.prepare(model, optimizer, dataset)")
+        if not self._passes:
+            raise BadInput("no gradients since the last update", "run.backward(loss, count=n) first")
+        if not self._closed_step:
+            placed.send_rest()
+        counted, reached = self._agree(placed)
+        placed.finish_step(reached)
+        loss, norm = self._measure(placed, counted)
+        # Gradients are of losses that were divided by the number of targets of the step before.
+        divisor: float | Tensor = counted / self._scale
+        if self.clip:
+            divisor = divisor * ((norm + CLIP_EPS) / self.clip).clamp(min=1.0)
+        given_optimizer.update(self.optimizer, placed.pieces, divisor, torch.isfinite(norm))
+        placed.after_update()
+        self.grad_norm, self._scale = norm, float(counted)
+        self.done += 1
+        self._sums, self._count, self._passes, self._closed_step = [], 0, 0, False
+        self._draw(f"rank {self.mesh.data_index}")
+        return loss
+
+    def save(self, dir: str | Path | None = None) -> Path:
+        """Commit the state after the last step: every rank writes its share. Any layout continues from it.
+
+        ``dir``: another run directory than the run's own.
+        """
+        if self.state is None:
+            raise BadInput("there is no model to save", "run.prepare(model, optimizer, dataset) first")
+        if self._passes:
+            raise BadInput("run.save in the middle of a step", "run.update() first")
+        if dir is None and self.directory is None:
+            self.directory = Path(self.mesh.hosts.broadcast(str(_unused(Path("runs")))))
+        place = self._place(dir)
+        rows = self._loaders[0].share.batch if self._loaders else 0
+        self.state.save(place, self.done, self.done * rows)
+        return place.at(self.done)
+
+    def mean(self, total: float | Tensor, count: float | Tensor = 1) -> float:
+        """Of a measurement on all data ranks: the sum of all totals over the sum of all counts."""
+        mine = [float(total), float(count)] if self.mesh.first_of_replica else [0.0, 0.0]
+        totals, counts = self.mesh.hosts.sum_floats(mine)
+        return totals / counts if counts else math.nan
+
+    def _agree(self, placed: PlacedModule) -> tuple[int, list[int]]:
+        """The step's number of targets on all ranks, and on how many of these each parameter has a gradient."""
+        mesh, reached = self.mesh, placed.reached()
+        mine = self._count if mesh.first_of_replica else 0
+        missing = len(reached) - sum(reached)
+        counted, passes, missed = mesh.hosts.sum_integers([mine, self._passes, missing])
+        if passes != self._passes * mesh.world:
+            raise BadInput(
+                f"ranks differ in their micro-batches: {self._passes} here, {passes} on {mesh.world} ranks",
+                "as many rows on every rank: run.prepare(…, dataset) shares them out",
+            )
+        return max(1, counted), mesh.hosts.sum_integers(reached) if missed else reached
+
+    def _measure(self, placed: PlacedModule, counted: int) -> tuple[Tensor, Tensor]:
+        """The step's mean loss and the norm of its gradients, on the device."""
+        mesh = self.mesh
+        with torch.no_grad():
+            have = [piece for piece in placed.pieces if piece.tensor.grad is not None]
+            squares = squared_norm([piece for piece in have if piece.counted], self.device)
+            # Of equal gradients one counts, but each has to be finite.
+            others = squared_norm([piece for piece in have if not piece.counted], self.device)
+            squares = torch.where(torch.isfinite(others), squares, math.nan)
+            mine = torch.stack(self._sums).sum() if mesh.first_of_replica else torch.zeros_like(squares)
+            both = torch.stack([mine.to(self.device), squares])
+            if mesh.everyone is not None:
+                dist.all_reduce(both, group=mesh.everyone)
+            return both[0] / counted, both[1].sqrt() * (self._scale / counted)
+
+    # Within.
+
+    def _join(self, layout: Layout) -> Mesh:
+        ranks = self._ranks
+        return Mesh(layout, ranks.rank, ranks.device, ranks.store, nodes=ranks.nodes)
+
+    def _place(self, dir: str | Path | None = None) -> DirectoryStorage:
+        directory = self.directory if dir is None else Path(dir)
+        assert directory is not None
+        return DirectoryStorage(directory / "checkpoints")
+
+    def _placed(self) -> PlacedModule:
+        if self.placed is None:
+            raise BadInput("there is no model", "run.prepare(model, optimizer, dataset) before the loop")
+        return self.placed
+
+    def _of(self, model: nn.Module) -> PlacedModule:
+        placed = self._placed()
+        if model is not placed.module:
+            raise BadInput(
+                "run.step was given another model than run.prepare", "the model that run.prepare returned"
+            )
+        return placed
+
+    def _loader(self, data: Any, shuffle: bool, collate: Callable[[list[Any]], Any] | None) -> StepLoader:
+        layout = self.layout
+        given = data.batch_size if isinstance(data, DataLoader) else None
+        batch = self._batch or given or layout.data_ranks * (layout.micro or 1)
+        share = layout.data_ranks * (layout.micro or 1)
+        if batch % share:
+            raise BadInput(
+                f"a batch of {batch} rows does not divide by dp·fsdp·micro = {layout.data_ranks}·{layout.micro or 1}",
+                f"batch_size={max(1, batch // share) * share}, or another layout",
+            )
+        shared = Share(self.mesh.data_index, layout.data_ranks, batch, self.seed)
+        if isinstance(data, DataLoader):
+            loader = StepLoader.of(data, shared)
+        else:
+            loader = StepLoader(data, shared, shuffle, collate)
+        if loader.dropped and self.first:
+            print(
+                f"shoal: the last {loader.dropped} rows of an epoch are left out: too few for all ranks",
+                flush=True,
+            )
+        loader.done = self.done
+        self._loaders.append(loader)
+        return loader
+
+    def _draw(self, place: str) -> None:
+        """Dropout draws from torch's generators: seeded by step and place, a resume draws what it would have drawn."""
+        torch.manual_seed(key(self.seed, self.done + 1, place) & (2**63 - 1))
+
+
+def _unused(parent: Path) -> Path:
+    """A run directory that is not there yet."""
+    number = 1
+    while (found := parent / f"run-{number}").exists():
+        number += 1
+    return found
+
+
+def _check_layout(layout: Layout) -> None:
+    for axis, why in (
+        ("cp", "a module's attention is its own"),
+        ("pp", "a module's forward pass is its own"),
+        ("ep", "a module's experts are its own"),
+    ):
+        if getattr(layout, axis) > 1:
+            raise BadInput(
+                f"layout {axis}={getattr(layout, axis)}: {why}",
+                f"{axis}=1 here; shoal train has it for the architectures that Shoal builds",
+            )
+    for part in layout.offload:
+        raise BadInput(
+            f"offload={part.what} is not there for a module of one's own", "leave it out, or zero=3"
+        )
+
+
+def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    if scheduler is None:
+        return
+    if isinstance(scheduler, torch.amp.GradScaler):
+        given_optimizer.check_optimizer(scheduler, nn.Module(), False)
+    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+        raise BadInput(
+            f"{type(scheduler).__name__} is not a function of the step, so a resume could not repeat it",
+            "one of torch's other schedulers, or set optimizer.param_groups[i]['lr'] in the loop",
+        )
+    if scheduler.optimizer is not optimizer:
+        raise BadInput("the scheduler is another optimizer's", "prepare both together")
