@@ -243,8 +243,12 @@ def fetched(job: Job, console: Console) -> Job:
 
 
 def check_weights(job: Job, run: RunDirectory | None) -> None:
-    """Refuse first weights that are not whole, or of another model; a run that has a checkpoint needs none."""
-    if job.config.model.init_from is not None and not (run and run.step()):
+    """Refuse first weights that are not whole, or of another model; a run that has a checkpoint needs none.
+
+    Unless it trains adapters, and reads what is frozen from there every time that it starts.
+    """
+    needed = job.config.model.lora is not None or not (run and run.step())
+    if job.config.model.init_from is not None and needed:
         from shoal.train.first_weights import weights_of
 
         weights_of(job.config.model.init_from, job.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.facts.model import Model, hub
-from shoal.facts.model.parameters import parameters
+from shoal.facts.model.parameters import is_adapter, parameters
 from shoal.facts.problem import BadInput
 from shoal.models import initial
 from shoal.models.huggingface import WeightFiles, fill_slices
@@ -20,11 +20,13 @@ from shoal.train.checkpoint.read import Checkpoint
 def first_weights(job: Job) -> Fill:
     """Gives parameters the values that a run begins with."""
     origin = job.config.model.init_from
-    if origin is not None:
-        return weights_of(origin, job.model)
+    read = None if origin is None else weights_of(origin, job.model)
 
     def fill(slices: list[tuple[str, Slice]]) -> None:
-        initial.fill(slices, job.model, job.config.recipe.seed)
+        hashed = [one for one in slices if read is None or is_adapter(one[0])]
+        initial.fill(hashed, job.model, job.config.recipe.seed)
+        if read is not None and len(hashed) < len(slices):
+            read([one for one in slices if not is_adapter(one[0])])
 
     return fill
 

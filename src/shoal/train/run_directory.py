@@ -288,7 +288,7 @@ class RunDirectory:
         model, then = self.begun_with()
         fix = "--fresh moves the old run aside; or set it back"
         problems = []
-        shapes = _differences(_shape(model), _shape(job.model.model_dump(mode="json")))
+        shapes = _differences(_shape(model), _shape(job.network.model_dump(mode="json")))
         if shapes:
             problems.append(Problem(f"{self.path} holds another model: {'; '.join(shapes)}", fix))
         now = identity(job, dataset)
