@@ -112,7 +112,7 @@ def export(
     directory: Path,
     /,
     *,
-    to: Literal["hf"] = "hf",
+    to: Literal["hf", "peft"] = "hf",
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None,
     tokenizer: str | None = None,
     shard_gb: Annotated[float, Parameter(validator=Number(gt=0, lte=1e6))] = 5.0,
@@ -133,7 +133,8 @@ def export(
     directory
         The directory to write; it must not exist yet, or be empty.
     to
-        The format: hf.
+        The format: hf (of a run that trained adapters, with these merged into the weights), or peft: the adapters
+        alone.
     dtype
         Of the weights: fp32, bf16, fp16 or fp64; by default as the run keeps them (recipe.states).
     tokenizer
@@ -157,10 +158,13 @@ def export(
     origin = origin_of(found.manifest, run_of(path))
     if tokenizer is not None:
         origin = replace(origin, tokenizer=tokenizer)
-    from shoal.train.huggingface.export import export as write  # torch: after all that needs none of it
+    from shoal.train.huggingface import export as files  # torch: after all that needs none of it
 
     try:
-        done = write(found, directory, origin, dtype, int(shard_gb * 1e9))
+        if to == "peft":
+            done = files.export_adapters(found, directory, origin, dtype)
+        else:
+            done = files.export(found, directory, origin, dtype, int(shard_gb * 1e9))
     except Damaged as error:
         fix = (
             "nothing was written; shoal checkpoint verify names all damage, an older checkpoint may be sound"

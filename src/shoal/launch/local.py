@@ -247,11 +247,11 @@ def check_weights(job: Job, run: RunDirectory | None) -> None:
 
     Unless it trains adapters, and reads what is frozen from there every time that it starts.
     """
-    needed = job.config.model.lora is not None or not (run and run.step())
-    if job.config.model.init_from is not None and needed:
-        from shoal.train.first_weights import weights_of
+    lora, needed = job.config.model.lora, not (run and run.step())
+    if lora is not None or (job.config.model.init_from is not None and needed):
+        from shoal.train.first_weights import first_weights
 
-        weights_of(job.config.model.init_from, job.model)
+        first_weights(job)
 
 
 def warm_workers(preload: Sequence[str], config: Config | None = None) -> None:

@@ -15,24 +15,43 @@ from shoal.plan.resolve import Job
 from shoal.train.checkpoint.listing import newest_sound
 from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.checkpoint.read import Checkpoint
+from shoal.train.fingerprint import weights_fingerprint
+from shoal.train.huggingface.peft_files import PeftFiles
+from shoal.train.merged import merged
+from shoal.train.run_directory import WEIGHTS, WEIGHTS_HASH
 
 
 def first_weights(job: Job) -> Fill:
-    """Gives parameters the values that a run begins with."""
-    origin = job.config.model.init_from
-    read = None if origin is None else weights_of(origin, job.model)
+    """Gives parameters the values that a run begins with, and what is frozen those that it keeps."""
+    config = job.config.model
+    base = _base(config.init_from, job.model, job.config.recipe.seed)
+    adapters = _base(None, job.model, job.config.recipe.seed)
+    if config.lora is not None and config.lora.init_from is not None:
+        adapters = PeftFiles(Path(config.lora.init_from).expanduser(), job.network).fill
 
     def fill(slices: list[tuple[str, Slice]]) -> None:
-        hashed = [one for one in slices if read is None or is_adapter(one[0])]
-        initial.fill(hashed, job.model, job.config.recipe.seed)
-        if read is not None and len(hashed) < len(slices):
-            read([one for one in slices if not is_adapter(one[0])])
+        for give, wanted in ((base, False), (adapters, True)):
+            if chosen := [one for one in slices if is_adapter(one[0]) == wanted]:
+                give(chosen)
+
+    return fill
+
+
+def _base(origin: str | None, model: Model, seed: int) -> Fill:
+    if origin is not None:
+        return weights_of(origin, model)
+
+    def fill(slices: list[tuple[str, Slice]]) -> None:
+        initial.fill(slices, model, seed)
 
     return fill
 
 
 def weights_of(origin: str, model: Model) -> Fill:
-    """Gives parameters the values that they have there; each rank reads what it holds. Refused if they do not fit."""
+    """Gives parameters the values that they have there; each rank reads what it holds. Refused if they do not fit.
+
+    Of a run that trained adapters: merged with what these stand beside.
+    """
     path = (
         hub.fetch(origin, hub.WEIGHTS, newest=False) if hub.is_hub_name(origin) else Path(origin).expanduser()
     )
@@ -44,7 +63,11 @@ def weights_of(origin: str, model: Model) -> Fill:
             files.close()
 
         return fill_from_files
-    checkpoint = _open(path, model)
+    checkpoint = _open(path)
+    own = checkpoint.manifest.parsed_model
+    if own.adapters is not None:
+        return merged_weights(checkpoint)
+    _check_shapes(checkpoint, model, path)
 
     def fill_from_checkpoint(slices: list[tuple[str, Slice]]) -> None:
         checkpoint.fill(model, [("weight", name, part) for name, part in slices])
@@ -52,22 +75,38 @@ def weights_of(origin: str, model: Model) -> Fill:
     return fill_from_checkpoint
 
 
+def merged_weights(checkpoint: Checkpoint) -> Fill:
+    """Of a checkpoint that has adapters: they name, in its identity, what they stand beside."""
+    manifest = checkpoint.manifest
+    model, origin = manifest.parsed_model, manifest.identity.get(WEIGHTS)
+    if origin is not None and weights_fingerprint(origin) != manifest.identity.get(WEIGHTS_HASH):
+        raise BadInput(
+            f"{checkpoint.place.name(checkpoint.step)} has adapters beside the weights of {origin}, "
+            "which are not there, or are others now",
+            "put them back",
+        )
+    return merged(checkpoint, model, _base(origin, model.base, manifest.identity["recipe.seed"]))
+
+
 def _is_ours(path: Path) -> bool:
     """Whether it is a run or a checkpoint, by what lies in it."""
     return any((path / name).exists() for name in ("config.toml", "checkpoints", "manifest.json"))
 
 
-def _open(path: Path, model: Model) -> Checkpoint:
+def _open(path: Path) -> Checkpoint:
     found = newest_sound(path)
     try:
-        checkpoint = Checkpoint(found.place, found.step)
+        return Checkpoint(found.place, found.step)
     except Damaged as error:
         raise BadInput(f"model.init_from: {error}", "another checkpoint: shoal checkpoint ls") from None
+
+
+def _check_shapes(checkpoint: Checkpoint, model: Model, path: Path) -> None:
     for one in parameters(model):
         shape = checkpoint.manifest.shapes.get(one.name)
         if shape != one.shape:
+            name = checkpoint.place.name(checkpoint.step)
             raise BadInput(
-                f"model.init_from: {one.name} is {shape} in {found.name}, {model.name} has {one.shape}",
+                f"model.init_from: {one.name} is {shape} in {name}, {model.name} has {one.shape}",
                 f"model.path = {str(path)!r}",
             )
-    return checkpoint

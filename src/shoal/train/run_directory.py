@@ -60,6 +60,9 @@ def identity(job: Job, dataset: str) -> dict[str, Any]:
         WEIGHTS: config.model.init_from,
         WEIGHTS_HASH: weights_fingerprint(config.model.init_from),
     }
+    if config.model.lora is not None:
+        # What is frozen is in no checkpoint: whence the adapters came is part of what they are.
+        found["model.lora.init_from"] = config.model.lora.init_from
     # It goes into every checkpoint.
     return {key: redact_values(value) for key, value in found.items()}
 
