@@ -173,8 +173,8 @@ def export(
     if json:
         print_json({**vars(done), "path": str(done.path), "checkpoint": found.name})
     else:
-        files = f"{done.tensors} tensors of {done.dtype} in {done.files} file{'s' * (done.files > 1)}"
-        print(f"{done.path}: step {done.step}, {files}, {_size(done.bytes)}")
+        held = f"{done.tensors} tensors of {done.dtype} in {done.files} file{'s' * (done.files > 1)}"
+        print(f"{done.path}: step {done.step}, {held}, {_size(done.bytes)}")
     return 0
 
 

@@ -72,7 +72,9 @@ class Lora(Section):
         ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1, description="projections that get an adapter"
     )
     init_from: str | None = Field(
-        None, min_length=1, description="first adapters: a directory that PEFT has saved; without it B is zero"
+        None,
+        min_length=1,
+        description="first adapters: a directory that PEFT has saved; without it B is zero",
     )
 
     @property

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3"

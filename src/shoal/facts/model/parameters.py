@@ -130,9 +130,9 @@ def adapters(parameter: Parameter, rank: int, targets: Collection[str]) -> Itera
     by_rows = parameter.split == "row"
     into = ("row", None, False) if by_rows else ("none", None, parameter.split != "none")
     out = ("none", None, True) if by_rows else (parameter.split, parameter.heads, False)
-    shapes = (rank, inputs), (outputs, rank)
-    for name, shape, placed in zip(LORA_FACTORS, shapes, (into, out), strict=True):
-        yield Parameter(f"{prefix}.{name}.weight", shape, parameter.layer, "adapter", True, *placed)
+    first, second = (f"{prefix}.{factor}.weight" for factor in LORA_FACTORS)
+    for name, shape, placed in ((first, (rank, inputs), into), (second, (outputs, rank), out)):
+        yield Parameter(name, shape, parameter.layer, "adapter", True, *placed)
 
 
 def adapter_parameters(model: Model) -> Iterator[Parameter]:

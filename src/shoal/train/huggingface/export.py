@@ -20,6 +20,7 @@ from torch import Tensor
 from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import views
 from shoal.facts.model.parameters import CORRECTION, by_name, parameters
+from shoal.facts.model.tensor_split import box_slices
 from shoal.facts.problem import BadInput
 from shoal.models.initial import Slice
 from shoal.parallel.apply import Fill
@@ -115,9 +116,7 @@ def _dtype_of(name: str, target: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(CORRECTION) and target.itemsize < 4 else target
 
 
-def _contents(
-    source: TensorSource, tensors: list[TensorEntry], target: torch.dtype
-) -> Iterator[memoryview]:
+def _contents(source: TensorSource, tensors: list[TensorEntry], target: torch.dtype) -> Iterator[memoryview]:
     """The bytes of these tensors in their order, some rows at a time."""
     for one in tensors:
         dtype = _dtype_of(one.name, target)
@@ -162,11 +161,8 @@ def _merged_parts(model: Model, fill: Fill, one: TensorEntry) -> Iterator[Tensor
             offset = tuple(a + b for a, b in zip(box.canonical_offset, inside, strict=True))
             values = torch.empty(size)
             fill([(box.canonical, Slice(values, by_name(model)[box.canonical].shape, offset))])
-            place = (slice(first - start, first - start + count),)
-            place += tuple(
-                slice(a, a + b) for a, b in zip(box.tensor_offset[1:], box.shape[1:], strict=True)
-            )
-            part[place] = values.T if box.transposed else values
+            corner = (first - start, *box.tensor_offset[1:])
+            part[box_slices(corner, (count, *box.shape[1:]))] = values.T if box.transposed else values
         yield part
 
 

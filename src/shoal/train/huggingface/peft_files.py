@@ -64,12 +64,15 @@ class PeftFiles:
         _check_config(directory, model.adapters)
         try:
             with safe_open(self.path, framework="pt") as file:
-                held = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118: no mapping
+                names = file.keys()
+                held = {name: file.get_slice(name) for name in names}
                 wanted = {f"{PREFIX}{one.name}": one.shape for one in adapter_parameters(model)}
                 found = {name: tuple(part.get_shape()) for name, part in held.items()}
                 odd = [name for name, part in held.items() if part.get_dtype() not in FLOATS]
         except (SafetensorError, OSError) as error:
-            raise BadInput(f"model.lora.init_from: {self.path} cannot be read: {error}", "its files") from None
+            raise BadInput(
+                f"model.lora.init_from: {self.path} cannot be read: {error}", "its files"
+            ) from None
         wrong = [name for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)]
         if wrong or odd:
             name = (wrong or odd)[0]
@@ -100,7 +103,8 @@ def _check_config(directory: Path, adapters: Adapters) -> None:
         if said.get(key, usual) not in (usual, None):
             problems.append(
                 Problem(
-                    f"model.lora.init_from: {path} has {key} = {said[key]!r}", f"an adapter with {key} = {usual}"
+                    f"model.lora.init_from: {path} has {key} = {said[key]!r}",
+                    f"an adapter with {key} = {usual}",
                 )
             )
     targets = said.get("target_modules")
