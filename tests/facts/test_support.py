@@ -57,7 +57,8 @@ def test_layouts_that_are_not_run(layout: str, what: str, fix: str) -> None:
 @pytest.mark.parametrize(
     "tables",
     [
-        {"model": {"lora": {}}},
+        {"model": {"lora": {}}, "recipe": {"optimizer": "muon"}},
+        {"model": {"lora": {}}, "recipe": {"precision": "fp8"}},
         {"recipe": {"states": "int8"}},
         *({"track": {tracker: True}} for tracker in ("tensorboard", "wandb", "mlflow", "trackio")),
     ],

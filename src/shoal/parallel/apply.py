@@ -63,7 +63,7 @@ class Placed:
 
     segments: list[StageModule]
     weights: list[tuple[str, Slice]]  # every parameter held here, as the network reads it
-    frozen: list[tuple[str, Slice]]  # of these, what nobody updates
+    frozen: list[tuple[str, Slice]]  # of these, what the optimizer leaves alone
     gradients: Reducer
     shared: SharedGradients
     executor: Executor
@@ -109,7 +109,7 @@ class Placed:
         self.after_update()
 
     def fill_frozen(self, give: Fill) -> None:
-        """Give what nobody updates its values, on which no checkpoint has any."""
+        """Give the frozen weights their values, which no checkpoint has."""
         if self.frozen:
             give(self.frozen)
 

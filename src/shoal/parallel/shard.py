@@ -265,7 +265,7 @@ def _piece(held: HeldParameter, mesh: Mesh) -> Shard:
 
 
 def frozen_weights(held: Iterable[HeldParameter], mesh: Mesh) -> list[tuple[str, Slice]]:
-    """Of parameters that FSDP gathers and nobody updates: what rests here."""
+    """Of frozen parameters, which FSDP gathers: what rests here."""
     pieces = (_piece(one, mesh) for one in held)
     return [(piece.name, _slice(piece)) for piece in pieces if piece.start < piece.stop]
 
