@@ -1,4 +1,4 @@
-"""LoRA: no layout changes the run, and traffic is what is predicted."""
+"""LoRA: no layout changes the run; traffic and memory are what is predicted."""
 
 from __future__ import annotations
 
@@ -37,6 +37,40 @@ TRAFFIC = (
     "fsdp=2,zero=2,tp=2,sp=0",
     "tp=2,pp=2,schedule=zb",
 )
+
+
+# Layout, targets, precision: what each of the moments that can be the fullest depends on.
+MEMORY = [
+    ("micro=4", EVERY, "bf16"),
+    ("micro=4", ["down_proj"], "fp32"),
+    ("dp=2,micro=2", ["o_proj"], "bf16"),
+    ("fsdp=2,micro=2", ["q_proj", "v_proj"], "bf16"),
+    ("fsdp=2,zero=1,micro=4,recompute=selective", EVERY, "fp32"),
+    ("micro=4,recompute=selective", ["up_proj"], "bf16"),
+    ("micro=4,recompute=full", ATTENTION, "fp32"),
+    ("fsdp=2,micro=4,recompute=full", EVERY, "bf16"),
+    ("tp=2,micro=2", EVERY, "bf16"),
+    ("tp=2,micro=4,recompute=full", ["down_proj"], "bf16"),
+    ("tp=2,micro=4,recompute=selective", ["q_proj", "v_proj"], "bf16"),
+    ("tp=2,sp=0,micro=2,recompute=full", EVERY, "bf16"),
+    ("pp=2,micro=1", EVERY, "bf16"),
+    ("pp=2,micro=1,recompute=full", ["down_proj"], "fp32"),
+    ("pp=2,micro=1,recompute=selective", ["k_proj"], "bf16"),
+    ("pp=2,micro=1,schedule=zb", EVERY, "bf16"),
+    ("fsdp=2,pp=2,micro=1", ["q_proj", "v_proj"], "bf16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "targets", "precision"), MEMORY, ids=lambda value: str(value).replace("_proj", "")
+)
+def test_memory_is_what_is_predicted(layout: str, targets: list[str], precision: str) -> None:
+    workload = replace(
+        ask(layout, {"layers": 4}, precision=precision, batch=8), lora=Lora(rank=8, alpha=16, targets=targets)
+    )
+    for stage in {0, workload.layout.pp - 1}:
+        seen = dryrun(workload, first_rank(workload.layout, stage))
+        assert seen.differences(0) == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

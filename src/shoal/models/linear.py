@@ -118,7 +118,10 @@ class Linear(nn.Linear):
             scales = self.weight_scales or (None, None)
             output = _InParts.apply(x, weight, bias, self, *scales, self.rounded_weight)
         if self.lora_A is not None and self.lora_B is not None:
-            output = torch.add(output, self.lora_B(self.lora_A(x)), alpha=self.lora_scale)
+            narrow, out = self.lora_A(x), self.lora_B.weight.to(x.dtype)
+            # Added as it is computed: the second product has no tensor of its own.
+            flat = torch.addmm(output.flatten(0, -2), narrow.flatten(0, -2), out.T, alpha=self.lora_scale)
+            output = flat.view(output.shape)
         return output
 
 

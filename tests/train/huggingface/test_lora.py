@@ -1,8 +1,5 @@
-"""LoRA beside a model of ``transformers``: PEFT's files in and out, merged weights, a plain loop as the oracle.
-
-``peft`` itself is not installed where these tests run. In its place is what its files mean, written out: beside every
-module that has ``lora_A`` and ``lora_B`` in the file, their product, times lora_alpha / r.
-"""
+"""Adapters beside a model of ``transformers``, with ``peft`` as the oracle: its files in and out, merged weights, and a
+plain loop that trains its model."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tests.conftest import Train
 from tests.train.huggingface.models import load, save_random
 from tests.train.huggingface.test_round_trip import OPTIONS, STEPS, plain_loop
@@ -23,53 +20,30 @@ from shoal.cli.main import main
 from shoal.facts.problem import BadInput
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-PREFIX = "base_model.model."
-
-
-class Beside(nn.Module):
-    """A linear layer and the low-rank product beside it."""
-
-    def __init__(self, linear: nn.Linear, a: Tensor, b: Tensor, scale: float) -> None:
-        super().__init__()
-        self.linear, self.scale = linear, scale
-        self.a, self.b = nn.Parameter(a), nn.Parameter(b)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.scale * ((x @ self.a.T) @ self.b.T)
 
 
 def with_adapter(model: nn.Module, directory: Path) -> nn.Module:
-    """As ``PeftModel.from_pretrained`` makes it."""
-    config = json.loads((directory / "adapter_config.json").read_text())
-    tensors = load_file(directory / "adapter_model.safetensors")
-    assert config["peft_type"] == "LORA" and config["bias"] == "none"
-    model.requires_grad_(False)
-    paths = sorted(name.removesuffix(".lora_A.weight") for name in tensors if name.endswith("lora_A.weight"))
-    assert len(tensors) == 2 * len(paths)
-    for path in paths:
-        parent, _, leaf = path.removeprefix(PREFIX).rpartition(".")
-        assert leaf in config["target_modules"]
-        owner = model.get_submodule(parent)
-        a, b = (tensors[f"{path}.lora_{factor}.weight"] for factor in "AB")
-        setattr(owner, leaf, Beside(getattr(owner, leaf), a, b, config["lora_alpha"] / config["r"]))
-    return model
+    """The model and the adapter that lies there, to be trained further."""
+    found: nn.Module = peft.PeftModel.from_pretrained(model, str(directory), is_trainable=True)
+    return found
 
 
-def save_adapter(model: nn.Module, into: Path, rank: int = 3, **changes: Any) -> None:
-    """As ``PeftModel.save_pretrained`` writes one that was trained for a while."""
-    into.mkdir()
-    generator = torch.Generator().manual_seed(7)
-    tensors = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in TARGETS:
-            shapes = {"A": (rank, module.in_features), "B": (module.out_features, rank)}
-            for factor, shape in shapes.items():
-                tensors[f"{PREFIX}{name}.lora_{factor}.weight"] = 0.1 * torch.randn(
-                    shape, generator=generator
-                )
-    save_file(tensors, into / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "target_modules": TARGETS, "bias": "none"}
-    (into / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+def save_adapter(model: nn.Module, into: Path, kind: str = "lora", rank: int = 3, **changes: Any) -> None:
+    """One that was trained for a while; ``changes`` are made to its config's file."""
+    torch.manual_seed(7)
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=6, target_modules=TARGETS, task_type="CAUSAL_LM", use_dora=kind == "dora"
+    )
+    adapted = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+            elif "lora_magnitude" in name:
+                parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
+    adapted.save_pretrained(str(into))
+    written = into / "adapter_config.json"
+    written.write_text(json.dumps({**json.loads(written.read_text()), **changes}))
 
 
 def options(base: Path, adapter: Path | None = None) -> dict[str, Any]:
