@@ -57,7 +57,6 @@ def test_layouts_that_are_not_run(layout: str, what: str, fix: str) -> None:
 @pytest.mark.parametrize(
     "tables",
     [
-        {"model": {"lora": {}}},
         {"recipe": {"states": "int8"}},
         *({"track": {tracker: True}} for tracker in ("tensorboard", "wandb", "mlflow", "trackio")),
     ],
@@ -67,6 +66,14 @@ def test_configs_that_are_not_run(tables: dict[str, Any]) -> None:
     ((table, keys),) = tables.items()
     assert problem.what.startswith(f"{table}.{next(iter(keys))}")
     assert problem.fix
+
+
+@pytest.mark.parametrize("recipe", [{"optimizer": "muon"}, {"precision": "fp8"}], ids=str)
+def test_adapters_are_not_run_with_everything(recipe: dict[str, Any]) -> None:
+    assert support.missing(Config.model_validate({"model": {"lora": {}}}), None, Layout()) == []
+    asked = Config.model_validate({"model": {"lora": {}}, "recipe": recipe})
+    (problem,) = support.missing(asked, None, Layout())
+    assert problem.what.startswith("model.lora with") and problem.fix
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp8"])

@@ -85,10 +85,6 @@ class LowRank(nn.Module):
         super().__init__()
         self.down, self.up = projection(down), projection(up)
 
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.up(self.down(x))
-        return output
-
 
 def projection(weight: Tensor, bias: Tensor | None = None) -> Linear:
     made = Linear(weight.shape[1], weight.shape[0], bias is not None)
@@ -131,7 +127,7 @@ def run(
 
     def pair_beside() -> None:
         linear.weight.requires_grad_(not frozen)
-        linear.adapters.append(pair)
+        linear.lora_A, linear.lora_B = pair.down, pair.up
         if linear.defer is not None:  # a strategy that adds projections has them watched like the others
             deferred.watch(pair)
 
@@ -232,7 +228,8 @@ def test_compiled_around_all_of_them() -> None:
         mlp, deferred = MLP(Model(**SMALL), SMALL["ffn"]).double(), Deferred()
         for parameter in mlp.parameters():
             parameter.data = number(*parameter.shape)
-        mlp.up_proj.adapters.append(LowRank(number(RANK, 12), number(20, RANK)))
+        pair = LowRank(number(RANK, 12), number(20, RANK))
+        mlp.up_proj.lora_A, mlp.up_proj.lora_B = pair.down, pair.up
         if compiled:
             mlp.compile(backend="aot_eager")
         round_products(mlp)

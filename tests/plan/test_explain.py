@@ -101,7 +101,7 @@ def test_changes_that_the_engine_does_not_run_are_marked_and_come_last() -> None
     assert True in marks and False in marks
     for remedy in remedies:
         away = any(part.what == "params" or part.nvme for part in remedy.plan.layout.offload)
-        planned = away or remedy.plan.workload.lora is not None
+        planned = away
         assert planned == (remedy.as_json()["support"] != "runs"), remedy
 
 

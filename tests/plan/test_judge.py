@@ -84,7 +84,8 @@ def test_what_the_engine_runs_is_said() -> None:
     assert planned.support == "planned only: layout: offload=params"
     assert "--export" in planned.command and not planned.runs
     assert judged("fsdp=8,ep=4", model="mixtral-8x7b").support == "runs"
-    assert "lora" in judged("dp=8", lora=Lora()).support
+    assert judged("dp=8", lora=Lora()).support == "runs"
+    assert "offload" in judged("dp=8,offload=optimizer", lora=Lora()).support
 
 
 def test_error_bars_widen_with_what_was_never_measured() -> None:

@@ -232,7 +232,10 @@ def test_low_rank_additions_are_all_that_is_summed() -> None:
     sharded = only(calls(workload("fsdp=8", lora=lora)), "fsdp")
     assert sharded[("reduce_scatter", "gradients")][1] == pytest.approx(4 * added, rel=0.01)
     whole = only(calls(workload("fsdp=8")), "fsdp")
-    assert sharded[("all_gather", "gather forward")] == whole[("all_gather", "gather forward")]
+    gathers, gathered = sharded[("all_gather", "gather forward")]
+    # What is frozen is gathered as ever, and with it what was added.
+    assert gathers == whole[("all_gather", "gather forward")][0]
+    assert gathered == pytest.approx(whole[("all_gather", "gather forward")][1] + 2 * added, rel=1e-6)
     assert traffic(workload("dp=8", lora=lora)) == merged(
         calls(workload("dp=8", lora=lora)), workload("dp=8"), 0
     )

@@ -112,7 +112,7 @@ def export(
     directory: Path,
     /,
     *,
-    to: Literal["hf"] = "hf",
+    to: Literal["hf", "peft"] = "hf",
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None,
     tokenizer: str | None = None,
     shard_gb: Annotated[float, Parameter(validator=Number(gt=0, lte=1e6))] = 5.0,
@@ -134,7 +134,8 @@ def export(
     directory
         The directory to write; it must not exist yet, or be empty.
     to
-        The format: hf.
+        The format: hf (of a run that trained adapters, with these merged into the weights), or peft: the adapters
+        alone.
     dtype
         Of the weights: fp32, bf16, fp16 or fp64; by default as the run keeps them (recipe.states).
     tokenizer
@@ -160,10 +161,13 @@ def export(
     origin = origin_of(found.manifest, run_of(path))
     if tokenizer is not None:
         origin = replace(origin, tokenizer=tokenizer)
-    from shoal.train.huggingface.export import export as write  # torch: after all that needs none of it
+    from shoal.train.huggingface import export as files  # torch: after all that needs none of it
 
     try:
-        done = write(found, directory, origin, dtype, int(shard_gb * 1e9), ema)
+        if to == "peft":
+            done = files.export_adapters(found, directory, origin, dtype, ema)
+        else:
+            done = files.export(found, directory, origin, dtype, int(shard_gb * 1e9), ema)
     except Damaged as error:
         fix = (
             "nothing was written; shoal checkpoint verify names all damage, an older checkpoint may be sound"
@@ -172,8 +176,8 @@ def export(
     if json:
         print_json({**vars(done), "path": str(done.path), "checkpoint": found.name})
     else:
-        files = f"{done.tensors} tensors of {done.dtype} in {done.files} file{'s' * (done.files > 1)}"
-        print(f"{done.path}: step {done.step}, {files}, {_size(done.bytes)}")
+        held = f"{done.tensors} tensors of {done.dtype} in {done.files} file{'s' * (done.files > 1)}"
+        print(f"{done.path}: step {done.step}, {held}, {_size(done.bytes)}")
     return 0
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from shoal.facts import strategies
-from shoal.facts.config import Config
+from shoal.facts.config import Config, Lora
 from shoal.facts.layout import DEGREES, Layout, divisors, printed
 from shoal.facts.layout.offload import waiting
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import BLOCKS, llama_parameters
+from shoal.facts.model.parameters import BLOCKS, block_parameters, llama_parameters
 from shoal.facts.optimizers import WHOLE
 from shoal.facts.problem import BadInput, Problem
 
@@ -31,6 +31,8 @@ def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem
     found += _in_model(config, model) if model else ()
     lacking = [Problem(f"{what}: this version of Shoal does not train with it", fix) for what, fix in found]
     lacking += _unmatched_groups(config, model) if model else ()
+    if model is not None and model.experts is None and config.model.lora is not None:
+        lacking += _unmatched_targets(config.model.lora, model)
     return [*lacking, *(_beside_servers(config, model, layout) if config.server.servers else ())]
 
 
@@ -104,6 +106,8 @@ def _in_layout(layout: Layout) -> Iterator[tuple[str, str]]:
 
 def _with_offload(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
     """What an update on the host's cores does not go with."""
+    if config.model.lora is not None and layout.offload:
+        yield f"layout: offload={layout.offload[0].what} with model.lora", "offload=none"
     if waiting(layout.offload, "optimizer") is None:
         return
     recipe, updated = config.recipe, "layout: offload=optimizer with"
@@ -138,7 +142,23 @@ def _unmatched_groups(config: Config, model: Model) -> Iterator[Problem]:
             )
 
 
+def _unmatched_targets(lora: Lora, model: Model) -> Iterator[Problem]:
+    """Targets of adapters that no block has."""
+    projections = [
+        one.name.rsplit(".", 2)[-2] for one in block_parameters(model, False) if len(one.shape) == 2
+    ]
+    wrong = [target for target in lora.targets if target not in projections]
+    if wrong:
+        yield Problem(
+            f"model.lora.targets: {model.name} has no projection {wrong[0]!r}",
+            f"some of {', '.join(projections)}",
+            "model.lora",
+        )
+
+
 def _in_model(config: Config, model: Model) -> Iterator[tuple[str, str]]:
+    if model.experts is not None and config.model.lora is not None:
+        yield f"model.lora with the experts of {model.name}", "a model without experts; or leave it out"
     if model.experts is not None and config.recipe.precision == "fp8":
         yield f'recipe.precision = "fp8" with the experts of {model.name}', 'recipe.precision = "bf16"'
     for key in ("router_aux", "router_z"):
@@ -163,8 +183,13 @@ def _in_config(config: Config) -> Iterator[tuple[str, str]]:
         yield 'run.strict with recipe.optimizer = "adafactor"', 'recipe.optimizer = "adamw"'
     if config.evaluate.ema and not config.recipe.ema:
         yield "evaluate.ema without recipe.ema", "recipe.ema = 0.999, or evaluate.ema = false"
-    if config.model.lora is not None:
-        yield "model.lora", "leave it out: all weights are trained"
+    if config.model.lora is not None and config.recipe.optimizer in WHOLE:
+        yield f'model.lora with recipe.optimizer = "{config.recipe.optimizer}"', 'recipe.optimizer = "adamw"'
+    if config.model.lora is not None and config.recipe.precision == "fp8":
+        # Adapters are narrower than what fp8's products take.
+        yield 'model.lora with recipe.precision = "fp8"', 'recipe.precision = "bf16"'
+    if config.model.lora is not None and config.server.servers:
+        yield "model.lora with server.servers", "server.servers = 0"
     for number, group in enumerate(config.recipe.groups):
         if group.frozen:
             yield f"recipe.groups.{number}: frozen = true", "leave it out: all weights are trained"

@@ -252,11 +252,15 @@ def fetched(job: Job, console: Console) -> Job:
 
 
 def check_weights(job: Job, run: RunDirectory | None) -> None:
-    """Refuse first weights that are not whole, or of another model; a run that has a checkpoint needs none."""
-    if job.config.model.init_from is not None and not (run and run.step()):
-        from shoal.train.first_weights import weights_of
+    """Refuse first weights that are not whole, or of another model; a run that has a checkpoint needs none.
 
-        weights_of(job.config.model.init_from, job.model)
+    Unless it trains adapters, and reads what is frozen from there every time that it starts.
+    """
+    lora, needed = job.config.model.lora, not (run and run.step())
+    if lora is not None or (job.config.model.init_from is not None and needed):
+        from shoal.train.first_weights import first_weights
+
+        first_weights(job)
 
 
 def warm_workers(preload: Sequence[str], config: Config | None = None) -> None:

@@ -33,7 +33,7 @@ def describe_run(job: Job, dataset: Path) -> dict[str, Any]:
         "host": {"name": socket.gethostname(), "system": platform.platform(), "cores": os.cpu_count()},
         "cluster": job.cluster.model_dump(mode="json"),
         "git": git_commit(Path.cwd()),
-        "model": job.model.model_dump(mode="json"),
+        "model": job.network.model_dump(mode="json"),
         "parameters": parameter_count(job.model),
         "data": str(dataset),
         "memory_peak": "resident set of the first rank's process"

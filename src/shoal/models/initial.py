@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.facts.model import Model
+from shoal.facts.model.parameters import LORA_FACTORS
 from shoal.models import random
 
 # The projections of a block that write to the residual stream: attention's, and the MLP's or every expert's.
@@ -39,7 +40,8 @@ def initialise(
 
     Matrices and embeddings are normal(0, init_std); those that write to the residual stream are divided by
     √(2·layers), as in GPT-2, for every family, so that the stream does not grow with depth. Norms start at
-    one, biases at zero. ``slice_of`` says which part of a sharded parameter is here; a network that holds
+    one, biases at zero. Of LoRA's factors B starts at zero, and A is normal with the variance of PEFT's uniform
+    numbers, 1 / (3·inputs). ``slice_of`` says which part of a sharded parameter is here; a network that holds
     only some of the parameters (a pipeline stage) fills those, as long as they keep their names.
     """
     fill(((name, slice_of(name, parameter)) for name, parameter in network.named_parameters()), model, seed)
@@ -49,8 +51,11 @@ def initialise(
 def fill(slices: Iterable[tuple[str, Slice]], model: Model, seed: int) -> None:
     """As ``initialise``, for the parts that are here of the parameters of these names."""
     for name, (local, global_shape, offset) in slices:
-        if name.endswith("bias"):
+        if name.endswith(("bias", f"{LORA_FACTORS[1]}.weight")):
             local.zero_()
+        elif name.endswith(f"{LORA_FACTORS[0]}.weight"):
+            std = 1 / math.sqrt(3 * global_shape[1])
+            random.fill_normal_(local, random.key(seed, 0, name), std, global_shape, offset)
         elif name.endswith("norm.weight"):
             local.fill_(1)
         else:

@@ -78,7 +78,8 @@ class Linear(nn.Linear):
 
     1. ``product``: how x·Wᵀ and its two gradients are computed.
     2. ``defer``: is offered a weight's gradient before it is computed, and takes it (True) to have it computed later.
-    3. ``adapters``: modules whose outputs for the same x are added, such as a low-rank pair beside a frozen weight.
+    3. ``lora_A``, ``lora_B``: a low-rank pair beside a frozen weight (``models/lora.py``), whose output for the same x
+       is added, times ``lora_scale``.
     4. ``reduce``: makes a whole of the result where the weight is one rank's part. The bias, which is whole, comes
        after it.
 
@@ -91,7 +92,9 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
         super().__init__(inputs, outputs, bias)
-        self.adapters = nn.ModuleList()
+        self.lora_A: Linear | None = None
+        self.lora_B: Linear | None = None
+        self.lora_scale = 1.0
         # Kept true, whenever weights change, by what sets a product that needs them.
         self.weight_scales: WeightScales | None = None
         # The weight as its product takes it, where it came so (``parallel/float8_gather.py``).
@@ -114,8 +117,11 @@ class Linear(nn.Linear):
         else:
             scales = self.weight_scales or (None, None)
             output = _InParts.apply(x, weight, bias, self, *scales, self.rounded_weight)
-        for adapter in self.adapters:
-            output = output + adapter(x)
+        if self.lora_A is not None and self.lora_B is not None:
+            narrow, out = self.lora_A(x), self.lora_B.weight.to(x.dtype)
+            # Added as it is computed: the second product has no tensor of its own.
+            flat = torch.addmm(output.flatten(0, -2), narrow.flatten(0, -2), out.T, alpha=self.lora_scale)
+            output = flat.view(output.shape)
         return output
 
 

@@ -36,7 +36,7 @@ from shoal.parallel.pipeline import my_stages
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
 from shoal.parallel.router_tally import RouterTally
-from shoal.parallel.shard import FullyShard, ShardedRoot, shard
+from shoal.parallel.shard import FullyShard, ShardedRoot, frozen_weights, shard
 from shoal.parallel.shards import (
     ComposedReducer,
     GroupOf,
@@ -45,6 +45,7 @@ from shoal.parallel.shards import (
     Reducer,
     held_parameters,
     piece_slices,
+    whole_weights,
     write_working,
 )
 from shoal.parallel.shared_gradients import SharedGradients
@@ -62,6 +63,7 @@ class Placed:
 
     segments: list[StageModule]
     weights: list[tuple[str, Slice]]  # every parameter held here, as the network reads it
+    frozen: list[tuple[str, Slice]]  # of these, what the optimizer leaves alone
     gradients: Reducer
     shared: SharedGradients
     executor: Executor
@@ -108,6 +110,11 @@ class Placed:
             piece.tensor.data.copy_(values)
         self.after_update()
 
+    def fill_frozen(self, give: Fill) -> None:
+        """Give the frozen weights their values, which no checkpoint has."""
+        if self.frozen:
+            give(self.frozen)
+
     def after_update(self, copied: bool = False, returned: bool = False) -> None:
         """The pieces have new values: so have, on all ranks, the weights that the network reads.
 
@@ -143,7 +150,8 @@ def apply(
     """
     layout, model = mesh.layout, network.shape
     compute, states = network.model.compute, next(network.parameters()).dtype
-    groups = parameter_groups(layout, model.experts is not None, lora=False)
+    lora = model.adapters is not None
+    groups = parameter_groups(layout, model.experts is not None, lora)
     fully, away = groups[DENSE].fully_sharded, waiting(layout.offload, "optimizer")
     summed = reduce_dtype or states
     # Pipeline: the blocks of this rank's stages, and nothing else. A tied embedding that is needed at both ends of
@@ -154,10 +162,13 @@ def apply(
 
     # Shards rest as wide as they are updated, and are gathered as narrow as they are used. Everywhere else, and where
     # the host updates, the network reads a working copy.
+    # What is frozen is only read.
     if compute.itemsize < states.itemsize:
         for segment in segments:
             if not fully or away is not None:
                 _cast(segment.network, compute)
+            elif lora:
+                _cast(segment.network, compute, trained=False)
             elif model.experts is not None and not groups[EXPERTS].fully_sharded:
                 for mixture in experts.mixtures(segment.network):
                     _cast(mixture.experts, compute)
@@ -195,12 +206,15 @@ def apply(
     for segment in segments:
         materialize(segment, mesh.device)
         for parameter in segment.parameters():
-            if not isinstance(parameter, DTensor):
+            if not isinstance(parameter, DTensor) and parameter.requires_grad:
                 # Gradients that nothing is added to may stay as they are computed.
                 parameter.grad_dtype = compute if one_pass and not strict else states
     float8 = None if fp8 is None else Float8Scales(blocks, fp8, mesh, sharded=fully)
     in_float8 = gather_in_float8(blocks, fp8, layout.shards) if fp8 is not None and fully else []
-    held = held_parameters(segments, model, mesh, group_of, states, masters=away is not None)
+    every = held_parameters(segments, model, mesh, group_of, states, masters=away is not None)
+    held, still = (
+        [one for one in every if one.parameter.requires_grad == trained] for trained in (True, False)
+    )
     bucket_bytes = round(tune.bucket_mb * 2**20)
     roots = {segment.stage.index: ShardedRoot(segment, segment.network) for segment in segments}
 
@@ -221,6 +235,8 @@ def apply(
     parts = [(of_group, reducer(of_group)) for of_group in together.values()]
     gradients = ComposedReducer(held, parts) if len(parts) > 1 else parts[0][1]
     exact = StrictReducer(gradients, held, mesh) if strict else None
+    # Once FSDP has gathered for the first time: only then its rows are where they stay.
+    frozen = frozen_weights(still, mesh) if fully else whole_weights(still)
 
     # In strict mode a weight's gradient is taken where autograd gives it, micro-batch by micro-batch.
     split_backward = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and not strict
@@ -243,7 +259,8 @@ def apply(
         reads_ahead = layout.unit * (tune.prefetch + 1) if fully else 0
     placed = Placed(
         segments,
-        gradients.weights(),
+        [*frozen, *gradients.weights()],
+        frozen,
         exact or gradients,
         shared,
         executor,
@@ -255,6 +272,7 @@ def apply(
         offloaded,
         reads_ahead,
     )
+    placed.fill_frozen(fill)
     placed.fill(fill)
     return placed
 
@@ -280,14 +298,16 @@ def _leave_early(
                 offloaded.take_early(piece.held.parameter, piece, stays=False)
 
 
-def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters on the meta device, in another precision; those that are one stay one.
+def _cast(module: nn.Module, dtype: torch.dtype, trained: bool = True) -> None:
+    """Parameters on the meta device, in another precision; those that are one stay one. ``trained``: these too.
 
     Not by ``module.to``: it swaps tensors without storage, and refuses where something else looks at one.
     """
     cast: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in list(child.named_parameters(recurse=False)):
+            if parameter.requires_grad and not trained:
+                continue
             if parameter not in cast:
                 cast[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
             setattr(child, name, cast[parameter])

@@ -72,4 +72,6 @@ def _checkpointed(forward: Callable[..., Any], context: dict[str, Any]) -> Calla
 
 def _keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
     kept = operator in MATRIX_PRODUCTS
+    if operator is torch.ops.aten.addmm.default and arguments[0].dim() == 2:
+        kept = False  # an adapter's, cheap and as large as what it is added to, which is kept
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -275,6 +275,12 @@ def piece(held: HeldParameter, mesh: Mesh) -> Shard:
     return Shard(held, tensor, first * rest, stop * rest, counts(held, mesh), working)
 
 
+def frozen_weights(held: Iterable[HeldParameter], mesh: Mesh) -> list[tuple[str, Slice]]:
+    """Of frozen parameters, which FSDP gathers: what rests here."""
+    pieces = (piece(one, mesh) for one in held)
+    return [(own.name, _slice(own)) for own in pieces if own.start < own.stop]
+
+
 def _slice(piece: Shard) -> Slice:
     first = piece.start // math.prod(piece.box.shape[1:])
     values = piece.tensor.data if piece.working is None else piece.working

@@ -123,7 +123,10 @@ def held_parameters(
     ``group_of``: other groups than the layout's. ``states``: what those that FSDP does not hold are updated in, and
     with ``masters`` those that it holds as well; where they will be is decided later.
     """
-    canonical, groups = by_name(model), parameter_groups(mesh.layout, model.experts is not None, lora=False)
+    canonical, groups = (
+        by_name(model),
+        parameter_groups(mesh.layout, model.experts is not None, lora=model.adapters is not None),
+    )
     tp, index, ep = mesh.layout.tp, mesh.coords["tp"], expert_ranks(mesh.layout)
 
     def held(name: str, stage: int, parameter: nn.Parameter, copied: bool) -> HeldParameter:

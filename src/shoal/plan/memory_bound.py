@@ -363,7 +363,9 @@ class MemoryBound:
         known = self._blocks.get(key)
         if known is None:
             workload = replace(self._workload(one_sequence(split, share, recompute)), compile=compiled)
-            alike = [one for kind, one in micro_batch_bytes(workload).blocks.items() if kind[0] == experts]
+            alike = [
+                one for kind, one in micro_batch_bytes(workload).blocks.items() if kind.experts == experts
+            ]
             known = self._blocks[key] = min(alike, key=lambda one: one.resting)
         return known
 

@@ -30,6 +30,11 @@ class Job:
     notes: tuple[str, ...] = ()  # what is done otherwise than the config says, and why
 
     @property
+    def network(self) -> Model:
+        """The model as it is trained: with adapters, where the config asks for them."""
+        return self.workload().network
+
+    @property
     def compilation(self) -> Compilation:
         """Whether the engine compiles the blocks."""
         config, on_gpu = self.config, self.cluster.device.name != "cpu"
@@ -146,6 +151,6 @@ def choose(config: Config, cluster: Cluster, model: Model | None = None) -> Layo
 
 
 def look_up(config: Config) -> Model:
-    """The model that a config names."""
+    """The model that a config names; what adapters a run trained beside it is another matter."""
     path = config.model.path
-    return presets.find(config.model.preset) if path is None else presets.at(path)
+    return presets.find(config.model.preset) if path is None else presets.at(path).base

@@ -44,7 +44,7 @@ def tables(asked: PlanRequest, layout: Layout, folder: Path = Path()) -> dict[st
     )
     on = str(asked.cluster)
     if asked.lora is not None:
-        model["lora"] = asked.lora.model_dump()
+        model["lora"] = asked.lora.model_dump(exclude_none=True)
     recipe = {
         "seq": asked.recipe.seq,
         "batch": asked.recipe.batch,

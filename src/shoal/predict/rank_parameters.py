@@ -230,13 +230,35 @@ def adapter_key(lora: Lora | None) -> AdapterKey | None:
 
 
 @cache
-def _factors(model: Model, experts: bool, lora: AdapterKey, tp: int, sp: bool) -> Component:
+def _factors(model: Model, experts: bool, lora: AdapterKey, tp: int, sp: bool, index: int = 0) -> Component:
     """LoRA's, of one block."""
     return component_of(
-        tensor_on(factor, tp, sp, 0)
+        tensor_on(factor, tp, sp, index)
         for parameter in block_parameters(model, experts)
         for factor in adapters(parameter, *lora)
     )
+
+
+def named_factors(workload: Workload, stage: Stage, index: int) -> list[RankTensor]:
+    """LoRA's of one of the stages, on rank ``index`` of its tensor group, in forward order and by their own names."""
+    lora, layout, model = adapter_key(workload.lora), workload.layout, workload.model
+    if lora is None:
+        return []
+    found = []
+    for layer in stage.layers:
+        for tensor in _factors(model, model.has_experts(layer), lora, layout.tp, layout.sp, index).tensors:
+            name = in_layer(tensor.name, layer)
+            found.append(tensor._replace(name=name, label=name))
+    return found
+
+
+def padded_factors(workload: Workload, here: RankParameters, ranks: int) -> int:
+    """Elements of LoRA's factors, gathered from so many ranks."""
+    lora, layout = adapter_key(workload.lora), workload.layout
+    if lora is None:
+        return 0
+    kinds = [_factors(workload.model, experts, lora, layout.tp, layout.sp) for experts in (False, True)]
+    return here.dense * padded(kinds[0], ranks) + here.sparse * padded(kinds[1], ranks)
 
 
 class Trained(NamedTuple):

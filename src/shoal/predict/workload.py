@@ -31,6 +31,13 @@ class Workload:
     lora: Lora | None = None
     compile: bool | None = None  # as compile.enabled: None leaves it to the device
 
+    @property
+    def network(self) -> Model:
+        """The model as it is trained: with its adapters."""
+        if self.lora is None:
+            return self.model
+        return self.model.model_copy(update={"adapters": self.lora.adapters})
+
     @cached_property
     def compiled(self) -> bool:
         """Whether blocks are, as the engine decides it. What other software does is in its stack."""

@@ -96,7 +96,7 @@ def dryrun(workload: Workload, rank: int) -> DryRun:
     began = time.perf_counter()
     on_cpu = workload.cluster.device.name == "cpu"
     with fake_rank(workload.layout, rank, "gloo" if on_cpu else "nccl") as mesh:
-        network = blueprint(workload.model, workload.recipe)
+        network = blueprint(workload.network, workload.recipe)
         with without_data(), balanced(), pinned(workload) as kernels:
             step = assemble(network, workload.recipe, workload.tune, mesh, _no_values)
             batches = [_batch(workload) for _ in range(workload.accumulation)]

@@ -175,7 +175,7 @@ class Prover:
 
     def _file(self, strategy: Strategy, verdict: ParityVerdict) -> str:
         """Where a strategy lives, or that part of it that the first wrong tensor points to."""
-        layout, model = verdict.layout, self.job(verdict.layout).model
+        layout, model = verdict.layout, self.job(verdict.layout).network
         at_first = {one.tensor for one in verdict.differing if one.what == "gradient" and one.step == 1}
         summed = {
             name for name in at_first if summed_over(by_name(model)[name], layout.tp, layout.sp) is not None

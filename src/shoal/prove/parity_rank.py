@@ -107,7 +107,7 @@ class _Reference:
         seen: ParityRank,
     ) -> None:
         """Every tensor of a kind, in forward order: kept, or compared with the one that was kept."""
-        names = [name for name, _, _ in canonical_parameters(job.model)]
+        names = [name for name, _, _ in canonical_parameters(job.network)]
         path = self.folder / f"{what}-{step}.safetensors"
         if self.writing:
             kept = {name: collector.whole(name, value) for name in names}

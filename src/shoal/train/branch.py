@@ -93,7 +93,7 @@ def check_branch(job: Job, start: ListedCheckpoint) -> None:
     assert start.manifest is not None
     problems = []
     model = Model.model_validate(start.manifest.model)
-    if model.model_copy(update={"name": job.model.name}) != job.model:
+    if model.model_copy(update={"name": job.model.name}) != job.network:
         origin = run_of(Path(start.name)) or start.name
         problems.append(
             Problem(f"{start.name} is of another model, {model.name}", f"model.path = {str(origin)!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.facts.model import Model, hub
-from shoal.facts.model.parameters import parameters
+from shoal.facts.model.parameters import is_adapter, parameters
 from shoal.facts.optimizers import AVERAGE
 from shoal.facts.problem import BadInput
 from shoal.models import initial
@@ -16,18 +16,36 @@ from shoal.plan.resolve import Job
 from shoal.train.checkpoint.listing import newest_sound
 from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.checkpoint.read import Checkpoint
+from shoal.train.fingerprint import weights_fingerprint
+from shoal.train.huggingface.peft_files import PeftFiles
+from shoal.train.merged import merged
+from shoal.train.run_directory import WEIGHTS, WEIGHTS_HASH
 
 NO_AVERAGE = "the weights themselves: leave out --ema, or set evaluate.ema = false"
 
 
 def first_weights(job: Job) -> Fill:
-    """Gives parameters the values that a run begins with."""
-    origin = job.config.model.init_from
-    if origin is not None:
-        return weights_of(origin, job.model)
+    """Gives parameters the values that a run begins with, and what is frozen those that it keeps."""
+    config = job.config.model
+    base = _base(config.init_from, job.model, job.config.recipe.seed)
+    adapters = _base(None, job.model, job.config.recipe.seed)
+    if config.lora is not None and config.lora.init_from is not None:
+        adapters = PeftFiles(Path(config.lora.init_from).expanduser(), job.network).fill
 
     def fill(slices: list[tuple[str, Slice]]) -> None:
-        initial.fill(slices, job.model, job.config.recipe.seed)
+        for give, wanted in ((base, False), (adapters, True)):
+            if chosen := [one for one in slices if is_adapter(one[0]) == wanted]:
+                give(chosen)
+
+    return fill
+
+
+def _base(origin: str | None, model: Model, seed: int) -> Fill:
+    if origin is not None:
+        return weights_of(origin, model)
+
+    def fill(slices: list[tuple[str, Slice]]) -> None:
+        initial.fill(slices, model, seed)
 
     return fill
 
@@ -35,7 +53,8 @@ def first_weights(job: Job) -> Fill:
 def weights_of(origin: str, model: Model, average: bool = False) -> Fill:
     """Gives parameters the values that they have there; each rank reads what it holds. Refused if they do not fit.
 
-    ``average``: those of the average of the weights that ``recipe.ema`` keeps beside them in a checkpoint.
+    Of a run that trained adapters: merged with what these stand beside. ``average``: those of the average of the
+    weights that ``recipe.ema`` keeps beside them in a checkpoint.
     """
     path = (
         hub.fetch(origin, hub.WEIGHTS, newest=False) if hub.is_hub_name(origin) else Path(origin).expanduser()
@@ -50,10 +69,13 @@ def weights_of(origin: str, model: Model, average: bool = False) -> Fill:
             files.close()
 
         return fill_from_files
-    checkpoint = _open(path, model)
-    state = AVERAGE if average else "weight"
+    checkpoint = _open(path)
     if average:
         check_average(checkpoint)
+    state = AVERAGE if average else "weight"
+    if checkpoint.manifest.parsed_model.adapters is not None:
+        return merged_weights(checkpoint, state)
+    _check_shapes(checkpoint, model, path)
 
     def fill_from_checkpoint(slices: list[tuple[str, Slice]]) -> None:
         checkpoint.fill(model, [(state, name, part) for name, part in slices])
@@ -68,22 +90,38 @@ def check_average(checkpoint: Checkpoint) -> None:
         raise BadInput(f"{name} has no average of its weights: the run had no recipe.ema", NO_AVERAGE)
 
 
+def merged_weights(checkpoint: Checkpoint, state: str = "weight") -> Fill:
+    """Of a checkpoint that has adapters: they name, in its identity, what they stand beside."""
+    manifest = checkpoint.manifest
+    model, origin = manifest.parsed_model, manifest.identity.get(WEIGHTS)
+    if origin is not None and weights_fingerprint(origin) != manifest.identity.get(WEIGHTS_HASH):
+        raise BadInput(
+            f"{checkpoint.place.name(checkpoint.step)} has adapters beside the weights of {origin}, "
+            "which are not there, or are others now",
+            "put them back",
+        )
+    return merged(checkpoint, model, _base(origin, model.base, manifest.identity["recipe.seed"]), state)
+
+
 def _is_ours(path: Path) -> bool:
     """Whether it is a run or a checkpoint, by what lies in it."""
     return any((path / name).exists() for name in ("config.toml", "checkpoints", "manifest.json"))
 
 
-def _open(path: Path, model: Model) -> Checkpoint:
+def _open(path: Path) -> Checkpoint:
     found = newest_sound(path)
     try:
-        checkpoint = Checkpoint(found.place, found.step)
+        return Checkpoint(found.place, found.step)
     except Damaged as error:
         raise BadInput(f"model.init_from: {error}", "another checkpoint: shoal checkpoint ls") from None
+
+
+def _check_shapes(checkpoint: Checkpoint, model: Model, path: Path) -> None:
     for one in parameters(model):
         shape = checkpoint.manifest.shapes.get(one.name)
         if shape != one.shape:
+            name = checkpoint.place.name(checkpoint.step)
             raise BadInput(
-                f"model.init_from: {one.name} is {shape} in {found.name}, {model.name} has {one.shape}",
+                f"model.init_from: {one.name} is {shape} in {name}, {model.name} has {one.shape}",
                 f"model.path = {str(path)!r}",
             )
-    return checkpoint

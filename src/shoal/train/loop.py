@@ -128,13 +128,15 @@ class Training:
         placed, scale = self.program.placed, self.program.scale
         self.guard = NonFiniteGuard(config.fault.nonfinite, scale.enabled)
 
-        self.state = State(job.model, placed, self.program.optimizer, recipe, scale, mesh)
+        self.state = State(job.network, placed, self.program.optimizer, recipe, scale, mesh)
         origin = identity(job, data.fingerprint)
         self.commits = Commits(
             self.state, run, mesh, config.checkpoint, recipe.clock, origin, attempt, set_aside
         )
         self.step.before_update = self._before_update
         self.announce(RESTORE, 0)
+        if placed.frozen:
+            placed.fill_frozen(first_weights(job))
         self.done = self.commits.restore()
         if not self.done:
             placed.fill(first_weights(job))

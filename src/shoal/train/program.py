@@ -15,6 +15,7 @@ from shoal.facts.precision import gradient_width
 from shoal.facts.recipe import Recipe, Scaling
 from shoal.models.decoder import Network, build
 from shoal.models.initial import Slice
+from shoal.models.lora import add_adapters
 from shoal.models.router import RouterLosses
 from shoal.parallel.apply import Fill, apply
 from shoal.parallel.mesh import Mesh
@@ -40,7 +41,7 @@ class Program:
         self.loader = open_loader(config, data, self.tokenizer)
         self.micro = job.layout.micro_batch(recipe.batch)
 
-        network = blueprint(job.model, recipe)
+        network = blueprint(job.network, recipe)
         compile_with = BACKEND if job.compilation.on else None
         self.step = assemble(network, recipe, config.tune, mesh, fill, config.run.strict, compile_with)
         self.placed, self.pieces = self.step.placed, self.step.pieces
@@ -67,9 +68,12 @@ def blueprint(model: Model, recipe: Recipe) -> Network:
     compute, rest = compute_dtype(recipe), parameter_dtype(recipe)
     # Means over the global batch, so that losses of its parts only need adding.
     router = RouterLosses(recipe.router_aux / recipe.batch, recipe.router_z / recipe.tokens_per_step)
-    return build(
+    network = build(
         model, recipe.dropout, compute, dtype=rest, length=recipe.seq, z_loss=recipe.z_loss, router=router
     )
+    if model.adapters is not None:
+        add_adapters(network, model.adapters)
+    return network
 
 
 def assemble(

@@ -60,6 +60,9 @@ def identity(job: Job, dataset: str) -> dict[str, Any]:
         WEIGHTS: config.model.init_from,
         WEIGHTS_HASH: weights_fingerprint(config.model.init_from),
     }
+    if config.model.lora is not None:
+        # What is frozen is in no checkpoint: whence the adapters came is part of what they are.
+        found["model.lora.init_from"] = config.model.lora.init_from
     # It goes into every checkpoint.
     return {key: redact_values(value) for key, value in found.items()}
 
@@ -288,7 +291,7 @@ class RunDirectory:
         model, then = self.begun_with()
         fix = "--fresh moves the old run aside; or set it back"
         problems = []
-        shapes = _differences(_shape(model), _shape(job.model.model_dump(mode="json")))
+        shapes = _differences(_shape(model), _shape(job.network.model_dump(mode="json")))
         if shapes:
             problems.append(Problem(f"{self.path} holds another model: {'; '.join(shapes)}", fix))
         now = identity(job, dataset)

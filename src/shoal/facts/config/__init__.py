@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic.fields import FieldInfo
 
 from shoal.facts.layout import Layout
+from shoal.facts.model import Adapters
 from shoal.facts.recipe import Recipe
 
 # Of a low-rank addition: beyond the width of any layer.
@@ -70,6 +71,15 @@ class Lora(Section):
     targets: list[str] = Field(
         ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1, description="projections that get an adapter"
     )
+    init_from: str | None = Field(
+        None,
+        min_length=1,
+        description="first adapters: a directory that PEFT has saved; without it B is zero",
+    )
+
+    @property
+    def adapters(self) -> Adapters:
+        return Adapters(rank=self.rank, alpha=self.alpha, targets=tuple(self.targets))
 
 
 class ModelSection(Section):

@@ -7,13 +7,14 @@ Both become absolute when a config is loaded, so that a run's own config.toml ca
 
 from __future__ import annotations
 
+import copy
 import glob
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from shoal.facts.config import Config, MixPart
+from shoal.facts.config import Config, Lora, MixPart
 from shoal.facts.model.hub import is_hub_name
 from shoal.facts.model.presets import PRESETS
 
@@ -25,6 +26,7 @@ INPUTS: dict[str, Callable[[str, Path], bool]] = {
     "model.preset": lambda text, base: text.lower() not in PRESETS and (base / text).exists(),
     "model.path": lambda text, base: not is_hub_name(text, base),
     "model.init_from": lambda text, base: not is_hub_name(text, base),
+    "model.lora.init_from": lambda text, base: True,
     "data.source": lambda text, base: text != "stdlib",
     "data.tokenizer": lambda text, base: text != "bytes",
     "data.template": lambda text, base: text not in ("auto", "none"),
@@ -63,7 +65,9 @@ def with_absolute_paths(config: Config) -> Config:
     values = config.model_dump(include={"model", "data", "cluster", "evaluate"})
     resolve_paths(values, lambda key: Path.cwd())
     values["data"]["mix"] = [MixPart.model_validate(part) for part in values["data"]["mix"]]
-    also = {"data": ["mix"], "evaluate": ["source"]}
+    if values["model"]["lora"] is not None:
+        values["model"]["lora"] = Lora.model_validate(values["model"]["lora"])
+    also = {"data": ["mix"], "evaluate": ["source"], "model": ["lora"]}
     changes = {
         section: getattr(config, section).model_copy(
             update={name: table[name] for name in (*_names(section), *also.get(section, []))}
@@ -74,7 +78,7 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def _names(section: str) -> list[str]:
-    return [key.partition(".")[2] for key in INPUTS if key.startswith(section + ".")]
+    return [key.partition(".")[2] for key in INPUTS if key.startswith(section + ".") and key.count(".") == 1]
 
 
 def seen_from(folder: Path, path: str) -> str:
@@ -86,7 +90,7 @@ def seen_from(folder: Path, path: str) -> str:
 
 def of_any_place(values: dict[str, Any]) -> dict[str, Any]:
     """A config's values with only the last part of each input path: what machines with other mounts have in common."""
-    kept = {section: dict(table) if isinstance(table, dict) else table for section, table in values.items()}
+    kept = copy.deepcopy(values)
     for _, table, name in _given(kept):
         table[name] = PurePath(table[name]).name or table[name]
     return kept
@@ -95,8 +99,10 @@ def of_any_place(values: dict[str, Any]) -> dict[str, Any]:
 def _given(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """The input paths among a config's values: each one's key, its table and its name in that."""
     for key in INPUTS:
-        section, _, name = key.partition(".")
-        table = values.get(section)
+        *sections, name = key.split(".")
+        table: Any = values
+        for section in sections:
+            table = table.get(section) if isinstance(table, dict) else None
         if isinstance(table, dict) and isinstance(table.get(name), str):
             yield key, table, name
 

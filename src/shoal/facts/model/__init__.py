@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3"
@@ -78,6 +85,21 @@ class Latent(Shape):
     value_dim: Width
 
 
+class Adapters(Shape):
+    """LoRA: beside each of these projections a product of two narrow matrices, B·A, times alpha / rank.
+
+    They alone are trained; what they stand beside is frozen.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=WIDEST)]
+    alpha: FiniteFloat
+    targets: tuple[str, ...]  # last names of the projections
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 class Model(Shape):
     """One decoder-only transformer, whichever family it comes from."""
 
@@ -116,6 +138,18 @@ class Model(Shape):
 
     experts: Experts | None = None
     latent: Latent | None = None
+    adapters: Adapters | None = None  # None: all of it is trained
+
+    @property
+    def base(self) -> Model:
+        """Without adapters."""
+        return self if self.adapters is None else self.model_copy(update={"adapters": None})
+
+    @model_serializer(mode="wrap")
+    def _as_before_adapters(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A model without any is written as versions that knew none wrote and read it."""
+        written: dict[str, Any] = write(self)
+        return {name: value for name, value in written.items() if name != "adapters" or value is not None}
 
     def layer_window(self, layer: int) -> int | None:
         """The attention window of one layer, or None where it sees everything."""

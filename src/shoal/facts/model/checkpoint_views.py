@@ -124,6 +124,10 @@ def intersect(view: View, canonical_offset: tuple[int, ...], shape: tuple[int, .
 
 
 def _views_of(parameter: Parameter, model: Model) -> Iterator[View]:
+    if parameter.kind == "adapter":
+        # Beside projections as they are computed with, whatever a family's files fuse.
+        yield _whole(parameter, parameter.name)
+        return
     if parameter.kind == "expert":
         yield _stacked(parameter)
         return

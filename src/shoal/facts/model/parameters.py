@@ -15,6 +15,8 @@ CORRECTION = "e_score_correction_bias"
 # The two ends of the vocabulary, which are one matrix where a model is tied.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 POSITIONS = "model.embed_positions.weight"  # learned ones
+# LoRA's two factors, beside a projection: into the narrow space, [rank, in], and out of it, [out, rank].
+LORA_FACTORS = ("lora_A", "lora_B")
 
 Kind = Literal["embedding", "position", "attention", "mlp", "expert", "router", "norm", "head", "adapter"]
 # How tensor ranks split it: by output features, which stay apart; by input features, whose products add up; by rows of
@@ -55,7 +57,13 @@ class Parameter:
 
 
 def parameters(model: Model) -> Iterator[Parameter]:
-    """Every trained tensor of a checkpoint, from embedding to head. A tied head is not a second tensor."""
+    """Every trained tensor of a checkpoint, from embedding to head. A tied head is not a second tensor.
+
+    Of a model with adapters these alone: what is frozen is where it came from.
+    """
+    if model.adapters is not None:
+        yield from adapter_parameters(model)
+        return
     table = _TABLES.get(model.family, _LLAMA)
     yield from table.before(model)
     for layer in range(model.layers):
@@ -65,6 +73,9 @@ def parameters(model: Model) -> Iterator[Parameter]:
 
 def llama_parameters(model: Model) -> Iterator[Parameter]:
     """The same network under Llama's names and layout, whatever its family; a layer's routed experts are stacked."""
+    if model.adapters is not None:
+        yield from adapter_parameters(model)
+        return
     yield from _llama_before(model)
     for layer in range(model.layers):
         yield from _llama_layer(model, layer, 0)
@@ -75,8 +86,10 @@ def llama_parameters(model: Model) -> Iterator[Parameter]:
 
 @lru_cache(maxsize=64)
 def by_name(model: Model) -> Mapping[str, Parameter]:
-    """The canonical tensors; of a tied model the head too, which a stage may have a copy of."""
-    return {one.name: one for one in (*llama_parameters(model), *end_parameters(model).head)}
+    """The canonical tensors, frozen ones too; of a tied model the head too, which a stage may have a copy of."""
+    base = model.base
+    found = (*llama_parameters(base), *end_parameters(base).head, *adapter_parameters(model))
+    return {one.name: one for one in found}
 
 
 @lru_cache(maxsize=256)
@@ -126,8 +139,24 @@ def adapters(parameter: Parameter, rank: int, targets: Collection[str]) -> Itera
     by_rows = parameter.split == "row"
     into = ("row", None, False) if by_rows else ("none", None, parameter.split != "none")
     out = ("none", None, True) if by_rows else (parameter.split, parameter.heads, False)
-    for name, shape, placed in (("lora_A", (rank, inputs), into), ("lora_B", (outputs, rank), out)):
-        yield Parameter(f"{prefix}.{name}.weight", shape, parameter.layer, "adapter", True, *placed)
+    first, second = (f"{prefix}.{factor}.weight" for factor in LORA_FACTORS)
+    for name, shape, placed in ((first, (rank, inputs), into), (second, (outputs, rank), out)):
+        yield Parameter(name, shape, parameter.layer, "adapter", True, *placed)
+
+
+def adapter_parameters(model: Model) -> Iterator[Parameter]:
+    """Those of all blocks, in forward order; none of a model without adapters."""
+    if model.adapters is None:
+        return
+    rank, targets = model.adapters.rank, model.adapters.targets
+    for layer in range(model.layers):
+        for parameter in _llama_layer(model, layer, 0):
+            yield from adapters(parameter, rank, targets)
+
+
+def is_adapter(name: str) -> bool:
+    """By a canonical name."""
+    return name.endswith(tuple(f".{factor}.weight" for factor in LORA_FACTORS))
 
 
 def parameter_count(model: Model) -> int:

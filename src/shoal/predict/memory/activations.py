@@ -55,7 +55,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     c, tokens = work.compute, work.tokens
     stream = c * model.hidden * work.stream
     inner, values, routed = _mlp(model, experts, work)
-    query, key, _ = _widths(model, work.tp)
+    query, key, _ = projected_widths(model, work.tp)
     products = c * tokens * (query + 2 * key) + inner * c * (2 if model.gated else 1)
     if work.recompute == "none":
         # In a narrow computation the norms keep a wider copy, and the input itself goes.
@@ -110,27 +110,22 @@ def _rounding(gradients: float, inputs: float) -> float:
 
 def _parts(model: Model, experts: bool, window: bool, work: BlockWorkload) -> KeptTensors:
     c, tokens, stack = work.compute, work.tokens, work.stack
-    frozen = work.adapters is not None
     has_input = model.norm == "layer" or stack.norms == "fused" or c >= 4
     norm = norm_keeps(model, work) * work.stream
     entered = c * model.hidden * (work.stream if stack.regathers else tokens)
     if model.parallel_residual and has_input:
         norm -= c * model.hidden * work.stream / 2  # both norms keep the same input
     read = entered
-    if frozen and not {"gate_proj", "up_proj"} & set(work.adapters or ()):
-        read = 0.0  # the MLP's input is not needed
-    inner, values, routed = _mlp(model, experts, work)
+    _, values, routed = _mlp(model, experts, work)
     if routed.whole and work.sp:
         # The router keeps a rank's own tokens; all of them are read by shared experts alone.
         read = c * model.hidden * (work.stream + (tokens if routed.shared else 0))
-    if frozen and "down_proj" not in (work.adapters or ()):
-        values -= c * inner
     dropout = 2 * model.hidden * work.stream if work.dropout or stack.dropout else 0.0
     return KeptTensors(
         norm=norm,
         entered=entered,
         read=read,
-        attention=_attention(model, window, work),
+        attention=attention_keeps(model, window, work) + turned_copy(model, window, work),
         mlp=values,
         dropout=dropout,
         has_input=has_input,
@@ -163,7 +158,7 @@ def _norm(width: int, work: BlockWorkload) -> float:
     return work.wide * (width + 1) + scaled
 
 
-def _widths(model: Model, tp: int) -> tuple[int, int, int]:
+def projected_widths(model: Model, tp: int) -> tuple[int, int, int]:
     """Features of queries, of keys and of values on a rank of a tensor group."""
     if model.latent is not None:
         heads = even_share(model.heads, tp)
@@ -173,12 +168,12 @@ def _widths(model: Model, tp: int) -> tuple[int, int, int]:
     return even_share(model.heads, tp) * model.head_dim, key, key
 
 
-def _attention(model: Model, window: bool, work: BlockWorkload) -> float:
+def attention_keeps(model: Model, window: bool, work: BlockWorkload) -> float:
+    """Of what it makes of its projections' results, but for the copy that the way out reads."""
     c, stack = work.compute, work.stack
-    query, key, value = _widths(model, work.tp)
+    query, key, value = projected_widths(model, work.tp)
     heads, normed = even_share(model.heads, work.tp), query + key
-    # A window's kernel keeps no scores, shares keys in every precision and answers token by token; so does a ring's.
-    varlen = (window or work.context == "ring") and stack.attention == "flash" and model.latent is None
+    varlen = _by_token(model, window, work)
     if work.context == "ulysses" and model.latent is None:
         key = value = max(key, work.cp * model.head_dim)  # a head for every rank
     if model.latent is None:
@@ -196,14 +191,24 @@ def _attention(model: Model, window: bool, work: BlockWorkload) -> float:
             kept += _norm(latent.q_rank, work) + c * latent.q_rank
     if model.qk_norm:
         kept += _norm(normed, work) + work.wide * (heads + even_share(model.kv_heads, work.tp) - 1)
-    by_head = stack.kernel == "fused" and not answers_by_token(work.cpu, c)
-    turned = (work.cpu or by_head) and not varlen and model.positions == "rotary" and heads > 1
-    if (turned or work.context == "ulysses") and model.latent is None:
-        # Turned back, several heads are a copy; as are those that came from other ranks.
-        kept += c * query
     if stack.attention == "unfused":
         kept += (2 * c + 1) * heads * work.seq  # scores, dropped scores and which were dropped
     return kept * work.tokens
+
+
+def _by_token(model: Model, window: bool, work: BlockWorkload) -> bool:
+    """Whether a kernel keeps no scores, shares keys in every precision and answers so: a window's, and a ring's."""
+    return (window or work.context == "ring") and work.stack.attention == "flash" and model.latent is None
+
+
+def turned_copy(model: Model, window: bool, work: BlockWorkload) -> float:
+    """Turned back, several heads are a copy; as are those that came from other ranks."""
+    query, *_ = projected_widths(model, work.tp)
+    by_head = work.stack.kernel == "fused" and not answers_by_token(work.cpu, work.compute)
+    turned = (work.cpu or by_head) and not _by_token(model, window, work) and model.positions == "rotary"
+    turned = turned and even_share(model.heads, work.tp) > 1
+    copied = (turned or work.context == "ulysses") and model.latent is None
+    return float(work.compute * query * work.tokens) if copied else 0.0
 
 
 def _mlp(model: Model, experts: bool, work: BlockWorkload) -> tuple[float, float, RoutedTokens]:
@@ -234,7 +239,7 @@ def _selected(
 ) -> tuple[float, float]:
     """Bytes that selective recomputation keeps besides the input, and which of them ``parts`` counts as well."""
     c, tokens = work.compute, work.tokens
-    query, key, value = _widths(model, work.tp)
+    query, key, value = projected_widths(model, work.tp)
     gates = inner * (2 if model.gated else 1)
     if work.stack.selective == "scores":
         scores = (2 * c + 1) * even_share(model.heads, work.tp) * work.seq * tokens
@@ -294,7 +299,7 @@ def _working(
 ) -> tuple[BlockPeak, ...]:
     """What is there of the block's own tensors and their gradients, in the order of time."""
     c, tokens = work.compute, work.tokens
-    query, key, value = _widths(model, work.tp)
+    query, key, value = projected_widths(model, work.tp)
     ways_in = 2 if model.gated else 1
     # The MLP's dropout comes first, and its mask has gone.
     held = parts.all - parts.dropout / 2

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from shoal.facts.cluster.stack import Stack
 from shoal.facts.layout import ContextKind, Recompute
+from shoal.facts.model import Adapters
 
 
 class BlockPeak(NamedTuple):
@@ -55,7 +56,7 @@ class BlockWorkload:
     dropout: bool
     cp: int  # ranks that share a sequence
     context: ContextKind | None  # how they exchange it; None: they are one
-    adapters: tuple[str, ...] | None  # projections with an adapter; None: all weights are trained
+    adapters: Adapters | None  # None: all weights are trained
     compiled: bool = False
     fp8: bool = False
     ep: int = 1  # ranks that share experts

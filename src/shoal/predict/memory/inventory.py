@@ -17,6 +17,7 @@ from shoal.facts.model import Model
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.predict.memory.in_flight import bottom
 from shoal.predict.memory.micro_batch import (
+    BlockKind,
     MicroBatchBytes,
     micro_batch_bytes,
     parameters_are_sharded,
@@ -41,10 +42,13 @@ from shoal.predict.workload import Workload
 class BlockRun(NamedTuple):
     """Neighbouring blocks of one kind."""
 
-    experts: bool
-    window: bool  # shorter than the sequence
+    kind: BlockKind
     layers: int
     block: ParameterCount  # one of them
+
+    @property
+    def experts(self) -> bool:
+        return self.kind.experts
 
 
 class RankStage(NamedTuple):
@@ -88,7 +92,8 @@ class RankInventory:
     def gathered(self, count: ParameterCount) -> float:
         """Bytes of parameters where ranks that shard them have gathered them."""
         compute, narrow = self.hold.compute, gathered_width(self.workload.recipe)
-        return compute * count.whole - (compute - narrow) * count.projections
+        elements = count.whole + (0 if self.workload.lora is None else count.trained)
+        return compute * elements - (compute - narrow) * count.projections
 
     @cached_property
     def whole_experts(self) -> int:
@@ -163,7 +168,7 @@ class RankInventory:
 
     def _in_flight(self, number: int, stage: RankStage) -> InFlight:
         micro, hidden = self.micro_batch, self.workload.model.hidden
-        kinds = [(run.layers, micro.blocks[run.experts, run.window]) for run in stage.runs]
+        kinds = [(run.layers, micro.blocks[run.kind]) for run in stage.runs]
         blocks = sum(layers * one.resting for layers, one in kinds)
         away, begin = 0.0, 0
         for layers, one in kinds:
@@ -243,11 +248,12 @@ def _cut(
     at_the_ends = end_counts(model, degrees, trained=lora is None)
 
     def stage_of(stage: Stage) -> RankStage:
-        def kind(layer: int) -> tuple[bool, bool]:
-            return model.has_experts(layer), (model.layer_window(layer) or seq) < seq
+        def kind(layer: int) -> BlockKind:
+            window = (model.layer_window(layer) or seq) < seq
+            return BlockKind(model.has_experts(layer), window, lora is not None and layer == 0)
 
         runs = tuple(
-            BlockRun(*one, len(list(layers)), block_count(model, one[0], degrees, lora))
+            BlockRun(one, len(list(layers)), block_count(model, one.experts, degrees, lora))
             for one, layers in groupby(stage.layers, key=kind)
         )
         here = [at_the_ends.embedding] * stage.first + [at_the_ends.norm] * stage.last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product, starmap
 from typing import NamedTuple
 
 from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
@@ -10,15 +11,21 @@ from shoal.facts.layout.offload import leaves_early, waiting
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
 from shoal.predict.memory.activations import block_activations, norm_backward, norm_keeps
+from shoal.predict.memory.adapted import adapted_activations
 from shoal.predict.memory.block_workload import BlockActivations, BlockWorkload
 from shoal.predict.memory.logits import Logits, logits
 from shoal.predict.workload import Workload
 
 
+class BlockKind(NamedTuple):
+    experts: bool
+    window: bool  # shorter than the sequence
+    entry: bool  # the first block of all, where nothing before it is trained
+
+
 class MicroBatchBytes(NamedTuple):
     work: BlockWorkload
-    # By whether there are experts, and whether a window is shorter than the sequence.
-    blocks: dict[tuple[bool, bool], BlockActivations]
+    blocks: dict[BlockKind, BlockActivations]
     logits: Logits
     norm: float  # what the norm after the last block keeps, and its result where the head keeps that
     result: float  # that result, where it is only there while the loss is computed; as the head reads it
@@ -57,7 +64,7 @@ def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
         dropout=recipe.dropout > 0,
         cp=layout.cp,
         context=layout.cp_kind if layout.cp > 1 else None,
-        adapters=None if workload.lora is None else tuple(workload.lora.targets),
+        adapters=None if workload.lora is None else workload.lora.adapters,
         compiled=workload.compiled,
         fp8=recipe.precision == "fp8",
         ep=layout.ep,
@@ -70,21 +77,27 @@ def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
     return _counted(workload.model, work, hold, handed_on, sharded)
 
 
+def _block(model: Model, kind: BlockKind, work: BlockWorkload) -> BlockActivations:
+    if work.adapters is None or kind.experts or model.latent is not None:
+        return block_activations(model, kind.experts, kind.window, work)
+    return adapted_activations(model, kind.window, kind.entry, work.adapters, work)
+
+
 @lru_cache(maxsize=65536)
 def _counted(
     model: Model, work: BlockWorkload, hold: BytesPerParameter, handed_on: float, sharded: bool
 ) -> MicroBatchBytes:
     windowed = {(model.layer_window(layer) or work.seq) < work.seq for layer in range(model.layers)}
     experts = {model.has_experts(layer) for layer in range(model.layers)}
+    entries = (False,) if work.adapters is None else (False, True)
     stream, read = (hold.compute * model.hidden * count for count in (work.stream, work.tokens))
     fused = work.stack.loss == "fused"
     rotary = model.latent.rope_dim if model.latent else int(model.head_dim * model.rope_fraction)
     return MicroBatchBytes(
         work=work,
         blocks={
-            (sparse, window): block_activations(model, sparse, window, work)
-            for sparse in experts
-            for window in windowed
+            kind: _block(model, kind, work)
+            for kind in starmap(BlockKind, product(experts, windowed, entries))
         },
         logits=logits(
             model,

@@ -191,6 +191,8 @@ class BackwardPass:
         # Gradients of other micro-batches wait, to which this one's is added.
         loss = start.plus("loss", activations=self.micro.result, buffers=gathered + self.waiting)
         made, last = found.product + found.added, found.added or found.product
+        if gradients.adapters_only:
+            made = last = 0.0
         stays = gradients.stays(moment)  # what this pass makes is the gradient itself
         if stays and last == found.waiting:
             loss, made = loss.plus("loss", grads=last), made - last
@@ -286,7 +288,7 @@ class BackwardPass:
         yield from self.gradients.in_embedding(self.moment, left, wide * self.gathered_stream)
 
     def _kind(self, run: BlockRun) -> BlockActivations:
-        return self.micro.blocks[run.experts, run.window]
+        return self.micro.blocks[run.kind]
 
     def _looked_at(self, run: BlockRun, done: int) -> list[int]:
         """How many blocks of a run are done when one can be the fullest.

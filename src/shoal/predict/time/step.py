@@ -360,8 +360,8 @@ def _offloadable(workload: Workload) -> Offloadable:
         count
         * max(
             block.resting
-            for (sparse, _), block in micro_batch_bytes(workload).blocks.items()
-            if sparse == kind
+            for found, block in micro_batch_bytes(workload).blocks.items()
+            if found.experts == kind
         )
         for count, kind in ((here.dense, False), (here.sparse, True))
         if count

@@ -13,7 +13,13 @@ from shoal.facts.layout.ranks import AXES, coordinates, line, stride
 from shoal.facts.model.parameters import EMBEDDING
 from shoal.facts.traffic import Traffic, show_ranks
 from shoal.predict.collective_call import CollectiveCall
-from shoal.predict.rank_parameters import RankParameters, named_tensors, rank_parameters, trained
+from shoal.predict.rank_parameters import (
+    RankParameters,
+    named_factors,
+    named_tensors,
+    rank_parameters,
+)
+from shoal.predict.rank_parameters import trained as trained_parameters
 from shoal.predict.traffic import context, control, expert, float8, pipeline, replicate, shard, tensor, update
 from shoal.predict.workload import Workload
 
@@ -46,7 +52,7 @@ def _exchanges(workload: Workload, here: RankParameters) -> tuple[CollectiveCall
 def _even_sums(workload: Workload, here: RankParameters) -> list[CollectiveCall]:
     """The sums beyond the data ranks, each of which takes an even share where states are sharded."""
     ranks = workload.groups[DENSE].sharded.size
-    _, over_tensor, over_copies = trained(workload, here)
+    _, over_tensor, over_copies = trained_parameters(workload, here)
     found = tensor.shared(workload, over_tensor // ranks or None, over_copies // ranks or None)
     if here.end and workload.lora is None:
         table = (here.embedding if here.first else here.head).tensors[0]
@@ -58,7 +64,7 @@ def traffic(workload: Workload, rank: int | None = None) -> list[Traffic]:
     """One rank's collectives of a step, sorted by operation and group, as ``CollectiveCounter`` counts them.
 
     Without ``rank``: of the pipeline ranks the one that moves the most bytes, and there the first rank, which has the
-    largest part of the vocabulary. With ``lora``, which is not run yet, buckets and shares are those of ``calls``.
+    largest part of the vocabulary.
     """
     layout = workload.layout
     if rank is None:
@@ -77,16 +83,17 @@ def busiest_stage(workload: Workload) -> int:
 def _exact(workload: Workload, rank: int) -> list[CollectiveCall]:
     layout, model = workload.layout, workload.model
     place = coordinates(rank, layout)
-    if workload.lora is not None:
-        return list(calls(workload, place["pp"]))
     here = rank_parameters(layout, model, workload.cut_by, place["pp"], place["tp"])
     stages = [named_tensors(here, model, stage) for stage in here.stages]
-    mine = shard.owned(workload, stages, place["fsdp"] * layout.cp + place["cp"])
+    trained = stages
+    if workload.lora is not None:
+        trained = [named_factors(workload, stage, place["tp"]) for stage in here.stages]
+    mine = shard.owned(workload, trained, place["fsdp"] * layout.cp + place["cp"])
     sums = {kind: [size for one, size in mine if one.summed == kind] for kind in ("tensor", "copies")}
     copies = [size for one, size in mine if one.name == EMBEDDING] if here.end else []
     return [
-        *replicate.exact(workload, stages),
-        *shard.exact(workload, here, stages),
+        *replicate.exact(workload, trained),
+        *shard.exact(workload, here, stages, trained),
         *expert.exact_states(workload, here),
         *_exchanges(workload, here),
         *tensor.shared(workload, *(sum(sizes) if sizes else None for sizes in sums.values())),

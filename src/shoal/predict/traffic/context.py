@@ -22,29 +22,47 @@ from shoal.predict.collective_call import CollectiveCall, Phase
 from shoal.predict.rank_parameters import RankParameters
 from shoal.predict.workload import Workload
 
+ATTENDED = ("q_proj", "k_proj", "v_proj")
+
 
 def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...]:
     layout = workload.layout
     if layout.cp == 1:
         return ()
     times = workload.accumulation * here.layers
+    still = _without_gradient(workload, here)
     if layout.cp_kind == "ring":
-        size, turns = turn_bytes(workload), times * (layout.cp - 1)
+        size, turns = turn_bytes(workload), layout.cp - 1
+        back = times - workload.accumulation * (still == {*ATTENDED})
         return tuple(
-            CollectiveCall(op, "cp", size, turns * (2 if phase == "backward" else 1), phase)
+            CollectiveCall(op, "cp", size, turns * (2 * back if phase == "backward" else times), phase)
             for phase in passes(workload)
             for op in (("all_to_all",) if workload.compiled else ("send", "receive"))
         )
     token = workload.tokens * compute_width(workload.recipe)
     query, key, value = _widths(workload.model, layout.tp)
     least = layout.cp * workload.model.head_dim
-    tensors = (query, max(key, least), max(value, least), _mixed(workload.model, layout.tp))
-    sizes = {token * width: tensors.count(width) for width in tensors}
+    mixed = _mixed(workload.model, layout.tp)
+    tensors = dict(zip((*ATTENDED, "mixed"), (query, max(key, least), max(value, least), mixed), strict=True))
+    still |= {"mixed"} if len(still) == len(ATTENDED) else set()
+
+    def often(width: int, phase: Phase) -> int:
+        count = list(tensors.values()).count(width) * times
+        once = sum(tensors[name] == width for name in still) if phase == "backward" else 0
+        return count - once * workload.accumulation
+
     return tuple(
-        CollectiveCall("all_to_all", "cp", size, times * often, phase)
+        CollectiveCall("all_to_all", "cp", token * width, often(width, phase), phase)
         for phase in passes(workload)
-        for size, often in sizes.items()
+        for width in dict.fromkeys(tensors.values())
     )
+
+
+def _without_gradient(workload: Workload, here: RankParameters) -> set[str]:
+    """Of what attention reads in the first block, that which no gradient goes into: nothing trained made it."""
+    if workload.lora is None or not here.first:
+        return set()
+    return {name for name in ATTENDED if name not in workload.lora.targets}
 
 
 def passes(workload: Workload) -> list[Phase]:

@@ -30,9 +30,9 @@ from shoal.predict.rank_parameters import (
     bucket_names,
     is_projection,
     padded,
+    padded_factors,
     padded_size,
     projections,
-    trained,
 )
 from shoal.predict.traffic.replicate import bucket_bytes, even_buckets
 from shoal.predict.workload import Workload
@@ -117,8 +117,10 @@ def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[Tr
     narrow = here.dense * projections(here.dense_block, ranks)
     narrow += here.sparse * projections(here.sparse_block, ranks)
     # Of an element's gradient how much there is: with lora nothing at the ends, and of blocks what was added to them.
+    added = padded_factors(workload, here, ranks)
+    blocks += added
     of_ends = 1.0 if lora is None else 0.0
-    of_blocks = 1.0 if lora is None else trained(workload, here).elements / blocks
+    of_blocks = 1.0 if lora is None else added / blocks
 
     def unit(elements: float, count: int, gradients: float, kind: Unit, narrow: float = 0.0) -> Travelling:
         gathers = kind.gathers(round(elements), workload.tune.persist_below)
@@ -147,9 +149,12 @@ def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[Tr
 
 
 def exact(
-    workload: Workload, here: RankParameters, stages: Sequence[Sequence[RankTensor]]
+    workload: Workload,
+    here: RankParameters,
+    stages: Sequence[Sequence[RankTensor]],
+    trained: Sequence[Sequence[RankTensor]],
 ) -> list[CollectiveCall]:
-    """Bucket by bucket or unit by unit, of each of a rank's stages."""
+    """Bucket by bucket or unit by unit, of each of a rank's stages. ``trained``: what has gradients, if not all."""
     group = workload.groups[DENSE]
     shards = group.sharded.size
     if shards == 1:
@@ -157,11 +162,11 @@ def exact(
     if group.zero == 3:
         made = [
             travelling
-            for stage, tensors in zip(here.stages, stages, strict=True)
-            for travelling in _units(workload, here, stage, tensors, shards)
+            for stage, tensors, added in zip(here.stages, stages, trained, strict=True)
+            for travelling in _units(workload, here, stage, tensors, added, shards)
         ]
         return unit_calls(workload, made, group)
-    filled = [bucket for tensors in stages for bucket in flat_buckets(workload, tensors, shards)]
+    filled = [bucket for tensors in trained for bucket in flat_buckets(workload, tensors, shards)]
     return bucket_calls(workload, filled, group)
 
 
@@ -208,20 +213,27 @@ def _flat_size(bucket: Iterable[RankTensor]) -> int:
 
 
 def _units(
-    workload: Workload, here: RankParameters, stage: Stage, tensors: Sequence[RankTensor], ranks: int
+    workload: Workload,
+    here: RankParameters,
+    stage: Stage,
+    tensors: Sequence[RankTensor],
+    trained: Sequence[RankTensor],
+    ranks: int,
 ) -> list[Travelling]:
     """The units of a stage; one whose path is empty is the root, and has what no other has."""
     made = units(stage.layers, workload.layout.unit, stage.first, stage.last, here.root)
     home = {path: number for number, unit in enumerate(made) for path in unit.modules}
     members: list[list[RankTensor]] = [[] for _ in made]
-    for tensor in tensors:
+    frozen = [] if workload.lora is None else tensors
+    for tensor in (*frozen, *trained):
         block, module = ".".join(tensor.label.split(".")[:3]), tensor.label.rpartition(".")[0]
         path = next((path for path in (block, module) if path in home), "")
         members[home[path]].append(tensor)
-    found = []
+    found, still = [], {tensor.name for tensor in frozen}
     for unit, inside in zip(made, members, strict=True):
         elements = sum(padded_size(tensor, ranks) for tensor in inside)
         gathers = unit.gathers(sum(tensor.size for tensor in inside), workload.tune.persist_below)
         narrow = sum(tensor.size for tensor in inside if is_projection(tensor, ranks))
-        found.append(Travelling(elements, elements, 1, gathers, narrow))
+        reduced = sum(padded_size(tensor, ranks) for tensor in inside if tensor.name not in still)
+        found.append(Travelling(elements, reduced, 1, gathers, narrow))
     return found

@@ -26,6 +26,9 @@ from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.rank_parameters import RankParameters
 from shoal.predict.workload import Workload
 
+# The projections of a block: attention's, and its MLP's.
+SIDES = (("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj"))
+
 
 def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...]:
     layout, recipe = workload.layout, workload.recipe
@@ -36,6 +39,16 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
     keeps = "none", "selective" if workload.compiled else "none"
     again = 0 if layout.recompute in keeps else layers
     entering, leaving = 2 * layers + here.last, 2 * layers + here.first
+    entering_back, leaving_back = entering, leaving
+    if workload.lora is not None and here.first:
+        # No gradient reaches a frozen embedding, nor goes into what reads it before there is an adapter.
+        attention, mlp = (any(one in names for one in workload.lora.targets) for names in SIDES)
+        if workload.model.parallel_residual:
+            entering_back -= 2
+            leaving_back -= 1 + (not attention) + (not mlp)
+        else:
+            entering_back -= 1 + (not attention)
+            leaving_back -= 1 + (not attention)
     repeated = 2 * again if recipe.dropout else again
     if workload.compiled:
         repeated = 0 if workload.model.parallel_residual else again
@@ -45,8 +58,8 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
         found = [
             CollectiveCall("all_gather", "tp", stream, times * entering, "forward"),
             CollectiveCall("reduce_scatter", "tp", stream, times * leaving, "forward"),
-            CollectiveCall("reduce_scatter", "tp", stream, times * entering, "backward"),
-            CollectiveCall("all_gather", "tp", stream, times * leaving, "backward"),
+            CollectiveCall("reduce_scatter", "tp", stream, times * entering_back, "backward"),
+            CollectiveCall("all_gather", "tp", stream, times * leaving_back, "backward"),
         ]
         if again:
             found.append(CollectiveCall("all_gather", "tp", stream, times * 2 * again, "recompute"))
@@ -54,7 +67,7 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
     else:
         found = [
             CollectiveCall("all_reduce", "tp", stream, times * leaving, "forward"),
-            CollectiveCall("all_reduce", "tp", stream, times * entering, "backward"),
+            CollectiveCall("all_reduce", "tp", stream, times * entering_back, "backward"),
         ]
         if again:
             found.append(CollectiveCall("all_reduce", "tp", stream, times * repeated, "recompute"))

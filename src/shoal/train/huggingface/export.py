@@ -9,22 +9,28 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import CORRECTION, parameters
+from shoal.facts.model.checkpoint_views import views
+from shoal.facts.model.parameters import CORRECTION, by_name, parameters
+from shoal.facts.model.tensor_split import box_slices
 from shoal.facts.optimizers import AVERAGE
 from shoal.facts.problem import BadInput
+from shoal.models.initial import Slice
+from shoal.parallel.apply import Fill
 from shoal.train.checkpoint.listing import ListedCheckpoint
 from shoal.train.checkpoint.manifest import check_agrees
 from shoal.train.checkpoint.read import Checkpoint, Wanted
 from shoal.train.files import sync_directory
-from shoal.train.first_weights import check_average
+from shoal.train.first_weights import check_average, merged_weights
+from shoal.train.huggingface.peft_files import write_peft
 from shoal.train.huggingface.side_files import Origin, write_side_files
 from shoal.train.huggingface.weights_file import (
     INDEX,
@@ -39,6 +45,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 _HEADER = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # Elements in memory at a time; a checkpoint's pieces have up to an eighth of that.
 AT_ONCE = 1 << 26
+# Gives a tensor some rows at a time.
+TensorSource = Callable[[TensorEntry], Iterator[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,10 @@ def export(
     if average:
         check_average(checkpoint)
     state = AVERAGE if average else "weight"
-    model = Model.model_validate(checkpoint.manifest.model)
+    model = checkpoint.manifest.parsed_model
+    source: TensorSource = partial(_parts, checkpoint, state)
+    if model.adapters is not None:
+        source, model = partial(_merged_parts, model.base, merged_weights(checkpoint, state)), model.base
     held = checkpoint.dtype("weight")
     target = DTYPES[dtype] if dtype is not None else held
     named = str(target).removeprefix("torch.")
@@ -87,7 +98,7 @@ def export(
         if len(files) > 1:
             (aside / INDEX).write_text(index_of(files), encoding="utf-8")
         for name, tensors in files.items():
-            write_weights_file(aside / name, tensors, _contents(checkpoint, state, tensors, target))
+            write_weights_file(aside / name, tensors, _contents(source, tensors, target))
         sync_directory(aside)
         aside.rename(into)  # replaces an empty directory
         sync_directory(into.absolute().parent)
@@ -114,25 +125,69 @@ def _dtype_of(name: str, target: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(CORRECTION) and target.itemsize < 4 else target
 
 
-def _contents(
-    checkpoint: Checkpoint, state: str, tensors: list[TensorEntry], target: torch.dtype
-) -> Iterator[memoryview]:
+def _contents(source: TensorSource, tensors: list[TensorEntry], target: torch.dtype) -> Iterator[memoryview]:
     """The bytes of these tensors in their order, some rows at a time."""
     for one in tensors:
         dtype = _dtype_of(one.name, target)
-        for part in _parts(checkpoint, state, one):
+        for part in source(one):
             written = part.to(dtype)
             if dtype == torch.float16 and not torch.equal(written.isfinite(), part.isfinite()):
                 raise BadInput(f"{one.name} has values beyond the range of fp16", "--dtype bf16")
             yield written.reshape(-1).view(torch.uint8).numpy().data
 
 
+def export_adapters(
+    found: ListedCheckpoint, into: Path, origin: Origin, dtype: str | None = None, average: bool = False
+) -> ExportedModel:
+    """The adapters alone, as PEFT has them; all or nothing."""
+    _check_free(into)
+    checkpoint = Checkpoint(found.place, found.step)
+    check_agrees(checkpoint.manifest, found.name, found.of_run)
+    if average:
+        check_average(checkpoint)
+    model = checkpoint.manifest.parsed_model
+    if model.adapters is None:
+        raise BadInput(f"{found.name} has no adapters: all weights were trained", "--to hf")
+    target = DTYPES[dtype] if dtype is not None else checkpoint.dtype("weight")
+    base = next((str(path) for path in origin.models), None)
+    written = write_peft(into, checkpoint, model, base, target, AVERAGE if average else "weight")
+    named = str(target).removeprefix("torch.")
+    return ExportedModel(into, found.step, sum(one.nbytes for one in written), len(written), 1, named)
+
+
+def _merged_parts(model: Model, fill: Fill, one: TensorEntry) -> Iterator[Tensor]:
+    """Of a checkpoint of adapters: what they stand beside with their products added, some rows at a time."""
+    boxes = [view for view in views(model) if view.tensor == one.name]
+    for start, shape in _row_ranges(one):
+        part = torch.empty(shape, dtype=torch.float32)
+        for box in boxes:
+            first = max(start, box.tensor_offset[0])
+            count = min(start + shape[0], box.tensor_offset[0] + box.shape[0]) - first
+            if count <= 0:
+                continue
+            inside = (first - box.tensor_offset[0], *(0 for _ in box.shape[1:]))
+            size = (count, *box.shape[1:])
+            if box.transposed:
+                inside, size = inside[::-1], size[::-1]
+            offset = tuple(a + b for a, b in zip(box.canonical_offset, inside, strict=True))
+            values = torch.empty(size)
+            fill([(box.canonical, Slice(values, by_name(model)[box.canonical].shape, offset))])
+            corner = (first - start, *box.tensor_offset[1:])
+            part[box_slices(corner, (count, *box.shape[1:]))] = values.T if box.transposed else values
+        yield part
+
+
 def _parts(checkpoint: Checkpoint, state: str, one: TensorEntry) -> Iterator[Tensor]:
-    rows, width = one.shape[0], math.prod(one.shape[1:])
-    step = max(AT_ONCE // width, 1)
-    for start in range(0, rows, step):
-        shape = (min(step, rows - start), *one.shape[1:])
+    for start, shape in _row_ranges(one):
         part = torch.empty(shape, dtype=checkpoint.dtype(state, one.name))
         offset = (start, *(0 for _ in shape[1:]))
         checkpoint.read([Wanted(state, one.name, offset, part)])
         yield part
+
+
+def _row_ranges(one: TensorEntry) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Where each of a tensor's parts begins, and its shape."""
+    rows, width = one.shape[0], math.prod(one.shape[1:])
+    step = max(AT_ONCE // width, 1)
+    for start in range(0, rows, step):
+        yield start, (min(step, rows - start), *one.shape[1:])

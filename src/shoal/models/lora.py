@@ -1,0 +1,27 @@
+"""LoRA: a low-rank pair beside each targeted projection of every block, trained while all else is frozen.
+
+The pair is part of its projection (``models/linear.py``), so that tensor ranks, recomputation and compilation treat it
+as they treat the projection: facts say how tensor ranks split each of the two (``facts/model/parameters.adapters``).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.facts.model import Adapters
+from shoal.models.decoder import Network
+from shoal.models.linear import Linear
+
+
+def add_adapters(network: Network, adapters: Adapters) -> None:
+    """To a network on the meta device. From now on its other parameters have no gradients."""
+    network.requires_grad_(False)
+    dtype = next(network.parameters()).dtype
+    for block in network.model.layers.values():
+        for name, module in list(block.named_modules()):
+            if isinstance(module, Linear) and name.rpartition(".")[2] in adapters.targets:
+                with torch.device("meta"):
+                    into = Linear(module.in_features, adapters.rank, bias=False)
+                    out = Linear(adapters.rank, module.out_features, bias=False)
+                module.lora_A, module.lora_B = into.to(dtype), out.to(dtype)
+                module.lora_scale = adapters.scale

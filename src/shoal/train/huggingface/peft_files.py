@@ -1,0 +1,158 @@
+"""PEFT's adapter files, in and out: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+PEFT's names are those of the model's own modules behind ``base_model.model.``; so are a checkpoint's adapters, for
+families whose projections are modules of their own. Where a family fuses projections, PEFT has one adapter beside all
+of them and Shoal one beside each: such adapters are not exchanged, but merged weights are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shoal.facts.input.untrusted_files import read_json
+from shoal.facts.model import Adapters, Model
+from shoal.facts.model.parameters import adapter_parameters
+from shoal.facts.model.tensor_split import box_slices
+from shoal.facts.problem import BadInput, Problem
+from shoal.models.initial import Slice
+from shoal.train.checkpoint.read import Checkpoint
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Families whose projections are modules of their own, under the names that adapters have here.
+SEPARATE = ("llama", "mistral", "qwen2", "qwen3")
+FLOATS = ("F64", "F32", "BF16", "F16")
+# What else PEFT may have done, by the value that says it did not.
+UNKNOWN: dict[str, Any] = {
+    "use_dora": False,
+    "use_rslora": False,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "layers_to_transform": None,
+    "trainable_token_indices": None,
+    "target_parameters": None,
+}
+
+
+def check_exchanged(model: Model) -> None:
+    if model.family not in SEPARATE:
+        raise BadInput(
+            f"{model.name}: PEFT's adapters are not exchanged for the family {model.family}, which fuses projections",
+            f"--to hf: merged weights; PEFT's files are for {', '.join(SEPARATE)}",
+        )
+
+
+class PeftFiles:
+    """An adapter's tensors. Made once a process: all is checked here."""
+
+    def __init__(self, directory: Path, model: Model) -> None:
+        """``model``: with the adapters that are to be trained."""
+        check_exchanged(model)
+        assert model.adapters is not None
+        self.path = directory / WEIGHTS
+        _check_config(directory, model.adapters)
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                names = file.keys()
+                held = {name: file.get_slice(name) for name in names}
+                wanted = {f"{PREFIX}{one.name}": one.shape for one in adapter_parameters(model)}
+                found = {name: tuple(part.get_shape()) for name, part in held.items()}
+                odd = [name for name, part in held.items() if part.get_dtype() not in FLOATS]
+        except (SafetensorError, OSError) as error:
+            raise BadInput(
+                f"model.lora.init_from: {self.path} cannot be read: {error}", "its files"
+            ) from None
+        wrong = [name for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)]
+        if wrong or odd:
+            name = (wrong or odd)[0]
+            raise BadInput(
+                f"model.lora.init_from: {name} is {found.get(name)} in {self.path}, here {wanted.get(name)}",
+                "model.lora.targets, model.lora.rank and the model as the adapter was trained with",
+            )
+
+    def fill(self, slices: list[tuple[str, Slice]]) -> None:
+        with safe_open(self.path, framework="pt") as file, torch.no_grad():
+            for name, part in slices:
+                box = box_slices(part.offset, tuple(part.local.shape))
+                part.local.copy_(file.get_slice(f"{PREFIX}{name}")[box])
+
+
+def _check_config(directory: Path, adapters: Adapters) -> None:
+    path, said = directory / CONFIG, None
+    try:
+        said = read_json(path)
+    except (OSError, ValueError):
+        said = None
+    if not isinstance(said, dict) or said.get("peft_type") != "LORA":
+        raise BadInput(
+            f"model.lora.init_from: {path} is no LoRA adapter's config", "a directory that PEFT has saved"
+        )
+    problems = []
+    for key, usual in UNKNOWN.items():
+        if said.get(key, usual) not in (usual, None):
+            problems.append(
+                Problem(
+                    f"model.lora.init_from: {path} has {key} = {said[key]!r}",
+                    f"an adapter with {key} = {usual}",
+                )
+            )
+    targets = said.get("target_modules")
+    theirs = sorted(targets) if isinstance(targets, list) else targets
+    for key, here, there in (
+        ("rank", adapters.rank, said.get("r")),
+        ("alpha", adapters.alpha, said.get("lora_alpha")),
+        ("targets", sorted(adapters.targets), theirs),
+    ):
+        if here != there:
+            problems.append(
+                Problem(
+                    f"model.lora.init_from: {path} has {key} {there!r}, model.lora.{key} is {here!r}",
+                    f"model.lora.{key} = {json.dumps(there)}",
+                )
+            )
+    if problems:
+        raise BadInput(problems)
+
+
+def write_peft(
+    into: Path, checkpoint: Checkpoint, model: Model, base: str | None, dtype: torch.dtype | None, state: str
+) -> list[Tensor]:
+    """A checkpoint's adapters as a directory that PEFT loads, whole or not at all; the tensors that were written."""
+    check_exchanged(model)
+    assert model.adapters is not None
+    tensors = {
+        f"{PREFIX}{one.name}": checkpoint.tensor(state, one.name).to(dtype).contiguous()
+        for one in adapter_parameters(model)
+    }
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": model.adapters.rank,
+        "lora_alpha": model.adapters.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(model.adapters.targets),
+        "inference_mode": True,
+        "init_lora_weights": True,
+        **UNKNOWN,
+    }
+    aside = into.with_name(f".{into.name}.unfinished")
+    aside.mkdir(parents=True)
+    try:
+        (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, aside / WEIGHTS, {"format": "pt"})
+        aside.rename(into)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return list(tensors.values())
