@@ -53,7 +53,7 @@ def shoal_(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
         (["config", "show", "--layout", ""], "--layout: it is empty", "auto"),
         (["train", "--set", "model.preset=nothing"], "'nothing' is neither a preset", "tiny"),
         (["config", "show", "--set", "recipe.lr"], "it is not KEY=VALUE", "--set recipe.lr=0.001"),
-        (["init", "no/such/place.toml"], "cannot write no/such/place.toml: No such file", "exists"),
+        (["init", "no/such/place.toml"], "there is no directory no/such", "exists"),
         (["init", "x" * 300], "File name too long", "a file"),
     ],
 )

@@ -1,4 +1,4 @@
-"""``shoal evaluate``: the loss of a run's weights on data sets."""
+"""``shoal evaluate``: the loss of a run's weights on data sets; their results on tasks of lm-eval."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def evaluate(
     /,
     *,
     data: Annotated[list[str] | None, Parameter(negative=())] = None,
+    tasks: Annotated[list[str] | None, Parameter(negative=())] = None,
     samples: Annotated[int, Parameter(validator=Number(gte=1, lte=10**12))] = 10**12,
     set: Annotated[list[str] | None, Parameter(negative=())] = None,
     layout: str = "dp=1",
@@ -25,6 +26,8 @@ def evaluate(
     """Compute the loss of a run's weights: on its own validation text, or on data sets by name.
 
     Example: shoal evaluate runs/tiny --data wiki=data/wiki/*.jsonl --data code=data/code.txt
+
+    Example: shoal evaluate runs/tiny --tasks hellaswag --tasks my_task.yaml
 
     With the run's own tokenizer, sequence length and precision; in one process, or in ranks of --layout.
 
@@ -35,6 +38,9 @@ def evaluate(
     data
         NAME=SOURCE, as data.source has it; all of it is used. May be given several times. By default what the run held
         out of training.
+    tasks
+        A task of lm-eval, by name or as the path of its YAML file; where lm-eval is installed. May be given several
+        times.
     samples
         At most so many samples of each, spread evenly; by default all.
     set
@@ -45,8 +51,13 @@ def evaluate(
         Print one JSON document.
     """
     from shoal.cli.show import print_columns, print_json
+    from shoal.facts.problem import BadInput
     from shoal.launch import evaluate as launcher
 
+    if tasks and data:
+        raise BadInput("--tasks and --data are evaluated apart", "leave out one of them")
+    if tasks:
+        return _tasks(weights, tasks, samples if samples < 10**12 else None, set or [], layout, json)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     job, place, own = launcher.job_for(weights, layout, set or [], os.environ.get("CUDA_VISIBLE_DEVICES"))
     sets = launcher.prepare_sets(job, data or [], own, console)
@@ -63,6 +74,30 @@ def evaluate(
         (one.name, _number(one.loss), _number(_perplexity(one.loss)), f"{one.samples:,}") for one in losses
     ]
     print_columns([head, *table])
+    return 0
+
+
+def _tasks(
+    weights: str, names: list[str], limit: int | None, overrides: list[str], layout: str, json: bool
+) -> int:
+    """Through lm-eval, whose metrics are shown by the names that it gives them."""
+    from shoal.cli.show import print_columns, print_json
+    from shoal.launch import evaluate as launcher
+    from shoal.launch.tasks import check_tasks, score_tasks
+
+    check_tasks(names, layout)
+    job, place, _ = launcher.job_for(weights, layout, overrides, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    results = score_tasks(job, place, names, limit)
+    if json:
+        print_json({"weights": place, "layout": str(job.layout), "tasks": results})
+        return 0
+    rows = [
+        (name, metric.partition(",")[0], f"{value:.4f}")
+        for name, metrics in results.items()
+        for metric, value in metrics.items()
+        if isinstance(value, float)
+    ]
+    print_columns([("task", "metric", "value"), *rows])
     return 0
 
 

@@ -179,12 +179,15 @@ def _refuse_existing(paths: list[Path], force: bool) -> None:
     from shoal.cli.show import unwritable
     from shoal.facts.problem import BadInput, Problem
 
-    problems = [
-        Problem(f"{path} exists", "another name, or --force to replace it")
-        for path in paths
-        if path.exists() and not path.is_dir() and not force
-    ]
-    problems += unwritable(paths)
+    try:
+        problems = [
+            Problem(f"{path} exists", "another name, or --force to replace it")
+            for path in paths
+            if path.exists() and not path.is_dir() and not force
+        ]
+        problems += unwritable(paths)
+    except OSError as error:  # a name that no file can have
+        raise BadInput(f"cannot write to it: {error.strerror}", "a file in a directory that exists") from None
     if problems:
         raise BadInput(problems)
 

@@ -52,7 +52,7 @@ def write_text(
         job.config.recipe.seq,
     )
     begin = len(request.prompt)
-    score = _Scores(placed, mesh, begin + request.count)
+    score = RowScores(placed, mesh, begin + request.count)
 
     def so_far(tokens: Tensor) -> None:
         written: list[int] = tokens[0, begin:].tolist()
@@ -84,7 +84,7 @@ class _Ended(Exception):
         self.written = written
 
 
-class _Scores:
+class RowScores:
     """The scores of what follows a row that grows, computed from what is new in it."""
 
     def __init__(self, placed: Placed, mesh: Mesh, length: int) -> None:

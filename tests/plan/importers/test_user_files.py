@@ -510,6 +510,22 @@ def test_bad_files(read: Any, name: str, text: str, message: str) -> None:
     assert all(problem.fix for problem in caught.value.problems)
 
 
+def test_numbers_without_end_take_no_time(read: Any) -> None:
+    stages = "t|"
+    for _ in range(12):
+        stages = f"({stages})*9999"
+    found = read(
+        f"--micro-batch-size 1 --global-batch-size 1000000000 --rampup-batch-size 1 1 1000000000 "
+        f"--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout '{stages}' --num-layers 4",
+        "m.sh",
+        gpus=8,
+    )
+    assert "999999999 sizes before 1000000000, so it is left out" in said(found)
+    shape = "--num-layers 1000000000 --hidden-size 64 --num-attention-heads 4 --num-experts 4 --vocab-size 9"
+    with pytest.raises(BadInput, match="as a model, layers"):
+        read(f"{shape} --micro-batch-size 1 --moe-layer-freq [1]*999*999*999*999", "n.sh", gpus=1)
+
+
 def test_an_option_given_twice(read: Any) -> None:
     found = read("--micro-batch-size 1 --bf16 --micro-batch-size 2", "m.sh", gpus=2)
     assert found.tables["layout"] == "dp=2,micro=2"

@@ -91,6 +91,7 @@ _OWN_WAY = (
 _CONTEXT = {"p2p": "ring", "a2a": "ulysses"}
 _DECAYS = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 _MOST_STAGES = 64  # of a growing batch
+_LONGEST = 1 << 16  # of a pipeline's stages, written out: brackets in brackets could be without end
 
 
 def read(reading: Reading, world: int | None) -> tuple[dict[str, Any], Model | None]:
@@ -148,7 +149,7 @@ def _chunks(reading: Reading, pp: int, layers: int) -> int:
     count = reading.count("num-virtual-stages-per-pipeline-rank") or 1
     if stages is not None and pp > 1:
         text = stages.replace(" ", "").replace(",", "")
-        while group := re.search(r"\(([^()]*)\)\*(\d{1,4})", text):
+        while len(text) < _LONGEST and (group := re.search(r"\(([^()]*)\)\*(\d{1,4})", text)):
             text = text[: group.start()] + group[1] * int(group[2]) + text[group.end() :]
         reading.note("pipeline-model-parallel-layout: Shoal cuts the stages itself, evenly by cost")
         return max(1, len(text.strip("|").split("|")) // pp)
@@ -287,8 +288,8 @@ def _ramp(reading: Reading, batch: int) -> dict[str, Any]:
         reading.note("rampup-batch-size: not a start, an increment and samples, so it is left out")
         return {}
     start, grows, samples = (int(one) for one in written)
-    sizes = list(range(start, batch, grows)) if start < batch else []
-    if not sizes or len(sizes) > _MOST_STAGES:
+    sizes = range(start, batch, grows)
+    if not 0 < len(sizes) <= _MOST_STAGES:
         reading.note(f"rampup-batch-size: {len(sizes)} sizes before {batch}, so it is left out")
         return {}
     each = samples // len(sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
+from shoal.facts.model import MOST_LAYERS
 from shoal.plan.importers.reading import Reading
 
 # What a tokenizer is known to have without its files.
@@ -171,7 +172,8 @@ def _pattern(text: str | None, layers: int) -> list[int] | None:
     except (SyntaxError, ValueError, RecursionError):
         return None
     if isinstance(found, int):
-        return [int(layer % found == 0) for layer in range(layers)] if found > 0 else None
+        # More layers than any model may have are refused later.
+        return [int(layer % found == 0) for layer in range(min(layers, MOST_LAYERS))] if found > 0 else None
     return found[:layers]
 
 
@@ -189,7 +191,7 @@ def _listed(node: ast.expr) -> int | list[int]:
             isinstance(node.op, ast.Mult)
             and isinstance(left, list)
             and isinstance(right, int)
-            and right <= 4096
+            and len(left) * right <= MOST_LAYERS
         ):
             return left * right
     raise ValueError("not a pattern of layers")

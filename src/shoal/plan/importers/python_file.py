@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +47,8 @@ class Script:
 def read_python(text: str) -> Script:
     """``ValueError`` in one line where it is no Python."""
     try:
-        tree = ast.parse(text)
+        with warnings.catch_warnings(action="ignore"):  # a literal that is odd, and legal
+            tree = ast.parse(text)
         reader = _Reader()
         reader.visit(tree)
     except SyntaxError as error:
