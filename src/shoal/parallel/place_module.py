@@ -20,6 +20,7 @@ from shoal.facts.layout import Layout
 from shoal.facts.layout.parameter_groups import DENSE, ParameterGroup, RankGroup, parameter_groups
 from shoal.facts.model.tensor_split import Box, TensorPart
 from shoal.facts.problem import BadInput
+from shoal.parallel.batch_norm import batch_norms, share_statistics
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.module_blocks import innermost
 from shoal.parallel.recompute import recompute
@@ -132,6 +133,8 @@ def place_module(
         _shard(module, blocks, mesh, alone, arrived)
     take_in(tensors_of(module), mesh.device, arrived)
     everywhere = whole_everywhere(layout)
+    if (norms := batch_norms(module)) and (group := mesh.group_of(everywhere.replicated)) is not None:
+        share_statistics(norms, group, everywhere.replicated.size)
 
     def held(name: str, parameter: nn.Parameter) -> HeldParameter:
         shape = tuple(parameter.shape)
