@@ -54,6 +54,7 @@ class PlacedModule:
         self._sharded = {
             one.label: one.parameter for one in _held(gradients) if isinstance(one.parameter, DTensor)
         }
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of all that a checkpoint has, as a whole
         self.tensor_ranks: dist.ProcessGroup | None = None
         self.summed: list[Shard] = []  # of which each tensor rank has a part of the gradient
         self._reached: set[str] = set()
@@ -156,9 +157,11 @@ def place_module(
             one.parameter.grad_dtype = one.parameter.dtype
     gradients = _reducer(module, trained, mesh, tune)
     kept = [_kept(one, mesh) for one in every if not one.parameter.requires_grad]
-    kept += [_kept(held(name, cast(nn.Parameter, buffer)), mesh) for name, buffer in _buffers(module)]
+    buffers = [held(name, cast(nn.Parameter, buffer)) for name, buffer in _buffers(module)]
+    kept += [_kept(one, mesh) for one in buffers]
     names = [one.name for one in trained]
     placed = PlacedModule(module, blocks, gradients, [one for one in kept if one is not None], names)
+    placed.shapes = {one.name: one.part.box.whole for one in (*every, *buffers)}
     placed.tensor_ranks = mesh.group("tp")
     placed.summed = [piece for piece in placed.pieces if piece.name in summed]
     return placed
