@@ -20,6 +20,7 @@ from shoal.facts.layout import Layout
 from shoal.facts.layout.parameter_groups import DENSE, ParameterGroup, RankGroup, parameter_groups
 from shoal.facts.model.tensor_split import Box, TensorPart
 from shoal.facts.problem import BadInput
+from shoal.parallel.batch_norm import batch_norms, share_statistics
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.module_blocks import innermost
 from shoal.parallel.recompute import recompute
@@ -53,6 +54,7 @@ class PlacedModule:
         self._sharded = {
             one.label: one.parameter for one in _held(gradients) if isinstance(one.parameter, DTensor)
         }
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of all that a checkpoint has, as a whole
         self.tensor_ranks: dist.ProcessGroup | None = None
         self.summed: list[Shard] = []  # of which each tensor rank has a part of the gradient
         self._reached: set[str] = set()
@@ -132,6 +134,8 @@ def place_module(
         _shard(module, blocks, mesh, alone, arrived)
     take_in(tensors_of(module), mesh.device, arrived)
     everywhere = whole_everywhere(layout)
+    if (norms := batch_norms(module)) and (group := mesh.group_of(everywhere.replicated)) is not None:
+        share_statistics(norms, group, everywhere.replicated.size)
 
     def held(name: str, parameter: nn.Parameter) -> HeldParameter:
         shape = tuple(parameter.shape)
@@ -153,9 +157,11 @@ def place_module(
             one.parameter.grad_dtype = one.parameter.dtype
     gradients = _reducer(module, trained, mesh, tune)
     kept = [_kept(one, mesh) for one in every if not one.parameter.requires_grad]
-    kept += [_kept(held(name, cast(nn.Parameter, buffer)), mesh) for name, buffer in _buffers(module)]
+    buffers = [held(name, cast(nn.Parameter, buffer)) for name, buffer in _buffers(module)]
+    kept += [_kept(one, mesh) for one in buffers]
     names = [one.name for one in trained]
     placed = PlacedModule(module, blocks, gradients, [one for one in kept if one is not None], names)
+    placed.shapes = {one.name: one.part.box.whole for one in (*every, *buffers)}
     placed.tensor_ranks = mesh.group("tp")
     placed.summed = [piece for piece in placed.pieces if piece.name in summed]
     return placed

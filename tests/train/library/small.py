@@ -21,6 +21,7 @@ from shoal.parallel.shards import piece_boxes
 
 ROWS, BATCH, SEQ, VOCAB = 24, 8, 10, 97
 STEPS = 3
+IMAGES = ("vision", "batchnorm")
 
 
 class Residual(nn.Module):
@@ -37,16 +38,18 @@ class Residual(nn.Module):
 class Vision(nn.Module):
     """A network of images, with a scalar and a part that no loss reaches."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: type[nn.Module] = nn.Identity) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 6, 3, stride=2)
+        # A batch norm takes a bias away again, and leaves its gradient nothing but noise.
+        self.stem = nn.Conv2d(3, 6, 3, stride=2, bias=norm is nn.Identity)
+        self.norm = norm(6)
         self.stages = nn.Sequential(Residual(6), Residual(6), Residual(6))
         self.head = nn.Linear(6, 5)
         self.temperature = nn.Parameter(torch.tensor(1.5))
         self.unused = nn.Linear(4, 4)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.temperature * self.head(self.stages(self.stem(images)).mean((2, 3)))
+        return self.temperature * self.head(self.stages(self.norm(self.stem(images))).mean((2, 3)))
 
 
 def image_loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
@@ -68,6 +71,8 @@ def build(kind: str, exact: bool = True) -> nn.Module:
     torch.manual_seed(5)
     if kind == "vision":
         return Vision().double()
+    if kind == "batchnorm":
+        return Vision(nn.BatchNorm2d).double()
     if kind in ("llama", "qwen3"):
         family: Any = LlamaConfig if kind == "llama" else Qwen3Config
         config: Any = family(
@@ -108,7 +113,7 @@ def rows(kind: str) -> list[Any]:
     generator = torch.Generator().manual_seed(7)
     found: list[Any] = []
     for number in range(ROWS):
-        if kind == "vision":
+        if kind in IMAGES:
             image = torch.randn(3, 9, 9, generator=generator, dtype=torch.float64)
             found.append((image, torch.tensor(number % 5)))
             continue
@@ -196,7 +201,7 @@ def train(rank: int, world: int, case: Case, steps: int = STEPS) -> Result:
                 optimizer.zero_grad()  # as scripts have it
                 loss = own_loop(run, model, batch, case)
             else:
-                loss = run.step(model, batch, loss=image_loss if case.kind == "vision" else None)
+                loss = run.step(model, batch, loss=image_loss if case.kind in IMAGES else None)
             losses.append(float(loss))
             norms.append(float(run.grad_norm))
         return Result(losses, norms, pieces_of(run))
@@ -232,7 +237,7 @@ def plain(
         for part in range(parts):
             own = numbers[part * BATCH // parts : (part + 1) * BATCH // parts]
             batch = torch.utils.data.default_collate([data[number] for number in own])
-            if case.kind == "vision":
+            if case.kind in IMAGES:
                 loss = F.cross_entropy(model(batch[0]), batch[1])
             else:
                 loss = model(**batch).loss

@@ -24,6 +24,8 @@ WORLD_2 = [
     Case("llama", "fsdp=2,micro=1", own="count", clip=0.5),
     Case("gpt2", "fsdp=2", wrap=2000),
     Case("llama", "fsdp=2", wrap=("model.embed_tokens", "LlamaMLP")),
+    Case("batchnorm", "dp=2"),
+    Case("batchnorm", "fsdp=2"),
     Case("llama", "tp=2,micro=4", clip=0.5),
     Case("qwen3", "tp=2,recompute=full"),
     Case("vision", "tp=2", plan=(("head", "colwise_gather_output"),)),

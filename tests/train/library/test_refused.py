@@ -193,6 +193,23 @@ def test_a_loader_keeps_its_batch_size_and_what_collates() -> None:
         StepLoader.of(torch.utils.data.DataLoader(rows("vision"), 6, sampler=weighted), Share(0, 1, 6, 0))
 
 
+def test_lists_of_numbers_are_tensors() -> None:
+    data = [{"input_ids": [row, 1, 2], "text": "a"} for row in range(4)]
+    batch = next(iter(StepLoader(data, Share(0, 1, 2, 0), False, None)))
+    assert batch["input_ids"].tolist() == [[0, 1, 2], [1, 1, 2]] and batch["text"] == ["a", "a"]
+
+
+def test_steps_end_with_the_data(run: shoal.Run) -> None:
+    model = Vision().double()
+    model, _, loader = run.prepare(model, sgd(model), iter(rows("vision")))
+    taken = [run.step(model, batch, loss=image_loss) for batch in run.steps(loader, total=100)]
+    assert len(taken) == 24
+    with shoal.run("dp=1", batch=99) as short, pytest.raises(BadInput, match="fewer rows"):
+        model = Vision()
+        _, _, loader = short.prepare(model, sgd(model), rows("vision"))
+        list(short.steps(loader, total=1))
+
+
 def test_a_stream_is_read_by_all_and_shared_out() -> None:
     loaders = [StepLoader(iter(range(10)), Share(rank, 2, 4, 0), False, list) for rank in range(2)]
     assert [list(one) for one in loaders] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]

@@ -52,7 +52,7 @@ class StepLoader:
     ) -> None:
         self.share, self.shuffle = share, shuffle
         self.options: dict[str, Any] = {}
-        self.collate: Callable[[list[Any]], Any] = collate or default_collate
+        self.collate: Callable[[list[Any]], Any] = collate or collate_rows
         self.drop_last = False
         self.data = data
         self.streamed = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
@@ -134,6 +134,18 @@ class StepLoader:
                 continue
             yield self.collate([here[place] for place in places])
         self.done = 0
+
+
+def collate_rows(rows: list[Any]) -> Any:
+    """As torch collates, but that a row's list of numbers, as ``datasets`` has them, is a tensor."""
+    return default_collate([_as_tensors(row) for row in rows])
+
+
+def _as_tensors(row: Any) -> Any:
+    if isinstance(row, Mapping):
+        return {key: _as_tensors(value) for key, value in row.items()}
+    is_numbers = isinstance(row, list) and bool(row) and all(isinstance(one, int | float) for one in row)
+    return torch.tensor(row) if is_numbers else row
 
 
 def rows_of(batch: Any) -> int:

@@ -186,16 +186,19 @@ class Run:
         if not isinstance(loader, StepLoader):
             loader = self._loader(loader, False, None)
         while total is None or self.done < total:
-            begun = self.done
+            begun, came = self.done, False
             for batch in loader:
+                came = True
                 moved = to_device(batch, self.device)
                 self._moved = (moved, batch)
                 yield moved
                 if total is not None and self.done >= total:
                     return
-            if total is None:
+            if total is None or (loader.streamed and not came):
                 return
-            if self.done == begun and loader.epoch * len(loader) > self.done:
+            if not loader.streamed and not len(loader):
+                raise BadInput("the data has fewer rows than a batch", "more rows, or a smaller batch")
+            if came and self.done == begun:
                 raise BadInput(
                     "an epoch ended without a step", "run.step(model, batch), or run.update(), in the loop"
                 )

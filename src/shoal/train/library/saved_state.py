@@ -59,9 +59,9 @@ class ModuleState:
             name,
         )
         self.pieces = [*placed.pieces, *placed.kept]
-        self.shapes = dict(self._everywhere({piece.name: piece.box.whole for piece in self.pieces}))
+        self.shapes = placed.shapes
         self.views = {
-            name: [View(name, (0,) * len(shape), name, (0,) * len(shape), tuple(shape))]
+            name: [View(name, (0,) * len(shape), name, (0,) * len(shape), shape)]
             for name, shape in self.shapes.items()
         }
 
@@ -76,7 +76,6 @@ class ModuleState:
         if self.scheduler is not None:
             scalars[SCHEDULED] = float(self.scheduler.last_epoch)
         identity = {**self._identity(), MODULE_STATES: listed}
-        shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
         manifest = Manifest(
             step=step,
             samples=samples,
@@ -84,7 +83,7 @@ class ModuleState:
             identity=identity,
             recipe=identity_hash(identity),
             scalars=scalars,
-            shapes=shapes,
+            shapes=self.shapes,
             pieces=(),
         )
         mine = parts_by_views(self.views, self.pieces, self.mesh)
@@ -214,7 +213,6 @@ class ModuleState:
         return 0
 
     def _check_same(self, manifest: Manifest, where: str) -> None:
-        shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
         ours, theirs = self._identity(), manifest.identity
         for key, word in ((MODULE, "model"), (OPTIMIZER, "optimizer")):
             if ours[key] != theirs.get(key):
@@ -222,15 +220,11 @@ class ModuleState:
                     f"{where} is of the {word} {theirs.get(key)}, this script has {ours[key]}",
                     "the same script, or another dir=",
                 )
-        if manifest.shapes != shapes:
-            names = [
-                name
-                for name in {**shapes, **manifest.shapes}
-                if shapes.get(name) != manifest.shapes.get(name)
-            ]
-            name = names[0]
+        if manifest.shapes != self.shapes:
+            names = {**self.shapes, **manifest.shapes}
+            name = next(name for name in names if self.shapes.get(name) != manifest.shapes.get(name))
             raise BadInput(
-                f"{where}: {name} is {manifest.shapes.get(name)} there and {shapes.get(name)} in this model",
+                f"{where}: {name} is {manifest.shapes.get(name)} there and {self.shapes.get(name)} in this model",
                 "the same model, or another dir=",
             )
 
