@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.predict.counted import ask
 
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
+from shoal.facts.model.huggingface import write_config
+from shoal.facts.model.presets import PRESETS
 from shoal.prove.dryrun import dryrun, first_rank
 from shoal.prove.parity import Prover
 
@@ -78,6 +82,44 @@ def test_no_layout_changes_the_run(make_prover: Callable[..., Prover], layout: s
     lora = f"{{rank=3, alpha=6, targets={EVERY}}}".replace("'", '"')
     prover = make_prover("fp64", model__lora=lora)
     (verdict,) = prover.prove([Layout.parse(layout)]).verdicts
+    assert verdict.ok, verdict
+    assert verdict.max_grad_diff <= 1e-12
+
+
+OF_DORA = ("dp=2,micro=2", "fsdp=2", "tp=2,recompute=full", "tp=4,sp=0", "pp=2", "fsdp=2,tp=2")
+
+
+@pytest.mark.parametrize("layout", OF_DORA)
+def test_no_layout_changes_a_run_of_dora(make_prover: Callable[..., Prover], layout: str) -> None:
+    lora = f'{{kind="dora", rank=3, alpha=6, targets={EVERY}}}'.replace("'", '"')
+    (verdict,) = make_prover("fp64", model__lora=lora).prove([Layout.parse(layout)]).verdicts
+    assert verdict.ok, verdict
+    assert verdict.max_grad_diff <= 1e-12
+
+
+# Tensor ranks cut no block of 64 values: with tp=2 rows of 128 are two of them.
+BLOCKS_OF_64 = {
+    "layers": 2,
+    "hidden": 128,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 32,
+    "ffn": 128,
+    "vocab": 265,
+}
+OF_QLORA = ("dp=2,micro=2", "fsdp=2,recompute=selective", "tp=2,recompute=full", "pp=2", "fsdp=2,tp=2")
+
+
+@pytest.mark.parametrize("layout", OF_QLORA)
+def test_no_layout_changes_a_run_of_qlora(
+    make_prover: Callable[..., Prover], tmp_path: Path, layout: str
+) -> None:
+    shape = tmp_path / "config.json"
+    shape.write_text(json.dumps(write_config(PRESETS["tiny"].model_copy(update=BLOCKS_OF_64))))
+    lora = f'{{base="nf4", kind="dora", rank=3, alpha=6, targets={EVERY}}}'.replace("'", '"')
+    (verdict,) = (
+        make_prover("fp64", model__lora=lora, model__path=str(shape)).prove([Layout.parse(layout)]).verdicts
+    )
     assert verdict.ok, verdict
     assert verdict.max_grad_diff <= 1e-12
 
