@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 from tests.predict.counted import ask
 
+from shoal.facts.cluster.notation import find
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
 from shoal.facts.model.huggingface import write_config
 from shoal.facts.model.presets import PRESETS
+from shoal.facts.recipe import Recipe
+from shoal.predict.memory import ledger
+from shoal.predict.workload import Workload
 from shoal.prove.dryrun import dryrun, first_rank
 from shoal.prove.parity import Prover
 
@@ -63,6 +67,36 @@ MEMORY = [
     ("pp=2,micro=1,schedule=zb", EVERY, "bf16"),
     ("fsdp=2,pp=2,micro=1", ["q_proj", "v_proj"], "bf16"),
 ]
+
+
+PACKED = [
+    ("micro=1", EVERY),
+    ("fsdp=2,micro=1,recompute=full", EVERY),
+    ("fsdp=2,micro=1,recompute=full", ["q_proj", "v_proj"]),
+    ("tp=2,micro=1,recompute=selective", EVERY),
+    ("pp=2,micro=1", EVERY),
+]
+
+
+@pytest.mark.parametrize(("layout", "targets"), PACKED, ids=lambda value: str(value).replace("_proj", ""))
+def test_memory_and_traffic_of_four_bits_are_what_is_predicted(layout: str, targets: list[str]) -> None:
+    lora = Lora(rank=8, alpha=16, targets=targets, base="nf4")
+    workload = replace(ask(layout, {"layers": 4}, precision="bf16", batch=8), lora=lora)
+    seen = dryrun(workload, 0)
+    assert seen.traffic == seen.predicted_traffic
+    assert seen.memory.params == pytest.approx(seen.predicted.params, rel=1e-3)
+    assert seen.memory.peak_allocated == pytest.approx(seen.predicted.peak_allocated, rel=0.015)
+
+
+def test_an_8b_in_four_bits_is_planned_within_16_gib() -> None:
+    workload = Workload(
+        PRESETS["llama3-8b"],
+        find("1xH100"),
+        Recipe(seq=4096, batch=16, steps=1, precision="bf16"),
+        Layout.parse("micro=1,recompute=full"),
+        lora=Lora(rank=16, alpha=32, targets=EVERY, base="nf4"),
+    )
+    assert ledger(workload).device_p90 < 16 * 2**30
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,8 @@ def adapted_activations(
         repeated += 0.0 if kept.has_input else stream
         moments.insert(0, BlockPeak(repeated, 0))
         if adapters.base == "nf4":
-            product = 0.0 if has("down_proj") else inner
-            moments.insert(0, BlockPeak(repeated - whole + product + unpacked("down_proj", whole), 0))
+            made = whole if has("down_proj") else 0.0  # what is not there yet
+            moments.insert(0, BlockPeak(repeated - made + unpacked("down_proj", whole), 0))
     read = whole if any(map(has, INTO_MLP)) else 0.0
     # The last way in, beside what the others made of their gradients; its adapter has made its own.
     last = max(whole, unpacked("up_proj", whole))
