@@ -21,7 +21,7 @@ from shoal.facts.schedules.programs import bubble, in_flight, instructions, simu
 from shoal.plan.request import plan_request
 from shoal.predict.flops import flops_per_token
 from shoal.predict.memory import ledger, ledgers
-from shoal.predict.memory.micro_batch import micro_batch_bytes
+from shoal.predict.memory.micro_batch import BlockKind, micro_batch_bytes
 from shoal.predict.memory.states import rank_states
 from shoal.predict.time.bubble import idle
 from shoal.predict.time.links import ROUNDS
@@ -243,7 +243,7 @@ def kept(
 ) -> float:
     """Bytes that all blocks keep of a micro-batch."""
     workload = replace(asked(f"{command},recompute={recompute}", stack), compile=compile)
-    return workload.model.layers * micro_batch_bytes(workload).blocks[False, False].resting
+    return workload.model.layers * micro_batch_bytes(workload).blocks[BlockKind(False, False, False)].resting
 
 
 def a_token(model: str, stack: Stack) -> float:

@@ -1,4 +1,4 @@
-"""The three commands that the quickstart promises a newcomer, and examples/chat.toml: as written, but small."""
+"""The three commands that the quickstart promises a newcomer, and examples of fine-tuning: as written, but small."""
 
 from __future__ import annotations
 
@@ -108,6 +108,31 @@ def test_the_three_commands(files: Path, capsys: Output) -> None:
     shoal(*asked, "--temperature", "0", "--json")
     assert json.loads(capsys.readouterr().out)["text"] + "\n" == answer
     assert "within_documents = true" in (files / "runs/fish/config.toml").read_text()
+
+
+@pytest.mark.parametrize("name,layout", [("lora", "fsdp=2"), ("qlora", "dp=1,recompute=full")])
+def test_the_examples_for_adapters(files: Path, name: str, layout: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import LlamaForCausalLM
+
+    shape = LlamaForCausalLM.from_pretrained(files / "model").config
+    shape.hidden_size = shape.intermediate_size = 64  # the least that 4 bits take
+    shape.head_dim = 16
+    LlamaForCausalLM(shape).save_pretrained(files / "model")
+    places = {"model.init_from": files / "model", "data.source": files / "chat.jsonl"}
+    few = {"recipe.epochs": 1, "recipe.precision": "fp32"}
+    shoal("train", str(ROOT / "examples" / f"{name}.toml"), *small(**places, **few), "--layout", layout)
+    run = files / "runs" / name
+    shoal("checkpoint", "export", str(run), str(tmp_path / "adapter"), "--to", "peft")
+    shoal("checkpoint", "export", str(run), str(tmp_path / "merged"), "--to", "hf")
+    base, merged = map(LlamaForCausalLM.from_pretrained, (files / "model", tmp_path / "merged"))
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))(tokens).logits
+        ours = merged(tokens).logits
+    # What QLoRA merges into are the weights as 4 bits have them.
+    assert torch.allclose(adapted, ours, atol=1e-5) == (name == "lora")
+    assert torch.allclose(adapted, ours, atol=0.5)
 
 
 def test_the_example_for_conversations(files: Path, capsys: Output) -> None:

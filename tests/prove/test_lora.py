@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.predict.counted import ask
 
+from shoal.facts.cluster.notation import find
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
+from shoal.facts.model.huggingface import write_config
+from shoal.facts.model.presets import PRESETS
+from shoal.facts.recipe import Recipe
+from shoal.predict.memory import ledger
+from shoal.predict.workload import Workload
 from shoal.prove.dryrun import dryrun, first_rank
 from shoal.prove.parity import Prover
 
@@ -61,6 +69,36 @@ MEMORY = [
 ]
 
 
+PACKED = [
+    ("micro=1", EVERY),
+    ("fsdp=2,micro=1,recompute=full", EVERY),
+    ("fsdp=2,micro=1,recompute=full", ["q_proj", "v_proj"]),
+    ("tp=2,micro=1,recompute=selective", EVERY),
+    ("pp=2,micro=1", EVERY),
+]
+
+
+@pytest.mark.parametrize(("layout", "targets"), PACKED, ids=lambda value: str(value).replace("_proj", ""))
+def test_memory_and_traffic_of_four_bits_are_what_is_predicted(layout: str, targets: list[str]) -> None:
+    lora = Lora(rank=8, alpha=16, targets=targets, base="nf4")
+    workload = replace(ask(layout, {"layers": 4}, precision="bf16", batch=8), lora=lora)
+    seen = dryrun(workload, 0)
+    assert seen.traffic == seen.predicted_traffic
+    assert seen.memory.params == pytest.approx(seen.predicted.params, rel=1e-3)
+    assert seen.memory.peak_allocated == pytest.approx(seen.predicted.peak_allocated, rel=0.015)
+
+
+def test_an_8b_in_four_bits_is_planned_within_16_gib() -> None:
+    workload = Workload(
+        PRESETS["llama3-8b"],
+        find("1xH100"),
+        Recipe(seq=4096, batch=16, steps=1, precision="bf16"),
+        Layout.parse("micro=1,recompute=full"),
+        lora=Lora(rank=16, alpha=32, targets=EVERY, base="nf4"),
+    )
+    assert ledger(workload).device_p90 < 16 * 2**30
+
+
 @pytest.mark.parametrize(
     ("layout", "targets", "precision"), MEMORY, ids=lambda value: str(value).replace("_proj", "")
 )
@@ -78,6 +116,44 @@ def test_no_layout_changes_the_run(make_prover: Callable[..., Prover], layout: s
     lora = f"{{rank=3, alpha=6, targets={EVERY}}}".replace("'", '"')
     prover = make_prover("fp64", model__lora=lora)
     (verdict,) = prover.prove([Layout.parse(layout)]).verdicts
+    assert verdict.ok, verdict
+    assert verdict.max_grad_diff <= 1e-12
+
+
+OF_DORA = ("dp=2,micro=2", "fsdp=2", "tp=2,recompute=full", "tp=4,sp=0", "pp=2", "fsdp=2,tp=2")
+
+
+@pytest.mark.parametrize("layout", OF_DORA)
+def test_no_layout_changes_a_run_of_dora(make_prover: Callable[..., Prover], layout: str) -> None:
+    lora = f'{{kind="dora", rank=3, alpha=6, targets={EVERY}}}'.replace("'", '"')
+    (verdict,) = make_prover("fp64", model__lora=lora).prove([Layout.parse(layout)]).verdicts
+    assert verdict.ok, verdict
+    assert verdict.max_grad_diff <= 1e-12
+
+
+# Tensor ranks cut no block of 64 values: with tp=2 rows of 128 are two of them.
+BLOCKS_OF_64 = {
+    "layers": 2,
+    "hidden": 128,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 32,
+    "ffn": 128,
+    "vocab": 265,
+}
+OF_QLORA = ("dp=2,micro=2", "fsdp=2,recompute=selective", "tp=2,recompute=full", "pp=2", "fsdp=2,tp=2")
+
+
+@pytest.mark.parametrize("layout", OF_QLORA)
+def test_no_layout_changes_a_run_of_qlora(
+    make_prover: Callable[..., Prover], tmp_path: Path, layout: str
+) -> None:
+    shape = tmp_path / "config.json"
+    shape.write_text(json.dumps(write_config(PRESETS["tiny"].model_copy(update=BLOCKS_OF_64))))
+    lora = f'{{base="nf4", kind="dora", rank=3, alpha=6, targets={EVERY}}}'.replace("'", '"')
+    (verdict,) = (
+        make_prover("fp64", model__lora=lora, model__path=str(shape)).prove([Layout.parse(layout)]).verdicts
+    )
     assert verdict.ok, verdict
     assert verdict.max_grad_diff <= 1e-12
 

@@ -11,6 +11,7 @@ from shoal.facts.layout import DEGREES, Layout, divisors, printed
 from shoal.facts.layout.offload import waiting
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import BLOCKS, block_parameters, llama_parameters
+from shoal.facts.nf4 import BLOCK, cut_blocks
 from shoal.facts.optimizers import WHOLE
 from shoal.facts.problem import BadInput, Problem
 
@@ -33,6 +34,8 @@ def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem
     lacking += _unmatched_groups(config, model) if model else ()
     if model is not None and model.experts is None and config.model.lora is not None:
         lacking += _unmatched_targets(config.model.lora, model)
+        if config.model.lora.base == "nf4":
+            lacking += _cut_blocks(model, layout)
     return [*lacking, *(_beside_servers(config, model, layout) if config.server.servers else ())]
 
 
@@ -152,6 +155,19 @@ def _unmatched_targets(lora: Lora, model: Model) -> Iterator[Problem]:
         yield Problem(
             f"model.lora.targets: {model.name} has no projection {wrong[0]!r}",
             f"some of {', '.join(projections)}",
+            "model.lora",
+        )
+
+
+def _cut_blocks(model: Model, layout: Layout) -> Iterator[Problem]:
+    """Projections that cannot be packed in blocks of 64 values, or of which tensor ranks would cut one."""
+    if wrong := next(cut_blocks(model, layout), None):
+        whole = next(cut_blocks(model, Layout()), None)
+        fix = "a smaller tp" if whole is None else 'base = "bf16"'
+        yield Problem(
+            f'model.lora.base = "nf4": {wrong} of {model.name} has rows that {BLOCK} values do not divide'
+            + ("" if layout.tp == 1 else f" with tp={layout.tp}"),
+            fix,
             "model.lora",
         )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import LORA_FACTORS
+from shoal.facts.model.parameters import LORA_FACTORS, MAGNITUDE
 from shoal.models import random
 
 # The projections of a block that write to the residual stream: attention's, and the MLP's or every expert's.
@@ -23,6 +23,10 @@ class Slice(NamedTuple):
     local: Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
+
+
+# Called with what a rank updates, to give it its first values: canonical names, and the boxes of those parameters.
+Fill = Callable[[list[tuple[str, Slice]]], None]
 
 
 def whole(name: str, parameter: Tensor) -> Slice:
@@ -56,7 +60,7 @@ def fill(slices: Iterable[tuple[str, Slice]], model: Model, seed: int) -> None:
         elif name.endswith(f"{LORA_FACTORS[0]}.weight"):
             std = 1 / math.sqrt(3 * global_shape[1])
             random.fill_normal_(local, random.key(seed, 0, name), std, global_shape, offset)
-        elif name.endswith("norm.weight"):
+        elif name.endswith(("norm.weight", MAGNITUDE)):
             local.fill_(1)
         else:
             std = model.init_std / math.sqrt(2 * model.layers) if name.endswith(RESIDUAL) else model.init_std

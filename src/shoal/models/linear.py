@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.models.float8 import WeightScales
+from shoal.models.nf4 import PACKED, PackedProduct, unpack
 
 T = TypeVar("T")
 
@@ -79,7 +80,8 @@ class Linear(nn.Linear):
     1. ``product``: how x·Wᵀ and its two gradients are computed.
     2. ``defer``: is offered a weight's gradient before it is computed, and takes it (True) to have it computed later.
     3. ``lora_A``, ``lora_B``: a low-rank pair beside a frozen weight (``models/lora.py``), whose output for the same x
-       is added, times ``lora_scale``.
+       is added, times ``lora_scale``. With ``lora_magnitude_vector`` (DoRA) every output is then divided by the length
+       of its row of the sum of both, and multiplied by a trained one.
     4. ``reduce``: makes a whole of the result where the weight is one rank's part. The bias, which is whole, comes
        after it.
 
@@ -89,12 +91,16 @@ class Linear(nn.Linear):
     product: TransformSlot[MatrixProduct] = TransformSlot(PlainProduct())
     defer: TransformSlot[Callable[[WeightGradient], bool] | None] = TransformSlot(None)
     reduce: TransformSlot[Callable[[Tensor], Tensor] | None] = TransformSlot(None)
+    # Sums over the ranks that have other inputs of the same rows, for these rows' lengths.
+    sum_rows: TransformSlot[Callable[[Tensor], Tensor] | None] = TransformSlot(None)
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
         super().__init__(inputs, outputs, bias)
         self.lora_A: Linear | None = None
         self.lora_B: Linear | None = None
         self.lora_scale = 1.0
+        self.lora_magnitude_vector: nn.Parameter | None
+        self.register_parameter("lora_magnitude_vector", None)
         # Kept true, whenever weights change, by what sets a product that needs them.
         self.weight_scales: WeightScales | None = None
         # The weight as its product takes it, where it came so (``parallel/float8_gather.py``).
@@ -104,25 +110,56 @@ class Linear(nn.Linear):
         """No values yet: ``initial.initialise`` or a checkpoint gives them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.reduce is None:
+        if self.reduce is None and self.lora_magnitude_vector is None:
             return self.multiply(x, self.bias)
-        output = self.reduce(self.multiply(x, None))
+        output = self.multiply(x, None)
+        if self.reduce is not None:
+            output = self.reduce(output)
         return output if self.bias is None else output + self.bias.to(x.dtype)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         bias = None if bias is None else bias.to(x.dtype)
+        if self.weight.dtype == PACKED:
+            output = PackedProduct.apply(x, self.weight, bias)
+            return self.adapt(x, output, self.weight)
         weight = self.weight.to(x.dtype)
         if self.defer is None and isinstance(self.product, PlainProduct):
             output = self.product(x, weight, bias)  # autograd's own parts cost the host less
         else:
             scales = self.weight_scales or (None, None)
             output = _InParts.apply(x, weight, bias, self, *scales, self.rounded_weight)
+        return self.adapt(x, output, weight)
+
+    def adapt(self, x: Tensor, output: Tensor, weight: Tensor) -> Tensor:
+        """What adapters make of x, added."""
         if self.lora_A is not None and self.lora_B is not None:
             narrow, out = self.lora_A(x), self.lora_B.weight.to(x.dtype)
             # Added as it is computed: the second product has no tensor of its own.
             flat = torch.addmm(output.flatten(0, -2), narrow.flatten(0, -2), out.T, alpha=self.lora_scale)
             output = flat.view(output.shape)
+        if self.lora_magnitude_vector is not None:
+            lengths = self.lora_magnitude_vector.to(wide_type(x.dtype))
+            output = output * (lengths / self.row_lengths(weight)).to(x.dtype)
         return output
+
+    @torch.no_grad()
+    def row_lengths(self, weight: Tensor) -> Tensor:
+        """Of W + scale · B·A, without that sum: |w|² + 2·scale·(w·a) b + scale²·b (a·a) b. They have no gradient."""
+        assert self.lora_A is not None and self.lora_B is not None
+        if weight.dtype == PACKED:
+            weight = unpack(weight, self.lora_A.weight.dtype)
+        wide = wide_type(weight.dtype)
+        into, out = self.lora_A.weight.to(weight.dtype), self.lora_B.weight.to(wide)
+        squares = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
+        across = 2 * self.lora_scale * (F.linear(weight, into).to(wide) * out).sum(1)
+        own = self.lora_scale**2 * ((out @ F.linear(into.to(wide), into.to(wide))) * out).sum(1)
+        found = squares + across + own
+        return (found if self.sum_rows is None else self.sum_rows(found)).sqrt()
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """What lengths are computed in: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class WeightGradient(NamedTuple):

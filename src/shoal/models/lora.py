@@ -1,4 +1,4 @@
-"""LoRA: a low-rank pair beside each targeted projection of every block, trained while all else is frozen.
+"""LoRA and DoRA: a low-rank pair beside each targeted projection of every block, trained while all else is frozen.
 
 The pair is part of its projection (``models/linear.py``), so that tensor ranks, recomputation and compilation treat it
 as they treat the projection: facts say how tensor ranks split each of the two (``facts/model/parameters.adapters``).
@@ -25,3 +25,6 @@ def add_adapters(network: Network, adapters: Adapters) -> None:
                     out = Linear(adapters.rank, module.out_features, bias=False)
                 module.lora_A, module.lora_B = into.to(dtype), out.to(dtype)
                 module.lora_scale = adapters.scale
+                if adapters.kind == "dora":
+                    lengths = torch.empty(module.out_features, dtype=dtype, device="meta")
+                    module.lora_magnitude_vector = torch.nn.Parameter(lengths)

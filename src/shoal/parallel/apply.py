@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,8 @@ from shoal.facts.layout.parameter_groups import (
 from shoal.facts.recipe import Scaling
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.models.decoder import Network
-from shoal.models.initial import Slice
+from shoal.models.initial import Fill, Slice
+from shoal.models.nf4 import PACKED
 from shoal.parallel import experts, tensor
 from shoal.parallel.compile import CompiledBlocks
 from shoal.parallel.context import split_sequence
@@ -32,6 +32,7 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.activations import ActivationOffload
 from shoal.parallel.offload.host_memory import HostMemory
 from shoal.parallel.offload.states import OffloadedStates
+from shoal.parallel.packed import fill_packed, pack_weights
 from shoal.parallel.pipeline import my_stages
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
@@ -52,9 +53,6 @@ from shoal.parallel.shared_gradients import SharedGradients
 from shoal.parallel.stage_module import StageModule, materialize, split_stages
 from shoal.parallel.strict import StrictReducer
 from shoal.parallel.zero import ShardedStates
-
-# Called with what a rank updates, to give it its first values: canonical names, and the boxes of those parameters.
-Fill = Callable[[list[tuple[str, Slice]]], None]
 
 
 @dataclass
@@ -112,8 +110,9 @@ class Placed:
 
     def fill_frozen(self, give: Fill) -> None:
         """Give the frozen weights their values, which no checkpoint has."""
-        if self.frozen:
-            give(self.frozen)
+        fill_packed(self.frozen, give)
+        if plain := [one for one in self.frozen if one[1].local.dtype != PACKED]:
+            give(plain)
 
     def after_update(self, copied: bool = False, returned: bool = False) -> None:
         """The pieces have new values: so have, on all ranks, the weights that the network reads.
@@ -177,6 +176,10 @@ def apply(
     if (group := mesh.group("tp")) is not None:
         for segment in segments:
             tensor.split(segment.network, model, layout.tp, mesh.coords["tp"], group, layout.sp)
+
+    # What is frozen in 4 bits: blocks of 64 values are not cut, so that bytes are the same however a weight is.
+    if model.adapters is not None and model.adapters.base == "nf4":
+        pack_weights(blocks)
 
     # Context: of every row this rank's tokens, and attention to all of them.
     split_sequence(blocks, mesh)

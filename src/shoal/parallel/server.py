@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shoal.facts.layout import Layout
 from shoal.facts.layout.served import ServedRange, elements, served_ranges
 from shoal.models.decoder import Network
-from shoal.parallel.apply import Fill
+from shoal.models.initial import Fill
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pipeline import my_stages
 from shoal.parallel.shards import HeldParameter, Shard, held_parameters, piece_slices

@@ -33,7 +33,9 @@ from shoal.facts.config import TuneSection
 from shoal.facts.layout.buckets import Unit, even_share, sharded_dimension, units
 from shoal.facts.layout.parameter_groups import EXPERTS, ParameterGroup
 from shoal.facts.layout.updates import rows_of_each
+from shoal.facts.nf4 import unpacked_width
 from shoal.models.initial import Slice
+from shoal.models.nf4 import PACKED
 from shoal.parallel.experts import mixtures
 from shoal.parallel.float8_gather import Float8Gather
 from shoal.parallel.mesh import Mesh
@@ -125,7 +127,16 @@ def _unsharded(module: nn.Module) -> list[nn.Parameter]:
 
 def _elements(modules: Iterable[nn.Module], but: Collection[nn.Parameter] = ()) -> int:
     found = (parameter for module in modules for parameter in _unsharded(module))
-    return sum(parameter.numel() for parameter in found if parameter not in but)
+    return sum(_values(parameter) for parameter in found if parameter not in but)
+
+
+def _values(parameter: nn.Parameter) -> int:
+    """Of one that is packed, those that its bytes stand for."""
+    return (
+        parameter.numel()
+        if parameter.dtype != PACKED
+        else len(parameter) * unpacked_width(parameter.shape[1])
+    )
 
 
 def _cut_stack(ranks: int) -> Callable[[nn.Parameter], ShardOf]:
@@ -277,8 +288,19 @@ def piece(held: HeldParameter, mesh: Mesh) -> Shard:
 
 def frozen_weights(held: Iterable[HeldParameter], mesh: Mesh) -> list[tuple[str, Slice]]:
     """Of frozen parameters, which FSDP gathers: what rests here."""
-    pieces = (piece(one, mesh) for one in held)
-    return [(own.name, _slice(own)) for own in pieces if own.start < own.stop]
+    found = []
+    for one in held:
+        if one.parameter.dtype == PACKED:
+            found.append((one.name, _packed_rows(one, mesh)))
+        elif (own := piece(one, mesh)).start < own.stop:
+            found.append((own.name, _slice(own)))
+    return [(name, part) for name, part in found if part.local.numel()]
+
+
+def _packed_rows(held: HeldParameter, mesh: Mesh) -> Slice:
+    ranks, index, box = held.group.sharded.size, mesh.index_in(held.group.sharded), held.part.box
+    first = min(index * even_share(box.shape[0], ranks), box.shape[0])
+    return Slice(_local(held.parameter), box.whole, (box.offset[0] + first, *box.offset[1:]))
 
 
 def _slice(piece: Shard) -> Slice:

@@ -61,11 +61,13 @@ def split_block(block: Block, stream: TensorRegion) -> None:
     attention, mlp = block.self_attn, block.mlp
     attention.register_forward_pre_hook(entering(stream))
     attention.o_proj.reduce = stream.leave
+    attention.o_proj.sum_rows = stream.total
     if isinstance(mlp, MixtureOfExperts):
         split_mixture(mlp, stream)
     else:
         mlp.register_forward_pre_hook(entering(stream))
         mlp.down_proj.reduce = stream.leave
+        mlp.down_proj.sum_rows = stream.total
     for dropout in (block.attention_dropout, block.mlp_dropout):
         dropout.register_forward_pre_hook(at_local_positions(stream))
 

@@ -43,6 +43,10 @@ class TensorRegion:
         summed: Tensor = (Scatter if self.sp else SumForward).apply(partial, self.group, self.ranks)
         return summed
 
+    def total(self, partial: Tensor) -> Tensor:
+        """The sum of all ranks' values, which have no gradient."""
+        return all_reduce(partial, self.group)
+
     def local(self, places: Tensor) -> Tensor:
         """The columns of [B, T] that belong to the tokens this rank keeps."""
         if not self.sp:

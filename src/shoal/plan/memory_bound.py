@@ -23,6 +23,7 @@ from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.offload import waiting
 from shoal.facts.layout.parameter_groups import placement
 from shoal.facts.model import Model
+from shoal.facts.nf4 import WIDTH
 from shoal.facts.recipe import Recipe
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.plan.space import (
@@ -243,7 +244,7 @@ class MemoryBound:
         """
         updated_away = waiting(offload, "optimizer") is not None
         hold = self.in_shards if sharded and not updated_away else self.hold
-        each = hold.weight if self.lora is None else hold.frozen
+        each = hold.weight if self.lora is None else hold.frozen if self.lora.base != "nf4" else float(WIDTH)
         weight = each * (sizes.share if sharded else sizes.whole)
         if waiting(offload, "params"):
             weight = 0.0

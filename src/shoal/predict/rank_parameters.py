@@ -14,7 +14,7 @@ from shoal.facts.layout import Layout
 from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind, sharded_dimension
 from shoal.facts.layout.float8 import gathered_alike
 from shoal.facts.layout.stages import Stage, cut, rank_of_stage, stages_of_rank
-from shoal.facts.model import Model
+from shoal.facts.model import Adapters, Model
 from shoal.facts.model.parameters import (
     BLOCKS,
     HEAD,
@@ -23,6 +23,7 @@ from shoal.facts.model.parameters import (
     block_parameters,
     end_parameters,
     expert_parameters,
+    is_adapter,
     stacked_experts,
 )
 from shoal.facts.model.tensor_split import SummedOver, summed_over, tensor_part
@@ -221,21 +222,19 @@ def in_layer(name: str, layer: int) -> str:
 
 # Trained parameters.
 
-AdapterKey = tuple[int, tuple[str, ...]]
 
-
-def adapter_key(lora: Lora | None) -> AdapterKey | None:
+def adapter_key(lora: Lora | None) -> Adapters | None:
     """What matters of LoRA here, as a key that can be hashed."""
-    return None if lora is None else (lora.rank, tuple(lora.targets))
+    return None if lora is None else lora.adapters
 
 
 @cache
-def _factors(model: Model, experts: bool, lora: AdapterKey, tp: int, sp: bool, index: int = 0) -> Component:
+def _factors(model: Model, experts: bool, lora: Adapters, tp: int, sp: bool, index: int = 0) -> Component:
     """LoRA's, of one block."""
     return component_of(
         tensor_on(factor, tp, sp, index)
         for parameter in block_parameters(model, experts)
-        for factor in adapters(parameter, *lora)
+        for factor in adapters(parameter, lora)
     )
 
 
@@ -303,7 +302,7 @@ class ParameterCount(NamedTuple):
     share: int = 0  # the rows of them, padded, that each of the ranks that shard them keeps
     trained: int = 0
     trained_share: int = 0
-    projections: int = 0  # of a block: what is gathered in fp8 where products are in it (``zero=3``)
+    projections: int = 0  # of a block: what is gathered in fp8 or NF4, where anything is; what rests in NF4
 
     def times(self, count: int) -> ParameterCount:
         return ParameterCount(*(count * value for value in self))
@@ -329,13 +328,13 @@ def total(counts: Iterable[ParameterCount]) -> ParameterCount:
 
 
 @lru_cache(maxsize=4096)
-def block_count(
-    model: Model, experts: bool, degrees: ShardDegrees, lora: AdapterKey | None
-) -> ParameterCount:
+def block_count(model: Model, experts: bool, degrees: ShardDegrees, lora: Adapters | None) -> ParameterCount:
     """One block, with routed experts or with an ordinary MLP."""
     body = _body(model, degrees.tp, False, 0)
     found = _counted(body.sparse if experts else body.dense, degrees.ranks, lora is None)
-    found = found._replace(projections=projections(body.sparse if experts else body.dense, degrees.ranks))
+    found = found._replace(
+        projections=narrow_elements(body.sparse if experts else body.dense, degrees.ranks, lora)
+    )
     if experts and model.experts:
         stack = _counted(_stack(model, degrees.tp, degrees.ep), degrees.expert_ranks, lora is None)
         found = total((found, stack))
@@ -379,6 +378,18 @@ def padded(component: Component, ranks: int) -> int:
 def projections(block: Component, ranks: int) -> int:
     """Elements of a block that such ranks gather in fp8."""
     return sum(tensor.size for tensor in block.tensors if is_projection(tensor, ranks))
+
+
+def narrow_elements(component: Component, ranks: int, lora: Adapters | None) -> int:
+    """Elements of a block, padded, that such ranks gather in less than the compute precision; if they do in any."""
+    if lora is None or lora.base != "nf4":
+        return projections(component, ranks)
+    return sum(padded_size(tensor, ranks) for tensor in component.tensors if in_four_bits(tensor))
+
+
+def in_four_bits(tensor: RankTensor) -> bool:
+    """Of a run that freezes weights so (``facts/nf4.py``)."""
+    return tensor.name.startswith(BLOCKS) and len(tensor.shape) == 2 and not is_adapter(tensor.name)
 
 
 def is_projection(tensor: RankTensor, ranks: int) -> bool:

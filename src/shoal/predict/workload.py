@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from shoal.facts import nf4
 from shoal.facts.bytes_per_parameter import takes_narrow_gradients
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL, Stack
 from shoal.facts.compilation import compilation
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout
+from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.parameter_groups import ParameterGroup, RankGroup, communicators, parameter_groups
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
@@ -37,6 +39,13 @@ class Workload:
         if self.lora is None:
             return self.model
         return self.model.model_copy(update={"adapters": self.lora.adapters})
+
+    @cached_property
+    def gathered_width(self) -> float:
+        """Bytes of a value of a projection as ranks that share it out gather it."""
+        if self.lora is not None and self.lora.base == "nf4":
+            return float(nf4.WIDTH)
+        return gathered_width(self.recipe)
 
     @cached_property
     def compiled(self) -> bool:

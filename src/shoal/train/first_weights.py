@@ -10,15 +10,15 @@ from shoal.facts.optimizers import AVERAGE
 from shoal.facts.problem import BadInput
 from shoal.models import initial
 from shoal.models.huggingface import WeightFiles, fill_slices
-from shoal.models.initial import Slice
-from shoal.parallel.apply import Fill
+from shoal.models.initial import Fill, Slice
 from shoal.plan.resolve import Job
 from shoal.train.checkpoint.listing import newest_sound
 from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.fingerprint import weights_fingerprint
 from shoal.train.huggingface.peft_files import PeftFiles
-from shoal.train.merged import merged
+from shoal.train.merged import in_nf4, merged, with_lengths
+from shoal.train.program import compute_dtype
 from shoal.train.run_directory import WEIGHTS, WEIGHTS_HASH
 
 NO_AVERAGE = "the weights themselves: leave out --ema, or set evaluate.ema = false"
@@ -29,6 +29,9 @@ def first_weights(job: Job) -> Fill:
     config = job.config.model
     base = _base(config.init_from, job.model, job.config.recipe.seed)
     adapters = _base(None, job.model, job.config.recipe.seed)
+    if config.lora is not None and config.lora.kind == "dora":
+        used = in_nf4(base, job.model) if config.lora.base == "nf4" else base
+        adapters = with_lengths(adapters, used, job.model, compute_dtype(job.config.recipe))
     if config.lora is not None and config.lora.init_from is not None:
         adapters = PeftFiles(Path(config.lora.init_from).expanduser(), job.network).fill
 
@@ -100,7 +103,10 @@ def merged_weights(checkpoint: Checkpoint, state: str = "weight") -> Fill:
             "which are not there, or are others now",
             "put them back",
         )
-    return merged(checkpoint, model, _base(origin, model.base, manifest.identity["recipe.seed"]), state)
+    base = _base(origin, model.base, manifest.identity["recipe.seed"])
+    if model.adapters is not None and model.adapters.base == "nf4":
+        base = in_nf4(base, model)
+    return merged(checkpoint, model, base, state)
 
 
 def _is_ours(path: Path) -> bool:

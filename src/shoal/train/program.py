@@ -14,10 +14,10 @@ from shoal.facts.optimizers import WHOLE
 from shoal.facts.precision import gradient_width
 from shoal.facts.recipe import Recipe, Scaling
 from shoal.models.decoder import Network, build
-from shoal.models.initial import Slice
+from shoal.models.initial import Fill, Slice
 from shoal.models.lora import add_adapters
 from shoal.models.router import RouterLosses
-from shoal.parallel.apply import Fill, apply
+from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.whole_matrices import WholeMatrices
 from shoal.plan.resolve import Job

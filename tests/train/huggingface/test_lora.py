@@ -46,8 +46,8 @@ def save_adapter(model: nn.Module, into: Path, kind: str = "lora", rank: int = 3
     written.write_text(json.dumps({**json.loads(written.read_text()), **changes}))
 
 
-def options(base: Path, adapter: Path | None = None) -> dict[str, Any]:
-    lora: dict[str, Any] = {"rank": 3, "alpha": 6, "targets": TARGETS}
+def options(base: Path, adapter: Path | None = None, kind: str = "lora") -> dict[str, Any]:
+    lora: dict[str, Any] = {"kind": kind, "rank": 3, "alpha": 6, "targets": TARGETS}
     table = ", ".join(f"{key} = {json.dumps(value)}" for key, value in lora.items())
     table += f', init_from = "{adapter}"' if adapter is not None else ""
     return {
@@ -72,15 +72,24 @@ def logits(model: nn.Module) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("family,layout", [("llama", "fsdp=2"), ("qwen2", "tp=2"), ("qwen3", "pp=2")])
+@pytest.mark.parametrize(
+    "family,layout,kind",
+    [
+        ("llama", "fsdp=2", "lora"),
+        ("qwen2", "tp=2", "lora"),
+        ("qwen3", "pp=2", "lora"),
+        ("llama", "tp=2", "dora"),
+        ("qwen2", "fsdp=2", "dora"),
+    ],
+)
 def test_an_adapter_goes_on_as_in_a_plain_loop_and_back(
-    family: str, layout: str, train: Train, tmp_path: Path
+    family: str, layout: str, kind: str, train: Train, tmp_path: Path
 ) -> None:
     base, adapter = tmp_path / "model", tmp_path / "adapter"
-    save_adapter(save_random(family, base), adapter)
+    save_adapter(save_random(family, base), adapter, kind)
     reference = with_adapter(load(base), adapter)
     before = logits(reference)
-    run = train("run", layout, **options(base, adapter))
+    run = train("run", layout, **options(base, adapter, kind))
     assert run.report.code == 0, run.report.message
     assert run.losses == pytest.approx(plain_loop(reference, run), abs=1e-5)
     trained = logits(reference)
@@ -92,8 +101,20 @@ def test_an_adapter_goes_on_as_in_a_plain_loop_and_back(
     assert (logits(load(tmp_path / "merged")) - trained).abs().max() < 1e-5
     # What was frozen is not in the checkpoint; what it is, is.
     manifest = run.checkpoint().manifest
-    assert all(name.endswith(("lora_A.weight", "lora_B.weight")) for name in manifest.shapes)
+    assert all(".lora_" in name for name in manifest.shapes)
     assert manifest.identity["model.init_from"] == str(base)
+
+
+def test_lengths_of_rows_begin_as_those_of_the_frozen_weights(train: Train, tmp_path: Path) -> None:
+    base = tmp_path / "model"
+    model = save_random("qwen2", base)
+    values = options(base, kind="dora") | {"recipe__steps": 1, "recipe__lr": 1e-12}
+    run = train("run", "fsdp=2,tp=2", **values)
+    weights = model.state_dict()
+    for name in (one for one in run.checkpoint().manifest.shapes if "magnitude" in one):
+        weight = weights[name.replace("lora_magnitude_vector", "weight")]
+        found = run.checkpoint().tensor("weight", name)
+        assert torch.allclose(found, weight.norm(dim=1), rtol=1e-6), name
 
 
 def test_families_that_fuse_projections_are_merged(
@@ -164,7 +185,8 @@ def test_a_run_goes_on_in_another_layout_and_writes_text(
         ({"r": 4}, "model.lora.rank"),
         ({"lora_alpha": 8}, "model.lora.alpha"),
         ({"target_modules": ["q_proj"]}, "model.lora.targets"),
-        ({"use_dora": True}, "use_dora"),
+        ({"use_dora": True}, "model.lora.kind"),
+        ({"use_rslora": True}, "use_rslora"),
         ({"peft_type": "IA3"}, "no LoRA adapter"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic.fields import FieldInfo
 
 from shoal.facts.layout import Layout
-from shoal.facts.model import Adapters
+from shoal.facts.model import AdapterKind, Adapters, FrozenBase
 from shoal.facts.recipe import Recipe
 
 # Of a low-rank addition: beyond the width of any layer.
@@ -66,10 +66,17 @@ class RunSection(Section):
 
 
 class Lora(Section):
+    kind: AdapterKind = Field(
+        "lora", description="lora; dora: lengths of rows are trained apart from directions"
+    )
     rank: int = Field(16, ge=1, le=MOST_RANKS, description="rank of the adapters")
     alpha: float = Field(32.0, gt=0, description="adapters are scaled by alpha / rank")
     targets: list[str] = Field(
         ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1, description="projections that get an adapter"
+    )
+    base: FrozenBase = Field(
+        "bf16",
+        description="what frozen projections rest in: bf16 (recipe.precision), or nf4: 4 bits, as in QLoRA",
     )
     init_from: str | None = Field(
         None,
@@ -79,7 +86,9 @@ class Lora(Section):
 
     @property
     def adapters(self) -> Adapters:
-        return Adapters(rank=self.rank, alpha=self.alpha, targets=tuple(self.targets))
+        return Adapters(
+            rank=self.rank, alpha=self.alpha, targets=tuple(self.targets), kind=self.kind, base=self.base
+        )
 
 
 class ModelSection(Section):
@@ -96,7 +105,8 @@ class ModelSection(Section):
         "Hub name, a run or a checkpoint",
     )
     lora: Lora | None = Field(
-        None, description="train LoRA adapters instead of the weights: a table of rank, alpha, targets"
+        None,
+        description="train LoRA adapters instead of the weights: a table of kind, rank, alpha, targets, base",
     )
 
     @model_validator(mode="before")

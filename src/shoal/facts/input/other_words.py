@@ -163,9 +163,7 @@ SENTENCES: Mapping[str, str] = {
 LATER: Mapping[str, str] = {
     "recipe.loss": "the loss is that of the next token; leave it out",
     "tune.search": 'layout = "auto" takes what shoal plan puts first',
-    "model.lora.kind": "leave it out: the kind is lora",
     "model.lora.dropout": "leave it out",
-    "model.lora.base": "leave it out: frozen weights keep recipe.states",
 }
 
 # Commands that are promised for later, and what to do until then.

@@ -85,6 +85,12 @@ class Latent(Shape):
     value_dim: Width
 
 
+# DoRA: of each row of W + alpha/rank · B·A the direction alone counts, and its length is trained.
+AdapterKind = Literal["lora", "dora"]
+# What frozen projections of blocks rest in: as they are computed with, or in 4 bits (facts/nf4.py).
+FrozenBase = Literal["bf16", "nf4"]
+
+
 class Adapters(Shape):
     """LoRA: beside each of these projections a product of two narrow matrices, B·A, times alpha / rank.
 
@@ -94,6 +100,8 @@ class Adapters(Shape):
     rank: Annotated[int, Field(ge=1, le=WIDEST)]
     alpha: FiniteFloat
     targets: tuple[str, ...]  # last names of the projections
+    kind: AdapterKind = "lora"
+    base: FrozenBase = "bf16"
 
     @property
     def scale(self) -> float:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from shoal.facts.model import Experts, Family, Latent, Model
+from shoal.facts.model import Adapters, Experts, Family, Latent, Model
 
 # What deepseek_v3's routers add to experts' scores to choose by them: moved by how many tokens they were sent.
 CORRECTION = "e_score_correction_bias"
@@ -17,6 +17,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 POSITIONS = "model.embed_positions.weight"  # learned ones
 # LoRA's two factors, beside a projection: into the narrow space, [rank, in], and out of it, [out, rank].
 LORA_FACTORS = ("lora_A", "lora_B")
+# DoRA's lengths of rows, beside them; named as PEFT names it.
+MAGNITUDE = "lora_magnitude_vector"
 
 Kind = Literal["embedding", "position", "attention", "mlp", "expert", "router", "norm", "head", "adapter"]
 # How tensor ranks split it: by output features, which stay apart; by input features, whose products add up; by rows of
@@ -127,19 +129,22 @@ def stacked_experts(model: Model, layer: int) -> Iterator[Parameter]:
         yield replace(one, shape=(model.experts.count, *one.shape))
 
 
-def adapters(parameter: Parameter, rank: int, targets: Collection[str]) -> Iterator[Parameter]:
+def adapters(parameter: Parameter, given: Adapters) -> Iterator[Parameter]:
     """LoRA's two factors beside a projection, [rank, in] and [out, rank]; none beside what is no target.
 
-    The one on the split side of its projection is split with it. The other is whole on every tensor rank.
+    The one on the split side of its projection is split with it. The other is whole on every tensor rank. DoRA's
+    lengths, which come first, are split as the projection's outputs are.
     """
-    module = parameter.name.rsplit(".", 2)[-2]
-    if module not in targets or len(parameter.shape) != 2:
+    module, rank = parameter.name.rsplit(".", 2)[-2], given.rank
+    if module not in given.targets or len(parameter.shape) != 2:
         return
     (outputs, inputs), prefix = parameter.shape, parameter.name.removesuffix(".weight")
     by_rows = parameter.split == "row"
     into = ("row", None, False) if by_rows else ("none", None, parameter.split != "none")
     out = ("none", None, True) if by_rows else (parameter.split, parameter.heads, False)
     first, second = (f"{prefix}.{factor}.weight" for factor in LORA_FACTORS)
+    if given.kind == "dora":
+        yield Parameter(f"{prefix}.{MAGNITUDE}", (outputs,), parameter.layer, "adapter", False, *out)
     for name, shape, placed in ((first, (rank, inputs), into), (second, (outputs, rank), out)):
         yield Parameter(name, shape, parameter.layer, "adapter", True, *placed)
 
@@ -148,15 +153,21 @@ def adapter_parameters(model: Model) -> Iterator[Parameter]:
     """Those of all blocks, in forward order; none of a model without adapters."""
     if model.adapters is None:
         return
-    rank, targets = model.adapters.rank, model.adapters.targets
     for layer in range(model.layers):
         for parameter in _llama_layer(model, layer, 0):
-            yield from adapters(parameter, rank, targets)
+            yield from adapters(parameter, model.adapters)
 
 
 def is_adapter(name: str) -> bool:
     """By a canonical name."""
-    return name.endswith(tuple(f".{factor}.weight" for factor in LORA_FACTORS))
+    return name.endswith((*(f".{factor}.weight" for factor in LORA_FACTORS), f".{MAGNITUDE}"))
+
+
+def beside(name: str) -> str:
+    """The weight that an adapter stands beside, by canonical names."""
+    for factor in LORA_FACTORS:
+        name = name.removesuffix(f".{factor}.weight")
+    return f"{name.removesuffix(f'.{MAGNITUDE}')}.weight"
 
 
 def parameter_count(model: Model) -> int:

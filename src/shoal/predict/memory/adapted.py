@@ -7,11 +7,15 @@ What no adapter comes before needs no gradient at all: so it is in the first blo
 
 from __future__ import annotations
 
-from functools import lru_cache
+import math
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from shoal.facts.layout.buckets import even_share
 from shoal.facts.model import Adapters, Model
+from shoal.facts.model.parameters import block_parameters
+from shoal.facts.model.tensor_split import tensor_part
+from shoal.facts.nf4 import AT_ONCE, UNPACKING
 from shoal.predict.memory import context
 from shoal.predict.memory.activations import (
     attention_keeps,
@@ -67,7 +71,8 @@ def adapted_activations(
     gathered = whole if work.sp else 0.0
     held = kept.all - kept.dropout / 2
     after_mlp = held - kept.mlp - kept.second_norm
-    opening = kept.all + stream + gathered + inner
+    unpacked = partial(_unpacked, model, adapters, work)
+    opening = kept.all + stream + gathered + max(inner, unpacked("down_proj", inner))
     moments = [BlockPeak(held - kept.product + stream + (1 + ways_in) * inner, 1)]
     if has("down_proj"):
         # The weight and the first factor both make a gradient of what they read; and the sum of the two.
@@ -78,10 +83,15 @@ def adapted_activations(
         repeated += (0.0 if any(map(has, INTO_MLP)) else whole) + (stream if work.sp else 0.0)
         repeated += 0.0 if kept.has_input else stream
         moments.insert(0, BlockPeak(repeated, 0))
+        if adapters.base == "nf4":
+            made = whole if has("down_proj") else 0.0  # what is not there yet
+            moments.insert(0, BlockPeak(repeated - made + unpacked("down_proj", whole), 0))
     read = whole if any(map(has, INTO_MLP)) else 0.0
-    later = [held - kept.mlp + read + stream + inner + 2 * whole]
-    if has("up_proj"):
-        later.append(held - kept.mlp + read + stream + (1 + ways_in) * inner + 2 * whole)
+    # The last way in, beside what the others made of their gradients; its adapter has made its own.
+    last = max(whole, unpacked("up_proj", whole))
+    later = [held - kept.mlp + read + stream + inner + whole + last]
+    beside = whole if has("up_proj") else 0.0
+    later.append(held - kept.mlp + read + stream + (1 + ways_in) * inner + beside + last)
     wider = stream if work.wide > c else 0.0
     if kept.second_norm:
         later.append(after_mlp + norm_backward(model, work) + wider)
@@ -111,6 +121,19 @@ def adapted_activations(
         held_input=work.recompute != "none" or (kept.has_input and not entry),
         reads_input=kept.has_input,
     )
+
+
+def _unpacked(model: Model, adapters: Adapters, work: BlockWorkload, name: str, result: float) -> float:
+    """A product with a weight in 4 bits: as it is unpacked, and as it is used; 0: it is not in 4 bits."""
+    if adapters.base != "nf4":
+        return 0.0
+    parameter = next(one for one in block_parameters(model, False) if one.name.endswith(f"{name}.weight"))
+    size = math.prod(tensor_part(parameter, work.tp, 0).box.shape)
+    used = float(work.compute * size)
+    if work.compiled:
+        return used + result
+    unpacking = UNPACKING * size if size <= AT_ONCE else used + UNPACKING * AT_ONCE
+    return max(unpacking, used + result)
 
 
 def _projections(model: Model) -> tuple[str, ...]:

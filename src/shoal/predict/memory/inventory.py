@@ -9,11 +9,10 @@ from itertools import groupby
 from typing import NamedTuple
 
 from shoal.facts.bytes_per_parameter import BytesPerParameter
-from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.offload_activations import blocks_away
 from shoal.facts.layout.parameter_groups import DENSE, EXPERTS
 from shoal.facts.layout.stages import Stage, rank_of_stage, stages_of_rank
-from shoal.facts.model import Model
+from shoal.facts.model import Adapters, Model
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.predict.memory.in_flight import bottom
 from shoal.predict.memory.micro_batch import (
@@ -25,7 +24,6 @@ from shoal.predict.memory.micro_batch import (
 )
 from shoal.predict.offload_cut import share_away
 from shoal.predict.rank_parameters import (
-    AdapterKey,
     NetworkEnds,
     ParameterCount,
     ShardDegrees,
@@ -91,7 +89,7 @@ class RankInventory:
 
     def gathered(self, count: ParameterCount) -> float:
         """Bytes of parameters where ranks that shard them have gathered them."""
-        compute, narrow = self.hold.compute, gathered_width(self.workload.recipe)
+        compute, narrow = self.hold.compute, self.workload.gathered_width
         elements = count.whole + (0 if self.workload.lora is None else count.trained)
         return compute * elements - (compute - narrow) * count.projections
 
@@ -238,7 +236,7 @@ def _pipeline(workload: Workload) -> PipelineStages:
 def _cut(
     model: Model,
     degrees: ShardDegrees,
-    lora: AdapterKey | None,
+    lora: Adapters | None,
     pipeline: tuple[str, int, int],
     seq: int,
     even: bool,

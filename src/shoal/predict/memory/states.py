@@ -8,6 +8,7 @@ from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_paramet
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
 from shoal.facts.layout.offload import IN_FLIGHT, OffDevice, away_bytes, leaves_early, off_device, waiting
+from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameter_count
 from shoal.facts.recipe import Recipe
@@ -67,7 +68,11 @@ def _weights(rank: RankInventory) -> float:
 def _frozen(rank: RankInventory) -> float:
     if rank.workload.lora is None:
         return 0.0
-    return rank.hold.frozen * (rank.total.share if rank.sharded else rank.total.whole)
+    whole = rank.hold.frozen * (rank.total.share if rank.sharded else rank.total.whole)
+    if rank.workload.lora.base != "nf4":
+        return whole
+    packed = rank.total.projections / (rank.workload.groups[DENSE].sharded.size if rank.sharded else 1)
+    return whole - (rank.hold.frozen - rank.workload.gathered_width) * packed
 
 
 def _unsharded(rank: RankInventory) -> BytesPerParameter:

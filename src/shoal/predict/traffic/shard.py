@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from shoal.facts.layout.buckets import Unit, chunk_ranges, even_share, units
-from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.parameter_groups import DENSE, ParameterGroup
 from shoal.facts.layout.stages import Stage
 from shoal.facts.precision import compute_width, gradient_width, reduce_width, weight_width
@@ -27,12 +26,14 @@ from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.rank_parameters import (
     RankParameters,
     RankTensor,
+    adapter_key,
     bucket_names,
+    in_four_bits,
     is_projection,
+    narrow_elements,
     padded,
     padded_factors,
     padded_size,
-    projections,
 )
 from shoal.predict.traffic.replicate import bucket_bytes, even_buckets
 from shoal.predict.workload import Workload
@@ -92,7 +93,7 @@ def unit_calls(
     found = []
     compute = compute_width(recipe)
     for elements, gradients, count, gathers, narrow in travelling:
-        gathered = elements * compute - narrow * (compute - gathered_width(recipe))
+        gathered = round(elements * compute - narrow * (compute - workload.gathered_width))
         reduced = gradients * reduce_width(recipe)
         found.append(CollectiveCall("all_gather", sharded.name, gathered, count * passes, "gather forward"))
         if gathers == 2 and workload.layout.pp == 1:
@@ -114,8 +115,9 @@ def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[Tr
     count = sum(even_share(len(stage.layers), size) for stage in here.stages)
     embedding, norm, head = (padded(one, ranks) for one in (here.embedding, here.norm, here.head))
     blocks = here.dense * padded(here.dense_block, ranks) + here.sparse * padded(here.sparse_block, ranks)
-    narrow = here.dense * projections(here.dense_block, ranks)
-    narrow += here.sparse * projections(here.sparse_block, ranks)
+    key = adapter_key(lora)
+    narrow = here.dense * narrow_elements(here.dense_block, ranks, key)
+    narrow += here.sparse * narrow_elements(here.sparse_block, ranks, key)
     # Of an element's gradient how much there is: with lora nothing at the ends, and of blocks what was added to them.
     added = padded_factors(workload, here, ranks)
     blocks += added
@@ -233,7 +235,10 @@ def _units(
     for unit, inside in zip(made, members, strict=True):
         elements = sum(padded_size(tensor, ranks) for tensor in inside)
         gathers = unit.gathers(sum(tensor.size for tensor in inside), workload.tune.persist_below)
-        narrow = sum(tensor.size for tensor in inside if is_projection(tensor, ranks))
+        if workload.lora is not None and workload.lora.base == "nf4":
+            narrow = sum(padded_size(tensor, ranks) for tensor in inside if in_four_bits(tensor))
+        else:
+            narrow = sum(tensor.size for tensor in inside if is_projection(tensor, ranks))
         reduced = sum(padded_size(tensor, ranks) for tensor in inside if tensor.name not in still)
         found.append(Travelling(elements, reduced, 1, gathers, narrow))
     return found

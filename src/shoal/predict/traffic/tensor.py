@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from shoal.facts.logits import tokens_at_once
 from shoal.facts.precision import compute_width, reduce_width
-from shoal.predict.collective_call import CollectiveCall
+from shoal.predict.collective_call import CollectiveCall, Phase
 from shoal.predict.rank_parameters import RankParameters
 from shoal.predict.workload import Workload
 
@@ -71,9 +71,22 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
         ]
         if again:
             found.append(CollectiveCall("all_reduce", "tp", stream, times * repeated, "recompute"))
+    found += _row_lengths(workload, layers, "forward")
+    found += _row_lengths(workload, again, "recompute")
     if here.last:
         found += _loss(workload)
     return tuple(found)
+
+
+def _row_lengths(workload: Workload, layers: int, phase: Phase) -> list[CollectiveCall]:
+    """DoRA's, of weights whose inputs are split: a square a row, in at least fp32."""
+    lora = workload.lora
+    if lora is None or lora.kind != "dora" or not layers:
+        return []
+    size = workload.model.hidden * max(4, compute_width(workload.recipe))
+    split = sum(target in lora.targets for target in ("o_proj", "down_proj"))
+    times = workload.accumulation * layers * split
+    return [CollectiveCall("all_reduce", "tp", size, times, phase)] if split else []
 
 
 def _loss(workload: Workload) -> list[CollectiveCall]:

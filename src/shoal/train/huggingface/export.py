@@ -23,8 +23,7 @@ from shoal.facts.model.parameters import CORRECTION, by_name, parameters
 from shoal.facts.model.tensor_split import box_slices
 from shoal.facts.optimizers import AVERAGE
 from shoal.facts.problem import BadInput
-from shoal.models.initial import Slice
-from shoal.parallel.apply import Fill
+from shoal.models.initial import Fill, Slice
 from shoal.train.checkpoint.listing import ListedCheckpoint
 from shoal.train.checkpoint.manifest import check_agrees
 from shoal.train.checkpoint.read import Checkpoint, Wanted

@@ -32,7 +32,6 @@ SEPARATE = ("llama", "mistral", "qwen2", "qwen3")
 FLOATS = ("F64", "F32", "BF16", "F16")
 # What else PEFT may have done, by the value that says it did not.
 UNKNOWN: dict[str, Any] = {
-    "use_dora": False,
     "use_rslora": False,
     "bias": "none",
     "fan_in_fan_out": False,
@@ -110,6 +109,7 @@ def _check_config(directory: Path, adapters: Adapters) -> None:
     targets = said.get("target_modules")
     theirs = sorted(targets) if isinstance(targets, list) else targets
     for key, here, there in (
+        ("kind", adapters.kind, "dora" if said.get("use_dora") else "lora"),
         ("rank", adapters.rank, said.get("r")),
         ("alpha", adapters.alpha, said.get("lora_alpha")),
         ("targets", sorted(adapters.targets), theirs),
@@ -145,6 +145,7 @@ def write_peft(
         "target_modules": list(model.adapters.targets),
         "inference_mode": True,
         "init_lora_weights": True,
+        "use_dora": model.adapters.kind == "dora",
         **UNKNOWN,
     }
     aside = into.with_name(f".{into.name}.unfinished")

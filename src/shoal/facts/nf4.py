@@ -1,0 +1,65 @@
+"""NF4: frozen weights in 4 bits (QLoRA, arXiv 2305.14314), 64 of them to a scale.
+
+A value is one of 16 levels, those of a normal distribution's quantiles, times the largest magnitude among 64 neighbours
+of its row. A row's bytes are its codes, two to a byte, and then its scales in fp32. So rows are on their own: a rank that
+has some of them, or whole blocks of each, has the same values. Decided here once: the engine packs so, and memory and
+traffic are priced by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from shoal.facts.layout import Layout
+from shoal.facts.model import Model
+from shoal.facts.model.parameters import Parameter, block_parameters, is_adapter
+from shoal.facts.model.tensor_split import tensor_part
+
+BLOCK = 64
+SCALE_BYTES = 4
+# Bytes of a value: half a byte, and its share of a scale.
+WIDTH = Fraction(1, 2) + Fraction(SCALE_BYTES, BLOCK)
+# The levels, as the paper's appendix has them.
+LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+# Values that are unpacked at a time, outside of a compiled block; and bytes of each meanwhile.
+AT_ONCE, UNPACKING = 1 << 20, 8
+
+
+def is_packed(parameter: Parameter) -> bool:
+    """Whether it is one of the weights that rest so: matrices of blocks, but for adapters."""
+    return parameter.layer is not None and len(parameter.shape) == 2 and not is_adapter(parameter.name)
+
+
+def unpacked_width(packed: int) -> int:
+    """Values in a row of so many bytes."""
+    return int(packed / WIDTH)
+
+
+def packed_width(values: int) -> int:
+    """Bytes of a row of so many values, which are whole blocks."""
+    return int(values * WIDTH)
+
+
+def cut_blocks(model: Model, layout: Layout) -> Iterator[str]:
+    """Projections of which tensor ranks would have parts of a block of 64 values."""
+    for parameter in block_parameters(model, False):
+        if is_packed(parameter) and tensor_part(parameter, layout.tp, 0).box.shape[1] % BLOCK:
+            yield parameter.name.rsplit(".", 2)[-2]

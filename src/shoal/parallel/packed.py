@@ -1,0 +1,40 @@
+"""Frozen weights in 4 bits (``facts/nf4.py``): each rank packs the rows that it holds, some at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from shoal.facts.nf4 import AT_ONCE, unpacked_width
+from shoal.models.initial import Fill, Slice
+from shoal.models.linear import Linear
+from shoal.models.nf4 import PACKED, pack, packed_like, unpack
+
+
+def pack_weights(blocks: Iterable[nn.Module]) -> None:
+    """In blocks on the meta device, room for bytes in the place of every projection's weight; not of adapters."""
+    for module in (child for block in blocks for child in block.modules()):
+        if isinstance(module, Linear) and not module.weight.requires_grad:
+            module.weight = nn.Parameter(packed_like(module.weight), requires_grad=False)
+
+
+@torch.no_grad()
+def fill_packed(weights: Iterable[tuple[str, Slice]], give: Fill) -> None:
+    """Pack the values of those that are bytes. They come in fp32, whatever the run computes in."""
+    for name, part in weights:
+        if part.local.dtype != PACKED:
+            continue
+        count, width = part.local.shape[0], unpacked_width(part.local.shape[1])
+        step = max(1, AT_ONCE // width)
+        for start in range(0, count, step):
+            bytes_of = part.local[start : start + step]
+            rows = torch.empty(len(bytes_of), width, device=part.local.device)
+            give([(name, Slice(rows, part.global_shape, (part.offset[0] + start, *part.offset[1:])))])
+            bytes_of.copy_(pack(rows))
+
+
+def rounded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values as they are once packed."""
+    return unpack(pack(rows), dtype)
