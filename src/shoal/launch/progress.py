@@ -20,6 +20,7 @@ from shoal.observe.flight_recorder import (
     EXPLAIN,
     FIRST_STEP,
     INPUT,
+    REFERENCE,
     RESTORE,
     START,
     STEP,
@@ -39,6 +40,7 @@ TICK_SECONDS = 1.0
 # What the first rank does, in words, where it says so.
 DOING = {
     RESTORE: "reading weights",
+    REFERENCE: "computing the reference",
     EVALUATE: "evaluating",
     COMMIT: "committing",
     INPUT: "waiting for input",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,6 +16,7 @@ from shoal.facts.precision import gradient_width
 from shoal.facts.recipe import Recipe, Scaling
 from shoal.models.decoder import Network, build
 from shoal.models.initial import Slice
+from shoal.models.losses import loss_of
 from shoal.models.router import RouterLosses
 from shoal.parallel.apply import Fill, apply
 from shoal.parallel.mesh import Mesh
@@ -24,7 +26,10 @@ from shoal.train import optimizer as optimizers
 from shoal.train.data.collection import Collection
 from shoal.train.data.input import open_loader
 from shoal.train.data.loader import Batch
+from shoal.train.data.samples import AnySamples
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
+from shoal.train.evaluate import chosen_rows
+from shoal.train.reference import Reference, ReferenceStore
 from shoal.train.step import Step
 
 BACKEND = "inductor"  # of torch.compile
@@ -57,6 +62,18 @@ class Program:
         """This rank's places in the global batch of a step, one range a micro-batch."""
         return self.job.layout.positions(self.loader.clock.at(step), self.mesh.data_index)
 
+    def reference(self, first: int, last: int, most: int, store: ReferenceStore | None = None) -> Reference:
+        """What the loss of these steps, and of ``most`` samples of each validation set, compares with, if anything."""
+        wanted: list[tuple[AnySamples, Sequence[int]]] = []
+        if self.job.config.recipe.loss_facts.reference:
+            wanted.append((self.loader.samples, self.loader.used_in(first, last)))
+            wanted += [(one, chosen_rows(one, most)) for one in self.loader.validation.values()]
+        return Reference(wanted, self.job.config.recipe, self.mesh, store)
+
+    def compute_reference(self, reference: Reference) -> None:
+        """With the first weights in the network."""
+        reference.compute(self.placed, self.micro, self.job.layout.accumulation(self.job.config.recipe.batch))
+
     def own_targets(self, batches: list[Batch]) -> int:
         """What this rank adds to the step's number of targets: rows that several ranks work on count once."""
         return sum(batch.count for batch in batches) if self.mesh.first_of_replica else 0
@@ -68,7 +85,14 @@ def blueprint(model: Model, recipe: Recipe) -> Network:
     # Means over the global batch, so that losses of its parts only need adding.
     router = RouterLosses(recipe.router_aux / recipe.batch, recipe.router_z / recipe.tokens_per_step)
     return build(
-        model, recipe.dropout, compute, dtype=rest, length=recipe.seq, z_loss=recipe.z_loss, router=router
+        model,
+        recipe.dropout,
+        compute,
+        dtype=rest,
+        length=recipe.seq,
+        z_loss=recipe.z_loss,
+        router=router,
+        loss=loss_of(recipe),
     )
 
 
