@@ -11,7 +11,8 @@ a tensor rank. For every layer and micro-batch, over ``cp``:
 
 Either way attention that is computed again (``recompute``) exchanges again what it did in the forward pass; a compiled
 block does that with ``full`` alone, and its ring's messages are all-to-alls in which a rank has something for the next
-one. Gradients of parameters are summed over context ranks together with ``fsdp``: see ``shard``.
+one. A loss of whole rows (``facts/losses.py``) sums one 8-byte number a row where the network ends. Gradients of
+parameters are summed over context ranks together with ``fsdp``: see ``shard``.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
     if layout.cp == 1:
         return ()
     times = workload.accumulation * here.layers
+    rows: tuple[CollectiveCall, ...] = ()
+    if here.last and workload.recipe.loss_facts.of_log_probabilities:
+        rows = (CollectiveCall("all_reduce", "cp", 8 * workload.micro, workload.accumulation, "forward"),)
     if layout.cp_kind == "ring":
         size, turns = turn_bytes(workload), times * (layout.cp - 1)
-        return tuple(
+        return rows + tuple(
             CollectiveCall(op, "cp", size, turns * (2 if phase == "backward" else 1), phase)
             for phase in passes(workload)
             for op in (("all_to_all",) if workload.compiled else ("send", "receive"))
@@ -40,7 +44,7 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
     least = layout.cp * workload.model.head_dim
     tensors = (query, max(key, least), max(value, least), _mixed(workload.model, layout.tp))
     sizes = {token * width: tensors.count(width) for width in tensors}
-    return tuple(
+    return rows + tuple(
         CollectiveCall("all_to_all", "cp", size, times * often, phase)
         for phase in passes(workload)
         for size, often in sizes.items()
