@@ -80,9 +80,8 @@ def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
     rows = config.recipe.loss_facts.rows
     if config.run.strict and layout.micro is None:
         layout = layout.replace(micro=rows)  # the bits of a matrix product depend on how many rows it has
-    elif layout.micro_batch(config.recipe.batch) % rows:
-        # What fills a pipeline would part those that belong together.
-        layout = layout.replace(micro=layout.micro or rows)
+    elif layout.pp > 1 and layout.micro is None and layout.micro_batch(config.recipe.batch) % rows:
+        layout = layout.replace(micro=rows)  # what fills a pipeline would part those that belong together
     problems.extend(support.missing(config, model, layout))
     if model is not None:
         strict = config.run.strict
