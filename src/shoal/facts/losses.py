@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 Loss = Literal["next_token", "dpo"]
 Format = Literal["text", "chat", "prompt", "preference"]
@@ -38,3 +39,9 @@ LOSSES: dict[Loss, LossFacts] = {
         counted="pair",
     ),
 }
+
+
+def mean_over(row: Mapping[str, Any]) -> str:
+    """What the loss of a row of metrics.jsonl is a mean over; rows say it by what they report."""
+    reporting = (one for one in LOSSES.values() if one.measures)
+    return next((one.counted for one in reporting if row.keys() >= set(one.measures)), "token")

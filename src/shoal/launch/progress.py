@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from shoal.facts.losses import mean_over
 from shoal.facts.redact import redact
 from shoal.observe.flight_recorder import (
     COMMIT,
@@ -102,7 +103,7 @@ class Progress:
             self._recent.append(row["step_s"])
             if row.get("heldout_loss") is not None:
                 self.heldout = row
-                self.say(f"step {row['step']:>6}  validation loss {_validated(row)} nats/token")
+                self.say(f"step {row['step']:>6}  validation loss {_validated(row)} nats/{mean_over(row)}")
             if row.get(EARLY):
                 self.say(f"step {row['step']:>6}  the validation loss falls no longer: the run ends here")
             if "compared" in row and row["compared"].get("told", True):
