@@ -261,3 +261,31 @@ def test_ranks_train_as_one_process(train: Train, source: Path) -> None:
         run = train(f"ranks-{number}", layout, **options | {"data__cache": source.parent / f"cache-{number}"})
         assert run.report.code == 0, run.report.message
         assert run.losses == pytest.approx(alone.losses, abs=1e-12)
+
+
+def test_a_pass_that_is_stopped_goes_on_where_it_was(
+    training: MakeTraining, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(references, "PASSES", 1)
+    options = OPTIONS | {"data__source": source, "checkpoint__every": 100}
+    whole = training("whole", **options)
+    whole.run_to_end(lambda: False)
+    asked = count()
+    stopped = training("run", **options | {"recipe__seed": 0, "data__cache": source.parent / "other"})
+    assert stopped.complete
+    made, before = stopped.job, stopped.loader.samples
+    run, dataset = stopped.run, _directory(stopped)
+    for path in (
+        *(run.path / references.FOLDER).iterdir(),
+        *(source.parent / "other" / references.FOLDER).iterdir(),
+    ):
+        path.unlink()
+    stopped = Training(made, run, dataset, stopped.mesh, wants_stop=lambda: next(asked) == 2)
+    assert not stopped.complete
+    outcome = stopped.run_to_end(lambda: False)
+    assert (outcome.stopped, outcome.step) == (True, 0)
+    after = Training(made, run, dataset, stopped.mesh)
+    assert after.complete and (after.loader.samples.reference == before.reference).all()  # type: ignore[union-attr]
+    after.run_to_end(lambda: False)
+    one, other = (read_rows(run.metrics) for run in (whole.run, after.run))
+    assert [row["loss_hex"] for row in one] == [row["loss_hex"] for row in other]

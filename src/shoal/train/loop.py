@@ -90,7 +90,7 @@ def train(
     ``guest`` looks on. ``set_aside``: steps in memory that are not to be continued from.
     """
     with explaining(job, mesh) as witness:
-        training = Training(job, run, dataset, mesh, announce, attempt, set_aside)
+        training = Training(job, run, dataset, mesh, announce, attempt, set_aside, wants_stop)
         if mesh.rank == 0 and mesh.hosts.store is not None:
             mesh.hosts.store.set(RESUMED, str(training.done))
         if restarts and mesh.rank == 0:
@@ -113,8 +113,9 @@ class Training:
         announce: Announce = unheard,
         attempt: str = "0",
         set_aside: Sequence[int] = (),
+        wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``announce`` is told what comes next, for some of it may take long."""
+        """``announce`` is told what comes next, for some of it may take long; ``wants_stop`` is asked meanwhile."""
         config, recipe = job.config, job.config.recipe
         self.job, self.run, self.mesh = job, run, mesh
         self.announce = announce
@@ -137,7 +138,8 @@ class Training:
         )
         self.step.before_update = self._before_update
         self.announce(RESTORE, 0)
-        filled = self._compare_with_first_weights()
+        self.complete = True  # nothing is missing that a step needs
+        filled = self._compare_with_first_weights(wants_stop)
         self.done = self.commits.restore()
         if not self.done:
             if not filled:
@@ -167,7 +169,7 @@ class Training:
             self.comparison = Comparison(job, run.read_plan(), mesh.device.type == "cuda")
         self.commits.before_commit = self._settle_rows
 
-    def _compare_with_first_weights(self) -> bool:
+    def _compare_with_first_weights(self, wants_stop: Callable[[], bool]) -> bool:
         """A loss with a reference gets it, from where it was kept or from the first weights. Whether they are here."""
         config, program = self.job.config, self.program
         if not config.recipe.loss_facts.reference:
@@ -179,7 +181,7 @@ class Training:
             return False
         program.placed.fill(first_weights(self.job))
         self.announce(REFERENCE, 0)
-        program.compute_reference(reference)
+        self.complete = program.compute_reference(reference, wants_stop)
         self.announce(RESTORE, 0)
         return True
 
@@ -192,7 +194,7 @@ class Training:
             for step, micro_batches in steps:
                 self.announce(STEP if self.steps_here else FIRST_STEP, step)
                 targets, asking = self.step.agree(self.program.own_targets(micro_batches), wants_stop())
-                if asking:
+                if asking or not self.complete:
                     stopped = True
                     break
                 self.meter.have_input()

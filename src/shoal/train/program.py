@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -70,9 +70,10 @@ class Program:
             wanted += [(one, chosen_rows(one, most)) for one in self.loader.validation.values()]
         return Reference(wanted, self.job.config.recipe, self.mesh, store)
 
-    def compute_reference(self, reference: Reference) -> None:
-        """With the first weights in the network."""
-        reference.compute(self.placed, self.micro, self.job.layout.accumulation(self.job.config.recipe.batch))
+    def compute_reference(self, reference: Reference, wants_stop: Callable[[], bool] = lambda: False) -> bool:
+        """With the first weights in the network. Whether it got to the end, and was not asked to stop."""
+        at_once = self.job.layout.accumulation(self.job.config.recipe.batch)
+        return reference.compute(self.placed, self.micro, at_once, wants_stop)
 
     def own_targets(self, batches: list[Batch]) -> int:
         """What this rank adds to the step's number of targets: rows that several ranks work on count once."""

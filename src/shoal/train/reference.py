@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,8 +32,8 @@ from shoal.train.fingerprint import weights_fingerprint
 from shoal.train.step import micro_batch
 
 FOLDER = "reference"
-# Passes between two writes: an interrupted one goes on from the last.
-PASSES = 64
+# Between two writes, how often a pipeline is filled: an interrupted pass goes on from the last.
+PASSES = 16
 # What the numbers depend on, beside weights and tokens; not the layout, but for rounding.
 RECIPE = {"seq", "precision", "fp8", "states"}
 
@@ -113,16 +113,25 @@ class Reference:
         """How many rows are still to be computed, with the first weights in the network."""
         return sum(len(numbers) for _, numbers in self._missing)
 
-    def compute(self, placed: Placed, micro: int, at_once: int) -> None:
-        """``at_once`` micro-batches of ``micro`` rows fill a pipeline. All ranks run equally many."""
-        block = self.mesh.layout.data_ranks * micro * at_once
+    def compute(
+        self, placed: Placed, micro: int, at_once: int, wants_stop: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """``at_once`` micro-batches of ``micro`` rows fill a pipeline. All ranks run equally many.
+
+        Whether it got to the end, and was not asked to stop.
+        """
+        block = PASSES * self.mesh.layout.data_ranks * micro * at_once
         for samples, numbers in self._missing:
-            for first in range(0, len(numbers), block * PASSES):
-                some = numbers[first : first + block * PASSES]
+            for first in range(0, len(numbers), block):
+                (asking,) = self.mesh.hosts.sum_integers([int(wants_stop())])
+                if asking:
+                    return False
+                some = numbers[first : first + block]
                 samples.reference[some] = self._log_probabilities(placed, samples, some, micro, at_once)
                 if self.store is not None and self.mesh.rank == 0:
                     self.store.write(samples, self.recipe)
         self._missing = []
+        return True
 
     def _log_probabilities(
         self, placed: Placed, samples: PairSamples, numbers: np.ndarray, micro: int, at_once: int
