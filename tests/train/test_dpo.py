@@ -174,7 +174,7 @@ def test_the_reference_is_computed_once_and_kept(
     training("three", **options, recipe__seed=1)
     assert len(computed) == 2
     # A run has its own: without the cache it needs no other. What is damaged is computed again, to the same numbers.
-    kept = sorted((tmp_path / "one" / references.FOLDER).iterdir())
+    kept = sorted((tmp_path / "one" / references.FOLDER).glob("*.bin"))
     for path in (tmp_path / "cache" / references.FOLDER).iterdir():
         path.unlink()
     training("one", **options)
@@ -233,6 +233,26 @@ def test_bad_rows_are_said_with_their_line(
     (problem,) = refused.value.problems
     assert f"pairs.jsonl:{len(ROWS) + 1}: {reason}" in problem.what and "chosen" in problem.fix
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_compared_with_the_weights_it_began_with(
+    training: MakeTraining, source: Path, tmp_path: Path
+) -> None:
+    """Those of another run, which went on meanwhile: what is kept serves, and more of it is refused."""
+    first = training("first", recipe__steps=2, checkpoint__every=2)
+    first.run_to_end(lambda: False)
+    origin = first.run.path
+    options = OPTIONS | {"data__source": source, "model__init_from": origin}
+    options |= {"recipe__steps": 2, "recipe__batch": 4, "evaluate__batches": 0}
+    training("run", **options)
+    other = training("first", recipe__steps=4, checkpoint__every=2)
+    other.run_to_end(lambda: False)
+    assert other.done == 4
+    training("run", **options)
+    with pytest.raises(BadInput, match="other weights than when the run began"):
+        training("run", **options | {"recipe__steps": 5})
+    # A new run compares with what they are now.
+    training("later", **options)
 
 
 def test_data_that_was_prepared_for_another_loss(train: Train, training: MakeTraining, source: Path) -> None:

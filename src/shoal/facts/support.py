@@ -32,7 +32,6 @@ def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem
     found += _in_model(config, model) if model else ()
     lacking = [Problem(f"{what}: this version of Shoal does not train with it", fix) for what, fix in found]
     lacking += _unmatched_groups(config, model) if model else ()
-    lacking += _of_another_loss(config)
     return [*lacking, *(_beside_servers(config, model, layout) if config.server.servers else ())]
 
 
@@ -130,7 +129,7 @@ def _with_offload(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
         yield f"{updated} server.servers", "offload=none: the servers have the optimizer's states"
 
 
-def _of_another_loss(config: Config) -> Iterator[Problem]:
+def of_another_loss(config: Config) -> Iterator[Problem]:
     """Rows that the loss does not read. A prepared data set says itself what it holds."""
     loss, allowed = config.recipe.loss, config.recipe.loss_facts.formats
     for form in dict.fromkeys(part.format for part in config.data.parts):

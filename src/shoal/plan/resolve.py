@@ -82,7 +82,7 @@ def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
         layout = layout.replace(micro=rows)  # the bits of a matrix product depend on how many rows it has
     elif layout.pp > 1 and layout.micro is None and layout.micro_batch(config.recipe.batch) % rows:
         layout = layout.replace(micro=rows)  # what fills a pipeline would part those that belong together
-    problems.extend(support.missing(config, model, layout))
+    problems.extend([*support.missing(config, model, layout), *support.of_another_loss(config)])
     if model is not None:
         strict = config.run.strict
         # Where ranks share devices there may be any number of them.

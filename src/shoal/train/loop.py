@@ -179,6 +179,7 @@ class Training:
         reference = program.reference(1, config.recipe.steps, most, store)
         if not reference.missing:
             return False
+        store.check_weights()
         program.placed.fill(first_weights(self.job))
         self.announce(REFERENCE, 0)
         self.complete = program.compute_reference(reference, wants_stop)

@@ -20,18 +20,21 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
+from shoal.facts.problem import BadInput
 from shoal.facts.recipe import Recipe
 from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
 from shoal.train.checkpoint.listing import newest_sound
+from shoal.train.checkpoint.storage import step_name
 from shoal.train.data.loader import validation_rows
 from shoal.train.data.samples import AnySamples, JoinedSamples, PairSamples
-from shoal.train.files import replace_bytes
+from shoal.train.files import replace_bytes, replace_text
 from shoal.train.fingerprint import weights_fingerprint
 from shoal.train.step import micro_batch
 
 FOLDER = "reference"
+WEIGHTS = "weights"  # the file that says whose it is
 # Between two writes, how often a pipeline is filled: an interrupted pass goes on from the last.
 PASSES = 16
 # What the numbers depend on, beside weights and tokens; not the layout, but for rounding.
@@ -60,7 +63,21 @@ class ReferenceStore:
                 return found
         return np.full(len(samples), math.nan)
 
+    def check_weights(self) -> None:
+        """To be asked before more is computed: what a run compares with is one network's, to its end."""
+        try:
+            then = (self.run / WEIGHTS).read_text(encoding="utf-8")
+        except OSError:
+            return
+        if then != self.weights:
+            raise BadInput(
+                "model.init_from has other weights than when the run began, whose reference is not complete",
+                "model.init_from = the checkpoint that it was then; or --fresh",
+            )
+
     def write(self, samples: PairSamples, recipe: Recipe) -> None:
+        self.run.mkdir(parents=True, exist_ok=True)
+        replace_text(self.run / WEIGHTS, self.weights)
         for path in self._paths(samples, recipe):
             path.parent.mkdir(parents=True, exist_ok=True)
             content = samples.reference.astype("<f8").tobytes()
@@ -79,10 +96,9 @@ def weights_identity(job: Job) -> str | None:
     origin, shape = job.config.model.init_from, job.model.model_dump(mode="json")
     if origin is None:
         return _digest(["hashed", job.config.recipe.seed, shape])
-    place = Path(origin).expanduser()
-    if (place / "checkpoints").is_dir():  # a run, which may have got further since it was last asked
-        newest = newest_sound(place)
-        return _digest([weights_fingerprint(origin), newest.step, shape])
+    checkpoints = Path(origin).expanduser() / "checkpoints"
+    if checkpoints.is_dir():  # a run, which may have got further since it was last asked
+        origin = str(checkpoints / step_name(newest_sound(checkpoints.parent).step))
     found = weights_fingerprint(origin)
     return None if found is None else _digest([found, shape])
 
