@@ -115,7 +115,7 @@ def test_loss_gradients_and_five_steps_are_those_of_a_plain_loop(
             group["lr"] = learning_rate(recipe, number)
         optimizer.step()
         result = step.update(number, measured)
-        assert result.loss == pytest.approx(float(loss), abs=1e-10)
+        assert result.loss == pytest.approx(loss.item(), abs=1e-10)
         assert result.measures["reward_margin"] == pytest.approx(float(margins.mean()), abs=1e-10)
         assert result.measures["reward_accuracy"] == float((margins > 0).double().mean())
     trained = {piece.name: piece.tensor.detach() for piece in made.program.pieces}
