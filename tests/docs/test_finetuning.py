@@ -1,4 +1,4 @@
-"""The three commands that the quickstart promises a newcomer, and examples of fine-tuning: as written, but small."""
+"""The three commands that the quickstart promises a newcomer, and the examples: as written, but small."""
 
 from __future__ import annotations
 
@@ -145,3 +145,68 @@ def test_the_example_for_conversations(files: Path, capsys: Output) -> None:
     capsys.readouterr()
     shoal("train", *bare, "--layout", "dp=1", "--run", "runs/bare")
     assert "recipe.lr is not set" in capsys.readouterr().err
+
+
+def rows_of(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def texts(path: Path) -> Path:
+    path.write_text(
+        "".join(json.dumps({"text": f"Fish {number} swims below the reef. "}) + "\n" for number in range(60))
+    )
+    return path
+
+
+def test_the_example_for_pretraining(files: Path) -> None:
+    """The shape is the example's own but for its size, which is what a test has to change."""
+    shape = json.loads((ROOT / "examples" / "pretrain.json").read_text())
+    shape |= {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    (files / "shape.json").write_text(json.dumps(shape))
+    places = {"model.path": files / "shape.json", "data.source": texts(files / "corpus.jsonl")}
+    places |= {"data.tokenizer": files / "model" / "tokenizer.json"}
+    few = {"recipe.tokens": 2048, "recipe.precision": "fp32", "recipe.warmup": 1}
+    shoal("train", str(ROOT / "examples" / "pretrain.toml"), *small(**places, **few), "--layout", "dp=1")
+    losses = [row["loss"] for row in rows_of(files / "runs" / "pretrain")]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+
+
+def test_the_example_for_continued_pretraining(files: Path) -> None:
+    places = {"model.init_from": files / "model", "data.source": texts(files / "corpus.jsonl")}
+    places |= {"data.tokenizer": files / "model" / "tokenizer.json"}
+    few = {"recipe.tokens": 2048, "recipe.precision": "fp32"}
+    shoal("train", str(ROOT / "examples" / "own-text.toml"), *small(**places, **few), "--layout", "dp=1")
+    assert len(rows_of(files / "runs" / "own-text")) == 4
+    (step,) = (files / "runs" / "own-text" / "checkpoints").iterdir()
+    before = load_file(files / "model" / "model.safetensors")["model.norm.weight"]
+    after = Checkpoint(step).tensor("weight", "model.norm.weight")
+    assert 0 < float((after - before).abs().max()) < 1e-3  # it began with the model's weights
+
+
+def test_the_example_for_preferences(files: Path, capsys: Output) -> None:
+    rows = [
+        {
+            "prompt": f"Which fish is number {number}?",
+            "chosen": f"The {('red', 'tall', 'round')[number % 3]} one.",
+            "rejected": "None.",
+        }
+        for number in range(60)
+    ]
+    (files / "preferences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    places = {"model.init_from": files / "model", "data.source": files / "preferences.jsonl"}
+    few = {"recipe.precision": "fp32", "recipe.lr": 1e-3}
+    shoal("train", str(ROOT / "examples" / "dpo.toml"), *small(**places, **few), "--layout", "fsdp=2,micro=2")
+    seen = rows_of(files / "runs" / "dpo")
+    assert seen[0]["loss"] == pytest.approx(0.6931471805599453)
+    assert seen[-1]["reward_accuracy"] == seen[-1]["heldout_reward_accuracy"] == 1.0
+    assert "nats/pair" in capsys.readouterr().out
+    # What it learned is an ordinary model, which says why its preferences are not to be judged without the first one.
+    shoal("checkpoint", "export", "runs/dpo", "--to", "hf", "my-dpo")
+    assert load_file(files / "my-dpo" / "model.safetensors").keys()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as refused:
+        main(["evaluate", "runs/dpo"])
+    assert (
+        refused.value.code == 2
+        and "compares with the weights that the run began with" in capsys.readouterr().err
+    )

@@ -250,9 +250,9 @@ def widened(reference: nn.Module, model: Model) -> Iterator[None]:
         return nn.functional.rms_norm(inputs[0], module.weight.shape, module.weight, module.variance_epsilon)
 
     def tables(module: nn.Module, inputs: Any, named: Any, output: Any) -> tuple[Tensor, Tensor]:
-        width = output[0].shape[-1]
+        length, width = output[0].shape[-2:]
         turning = model.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-        angles = torch.arange(LENGTH, dtype=torch.float64)[None, :, None] * turning.repeat(2)
+        angles = torch.arange(length, dtype=torch.float64)[None, :, None] * turning.repeat(2)
         return angles.cos(), angles.sin()
 
     def routing(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:

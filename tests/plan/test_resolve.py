@@ -174,3 +174,13 @@ def test_fp8_is_bf16_on_devices_without_it_and_that_is_said(cluster: str, precis
     job = resolve(load(None, settings, "dp=1").config)
     assert job.config.recipe.precision == precision
     assert len(job.notes) == told and all("does not multiply in fp8" in note for note in job.notes)
+
+
+def test_a_layout_for_pairs_keeps_them_together() -> None:
+    """Chosen, or unset and filling a pipeline: two sequences are never parted."""
+    settings = ["recipe.loss=dpo", "data.format=preference", "recipe.batch=12", "recipe.precision=bf16"]
+    on = ["cluster.on=8xH100", "model.preset=llama3-8b", "recipe.seq=2048"]
+    chosen = resolve(load(None, [*settings, *on]).config).layout
+    assert chosen.world == 8 and chosen.micro_batch(12) % 2 == 0 == 12 % (2 * chosen.data_ranks)
+    tiny = resolve(load(None, [*settings, "cluster.on=8xcpu"], "pp=8").config).layout
+    assert tiny.micro == 2

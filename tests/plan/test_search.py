@@ -12,6 +12,7 @@ from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.layout.legality import Case, broken
+from shoal.facts.losses import Loss
 from shoal.facts.model import Model, presets
 from shoal.facts.recipe import Recipe
 from shoal.facts.strategies import OWNERS
@@ -56,18 +57,20 @@ def recipe(seq: int, batch: int) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("name", "on", "seq", "batch"),
+    ("name", "on", "seq", "batch", "loss"),
     [
-        ("llama3-8b", "64xH100", 8192, 256),
-        ("gpt3-175b", "32xA100-80GB", 2048, 128),
+        ("llama3-8b", "64xH100", 8192, 256, "dpo"),
+        ("llama3-8b", "64xH100", 8192, 256, "next_token"),
+        ("gpt3-175b", "32xA100-80GB", 2048, 128, "next_token"),
         # With norms of queries and keys a compiled block keeps more of a micro-batch than an eager one.
-        ("qwen3-32b", "32xH100", 4096, 128),
-        ("mixtral-8x7b", "16xH100", 4096, 64),
-        ("deepseek-v3", "64xH100", 4096, 128),
+        ("qwen3-32b", "32xH100", 4096, 128, "next_token"),
+        ("mixtral-8x7b", "16xH100", 4096, 64, "next_token"),
+        ("deepseek-v3", "64xH100", 4096, 128, "next_token"),
     ],
 )
-def test_bounds_are_never_above_what_they_bound(name: str, on: str, seq: int, batch: int) -> None:
+def test_bounds_are_never_above_what_they_bound(name: str, on: str, seq: int, batch: int, loss: Loss) -> None:
     model, cluster, asked = presets.find(name), notation.find(on), recipe(seq, batch)
+    asked = asked.model_copy(update={"loss": loss})
     chance = random.Random(0)
     for stack in (SHOAL, replace(SHOAL, host=3e-4, overlap=0.7)):
         space = Space(model, asked, cluster.devices)

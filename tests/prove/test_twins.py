@@ -82,6 +82,24 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
     ("cp=2,pp=2", {"layers": 4}, {"batch": 8}, 2),
 ]
 
+# A loss of log-probabilities: the head's gradients, and its logits once more, are the backward pass's.
+WORDY: dict[str, Any] = {"vocab": 30000, "layers": 1}
+CASES += [
+    ("micro=4", WORDY, {"loss": "dpo"}, 0),
+    ("micro=2", {**WORDY, "tied": True}, {"loss": "dpo", "precision": "bf16"}, 0),
+    ("fsdp=2,micro=2", WORDY, {"loss": "dpo", "precision": "bf16", "batch": 8}, 0),
+    ("fsdp=2,zero=2,micro=2", WORDY, {"loss": "dpo", "batch": 8}, 0),
+    ("tp=2", WORDY, {"loss": "dpo", "precision": "bf16"}, 0),
+    ("cp=2", WORDY, {"loss": "dpo"}, 1),
+    ("pp=2,micro=2,schedule=zbv", {**WORDY, "layers": 4}, {"loss": "dpo", "batch": 16}, 0),
+    (
+        "fsdp=2,tp=2,pp=2,micro=2",
+        {**WORDY, "layers": 4},
+        {"loss": "dpo", "batch": 16, "precision": "bf16"},
+        4,
+    ),
+]
+
 # Activations that wait in the host's memory.
 CASES += [
     # States, gradients and the update are the host's.

@@ -187,6 +187,7 @@ def _further(
 
 
 def _summary(report: Report, console: Console) -> None:
+    from shoal.facts.losses import mean_over
     from shoal.train.run_directory import RunDirectory
 
     console.print(report.message, markup=False)
@@ -195,7 +196,7 @@ def _summary(report: Report, console: Console) -> None:
     if report.row:
         heldout = f", validation {report.heldout_loss:.4f}" if report.heldout_loss is not None else ""
         loss = "not finite" if report.row["loss"] is None else f"{report.row['loss']:.4f}"
-        console.print(f"final loss: training {loss}{heldout} (nats/token)")
+        console.print(f"final loss: training {loss}{heldout} (nats/{mean_over(report.row)})")
     if report.skipped:
         console.print(
             f"skipped {counted(report.skipped, 'update')}: gradients were not finite (faults.jsonl)"

@@ -10,6 +10,7 @@ from typing import Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shoal.facts.losses import LOSSES, Loss, LossFacts
 from shoal.facts.optimizers import Rule, rule_of
 from shoal.facts.sample_clock import SampleClock
 
@@ -96,6 +97,19 @@ class Recipe(BaseModel):
         gt=0,
         le=10**6,
         description="length of the run in passes over the data, instead of steps; rounded up to whole steps",
+    )
+
+    loss: Loss = Field(
+        "next_token",
+        description='what is minimised: "next_token", or "dpo", which prefers one of two answers (data.format)',
+    )
+    beta: float = Field(
+        0.1,
+        gt=0,
+        description="DPO: how far answers may become more or less likely than they were; less is further",
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="DPO: the share of pairs that may be the wrong way round"
     )
 
     optimizer: Rule = Field("adamw", description='"adamw", "sgd", "lion", "adafactor" or "muon"')
@@ -245,6 +259,10 @@ class Recipe(BaseModel):
                 f"batch = {self.batch}"
             )
         return self
+
+    @property
+    def loss_facts(self) -> LossFacts:
+        return LOSSES[self.loss]
 
     @property
     def peak_lr(self) -> float:

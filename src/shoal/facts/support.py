@@ -9,6 +9,7 @@ from shoal.facts import strategies
 from shoal.facts.config import Config, Lora
 from shoal.facts.layout import DEGREES, Layout, divisors, printed
 from shoal.facts.layout.offload import waiting
+from shoal.facts.losses import LOSSES
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import BLOCKS, block_parameters, llama_parameters
 from shoal.facts.nf4 import BLOCK, cut_blocks
@@ -81,6 +82,11 @@ def _beside_servers(config: Config, model: Model | None, layout: Layout) -> Iter
             "and no whole matrix",
             'recipe.optimizer = "adamw", "sgd" or "lion"; or server.servers = 0',
         )
+    if config.recipe.loss_facts.reference:
+        yield Problem(
+            f'server.servers with recipe.loss = "{config.recipe.loss}": workers know no first weights to compare with',
+            "server.servers = 0",
+        )
     if config.recipe.ema:
         yield Problem("server.servers with recipe.ema", "recipe.ema = 0, or server.servers = 0")
     if config.recipe.precision == "fp16":
@@ -128,6 +134,19 @@ def _with_offload(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
         yield f"{updated} run.strict", "run.strict = false"
     if config.server.servers:
         yield f"{updated} server.servers", "offload=none: the servers have the optimizer's states"
+
+
+def of_another_loss(config: Config) -> Iterator[Problem]:
+    """Rows that the loss does not read. A prepared data set says itself what it holds."""
+    loss, allowed = config.recipe.loss, config.recipe.loss_facts.formats
+    for form in dict.fromkeys(part.format for part in config.data.parts):
+        if form not in allowed:
+            readers = [name for name, facts in LOSSES.items() if form in facts.formats]
+            yield Problem(
+                f'recipe.loss = "{loss}" with data.format = "{form}"',
+                f'data.format = "{allowed[0]}", or recipe.loss = "{readers[0]}"',
+                "data.format",
+            )
 
 
 def _unmatched_groups(config: Config, model: Model) -> Iterator[Problem]:
@@ -197,6 +216,8 @@ def _in_config(config: Config) -> Iterator[tuple[str, str]]:
     if config.run.strict and config.recipe.optimizer == "adafactor":
         # Its means over rows and columns are sums of what ranks have, in the order of these.
         yield 'run.strict with recipe.optimizer = "adafactor"', 'recipe.optimizer = "adamw"'
+    if config.recipe.loss_facts.of_log_probabilities and config.recipe.z_loss:
+        yield f'recipe.z_loss with recipe.loss = "{config.recipe.loss}"', "recipe.z_loss = 0"
     if config.evaluate.ema and not config.recipe.ema:
         yield "evaluate.ema without recipe.ema", "recipe.ema = 0.999, or evaluate.ema = false"
     if config.model.lora is not None and config.recipe.optimizer in WHOLE:

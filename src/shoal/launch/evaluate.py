@@ -39,6 +39,13 @@ def job_for(weights: str, layout: str, overrides: list[str], visible: str | None
     values["cluster"]["on"] = "local"
     if run is None:
         values["data"]["tokenizer"] = source.origin.tokenizer
+    if config.recipe.loss_facts.reference:
+        raise BadInput(
+            f'recipe.loss = "{config.recipe.loss}" compares with the weights that the run began with, which a '
+            "checkpoint does not hold",
+            "metrics.jsonl has its validation losses; for the loss of the next token --set recipe.loss=next_token "
+            "--set data.format=text --data NAME=SOURCE",
+        )
     job = resolve(Config.model_validate(values), visible)
     local.check_devices(job, visible)
     weights_of(source.weights, job.model, job.config.evaluate.ema)  # refuses what does not fit

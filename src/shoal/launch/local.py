@@ -19,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from shoal.facts.cluster import this_machine as machine
 from shoal.facts.config import Config, DataSection, EvaluateSection
 from shoal.facts.config.implied import own_tokenizer, tokenizer_of
+from shoal.facts.losses import LOSSES
 from shoal.facts.model import hub
 from shoal.facts.problem import BadInput
 from shoal.launch.environment import passed_on
@@ -32,7 +33,7 @@ from shoal.predict.memory.states import rank_states
 from shoal.train.data.collection import Collection, gather
 from shoal.train.data.dataset import QUARANTINE, check_vocabulary
 from shoal.train.data.prepare import prepare as prepare_data
-from shoal.train.data.samples import cut_samples
+from shoal.train.data.samples import PairSamples, cut_samples
 from shoal.train.data.tokenizers import open_tokenizer
 from shoal.train.files import private_files, read_rows
 from shoal.train.run_directory import RunDirectory, identity
@@ -211,9 +212,26 @@ def tokenised(job: Job, console: Console, key: str = "data.source") -> Collectio
             rows = f"{sum(bad.values())} of {dataset.manifest['rows']} rows"
             console.print(f"left out {rows} ({reasons}); see {dataset.path / QUARANTINE}", markup=False)
     cut = cut_samples(collection, data, job.config.recipe.seq, tokenizer.end)
+    _check_loss(job.config, collection)
+    for part in cut.parts:
+        if isinstance(part, PairSamples) and part.left_out:
+            pairs = f"{part.left_out} of {part.left_out + len(part) // 2} pairs"
+            console.print(f"left out {pairs}: longer than recipe.seq = {part.seq}", markup=False)
     if job.config.evaluate.watched not in cut.validation:
         console.print("not enough validation text for one sample: evaluation is off", markup=False)
     return collection
+
+
+def _check_loss(config: Config, collection: Collection) -> None:
+    """Refuse data that was prepared for another loss."""
+    loss = config.recipe.loss
+    for dataset in collection.everything:
+        if dataset.pairs != ("preference" in LOSSES[loss].formats):
+            holds = "pairs of a chosen and a rejected answer" if dataset.pairs else "no pairs of answers"
+            raise BadInput(
+                f'{str(dataset.path)!r} holds {holds}, which recipe.loss = "{loss}" does not train on',
+                'recipe.loss = "dpo" for rows of data.format = "preference", "next_token" for all others',
+            )
 
 
 def with_length(job: Job, collection: Collection) -> Job:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from shoal.facts.losses import mean_over
 from shoal.facts.redact import redact
 from shoal.observe.flight_recorder import (
     COMMIT,
@@ -20,6 +21,7 @@ from shoal.observe.flight_recorder import (
     EXPLAIN,
     FIRST_STEP,
     INPUT,
+    REFERENCE,
     RESTORE,
     START,
     STEP,
@@ -39,6 +41,7 @@ TICK_SECONDS = 1.0
 # What the first rank does, in words, where it says so.
 DOING = {
     RESTORE: "reading weights",
+    REFERENCE: "computing the reference",
     EVALUATE: "evaluating",
     COMMIT: "committing",
     INPUT: "waiting for input",
@@ -100,7 +103,7 @@ class Progress:
             self._recent.append(row["step_s"])
             if row.get("heldout_loss") is not None:
                 self.heldout = row
-                self.say(f"step {row['step']:>6}  validation loss {_validated(row)} nats/token")
+                self.say(f"step {row['step']:>6}  validation loss {_validated(row)} nats/{mean_over(row)}")
             if row.get(EARLY):
                 self.say(f"step {row['step']:>6}  the validation loss falls no longer: the run ends here")
             if "compared" in row and row["compared"].get("told", True):

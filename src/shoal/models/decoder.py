@@ -17,6 +17,7 @@ from shoal.models.experts import MixtureOfExperts
 from shoal.models.latent_attention import LatentAttention
 from shoal.models.linear import Embedding
 from shoal.models.loss import Head
+from shoal.models.losses import Loss, NextToken
 from shoal.models.mlp import MLP
 from shoal.models.norm import block_norm
 from shoal.models.random import bits
@@ -118,7 +119,7 @@ class Decoder(nn.Module):
 
 
 class Network(nn.Module):
-    """A decoder and its head. The forward pass ends at the hidden states; the loss is the head's."""
+    """A decoder, its head and its loss. The forward pass ends at the hidden states, which the loss begins with."""
 
     def __init__(
         self,
@@ -128,8 +129,10 @@ class Network(nn.Module):
         length: int | None,
         z_loss: float,
         router: RouterLosses,
+        loss: Loss,
     ) -> None:
         super().__init__()
+        self.loss = loss
         self.model = Decoder(model, dropout, compute, length, router)
         tied = self.model.embed_tokens if model.tied else None
         self.lm_head = Head(model.hidden, model.vocab, tied, z_loss)
@@ -164,12 +167,14 @@ def build(
     length: int | None = None,
     z_loss: float = 0.0,
     router: RouterLosses = NO_LOSSES,
+    loss: Loss | None = None,
 ) -> Network:
     """The network of a model, its parameters still without values: see ``initial.initialise``.
 
     compute: the dtype of activations. dtype: that of the parameters. length: the length of a row, where it
-    exceeds max_positions and the model has dynamic rotary scaling (see ``rotary.frequencies``).
+    exceeds max_positions and the model has dynamic rotary scaling (see ``rotary.frequencies``). loss: that of the next
+    token, if it is not said.
     """
     with torch.device("meta"):
-        network = Network(model, dropout, compute, length, z_loss, router).to(dtype)
+        network = Network(model, dropout, compute, length, z_loss, router, loss or NextToken()).to(dtype)
     return network if torch.device(device).type == "meta" else network.to_empty(device=device)

@@ -56,21 +56,24 @@ class Head(nn.Module):
         """What the network says about the token after position ``place`` of hidden [B, T, hidden]: [B, vocab]."""
         return self.logits(hidden[:, place])
 
-    def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, targets: Tensor, by_token: bool = False) -> tuple[Tensor, Tensor]:
         """Cross-entropy summed over the targets that count, and how many do (int64).
 
         In training with what z_loss adds; a validation loss is the cross-entropy alone, whatever was trained with.
+        ``by_token``: not the sum, but every target's log-probability, in a row, 0 where it does not count.
         """
         rows, wanted = self.enter(hidden).flatten(0, -2), targets.flatten()
         weight, vocabulary = self.matrix(), self.vocabulary()
+        if by_token:
+            return token_log_probabilities(rows, weight, wanted, vocabulary), (wanted != IGNORE).sum()
         z = self.z_loss if torch.is_grad_enabled() else 0.0
         loss = summed_cross_entropy(rows, weight, wanted, vocabulary, self.factor, z, self.pending)
         return loss, (wanted != IGNORE).sum()
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Of every target; 0 where it does not count."""
-        rows, wanted = self.enter(hidden).flatten(0, -2), targets.flatten()
-        found = token_log_probabilities(rows, self.matrix(), wanted, self.vocabulary())
+        """Of every target; 0 where it does not count. A call of the module: what gathers its weight follows those."""
+        found: Tensor
+        found, _ = self(hidden, targets, by_token=True)
         return found.view(targets.shape)
 
     def enter(self, hidden: Tensor) -> Tensor:

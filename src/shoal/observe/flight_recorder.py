@@ -22,6 +22,7 @@ from typing import Any
 # What a rank announces.
 START, RESTORE, FIRST_STEP, STEP, INPUT = "start", "restore", "first step", "step", "input"
 EVALUATE, COMMIT, EXPLAIN, END = "evaluate", "commit", "explain", "end"
+REFERENCE = "reference"
 
 # The file: a header, the heartbeat, a count for every channel, the last entries in a ring, and the channels'
 # descriptions as JSON.

@@ -24,7 +24,7 @@ from shoal.models.initial import Fill, Slice
 from shoal.models.nf4 import PACKED
 from shoal.parallel import experts, tensor
 from shoal.parallel.compile import CompiledBlocks
-from shoal.parallel.context import split_sequence
+from shoal.parallel.context import share_rows, split_sequence
 from shoal.parallel.execute import Executor
 from shoal.parallel.float8_gather import gather_in_float8
 from shoal.parallel.float8_scales import Float8Scales
@@ -74,6 +74,11 @@ class Placed:
     # How many blocks ahead of the one that is computed weights are read; None: an offloaded update is waited for, and
     # does not go on while the next forward pass begins.
     reads_ahead: int | None
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """What the loss reports beside itself."""
+        return self.segments[0].network.loss.measures
 
     def start_step(self, micro_batches: int) -> None:
         self.gradients.start_step()
@@ -183,6 +188,8 @@ def apply(
 
     # Context: of every row this rank's tokens, and attention to all of them.
     split_sequence(blocks, mesh)
+    for segment in segments:
+        share_rows(segment.network, mesh)
     # Experts: of the routed ones this rank's.
     if layout.ep > 1:
         for segment in segments:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal.facts.layout import Layout
 from shoal.facts.layout.sequence import held_ranges, holder
-from shoal.models.decoder import Block
+from shoal.models.decoder import Block, Network
 from shoal.parallel.experts import mixtures
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.ring import Ring, RingAttend
@@ -45,6 +45,26 @@ def split_sequence(blocks: list[nn.Module], mesh: Mesh) -> None:
 
 def _summed(counts_of: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     return lambda counts: all_reduce(counts_of(counts), group)
+
+
+class SequenceRows:
+    """A loss of whole rows, of which each context rank has some tokens."""
+
+    def __init__(self, group: dist.ProcessGroup, index: int) -> None:
+        self.group, self.index = group, index
+
+    def total(self, parts: Tensor) -> Tensor:
+        own = parts.detach()
+        return parts + (all_reduce(own, self.group) - own)
+
+    def once(self, sums: Tensor) -> Tensor:
+        return sums if self.index == 0 else sums - sums.detach()
+
+
+def share_rows(network: Network, mesh: Mesh) -> None:
+    """From now on the network's loss is one of rows that context ranks share."""
+    if (group := mesh.group("cp")) is not None:
+        network.loss.rows = SequenceRows(group, mesh.coords["cp"])
 
 
 class SequenceShare:

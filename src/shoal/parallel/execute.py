@@ -79,7 +79,7 @@ class Executor:
                 self.deferred.watch(segment)
 
     def forward_backward(self, batches: list[MicroBatch], factor: float, scale: float = 1.0) -> list[Tensor]:
-        """Gradients of the losses times ``factor``; the summed loss of each micro-batch whose end is here.
+        """Gradients of the losses times ``factor``; the loss's sums of each micro-batch whose end is here.
 
         Batches have whole rows; of the losses of ranks that share them, each is a part. ``scale``: the part of the
         factor that is also the routers' losses'.
@@ -122,7 +122,7 @@ class Executor:
 
     @torch.no_grad()
     def forward_only(self, batches: list[MicroBatch], place: int | None = None) -> list[Tensor]:
-        """The summed loss of each micro-batch (or the scores after ``place``) where the end of the network is here.
+        """The loss's sums of each micro-batch (or the scores after ``place``) where the end of the network is here.
 
         ``place`` counts the tokens that are here.
         """
@@ -227,7 +227,7 @@ class Executor:
         segment = self.segments[stage]
         output = underway.outputs.pop((stage, micro))
         if segment.stage.last:
-            output.backward()
+            output[0].backward()
         else:
             gradient = _arrived(underway.arriving_back.pop((stage, micro)))
             if self.channels is not None and stage + 1 not in self.segments:

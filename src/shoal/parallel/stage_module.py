@@ -23,6 +23,7 @@ class MicroBatch:
     documents: Documents | None
     targets: Tensor | None  # None: no loss is asked for
     noise: Tensor | None
+    reference: Tensor | None = None  # float64 [rows], of a loss that compares with the first weights
 
 
 class StageModule(nn.Module):
@@ -49,7 +50,7 @@ class StageModule(nn.Module):
             setattr(owner, child, None)
 
     def forward(self, inputs: Tensor, batch: MicroBatch, place: int | None = None) -> Tensor:
-        """Tokens or hidden states in; out come hidden states or, at the end, the sum of the losses.
+        """Tokens or hidden states in; out come hidden states or, at the end, the sums of the loss.
 
         With ``place`` the end gives the scores of the token after that place.
         """
@@ -58,10 +59,7 @@ class StageModule(nn.Module):
             return hidden
         if place is not None:
             return self.network.lm_head.scores(hidden, place)
-        assert batch.targets is not None
-        loss: Tensor
-        loss, _ = self.network.lm_head(hidden, batch.targets)
-        return loss
+        return self.network.loss(self.network.lm_head, hidden, batch)
 
 
 def materialize(segment: StageModule, device: torch.device) -> None:

@@ -82,9 +82,12 @@ def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
         if found is None:
             raise BadInput([*problems, *support.missing(config, model, layout)])
         layout = found
+    rows = config.recipe.loss_facts.rows
     if config.run.strict and layout.micro is None:
-        layout = layout.replace(micro=1)  # the bits of a matrix product depend on how many rows it has
-    problems.extend(support.missing(config, model, layout))
+        layout = layout.replace(micro=rows)  # the bits of a matrix product depend on how many rows it has
+    elif layout.pp > 1 and layout.micro is None and layout.micro_batch(config.recipe.batch) % rows:
+        layout = layout.replace(micro=rows)  # what fills a pipeline would part those that belong together
+    problems.extend([*support.missing(config, model, layout), *support.of_another_loss(config)])
     if model is not None:
         strict = config.run.strict
         # Where ranks share devices there may be any number of them.
@@ -124,7 +127,7 @@ def choose(config: Config, cluster: Cluster, model: Model | None = None) -> Layo
     """What ``shoal plan`` chooses, by the same rule (``plan/choose.py``), of what the engine runs."""
     # What divides the smallest batch of a ramp divides all.
     recipe = config.recipe.model_copy(update={"batch": config.recipe.batch_unit, "batch_ramp": ()})
-    plain = Layout(dp=usable(cluster, recipe.batch)[0])
+    plain = Layout(dp=usable(cluster, recipe.batch // recipe.loss_facts.rows)[0])
     model = model or look_up(config)
     workload = Workload(
         model,

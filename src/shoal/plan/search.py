@@ -135,7 +135,7 @@ def searched(workload: Workload, top: int = TOP, runnable: bool = False) -> Sear
     """
     given = workload.model, workload.cluster, workload.recipe
     found: SearchResult | None = None
-    for devices in usable(workload.cluster, workload.recipe.batch):
+    for devices in usable(workload.cluster, workload.recipe.batch // workload.recipe.loss_facts.rows):
         for effort in (EFFORT, None):
             found = search(
                 *given,
@@ -161,7 +161,7 @@ def usable(cluster: Cluster, batch: int) -> list[int]:
     """
     if cluster.name != "local" and cluster.device.name != "cpu":
         return [cluster.devices]
-    return [count for count in reversed(divisors(batch)) if count <= cluster.devices]
+    return [count for count in reversed(divisors(max(1, batch))) if count <= cluster.devices]
 
 
 def _hunted(whole: BestFirst, effort: int | None, frugal_first: bool = False) -> list[BestFirst]:

@@ -169,7 +169,7 @@ class Space:
                     continue
                 for pp in divisors(self.devices // (tp * cp)):
                     data = self.devices // (tp * cp * pp)
-                    if self.recipe.batch % data == 0 and pp <= self.model.layers:
+                    if self._sequences % data == 0 and pp <= self.model.layers:
                         yield ModelSplit(tp, cp, pp, data)
 
     def shares(self, split: ModelSplit) -> Iterator[WorkShare]:
@@ -184,7 +184,14 @@ class Space:
                 yield [WorkShare(sp, kind, ep, micro) for micro in micros]
 
     def _micros(self, split: ModelSplit) -> tuple[int, ...]:
-        return tuple(divisors(self.recipe.batch // split.data)[: 1 if self.frugal else None])
+        rows = self.recipe.loss_facts.rows
+        micros = divisors(self._sequences // split.data)[: 1 if self.frugal else None]
+        return tuple(rows * micro for micro in micros)
+
+    @property
+    def _sequences(self) -> int:
+        """Of a batch: those that belong together count once."""
+        return max(1, self.recipe.batch // self.recipe.loss_facts.rows)
 
     def orders(self, split: ModelSplit, recompute: Recompute | None = None) -> list[PipelineOrder]:
         return self._orders(split.pp, recompute)

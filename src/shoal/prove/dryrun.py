@@ -142,7 +142,10 @@ def _no_values(slices: list[tuple[str, Slice]]) -> None:
 def _batch(workload: Workload) -> Batch:
     rows, length = workload.micro, workload.recipe.seq
     tokens, targets, positions = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(3))
-    return Batch(tokens, targets, positions, None, torch.arange(rows), rows * length)
+    reference = None
+    if workload.recipe.loss_facts.reference:
+        reference = torch.zeros(rows, dtype=torch.float64)
+    return Batch(tokens, targets, positions, None, torch.arange(rows), rows * length, reference=reference)
 
 
 def _ledger(

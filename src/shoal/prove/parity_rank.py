@@ -72,6 +72,7 @@ def run_parity_rank(rank: int, world: int, store: SignedStore, script: ParityReq
     job = script.job
     mesh = init_rank(job, rank, rank, store)
     program = Program(job, Collection.open(script.dataset), mesh, first_weights(job))
+    program.compute_reference(program.reference(1, script.steps, job.config.recipe.batch))
     collector = Collector(program.pieces, mesh)
     seen = ParityRank()
     tensors = _Reference(script)

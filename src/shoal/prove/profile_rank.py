@@ -68,6 +68,7 @@ def take_part(rank: int, world: int, store: SignedStore, order: ProfileRequest) 
     mesh = init_rank(job, rank, rank, store)
     program = Program(job, Collection.open(order.dataset), mesh, first_weights(job))
     last = order.warm_up + TIMED_STEPS + WITH_INSTRUMENTS
+    program.compute_reference(program.reference(1, last, 0))
     steps = program.loader.steps(1, last, program.positions)
     on_gpu = mesh.device.type == "cuda"
     with closing(steps):

@@ -13,10 +13,10 @@ from shoal.launch.init_rank import init_rank
 from shoal.models.decoder import Block
 from shoal.parallel.shards import gradient
 from shoal.parallel.signed_store import SignedStore
-from shoal.parallel.stage_module import MicroBatch
 from shoal.plan.resolve import Job
 from shoal.train.loop import Training
 from shoal.train.run_directory import RunDirectory
+from shoal.train.step import micro_batch
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,18 @@ class _Watch:
 
     @torch.no_grad()
     def _samples(self, step: int) -> list[SampleLoss]:
-        """Every row of this rank by itself. All ranks have as many, so they meet in every pass."""
+        """Every row of this rank by itself, or with what it is compared with.
+
+        All ranks have as many, so they meet in every pass.
+        """
         program = self.training.program
+        together = program.loader.samples.together
         losses = []
-        for place in (place for places in program.positions(step) for place in places):
-            row = program.loader.rows(step, [place])
-            on = row.to(program.mesh.device)
-            batch = MicroBatch(on.tokens, on.positions, on.documents, on.targets, None)
-            for loss in program.placed.executor.forward_only([batch]):
-                if row.count:
-                    losses.append(SampleLoss(place, row.samples[0], float(loss) / row.count))
+        for places in program.positions(step):
+            for place in places[::together]:
+                row = program.loader.rows(step, range(place, place + together))
+                batch = micro_batch(row.to(program.mesh.device))
+                for found in program.placed.executor.forward_only([batch]):
+                    if row.count:
+                        losses.append(SampleLoss(place, row.samples[0], float(found[0]) / row.count))
         return losses

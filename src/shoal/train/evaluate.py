@@ -20,7 +20,7 @@ from shoal.parallel.stage_module import MicroBatch
 from shoal.train.data.loader import Loader, validation_rows
 from shoal.train.data.samples import AnySamples
 from shoal.train.data.tokenizers import Tokenizer
-from shoal.train.step import summed_loss
+from shoal.train.step import micro_batch, summed_loss
 
 PROMPT_TOKENS = 32
 
@@ -54,7 +54,15 @@ class Patience:
 def heldout_loss(
     placed: Placed, samples: AnySamples, mesh: Mesh, most: int, micro: int, at_once: int
 ) -> float | None:
-    """Mean loss a token over ``most`` of these samples, spread evenly; None where there is nothing to predict.
+    """Mean loss over ``most`` of these samples, spread evenly; None where there is nothing to predict."""
+    found = heldout_means(placed, samples, mesh, most, micro, at_once)
+    return None if found is None else found[0]
+
+
+def heldout_means(
+    placed: Placed, samples: AnySamples, mesh: Mesh, most: int, micro: int, at_once: int
+) -> list[float] | None:
+    """The loss a token or a pair, then what it measures; None where there is nothing to predict.
 
     Which rank sees which sample changes no sum. All ranks run equally many rows, for some strategies meet in every
     forward pass; rows past the last sample are empty. ``at_once`` micro-batches of ``micro`` rows fill a pipeline.
@@ -62,9 +70,9 @@ def heldout_loss(
     losses, targets = own_heldout(
         placed, samples, mesh, most, micro, at_once, (mesh.data_index, mesh.layout.data_ranks)
     )
-    loss = summed_loss(losses, placed, mesh)
+    sums = summed_loss(losses, placed, mesh)
     (seen,) = mesh.hosts.sum_integers([targets if mesh.first_of_replica else 0])
-    return loss / seen if seen else None
+    return [one / seen for one in sums] if seen else None
 
 
 def own_heldout(
@@ -76,21 +84,33 @@ def own_heldout(
     at_once: int,
     part: tuple[int, int],
 ) -> tuple[list[Tensor], int]:
-    """The losses of one part's held-out rows, and how many targets these have; ``part``: which one of how many."""
+    """The losses of one part's held-out rows, and how many targets these have; ``part``: which one of how many.
+
+    Rows that belong together are in one micro-batch.
+    """
     index, ranks = part
-    count = min(most, len(samples))
-    chosen = [number * len(samples) // count for number in range(count)]
-    chosen += [len(samples)] * (-count % ranks)
-    mine = chosen[index::ranks]
+    together = samples.together
+    chosen = chosen_rows(samples, most)
+    chosen += [len(samples)] * (-len(chosen) % (ranks * together))
+    firsts = chosen[index * together :: ranks * together]
+    mine = [first + place for first in firsts for place in range(together)]
     groups = [mine[start : start + micro] for start in range(0, len(mine), micro)]
     losses: list[Tensor] = []
     targets = 0
     for first in range(0, len(groups), at_once):
         rows = [validation_rows(samples, group).to(mesh.device) for group in groups[first : first + at_once]]
-        batches = [MicroBatch(row.tokens, row.positions, row.documents, row.targets, None) for row in rows]
-        losses += placed.executor.forward_only(batches)
+        losses += placed.executor.forward_only([micro_batch(row) for row in rows])
         targets += sum(row.count for row in rows)
     return losses, targets
+
+
+def chosen_rows(samples: AnySamples, most: int) -> list[int]:
+    """At most so many samples, spread evenly; with each, those that belong to it."""
+    together = samples.together
+    every = len(samples) // together
+    count = min(most // together, every)
+    firsts = [number * every // count * together for number in range(count)]
+    return [first + place for first in firsts for place in range(together)]
 
 
 def sample_rows(

@@ -94,10 +94,14 @@ def sync_directory(path: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a file by new content, at once for every reader."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with aside.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         aside.rename(path)

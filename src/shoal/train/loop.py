@@ -15,6 +15,7 @@ from shoal.observe.flight_recorder import (
     EVALUATE,
     FIRST_STEP,
     INPUT,
+    REFERENCE,
     RESTORE,
     STEP,
     Announce,
@@ -26,7 +27,7 @@ from shoal.plan.resolve import Job
 from shoal.train.commits import Commits
 from shoal.train.data.collection import Collection
 from shoal.train.data.loader import Batch
-from shoal.train.evaluate import Patience, evaluates_after, heldout_loss, sample_rows
+from shoal.train.evaluate import Patience, evaluates_after, heldout_means, sample_rows
 from shoal.train.files import StepFile, read_rows
 from shoal.train.first_weights import first_weights
 from shoal.train.guard.corruption import CorruptionGuard
@@ -40,6 +41,7 @@ from shoal.train.metrics.observed import OBSERVED_STEP, observed
 from shoal.train.metrics.sample_log import SampleLog
 from shoal.train.outcome import RESUMED, Outcome
 from shoal.train.program import Program, no_weights
+from shoal.train.reference import ReferenceStore
 from shoal.train.run_directory import EARLY, RunDirectory, identity
 from shoal.train.state import State
 from shoal.train.step import IssuedStep, StepResult
@@ -88,7 +90,7 @@ def train(
     ``guest`` looks on. ``set_aside``: steps in memory that are not to be continued from.
     """
     with explaining(job, mesh) as witness:
-        training = Training(job, run, dataset, mesh, announce, attempt, set_aside)
+        training = Training(job, run, dataset, mesh, announce, attempt, set_aside, wants_stop)
         if mesh.rank == 0 and mesh.hosts.store is not None:
             mesh.hosts.store.set(RESUMED, str(training.done))
         if restarts and mesh.rank == 0:
@@ -111,8 +113,9 @@ class Training:
         announce: Announce = unheard,
         attempt: str = "0",
         set_aside: Sequence[int] = (),
+        wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``announce`` is told what comes next, for some of it may take long."""
+        """``announce`` is told what comes next, for some of it may take long; ``wants_stop`` is asked meanwhile."""
         config, recipe = job.config, job.config.recipe
         self.job, self.run, self.mesh = job, run, mesh
         self.announce = announce
@@ -137,9 +140,12 @@ class Training:
         self.announce(RESTORE, 0)
         if placed.frozen:
             placed.fill_frozen(first_weights(job))
+        self.complete = True  # nothing is missing that a step needs
+        filled = self._compare_with_first_weights(wants_stop)
         self.done = self.commits.restore()
         if not self.done:
-            placed.fill(first_weights(job))
+            if not filled:
+                placed.fill(first_weights(job))
             if self.step.average is not None:
                 self.step.average.start()
         self.corruption = CorruptionGuard(self.step, config.fault.check_every, self.done)
@@ -165,6 +171,23 @@ class Training:
             self.comparison = Comparison(job, run.read_plan(), mesh.device.type == "cuda")
         self.commits.before_commit = self._settle_rows
 
+    def _compare_with_first_weights(self, wants_stop: Callable[[], bool]) -> bool:
+        """A loss with a reference gets it, from where it was kept or from the first weights. Whether they are here."""
+        config, program = self.job.config, self.program
+        if not config.recipe.loss_facts.reference:
+            return False
+        store = ReferenceStore.of(self.job, self.run.path)
+        most = config.evaluate.batches * config.recipe.batch
+        reference = program.reference(1, config.recipe.steps, most, store)
+        if not reference.missing:
+            return False
+        store.check_weights()
+        program.placed.fill(first_weights(self.job))
+        self.announce(REFERENCE, 0)
+        self.complete = program.compute_reference(reference, wants_stop)
+        self.announce(RESTORE, 0)
+        return True
+
     def run_to_end(self, wants_stop: Callable[[], bool]) -> Outcome:
         stopped = False
         steps = self.loader.steps(self.done + 1, self.job.config.recipe.steps, self.program.positions)
@@ -174,7 +197,7 @@ class Training:
             for step, micro_batches in steps:
                 self.announce(STEP if self.steps_here else FIRST_STEP, step)
                 targets, asking = self.step.agree(self.program.own_targets(micro_batches), wants_stop())
-                if asking:
+                if asking or not self.complete:
                     stopped = True
                     break
                 self.meter.have_input()
@@ -328,10 +351,12 @@ class Training:
         at_once = self.job.layout.accumulation(recipe.batch)
         most = evaluate.batches * recipe.batch
         with self.program.evaluated_weights():
-            losses = {
-                name: finite(heldout_loss(placed, samples, self.mesh, most, self.program.micro, at_once))
+            found = {
+                name: heldout_means(placed, samples, self.mesh, most, self.program.micro, at_once) or []
                 for name, samples in self.loader.validation.items()
             }
+            means = {name: [finite(one) for one in values] for name, values in found.items()}
+            losses = {name: next(iter(values), None) for name, values in means.items()}
             if _writes_samples(self.mesh):
                 rows = sample_rows(
                     placed, self.loader, self.program.tokenizer, self.mesh, evaluate, recipe.seed, self.done
@@ -340,7 +365,9 @@ class Training:
                     self.samples.append(row)
             self.mesh.hosts.wait_for_first_rank()
         named = {"validation": losses} if evaluate.sources else {}
-        return {"heldout_loss": losses.get(evaluate.watched), **named}
+        watched = means.get(evaluate.watched, [])[1:]
+        reported = {f"heldout_{name}": one for name, one in zip(placed.measures, watched, strict=False)}
+        return {"heldout_loss": losses.get(evaluate.watched), **reported, **named}
 
 
 def _writes_samples(mesh: Mesh) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,6 +17,7 @@ from shoal.facts.recipe import Recipe, Scaling
 from shoal.models.decoder import Network, build
 from shoal.models.initial import Fill, Slice
 from shoal.models.lora import add_adapters
+from shoal.models.losses import loss_of
 from shoal.models.router import RouterLosses
 from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
@@ -25,7 +27,10 @@ from shoal.train import optimizer as optimizers
 from shoal.train.data.collection import Collection
 from shoal.train.data.input import open_loader
 from shoal.train.data.loader import Batch
+from shoal.train.data.samples import AnySamples
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
+from shoal.train.evaluate import chosen_rows
+from shoal.train.reference import Reference, ReferenceStore
 from shoal.train.step import Step
 
 BACKEND = "inductor"  # of torch.compile
@@ -58,6 +63,19 @@ class Program:
         """This rank's places in the global batch of a step, one range a micro-batch."""
         return self.job.layout.positions(self.loader.clock.at(step), self.mesh.data_index)
 
+    def reference(self, first: int, last: int, most: int, store: ReferenceStore | None = None) -> Reference:
+        """What the loss of these steps, and of ``most`` samples of each validation set, compares with, if anything."""
+        wanted: list[tuple[AnySamples, Sequence[int]]] = []
+        if self.job.config.recipe.loss_facts.reference:
+            wanted.append((self.loader.samples, self.loader.used_in(first, last)))
+            wanted += [(one, chosen_rows(one, most)) for one in self.loader.validation.values()]
+        return Reference(wanted, self.job.config.recipe, self.mesh, store)
+
+    def compute_reference(self, reference: Reference, wants_stop: Callable[[], bool] = lambda: False) -> bool:
+        """With the first weights in the network. Whether it got to the end, and was not asked to stop."""
+        at_once = self.job.layout.accumulation(self.job.config.recipe.batch)
+        return reference.compute(self.placed, self.micro, at_once, wants_stop)
+
     def own_targets(self, batches: list[Batch]) -> int:
         """What this rank adds to the step's number of targets: rows that several ranks work on count once."""
         return sum(batch.count for batch in batches) if self.mesh.first_of_replica else 0
@@ -69,7 +87,14 @@ def blueprint(model: Model, recipe: Recipe) -> Network:
     # Means over the global batch, so that losses of its parts only need adding.
     router = RouterLosses(recipe.router_aux / recipe.batch, recipe.router_z / recipe.tokens_per_step)
     network = build(
-        model, recipe.dropout, compute, dtype=rest, length=recipe.seq, z_loss=recipe.z_loss, router=router
+        model,
+        recipe.dropout,
+        compute,
+        dtype=rest,
+        length=recipe.seq,
+        z_loss=recipe.z_loss,
+        router=router,
+        loss=loss_of(recipe),
     )
     if model.adapters is not None:
         add_adapters(network, model.adapters)

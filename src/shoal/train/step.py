@@ -6,9 +6,9 @@ All of it is given to the device before any of its numbers is read: meanwhile th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -37,20 +37,21 @@ from shoal.train.optimizer import (
     writes_copies,
 )
 
-# Where, among a step's numbers, those of routers begin.
-ROUTED = 4
+# Where, among a step's numbers, those that its loss reports begin; those of routers follow.
+REPORTED = 4
 
 
 @dataclass(frozen=True)
 class StepResult:
     """What a step did, the same on every rank."""
 
-    loss: float  # mean over the target tokens of the whole global batch
+    loss: float  # mean over what the whole global batch has to predict: its target tokens, or its pairs
     grad_norm: float
     lr: float
     updated: bool  # False: a gradient was not finite and the weights were left alone
     blamed: tuple[int, ...] = ()  # the ranks that it came from, where that can be told
     experts: ExpertLoad | None = None  # None: the model has none
+    measures: Mapping[str, float] = field(default_factory=dict)  # what the loss reports beside itself
 
 
 class IssuedStep:
@@ -79,12 +80,14 @@ class IssuedStep:
         if self._end is not None:
             self._end.synchronize()
         numbers = self._numbers.tolist()
-        (loss, norm, *spoiled), routed = numbers[:ROUTED], numbers[ROUTED:]
+        step = self._step
+        (loss, norm, *spoiled), measured = numbers[:REPORTED], numbers[REPORTED : step.routed]
         finite = math.isfinite(norm)
-        self._step.scale.update(overflow=not finite)
-        blamed = () if finite else _blamed(spoiled, self._step.mesh)
-        experts = self._step.placed.routers.load(routed)
-        return StepResult(loss, norm, self._lr, finite and norm <= self._most, blamed, experts)
+        step.scale.update(overflow=not finite)
+        blamed = () if finite else _blamed(spoiled, step.mesh)
+        experts = step.placed.routers.load(numbers[step.routed :])
+        measures = dict(zip(step.measures, measured, strict=True))
+        return StepResult(loss, norm, self._lr, finite and norm <= self._most, blamed, experts, measures)
 
     @property
     def idle_before(self) -> float | None:
@@ -106,6 +109,8 @@ class Step:
         self.mesh = mesh
         self.scale = scale
         self.pieces = placed.gradients.pieces
+        self.measures = placed.measures
+        self.routed = REPORTED + len(self.measures)  # where, among a step's numbers, those of routers begin
         self.host: HostUpdate | None = None  # of what is offloaded
         if placed.offloaded is not None:
             self.host = HostUpdate(placed, placed.offloaded, optimizer, mesh)
@@ -140,7 +145,7 @@ class Step:
         """Leave the global batch's gradients with the pieces.
 
         Returns, on the device: its mean loss; their norm; of this rank, whether its own gradients and the sums that
-        it holds were spoiled (not finite); and what all routers did (``RouterTally``).
+        it holds were spoiled (not finite); what the loss reports; and what all routers did (``RouterTally``).
         """
         placed = self.placed
         targets = max(1, targets)  # a batch may have nothing to predict
@@ -166,7 +171,9 @@ class Step:
             updating = self.host.start(measured[1], self.recipe.clip, most)
         if self.corrected:
             refused = refuses(measured[1], most)
-            self.placed.routers.balance(self.pieces, measured[ROUTED:], self.recipe.router_bias, refused)
+            self.placed.routers.balance(
+                self.pieces, measured[self.routed :], self.recipe.router_bias, refused
+            )
         if self.average is not None:
             self.average.follow(refuses(measured[1], most))
         self.placed.after_update(copied=writes_copies(self.optimizer), returned=True)
@@ -199,18 +206,20 @@ class Step:
         if exact is not None:
             if routed.numel():
                 routed = torch.tensor(mesh.hosts.sum_floats(routed.tolist()), dtype=torch.float64)
-            sums = [strict_loss(mine, mesh), strict_norm(self.pieces, mesh)]
-            loss, norm = torch.tensor(sums, dtype=torch.float64, device=mesh.device)
+            sums = [*strict_sums(mine, self.measures, mesh), strict_norm(self.pieces, mesh)]
+            *lost, norm = torch.tensor(sums, dtype=torch.float64, device=mesh.device)
         else:
-            summed = torch.cat([torch.stack([added(mine, mesh.device), squares]), routed])
+            summed = torch.cat([added(mine, self.measures, mesh.device), squares[None], routed])
             if mesh.everyone is not None:
                 dist.all_reduce(summed, group=mesh.everyone)
-            loss, norm, routed = summed[0], summed[1].sqrt(), summed[2:]
-        return torch.cat([torch.stack([loss / targets, norm, *spoiled]), routed.to(mesh.device)])
+            *lost, squares = summed[: len(self.measures) + 2]
+            norm, routed = squares.sqrt(), summed[len(self.measures) + 2 :]
+        loss, *measures = (one / targets for one in lost)
+        return torch.cat([torch.stack([loss, norm, *spoiled, *measures]), routed.to(mesh.device)])
 
     def _micro_batch(self, step: int, batch: Batch) -> MicroBatch:
         noise = self._noise(step, batch)
-        return MicroBatch(batch.tokens, batch.positions, batch.documents, batch.targets, noise)
+        return micro_batch(batch, noise)
 
     def _noise(self, step: int, batch: Batch) -> Tensor | None:
         """One key a sequence for its dropout masks: a hash of (seed, step, its place in the global batch)."""
@@ -246,18 +255,24 @@ def own_losses(losses: list[Tensor], mesh: Mesh) -> list[Tensor]:
     return losses if mesh.coords["tp"] == 0 else []
 
 
-def added(losses: list[Tensor], device: torch.device) -> Tensor:
-    """In double precision; 0 where the network does not end on this rank."""
+def added(losses: list[Tensor], measures: Sequence[str], device: torch.device) -> Tensor:
+    """A loss's sums, with what it measures, in double precision; 0 where the network does not end on this rank."""
     if not losses:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(losses).double().sum()
+        return torch.zeros(1 + len(measures), dtype=torch.float64, device=device)
+    return torch.stack(losses).double().sum(0)
 
 
-def summed_loss(losses: list[Tensor], placed: Placed, mesh: Mesh) -> float:
-    """All ranks' losses, in strict mode without any rounding."""
+def strict_sums(losses: list[Tensor], measures: Sequence[str], mesh: Mesh) -> list[float]:
+    return [strict_loss([one[number] for one in losses], mesh) for number in range(1 + len(measures))]
+
+
+def summed_loss(losses: list[Tensor], placed: Placed, mesh: Mesh) -> list[float]:
+    """All ranks' losses, then what they measure; in strict mode without any rounding."""
     mine = own_losses(losses, mesh)
-    return (
-        strict_loss(mine, mesh)
-        if placed.exact is not None
-        else mesh.hosts.sum_floats([float(added(mine, mesh.device))])[0]
-    )
+    if placed.exact is not None:
+        return strict_sums(mine, placed.measures, mesh)
+    return mesh.hosts.sum_floats(added(mine, placed.measures, mesh.device).tolist())
+
+
+def micro_batch(batch: Batch, noise: Tensor | None = None) -> MicroBatch:
+    return MicroBatch(batch.tokens, batch.positions, batch.documents, batch.targets, noise, batch.reference)

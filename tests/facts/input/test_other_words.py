@@ -80,7 +80,7 @@ def test_a_word_of_another_tool_is_answered_with_ours(written: str, answer: str)
 @pytest.mark.parametrize(
     ("written", "today"),
     [
-        ("recipe.loss", "leave it out"),
+        ("tune.search", 'layout = "auto"'),
     ],
 )
 def test_what_comes_later_is_answered_with_what_to_write_today(written: str, today: str) -> None:

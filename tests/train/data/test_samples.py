@@ -94,7 +94,7 @@ def test_unpacked_targets_are_every_token_but_each_documents_first_once(document
 def test_arrays_are_int64_and_numbers_are_checked():
     for packing in (True, False):
         samples = make([30], 7, packing=packing)
-        assert all(part.dtype == np.int64 and part.shape == (7,) for part in samples[0])
+        assert all(part.dtype == np.int64 and part.shape == (7,) for part in samples[0][:3])
         for number in (-1, len(samples)):
             with pytest.raises(IndexError):
                 samples[number]

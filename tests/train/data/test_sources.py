@@ -17,7 +17,7 @@ from shoal.train.data.sources import find_files
 
 def texts(path, field="text"):
     return [
-        row.document and row.document.text
+        row.documents and row.documents[0].text
         for file in find_files(str(path))
         for piece in cut(file)
         for row in read(piece, RowFormat(field))
@@ -80,7 +80,7 @@ BAD = {
 def test_every_reason(tmp_path, line, reason):
     (tmp_path / "a.jsonl").write_bytes(line)
     (row,) = (row for file in find_files(str(tmp_path / "*")) for row in read(next(cut(file)), RowFormat()))
-    assert (row.document, row.reason) == (None, reason)
+    assert (row.documents, row.reason) == (None, reason)
     assert len(row.shown) <= 200 and line.decode(errors="replace").startswith(row.shown)
 
 

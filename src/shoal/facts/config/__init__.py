@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic.fields import FieldInfo
 
 from shoal.facts.layout import Layout
+from shoal.facts.losses import Format
 from shoal.facts.model import AdapterKind, Adapters, FrozenBase
 from shoal.facts.recipe import Recipe
 
@@ -129,7 +130,7 @@ class MixPart(Section):
     weight: float = Field(1.0, ge=0, description="its share of the samples, relative to the other weights")
     later: list[MixChange] = Field([], description="other weights from later steps on")
     field: str | None = Field(None, description="as data.field")
-    format: Literal["text", "chat", "prompt"] | None = Field(None, description="as data.format")
+    format: Format | None = Field(None, description="as data.format")
     template: str | None = Field(None, min_length=1, description="as data.template")
     loss_on: Literal["answers", "all"] | None = Field(None, description="as data.loss_on")
 
@@ -155,9 +156,10 @@ class DataSection(Section):
         None, description="the token that ends a document, if the tokenizer has no obvious one"
     )
     field: str = Field("text", description="the field of a JSONL row that holds the text")
-    format: Literal["text", "chat", "prompt"] = Field(
+    format: Format = Field(
         "text",
-        description='what a row is: "text"; "chat", messages or conversations; "prompt", a prompt with its answer',
+        description='what a row is: "text"; "chat", messages or conversations; "prompt", a prompt with its answer; '
+        '"preference", a prompt with a chosen and a rejected answer',
     )
     template: str = Field(
         "auto",
@@ -209,10 +211,18 @@ class DataSection(Section):
         """Conversations that share a row must not read each other."""
         if not isinstance(given, dict) or "within_documents" in given:
             return given
-        mix = given.get("mix")
-        tables = [given, *(mix if isinstance(mix, list) else ())]
-        formats = [one.get("format") for one in tables if isinstance(one, dict)]
-        return {**given, "within_documents": True} if {"chat", "prompt"} & {*map(str, formats)} else given
+        return {**given, "within_documents": True} if {"chat", "prompt"} & _formats(given) else given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _answers_have_rows_of_their_own(cls, given: object) -> object:
+        if not isinstance(given, dict) or "preference" not in _formats(given):
+            return given
+        if given.get("packing") is True:
+            raise ValueError(
+                'packing = true with format = "preference": an answer has a row of its own: packing = false'
+            )
+        return {**given, "packing": False}
 
     @property
     def templated(self) -> bool:
@@ -226,6 +236,13 @@ class DataSection(Section):
         said = [{name: getattr(part, name) for name in names} for part in self.mix]
         mine = [{name: value for name, value in one.items() if value is not None} for one in said]
         return [self.model_copy(update={"mix": [], **one}) for one in mine] or [self]
+
+
+def _formats(given: dict[str, Any]) -> set[str]:
+    """What a data section, as it was written, says of its rows and of those of its parts."""
+    mix = given.get("mix")
+    tables = [given, *(mix if isinstance(mix, list) else ())]
+    return {str(one.get("format")) for one in tables if isinstance(one, dict)}
 
 
 class EvaluateSection(Section):

@@ -55,6 +55,8 @@ KEYS: Mapping[str, str] = {
         "recipe.clip": "max_grad_norm max_norm grad_clip clip_grad gradient_clipping gradient_clip_val clip_grad_norm",
         "recipe.seed": "data_seed random_seed",
         "recipe.dropout": "hidden_dropout attention_dropout dropout_rate",
+        "recipe.loss": "loss_type loss_fn objective",
+        "recipe.beta": "dpo_beta",
         "recipe.z_loss": "z_loss_weight z_loss_coeff z_loss_multiplier softmax_auxiliary_loss lse_square_scale",
         "recipe.precision": "mixed_precision dtype torch_dtype params_dtype mixed_precision_param",
         "recipe.reduce": "mixed_precision_reduce communication_data_type grad_reduce_in_bf16 "
@@ -161,7 +163,6 @@ SENTENCES: Mapping[str, str] = {
 
 # What is promised for later, and what to write until then. A key leaves this table on the day that the schema has it.
 LATER: Mapping[str, str] = {
-    "recipe.loss": "the loss is that of the next token; leave it out",
     "tune.search": 'layout = "auto" takes what shoal plan puts first',
     "model.lora.dropout": "leave it out",
 }

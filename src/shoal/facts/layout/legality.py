@@ -31,6 +31,7 @@ class Case:
     cluster: Cluster | None
     strict: bool
     fp8: bool
+    rows: int = 1  # sequences that belong together, in one micro-batch
 
     @classmethod
     def of(
@@ -41,7 +42,8 @@ class Case:
         cluster: Cluster | None = None,
         strict: bool = False,
     ) -> Case:
-        return cls(layout, model, recipe.seq, recipe.batch, cluster, strict, recipe.precision == "fp8")
+        rows = recipe.loss_facts.rows
+        return cls(layout, model, recipe.seq, recipe.batch, cluster, strict, recipe.precision == "fp8", rows)
 
 
 @dataclass(frozen=True)
@@ -125,14 +127,22 @@ def _lengths(case: Case) -> Iterator[Violation]:
 
 
 def _batch(case: Case) -> Iterator[Violation]:
-    layout, micro = case.layout, case.layout.micro or 1
+    layout, micro, rows = case.layout, case.layout.micro or case.rows, case.rows
+    if layout.micro is not None and layout.micro % rows:
+        what = f"micro={layout.micro} parts sequences that the loss compares: {rows} of them belong together"
+        yield Violation("together", what, ("micro",))
+        return
     share = layout.data_ranks * micro
     if case.batch % share == 0:
         return
-    written = (
-        f"dp·fsdp·micro = {layout.data_ranks}·{micro} = {share}" if layout.micro else f"dp·fsdp = {share}"
-    )
-    other = "micro" if case.batch % layout.data_ranks == 0 else "fsdp" if layout.fsdp > 1 else "dp"
+    written = f"dp·fsdp = {share}"
+    if layout.micro:
+        written = f"dp·fsdp·micro = {layout.data_ranks}·{micro} = {share}"
+    elif rows > 1:
+        written = (
+            f"dp·fsdp·{rows} = {layout.data_ranks}·{rows} = {share}, for {rows} sequences belong together"
+        )
+    other = "micro" if case.batch % (layout.data_ranks * rows) == 0 else "fsdp" if layout.fsdp > 1 else "dp"
     yield Violation("batch", f"batch={case.batch} does not divide by {written}", ("recipe.batch", other))
 
 
@@ -258,9 +268,10 @@ def _strict(case: Case) -> Iterator[Violation]:
         if degree > 1:
             what = f"run.strict: {axis}={degree} sums in a different order than one rank"
             yield Violation(f"strict {axis}", what, (axis,), f"{axis}=1, or run.strict = false")
-    if case.layout.micro not in (None, 1):
-        what = f"run.strict works on one sequence at a time; micro={case.layout.micro}"
-        yield Violation("strict micro", what, ("micro",), "micro=1, or run.strict = false")
+    if case.layout.micro not in (None, case.rows):
+        least = "one sequence" if case.rows == 1 else f"{case.rows} sequences, which belong together,"
+        what = f"run.strict works on {least} at a time; micro={case.layout.micro}"
+        yield Violation("strict micro", what, ("micro",), f"micro={case.rows}, or run.strict = false")
 
 
 def _world(case: Case) -> Iterator[Violation]:
@@ -319,7 +330,7 @@ def _candidates(case: Case, key: str) -> list[int] | list[str]:
     if key == "recipe.seq":
         return _sequence_lengths(case)
     if key == "recipe.batch":
-        share = layout.data_ranks * (layout.micro or 1)
+        share = layout.data_ranks * (layout.micro or case.rows)
         return [nearest_multiple(case.batch, share)]
     devices = divisors(case.cluster.devices) if case.cluster else []
     values = {

@@ -203,5 +203,5 @@ def _alternatives(asked: Case, layout: Layout) -> Iterator[list[dict[str, Any]]]
     chunks = nearest_first(layout.chunks, {DEFAULT_CHUNKS.get(layout.schedule, 1), most_chunks})
     yield [*({"chunks": count} for count in chunks), {"schedule": "1f1b", "chunks": 1}]
     sequences = asked.batch // layout.data_ranks
-    yield [{"micro": nearest_divisor(layout.micro or 1, sequences)}, {"micro": 1}]
+    yield [{"micro": nearest_divisor(layout.micro or 1, sequences)}, {"micro": asked.rows}]
     yield [{"offload": ()}]

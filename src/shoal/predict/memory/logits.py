@@ -24,6 +24,9 @@ class Logits(NamedTuple):
     product: float = 0.0
     added: float = 0.0
     waiting: float = 0.0
+    # Whether all of that is made in the backward pass, which computes the logits again (``facts/losses.py``): until
+    # then nothing waits but the hidden states that the head reads.
+    later: bool = False
 
 
 def logits(
@@ -35,6 +38,7 @@ def logits(
     handed_on: float,
     gathered: bool,
     stack: Stack,
+    later: bool = False,
 ) -> Logits:
     """``gathered``: the head's weight is there in the compute precision anyway. ``handed_on``: bytes per gradient."""
     rows = even_share(model.vocab, tp)
@@ -45,11 +49,13 @@ def logits(
         return Logits(
             # Of each token: the largest logit (twice), the sum, the target's, ln Σ exp, the factor.
             peak=(hold.compute * rows + 6 * hold.wide) * here,
-            resting=hold.compute * model.hidden * tokens,  # the gradients of the hidden states
+            # The gradients of the hidden states; or these, with ln Σ exp of each token.
+            resting=(hold.compute * model.hidden + later * hold.wide) * tokens,
             copy=copy,
             product=0.0 if stack.adds_products and here < tokens else matrix * hold.compute,
             added=matrix * hold.wide if here < tokens else 0.0,
             waiting=matrix * handed_on,
+            later=later,
         )
     if stack.loss == "compiled":
         kept = hold.compute * rows * tokens

@@ -74,7 +74,8 @@ def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
         handed_on = hold.compute if layout.pp == 1 else hold.reduce
     elif leaves_early(layout) and layout.shards == 1:
         handed_on = hold.compute  # what leaves the device is not widened for it
-    return _counted(workload.model, work, hold, handed_on, sharded)
+    later = workload.recipe.loss_facts.of_log_probabilities
+    return _counted(workload.model, work, hold, handed_on, sharded, later)
 
 
 def _block(model: Model, kind: BlockKind, work: BlockWorkload) -> BlockActivations:
@@ -85,7 +86,7 @@ def _block(model: Model, kind: BlockKind, work: BlockWorkload) -> BlockActivatio
 
 @lru_cache(maxsize=65536)
 def _counted(
-    model: Model, work: BlockWorkload, hold: BytesPerParameter, handed_on: float, sharded: bool
+    model: Model, work: BlockWorkload, hold: BytesPerParameter, handed_on: float, sharded: bool, later: bool
 ) -> MicroBatchBytes:
     windowed = {(model.layer_window(layer) or work.seq) < work.seq for layer in range(model.layers)}
     experts = {model.has_experts(layer) for layer in range(model.layers)}
@@ -107,9 +108,10 @@ def _counted(
             handed_on=handed_on,
             gathered=sharded,
             stack=work.stack,
+            later=later,
         ),
         norm=norm_keeps(model, work) * work.stream + (0.0 if fused else read),
-        result=read + (stream if work.sp else 0.0) if fused else 0.0,
+        result=read + (stream if work.sp and not later else 0.0) if fused else 0.0,
         norm_backward=norm_backward(model, work),
         tables=hold.wide * rotary * work.tokens if model.positions == "rotary" else 0.0,
         stream=stream,

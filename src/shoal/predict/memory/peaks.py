@@ -52,7 +52,8 @@ def _batch(workload: Workload) -> float:
     # Context ranks read whole rows and take their tokens of them.
     cp = workload.layout.cp
     shares = cp + 1 if cp > 1 else 1
-    return float(BATCH_BYTES * workload.tokens * shares * workload.accumulation)
+    reference = 8 * workload.micro if workload.recipe.loss_facts.reference else 0
+    return float((BATCH_BYTES * workload.tokens * shares + reference) * workload.accumulation)
 
 
 def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
@@ -113,11 +114,12 @@ class BackwardPass:
         self.gathered_stream = self.micro.stream * (self.work.tp if self.work.sp else 1)
         self.away = self.rank.blocks_away(moment.stage)
         self.start = held_at_start(self.rank, moment, gradients.standing)
-        if not self.stage.last and self._loss_is_behind() and not gradients.alone:
+        made_ahead = not self.micro.logits.later
+        if not self.stage.last and self._loss_is_behind() and not gradients.alone and made_ahead:
             # The loss of a micro-batch on the V's other side has made the head's gradient, which waits for its turn.
             self.start = self.start.plus("", buffers=self.micro.logits.waiting)
         # The head's gradients of micro-batches that are yet to come back.
-        others = self.stage.last and moment.held[moment.stage] > 1
+        others = self.stage.last and moment.held[moment.stage] > 1 and made_ahead
         self.waiting = self.micro.logits.waiting if others else 0.0
 
     def _loss_is_behind(self) -> bool:
@@ -180,8 +182,9 @@ class BackwardPass:
         gradients, moment, found = self.gradients, self.moment, self.micro.logits
         gathered, gathering = gradients.in_loss(moment), gradients.gathering_head
         start = self.start.plus("loss", grads=gradients.held(moment, None))
-        # It was computed before some of the messages were asked for that the backward pass finds.
-        start = start.plus("loss", buffers=-moment.since_loss * self.micro.stream)
+        if not found.later:
+            # It was computed before some of the messages were asked for that the backward pass finds.
+            start = start.plus("loss", buffers=-moment.since_loss * self.micro.stream)
         before = start.plus("loss", activations=self.micro.result, logits=-found.resting)
         if gathering:
             yield before.plus("head", buffers=gathering - found.cast)
@@ -196,7 +199,8 @@ class BackwardPass:
         stays = gradients.stays(moment)  # what this pass makes is the gradient itself
         if stays and last == found.waiting:
             loss, made = loss.plus("loss", grads=last), made - last
-        yield loss.plus("loss", logits=found.peak, buffers=found.copy + made + gradients.behind)
+        behind = 0.0 if found.later else gradients.behind
+        yield loss.plus("loss", logits=found.peak, buffers=found.copy + made + behind)
         if gradients.adapters_only:
             return
         if not self.waiting and last != found.waiting:

@@ -84,8 +84,14 @@ class CostModel:
     def head(self, tokens: int, rows: int, held: Passes) -> Seconds:
         """The head with ``rows`` of the vocabulary, and the loss."""
         if isinstance(self.kernels, MeasuredKernels):
-            return measured_layer.head(self.model, self.kernels, tokens, rows, held)
-        return layers.head(self.model, self.stack, self.kernels, tokens, rows, held)
+            found = measured_layer.head(self.model, self.kernels, tokens, rows, held)
+        else:
+            found = layers.head(self.model, self.stack, self.kernels, tokens, rows, held)
+        if not self.recipe.loss_facts.of_log_probabilities:
+            return found
+        # The backward pass computes the logits again, and all gradients of the head.
+        product = self.kernels.product(tokens, self.model.hidden, rows)
+        return Seconds(product, found.forward + found.input, found.weight, 0.0, 0.0)
 
     def embedding(self, tokens: int, rows: int, held: Passes, tied_here: bool = False) -> Seconds:
         """``tied_here``: the head's gradient is added to this one's."""

@@ -11,7 +11,8 @@ a tensor rank. For every layer and micro-batch, over ``cp``:
 
 Either way attention that is computed again (``recompute``) exchanges again what it did in the forward pass; a compiled
 block does that with ``full`` alone, and its ring's messages are all-to-alls in which a rank has something for the next
-one. Gradients of parameters are summed over context ranks together with ``fsdp``: see ``shard``.
+one. A loss of whole rows (``facts/losses.py``) sums one 8-byte number a row where the network ends. Gradients of
+parameters are summed over context ranks together with ``fsdp``: see ``shard``.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
         return ()
     times = workload.accumulation * here.layers
     still = _without_gradient(workload, here)
+    rows: tuple[CollectiveCall, ...] = ()
+    if here.last and workload.recipe.loss_facts.of_log_probabilities:
+        rows = (CollectiveCall("all_reduce", "cp", 8 * workload.micro, workload.accumulation, "forward"),)
     if layout.cp_kind == "ring":
         size, turns = turn_bytes(workload), layout.cp - 1
         back = times - workload.accumulation * (still == {*ATTENDED})
-        return tuple(
+        return rows + tuple(
             CollectiveCall(op, "cp", size, turns * (2 * back if phase == "backward" else times), phase)
             for phase in passes(workload)
             for op in (("all_to_all",) if workload.compiled else ("send", "receive"))
@@ -51,7 +55,7 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
         once = sum(tensors[name] == width for name in still) if phase == "backward" else 0
         return count - once * workload.accumulation
 
-    return tuple(
+    return rows + tuple(
         CollectiveCall("all_to_all", "cp", token * width, often(width, phase), phase)
         for phase in passes(workload)
         for width in dict.fromkeys(tensors.values())

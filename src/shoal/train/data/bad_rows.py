@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.facts.problem import BadInput
-from shoal.train.data.conversations import ANSWERS, NO_ANSWER
+from shoal.train.data.conversations import ANSWERS, CHOICES, NO_ANSWER
 from shoal.train.data.encode import Encoded, EncodeTask
 from shoal.train.data.row_format import EMPTY
 from shoal.train.data.sources import SourceFile
@@ -79,7 +79,7 @@ def describe(row: dict[str, Any]) -> str:
 
 def refuse_too_many(found: BadRows, fraction: float, source: str) -> None:
     """BadInput when more than ``fraction`` of all rows (and more than a few) are bad, or none is good."""
-    allowed = max(min(A_FEW, found.rows // 2), int(fraction * found.rows)) if fraction else 0
+    allowed = tolerated(found.rows, fraction)
     if found.bad <= allowed and found.bad < found.rows:
         return
     if set(found.reasons) <= {EMPTY} and found.bad == found.rows:
@@ -95,8 +95,15 @@ def refuse_too_many(found: BadRows, fraction: float, source: str) -> None:
     )
 
 
+def tolerated(rows: int, fraction: float) -> int:
+    """How many of so many rows may be left out."""
+    return max(min(A_FEW, rows // 2), int(fraction * rows)) if fraction else 0
+
+
 def _remedy(found: BadRows) -> str:
     """A field that is not there may have another name; a conversation without an answer has none."""
     if found.reasons.keys() == {NO_ANSWER}:
         return f"give each row an answer, in a conversation a message of the role {ANSWERS!r}"
+    if any(name in reason for reason in found.reasons for name in CHOICES):
+        return "give each row a prompt and two answers that differ, 'chosen' and 'rejected'"
     return "correct the rows, name the text's field in data.field"

@@ -22,6 +22,10 @@ PAIRS = (
 )
 
 Message = dict[str, Any]
+SAME = "chosen and rejected are the same"
+APART = "chosen and rejected differ before the answer"
+# What a row of preferences calls its two answers.
+CHOICES = ("chosen", "rejected")
 
 
 def read_chat(row: dict[str, Any], field: str) -> list[Message] | str:
@@ -52,16 +56,72 @@ def read_pair(row: dict[str, Any]) -> list[Message] | str:
     return [*first, {"role": "user", "content": prompt}, {"role": ANSWERS, "content": answer}]
 
 
+def read_preference(row: dict[str, Any]) -> tuple[list[list[Message]], int] | str:
+    """The two conversations of a row of ``format = "preference"``, the chosen one first, or why it has none.
+
+    With how many messages they have in common: the answers that are compared come after them.
+    """
+    found = []
+    for name in CHOICES:
+        messages = _answered(row, name)
+        if isinstance(messages, str):
+            return messages
+        found.append(messages)
+    chosen, rejected = found
+    if chosen == rejected:
+        return SAME
+    common = 0
+    while chosen[common : common + 1] == rejected[common : common + 1]:
+        common += 1
+    if any(one[common : common + 1] and one[common]["role"] != ANSWERS for one in found):
+        return APART
+    if not all(any(one["role"] == ANSWERS for one in messages[common:]) for messages in found):
+        return APART
+    return found, common
+
+
+def _answered(row: dict[str, Any], name: str) -> list[Message] | str:
+    """The prompt with one of its answers, however the row has them: texts, messages, or the whole conversation."""
+    answer, prompt = row.get(name), row.get("prompt")
+    if answer is None:
+        return f"no {name!r}"
+    if isinstance(answer, str):
+        if not answer.strip():
+            return f"{name!r}: {NO_ANSWER}"
+        if prompt is None:
+            return f"{name!r} is a text, and there is no prompt"
+        answer = [{"role": ANSWERS, "content": answer}]
+    messages = _checked(answer, name)
+    if isinstance(messages, str):
+        return f"{name!r}: {messages}" if messages == NO_ANSWER else messages
+    if messages[-1]["role"] != ANSWERS or not _says_something(messages[-1]):
+        return f"{name!r}: {NO_ANSWER}"  # at its end
+    if messages[0]["role"] != ANSWERS:
+        return messages  # the whole conversation, whatever the row says of its prompt
+    if isinstance(prompt, str):
+        system = row.get("system")
+        first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+        return [*first, {"role": "user", "content": prompt}, *messages]
+    before = _messages(prompt, "prompt")
+    return before if isinstance(before, str) else [*before, *messages]
+
+
 def _checked(value: Any, name: str) -> list[Message] | str:
+    found = _messages(value, name)
+    if isinstance(found, str):
+        return found
+    if not any(message["role"] == ANSWERS and _says_something(message) for message in found):
+        return NO_ANSWER
+    return found
+
+
+def _messages(value: Any, name: str) -> list[Message] | str:
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         return f"{name!r} is not a list of messages"
     messages = [_message(message) for message in value]
     if any(message is None for message in messages):
         return f"a message of {name!r} lacks its role or its content"
-    found = [message for message in messages if message is not None]
-    if not any(message["role"] == ANSWERS and _says_something(message) for message in found):
-        return NO_ANSWER
-    return found
+    return [message for message in messages if message is not None]
 
 
 def _message(given: Message) -> Message | None:

@@ -30,9 +30,10 @@ class TokenStream:
         shards: Sequence[np.ndarray] | StreamedShards,
         document_ends: np.ndarray,
         answers: Sequence[np.ndarray] | StreamedShards | None = None,
+        fingerprint: str = "",
     ) -> None:
-        """``answers``: of each shard, whether each token is learned; None: all are."""
-        self.name = name
+        """``answers``: of each shard, whether each token is learned; None: all are. ``fingerprint``: of all of it."""
+        self.name, self.fingerprint = name, fingerprint
         self.document_ends = document_ends  # offsets just after each document
         self.shards, self._answers = shards, answers
         lengths = shards.lengths if isinstance(shards, StreamedShards) else [len(shard) for shard in shards]
@@ -89,6 +90,11 @@ class Dataset:
     @property
     def largest_id(self) -> int:
         return int(self.manifest["largest_id"])
+
+    @property
+    def pairs(self) -> bool:
+        """Whether documents come in twos: a chosen answer, then the rejected one."""
+        return bool(self.manifest.get("pairs"))
 
     @property
     def fingerprint(self) -> str:
@@ -168,6 +174,7 @@ def _makes_sense(manifest: dict[str, Any]) -> bool:
                 or all(files[answers_file(name)]["bytes"] * width == files[name]["bytes"] for name in named)
             )
             and split["documents"] * 8 == files[f"documents-{which}.bin"]["bytes"]
+            and not (manifest.get("pairs") and split["documents"] % 2)
             for which, split in splits.items()
         )
     )
@@ -231,7 +238,11 @@ def _open_split(path: Path, manifest: dict[str, Any], name: str) -> TokenStream:
     if manifest.get("answers"):
         answers = shards([answers_file(shard) for shard in names], np.dtype(np.uint8))
     tokens = shards(names, np.dtype(manifest["dtype"]))
-    return TokenStream(name, tokens, _map(path / f"documents-{name}.bin", np.dtype("<i8")), answers)
+    index = f"documents-{name}.bin"
+    masks = [answers_file(shard) for shard in names] if manifest.get("answers") else []
+    hashes = [manifest["dtype"], *(manifest["files"][file]["blake3"] for file in (*names, *masks, index))]
+    fingerprint = blake3(json.dumps(hashes).encode()).hexdigest()
+    return TokenStream(name, tokens, _map(path / index, np.dtype("<i8")), answers, fingerprint)
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:

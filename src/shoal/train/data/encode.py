@@ -178,9 +178,10 @@ def _batches(task: EncodeTask) -> Iterator[_Batch]:
         is_text = piece.file.kind == "text"
         line = 0
         for row in read(piece, task.reading):
-            if row.document is not None:
+            if row.documents is not None:
                 batch.rows += 1
-                batch.add(row.document, piece.closes or not is_text, piece.start == 0 or not is_text)
+                for document in row.documents:
+                    batch.add(document, piece.closes or not is_text, piece.start == 0 or not is_text)
             elif row.reason:
                 batch.rows += 1
                 batch.bad.append(

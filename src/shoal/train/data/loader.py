@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from shoal.facts.sample_clock import SampleClock
-from shoal.facts.targets import IGNORE
 from shoal.models.device_copy import to_device
 from shoal.models.documents import Documents
 from shoal.train.data.order import SampleOrder
@@ -36,8 +35,11 @@ class Batch:
     positions: torch.Tensor
     documents: Documents | None  # where attention stays within them
     rows: torch.Tensor  # int64 [rows]: each row's position in the global batch
-    count: int  # targets to predict; counted here, on the CPU, so that no caller waits for a device
+    # What the loss is a sum over, targets or pairs; counted here, on the CPU, so that no caller waits for a device.
+    count: int
     samples: tuple[int, ...] = ()  # which of all samples the rows are
+    # float64 [rows]: what a loss with a reference compares each row's log-probability with; NaN: the row counts not.
+    reference: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """With what a device computes with there; ``rows`` stays where reading it waits for no device."""
@@ -47,6 +49,7 @@ class Batch:
             targets=to_device(self.targets, device),
             positions=to_device(self.positions, device),
             documents=None if self.documents is None else self.documents.to(device),
+            reference=None if self.reference is None else to_device(self.reference, device),
         )
 
 
@@ -78,6 +81,14 @@ class Loader:
         """Every sample of a step, in the order of the global batch."""
         (indices,) = self._indices([step], [range(self.clock.at(step))])
         return [int(index) for index in indices]
+
+    def used_in(self, first: int, last: int) -> list[int]:
+        """Every sample of these steps, once."""
+        before, after = self.clock.before(first), self.clock.before(last + 1)
+        if after - before >= len(self.samples):
+            return list(range(len(self.samples)))  # an epoch has them all
+        numbers = np.arange(before, after, dtype=np.uint64)
+        return np.unique(self.order.indices(numbers)).tolist()
 
     def _indices(self, steps: Sequence[int], places: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Which sample is at each of a step's places, for each of these steps."""
@@ -172,11 +183,15 @@ def _collate(source: AnySamples, samples: Sequence[Sample], positions: Sequence[
     documents = None
     if source.within_documents:
         documents = Documents.of(torch.from_numpy(np.stack([sample.documents for sample in samples])))
+    reference = None
+    if source.together > 1:
+        reference = torch.tensor([sample.reference for sample in samples], dtype=torch.float64)
     return Batch(
         tokens=torch.from_numpy(np.stack([sample.tokens for sample in samples])),
         targets=torch.from_numpy(targets),
         positions=torch.arange(source.seq).repeat(len(samples), 1),
         documents=documents,
         rows=torch.tensor(list(positions), dtype=torch.int64),
-        count=int((targets != IGNORE).sum()),
+        count=source.counted(targets),
+        reference=reference,
     )

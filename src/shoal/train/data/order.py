@@ -38,6 +38,18 @@ class GlobalOrder:
         return sample_indices(self.seed, numbers, self.count)
 
 
+@dataclass(frozen=True)
+class GroupedOrder:
+    """Of samples that belong together, so many one after another: ``groups`` orders the groups."""
+
+    groups: SampleOrder
+    size: int
+
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        groups, places = np.divmod(np.atleast_1d(numbers).astype(np.uint64), np.uint64(self.size))
+        return self.groups.indices(groups) * np.uint64(self.size) + places
+
+
 def mix(value: Word) -> Word:
     """A bijective hash of 64 bits (the output function of splitmix64)."""
     value = (value + 0x9E3779B97F4A7C15) & MASK

@@ -17,6 +17,7 @@ import numpy as np
 from blake3 import blake3
 
 from shoal.facts.cluster.this_machine import usable_threads
+from shoal.facts.losses import Format
 from shoal.facts.problem import BadInput
 from shoal.train.data.bad_rows import BadRows, count_bad_rows, located, read_bad_rows, refuse_too_many
 from shoal.train.data.dataset import MANIFEST, QUARANTINE, Dataset
@@ -51,7 +52,7 @@ def prepare(
     tokenizer: str = "bytes",
     end_token: str | None = None,
     field: str = "text",
-    format: Literal["text", "chat", "prompt"] = "text",
+    format: Format = "text",
     template: str = "auto",
     loss_on: Literal["answers", "all"] | None = None,
     cache: Path,
@@ -160,6 +161,7 @@ class _Preparation:
             "tokenizer": {"text": self.tokenizer, "fingerprint": opened.fingerprint, "vocab": opened.vocab},
             "end": opened.end,
             **({"answers": True} if self.reading.answers_only else {}),
+            **({"pairs": True} if self.reading.pairs else {}),
             **_write_dataset(directory, tasks, results, bad, opened, self.heldout),
         }
         write_manifest(directory / MANIFEST, manifest)
@@ -228,13 +230,14 @@ def _write_dataset(
     tokens = sum(result.tokens for result in results)
     documents = sum(result.documents for result in results)
     blocks = _all_blocks(tasks, tokenizer)
-    if heldout > 0 and whole_documents_work(documents, heldout):
-        split_by_document(blocks, heldout, splits["train"], splits["heldout"])
+    together = 2 if tasks[0].reading.pairs else 1
+    if heldout > 0 and whole_documents_work(documents // together, heldout):
+        split_by_document(blocks, heldout, splits["train"], splits["heldout"], together)
     else:
         # One long text has no other document to hold out: the end of it serves.
         cut_at = tokens - max(1, round(tokens * heldout)) if heldout > 0 else tokens
         if tasks[0].reading.template is not None:
-            cut_at = _between_documents(tasks, results, documents, heldout)
+            cut_at = _between_documents(tasks, results, documents, heldout, together)
         split_at(blocks, cut_at, tokenizer.end, splits["train"], splits["heldout"])
 
     hashes: dict[str, dict[str, Any]] = {QUARANTINE: quarantine.close()}
@@ -257,16 +260,20 @@ def _write_dataset(
 
 
 def _between_documents(
-    tasks: list[EncodeTask], results: list[Encoded], documents: int, heldout: float
+    tasks: list[EncodeTask], results: list[Encoded], documents: int, heldout: float, together: int
 ) -> int:
-    """Where the last conversations begin, which are held out; at least one where there are two."""
+    """Where the last conversations begin, which are held out; at least one where there are two.
+
+    So many of them, ``together``, are never parted.
+    """
     ends: list[int] = [0]
     before = 0
     for task, result in zip(tasks, results, strict=True):
         ends += (np.fromfile(task.file("ends"), dtype="<i8") + before).tolist()
         before += result.tokens
-    held = min(max(1, round(documents * heldout)), documents - 1) if heldout > 0 else 0
-    return ends[documents - held]
+    groups = documents // together
+    held = min(max(1, round(groups * heldout)), groups - 1) if heldout > 0 else 0
+    return ends[documents - held * together]
 
 
 def _all_blocks(tasks: list[EncodeTask], tokenizer: Tokenizer) -> Iterator[TokenBlock]:

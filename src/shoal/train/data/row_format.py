@@ -5,8 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shoal.facts.losses import Format
 from shoal.facts.problem import BadInput
-from shoal.train.data.conversations import CONVERSATIONS, PAIRS, read_chat, read_pair
+from shoal.train.data.conversations import (
+    ANSWERS,
+    CHOICES,
+    CONVERSATIONS,
+    PAIRS,
+    SAME,
+    Message,
+    read_chat,
+    read_pair,
+    read_preference,
+)
 from shoal.train.data.templates import CLOSE, OPEN, ChatTemplate, Unrendered, find_template
 from shoal.train.data.tokenizers import FileTokenizer, Tokenizer
 
@@ -27,18 +38,23 @@ class RowFormat:
     """How a row is read. It can be sent to another process."""
 
     field: str = "text"
-    format: Literal["text", "chat", "prompt"] = "text"
+    format: Format = "text"
     template: ChatTemplate | None = None
     answers_only: bool = False
 
-    def document(self, row: dict[str, Any]) -> SourceText | str:
-        """The row's document, or why it has none."""
-        found = self._text(row) if self.template is None else self._conversation(row, self.template)
+    def documents(self, row: dict[str, Any]) -> tuple[SourceText, ...] | str:
+        """The row's document, or both of a pair, the chosen one first; or why it has none."""
+        found = self._found(row)
         if isinstance(found, str):
             return found
-        if not found.text:
+        if not all(one.text for one in found):
             return EMPTY
-        return found if _encodable(found.text) else "invalid UTF-8"
+        return found if all(_encodable(one.text) for one in found) else "invalid UTF-8"
+
+    @property
+    def pairs(self) -> bool:
+        """Whether documents come in twos, which belong together."""
+        return self.format == "preference"
 
     def key(self) -> list[Any]:
         """What documents depend on. A plain text's is its field alone, as it was before there were others."""
@@ -46,30 +62,56 @@ class RowFormat:
             return [self.field]
         return [self.field, self.format, self.template.source, self.template.tokens, self.answers_only]
 
+    def _found(self, row: dict[str, Any]) -> tuple[SourceText, ...] | str:
+        if self.template is None:
+            text = self._text(row)
+            return text if isinstance(text, str) else (text,)
+        if self.pairs:
+            return self._pair(row, self.template)
+        messages = read_chat(row, self.field) if self.format == "chat" else read_pair(row)
+        if isinstance(messages, str):
+            return messages
+        document = self._conversation(messages, row.get("tools"), self.template)
+        return document if isinstance(document, str) else (document,)
+
+    def _pair(self, row: dict[str, Any], template: ChatTemplate) -> tuple[SourceText, ...] | str:
+        read = read_preference(row)
+        if isinstance(read, str):
+            return read
+        (chosen, rejected), common = read
+        before = sum(message["role"] == ANSWERS for message in chosen[:common])
+        pair = []
+        for messages in (chosen, rejected):
+            document = self._conversation(messages, row.get("tools"), template, before)
+            if isinstance(document, str):
+                return document
+            pair.append(document)
+        return tuple(pair) if pair[0].text != pair[1].text else SAME
+
     def _text(self, row: dict[str, Any]) -> SourceText | str:
         if self.field not in row:
             return f"no field {self.field!r}{_other_format(row)}"
         text = row[self.field]
         return SourceText(text) if isinstance(text, str) else f"field {self.field!r} is not a text"
 
-    def _conversation(self, row: dict[str, Any], template: ChatTemplate) -> SourceText | str:
-        messages = read_chat(row, self.field) if self.format == "chat" else read_pair(row)
-        if isinstance(messages, str):
-            return messages
+    def _conversation(
+        self, messages: list[Message], tools: Any, template: ChatTemplate, before: int = 0
+    ) -> SourceText | str:
+        """``before``: so many of its answers are part of what is asked."""
         if any(mark in str(message.get("content")) for message in messages for mark in (OPEN, CLOSE)):
             return "a character that no text may hold"
         try:
-            text, answers = template.render(messages, row.get("tools"))
+            text, answers = template.render(messages, tools)
         except Unrendered as error:
             return str(error)
-        return SourceText(text, answers if self.answers_only else None, conversation=True)
+        return SourceText(text, answers[before:] if self.answers_only else None, conversation=True)
 
 
 def row_format(
     tokenizer: Tokenizer,
     end_token: str | None,
     field: str,
-    format: Literal["text", "chat", "prompt"],
+    format: Format,
     template: str,
     loss_on: Literal["answers", "all"] | None,
 ) -> RowFormat:
@@ -81,6 +123,11 @@ def row_format(
                 'data.format = "chat" or "prompt", or data.loss_on = "all"',
             )
         return RowFormat(field)
+    if format == "preference" and loss_on == "all":
+        raise BadInput(
+            'data.loss_on = "all" with data.format = "preference": what is compared is the answers',
+            'leave data.loss_on out, or data.loss_on = "answers"',
+        )
     if format == "chat" and template == "none":
         raise BadInput(
             'data.template = "none" with data.format = "chat": nothing would tell the roles apart',
@@ -92,6 +139,8 @@ def row_format(
 
 
 def _other_format(row: dict[str, Any]) -> str:
+    if all(name in row for name in CHOICES):
+        return '; data.format = "preference" reads such rows'
     if any(name in row for name in CONVERSATIONS):
         return '; data.format = "chat" reads such rows'
     if any(pair[0] in row and pair[1] in row for pair in PAIRS):

@@ -49,9 +49,9 @@ class FilePiece:
 
 @dataclass(frozen=True)
 class SourceRow:
-    """One line or one text: a document, or the reason why it is none. Blank lines have neither."""
+    """One line or one text: a document or a pair, or the reason why it is none. Blank lines have neither."""
 
-    document: SourceText | None
+    documents: tuple[SourceText, ...] | None
     reason: str = ""
     shown: str = ""
     lines: int = 1  # line ends it spans, from which the numbers of later lines follow
@@ -170,7 +170,7 @@ def _parse_text(content: bytes) -> SourceRow:
         text = content.decode()
     except UnicodeDecodeError:
         return SourceRow(None, "invalid UTF-8", _show(content), lines=content.count(b"\n"))
-    return SourceRow(SourceText(text), lines=text.count("\n")) if text else SourceRow(None, EMPTY)
+    return SourceRow((SourceText(text),), lines=text.count("\n")) if text else SourceRow(None, EMPTY)
 
 
 def _parse_line(line: bytes, reading: RowFormat) -> SourceRow:
@@ -182,12 +182,12 @@ def _parse_line(line: bytes, reading: RowFormat) -> SourceRow:
         return SourceRow(None, "invalid UTF-8", _show(line))
     except (ValueError, RecursionError):
         return SourceRow(None, "broken JSON", _show(line))
-    found = reading.document(value) if isinstance(value, dict) else "not an object"
+    found = reading.documents(value) if isinstance(value, dict) else "not an object"
     return SourceRow(None, found, _show(line)) if isinstance(found, str) else SourceRow(found)
 
 
 def _parse_row(row: dict[str, Any], reading: RowFormat) -> SourceRow:
-    found = reading.document(row)
+    found = reading.documents(row)
     return SourceRow(None, found, str(row)[:SHOWN]) if isinstance(found, str) else SourceRow(found)
 
 

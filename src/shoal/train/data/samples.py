@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 from shoal.facts.config import HELDOUT, DataSection
 from shoal.facts.problem import BadInput
 from shoal.facts.targets import IGNORE
+from shoal.train.data.bad_rows import tolerated
 from shoal.train.data.collection import Collection
 from shoal.train.data.dataset import TokenStream
 
@@ -23,6 +25,8 @@ class Sample(NamedTuple):
     tokens: np.ndarray
     targets: np.ndarray  # the token that follows each, or IGNORE
     documents: np.ndarray  # which document of this row each token belongs to, from 0
+    # What the loss compares its log-probability with (``train/reference.py``); NaN: not known, or nothing to compare.
+    reference: float = math.nan
 
 
 class Samples:
@@ -36,6 +40,8 @@ class Samples:
 
     Unpacked, a sample holds one document, or a part of one that is too long, and is padded to its length.
     """
+
+    together = 1  # of samples that belong together, one after another
 
     def __init__(
         self, stream: TokenStream, seq: int, *, packing: bool, within_documents: bool, pad: int
@@ -91,6 +97,10 @@ class Samples:
             found = np.minimum(before - (-(starts - begins) // self.seq), self._part_ends[document])
         return [*map(int, found), self._count]
 
+    def counted(self, targets: np.ndarray) -> int:
+        """What the loss of these rows is a sum over: their targets."""
+        return int((targets != IGNORE).sum())
+
     def prompt(self, number: int, tokens: int) -> np.ndarray:
         """What a text to generate begins with: a sample's first tokens or, of conversations, all before an answer."""
         if not self.stream.has_answers:
@@ -140,13 +150,65 @@ class Samples:
         document = int(np.searchsorted(self._part_ends, number, side="right"))
         part = number - (int(self._part_ends[document - 1]) if document else 0)
         start = (int(ends[document - 1]) if document else 0) + part * self.seq
-        text = self.stream.read(start, min(start + self.seq + 1, int(ends[document])))
+        return self._alone(start, min(start + self.seq + 1, int(ends[document])))
+
+    def _alone(self, start: int, stop: int) -> Sample:
+        """A sample of these tokens of one document, padded."""
+        text = self.stream.read(start, stop)
         used = len(text) - 1
         sample = self.empty()
         sample.tokens[:used] = text[:-1]
         sample.targets[:used] = self._targets(text, start)
         sample.documents[used:] = 1  # padding is no part of the document
         return sample
+
+
+class PairSamples(Samples):
+    """Two samples a pair: a row with the chosen answer, then one with the rejected. Both are whole.
+
+    A pair of which either is longer than a row is left out; a cut answer would be another one.
+    """
+
+    together = 2
+
+    def __init__(self, stream: TokenStream, seq: int, *, pad: int, most_left_out: float) -> None:
+        super().__init__(stream, seq, packing=False, within_documents=False, pad=pad)
+        lengths = np.diff(stream.document_ends, prepend=0).reshape(-1, 2)
+        fits = np.all((lengths >= 2) & (lengths <= seq + 1), axis=1)
+        self._kept = np.flatnonzero(fits)
+        self.left_out = len(fits) - len(self._kept)
+        allowed = tolerated(len(fits), most_left_out)
+        if self.left_out > allowed or not len(self._kept):
+            longest = int(lengths.max()) - 1
+            raise BadInput(
+                f"{self.left_out} of the {len(fits)} pairs are longer than recipe.seq = {seq}, at most {allowed} may "
+                f"be; the longest answer with its prompt takes {longest}",
+                f"recipe.seq = {longest}, shorter rows, or raise data.max_bad_rows",
+            )
+        self._count = 2 * len(self._kept)
+        self.reference = np.full(self._count, math.nan)
+
+    def __getitem__(self, number: int) -> Sample:
+        if not 0 <= number < self._count:
+            raise IndexError(f"sample {number} of {self._count}")
+        document = 2 * int(self._kept[number // 2]) + number % 2
+        ends = self.stream.document_ends
+        sample = self._alone(int(ends[document - 1]) if document else 0, int(ends[document]))
+        return sample._replace(reference=float(self.reference[number]))
+
+    def counted(self, targets: np.ndarray) -> int:
+        """Pairs."""
+        return int((targets != IGNORE).any(1).sum()) // 2
+
+    @property
+    def shard_bounds(self) -> list[int]:
+        begins = np.concatenate([[0], self.stream.document_ends])[2 * self._kept]
+        found = np.searchsorted(begins, np.array(self.stream.shard_starts[:-1]), side="left")
+        return [*(2 * found).tolist(), self._count]
+
+    def prompt(self, number: int, tokens: int) -> np.ndarray:
+        """What the answers of a pair have before them."""
+        return super().prompt(2 * int(self._kept[number % len(self._kept)]), tokens)
 
 
 def _fill(ends: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
@@ -176,6 +238,7 @@ class JoinedSamples:
         self.parts = list(parts)
         self._ends = list(accumulate(map(len, self.parts)))
         self.seq, self.within_documents = self.parts[0].seq, self.parts[0].within_documents
+        self.together, self.counted = self.parts[0].together, self.parts[0].counted
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -226,7 +289,12 @@ class CutSamples(NamedTuple):
 
 def cut_samples(collection: Collection, data: DataSection, seq: int, pad: int) -> CutSamples:
     """Training samples, and those of every validation set that is long enough for any."""
+    cut: Callable[[TokenStream], Samples]
     cut = partial(Samples, seq=seq, packing=data.packing, within_documents=data.within_documents, pad=pad)
+    if any(dataset.pairs for dataset in collection.everything):
+        cut = partial(PairSamples, seq=seq, pad=pad, most_left_out=data.max_bad_rows)
+        if not all(dataset.pairs for dataset in collection.everything):
+            raise BadInput("some of the data is pairs and some is not", "one data.format for all of it")
     for dataset in collection.everything:
         dataset.check_documents()
     held = [sample for part in collection.parts if (sample := _if_any(cut, part.heldout)) is not None]

@@ -134,14 +134,19 @@ def whole_documents_work(documents: int, fraction: float) -> bool:
 
 
 def split_by_document(
-    blocks: Iterator[TokenBlock], fraction: float, train: SplitWriter, heldout: SplitWriter
+    blocks: Iterator[TokenBlock],
+    fraction: float,
+    train: SplitWriter,
+    heldout: SplitWriter,
+    together: int = 1,
 ) -> None:
+    """``together``: so many documents, one after another, stay on one side."""
     number = 0  # of the block's first document
     for block in blocks:
         # The block's documents, where the part after the last end is one too: it ends in a later block.
         lengths = np.diff(block.ends, prepend=0, append=len(block.tokens))
         closed = np.arange(len(lengths)) < len(block.ends)
-        held = is_held_out(number + np.arange(len(lengths)), fraction)
+        held = is_held_out((number + np.arange(len(lengths))) // together, fraction)
         token_held = np.repeat(held, lengths)
         for writer, documents, tokens in ((train, ~held, ~token_held), (heldout, held, token_held)):
             ends = np.cumsum(lengths[documents])[closed[documents]]

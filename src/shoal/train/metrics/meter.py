@@ -62,7 +62,7 @@ class Meter:
             "lr": result.lr,
             "tokens": samples * recipe.seq,
             "samples": samples,
-            "targets": targets,  # of this step: the tokens its loss is a mean over
+            "targets": targets,  # of this step: the tokens (or pairs) that its loss is a mean over
             "step_s": self.seconds,
             "input_wait_s": min(waited, self.seconds),  # part of step_s
             "tokens_per_s": batch * recipe.seq / self.seconds,
@@ -71,6 +71,7 @@ class Meter:
             "memory_peak": peak_memory(self.mesh.device),
             "world": self.mesh.world,
             "layout": self.layout,
+            **{name: finite(value) for name, value in result.measures.items()},
             **self._experts(result),
         }
 

@@ -121,7 +121,7 @@ class ServerWorker:
             losses, targets = own_heldout(
                 self.placed, self.loader.heldout, self.mesh, most, micro, at_once, (part, self.workers)
             )
-            loss = float(added(losses, self.mesh.device))
+            loss = float(added(losses, self.placed.measures, self.mesh.device)[0])
             if part == 0:
                 rows = RowFile(self.run.samples)
                 for row in sample_rows(
