@@ -31,11 +31,9 @@ OPTIONS = {
     "cluster__on": "4xcpu",
     "fault__timeout": 120,
 }
+LAYOUTS = ("fsdp=2", "tp=2", "pp=2", "cp=2")
 CASES = [
-    ("llama", "fsdp=2"),
-    ("llama", "tp=2"),
-    ("llama", "pp=2"),
-    ("llama", "cp=2"),
+    *((family, layout) for family in ("llama", "gemma2", "gemma3_text") for layout in LAYOUTS),
     ("mistral", "tp=2"),
     ("qwen2", "pp=2"),
     ("qwen3", "cp=2"),
