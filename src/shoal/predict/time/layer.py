@@ -191,8 +191,12 @@ def attention(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -
         return kernels.batched(flops) + move[0], 2 * kernels.batched(flops) + move[1]
     total = [0.0, 0.0]
     for layer, windowed, part in attention_kinds(model, share.seq):
-        # Only the pairs that are visible; the vendor's kernel knows no windows (models/varlen.py).
-        kernel = "flash" if windowed and stack.kernel == "fused" else stack.kernel
+        # Only the pairs that are visible; the vendor's kernel knows no windows and no caps (models/varlen.py).
+        kernel = (
+            "flash"
+            if (windowed or model.attention_cap is not None) and stack.kernel == "fused"
+            else stack.kernel
+        )
         flops = share.tokens * attention_flops(model, layer, share.seq) / share.tp
         for way, seconds in enumerate(kernels.attention(kernel, flops, model.head_dim)):
             total[way] += part * seconds
@@ -208,7 +212,11 @@ def _moved(model: Model, stack: Stack, share: LayerShare) -> Passes:
     query, key = head_widths(model, share.tp)
     found = []
     for way in (0, 1):
-        stream = 2 * norm[way] + 2 * RESIDUAL[way] + (2 * DROPOUT[way] if stack.dropout else 0)
+        stream = (
+            (4 if model.output_norms else 2) * norm[way]
+            + 2 * RESIDUAL[way]
+            + (2 * DROPOUT[way] if stack.dropout else 0)
+        )
         rotated = rotary[way] + (norm[way] if model.qk_norm else 0)
         found.append(
             share.between * model.hidden * stream
