@@ -235,6 +235,7 @@ REFUSED = [
     (config_of("qwen3", use_sliding_window=True, layer_types=["linear_attention"] * 30), "layer_types"),
     (config_of("qwen3", use_sliding_window=True, layer_types=SLIDES[:4]), "one for each layer"),
     (config_of("qwen3_moe", use_sliding_window=True, max_window_layers=3), "max_window_layers is 3"),
+    ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "reads images too"),
     (config_of("gemma2", sliding_window=None), "sliding_window is null"),
     (config_of("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention"),
     (config_of("gemma2", attn_logit_softcapping=-1), "attn_logit_softcapping is -1"),

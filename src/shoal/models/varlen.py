@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.models import attention_blocks, capped_attention
+from shoal.models import attention_blocks
 from shoal.models.documents import Documents, listed_ends
 
 
@@ -72,9 +72,6 @@ def _attend(
     cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """The result, laid out as the queries, and ln Σ exp of the scores, [heads, tokens]."""
-    if cap is not None and capped_attention.fits(query):
-        seen = capped_attention.bounds(query.shape[0], ends, length, window, query.device)
-        return capped_attention.forward(query, key, value, seen, scale, cap)
     if cap is not None or not flash_kernel(query):
         return attention_blocks.forward(
             query, key, value, _host_ends(query, ends, sizes, length), window, scale, cap
@@ -123,9 +120,6 @@ def _attend_backward(
     scale: float,
     cap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if cap is not None and capped_attention.fits(query):
-        seen = capped_attention.bounds(query.shape[0], ends, length, window, query.device)
-        return capped_attention.backward(gradient, query, key, value, output, logarithms, seen, scale, cap)
     if cap is not None or not flash_kernel(query):
         host = _host_ends(query, ends, sizes, length)
         return attention_blocks.backward(

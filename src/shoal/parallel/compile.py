@@ -33,7 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shoal.facts.layout import Recompute
 from shoal.facts.problem import first_line
-from shoal.models import attention_blocks, attention_rectangle, capped_attention, varlen
+from shoal.models import attention_blocks, attention_rectangle, varlen
 from shoal.parallel import ring
 from shoal.parallel.compile_parts import InParts, exchanges
 
@@ -230,7 +230,7 @@ def _settings() -> None:
 
 def _operators_hash() -> str:
     """Changes with the files whose operators blocks call: how they differentiate is in no graph's text."""
-    modules = (varlen, attention_blocks, attention_rectangle, capped_attention, ring)
+    modules = (varlen, attention_blocks, attention_rectangle, ring)
     sources = (Path(module.__file__ or "").read_bytes() for module in modules)
     return blake3(b"".join(sources)).hexdigest(16)
 

@@ -71,6 +71,11 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
         raise other
     if written is None:
         raise BadInput(f"{where}: model_type is missing", f"add it: one of {', '.join(DIALECTS)}")
+    if written == "gemma3":
+        raise BadInput(
+            f"{where}: model_type 'gemma3' reads images too",
+            "a text model, model_type gemma3_text; a preset such as gemma3-4b has this one's text shape",
+        )
     known = f"known: {', '.join(DIALECTS)}"
     fix = known if str(written) in OTHER_MODEL_TYPES else did_you_mean(str(written), DIALECTS)
     raise BadInput(f"{where}: model_type {written!r} is not supported", fix)
