@@ -26,6 +26,8 @@ FAMILIES = (
     "mistral",
     "qwen2",
     "qwen3",
+    "gemma2",
+    "gemma3_text",
     "phi3",
     "gpt2",
     "gpt_neox",
@@ -83,6 +85,21 @@ VARIANTS = [
     config_of(
         "gpt_neox", attention_bias=False, hidden_act="gelu_fast", rope_scaling={"type": "linear", "factor": 2}
     ),
+    config_of("gemma2", query_pre_attn_scalar=224, head_dim=64, attn_logit_softcapping=None),
+    config_of("gemma2", sliding_window=100, layer_types=SLIDES, final_logit_softcapping=None),
+    config_of("gemma2", layer_types=["full_attention"] * 30, sliding_window=None, attention_bias=True),
+    config_of("gemma2", tie_word_embeddings=False, rope_theta=5e4, rope_scaling=LLAMA3),
+    config_of("gemma3_text", sliding_window=64, sliding_window_pattern=3, final_logit_softcapping=20.0),
+    config_of("gemma3_text", rope_theta=3e5, rope_local_base_freq=2e4, query_pre_attn_scalar=168),
+    config_of("gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0}, num_key_value_heads=1),
+    config_of(
+        "gemma3_text",
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    config_of("gemma3_text", layer_types=["full_attention"] * 30),
     config_of("mixtral", num_local_experts=4, sliding_window=128, tie_word_embeddings=True),
     config_of(
         "qwen3_moe", num_experts=16, norm_topk_prob=True, mlp_only_layers=[0, 3], decoder_sparse_step=2
@@ -218,6 +235,16 @@ REFUSED = [
     (config_of("qwen3", use_sliding_window=True, layer_types=["linear_attention"] * 30), "layer_types"),
     (config_of("qwen3", use_sliding_window=True, layer_types=SLIDES[:4]), "one for each layer"),
     (config_of("qwen3_moe", use_sliding_window=True, max_window_layers=3), "max_window_layers is 3"),
+    ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "reads images too"),
+    (config_of("gemma2", sliding_window=None), "sliding_window is null"),
+    (config_of("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention"),
+    (config_of("gemma2", attn_logit_softcapping=-1), "attn_logit_softcapping is -1"),
+    (config_of("gemma3_text", attn_logit_softcapping=50.0), "attn_logit_softcapping = 50.0 is not supported"),
+    (
+        config_of("gemma3_text", rope_parameters={"sliding_attention": {"rope_type": "linear", "factor": 2}}),
+        "only a default type",
+    ),
+    (config_of("gemma3_text", rope_parameters={"sliding_attention": [1]}), "it must be an object or null"),
     (config_of("qwen3_moe", mlp_only_layers=[30]), "mlp_only_layers names 30"),
     (config_of("qwen3_moe", num_experts=4), "there are only 4 experts"),
     (config_of("qwen3_moe", num_experts=16, num_local_experts=32), "keep one"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
 from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import canonical_parameters
@@ -83,6 +84,45 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox sequential": ("gpt_neox", SMALL | {"rotary_pct": 0.25, "use_parallel_residual": False}),
 }
 LENGTH = 24
+# Caps near the scores and logits of such small networks, so that they bend them.
+GEMMA = GROUPED | {
+    "head_dim": 12,
+    "sliding_window": 5,
+    "final_logit_softcapping": 2.0,
+    "pad_token_id": None,  # its row would have no gradient
+}
+CASES |= {
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 20}),
+    "gemma2 without caps": (
+        "gemma2",
+        GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "gemma2, head apart": (
+        "gemma2",
+        GEMMA | {"tie_word_embeddings": False, "layer_types": ["full_attention"] * 2},
+    ),
+    "gemma3_text": (
+        "gemma3_text",
+        GEMMA
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3_text, stretched": (
+        "gemma3_text",
+        GEMMA
+        | {
+            "final_logit_softcapping": None,
+            "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 3e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
+            },
+        },
+    ),
+}
 ROUTED = GROUPED | {"num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 12}
 LATENT = SMALL | {
     "n_routed_experts": 8,
@@ -147,6 +187,9 @@ def test_logits_fp32(case: str) -> None:
         "mistral windowed",
         "qwen2",
         "qwen3",
+        "gemma2",
+        "gemma2, head apart",
+        "gemma3_text",
         "phi3",
         "gpt2",
         "gpt_neox parallel",
@@ -189,7 +232,9 @@ def pair(case: str, dtype: torch.dtype) -> tuple[nn.Module, Network, Tensor, Ten
     """transformers' network with random weights, ours with the same ones, tokens and positions."""
     family, arguments = CASES[case]
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, attn_implementation="sdpa", **arguments)
+    # SDPA knows no cap, and transformers has no way of its own but this one.
+    kernel = "eager" if family == "gemma2" else "sdpa"
+    config = transformers.AutoConfig.for_model(family, attn_implementation=kernel, **arguments)
     config._experts_implementation = "eager"  # its grouped product knows no fp64
     reference = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     reference.eval()
@@ -247,11 +292,15 @@ def widened(reference: nn.Module, model: Model) -> Iterator[None]:
     """transformers computes RMS norms, rotary tables and routing in fp32 even for fp64: here they are in fp64."""
 
     def rms_norm(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if model.norm_offset:
+            return nn.functional.rms_norm(inputs[0], module.weight.shape, 1 + module.weight, module.eps)
         return nn.functional.rms_norm(inputs[0], module.weight.shape, module.weight, module.variance_epsilon)
 
     def tables(module: nn.Module, inputs: Any, named: Any, output: Any) -> tuple[Tensor, Tensor]:
-        length, width = output[0].shape[-2:]
-        turning = model.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+        (length, width), theta = output[0].shape[-2:], model.rope_theta
+        if "sliding_attention" in (*inputs[2:], *named.values()):
+            theta = model.window_theta or theta
+        turning = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
         angles = torch.arange(length, dtype=torch.float64)[None, :, None] * turning.repeat(2)
         return angles.cos(), angles.sin()
 
@@ -274,7 +323,18 @@ def widened(reference: nn.Module, model: Model) -> Iterator[None]:
             output[2],
         )
 
+    def capped(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **others: Any
+    ) -> tuple[Tensor, None]:
+        """Softmax too: as transformers' own but for its fp32."""
+        keys, values = (one.repeat_interleave(query.shape[1] // key.shape[1], 1) for one in (key, value))
+        scores = query @ keys.mT * scaling
+        if (cap := others["softcap"]) is not None:
+            scores = (scores / cap).tanh() * cap
+        return ((scores + mask).softmax(-1) @ values).transpose(1, 2), None
+
     handles = []
+    gemma2.eager_attention_forward, own = capped, gemma2.eager_attention_forward
     for module in reference.modules():
         if type(module).__name__.endswith("RMSNorm"):
             handles.append(module.register_forward_hook(rms_norm))
@@ -283,5 +343,6 @@ def widened(reference: nn.Module, model: Model) -> Iterator[None]:
         if type(module).__name__.endswith("RotaryEmbedding"):
             handles.append(module.register_forward_hook(tables, with_kwargs=True))
     yield
+    gemma2.eager_attention_forward = own
     for handle in handles:
         handle.remove()

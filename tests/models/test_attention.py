@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -34,19 +35,35 @@ def visible(rows: int, length: int, ids: Tensor | None, window: int | None) -> T
     return mask
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, ids: Tensor | None, window: int | None) -> Tensor:
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ids: Tensor | None,
+    window: int | None,
+    cap: float | None = None,
+) -> Tensor:
     """The oracle."""
     shared = query.shape[1] // key.shape[1]
     key, value = (heads.repeat_interleave(shared, 1) for heads in (key, value))
     scores = query @ key.transpose(2, 3) * 0.3
+    if cap is not None:
+        scores = cap * (scores / cap).tanh()
     hidden = ~visible(query.shape[0], query.shape[2], ids, window)
     return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
 
 
-def engine(query: Tensor, key: Tensor, value: Tensor, ids: Tensor | None, window: int | None) -> Tensor:
+def engine(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ids: Tensor | None,
+    window: int | None,
+    cap: float | None = None,
+) -> Tensor:
     documents = None if ids is None else Documents.of(ids)
     positions = torch.arange(query.shape[2]).expand(query.shape[0], -1)
-    return attend(query, key, value, positions, documents, scale=0.3, window=window)
+    return attend(query, key, value, positions, documents, scale=0.3, window=window, cap=cap)
 
 
 COMPILED = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False)
@@ -75,9 +92,16 @@ def tensors(rows: int, length: int, heads: tuple[int, int], seed: int) -> list[T
     ]
 
 
-def check(run: Run, inputs: list[Tensor], ids: Tensor | None, window: int | None, dtype: torch.dtype) -> None:
+def check(
+    run: Run,
+    inputs: list[Tensor],
+    ids: Tensor | None,
+    window: int | None,
+    dtype: torch.dtype,
+    oracle: Run = dense,
+) -> None:
     inputs = [one.to(dtype) for one in inputs]
-    expected = with_gradients(dense, [one.double() for one in inputs], ids, window)
+    expected = with_gradients(oracle, [one.double() for one in inputs], ids, window)
     found = with_gradients(run, inputs, ids, window)
     for name, one, other in zip(("result", "query", "key", "value"), found, expected, strict=True):
         assert one.dtype == dtype and one.shape == other.shape
@@ -122,6 +146,28 @@ def test_the_plain_products_equal_it_too(
         check(engine, tensors(rows, length, heads, 1), ids, window, torch.float64)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    case=cases(),
+    heads=st.sampled_from([(4, 2), (3, 3)]),
+    dtype=st.sampled_from(list(CLOSE)),
+    cap=st.sampled_from([0.4, 50.0]),
+    at_once=st.sampled_from([4, 256]),
+)
+def test_capped_scores_equal_it_too(
+    case: tuple[int, int, Tensor | None, int | None],
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    cap: float,
+    at_once: int,
+) -> None:
+    rows, length, ids, window = case
+    run, oracle = partial(engine, cap=cap), partial(dense, cap=cap)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_blocks, "QUERIES_AT_ONCE", at_once)
+        check(run, tensors(rows, length, heads, 2), ids, window, dtype, oracle)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_other_documents_are_no_other_graph(window: int | None) -> None:
     torch._dynamo.reset()
@@ -134,8 +180,12 @@ def test_other_documents_are_no_other_graph(window: int | None) -> None:
     assert graphs == [graphs[0]] * 4
 
 
+@pytest.mark.parametrize("window", [256, None])
+@pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("ids", [None, torch.arange(4096).expand(2, -1) // 700])
-def test_nothing_of_a_rows_square_is_ever_held(ids: Tensor | None) -> None:
+def test_nothing_of_a_rows_square_is_ever_held(
+    ids: Tensor | None, cap: float | None, window: int | None
+) -> None:
     """The largest tensor that any operator makes is far smaller than [T, T]."""
     inputs = [one.float() for one in tensors(2, 4096, (1, 1), 0)]
     largest = 0
@@ -153,9 +203,9 @@ def test_nothing_of_a_rows_square_is_ever_held(ids: Tensor | None) -> None:
     ends = (Documents.of(ids) if ids is not None else Documents.of(torch.zeros(2, 4096))).ends
     cumulative = sorted(set(ends.tolist()))
     with Sizes():
-        mixed, logarithms = attention_blocks.forward(query, key, value, cumulative, 256, 0.3)
+        mixed, logarithms = attention_blocks.forward(query, key, value, cumulative, window, 0.3, cap)
         attention_blocks.backward(
-            torch.ones_like(mixed), query, key, value, mixed, logarithms, cumulative, 256, 0.3
+            torch.ones_like(mixed), query, key, value, mixed, logarithms, cumulative, window, 0.3, cap
         )
     assert 0 < largest <= 2 * 2 * 4096 * max(256, HEAD_DIM) // 2
 

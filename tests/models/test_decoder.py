@@ -104,9 +104,9 @@ def test_attend_can_be_replaced(shape: Shape, network: Make, rows: Rows) -> None
     made = network(shape(window=5, window_layers=(1,)))
     seen: list[tuple[int | None, float]] = []
 
-    def spy(*tensors: Any, scale: float, window: int | None) -> torch.Tensor:
+    def spy(*tensors: Any, scale: float, window: int | None, cap: float | None) -> torch.Tensor:
         seen.append((window, scale))
-        return attend(*tensors, scale=scale, window=window)
+        return attend(*tensors, scale=scale, window=window, cap=cap)
 
     expected = made(*rows)
     for block in made.model.layers.values():

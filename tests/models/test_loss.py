@@ -82,15 +82,19 @@ def gradients_of(total: torch.Tensor, *of: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.autograd.grad(total, of))
 
 
+@pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("logits_at_once", [50 * 4, 50 * 64])
 def test_the_loss_is_torchs_own_with_any_factor_and_z(
-    monkeypatch: pytest.MonkeyPatch, logits_at_once: int
+    monkeypatch: pytest.MonkeyPatch, logits_at_once: int, cap: float | None
 ) -> None:
     monkeypatch.setattr(logits, "LOGITS_AT_ONCE", logits_at_once)
     monkeypatch.setattr(logits_on_cpu, "IN_CACHE", 50 * 3)
     made, (hidden, targets) = head(), batch()
-    made.z_loss = 0.3
+    made.z_loss, made.cap = 0.3, cap
     scores = hidden.flatten(0, 1) @ made.weight.T
+    if cap is not None:
+        scores = cap * (scores / cap).tanh()
+    assert torch.allclose(made.logits(hidden).flatten(0, 1), scores, rtol=1e-14)
     plain = F.cross_entropy(scores, targets.flatten(), ignore_index=IGNORE, reduction="sum")
     drift = scores.logsumexp(-1)[targets.flatten() != IGNORE].square().sum()
     expected = plain + 0.3 * drift
@@ -133,12 +137,16 @@ def test_a_half_precision_weight_gets_its_gradient_in_the_precision_that_it_adds
     assert made.weight.grad is not None and made.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("logits_at_once", [50 * 4, 50 * 64])
-def test_log_probabilities_take_any_gradient(monkeypatch: pytest.MonkeyPatch, logits_at_once: int) -> None:
+def test_log_probabilities_take_any_gradient(
+    monkeypatch: pytest.MonkeyPatch, logits_at_once: int, cap: float | None
+) -> None:
     monkeypatch.setattr(logits, "LOGITS_AT_ONCE", logits_at_once)
     made, (hidden, targets) = head(), batch()
+    made.cap = cap
     upstream = torch.randn(targets.shape, dtype=torch.float64)
-    every = torch.log_softmax(hidden @ made.weight.T, -1)
+    every = torch.log_softmax(made.logits(hidden), -1)
     expected = every.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets != IGNORE)
     found = made.log_probabilities(hidden, targets)
     assert torch.allclose(found, expected, rtol=1e-13, atol=1e-14)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.predict.sending import GPT2, NEOX, QWEN3
+from tests.predict.sending import GEMMA2, GEMMA3, GPT2, NEOX, QWEN3
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
@@ -43,7 +43,14 @@ SHAPE: dict[str, Any] = {
     "max_positions": 32,
     "init_std": 0.1,
 }
-FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": QWEN3, "gpt2": GPT2, "neox": NEOX}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": QWEN3,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "gpt2": GPT2,
+    "neox": NEOX,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +180,8 @@ class Kept:
     [
         Kept("llama", RECOMPUTES),
         Kept("qwen3", compute=torch.bfloat16),
+        Kept("gemma2", RECOMPUTES),
+        Kept("gemma3", ("selective",), torch.bfloat16),
         Kept("gpt2"),
         Kept("neox", ("selective",)),
     ],

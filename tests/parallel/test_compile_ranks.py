@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.predict.sending import NEOX, ROWS, SEQ, Case
+from tests.predict.sending import GEMMA2, NEOX, ROWS, SEQ, Case
 from tests.ranks import run_ranks
 from torch import Tensor
 
@@ -28,6 +28,7 @@ CASES = [
     Case("tp=2,micro=8,recompute=full", SMALL, DROPOUT),
     Case("tp=2,sp=0,micro=8,recompute=selective", {**SMALL, **NEOX}, DROPOUT),
     Case("pp=2,micro=2", SMALL, DROPOUT),
+    Case("tp=2,micro=8,recompute=full", {**SMALL, **GEMMA2, "window_layers": None}, {}),
     Case("cp=2,micro=4,recompute=selective", SMALL, DROPOUT),
     Case("cp=2,cp_kind=ulysses,micro=4", SMALL, DROPOUT),
 ]

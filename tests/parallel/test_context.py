@@ -34,6 +34,7 @@ class Case:
     rows: int = 2
     documents: tuple[int, ...] = ()
     window: int | None = None
+    cap: float | None = None
     dtype: torch.dtype = torch.float64
 
 
@@ -45,6 +46,8 @@ CASES = [
     *(Case(kind, rows=1, documents=(3, 21), window=2) for kind in ("ring", "ulysses")),
     Case("ring", heads=3, key_heads=3, documents=(24, 24), window=LENGTH),
     Case("ring", window=7, documents=PACKED, key_heads=2),
+    Case("ring", key_heads=2, cap=0.6),
+    *(Case(kind, window=7, documents=PACKED, cap=0.6) for kind in ("ring", "ulysses")),
     Case("ring", dtype=torch.bfloat16, documents=PACKED),
 ]
 
@@ -76,8 +79,10 @@ def expected(case: Case) -> list[Tensor]:
     behind = place[:, None] - place
     hidden = (behind < 0) | (behind >= (case.window or LENGTH))
     mask = hidden | (document[:, None, :, None] != document[:, None, None, :])
-    scores = (query @ keys.transpose(2, 3) * HEAD_DIM**-0.5).masked_fill(mask, -torch.inf)
-    output = scores.softmax(-1) @ values
+    scores = query @ keys.transpose(2, 3) * HEAD_DIM**-0.5
+    if case.cap is not None:
+        scores = case.cap * (scores / case.cap).tanh()
+    output = scores.masked_fill(mask, -torch.inf).softmax(-1) @ values
     output.backward(gradient)
     return [output.detach(), *(one.grad for one in (query, key, value) if one.grad is not None)]
 
@@ -105,7 +110,8 @@ def attended(rank: int, world: int, cases: list[Case]) -> list[list[Tensor]]:
         if case.kind == "ulysses":
             function = UlyssesAttend(group, world, attend)
         places = torch.arange(LENGTH).expand(case.rows, -1)
-        output = function(query, key, value, places, documents, scale=HEAD_DIM**-0.5, window=case.window)
+        scores = {"scale": HEAD_DIM**-0.5, "window": case.window, "cap": case.cap}
+        output = function(query, key, value, places, documents, **scores)
         output.backward(gradient)
         found.append([output.detach(), query.grad, key.grad, value.grad])
     return found

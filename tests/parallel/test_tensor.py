@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.predict.sending import GEMMA2, GEMMA3
 from tests.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -66,12 +67,15 @@ BY_WORLD = {
         Case({**NEOX}, dropout=0.1, rows=1),
         Case({"qk_norm": True, "kv_heads": 2}),
         Case({"qkv_bias": True, "kv_heads": 1}),
+        Case({**GEMMA2, "kv_heads": 2}, z_loss=0.1, logits_at_once=32 * 5),
+        Case({**GEMMA3, "window_layers": (0,)}, sp=False, dropout=0.1),
     ],
     4: [
         Case({"heads": 8, "kv_heads": 1, "vocab": 263}, logits_at_once=66 * 3),
         Case({"heads": 4, "kv_heads": 2, "qkv_bias": True, "qk_norm": True, "vocab": 5}, dropout=0.1),
         Case({**GPT2, "tied": True, "vocab": 5}, logits_at_once=2),
         Case({**NEOX, "vocab": 6}, z_loss=0.1),
+        Case({**GEMMA2, "vocab": 5}, dropout=0.1),
     ],
 }
 

@@ -42,6 +42,23 @@ TIED = {"tied": True}
 SHARED_HEADS = {"kv_heads": 1}
 QWEN2 = {"family": "qwen2", "qkv_bias": True}
 QWEN3 = {"family": "qwen3", "qk_norm": True}
+GEMMA: dict[str, Any] = {
+    "norm_offset": True,
+    "output_norms": True,
+    "scaled_embedding": True,
+    "activation": "gelu_tanh",
+    "tied": True,
+    "window": 5,
+    "window_layers": (0, 2),
+}
+GEMMA2: dict[str, Any] = {
+    **GEMMA,
+    "family": "gemma2",
+    "query_width": 6.0,
+    "attention_cap": 1.5,
+    "logit_cap": 2.0,
+}
+GEMMA3: dict[str, Any] = {**GEMMA, "family": "gemma3_text", "qk_norm": True, "window_theta": 2e3}
 NEOX: dict[str, Any] = {
     "family": "gpt_neox",
     "norm": "layer",

@@ -77,6 +77,8 @@ def small_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
         shape = PRESETS[preset]
         update["kv_heads"] = 4 if shape.kv_heads == shape.heads else 2
         update["max_positions"] = 64
+        if shape.window_layers is not None:
+            update |= {"window": 5, "window_layers": (0, 2)}
         if shape.experts is not None:
             update["experts"] = shape.experts.model_copy(update={"count": 8, "active": 2, "ffn": 16})
         path = tmp_path_factory.mktemp(preset) / "config.json"

@@ -18,6 +18,8 @@ FAMILIES = {
     "mistral": "mistral-7b",
     "qwen2": "qwen2-7b",
     "qwen3": "qwen3-8b",
+    "gemma2": "gemma2-2b",
+    "gemma3": "gemma3-1b",
     "gpt2": "gpt2",
     "gpt_neox": "pythia-6.9b",
 }
@@ -128,4 +130,9 @@ OTHERS = (
     Twin("llama", "bf16 fp32 bf16", "dp=2,fsdp=2,unit=3,micro=1", "none", 256, 2, 4),
     Twin("llama", "bf16 fp32 fp32", "dp=2,fsdp=8,tp=8,micro=4,recompute=full", "none", 4096, 1),
     Twin("mistral", "bf16 fp32 fp32", "fsdp=2,tp=4,micro=1,recompute=full", "all", 8192, 1),
+    # Norms behind attention and MLP, with an offset; capped scores and logits; two rotary bases.
+    Twin("gemma2", "bf16 fp32 fp32", "fsdp=2,tp=2,micro=1,recompute=full", "some", 256, 1),
+    Twin("gemma2", "bf16 fp32 bf16", "tp=2,sp=0,pp=2,micro=1,recompute=selective", "none", 256, 2),
+    Twin("gemma3", "bf16 fp32 fp32", "fsdp=2,pp=2,micro=2", "some", 256, 2),
+    Twin("gemma3", "fp32", "tp=2,micro=2", "some", 256, 1),
 )

@@ -97,6 +97,19 @@ def test_context_ranks_keep_documents_and_windows(
     assert verdict.max_loss_diff <= 1e-12 and verdict.max_grad_diff <= 1e-12
 
 
+@pytest.mark.parametrize("preset", ["gemma2-2b", "gemma3-1b"])
+def test_gemma_in_every_layout(
+    make_prover: Callable[..., Prover], small_family: Callable[[str], str], preset: str
+) -> None:
+    """Windows by turns, capped scores and logits, two rotary bases, a tied head of scaled embeddings; packed rows."""
+    path = small_family(preset)
+    prover = make_prover("fp64", model__path=path, data__packing="true", data__within_documents="true")
+    layouts = ("fsdp=2", "tp=2", "pp=2", "cp=2", "cp=2,cp_kind=ulysses", "tp=2,pp=2,recompute=full")
+    for verdict in prover.prove([Layout.parse(layout) for layout in layouts]).verdicts:
+        assert verdict.ok, f"{verdict.reason}; {verdict.strategy}: {verdict.file}"
+        assert verdict.max_loss_diff <= 1e-12 and verdict.max_grad_diff <= 1e-12
+
+
 @pytest.mark.parametrize("layout", ["fsdp=2,micro=2", "tp=2", "cp=2", "dp=2,pp=2,schedule=interleaved"])
 def test_in_single_precision_within_rounding(make_prover: Callable[..., Prover], layout: str) -> None:
     (verdict,) = make_prover("fp32").prove([Layout.parse(layout)]).verdicts

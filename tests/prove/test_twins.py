@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.predict.counted import ask
+from tests.predict.sending import GEMMA2, GEMMA3
 from tests.prove.covering import OTHERS, PAIRS, Twin
 
 from shoal.facts.layout import Layout
@@ -98,6 +99,16 @@ CASES += [
         {"loss": "dpo", "batch": 16, "precision": "bf16"},
         4,
     ),
+]
+
+# Norms behind attention and MLP, with an offset; capped scores and logits; two rotary bases.
+CASES += [
+    ("micro=4", {**GEMMA2, "window": 64}, {"precision": "bf16"}, 0),
+    ("tp=2,sp=0,recompute=selective", {**GEMMA2, "window": 64}, {"precision": "bf16"}, 0),
+    ("cp=2", {**GEMMA2, "window": 64}, {}, 0),
+    ("cp=2,cp_kind=ulysses,recompute=full", {**GEMMA3, "window": 64}, {}, 0),
+    ("fsdp=2,pp=2,schedule=zb", {**GEMMA3, "layers": 4}, {"precision": "bf16", "batch": 8}, 0),
+    ("pp=2,micro=1,recompute=selective,offload=activations", {**GEMMA3, "layers": 8}, {"batch": 8}, 0),
 ]
 
 # Activations that wait in the host's memory.

@@ -29,6 +29,7 @@ class Attend(Protocol):
         *,
         scale: float,
         window: int | None,
+        cap: float | None = None,
     ) -> Tensor: ...
 
 
@@ -41,16 +42,19 @@ def attend(
     *,
     scale: float,
     window: int | None,
+    cap: float | None = None,
 ) -> Tensor:
     """Softmax attention where a token sees its own document, up to itself, no further back than the window.
+
+    With a ``cap`` its scores are cap · tanh(score / cap), which none of SDPA's kernels computes.
 
     Positions ascend within a document, so causal by position is causal by index, which the kernels know without being
     shown a mask. Where a row is one document and no window cuts it, SDPA's causal kernel is the fastest there is;
     everything else goes to variable-length attention, which computes only what is visible.
     """
     within = window if window is not None and window < key.shape[2] else None
-    if documents is not None or within is not None:
-        return attend_within(query, key, value, documents, within, scale)
+    if documents is not None or within is not None or cap is not None:
+        return attend_within(query, key, value, documents, within, scale, cap)
     shared = query.shape[1] // key.shape[1]
     if shared > 1 and repeats_keys(query.element_size()):
         key, value = (heads.repeat_interleave(shared, dim=1) for heads in (key, value))
@@ -71,9 +75,11 @@ class Attention(nn.Module):
         self.k_proj = Linear(model.hidden, kv_heads, bias=model.qkv_bias)
         self.v_proj = Linear(model.hidden, kv_heads, bias=model.qkv_bias)
         self.o_proj = Linear(heads, model.hidden, bias=model.out_bias)
-        self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
-        self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
-        self.head_dim = model.head_dim
+        self.q_norm, self.k_norm = (
+            RMSNorm(model.head_dim, model.norm_eps, model.norm_offset) if model.qk_norm else None
+            for _ in range(2)
+        )
+        self.head_dim, self.scale, self.cap = model.head_dim, model.score_scale, model.attention_cap
         self.window = model.layer_window(layer)
         self.attend = attend
 
@@ -90,7 +96,7 @@ class Attention(nn.Module):
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
         mixed = self.attend(
-            query, key, value, positions, documents, scale=self.head_dim**-0.5, window=self.window
+            *(query, key, value, positions, documents), scale=self.scale, window=self.window, cap=self.cap
         )
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return output

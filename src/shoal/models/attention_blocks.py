@@ -56,13 +56,19 @@ def cut(ends: list[int], window: int | None) -> Iterator[QueryBlock]:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, ends: list[int], window: int | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: list[int],
+    window: int | None,
+    scale: float,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Of [tokens, heads, head_dim]: the result, laid out alike, and ln Σ exp of the scores [heads, tokens]."""
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     logarithms = query.new_empty(query.shape[1], query.shape[0], dtype=logarithm_dtype(query))
     for part in _parts(query, key, value, ends, window):
-        mixed, logarithm = _forward(part, scale)
+        mixed, logarithm = _forward(part, scale, cap)
         _queries(output, part.block).copy_(mixed)
         _columns(logarithms, part.block).copy_(logarithm)
     return output, logarithms
@@ -78,6 +84,7 @@ def backward(
     ends: list[int],
     window: int | None,
     scale: float,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, each laid out token by token."""
     queries = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -91,6 +98,7 @@ def backward(
             _queries(output, block),
             _columns(logarithms, block).contiguous(),
             scale,
+            cap,
         )
         _queries(queries, block).copy_(found[0])
         for total, piece in ((keys, found[1]), (values, found[2])):
@@ -102,7 +110,7 @@ def backward(
 
 
 def on_cpu(query: Tensor) -> bool:
-    """Whether a CPU's fused kernel computes a block, and not plain products."""
+    """Whether a CPU's fused kernel computes a block, and not plain products; it knows no cap."""
     return query.device.type == "cpu"
 
 
@@ -153,30 +161,39 @@ def _columns(logarithms: Tensor, block: QueryBlock) -> Tensor:
     return mine.unflatten(1, (block.blocks, block.size)).transpose(0, 1)
 
 
-def _forward(part: Part, scale: float) -> tuple[Tensor, Tensor]:
-    return block_forward(part.query, part.key, part.value, part.mask, part.mask is None, scale)
+def _forward(part: Part, scale: float, cap: float | None) -> tuple[Tensor, Tensor]:
+    return block_forward(part.query, part.key, part.value, part.mask, part.mask is None, scale, cap)
 
 
 def _backward(
-    part: Part, gradient: Tensor, output: Tensor, logarithm: Tensor, scale: float
+    part: Part, gradient: Tensor, output: Tensor, logarithm: Tensor, scale: float, cap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = part.mask
     return block_backward(
-        gradient, part.query, part.key, part.value, output, logarithm, mask, mask is None, scale
+        gradient, part.query, part.key, part.value, output, logarithm, mask, mask is None, scale, cap
     )
 
 
 def block_forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One block [B, heads, size, head_dim]: the result, and ln Σ exp of the scores, to which ``mask`` is added."""
-    if on_cpu(query):
+    """One block [B, heads, size, head_dim]: the result, and ln Σ exp of the scores, to which ``mask`` is added.
+
+    ``cap``: scores are cap · tanh(score / cap) before that.
+    """
+    if on_cpu(query) and cap is None:
         # Private, but it is what SDPA calls on a CPU, and SDPA itself keeps the logarithms to itself.
         mixed, logarithm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
         return mixed, logarithm
-    return plain_forward(query, key, value, mask, causal, scale)
+    return plain_forward(query, key, value, mask, causal, scale, cap)
 
 
 def block_backward(
@@ -189,23 +206,30 @@ def block_backward(
     mask: Tensor | None,
     causal: bool,
     scale: float,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values. Result and logarithms may be those of more keys than the block has."""
-    if on_cpu(query):
+    if on_cpu(query) and cap is None:
         queries, keys, values = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(gradient, query, key, value, output, logarithm, 0.0, causal), attn_mask=mask, scale=scale
         )
         return queries, keys, values
-    return plain_backward(gradient, query, key, value, output, logarithm, mask, causal, scale)
+    return plain_backward(gradient, query, key, value, output, logarithm, mask, causal, scale, cap)
 
 
 def plain_forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As the fused kernel: the result, and ln Σ exp of each query's scores."""
     mixed, logarithms = [], []
     for first in range(0, query.shape[2], QUERIES_AT_ONCE):
-        scores = _scores(query, key, mask, causal, scale, first)
+        scores, _ = _scores(query, key, mask, causal, scale, cap, first)
         logarithm = scores.logsumexp(-1)
         logarithms.append(logarithm)
         weights = scores.sub_(logarithm[..., None]).exp_()
@@ -223,34 +247,50 @@ def plain_backward(
     mask: Tensor | None,
     causal: bool,
     scale: float,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The weights are made again from the scores and their logarithms."""
     queries, keys, values = (torch.zeros_like(one) for one in (query, key, value))
     for first in range(0, query.shape[2], QUERIES_AT_ONCE):
         rows = slice(first, first + QUERIES_AT_ONCE)
-        scores = _scores(query, key, mask, causal, scale, first)
+        scores, capped = _scores(query, key, mask, causal, scale, cap, first)
         seen = slice(0, scores.shape[-1])
         weights = scores.sub_(logarithm[:, :, rows, None]).exp_().to(value.dtype)
         mine = gradient[:, :, rows]
         values[:, :, seen] += weights.transpose(2, 3) @ mine
         inner = (mine * output[:, :, rows]).sum(-1, keepdim=True)
         change = (mine @ value[:, :, seen].transpose(2, 3)).sub_(inner).mul_(weights).mul_(scale)
+        if capped is not None:
+            change.mul_(capped.square_().neg_().add_(1))
         queries[:, :, rows] = change @ key[:, :, seen]
         keys[:, :, seen] += change.transpose(2, 3) @ query[:, :, rows]
     return queries, keys, values
 
 
 def _scores(
-    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, first: int
-) -> Tensor:
-    """Of some queries from ``first`` on; where it is causal, with the keys up to the last of them."""
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    cap: float | None,
+    first: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Of some queries from ``first`` on; where it is causal, with the keys up to the last of them.
+
+    With a cap also tanh(score / cap), by which its gradient goes on: times 1 − tanh².
+    """
     some = query[:, :, first : first + QUERIES_AT_ONCE]
     count = some.shape[2]
     seen = first + count if causal else key.shape[2]
     scores = (some @ key[:, :, :seen].transpose(2, 3)).to(logarithm_dtype(query)).mul_(scale)
+    capped = None
+    if cap is not None:
+        capped = scores.div_(cap).tanh_()
+        scores = capped * cap
     if mask is not None:
-        return scores.add_(mask[first : first + count])
+        return scores.add_(mask[first : first + count]), capped
     if not causal:
-        return scores
+        return scores, capped
     future = torch.ones(count, seen, dtype=torch.bool, device=query.device).triu_(first + 1)
-    return scores.masked_fill_(future, -torch.inf)
+    return scores.masked_fill_(future, -torch.inf), capped

@@ -17,10 +17,10 @@ from shoal.models.varlen import flash_kernel
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, seen: Rectangle, scale: float
+    query: Tensor, key: Tensor, value: Tensor, seen: Rectangle, scale: float, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """The result [B, queries, heads, head_dim] and the logarithms [B, heads, queries]."""
-    if flash_kernel(query):
+    if cap is None and flash_kernel(query):
         output, logarithms, *_ = torch.ops.aten._flash_attention_forward(
             *(query, key, value, None, None, query.shape[1], key.shape[1], 0.0, seen.causal),
             return_debug_mask=False,
@@ -31,7 +31,7 @@ def forward(
     mixed, logarithms = [], []
     for rows, keys, mask in _blocks(query, seen):
         heads, read = (_shared(query, one[:, keys]) for one in (key, value))
-        found = block_forward(_by_head(query[:, rows]), heads, read, mask, seen.causal, scale)
+        found = block_forward(_by_head(query[:, rows]), heads, read, mask, seen.causal, scale, cap)
         mixed.append(found[0].transpose(1, 2))
         logarithms.append(found[1])
     return torch.cat(mixed, 1), torch.cat(logarithms, 2)
@@ -46,9 +46,10 @@ def backward(
     logarithms: Tensor,
     seen: Rectangle,
     scale: float,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of these queries, keys and values, where ``output`` and ``logarithms`` are those of all keys."""
-    if flash_kernel(query):
+    if cap is None and flash_kernel(query):
         # Nothing is dropped, so no random state is read; the kernel asks for one of this type nevertheless.
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)
         unused = torch.empty(0, device=query.device)
@@ -64,7 +65,7 @@ def backward(
         change, asked, result = (_by_head(one[:, rows]) for one in (gradient, query, output))
         heads, read = (_shared(query, one[:, some]) for one in (key, value))
         logarithm = logarithms[:, :, rows].contiguous()
-        found = block_backward(change, asked, heads, read, result, logarithm, mask, seen.causal, scale)
+        found = block_backward(change, asked, heads, read, result, logarithm, mask, seen.causal, scale, cap)
         queries[:, rows] = found[0].transpose(1, 2)
         for total, piece in ((keys, found[1]), (values, found[2])):
             total[:, some] += _summed(piece, key.shape[2]).transpose(1, 2)

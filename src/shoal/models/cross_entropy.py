@@ -84,6 +84,7 @@ def summed_cross_entropy(
     factor: float = 1.0,
     z: float = 0.0,
     pending: PendingWeightGradient | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Σ (ln Σ exp(x·Wᵀ) − target's logit) over the tokens whose target counts: rows [N, hidden], weight [V, hidden].
 
@@ -91,22 +92,24 @@ def summed_cross_entropy(
     ``z`` adds z · ln² Σ exp of every such token, which keeps logits from drifting. ``pending`` adds the weight's
     gradient up over several calls, with whose last backward pass it comes, in the precision that the weight's gradients
     add up in. These passes have to begin here, with a gradient of 1. Without it a gradient is rounded to the weight's
-    own precision, and the backward pass may begin anywhere.
+    own precision, and the backward pass may begin anywhere. With a ``cap`` all logits are cap · tanh(x·Wᵀ / cap).
     """
     if torch.is_grad_enabled():
-        loss: Tensor = _SummedCrossEntropy.apply(rows, weight, targets, vocabulary, factor, z, pending)
+        loss: Tensor = _SummedCrossEntropy.apply(rows, weight, targets, vocabulary, factor, z, pending, cap)
         return loss
     matrix = weight.to(rows.dtype)
     parts = [
-        _sum(*_normalisers(part @ matrix.T, wanted, vocabulary), wanted, z)
+        _sum(*_normalisers(part @ matrix.T, wanted, vocabulary, cap), wanted, z)
         for part, wanted in _in_chunks(vocabulary, rows, targets)
     ]
     return torch.stack(parts).sum()
 
 
-def token_log_probabilities(rows: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+def token_log_probabilities(
+    rows: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, cap: float | None = None
+) -> Tensor:
     """[N]: ln of the probability of each token's target, 0 where it does not count."""
-    found: Tensor = _TokenLogProbabilities.apply(rows, weight, targets, vocabulary)
+    found: Tensor = _TokenLogProbabilities.apply(rows, weight, targets, vocabulary, cap)
     return found
 
 
@@ -129,6 +132,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         factor: float,
         z: float,
         pending: PendingWeightGradient | None,
+        cap: float | None,
     ) -> Tensor:
         matrix, of_rows = weight.to(rows.dtype), torch.empty_like(rows)
         of_weight = _WeightGradient(rows.shape[0] > tokens_at_once(vocabulary.most_rows))
@@ -136,10 +140,10 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
         def chunk(part: Tensor, wanted: Tensor, back: Tensor) -> Tensor:
             logits = part @ matrix.T
-            normaliser, target = _normalisers(logits, wanted, vocabulary)
+            normaliser, target = _normalisers(logits, wanted, vocabulary, cap)
             loss = _sum(normaliser, target, wanted, z)
             scale = torch.full_like(normaliser, factor)
-            logits_to_gradients_(logits, wanted, vocabulary.first, normaliser, scale, z)
+            logits_to_gradients_(logits, wanted, vocabulary.first, normaliser, scale, z, cap)
             torch.mm(logits, matrix, out=back)
             if ctx.trained:
                 of_weight.add(logits, part)
@@ -160,20 +164,27 @@ class _SummedCrossEntropy(torch.autograd.Function):
         if ctx.alone:
             of_rows = of_rows.mul_(gradient)
             of_weight = None if of_weight is None else of_weight.mul_(gradient)
-        return of_rows, of_weight, None, None, None, None, None
+        return of_rows, of_weight, None, None, None, None, None, None
 
 
 class _TokenLogProbabilities(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocabulary: Vocabulary,
+        cap: float | None,
+    ) -> Tensor:
         matrix = weight.to(rows.dtype)
         parts = [
-            _normalisers(part @ matrix.T, wanted, vocabulary)
+            _normalisers(part @ matrix.T, wanted, vocabulary, cap)
             for part, wanted in _in_chunks(vocabulary, rows, targets)
         ]
         normaliser, target = (torch.cat(every) for every in zip(*parts, strict=True))
         ctx.save_for_backward(rows, weight, targets, normaliser)
-        ctx.vocabulary = vocabulary
+        ctx.vocabulary, ctx.cap = vocabulary, cap
         return torch.where(targets != IGNORE, target - normaliser, 0)
 
     @staticmethod
@@ -186,14 +197,15 @@ class _TokenLogProbabilities(torch.autograd.Function):
 
         def chunk(part: Tensor, wanted: Tensor, scale: Tensor, upstream: Tensor, back: Tensor) -> None:
             logits = part @ matrix.T
-            logits_to_gradients_(logits, wanted, vocabulary.first, scale, -upstream.to(scale.dtype), 0.0)
+            down = -upstream.to(scale.dtype)
+            logits_to_gradients_(logits, wanted, vocabulary.first, scale, down, 0.0, ctx.cap)
             torch.mm(logits, matrix, out=back)
             if trained:
                 of_weight.add(logits, part)
 
         for tensors in _in_chunks(vocabulary, rows, targets, normaliser, gradient, of_rows):
             chunk(*tensors)
-        return of_rows, of_weight.take().to(weight.dtype) if trained else None, None, None
+        return of_rows, of_weight.take().to(weight.dtype) if trained else None, None, None, None
 
 
 class _WeightGradient:
@@ -217,9 +229,11 @@ class _WeightGradient:
         return taken
 
 
-def _normalisers(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+def _normalisers(
+    logits: Tensor, targets: Tensor, vocabulary: Vocabulary, cap: float | None
+) -> tuple[Tensor, Tensor]:
     """For each token ln Σ exp(logit) over all ranks' rows, and the logit of its target."""
-    found = token_statistics(logits, targets, vocabulary.first)
+    found = token_statistics(logits, targets, vocabulary.first, cap)
     largest = found[0].clone()
     vocabulary.largest(largest)
     found[1] *= (found[0] - largest).exp()

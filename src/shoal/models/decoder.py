@@ -1,4 +1,4 @@
-"""The decoder: one network for Llama, Mistral, Qwen2, Qwen3, Phi-3, GPT-2, NeoX, Mixtral, Qwen3-MoE and
+"""The decoder: one network for Llama, Mistral, Qwen2, Qwen3, Gemma 2 and 3, Phi-3, GPT-2, NeoX, Mixtral, Qwen3-MoE and
 DeepSeek-V3, configured by its ``Model``.
 
 Parameters carry Llama's Hugging Face names whatever the family, and nothing here knows of parallelism.
@@ -21,12 +21,14 @@ from shoal.models.losses import Loss, NextToken
 from shoal.models.mlp import MLP
 from shoal.models.norm import block_norm
 from shoal.models.random import bits
-from shoal.models.rotary import tables
+from shoal.models.rotary import Rotation, tables
 from shoal.models.router import RouterLosses
 
 
 class Block(nn.Module):
     """Attention and an MLP, or a mixture of experts, each behind a norm, each added to the residual stream.
+
+    In some families what they give is normed too before it is added.
 
     Nothing in it but the weights (and in some families the window, or experts) differs from layer to layer, so that the
     compiler needs one graph for all of them: the noise it is given is already its layer's own.
@@ -36,6 +38,9 @@ class Block(nn.Module):
         super().__init__()
         self.input_layernorm = block_norm(model)
         self.self_attn = Attention(model, layer) if model.latent is None else LatentAttention(model)
+        self.attention_output_norm, self.mlp_output_norm = (
+            block_norm(model) if model.output_norms else None for _ in range(2)
+        )
         self.post_attention_layernorm = block_norm(model)
         self.mlp = MixtureOfExperts(model, router) if model.has_experts(layer) else MLP(model, model.ffn)
         self.attention_dropout = Dropout("self_attn", dropout)
@@ -45,7 +50,7 @@ class Block(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotation: Rotation | None,
         positions: Tensor,
         documents: Documents | None,
         noise: Tensor | None,
@@ -56,19 +61,23 @@ class Block(nn.Module):
     def attended(
         self,
         hidden: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotation: Rotation | None,
         positions: Tensor,
         documents: Documents | None,
         noise: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """The stream after attention, and what the MLP reads."""
         attended: Tensor = self.self_attn(self.input_layernorm(hidden), rotation, positions, documents)
+        if self.attention_output_norm is not None:
+            attended = self.attention_output_norm(attended)
         after: Tensor = hidden + self.attention_dropout(attended, positions, noise)
         # In parallel (NeoX) the MLP reads what the block was given; in sequence, what attention made of it.
         return after, self.post_attention_layernorm(hidden if self.parallel_residual else after)
 
     def added(self, after: Tensor, fed: Tensor, positions: Tensor, noise: Tensor | None) -> Tensor:
         """The stream after the MLP."""
+        if self.mlp_output_norm is not None:
+            fed = self.mlp_output_norm(fed)
         output: Tensor = after + self.mlp_dropout(fed, positions, noise)
         return output
 
@@ -93,28 +102,39 @@ class Decoder(nn.Module):
         self.shape = model
         self.compute = compute
         self.length = length
+        # As the weights' precision has it, as Hugging Face does.
+        scale = torch.tensor(model.hidden**0.5 if model.scaled_embedding else 1.0, device="cpu")
+        self.embedding_scale = scale.to(compute).item()
 
     def embed(self, tokens: Tensor, positions: Tensor, noise: Tensor | None) -> Tensor:
         """Tokens [B, T] → hidden states [B, T, hidden] in the compute dtype."""
         hidden: Tensor = self.embed_tokens(tokens)
+        if self.shape.scaled_embedding:
+            hidden = hidden * self.embedding_scale
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
         output: Tensor = self.embedding_dropout(hidden, positions, noise)
         return output
+
+    def rotations(self, positions: Tensor) -> tuple[Rotation | None, Rotation | None]:
+        """Tables of cosine and sine for layers without a window, and for those with one."""
+        if self.shape.positions != "rotary":
+            return None, None
+        usual = tables(self.shape, self.length, positions, self.compute)
+        if self.shape.window_theta is None:
+            return usual, usual
+        return usual, tables(self.shape, self.length, positions, self.compute, windowed=True)
 
     def forward(
         self, inputs: Tensor, positions: Tensor, documents: Documents | None, noise: Tensor | None
     ) -> Tensor:
         """Through all that is here; a pipeline stage without the embedding is given hidden states."""
         hidden = inputs if self.embed_tokens is None else self.embed(inputs, positions, noise)
-        rotation = (
-            tables(self.shape, self.length, positions, self.compute)
-            if self.shape.positions == "rotary"
-            else None
-        )
+        rotation, in_window = self.rotations(positions)
         for layer, block in self.layers.items():
             own = None if noise is None else bits(noise, torch.full_like(noise, int(layer)))
-            hidden = block(hidden, rotation, positions, documents, own)
+            turned = rotation if self.shape.layer_window(int(layer)) is None else in_window
+            hidden = block(hidden, turned, positions, documents, own)
         return hidden if self.norm is None else self.norm(hidden)
 
 
@@ -135,7 +155,7 @@ class Network(nn.Module):
         self.loss = loss
         self.model = Decoder(model, dropout, compute, length, router)
         tied = self.model.embed_tokens if model.tied else None
-        self.lm_head = Head(model.hidden, model.vocab, tied, z_loss)
+        self.lm_head = Head(model.hidden, model.vocab, tied, z_loss, model.logit_cap)
         self.shape = model
 
     def forward(

@@ -43,10 +43,10 @@ def initialise(
     """Give every parameter its first value; they must have left the meta device (``to_empty``).
 
     Matrices and embeddings are normal(0, init_std); those that write to the residual stream are divided by
-    √(2·layers), as in GPT-2, for every family, so that the stream does not grow with depth. Norms start at
-    one, biases at zero. Of LoRA's factors B starts at zero, and A is normal with the variance of PEFT's uniform
-    numbers, 1 / (3·inputs). ``slice_of`` says which part of a sharded parameter is here; a network that holds
-    only some of the parameters (a pipeline stage) fills those, as long as they keep their names.
+    √(2·layers), as in GPT-2, for every family, so that the stream does not grow with depth. Norms start at one (at
+    zero where one is added to them), biases at zero. Of LoRA's factors B starts at zero, and A is normal with the
+    variance of PEFT's uniform numbers, 1 / (3·inputs). ``slice_of`` says which part of a sharded parameter is here; a
+    network that holds only some of the parameters (a pipeline stage) fills those, as long as they keep their names.
     """
     fill(((name, slice_of(name, parameter)) for name, parameter in network.named_parameters()), model, seed)
 
@@ -60,8 +60,10 @@ def fill(slices: Iterable[tuple[str, Slice]], model: Model, seed: int) -> None:
         elif name.endswith(f"{LORA_FACTORS[0]}.weight"):
             std = 1 / math.sqrt(3 * global_shape[1])
             random.fill_normal_(local, random.key(seed, 0, name), std, global_shape, offset)
-        elif name.endswith(("norm.weight", MAGNITUDE)):
+        elif name.endswith(MAGNITUDE):
             local.fill_(1)
+        elif name.endswith("norm.weight"):
+            local.fill_(0 if model.norm_offset else 1)
         else:
             std = model.init_std / math.sqrt(2 * model.layers) if name.endswith(RESIDUAL) else model.init_std
             random.fill_normal_(local, random.key(seed, 0, name), std, global_shape, offset)

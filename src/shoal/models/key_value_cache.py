@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.models.attention import Attend
+from shoal.models.attention_blocks import plain_forward
 from shoal.models.decoder import Block
 from shoal.models.documents import Documents
 
@@ -46,6 +47,7 @@ class _CachedAttend:
         *,
         scale: float,
         window: int | None,
+        cap: float | None = None,
     ) -> Tensor:
         assert documents is None
         start, count = self.cache.start, key.shape[2]
@@ -54,9 +56,11 @@ class _CachedAttend:
             self.key, self.value = (one.new_empty((*shape, one.shape[-1])) for one in (key, value))
         self._remember(key, value, start)
         if start == 0:
-            return self.attend(query, key, value, positions, documents, scale=scale, window=window)
+            return self.attend(query, key, value, positions, documents, scale=scale, window=window, cap=cap)
         seen = start + count
         keys, values = self.key[:, :, :seen], self.value[:, :, :seen]
+        if cap is not None:
+            return _capped(query, keys, values, visible(start, count, window, query.device), scale, cap)
         return F.scaled_dot_product_attention(
             query,
             keys,
@@ -73,6 +77,16 @@ class _CachedAttend:
                 F.pad(one, (0, 0, 0, stop - one.shape[2])) for one in (self.key, self.value)
             )
         self.key[:, :, start:stop], self.value[:, :, start:stop] = key, value
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float, cap: float
+) -> Tensor:
+    """Of a few new tokens, so that their scores are small."""
+    shared = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(shared, dim=1) for one in (key, value))
+    mask = None if seen is None else query.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+    return plain_forward(query, key, value, mask, False, scale, cap)[0]
 
 
 def visible(start: int, count: int, window: int | None, device: torch.device) -> Tensor | None:

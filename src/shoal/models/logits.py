@@ -21,50 +21,64 @@ IN_CACHE = 2**17
 
 
 @torch.library.custom_op("shoal::token_statistics", mutates_args=())
-def token_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+def token_statistics(logits: Tensor, targets: Tensor, first: int, cap: float | None = None) -> Tensor:
     """[3, tokens], in at least fp32, of logits [tokens, rows]: the largest, Σ exp(logit − largest), the target's.
 
     ``first``: the vocabulary's number of the first row. Where a target's row is not here, its logit is 0; without any
-    rows the largest is −∞.
+    rows the largest is −∞. ``cap``: of cap · tanh(logit / cap) in place of every logit.
     """
-    found = _no_statistics(logits, targets, first)
+    found = _no_statistics(logits, targets, first, cap)
     if not logits.shape[1]:
         found.zero_()[0].fill_(-torch.inf)
-    elif not (logits.is_cuda and _ran_compiled(_statistics, logits, targets, first, found)):
-        _in_cache(_statistics, logits, targets, first, found)
+    elif not (logits.is_cuda and _ran_compiled(_statistics, logits, targets, first, found, cap)):
+        _in_cache(partial(_statistics, cap=cap), logits, targets, first, found)
     return found
 
 
 @token_statistics.register_fake
-def _no_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+def _no_statistics(logits: Tensor, targets: Tensor, first: int, cap: float | None = None) -> Tensor:
     wide = torch.promote_types(logits.dtype, torch.float32)
     return torch.empty(3, logits.shape[0], dtype=wide, device=logits.device)
 
 
 @torch.library.custom_op("shoal::logits_to_gradients_", mutates_args=("logits",))
 def logits_to_gradients_(
-    logits: Tensor, targets: Tensor, first: int, normaliser: Tensor, factor: Tensor, z: float
+    logits: Tensor,
+    targets: Tensor,
+    first: int,
+    normaliser: Tensor,
+    factor: Tensor,
+    z: float,
+    cap: float | None = None,
 ) -> None:
     """In place the gradients of Σ factor · (n − target + z·n²), n = ln Σ exp.
 
-    They are (softmax · (1 + 2·z·n) − one-hot) · factor.
+    They are (softmax · (1 + 2·z·n) − one-hot) · factor; with a ``cap``, · (1 − tanh²(logit / cap)) as well.
     ``normaliser``: ln Σ exp of every token. ``factor``: of every token; its gradient is zero where its target does not
     count.
     """
     if not logits.shape[1]:
         return
-    if not (logits.is_cuda and _ran_compiled(_gradients, logits, targets, first, normaliser, factor, z)):
-        _in_cache(partial(_gradients, z=z), logits, targets, first, normaliser, factor)
+    if not (logits.is_cuda and _ran_compiled(_gradients, logits, targets, first, normaliser, factor, z, cap)):
+        _in_cache(partial(_gradients, z=z, cap=cap), logits, targets, first, normaliser, factor)
 
 
 @logits_to_gradients_.register_fake
 def _nothing(
-    logits: Tensor, targets: Tensor, first: int, normaliser: Tensor, factor: Tensor, z: float
+    logits: Tensor,
+    targets: Tensor,
+    first: int,
+    normaliser: Tensor,
+    factor: Tensor,
+    z: float,
+    cap: float | None = None,
 ) -> None: ...
 
 
-def _statistics(logits: Tensor, targets: Tensor, first: int, found: Tensor) -> None:
+def _statistics(logits: Tensor, targets: Tensor, first: int, found: Tensor, cap: float | None) -> None:
     wide = logits.to(found.dtype)
+    if cap is not None:
+        wide = torch.tanh(wide / cap) * cap
     largest = wide.amax(-1)
     place, here = rows_here(targets, first, logits.shape[1])
     of_target = wide.gather(1, place[:, None])[:, 0]
@@ -74,17 +88,28 @@ def _statistics(logits: Tensor, targets: Tensor, first: int, found: Tensor) -> N
 
 
 def _gradients(
-    logits: Tensor, targets: Tensor, first: int, normaliser: Tensor, factor: Tensor, z: float
+    logits: Tensor,
+    targets: Tensor,
+    first: int,
+    normaliser: Tensor,
+    factor: Tensor,
+    z: float,
+    cap: float | None,
 ) -> None:
     place, here = rows_here(targets, first, logits.shape[1])
-    softmax = (logits.to(normaliser.dtype) - normaliser[:, None]).exp()
+    wide, slope = logits.to(normaliser.dtype), None
+    if cap is not None:
+        bent = torch.tanh(wide / cap)
+        wide, slope = bent * cap, 1 - bent.square()
+    softmax = (wide - normaliser[:, None]).exp()
     if z:
         softmax = softmax * (1 + 2 * z * normaliser[:, None])
     # A comparison and not a scattered sum: it is part of the same pass.
     columns = torch.arange(logits.shape[1], device=logits.device)
     own = (columns == place[:, None]) & here[:, None]
     factor = torch.where(targets == IGNORE, 0, factor)
-    logits.copy_(torch.where(own, softmax - 1, softmax) * factor[:, None])
+    gradients = torch.where(own, softmax - 1, softmax) * factor[:, None]
+    logits.copy_(gradients if slope is None else gradients * slope)
 
 
 @cache

@@ -23,14 +23,22 @@ from shoal.models.linear import Embedding
 class Head(nn.Module):
     """From hidden states to logits and to the loss. Tied: it borrows the embedding's weight."""
 
-    def __init__(self, hidden: int, vocab: int, tied: Embedding | None, z_loss: float = 0.0) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        vocab: int,
+        tied: Embedding | None,
+        z_loss: float = 0.0,
+        cap: float | None = None,
+    ) -> None:
+        """``cap``: logits are cap · tanh(logit / cap)."""
         super().__init__()
         if tied is None:
             self.weight = nn.Parameter(torch.empty(vocab, hidden))
         # The module and not its parameter, because to_empty and FSDP put new parameters in its place; in a
         # tuple, so that torch does not list the same parameter under a second name.
         self.tied = () if tied is None else (tied,)
-        self.z_loss = z_loss
+        self.z_loss, self.cap = z_loss, cap
         self.factor, self.pending = 1.0, None
 
     factor: float
@@ -50,7 +58,8 @@ class Head(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] → [..., vocab] in at least fp32."""
         scores = F.linear(hidden, self.matrix().to(hidden.dtype))
-        return scores.to(torch.promote_types(scores.dtype, torch.float32))
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        return wide if self.cap is None else torch.tanh(wide / self.cap) * self.cap
 
     def scores(self, hidden: Tensor, place: int) -> Tensor:
         """What the network says about the token after position ``place`` of hidden [B, T, hidden]: [B, vocab]."""
@@ -65,9 +74,11 @@ class Head(nn.Module):
         rows, wanted = self.enter(hidden).flatten(0, -2), targets.flatten()
         weight, vocabulary = self.matrix(), self.vocabulary()
         if by_token:
-            return token_log_probabilities(rows, weight, wanted, vocabulary), (wanted != IGNORE).sum()
+            return token_log_probabilities(rows, weight, wanted, vocabulary, self.cap), (
+                wanted != IGNORE
+            ).sum()
         z = self.z_loss if torch.is_grad_enabled() else 0.0
-        loss = summed_cross_entropy(rows, weight, wanted, vocabulary, self.factor, z, self.pending)
+        loss = summed_cross_entropy(rows, weight, wanted, vocabulary, self.factor, z, self.pending, self.cap)
         return loss, (wanted != IGNORE).sum()
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -10,16 +10,22 @@ from shoal.facts.model import Model
 
 
 class RMSNorm(nn.Module):
-    """x / √(mean(x²) + eps) · weight, rounded to x's dtype before the weight as Hugging Face does."""
+    """x / √(mean(x²) + eps) · weight, rounded to x's dtype before the weight as Hugging Face does.
 
-    def __init__(self, width: int, eps: float) -> None:
+    With an offset it is · (1 + weight), rounded after it, as Gemma has it: its weights lie around zero, where they are
+    finer than around one.
+    """
+
+    def __init__(self, width: int, eps: float, offset: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.offset:
+            return (scaled * (1 + self.weight.to(wide.dtype))).to(x.dtype)
         return self.weight.to(x.dtype) * scaled.to(x.dtype)
 
 
@@ -35,5 +41,5 @@ class LayerNorm(nn.LayerNorm):
 def block_norm(model: Model) -> RMSNorm | LayerNorm:
     """The norm that a model's blocks use on the residual stream."""
     if model.norm == "rms":
-        return RMSNorm(model.hidden, model.norm_eps)
+        return RMSNorm(model.hidden, model.norm_eps, model.norm_offset)
     return LayerNorm(model.hidden, model.norm_eps)

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from shoal.facts.model import Model, RopeScaling
 
+# Cosine and sine of every position and pair of features.
+Rotation = tuple[Tensor, Tensor]
+
 
 def rotary_width(model: Model) -> int:
     """How much of each head rotates."""
@@ -20,16 +23,18 @@ def rotary_width(model: Model) -> int:
     return int(model.head_dim * model.rope_fraction)
 
 
-def frequencies(model: Model, length: int | None, device: torch.device) -> Tensor:
+def frequencies(model: Model, length: int | None, device: torch.device, windowed: bool = False) -> Tensor:
     """Radians a position, one for each pair of rotating features, in fp64.
 
     ``length`` matters to ``dynamic`` alone: rows longer than ``max_positions`` raise the base as transformers
     does for a row of that length. It is a number given once, not the length of the batch at hand, because
     that would depend on how rows are packed into micro-batches and split over ranks.
+
+    ``windowed``: of layers with a window, where those have a base of their own, which nothing stretches.
     """
     width = rotary_width(model)
-    scaling = model.rope_scaling
-    theta = model.rope_theta
+    scaling = None if windowed else model.rope_scaling
+    theta = model.window_theta if windowed and model.window_theta is not None else model.rope_theta
     if scaling is not None and scaling.kind == "dynamic":
         stretch = max(length or 0, model.max_positions) / model.max_positions
         theta *= (scaling.factor * stretch - (scaling.factor - 1)) ** (width / (width - 2))
@@ -89,13 +94,13 @@ def sharpness(factor: float, weight: float) -> float:
 
 
 def tables(
-    model: Model, length: int | None, positions: Tensor, compute: torch.dtype
+    model: Model, length: int | None, positions: Tensor, compute: torch.dtype, windowed: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine [B, 1, T, pairs] for positions [B, T]: fp32, or fp64 for fp64 networks."""
     dtype = torch.promote_types(compute, torch.float32)
-    turning = frequencies(model, length, positions.device).to(dtype)
+    turning = frequencies(model, length, positions.device, windowed).to(dtype)
     angles = positions[:, None, :, None].to(dtype) * turning
-    factor = table_factor(model.rope_scaling)
+    factor = table_factor(None if windowed else model.rope_scaling)
     return angles.cos() * factor, angles.sin() * factor
 
 

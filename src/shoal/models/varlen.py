@@ -19,15 +19,24 @@ from shoal.models.documents import Documents, listed_ends
 
 
 def attend_within(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, window: int | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents | None,
+    window: int | None,
+    scale: float,
+    cap: float | None = None,
 ) -> Tensor:
-    """Softmax attention of [B, heads, T, head_dim], by index: up to itself, in its document, within the window."""
+    """Softmax attention of [B, heads, T, head_dim], by index: up to itself, in its document, within the window.
+
+    ``cap``: see ``attend``.
+    """
     rows, _, length, _ = query.shape
     # Token by token: a projection's own layout, and the one that variable-length kernels read. Also of a single row,
     # which flattens to a view: the kernel answers in the layout of the queries, and the projection behind reads tokens.
     flat = (heads.transpose(1, 2).flatten(0, 1).contiguous() for heads in (query, key, value))
     ends, sizes = (None, None) if documents is None else (documents.ends, documents.sizes)
-    mixed, _ = _attend(*flat, ends, sizes, length, window, scale)
+    mixed, _ = _attend(*flat, ends, sizes, length, window, scale, cap)
     output: Tensor = mixed.unflatten(0, (rows, length)).transpose(1, 2)
     return output
 
@@ -60,11 +69,12 @@ def _attend(
     length: int,  # of a row
     window: int | None,
     scale: float,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """The result, laid out as the queries, and ln Σ exp of the scores, [heads, tokens]."""
-    if not flash_kernel(query):
+    if cap is not None or not flash_kernel(query):
         return attention_blocks.forward(
-            query, key, value, _host_ends(query, ends, sizes, length), window, scale
+            query, key, value, _host_ends(query, ends, sizes, length), window, scale, cap
         )
     lengths, longest = _device_ends(query, ends, sizes, length)
     # Private, as is the backward kernel below: what torch.nn.attention.varlen itself calls, alike in 2.11 to 2.13.
@@ -87,6 +97,7 @@ def _(
     length: int,
     window: int | None,
     scale: float,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     logarithms = query.new_empty(
         query.shape[1], query.shape[0], dtype=attention_blocks.logarithm_dtype(query)
@@ -107,10 +118,13 @@ def _attend_backward(
     length: int,
     window: int | None,
     scale: float,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not flash_kernel(query):
+    if cap is not None or not flash_kernel(query):
         host = _host_ends(query, ends, sizes, length)
-        return attention_blocks.backward(gradient, query, key, value, output, logarithms, host, window, scale)
+        return attention_blocks.backward(
+            gradient, query, key, value, output, logarithms, host, window, scale, cap
+        )
     lengths, longest = _device_ends(query, ends, sizes, length)
     # Nothing is dropped, so no random state is read; the kernel asks for one of this type nevertheless.
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -137,6 +151,7 @@ def _(
     length: int,
     window: int | None,
     scale: float,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries, keys, values = (
         torch.empty_like(one, memory_format=torch.contiguous_format) for one in (query, key, value)
@@ -152,7 +167,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     found = _attend_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
-    return *found, None, None, None, None, None
+    return *found, None, None, None, None, None, None
 
 
 _attend.register_autograd(_differentiate, setup_context=_keep)

@@ -60,10 +60,11 @@ class RingAttend:
         *,
         scale: float,
         window: int | None,
+        cap: float | None = None,
     ) -> Tensor:
         """``documents`` are those of the whole rows."""
         ends, sizes = (None, None) if documents is None else (documents.host_ends, documents.sizes)
-        mixed: Tensor = RingAttention.apply(query, key, value, ends, sizes, self.ring, window, scale)
+        mixed: Tensor = RingAttention.apply(query, key, value, ends, sizes, self.ring, window, scale, cap)
         return mixed
 
 
@@ -81,6 +82,7 @@ class RingAttention(torch.autograd.Function):
         ring: Ring,
         window: int | None,
         scale: float,
+        cap: float | None,
     ) -> Tensor:
         queries = query.transpose(1, 2).contiguous()
         own = torch.stack([key.transpose(1, 2), value.transpose(1, 2)])
@@ -90,20 +92,20 @@ class RingAttention(torch.autograd.Function):
             passing = ring.pass_on(held) if more else None
             place = ring.ranks, ring.index, ring.source(turn)
             total, logarithms = attend_turn(
-                queries, held, total, logarithms, ends, sizes, *place, not more, window, scale
+                queries, held, total, logarithms, ends, sizes, *place, not more, window, scale, cap
             )
             if passing is not None:
                 held = passing.wait()
         assert total is not None and logarithms is not None
         ctx.save_for_backward(queries, own, total, logarithms, ends, sizes)
-        ctx.ring, ctx.window, ctx.scale = ring, window, scale
+        ctx.ring, ctx.scores = ring, (window, scale, cap)
         return total.transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         queries, held, output, logarithms, ends, sizes = ctx.saved_tensors
-        ring, window, scale = ctx.ring, ctx.window, ctx.scale
+        ring = ctx.ring
         entering = gradient.transpose(1, 2).contiguous()
         if torch.compiler.is_compiling():
             held = in_backward(held, entering)
@@ -115,7 +117,7 @@ class RingAttention(torch.autograd.Function):
             place = ring.ranks, ring.index, ring.source(turn)
             changes, part = attend_turn_backward(
                 *(entering, queries, held, output, logarithms, changes, ends, sizes),
-                *(*place, passing is None, window, scale),
+                *(*place, passing is None, *ctx.scores),
             )
             if passing is None:
                 held = part  # the last keys and values are done with
@@ -130,7 +132,7 @@ class RingAttention(torch.autograd.Function):
                 held = passing.wait()
         assert changes is not None and own is not None and following is not None
         keys, values = own.add_(following.wait()).transpose(2, 3).unbind(0)
-        return changes.transpose(1, 2), keys, values, None, None, None, None, None
+        return changes.transpose(1, 2), keys, values, None, None, None, None, None, None
 
 
 @torch.library.custom_op("shoal::attend_turn", mutates_args=())
@@ -147,6 +149,7 @@ def attend_turn(
     last: bool,  # the result is as wide as the queries; before, at least fp32
     window: int | None,
     scale: float,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """The result with these keys and values as well, and its logarithms."""
     rows, tokens, heads, _ = query.shape
@@ -159,7 +162,7 @@ def attend_turn(
     for seen in rectangles(ranks, index, source, rows, tokens, _listed(ends, sizes), window):
         among, mine = slice(seen.first_row, seen.last_row), slice(seen.begin, seen.end)
         key, value = keys_values[:, among, seen.keys_begin : seen.keys_end]
-        part, more = attention_rectangle.forward(query[among, mine], key, value, seen, scale)
+        part, more = attention_rectangle.forward(query[among, mine], key, value, seen, scale, cap)
         attention_rectangle.merge(total[among, mine], logarithms[among, :, mine], part, more)
     return total.to(query.dtype) if last else total, logarithms
 
@@ -178,6 +181,7 @@ def _(
     last: bool,
     window: int | None,
     scale: float,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     rows, tokens, heads, _ = query.shape
     wide = logarithm_dtype(query)
@@ -202,6 +206,7 @@ def attend_turn_backward(
     last: bool,
     window: int | None,
     scale: float,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """The queries' gradient with this turn's, and what this rank adds to the gradient of these keys and values."""
     rows, tokens, _, _ = query.shape
@@ -213,7 +218,7 @@ def attend_turn_backward(
         key, value = keys_values[:, among, theirs]
         queries, keys, values = attention_rectangle.backward(
             *(gradient[among, mine], query[among, mine], key, value, output[among, mine]),
-            *(logarithms[among, :, mine], seen, scale),
+            *(logarithms[among, :, mine], seen, scale, cap),
         )
         wide[among, mine] += queries
         found[0, among, theirs] += keys
@@ -237,6 +242,7 @@ def _(
     last: bool,
     window: int | None,
     scale: float,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     dtype = query.dtype if last else logarithm_dtype(query)
     return torch.empty_like(query, dtype=dtype), torch.empty_like(keys_values)

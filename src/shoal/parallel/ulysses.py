@@ -35,13 +35,14 @@ class UlyssesAttend:
         *,
         scale: float,
         window: int | None,
+        cap: float | None = None,
     ) -> Tensor:
         """``documents`` are those of the whole rows."""
         copies = self.ranks // key.shape[1]
         if copies > 1:
             key, value = (heads.repeat_interleave(copies, dim=1) for heads in (key, value))
         query, key, value = (HeadsOfRank.apply(one, self.group, self.ranks) for one in (query, key, value))
-        mixed = self.attend(query, key, value, positions, documents, scale=scale, window=window)
+        mixed = self.attend(query, key, value, positions, documents, scale=scale, window=window, cap=cap)
         output: Tensor = TokensOfRank.apply(mixed, self.group, self.ranks)
         return output
 

@@ -46,7 +46,7 @@ class VocabularyHead(Head):
 
     def __init__(self, local: Head, tied: Embedding | None, box: Box, stream: TensorRegion) -> None:
         with torch.device("meta"):
-            super().__init__(box.shape[1], box.shape[0], tied, local.z_loss)
+            super().__init__(box.shape[1], box.shape[0], tied, local.z_loss, local.cap)
         if tied is None:
             self.weight = local.weight
         self.first = box.offset[0]

@@ -33,6 +33,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", **LLAMA},
     "qwen2": {"model_type": "qwen2", **LLAMA},
     "qwen3": {"model_type": "qwen3", **LLAMA, "head_dim": 6},
+    "gemma2": {"model_type": "gemma2", **LLAMA, "head_dim": 6},
+    "gemma3_text": {"model_type": "gemma3_text", **LLAMA, "head_dim": 6, "num_hidden_layers": 11},
     "phi3": {"model_type": "phi3", **LLAMA},
     "gpt2": {"model_type": "gpt2", **GPT2},
     "gpt2, untied": {"model_type": "gpt2", **GPT2, **UNTIED},

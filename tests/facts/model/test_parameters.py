@@ -50,6 +50,12 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", GROUPED),
     "qwen3": ("qwen3", GROUPED | {"head_dim": 8}),
     "qwen3, biased": ("qwen3", GROUPED | {"head_dim": 8, "attention_bias": True}),
+    "gemma2": ("gemma2", GROUPED | {"head_dim": 8}),
+    "gemma2, biased, untied": (
+        "gemma2",
+        GROUPED | {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gemma3_text": ("gemma3_text", GROUPED | {"head_dim": 8}),
     "gpt2": ("gpt2", GPT2),
     "gpt2, untied": ("gpt2", GPT2 | {"tie_word_embeddings": False, "n_inner": 50}),
     "gpt_neox": ("gpt_neox", SIZES | {"rotary_pct": 0.5}),

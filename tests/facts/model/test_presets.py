@@ -23,6 +23,11 @@ PUBLISHED = {
     "qwen2.5-14b": 14_770_033_664,
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-270m": 268_098_176,
+    "gemma3-1b": 999_885_952,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
@@ -53,7 +58,7 @@ def test_the_embedded_default_has_the_promised_shape() -> None:
 @pytest.mark.parametrize("model", PRESETS.values(), ids=PRESETS)
 def test_presets_are_consistent_in_themselves(model) -> None:
     assert model.heads % model.kv_heads == 0
-    if model.family not in ("qwen3", "qwen3_moe", "deepseek_v3"):
+    if model.family not in ("qwen3", "qwen3_moe", "gemma2", "gemma3_text", "deepseek_v3"):
         assert model.heads * model.head_dim == model.hidden
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 from tests.conftest import Run, Train
-from tests.train.huggingface.models import load, save_random
+from tests.train.huggingface.models import FAMILIES, load, save_random
 from torch import Tensor, nn
 
 from shoal.cli.main import main
@@ -31,11 +31,11 @@ OPTIONS = {
     "cluster__on": "4xcpu",
     "fault__timeout": 120,
 }
-CASES = [
-    ("llama", "fsdp=2"),
-    ("llama", "tp=2"),
-    ("llama", "pp=2"),
-    ("llama", "cp=2"),
+LAYOUTS = ("fsdp=2", "tp=2", "pp=2", "cp=2")
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
+# Of every family at least one with every test run; the others, with all that takes long.
+QUICK = {
+    *((family, layout) for family in ("llama", "gemma2", "gemma3_text") for layout in LAYOUTS),
     ("mistral", "tp=2"),
     ("qwen2", "pp=2"),
     ("qwen3", "cp=2"),
@@ -46,6 +46,14 @@ CASES = [
     ("mixtral", "dp=2,ep=2"),
     ("qwen3_moe", "fsdp=2,ep=2"),
     ("deepseek_v3", "tp=2"),
+    ("deepseek_v3", "dp=2,ep=2"),
+}
+ALL = [
+    *((family, layout) for family in FAMILIES for layout in LAYOUTS),
+    *((family, layout) for family in EXPERTS for layout in ("dp=2,ep=2", "fsdp=2,ep=2")),
+]
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.long, id="-".join(case)) for case in ALL
 ]
 
 

@@ -23,6 +23,7 @@ QUERIES, KEYS, VALUES = "queries", "keys", "values"
 ATTENDED, LOG_SUM = "attention result", "ln Σ exp"
 OUT = "o_proj result"
 GATE, UP = "gate", "up"
+DOWN = "down_proj result"
 
 
 class KeptTensor(NamedTuple):
@@ -56,4 +57,8 @@ def kept_tensors(
         # What the second norm reads, less the block's input. In parallel both norms read that.
         found.append(KeptTensor(OUT, compute * model.hidden, of_stream=True))
     inner = compute * even_share(model.ffn, tp)
-    return (*found, *([KeptTensor(GATE, inner)] if model.gated else []), KeptTensor(UP, inner))
+    found += [KeptTensor(place, inner) for place in ((GATE, UP) if model.gated else (UP,))]
+    if model.output_norms:
+        # What the norm behind the MLP reads; the one behind attention reads what is there already.
+        found.append(KeptTensor(DOWN, compute * model.hidden, of_stream=True))
+    return tuple(found)

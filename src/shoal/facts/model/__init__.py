@@ -14,7 +14,18 @@ from pydantic import (
 )
 
 Family = Literal[
-    "llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3"
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
 ]
 
 # A shape says how much there is to count, allocate and search: far beyond any model, and little enough to be handled.
@@ -124,6 +135,8 @@ class Model(Shape):
 
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: FiniteFloat = 1e-5
+    norm_offset: bool = False  # RMS norms multiply by 1 + weight, and round once, after it (Gemma)
+    output_norms: bool = False  # what attention and MLP give is normed too, before it is added (Gemma)
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     gated: bool = True  # gate · up, then down (SwiGLU); False: up, activation, down
     parallel_residual: bool = False  # attention and MLP both read the block's input (NeoX)
@@ -132,6 +145,8 @@ class Model(Shape):
     rope_theta: FiniteFloat = 10_000.0
     rope_fraction: FiniteFloat = 1.0  # share of each head that rotates (NeoX: 0.25)
     rope_scaling: RopeScaling | None = None
+    # The base in layers with a window, which nothing stretches (Gemma 3). None: as in all others.
+    window_theta: FiniteFloat | None = None
 
     qkv_bias: bool = False
     out_bias: bool = False
@@ -141,6 +156,10 @@ class Model(Shape):
         None  # sliding-window attention: a token sees this many positions, itself included
     )
     window_layers: tuple[int, ...] | None = None  # None: every layer, where a window is set
+    query_width: FiniteFloat | None = None  # scores are divided by its root; None: head_dim
+    attention_cap: FiniteFloat | None = None  # scores become cap · tanh(score / cap) (Gemma 2)
+    logit_cap: FiniteFloat | None = None  # and so do the head's logits
+    scaled_embedding: bool = False  # tokens enter times √hidden (Gemma)
     tied: bool = False  # the head is the embedding
     init_std: FiniteFloat = 0.02
 
@@ -158,6 +177,11 @@ class Model(Shape):
         """A model without any is written as versions that knew none wrote and read it."""
         written: dict[str, Any] = write(self)
         return {name: value for name, value in written.items() if name != "adapters" or value is not None}
+
+    @property
+    def score_scale(self) -> float:
+        """What the products of queries with keys are multiplied by."""
+        return float((self.query_width or self.head_dim) ** -0.5)
 
     def layer_window(self, layer: int) -> int | None:
         """The attention window of one layer, or None where it sees everything."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shoal.facts.model import Model
-from shoal.facts.model.parameters import MIXTRAL_NAMES, Parameter, llama_parameters, parameters
+from shoal.facts.model.parameters import GEMMA_NAMES, MIXTRAL_NAMES, Parameter, llama_parameters, parameters
 
 # The canonical module for each module of a checkpoint; inside a layer, without the layer's prefix.
 _GPT2_MODULES = {
@@ -44,6 +44,7 @@ _PHI3_ROWS: dict[str, Callable[[Model], tuple[tuple[str, int], ...]]] = {
     "gate_up_proj": lambda model: (("gate_proj", model.ffn), ("up_proj", model.ffn)),
 }
 MIXTRAL_MODULES = {theirs: ours for ours, theirs in MIXTRAL_NAMES.items()}
+GEMMA_MODULES = {theirs: ours for ours, theirs in GEMMA_NAMES.items()}
 _FUSED = ("attn.c_attn", "attention.query_key_value")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
@@ -139,6 +140,10 @@ def _views_of(parameter: Parameter, model: Model) -> Iterator[View]:
         for projection, size in rows(model):
             yield _rows(parameter, f"{path}.{projection}.weight", start, 0, size, False)
             start += size
+        return
+    if model.family in ("gemma2", "gemma3_text") and parameter.layer is not None:
+        path, module, leaf = parameter.name.rsplit(".", 2)
+        yield _whole(parameter, f"{path}.{GEMMA_MODULES.get(module, module)}.{leaf}")
         return
     if model.family not in ("gpt2", "gpt_neox"):
         yield _whole(parameter, parameter.name)

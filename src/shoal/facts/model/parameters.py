@@ -19,6 +19,8 @@ POSITIONS = "model.embed_positions.weight"  # learned ones
 LORA_FACTORS = ("lora_A", "lora_B")
 # DoRA's lengths of rows, beside them; named as PEFT names it.
 MAGNITUDE = "lora_magnitude_vector"
+# Norms of what attention and MLP give, where a model has them.
+ATTENTION_OUTPUT_NORM, MLP_OUTPUT_NORM = "attention_output_norm", "mlp_output_norm"
 
 Kind = Literal["embedding", "position", "attention", "mlp", "expert", "router", "norm", "head", "adapter"]
 # How tensor ranks split it: by output features, which stay apart; by input features, whose products add up; by rows of
@@ -215,11 +217,15 @@ def _llama_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter]:
         yield from _latent_attention(model, model.latent, layer)
     else:
         yield from _attention(model, layer)
+    if model.output_norms:
+        yield from _norm(f"{prefix}.{ATTENTION_OUTPUT_NORM}", model.hidden, layer, norm_bias)
     yield from _norm(f"{prefix}.post_attention_layernorm", model.hidden, layer, norm_bias)
     if model.experts is not None and model.has_experts(layer):
         yield from _experts(model, model.experts, layer, experts)
     else:
         yield from _mlp(f"{prefix}.mlp", model, model.ffn, layer)
+    if model.output_norms:
+        yield from _norm(f"{prefix}.{MLP_OUTPUT_NORM}", model.hidden, layer, norm_bias)
 
 
 def _llama_after(model: Model) -> Iterator[Parameter]:
@@ -297,6 +303,20 @@ def _mixtral_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter
             path, module, leaf = name.replace(".mlp.", ".block_sparse_moe.").rsplit(".", 2)
             name = f"{path}.{MIXTRAL_NAMES.get(module, module)}.{leaf}"
         yield replace(parameter, name=name)
+
+
+# Gemma has two norms more than Llama, and Llama's name for the one before the MLP is that of the one behind attention.
+GEMMA_NAMES = {
+    ATTENTION_OUTPUT_NORM: "post_attention_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    MLP_OUTPUT_NORM: "post_feedforward_layernorm",
+}
+
+
+def _gemma_layer(model: Model, layer: int, experts: int) -> Iterator[Parameter]:
+    for parameter in _llama_layer(model, layer, experts):
+        path, module, leaf = parameter.name.rsplit(".", 2)
+        yield replace(parameter, name=f"{path}.{GEMMA_NAMES.get(module, module)}.{leaf}")
 
 
 # Phi-3 has Llama's tensors, but for two that are fused: queries, keys and values, and gate and up.
@@ -415,6 +435,8 @@ class _Table(NamedTuple):
 
 _LLAMA = _Table(_llama_before, _llama_layer, _llama_after)
 _TABLES: dict[Family, _Table] = {
+    "gemma2": _Table(_llama_before, _gemma_layer, _llama_after),
+    "gemma3_text": _Table(_llama_before, _gemma_layer, _llama_after),
     "gpt2": _Table(_gpt2_before, _gpt2_layer, _gpt2_after),
     "mixtral": _Table(_llama_before, _mixtral_layer, _llama_after),
     "phi3": _Table(_llama_before, _phi3_layer, _llama_after),

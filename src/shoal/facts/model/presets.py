@@ -27,6 +27,36 @@ _LLAMA32: dict[str, Any] = {
 _QWEN2: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1e6, "qkv_bias": True}
 _QWEN25: dict[str, Any] = {**_QWEN2, "norm_eps": 1e-5}
 _QWEN3: dict[str, Any] = {"norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True}
+_GEMMA: dict[str, Any] = {
+    "norm_eps": 1e-6,
+    "norm_offset": True,
+    "output_norms": True,
+    "scaled_embedding": True,
+    "activation": "gelu_tanh",
+    "tied": True,
+}
+_GEMMA2: dict[str, Any] = {**_GEMMA, "window": 4096, "attention_cap": 50.0, "logit_cap": 30.0}
+_GEMMA3: dict[str, Any] = {**_GEMMA, "window": 512, "rope_theta": 1e6, "window_theta": 1e4, "qk_norm": True}
+_GEMMA3_LONG: dict[str, Any] = {
+    **_GEMMA3,
+    "window": 1024,
+    "rope_scaling": RopeScaling(kind="linear", factor=8, original_positions=131072),
+}
+
+
+def _turns(layers: int, turn: int) -> dict[str, Any]:
+    """All layers but every ``turn``-th have a window."""
+    return {"window_layers": tuple(layer for layer in range(layers) if (layer + 1) % turn)}
+
+
+_GEMMA2_2B = _GEMMA2 | _turns(26, 2)
+_GEMMA2_9B = _GEMMA2 | _turns(42, 2)
+_GEMMA2_27B = _GEMMA2 | _turns(46, 2) | {"query_width": 144}
+_GEMMA3_270M = _GEMMA3 | _turns(18, 6)
+_GEMMA3_1B = _GEMMA3 | _turns(26, 6)
+_GEMMA3_4B = _GEMMA3_LONG | _turns(34, 6)
+_GEMMA3_12B = _GEMMA3_LONG | _turns(48, 6)
+_GEMMA3_27B = _GEMMA3_LONG | _turns(62, 6) | {"query_width": 168}
 _GPT: dict[str, Any] = {"norm": "layer", "gated": False, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
 _GPT2: dict[str, Any] = {**_GPT, "activation": "gelu_tanh", "positions": "learned", "tied": True}
 _PYTHIA: dict[str, Any] = {**_GPT, "activation": "gelu", "parallel_residual": True, "rope_fraction": 0.25}
@@ -107,6 +137,15 @@ _ALL = (
     _preset("qwen2.5-14b", "qwen2", 48, 5120, (40, 8), 128, 13824, 152064, 131072, **_QWEN25),
     _preset("qwen3-8b", "qwen3", 36, 4096, (32, 8), 128, 12288, 151936, 40960, **_QWEN3),
     _preset("qwen3-32b", "qwen3", 64, 5120, (64, 8), 128, 25600, 151936, 40960, **_QWEN3),
+    _preset("gemma2-2b", "gemma2", 26, 2304, (8, 4), 256, 9216, 256000, 8192, **_GEMMA2_2B),
+    _preset("gemma2-9b", "gemma2", 42, 3584, (16, 8), 256, 14336, 256000, 8192, **_GEMMA2_9B),
+    _preset("gemma2-27b", "gemma2", 46, 4608, (32, 16), 128, 36864, 256000, 8192, **_GEMMA2_27B),
+    _preset("gemma3-270m", "gemma3_text", 18, 640, (4, 1), 256, 2048, 262144, 32768, **_GEMMA3_270M),
+    _preset("gemma3-1b", "gemma3_text", 26, 1152, (4, 1), 256, 6912, 262144, 32768, **_GEMMA3_1B),
+    # Of these the part that reads text: published with another that reads images.
+    _preset("gemma3-4b", "gemma3_text", 34, 2560, (8, 4), 256, 10240, 262208, 131072, **_GEMMA3_4B),
+    _preset("gemma3-12b", "gemma3_text", 48, 3840, (16, 8), 256, 15360, 262208, 131072, **_GEMMA3_12B),
+    _preset("gemma3-27b", "gemma3_text", 62, 5376, (32, 16), 128, 21504, 262208, 131072, **_GEMMA3_27B),
     _preset("gpt2", "gpt2", 12, 768, (12, 12), 64, 3072, 50257, 1024, **_GPT2),
     _preset("gpt2-xl", "gpt2", 48, 1600, (25, 25), 64, 6400, 50257, 1024, **_GPT2),
     # Never published as a config: the sizes in its paper, with GPT-2's shape and vocabulary.

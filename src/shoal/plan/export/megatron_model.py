@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.facts.model import Experts, Latent
+from shoal.facts.model import Experts, Latent, Model
 from shoal.predict.workload import Workload
 
 
@@ -101,6 +101,19 @@ def _experts(experts: Experts, layers: int) -> Iterator[list[str]]:
         yield ["--moe-router-enable-expert-bias"]
 
 
+def gemma_only(model: Model) -> Iterator[str]:
+    """What of Gemma's shapes neither these arguments nor NeMo's plain model can say."""
+    odd = {
+        "norms behind attention and MLP; nearest: none": model.output_norms,
+        "norms times 1 + weight; nearest: times weight": model.norm_offset,
+        "embeddings times √hidden; nearest: as they are": model.scaled_embedding,
+        "capped scores or logits; nearest: uncapped": (model.attention_cap or model.logit_cap) is not None,
+        "scores that are not divided by √head_dim; nearest: so": model.query_width is not None,
+        "a rotary base of layers with a window; nearest: one for all": model.window_theta is not None,
+    }
+    return (f"{model.name}: {what}" for what, has in odd.items() if has)
+
+
 def cannot(workload: Workload) -> Iterator[str]:
     """What of a shape Megatron's core does not compute."""
     model, tp = workload.model, workload.layout.tp
@@ -112,6 +125,7 @@ def cannot(workload: Workload) -> Iterator[str]:
         yield f"{model.name}: a gated {model.activation}; nearest: SwiGLU"
     if not model.gated and model.activation not in ("gelu", "gelu_tanh"):
         yield f"{model.name}: activation {model.activation}; nearest: gelu"
+    yield from gemma_only(model)
     if model.experts is not None and not model.experts.normalized:
         yield f"{model.name}: weights of a token's experts that do not sum to one; nearest: such that do"
     if model.vocab % tp:

@@ -17,6 +17,8 @@ BLOCKS: dict[Family, str] = {
     "mistral": "MistralDecoderLayer",
     "qwen2": "Qwen2DecoderLayer",
     "qwen3": "Qwen3DecoderLayer",
+    "gemma2": "Gemma2DecoderLayer",
+    "gemma3_text": "Gemma3DecoderLayer",
     "phi3": "Phi3DecoderLayer",
     "gpt2": "GPT2Block",
     "gpt_neox": "GPTNeoXLayer",

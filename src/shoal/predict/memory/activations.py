@@ -25,6 +25,7 @@ class KeptTensors(NamedTuple):
     """What autograd keeps of a block, place by place, in bytes."""
 
     norm: float  # one of the two norms on the residual stream
+    output_norm: float  # one of those behind attention and MLP; 0: there is none
     entered: float  # its result, which attention's projections read
     read: float  # and the other's, which the MLP's do
     attention: float
@@ -34,7 +35,8 @@ class KeptTensors(NamedTuple):
 
     @property
     def all(self) -> float:
-        return 2 * self.norm + self.entered + self.read + self.attention + self.mlp + self.dropout
+        norms = 2 * (self.norm + self.output_norm)
+        return norms + self.entered + self.read + self.attention + self.mlp + self.dropout
 
 
 class RoutedTokens(NamedTuple):
@@ -65,7 +67,7 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     else:
         kept, again = _selected(model, parts, c * inner, routed, work)
         resting, shared = stream + kept, (stream if parts.has_input else 0.0) + again
-        if work.dropout or work.fp8:
+        if (work.dropout or work.fp8) and not model.output_norms:
             # Dropout reads the last product again, a product in fp8 is taken again as a whole: both let go of it.
             shared += c * model.hidden * tokens
     held_input = work.recompute != "none" or parts.has_input
@@ -74,6 +76,9 @@ def block_activations(model: Model, experts: bool, window: bool, work: BlockWork
     # The gradient that enters is first gathered from the tensor ranks.
     gathered = c * model.hidden * tokens if work.sp else 0.0
     opening = parts.all + stream + gathered + c * inner
+    if model.output_norms:
+        # It has one gradient for the stream and, behind the norm, another.
+        opening += (0.0 if work.sp else stream) - parts.output_norm
     working = _working(model, parts, stream, c * inner, values, routed, work)
     forward = 0.0
     if routed.whole:
@@ -123,6 +128,7 @@ def _parts(model: Model, experts: bool, window: bool, work: BlockWorkload) -> Ke
     dropout = 2 * model.hidden * work.stream if work.dropout or stack.dropout else 0.0
     return KeptTensors(
         norm=norm,
+        output_norm=norm if model.output_norms else 0.0,
         entered=entered,
         read=read,
         attention=attention_keeps(model, window, work) + turned_copy(model, window, work),
@@ -136,7 +142,7 @@ def norm_keeps(model: Model, work: BlockWorkload) -> float:
     """A token's bytes that a norm on the residual stream keeps, but for its result."""
     if model.norm == "layer":
         return work.compute * model.hidden + 8
-    return _norm(model.hidden, work)
+    return _norm(model.hidden, work, model.norm_offset)
 
 
 def norm_backward(model: Model, work: BlockWorkload) -> float:
@@ -146,15 +152,16 @@ def norm_backward(model: Model, work: BlockWorkload) -> float:
     return (norm_keeps(model, work) + 2 * work.compute * model.hidden) * work.stream
 
 
-def _norm(width: int, work: BlockWorkload) -> float:
+def _norm(width: int, work: BlockWorkload, offset: bool = False) -> float:
     """A token's bytes that an RMS norm keeps, but for its result.
 
     In steps: the input in at least fp32 (a copy, unless it is that wide already), 1 / root mean square, and the scaled
-    input in the computation's precision, which only the weight's gradient needs. In one kernel: input and scale.
+    input in the computation's precision, which only the weight's gradient needs; with an offset as wide as the input,
+    for it is rounded later. In one kernel: input and scale.
     """
     if work.stack.norms == "fused":
         return work.compute * width + 4
-    scaled = work.compute * width if work.adapters is None else 0
+    scaled = (work.wide if offset else work.compute) * width if work.adapters is None else 0
     return work.wide * (width + 1) + scaled
 
 
@@ -190,15 +197,19 @@ def attention_keeps(model: Model, window: bool, work: BlockWorkload) -> float:
         if latent.q_rank is not None:
             kept += _norm(latent.q_rank, work) + c * latent.q_rank
     if model.qk_norm:
-        kept += _norm(normed, work) + work.wide * (heads + even_share(model.kv_heads, work.tp) - 1)
+        kept += _norm(normed, work, model.norm_offset) + work.wide * (
+            heads + even_share(model.kv_heads, work.tp) - 1
+        )
     if stack.attention == "unfused":
         kept += (2 * c + 1) * heads * work.seq  # scores, dropped scores and which were dropped
     return kept * work.tokens
 
 
 def _by_token(model: Model, window: bool, work: BlockWorkload) -> bool:
-    """Whether a kernel keeps no scores, shares keys in every precision and answers so: a window's, and a ring's."""
-    return (window or work.context == "ring") and work.stack.attention == "flash" and model.latent is None
+    """Whether a kernel keeps no scores, shares keys in every precision and answers so: a window's, a ring's, and one
+    that caps scores."""
+    own = window or work.context == "ring" or model.attention_cap is not None
+    return own and work.stack.attention == "flash" and model.latent is None
 
 
 def turned_copy(model: Model, window: bool, work: BlockWorkload) -> float:
@@ -250,8 +261,9 @@ def _selected(
         used = c * tokens * (query + value + query) + inner
         return used + c * tokens * model.hidden, used
     products = c * tokens * (query + key + value + model.hidden) + gates
-    # Every product is let go as it is used again; the last one, which is not used, stays.
-    return products + (routed.whole or c * tokens * model.hidden), products
+    # Every product is let go as it is used again; the last one, which only a norm behind it would use, stays.
+    last = routed.whole or c * tokens * model.hidden
+    return products + last, products + (last if model.output_norms else 0.0)
 
 
 def _mixing(
@@ -302,24 +314,33 @@ def _working(
     query, key, value = projected_widths(model, work.tp)
     ways_in = 2 if model.gated else 1
     # The MLP's dropout comes first, and its mask has gone.
-    held = parts.all - parts.dropout / 2
+    held = parts.all - parts.dropout / 2 - parts.output_norm
     after_mlp = held - mlp - parts.read - parts.norm
     later = (
         # Its way in: what each of the projections makes of its gradient, still apart.
         held - mlp + stream + inner + ways_in * (routed.whole or c * model.hidden * tokens) + routed.whole,
         # The second norm, after the MLP's tensors have gone. In one precision the two gradients of the stream are one.
         after_mlp + norm_backward(model, work) + (stream if work.wide > c else 0.0),
+        # The norm behind attention. The stream has a gradient of its own.
+        after_mlp - parts.output_norm + (norm_backward(model, work) + stream if model.output_norms else 0.0),
         # Attention: gradients of its result, queries, keys and values.
-        after_mlp + stream + c * tokens * (query + query + key + value),
+        after_mlp - parts.output_norm + stream + c * tokens * (query + query + key + value),
     )
     # By then the way out of attention has its weight's gradient too.
     ways_out = query / even_share(model.ffn, work.tp)
     shared = [
-        BlockPeak(after_mlp + stream + moment.activations, 1 + ways_in + ways_out, moment.buffers)
+        BlockPeak(
+            after_mlp - parts.output_norm + stream + moment.activations,
+            1 + ways_in + ways_out,
+            moment.buffers,
+        )
         for moment in (context.moments(query, key, value, work) if work.context else ())
     ]
     # The activation: the gradients of its two factors and of their product, which itself is gone.
     activation = held - routed.sent + stream + ways_in * inner
     # The first norm, when nothing else of the block is left and all of its weights' gradients are there.
     end = norm_backward(model, work) + (stream if work.wide > c else 0.0)
-    return BlockPeak(activation, 1), BlockPeak(max(later), 1 + ways_in), *shared, BlockPeak(end, None)
+    found = BlockPeak(activation, 1), BlockPeak(max(later), 1 + ways_in), *shared, BlockPeak(end, None)
+    if not model.output_norms:
+        return found
+    return BlockPeak(held + norm_backward(model, work) + stream, 0), *found

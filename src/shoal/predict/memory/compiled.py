@@ -20,7 +20,18 @@ from __future__ import annotations
 from shoal.facts.cluster.attention_kernels import repeats_keys
 from shoal.facts.layout import Recompute
 from shoal.facts.layout.buckets import even_share
-from shoal.facts.layout.kept import ATTENDED, GATE, GATHERED, INPUT, LOG_SUM, OUT, QUERIES, UP, kept_tensors
+from shoal.facts.layout.kept import (
+    ATTENDED,
+    DOWN,
+    GATE,
+    GATHERED,
+    INPUT,
+    LOG_SUM,
+    OUT,
+    QUERIES,
+    UP,
+    kept_tensors,
+)
 from shoal.facts.model import Model
 from shoal.predict.memory import context
 from shoal.predict.memory.block_workload import BlockActivations, BlockPeak, BlockWorkload
@@ -41,7 +52,7 @@ def compiled_activations(model: Model, work: BlockWorkload) -> BlockActivations:
     ways_in = 2 if model.gated else 1
     # What is there of the list when the MLP's backward pass begins, and when attention's does.
     there = everything if work.recompute == "full" else resting
-    mlp = sum(places.get(place, 0.0) for place in (GATE, UP, GATHERED[1], OUT))
+    mlp = sum(places.get(place, 0.0) for place in (GATE, UP, GATHERED[1], OUT, DOWN))
     # What is made anew is read by the same kernel that writes its gradient, to a place of its own.
     anew = 2 * inner + 2 * whole if work.recompute == "full" else 0.0
     activation = there + stream + gathered + 2 * inner + anew

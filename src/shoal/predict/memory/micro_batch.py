@@ -94,6 +94,7 @@ def _counted(
     stream, read = (hold.compute * model.hidden * count for count in (work.stream, work.tokens))
     fused = work.stack.loss == "fused"
     rotary = model.latent.rope_dim if model.latent else int(model.head_dim * model.rope_fraction)
+    tables = 0 if model.positions != "rotary" else 1 if model.window_theta is None else 2
     return MicroBatchBytes(
         work=work,
         blocks={
@@ -113,7 +114,7 @@ def _counted(
         norm=norm_keeps(model, work) * work.stream + (0.0 if fused else read),
         result=read + (stream if work.sp and not later else 0.0) if fused else 0.0,
         norm_backward=norm_backward(model, work),
-        tables=hold.wide * rotary * work.tokens if model.positions == "rotary" else 0.0,
+        tables=tables * hold.wide * rotary * work.tokens,
         stream=stream,
         dropped=model.hidden * work.stream if work.dropout or work.stack.dropout else 0.0,
     )

@@ -267,7 +267,7 @@ class BackwardPass:
             yield left.plus(
                 name,
                 grads=gradients.held(moment, done, made),
-                activations=size + put_off,
+                activations=size + (put_off if count != 0 else 0.0),
                 buffers=buffers + exchange - used + gradients.in_block(moment, run, done, count),
             )
         end = left.plus(name, activations=stream - back - self._freed(run, done, 1))

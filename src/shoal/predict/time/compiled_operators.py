@@ -51,6 +51,12 @@ def compiled_block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators
     first_norm_back = [kernel(2 * stream + 3 * whole + 2 * stream), kernel(3 * stream)]
     # The second norm's input is the block's and attention's together.
     second_norm_back = [kernel(3 * stream + ways_in * whole + 2 * stream), kernel(3 * stream)]
+    if model.output_norms:
+        # Forward they join the sums behind them. Backward each reads its input and the gradient of its result.
+        behind = [kernel(3 * stream), kernel(3 * stream)]
+        activation_back_first, second_norm_back = [*behind, activation_back], [*second_norm_back, *behind]
+        backward = [*activation_back_first, *second_norm_back, *turned_back, *first_norm_back, *sums]
+        return BlockOperators(forward, backward, [])
     backward = [activation_back, *second_norm_back, *turned_back, *first_norm_back, *sums]
     return BlockOperators(forward, backward, [last])
 

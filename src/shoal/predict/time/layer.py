@@ -42,6 +42,9 @@ COPIES = Passes(2, 2)
 # Bytes that move for every score of attention that is not fused: written, scaled and masked, exponentiated, dropped
 # out with a mask of a byte, read again; in the backward pass each with its gradient.
 SCORES = Passes(13, 19)
+# And where they are capped, a few queries at a time (models/attention_blocks.py): each step reads and writes fp32.
+# Counted from that code, never measured.
+CAPPED = Passes(80, 130)
 
 # Bytes a parameter and micro-batch: wide weights cast for the products, gradients cast back; and added to those of the
 # micro-batches before.
@@ -194,9 +197,22 @@ def attention(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -
         # Only the pairs that are visible; the vendor's kernel knows no windows (models/varlen.py).
         kernel = "flash" if windowed and stack.kernel == "fused" else stack.kernel
         flops = share.tokens * attention_flops(model, layer, share.seq) / share.tp
-        for way, seconds in enumerate(kernels.attention(kernel, flops, model.head_dim)):
+        found = kernels.attention(kernel, flops, model.head_dim)
+        if model.attention_cap is not None:
+            found = capped_attention(model, kernels, flops, windowed)
+        for way, seconds in enumerate(found):
             total[way] += part * seconds
     return total[0], total[1]
+
+
+def capped_attention(model: Model, kernels: Kernels, flops: float, windowed: bool) -> tuple[float, float]:
+    """Forward and backward, where scores are capped: plain products, of blocks that are twice as long as a window."""
+    computed = flops * (2 if windowed else 1)
+    scores = computed / (4 * model.head_dim)
+    return (
+        kernels.batched(computed) + kernels.moved(scores * CAPPED.forward),
+        2.5 * kernels.batched(computed) + kernels.moved(scores * CAPPED.backward),
+    )
 
 
 def _moved(model: Model, stack: Stack, share: LayerShare) -> Passes:
@@ -208,7 +224,11 @@ def _moved(model: Model, stack: Stack, share: LayerShare) -> Passes:
     query, key = head_widths(model, share.tp)
     found = []
     for way in (0, 1):
-        stream = 2 * norm[way] + 2 * RESIDUAL[way] + (2 * DROPOUT[way] if stack.dropout else 0)
+        stream = (
+            (4 if model.output_norms else 2) * norm[way]
+            + 2 * RESIDUAL[way]
+            + (2 * DROPOUT[way] if stack.dropout else 0)
+        )
         rotated = rotary[way] + (norm[way] if model.qk_norm else 0)
         found.append(
             share.between * model.hidden * stream

@@ -10,7 +10,16 @@ from shoal.facts.model import Model
 from shoal.predict.flops import attention_flops, attention_kinds
 from shoal.predict.time import operators
 from shoal.predict.time.compiled_operators import compiled_block
-from shoal.predict.time.layer import NONE, LayerShare, Passes, Seconds, head_widths, products, tokens_of
+from shoal.predict.time.layer import (
+    NONE,
+    LayerShare,
+    Passes,
+    Seconds,
+    capped_attention,
+    head_widths,
+    products,
+    tokens_of,
+)
 from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.operators import NOTHING, Widths
 from shoal.predict.workload import Workload
@@ -57,7 +66,7 @@ def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
     ):  # a compiled block makes masks in the kernel that adds to the stream
         dropped = operators.dropout(2 * share.between * model.hidden, kernels.widths)
     whole = forward + attend + kernels.works(moved.forward) + kernels.works(dropped.forward) + cast
-    # What is repeated ends before the last product, whose result no gradient needs.
+    # What is repeated ends before the last product, whose result no gradient needs, but that of a norm behind it.
     again = whole - kernels.works(moved.last)
     return Seconds(
         whole,
@@ -65,7 +74,7 @@ def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
         weights + cast_back,
         # A compiled pass makes elementwise results anew where it reads them.
         attend if share.compiled else again - forward,
-        again - last,
+        again if model.output_norms else again - last,
     )
 
 
@@ -76,7 +85,10 @@ def attention(model: Model, kernels: MeasuredKernels, share: LayerShare) -> tupl
     total = [0.0, 0.0]
     for layer, windowed, part in attention_kinds(model, share.seq):
         flops = share.tokens * attention_flops(model, layer, share.seq) / share.tp
-        for way, seconds in enumerate(kernels.attended(shape, flops, windowed)):
+        found = kernels.attended(shape, flops, windowed)
+        if model.attention_cap is not None:
+            found = capped_attention(model, kernels, flops, windowed)
+        for way, seconds in enumerate(found):
             total[way] += part * seconds
     return total[0], total[1]
 

@@ -168,7 +168,8 @@ def block(model: Model, mine: Tokens, widths: Widths) -> BlockOperators:
     """One layer, one micro-batch; not its matrices, which are cast and summed as ``matrices`` says."""
     tokens, hidden, stream = mine.inside, model.hidden, mine.between * model.hidden
     norm, norm_back = _norm(model, stream, widths)
-    forward, backward = [norm] * 2, [norm_back] * 2
+    norms = 4 if model.output_norms else 2
+    forward, backward = [norm] * norms, [norm_back] * norms
     for heads in (tokens * mine.query, tokens * mine.key):
         if model.qk_norm:
             ahead, back = _norm(model, heads, widths, rms=True)
@@ -317,7 +318,7 @@ def operators(model: Model, widths: Widths) -> tuple[int, int]:
 
 def tensors(model: Model) -> int:
     """Parameters that an update goes through, one by one."""
-    norms = 2 * (1 if model.norm == "rms" else 2) + 2 * model.qk_norm
+    norms = (4 if model.output_norms else 2) * (1 if model.norm == "rms" else 2) + 2 * model.qk_norm
     biases = len(biased(model, Tokens(1, 1, 1, 1, 1)))
     return model.layers * (product_count(model) + norms + biases) + 2
 

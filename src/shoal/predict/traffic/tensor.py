@@ -11,11 +11,11 @@ x = the tokens of a micro-batch · hidden · compute width. For every micro-batc
     loss  all-reduce a logit a token, then two, in each of its chunks
 
 A block that is computed again stops where nothing further is needed, which is before its last exchange; dropout makes
-a mask behind it, and so repeats that one too. A compiled block repeats only what its gradients need: with ``selective``
-nothing, for it keeps what it has received; with ``full`` never the last exchange, and none of attention's results where
-the MLP does not read them. With ``ep`` a block with experts has several parts, of which the last is eager with
-``full``. Once a step, the gradients of what ranks hold alike are summed: over the
-group, and over the ranks that share a key/value head.
+a mask behind it, and a norm behind the MLP reads what came of it: these repeat that one too. A compiled block repeats
+only what its gradients need: with ``selective`` nothing, for it keeps what it has received; with ``full`` the last
+exchange for such a norm alone, and none of attention's results where the MLP does not read them. With ``ep`` a block
+with experts has several parts, of which the last is eager with ``full``. Once a step, the gradients of what ranks hold
+alike are summed: over the group, and over the ranks that share a key/value head.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
         else:
             entering_back -= 1 + (not attention)
             leaving_back -= 1 + (not attention)
-    repeated = 2 * again if recipe.dropout else again
-    if workload.compiled:
+    behind = workload.model.output_norms  # reads what came of the last exchange
+    repeated = 2 * again if recipe.dropout or behind else again
+    if workload.compiled and not behind:
         repeated = 0 if workload.model.parallel_residual else again
         if layout.ep > 1 and again and recipe.dropout:
             repeated += here.sparse

@@ -196,6 +196,9 @@ def not_llama_shaped(model: Model, seq: int) -> str:
         "ungated MLP": not model.gated or model.activation != "silu",
         f"{model.positions} positions": model.positions != "rotary" or model.rope_fraction != 1,
         "parallel residual": model.parallel_residual,
+        "norms behind attention and MLP": model.output_norms or model.norm_offset,
+        "caps of scores or logits": model.attention_cap is not None or model.logit_cap is not None,
+        "scale of embeddings or scores": model.scaled_embedding or model.query_width is not None,
         "biases of that kind": model.out_bias or model.mlp_bias,
         f"window of {model.window}": model.window is not None and model.window < seq,
     }

@@ -38,6 +38,26 @@ DIALECTS: dict[Family, Dialect] = {
     "qwen3": Dialect(
         "Qwen3ForCausalLM", 32_768, default_kv_heads=32, default_head_dim=128, fixed={"mlp_bias": False}
     ),
+    "gemma2": Dialect(
+        "Gemma2ForCausalLM",
+        8192,
+        activation="hidden_activation",
+        default_kv_heads=4,
+        default_head_dim=256,
+        default_activation="gelu_pytorch_tanh",
+        fixed={"mlp_bias": False},
+    ),
+    "gemma3_text": Dialect(
+        "Gemma3ForCausalLM",
+        131_072,
+        activation="hidden_activation",
+        rope=RopeKeys(default_theta=1e6),
+        default_kv_heads=4,
+        default_head_dim=256,
+        default_activation="gelu_pytorch_tanh",
+        # transformers reads this key of a Gemma 3, and computes without it.
+        fixed={"mlp_bias": False, "attn_logit_softcapping": None},
+    ),
     "phi3": Dialect("Phi3ForCausalLM", 4096, default_eps=1e-5, fixed=_NO_BIAS),
     "gpt2": Dialect(
         "GPT2LMHeadModel",
@@ -102,8 +122,9 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
 }
+GEMMA = ("gemma2", "gemma3_text")  # norms on both sides, with 1 + weight; scaled embeddings; windows by turns
 GPT = ("gpt2", "gpt_neox")  # layer norms, biases, an ungated MLP, one fused projection of q, k and v
-OPTIONAL_BIAS = ("llama", "qwen3", "gpt_neox", "qwen3_moe", "deepseek_v3")
+OPTIONAL_BIAS = ("llama", "qwen3", *GEMMA, "gpt_neox", "qwen3_moe", "deepseek_v3")
 EXPERT_COUNT = {
     "mixtral": ("num_local_experts", "num_experts"),
     "qwen3_moe": ("num_experts", "num_local_experts"),

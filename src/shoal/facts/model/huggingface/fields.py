@@ -116,8 +116,11 @@ class Fields:
             )
         return 1.0
 
-    def optional_number(self, key: str, least: float | None = None) -> float | None:
-        return None if self.values.get(key) is None else self.number(key, least=least)
+    def optional_number(
+        self, key: str, default: float | None = None, least: float | None = None
+    ) -> float | None:
+        """As ``number``, but ``null`` is a value of its own."""
+        return None if self.values.get(key, default) is None else self.number(key, default, least)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.look(key, default)

@@ -28,9 +28,16 @@ from shoal.facts.model import (
     Latent,
     Model,
 )
-from shoal.facts.model.huggingface.dialects import ACTIVATIONS, DIALECTS, EXPERT_COUNT, GPT, OPTIONAL_BIAS
+from shoal.facts.model.huggingface.dialects import (
+    ACTIVATIONS,
+    DIALECTS,
+    EXPERT_COUNT,
+    GEMMA,
+    GPT,
+    OPTIONAL_BIAS,
+)
 from shoal.facts.model.huggingface.fields import Fields, load
-from shoal.facts.model.huggingface.rope import read_rope
+from shoal.facts.model.huggingface.rope import read_rope, read_window_theta
 from shoal.facts.problem import BadInput, did_you_mean
 
 
@@ -64,6 +71,11 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
         raise other
     if written is None:
         raise BadInput(f"{where}: model_type is missing", f"add it: one of {', '.join(DIALECTS)}")
+    if written == "gemma3":
+        raise BadInput(
+            f"{where}: model_type 'gemma3' reads images too",
+            "a text model, model_type gemma3_text; a preset such as gemma3-4b has this one's text shape",
+        )
     known = f"known: {', '.join(DIALECTS)}"
     fix = known if str(written) in OTHER_MODEL_TYPES else did_you_mean(str(written), DIALECTS)
     raise BadInput(f"{where}: model_type {written!r} is not supported", fix)
@@ -99,11 +111,16 @@ def _read_model(fields: Fields, family: Family) -> dict[str, Any]:
         "activation": fields.choice(dialect.activation, dialect.default_activation, ACTIVATIONS),
         "gated": family not in GPT,
         "mlp_bias": family in GPT or (family == "llama" and fields.flag("mlp_bias", False)),
-        "tied": fields.flag("tie_word_embeddings", family == "gpt2"),
+        "tied": fields.flag("tie_word_embeddings", family in ("gpt2", *GEMMA)),
         "init_std": fields.number("initializer_range", 0.02, least=0.0),
     }
     if family == "gpt_neox":
         values["parallel_residual"] = fields.flag("use_parallel_residual", True)
+    if family in GEMMA:
+        values |= {"norm_offset": True, "output_norms": True, "scaled_embedding": True}
+        values["logit_cap"] = fields.optional_number(
+            "final_logit_softcapping", 30.0 if family == "gemma2" else None
+        )
     if family in EXPERT_COUNT:
         values["experts"] = _read_experts(fields, family, layers, ffn)
     return values | _read_attention(fields, family, layers, hidden)
@@ -127,11 +144,15 @@ def _read_attention(fields: Fields, family: Family, layers: int, hidden: int) ->
         "positions": "learned" if family == "gpt2" else "rotary",
         "qkv_bias": bias,
         "out_bias": bias and family != "qwen2",
-        "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "qk_norm": family in ("qwen3", "qwen3_moe", "gemma3_text"),
         "window": window,
         "window_layers": window_layers,
         "latent": latent,
     }
+    if family in GEMMA:
+        values |= _read_gemma_attention(fields, family, head_dim)
+    if family == "gemma3_text" and window is not None:
+        values["window_theta"] = read_window_theta(fields)
     if family != "gpt2":
         theta, fraction, scaling = read_rope(fields, dialect.rope, max_positions)
         rotating = (latent.rope_dim if latent else head_dim) * fraction
@@ -152,6 +173,17 @@ def _read_attention(fields: Fields, family: Family, layers: int, hidden: int) ->
         )
         values |= {"rope_theta": theta, "rope_fraction": fraction, "rope_scaling": scaling}
     return values
+
+
+def _read_gemma_attention(fields: Fields, family: Family, head_dim: int) -> dict[str, Any]:
+    """How scores are scaled and capped."""
+    both_ways = fields.look("use_bidirectional_attention", None)
+    fields.check(
+        not both_ways, f"use_bidirectional_attention = {both_ways!r} is not supported", "only false is"
+    )
+    width = fields.number("query_pre_attn_scalar", 256)
+    cap = fields.optional_number("attn_logit_softcapping", 50.0) if family == "gemma2" else None
+    return {"query_width": None if width == head_dim else width, "attention_cap": cap}
 
 
 def _read_heads(
@@ -183,9 +215,9 @@ def _read_heads(
         head_dim = fields.whole("head_dim", dialect.default_head_dim)
     elif family not in GPT:
         head_dim = fields.optional_whole("head_dim", None)
-    # transformers insists on this for llama even where head_dim is given.
+    # transformers insists on this for llama and gemma even where head_dim is given.
     fields.check(
-        hidden % heads == 0 or (head_dim is not None and family != "llama"),
+        hidden % heads == 0 or (head_dim is not None and family not in ("llama", *GEMMA)),
         f"{heads} heads do not divide a hidden size of {hidden}",
         "correct one of the two",
     )
@@ -206,6 +238,11 @@ def _read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | No
                 f"max_window_layers is {first}", "versions of qwen3_moe disagree on it: only 0 is clear"
             )
     windowed = tuple(range(first, layers)) if window is not None else ()
+    if family in GEMMA:
+        window = fields.optional_whole("sliding_window", 4096, MOST_POSITIONS)
+        # All but every second, or every sixth; in files of transformers 4 the number may be another.
+        turn = 2 if family == "gemma2" else fields.whole("sliding_window_pattern", 6)
+        windowed = tuple(layer for layer in range(layers) if (layer + 1) % turn)
     kinds = ["full_attention"] * layers
     for layer in windowed:
         kinds[layer] = "sliding_attention"
@@ -218,11 +255,16 @@ def _read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | No
             "full_attention or sliding_attention, one for each layer",
         )
         fields.check(
-            window is not None and family in ("qwen2", "qwen3"),
+            family in GEMMA or (window is not None and family in ("qwen2", "qwen3")),
             "layer_types contradicts the sliding window",
             "correct one of the two, or remove it",
         )
         windowed = tuple(layer for layer, kind in enumerate(written) if kind == "sliding_attention")
+    fields.check(
+        window is not None or not windowed,
+        f"sliding_window is null, and layer_types of {len(windowed)} layers sliding_attention",
+        "correct one of the two",
+    )
     if not windowed:
         return None, None
     return window, None if len(windowed) == layers else windowed

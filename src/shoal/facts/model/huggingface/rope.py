@@ -17,6 +17,8 @@ _KEYS: dict[str, set[str]] = {
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
 }
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+# Gemma 3: the base in layers with a window; in transformers 5 each kind of layers has an object of its own.
+LOCAL_THETA, _LOCAL, _GLOBAL = "rope_local_base_freq", "sliding_attention", "full_attention"
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -38,12 +40,26 @@ def read_rope(fields: Fields, keys: RopeKeys, max_positions: int) -> tuple[float
     return theta, fraction, _read_scaling(fields, inner, max_positions)
 
 
-def _object(fields: Fields) -> dict[str, Any]:
-    """``rope_scaling`` (4) or ``rope_parameters`` (5)."""
+def read_window_theta(fields: Fields) -> float:
+    """The base in layers with a window. They know no scaling."""
+    inner = Fields(_object(fields, _LOCAL), f"{fields.where}: rope of {_LOCAL}", fields.problems)
+    kind = inner.look(("rope_type", "type"), "default")
+    if kind != "default" or not set(inner.values) <= _COMMON_KEYS:
+        inner.problem(f"type {kind!r} with {sorted(inner.values)}", "only a default type with rope_theta is")
+    return _number(fields, inner, "rope_theta", (LOCAL_THETA,), 10_000.0)
+
+
+def _object(fields: Fields, layers: str = _GLOBAL) -> dict[str, Any]:
+    """``rope_scaling`` (4) or ``rope_parameters`` (5); of these layers, where the kinds have objects of their own."""
     written = [
         (key, fields.values[key]) for key in ("rope_scaling", "rope_parameters") if fields.values.get(key)
     ]
-    for key, value in written:
+    for number, (key, value) in enumerate(written):
+        if isinstance(value, dict) and fields.values.get("model_type") == "gemma3_text":
+            # The one object of transformers 4 is that of the layers without a window.
+            by_kind = set(value) <= {_LOCAL, _GLOBAL}
+            value = value.get(layers) or {} if by_kind else value if layers == _GLOBAL else {}
+            written[number] = key, value
         if not isinstance(value, dict):
             fields.problem(f"{key} is {value!r}", "it must be an object or null")
             return {}

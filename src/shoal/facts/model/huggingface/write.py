@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.facts.model import Model
-from shoal.facts.model.huggingface.dialects import ACTIVATIONS, DIALECTS, EXPERT_COUNT, GPT, OPTIONAL_BIAS
+from shoal.facts.model.huggingface.dialects import (
+    ACTIVATIONS,
+    DIALECTS,
+    EXPERT_COUNT,
+    GEMMA,
+    GPT,
+    OPTIONAL_BIAS,
+)
 from shoal.facts.model.huggingface.read import read_config
-from shoal.facts.model.huggingface.rope import write_rope
+from shoal.facts.model.huggingface.rope import LOCAL_THETA, write_rope
 from shoal.facts.problem import BadInput
 
 
@@ -24,7 +31,7 @@ def write_config(model: Model) -> dict[str, Any]:
         "vocab_size": model.vocab,
         dialect.positions[0]: model.max_positions,
         dialect.eps: model.norm_eps,
-        dialect.activation: next(key for key, ours in ACTIVATIONS.items() if ours == model.activation),
+        dialect.activation: _activation(model),
         "initializer_range": model.init_std,
         "tie_word_embeddings": model.tied,
         **_write_attention(model),
@@ -32,6 +39,14 @@ def write_config(model: Model) -> dict[str, Any]:
     }
     _refuse_losses(model, read_config(config, model.name))
     return config
+
+
+def _activation(model: Model) -> str:
+    """By the name that the family itself uses, where the function has several."""
+    usual = DIALECTS[model.family].default_activation
+    if ACTIVATIONS[usual] == model.activation:
+        return usual
+    return next(key for key, ours in ACTIVATIONS.items() if ours == model.activation)
 
 
 def _refuse_losses(model: Model, read_back: Model) -> None:
@@ -60,16 +75,29 @@ def _write_attention(model: Model) -> dict[str, Any]:
             "qk_rope_head_dim": model.latent.rope_dim,
             "v_head_dim": model.latent.value_dim,
         }
+    if model.family in GEMMA:
+        config |= {
+            "query_pre_attn_scalar": _whole_number(model.query_width or model.head_dim),
+            "attn_logit_softcapping": model.attention_cap,
+            "final_logit_softcapping": model.logit_cap,
+        }
+    if model.family == "gemma3_text" and model.window_theta is not None:
+        config[LOCAL_THETA] = model.window_theta
     return config | _write_windows(model)
+
+
+def _whole_number(value: float) -> float:
+    """As an int where it is one: transformers takes no other number here."""
+    return int(value) if value == int(value) else value
 
 
 def _write_windows(model: Model) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if model.family.startswith("qwen"):
         config["use_sliding_window"] = model.window is not None
-    if model.family.startswith("qwen") or model.family in ("mistral", "mixtral", "phi3"):
+    if model.family.startswith("qwen") or model.family in ("mistral", "mixtral", "phi3", *GEMMA):
         config["sliding_window"] = model.window  # absent is not the same as null
-    if model.family in ("qwen2", "qwen3") and model.window is not None:
+    if (model.family in ("qwen2", "qwen3") and model.window is not None) or model.family in GEMMA:
         windows = [model.layer_window(layer) for layer in range(model.layers)]
         config["layer_types"] = [
             "full_attention" if each is None else "sliding_attention" for each in windows
