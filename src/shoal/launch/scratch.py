@@ -8,14 +8,7 @@ from shoal.facts.problem import BadInput
 from shoal.parallel.offload.scratch import remove_leftovers, scratch_problems
 from shoal.plan.resolve import Job
 from shoal.predict.memory import ledgers
-
-
-def scratch_root(job: Job, run: Path) -> Path | None:
-    """The directory that holds those of this run's ranks; None: the layout keeps nothing on disks."""
-    if not any(part.nvme for part in job.layout.offload):
-        return None
-    given = job.config.offload.scratch
-    return run / "scratch" if given is None else Path(given).expanduser()
+from shoal.train.scratch_files import scratch_root
 
 
 def check_scratch(job: Job, run: Path, nodes: int = 1) -> None:

@@ -27,9 +27,9 @@ ROUNDS_IN_KERNEL = True
 BLOCK, WARPS = 1024, 4
 
 
-# Updates some elements of a weight, in place, with their gradients in the weight's precision; what steers torch's fused
-# optimizers (``found_inf``, ``grad_scale``) steers it.
-HostPart = Callable[[slice, Tensor, dict[str, Any]], None]
+# Updates some elements of a weight, in place: its states by name, ``weight`` among them, the number of the first, and
+# gradients in the weight's precision. What steers torch's fused optimizers (``found_inf``, ``grad_scale``) steers it.
+HostPart = Callable[[dict[str, Tensor], int, Tensor, dict[str, Any]], None]
 # Counts an update, unless it is refused (1), and gives what does it.
 HostUpdateOf = Callable[[Tensor], HostPart]
 
@@ -77,7 +77,7 @@ class AdamW(torch.optim.AdamW):
 
     def on_host(self, weight: Tensor, group: dict[str, Any]) -> HostUpdateOf:
         """The next update of a weight of the host's, made ready: its states are there."""
-        state, flat = self._started(weight), weight.detach().view(-1)
+        state = self._started(weight)
         noise = None if self.rounding is None else self.rounding.noise(weight)
 
         def begin(refused: Tensor) -> HostPart:
@@ -85,14 +85,16 @@ class AdamW(torch.optim.AdamW):
             state["step"] += 1 - refused
             corrections = _corrections(group, state["step"])
 
-            def update(part: slice, gradient: Tensor, steered: dict[str, Any]) -> None:
-                mean, square = (state[kind].view(-1)[part] for kind in ("exp_avg", "exp_avg_sq"))
+            def update(
+                states: dict[str, Tensor], start: int, gradient: Tensor, steered: dict[str, Any]
+            ) -> None:
+                weight, mean, square = (states[kind] for kind in ("weight", "exp_avg", "exp_avg_sq"))
                 if noise is not None:
                     scale = steered["grad_scale"]
-                    there = noise.after(part.start)
-                    _rounded(flat[part], gradient, mean, square, corrections, scale, refused, group, there)
+                    there = noise.after(start)
+                    _rounded(weight, gradient, mean, square, corrections, scale, refused, group, there)
                     return
-                self._fused(flat[part], gradient, mean, square, before.clone(), group, **steered)
+                self._fused(weight, gradient, mean, square, before.clone(), group, **steered)
 
             return update
 

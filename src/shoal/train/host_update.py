@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -49,6 +49,8 @@ class HostUpdate:
         for piece in offloaded.pieces:
             groups.setdefault(self._place(piece, last), []).append(piece)
         self.groups = dict(sorted(groups.items()))
+        if offloaded.filed is not None:
+            offloaded.filed.in_order([piece for group in self.groups.values() for piece in group])
         # Of the optimizer's: looked up once, for there are hundreds of pieces and a step has no time for it.
         options = {weight: group for group in optimizer.param_groups for weight in group["params"]}
         self.options = {piece: options[piece.tensor] for piece in offloaded.pieces}
@@ -74,6 +76,8 @@ class HostUpdate:
             piece: (state.arriving(), on_host(self.optimizer, piece.tensor, self.options[piece]))
             for piece, state in self.offloaded.away.items()
         }
+        if self.offloaded.filed is not None:
+            self.offloaded.filed.begin()
         self._running = self._thread.submit(self._update, ready, known, event, limit, most)
         running = self._running
         if self.ahead is None:
@@ -138,6 +142,8 @@ class HostUpdate:
                     arriving, begin = ready[piece]
                     self._update_piece(piece, arriving(), begin(refused), refused, scale)
                 self._pass(number)
+            if self.offloaded.filed is not None:
+                self.offloaded.filed.finish()
         finally:
             self._pass(math.inf)
 
@@ -153,27 +159,44 @@ class HostUpdate:
         self, piece: Shard, gradient: Tensor, update: HostPart, refused: Tensor, scale: Tensor
     ) -> None:
         state = self.offloaded.away[piece]
-        working, weight = piece.working, piece.tensor.detach().view(-1)
+        working = piece.working
         assert working is not None
         steered = {"found_inf": refused}
-        exact = weight.dtype == torch.float64  # for which the scale that torch takes, fp32, is too coarse
+        exact = (
+            piece.tensor.dtype == torch.float64
+        )  # for which the scale that torch takes, fp32, is too coarse
         if not exact:
             steered["grad_scale"] = scale.float()
         # Written part by part behind what is read.
         returned = state.way_back(working)
-        for start in range(0, weight.numel(), self.part):
-            part = slice(start, min(start + self.part, weight.numel()))
-            wide = self._wide[: part.stop - start].copy_(gradient.view(-1)[part])
+        for start, states in self._lent(piece):
+            stop = start + states["weight"].numel()
+            wide = self._wide[: stop - start].copy_(gradient.view(-1)[start:stop])
             if exact:
                 wide /= scale
-            update(part, wide, steered)
-            returned[part].copy_(weight[part])
+            update(states, start, wide, steered)
+            returned[start:stop].copy_(states["weight"])
         if (back := self.offloaded.streams.back) is None:
             working.copy_(returned.view_as(working))
             return
         # All that has read the weights as they were has ended: the norm came after it.
         with torch.cuda.stream(back):
             working.copy_(returned.view_as(working), non_blocking=True)
+
+    def _lent(self, piece: Shard) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """A piece's states, part by part, each with the number of its first element."""
+        if (filed := self.offloaded.filed) is not None:
+            whole = filed.lent(piece)
+        else:
+            kept = self.optimizer.state[piece.tensor].items()
+            states = {
+                kind: state.view(-1) for kind, state in kept if isinstance(state, Tensor) and state.ndim
+            }
+            states["weight"] = piece.tensor.detach().view(-1)
+            whole = iter([(0, states)])
+        for first, states in whole:
+            for start in range(0, states["weight"].numel(), self.part):
+                yield first + start, {kind: one[start : start + self.part] for kind, one in states.items()}
 
 
 def _before(module: nn.Module, wait: Callable[[], None]) -> None:
@@ -188,13 +211,12 @@ def on_host(optimizer: torch.optim.Optimizer, weight: Tensor, group: dict[str, A
     """The next update of a weight of the host's, made ready: its states are there."""
     if isinstance(optimizer, AdamW):
         return optimizer.on_host(weight, group)
-    momentum: Tensor | None = optimizer.state[weight].get("momentum_buffer")
 
-    def update(part: slice, gradient: Tensor, steered: dict[str, Any]) -> None:
+    def update(states: dict[str, Tensor], start: int, gradient: Tensor, steered: dict[str, Any]) -> None:
         sgd(
-            [weight.detach().view(-1)[part]],
+            [states["weight"]],
             [gradient],
-            [None if momentum is None else momentum.view(-1)[part]],
+            [states.get("momentum_buffer")],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             lr=group["lr"],
