@@ -102,7 +102,7 @@ CASES += [
     ("micro=4,offload=optimizer@nvme", {"layers": 4}, {"precision": "bf16"}, 0),
     ("micro=2,offload=optimizer:0.5@nvme", {"layers": 4}, {}, 0),
     ("tp=2,offload=optimizer@nvme", {"layers": 4}, {"precision": "bf16"}, 0),
-    ("fsdp=2,micro=1,recompute=full,offload=optimizer@nvme", {"layers": 6}, {"precision": "bf16"}, 1),
+    ("fsdp=2,micro=1,recompute=full,offload=optimizer@nvme", {"layers": 4}, {"precision": "bf16"}, 1),
     ("fsdp=2,zero=1,offload=optimizer@nvme", {"layers": 4}, {}, 0),
     ("micro=4,offload=optimizer@nvme", {"layers": 4}, {"optimizer": "sgd", "states": "bf16"}, 0),
     ("micro=4,recompute=full,offload=activations@nvme", {"layers": 6}, {"precision": "bf16"}, 0),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.facts.problem import BadInput
 from shoal.parallel.offload.scratch import remove_leftovers, scratch_problems
 from shoal.plan.resolve import Job
 from shoal.predict.memory import ledgers
-from shoal.train.scratch_files import scratch_root
+from shoal.train.scratch_files import run_name, scratch_root
 
 
 def check_scratch(job: Job, run: Path, nodes: int = 1) -> None:
@@ -19,7 +20,8 @@ def check_scratch(job: Job, run: Path, nodes: int = 1) -> None:
     # Of every stage its ranks; nodes are filled stage by stage, so the fullest has at most this.
     each = max(one.nvme for one in ledgers(job.workload()))
     needed = each * -(-job.layout.world // nodes)
-    problems = scratch_problems(root, needed, made_by_us=job.config.offload.scratch is None)
+    made_by_us = job.config.offload.scratch is None
+    problems = scratch_problems(root, needed, made_by_us, run_name(run))
     if problems:
         raise BadInput(problems)
 
@@ -28,3 +30,6 @@ def clear_scratch(job: Job, run: Path) -> None:
     """Remove what runs that were killed have left there, this one's earlier attempts included."""
     if (root := scratch_root(job, run)) is not None:
         remove_leftovers(root)
+        if job.config.offload.scratch is None:
+            with suppress(OSError):
+                root.rmdir()  # which was made for it

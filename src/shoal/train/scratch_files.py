@@ -17,10 +17,15 @@ def scratch_root(job: Job, run: Path) -> Path | None:
     return run / "scratch" if given is None else Path(given).expanduser()
 
 
+def run_name(run: Path) -> str:
+    """By which others know whose a directory is."""
+    return run.absolute().name
+
+
 def open_files(job: Job, run: Path, rank: int) -> DirectFiles | None:
     """This rank's, in a directory that goes when they are closed."""
     root = scratch_root(job, run)
     if root is None:
         return None
-    scratch = Scratch(root, run.absolute().name, rank)
+    scratch = Scratch(root, run_name(run), rank)
     return DirectFiles(scratch.path, scratch=scratch)
