@@ -42,9 +42,8 @@ def made(layout: str, **recipe: Any) -> Step:
     parsed = Layout.parse(layout)
     asked = Recipe(**{"seq": SEQ, "batch": 4, "steps": 10, "precision": "fp64", **recipe})
     values = partial(fill, model=TINY, seed=0)
-    return assemble(
-        blueprint(TINY, asked), asked, TuneSection(), Mesh(parsed, 0, torch.device("cpu")), values
-    )
+    mesh = Mesh(parsed, 0, torch.device("cpu"))
+    return assemble(blueprint(TINY, asked), asked, TuneSection(), mesh, values)
 
 
 def batches(step: Step, number: int) -> list[Batch]:
@@ -60,10 +59,10 @@ def batches(step: Step, number: int) -> list[Batch]:
     return made
 
 
-def trained(step: Step, late: bool) -> tuple[list[float], list[Tensor]]:
+def trained(step: Step, late: bool, steps: int = STEPS) -> tuple[list[float], list[Tensor]]:
     """Losses, and the weights in the end. ``late``: a step is issued before the last one's numbers are read."""
     losses, issued = [], None
-    for number in range(1, STEPS + 1):
+    for number in range(1, steps + 1):
         before, issued = issued, step.issue(number, batches(step, number), step.recipe.batch * SEQ)
         if not late:
             losses.append(issued.read().loss)
@@ -84,6 +83,21 @@ def test_steps_issued_ahead_are_the_same(layout: str, optimizer: str) -> None:
     assert found[0] == pytest.approx(expected[0], rel=1e-12)
     for mine, theirs in zip(found[1], expected[1], strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["offload=optimizer", "micro=1,offload=optimizer:0.5"])
+def test_without_a_compiler_it_is_the_same(layout: str, precision: str) -> None:
+    recipe: dict[str, Any] = {"precision": precision, "clip": 0.5, "weight_decay": 0.1}
+    step, plain = (made(layout, **recipe) for _ in range(2))
+    assert step.host is not None and plain.host is not None
+    plain.host.problem = "no compiler"
+    # A bit more in fp32 becomes a bit more in bf16 for a few weights, and gradients differ from then on.
+    steps, exact = (STEPS, 1e-12) if precision == "fp64" else (1, 1e-6)
+    found, expected = trained(step, late=True, steps=steps), trained(plain, late=False, steps=steps)
+    assert found[0] == pytest.approx(expected[0], rel=exact)
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        assert torch.allclose(mine, theirs, rtol=exact, atol=exact)
 
 
 @pytest.mark.usefixtures("threads")
@@ -129,12 +143,13 @@ def test_an_error_of_the_thread_reaches_the_step(monkeypatch: pytest.MonkeyPatch
         issued.read()
 
 
-def test_the_same_bits_as_an_update_of_the_device() -> None:
-    """With equal gradients; the norm that clips them is added up in another order, and may differ by its last bit."""
-    layouts = ("dp=1", "offload=optimizer")
-    expected, found = (trained(made(one, precision="fp32", clip=0.0), late=False)[1] for one in layouts)
+def test_an_update_is_the_devices_but_for_the_last_bit() -> None:
+    layouts, lr = ("dp=1", "offload=optimizer"), 1e-3
+    steps = [made(one, precision="fp32", lr=lr) for one in layouts]
+    expected, found = (trained(step, late=False, steps=1)[1] for step in steps)
     for mine, theirs in zip(found, expected, strict=True):
-        assert torch.equal(mine, theirs)
+        last_bit = torch.ldexp(torch.tensor(1.0), torch.frexp(theirs.abs().clamp(min=4 * lr)).exponent - 24)
+        assert bool(((mine - theirs).abs() <= last_bit).all())
 
 
 def overlapped(rank: int, world: int, layout: str, tune: dict[str, Any]) -> list[float]:

@@ -27,11 +27,9 @@ ROUNDS_IN_KERNEL = True
 BLOCK, WARPS = 1024, 4
 
 
-# Updates some elements of a weight, in place: its states by name, ``weight`` among them, the number of the first, and
-# gradients in the weight's precision. What steers torch's fused optimizers (``found_inf``, ``grad_scale``) steers it.
-HostPart = Callable[[dict[str, Tensor], int, Tensor, dict[str, Any]], None]
-# Counts an update, unless it is refused (1), and gives what does it.
-HostUpdateOf = Callable[[Tensor], HostPart]
+# Updates some elements of a weight, in place: its states by name, ``weight`` among them, the number of the first one,
+# gradients in the weight's precision, and the scale that these are divided by.
+HostPart = Callable[[dict[str, Tensor], int, Tensor, Tensor], None]
 
 
 class AdamW(torch.optim.AdamW):
@@ -75,36 +73,34 @@ class AdamW(torch.optim.AdamW):
         else:
             super().step(closure)
 
-    def on_host(self, weight: Tensor, group: dict[str, Any]) -> HostUpdateOf:
-        """The next update of a weight of the host's, made ready: its states are there."""
-        state = self._started(weight)
+    def on_host(self, weight: Tensor, group: dict[str, Any]) -> HostPart:
+        """Count an update of a weight of the host's, and give what does it."""
+        state = self.started(weight)
         noise = None if self.rounding is None else self.rounding.noise(weight)
+        before = state["step"].clone()
+        state["step"] += 1
+        corrections, accepted = _corrections(group, state["step"]), torch.zeros(())
 
-        def begin(refused: Tensor) -> HostPart:
-            before = state["step"].clone()
-            state["step"] += 1 - refused
-            corrections = _corrections(group, state["step"])
+        def update(states: dict[str, Tensor], start: int, gradient: Tensor, scale: Tensor) -> None:
+            weight, mean, square = (states[kind] for kind in ("weight", "exp_avg", "exp_avg_sq"))
+            if noise is not None:
+                there = noise.after(start)
+                _rounded(weight, gradient, mean, square, corrections, scale, accepted, group, there)
+                return
+            if weight.dtype == torch.float64:
+                gradient /= scale  # torch takes one in fp32
+                steered = {}
+            else:
+                steered = {"grad_scale": scale.float(), "found_inf": accepted}
+            self._fused(weight, gradient, mean, square, before.clone(), group, **steered)
 
-            def update(
-                states: dict[str, Tensor], start: int, gradient: Tensor, steered: dict[str, Any]
-            ) -> None:
-                weight, mean, square = (states[kind] for kind in ("weight", "exp_avg", "exp_avg_sq"))
-                if noise is not None:
-                    scale = steered["grad_scale"]
-                    there = noise.after(start)
-                    _rounded(weight, gradient, mean, square, corrections, scale, refused, group, there)
-                    return
-                self._fused(weight, gradient, mean, square, before.clone(), group, **steered)
-
-            return update
-
-        return begin
+        return update
 
     def start(self) -> None:
         """Make the states now. In the first update torch would make them, unless it finds that anything is kept."""
         for group in self.param_groups:
             for weight in group["params"]:
-                self._started(weight)
+                self.started(weight)
 
     def _step_in_kernel(self) -> None:
         if not self._here:
@@ -116,7 +112,7 @@ class AdamW(torch.optim.AdamW):
             if not mine:
                 continue
             beta1, beta2 = group["betas"]
-            states = [self._started(weight) for weight in mine]
+            states = [self.started(weight) for weight in mine]
             adamw_(
                 mine,
                 [weight.grad.contiguous() for weight in mine],
@@ -136,7 +132,7 @@ class AdamW(torch.optim.AdamW):
 
     def _count(self) -> Tensor:
         """How many updates there were: one tensor for all weights, where torch has one for each."""
-        every = [self._started(weight) for weight in self._here]
+        every = [self.started(weight) for weight in self._here]
         shared: Tensor = every[0]["step"] if every else torch.zeros(())
         for state in every:
             state["step"] = shared
@@ -158,7 +154,7 @@ class AdamW(torch.optim.AdamW):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                state = self._started(weight)
+                state = self.started(weight)
                 state["step"] += 1 - self.found_inf
                 _rounded(
                     weight.detach().view(-1),
@@ -178,7 +174,7 @@ class AdamW(torch.optim.AdamW):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                state, gradient = self._started(weight), weight.grad.to(weight.dtype)
+                state, gradient = self.started(weight), weight.grad.to(weight.dtype)
                 self._fused(
                     weight,
                     gradient,
@@ -219,7 +215,7 @@ class AdamW(torch.optim.AdamW):
             **steered,
         )
 
-    def _started(self, weight: Tensor) -> dict[str, Any]:
+    def started(self, weight: Tensor) -> dict[str, Any]:
         """A weight's states; zeros, as torch's own begins with, where it has none."""
         state: dict[str, Any] = self.state[weight]
         if "exp_avg" not in state:

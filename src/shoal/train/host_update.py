@@ -2,7 +2,9 @@
 
 A thread of its own waits until the norm of all gradients is known, so that clipping is exact without speculation, and
 then updates piece by piece in the order of the forward pass. What is done with returns to the device at once, and the
-next forward pass waits at each block for that block alone: the update hides behind it. Pieces are cut into parts that a
+next forward pass waits at each block for that block alone: the update hides behind it.
+
+AdamW goes over a piece once (``train/host_adamw.py``). Where that is not to be had, pieces are cut into parts that a
 cache holds: a part's gradient is widened, used and forgotten, and its new weight narrowed, without a way to memory.
 """
 
@@ -26,12 +28,16 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.host_memory import HostThread
 from shoal.parallel.offload.states import OffloadedStates
 from shoal.parallel.shards import Shard
-from shoal.train.adamw import AdamW, HostPart, HostUpdateOf
+from shoal.train import host_adamw
+from shoal.train.adamw import AdamW, HostPart
 from shoal.train.optimizer import CLIP_EPS, refuses
 
 # Elements of a part for each thread: long enough that threads seldom wait for one another, short enough that what is
 # widened for it stays in a cache.
 PART = 2**18
+
+# Updates some elements of a piece: its states by name, the first one's number, gradients, and where new weights go.
+StretchUpdate = Callable[[dict[str, Tensor], int, Tensor, Tensor], None]
 
 
 class HostUpdate:
@@ -41,6 +47,8 @@ class HostUpdate:
         self, placed: Placed, offloaded: OffloadedStates, optimizer: torch.optim.Optimizer, mesh: Mesh
     ) -> None:
         self.offloaded, self.optimizer, self.ahead = offloaded, optimizer, placed.reads_ahead
+        # Why AdamW goes by parts, if it does.
+        self.problem = host_adamw.problem() if isinstance(optimizer, AdamW) else None
         self.threads = max(1, usable_threads() * mesh.nodes // mesh.world)
         self.part = PART * self.threads
         self.sharded = any(piece.held.group.fully_sharded for piece in offloaded.pieces)
@@ -55,10 +63,10 @@ class HostUpdate:
         options = {weight: group for group in optimizer.param_groups for weight in group["params"]}
         self.options = {piece: options[piece.tensor] for piece in offloaded.pieces}
         self._thread = HostThread("shoal-update", mesh.device, self.threads)
-        # A part's gradient, widened. Made once: memory that is new costs a page fault every 4 KiB, on an H200's host
-        # more time than the update itself.
+        # A part's gradient, widened, or its new weight, narrowed. Made once: memory that is new costs a page fault
+        # every 4 KiB, which took longer than the update itself on an H200's host.
         largest = max((piece.tensor.numel() for piece in offloaded.pieces), default=0)
-        self._wide = torch.empty(min(self.part, largest), dtype=offloaded.states, device="cpu")
+        self._room = torch.empty(min(self.part, largest), dtype=offloaded.states, device="cpu")
         self._running: Future[None] | None = None
         self._passed = threading.Condition()
         self._reached = math.inf  # groups up to this one have returned
@@ -72,13 +80,13 @@ class HostUpdate:
         known = norm.detach().to("cpu", torch.float64, non_blocking=True)
         event = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         self._reached = -1.0
-        ready = {
-            piece: (state.arriving(), on_host(self.optimizer, piece.tensor, self.options[piece]))
-            for piece, state in self.offloaded.away.items()
-        }
+        arriving = {piece: state.arriving() for piece, state in self.offloaded.away.items()}
+        if isinstance(self.optimizer, AdamW):
+            for piece in self.offloaded.pieces:
+                self.optimizer.started(piece.tensor)  # also where this update is refused, as all are in a dry run
         if self.offloaded.filed is not None:
             self.offloaded.filed.begin()
-        self._running = self._thread.submit(self._update, ready, known, event, limit, most)
+        self._running = self._thread.submit(self._update, arriving, known, event, limit, most)
         running = self._running
         if self.ahead is None:
             self.wait()
@@ -125,22 +133,22 @@ class HostUpdate:
     @torch.no_grad()
     def _update(
         self,
-        ready: dict[Shard, tuple[Callable[[], Tensor], HostUpdateOf]],
+        arriving: dict[Shard, Callable[[], Tensor]],
         norm: Tensor,
         known: torch.cuda.Event | None,
         limit: float,
         most: float,
     ) -> None:
-        """As ``clip_and_update`` does on a device: what is refused is decided by tensors, not by branches."""
+        """As ``clip_and_update`` does on a device."""
         try:
             if known is not None:
                 known.synchronize()
-            refused = refuses(norm, most).float()
+            if refuses(norm, most):
+                return
             scale = ((norm + CLIP_EPS) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
             for number, pieces in self.groups.items():
                 for piece in pieces:
-                    arriving, begin = ready[piece]
-                    self._update_piece(piece, arriving(), begin(refused), refused, scale)
+                    self._update_piece(piece, arriving[piece](), scale)
                 self._pass(number)
             if self.offloaded.filed is not None:
                 self.offloaded.filed.finish()
@@ -155,27 +163,16 @@ class HostUpdate:
             self._reached = number
             self._passed.notify_all()
 
-    def _update_piece(
-        self, piece: Shard, gradient: Tensor, update: HostPart, refused: Tensor, scale: Tensor
-    ) -> None:
-        state = self.offloaded.away[piece]
+    def _update_piece(self, piece: Shard, gradient: Tensor, scale: Tensor) -> None:
         working = piece.working
         assert working is not None
-        steered = {"found_inf": refused}
-        exact = (
-            piece.tensor.dtype == torch.float64
-        )  # for which the scale that torch takes, fp32, is too coarse
-        if not exact:
-            steered["grad_scale"] = scale.float()
-        # Written part by part behind what is read.
-        returned = state.way_back(working)
+        returned, gradient = self.offloaded.away[piece].way_back(working), gradient.view(-1)
+        update = self._in_one_pass(piece, gradient.dtype, returned.dtype, scale) or self._in_parts(
+            piece, scale
+        )
         for start, states in self._lent(piece):
-            stop = start + states["weight"].numel()
-            wide = self._wide[: stop - start].copy_(gradient.view(-1)[start:stop])
-            if exact:
-                wide /= scale
-            update(states, start, wide, steered)
-            returned[start:stop].copy_(states["weight"])
+            part = slice(start, start + states["weight"].numel())
+            update(states, start, gradient[part], returned[part])
         if (back := self.offloaded.streams.back) is None:
             working.copy_(returned.view_as(working))
             return
@@ -184,19 +181,56 @@ class HostUpdate:
             working.copy_(returned.view_as(working), non_blocking=True)
 
     def _lent(self, piece: Shard) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """A piece's states, part by part, each with the number of its first element."""
+        """A piece's states by name; from files some elements after others, each time with the first one's number."""
         if (filed := self.offloaded.filed) is not None:
-            whole = filed.lent(piece)
-        else:
-            kept = self.optimizer.state[piece.tensor].items()
-            states = {
-                kind: state.view(-1) for kind, state in kept if isinstance(state, Tensor) and state.ndim
-            }
-            states["weight"] = piece.tensor.detach().view(-1)
-            whole = iter([(0, states)])
-        for first, states in whole:
-            for start in range(0, states["weight"].numel(), self.part):
-                yield first + start, {kind: one[start : start + self.part] for kind, one in states.items()}
+            yield from filed.lent(piece)
+            return
+        kept = self.optimizer.state[piece.tensor].items()
+        states = {kind: one.view(-1) for kind, one in kept if isinstance(one, Tensor) and one.ndim}
+        yield 0, {**states, "weight": piece.tensor.detach().view(-1)}
+
+    def _in_one_pass(
+        self, piece: Shard, read: torch.dtype, written: torch.dtype, scale: Tensor
+    ) -> StretchUpdate | None:
+        """Count an update, and give what does it; None where it goes by parts."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, AdamW) or optimizer.rounding is not None or self.problem is not None:
+            return None
+        if not host_adamw.takes(piece.tensor.dtype, read, written):
+            return None
+        state = optimizer.started(piece.tensor)
+        state["step"] += 1
+        settings = host_adamw.settings_of(self.options[piece], int(state["step"]), float(scale))
+        # New weights that are as wide as the gradient take its place; narrower ones would overtake it.
+        whole, room = written == read, self._room.view(written)
+
+        def update(states: dict[str, Tensor], start: int, gradient: Tensor, returned: Tensor) -> None:
+            length = gradient.numel()
+            for part in _parts(length, length if whole else self.part):
+                found = gradient[part]
+                narrow = found if whole else room[: found.numel()]
+                here = (states[kind][part] for kind in ("weight", "exp_avg", "exp_avg_sq"))
+                host_adamw.adamw_(*here, found, narrow, settings, self.threads)
+                if not whole:
+                    returned[part].copy_(narrow)
+
+        return update
+
+    def _in_parts(self, piece: Shard, scale: Tensor) -> StretchUpdate:
+        update_part = on_host(self.optimizer, piece.tensor, self.options[piece])
+
+        def update(states: dict[str, Tensor], start: int, gradient: Tensor, returned: Tensor) -> None:
+            for part in _parts(gradient.numel(), self.part):
+                here, read = {kind: one[part] for kind, one in states.items()}, gradient[part]
+                update_part(here, start + part.start, self._room[: read.numel()].copy_(read), scale)
+                returned[part].copy_(here["weight"])  # behind what has been read
+
+        return update
+
+
+def _parts(length: int, most: int) -> Iterator[slice]:
+    for start in range(0, length, most):
+        yield slice(start, min(start + most, length))
 
 
 def _before(module: nn.Module, wait: Callable[[], None]) -> None:
@@ -207,15 +241,15 @@ def _before(module: nn.Module, wait: Callable[[], None]) -> None:
     module.register_forward_pre_hook(hook, prepend=True)
 
 
-def on_host(optimizer: torch.optim.Optimizer, weight: Tensor, group: dict[str, Any]) -> HostUpdateOf:
-    """The next update of a weight of the host's, made ready: its states are there."""
+def on_host(optimizer: torch.optim.Optimizer, weight: Tensor, group: dict[str, Any]) -> HostPart:
+    """The next update of a weight of the host's, by parts."""
     if isinstance(optimizer, AdamW):
         return optimizer.on_host(weight, group)
 
-    def update(states: dict[str, Tensor], start: int, gradient: Tensor, steered: dict[str, Any]) -> None:
+    def update(states: dict[str, Tensor], start: int, gradient: Tensor, scale: Tensor) -> None:
         sgd(
             [states["weight"]],
-            [gradient],
+            [gradient.div_(scale)],
             [states.get("momentum_buffer")],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
@@ -224,7 +258,6 @@ def on_host(optimizer: torch.optim.Optimizer, weight: Tensor, group: dict[str, A
             nesterov=False,
             maximize=False,
             fused=True,
-            **steered,
         )
 
-    return lambda refused: update
+    return update

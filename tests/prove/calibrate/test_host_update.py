@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from shoal.prove.calibrate.host_update import HostState, bytes_per_second
 
 
-def test_it_is_adamw_whatever_the_pieces() -> None:
-    state = HostState(1000, 64)
+@pytest.mark.parametrize("problem", [None, "no compiler"])
+def test_it_is_adamw_whatever_the_pieces(problem: str | None) -> None:
+    state = HostState(1000, 64, threads=2)
+    state.problem = state.problem or problem
     torch.manual_seed(0)
     state.master.normal_()
     state.gradient.normal_()

@@ -41,8 +41,8 @@ def scratch_problems(
 ) -> list[Problem]:
     """Everything that keeps a run from using a directory for ``needed`` bytes; nothing is created for good.
 
-    ``made_by_us``: a run makes the directory if it is missing. ``run``: its own name; ranks of it may outlive a launcher
-    that was killed by a moment, which is waited for.
+    ``made_by_us``: a run makes the directory if it is missing. ``run``: its own name; ranks of it may outlive a killed
+    launcher by a moment, which is waited for.
     """
     where = "offload.scratch"
     place = _nearest(root) if made_by_us else root

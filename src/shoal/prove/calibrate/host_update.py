@@ -1,8 +1,9 @@
 """Time an optimizer's update on the host's cores, as ``offload=optimizer`` does it: all devices of a node share it.
 
-torch's fused AdamW goes over fp32 weights and moments in pieces that a core's cache holds, each with its bf16 gradients
-widened for it and its new weights narrowed after it. What counts is bytes of memory a second, 28 a parameter
-(``facts/layout/offload.py``): an update is far slower than its arithmetic.
+One pass over fp32 weights, moments and bf16 gradients (``train/host_adamw.py``); where that cannot be compiled, torch's
+fused AdamW in parts that a core's cache holds, each with its gradients widened for it and its new weights narrowed
+after it. What counts is bytes of memory a second, 28 a parameter (``facts/layout/offload.py``): an update is far slower
+than its arithmetic.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
@@ -19,9 +21,11 @@ from shoal.facts.cluster.this_machine import usable_threads
 from shoal.facts.layout import Layout
 from shoal.facts.layout.offload import away_bytes
 from shoal.facts.recipe import Recipe
+from shoal.train import host_adamw
 from shoal.train.host_update import PART
 
 TIMES = 5
+SETTINGS: dict[str, Any] = {"betas": (0.9, 0.95), "lr": 1e-3, "eps": 1e-8, "weight_decay": 0.1}
 # Of one data rank with one micro-batch: gradients as they were computed.
 EACH = away_bytes(
     Recipe(precision="bf16", optimizer="adamw"), Layout.parse("offload=optimizer"), micro_batches=1
@@ -31,7 +35,7 @@ EACH = away_bytes(
 def bytes_per_second(elements: int) -> float:
     """With every core there is, over so many parameters; the first round warms up."""
     with _all_cores() as threads:
-        state = HostState(elements, PART * threads)
+        state = HostState(elements, PART * threads, threads)
         found = []
         for _ in range(TIMES):
             start = time.perf_counter()
@@ -43,7 +47,8 @@ def bytes_per_second(elements: int) -> float:
 class HostState:
     """Weights with their moments, gradients and copies, in one piece of memory each."""
 
-    def __init__(self, elements: int, piece: int) -> None:
+    def __init__(self, elements: int, piece: int, threads: int) -> None:
+        self.threads, self.problem = threads, host_adamw.problem()
         self.master = torch.full((elements,), 0.5)
         self.mean, self.square = torch.zeros(elements), torch.zeros(elements)
         self.gradient = torch.full((elements,), 1e-3, dtype=torch.bfloat16)
@@ -53,6 +58,16 @@ class HostState:
         self.piece = piece
 
     def update(self) -> None:
+        self.steps += 1
+        if self.problem is not None:
+            self._in_parts()
+            return
+        settings = host_adamw.settings_of(SETTINGS, int(self.steps), 1.0)
+        states = self.master, self.mean, self.square
+        host_adamw.adamw_(*states, self.gradient, self.back, settings, self.threads)
+
+    def _in_parts(self) -> None:
+        (beta1, beta2), lr = SETTINGS["betas"], SETTINGS["lr"]
         for start in range(0, self.master.numel(), self.piece):
             end = min(start + self.piece, self.master.numel())
             master, widened = self.master[start:end], self.widened[: end - start]
@@ -63,18 +78,17 @@ class HostState:
                 [self.mean[start:end]],
                 [self.square[start:end]],
                 [],
-                [self.steps.clone()],
+                [self.steps - 1],
                 fused=True,
                 amsgrad=False,
-                beta1=0.9,
-                beta2=0.95,
-                lr=1e-3,
-                weight_decay=0.1,
-                eps=1e-8,
+                beta1=beta1,
+                beta2=beta2,
+                lr=lr,
+                weight_decay=SETTINGS["weight_decay"],
+                eps=SETTINGS["eps"],
                 maximize=False,
             )
             self.back[start:end].copy_(master)
-        self.steps += 1
 
 
 @contextmanager
