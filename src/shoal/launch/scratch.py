@@ -19,6 +19,9 @@ def check_scratch(job: Job, run: Path, nodes: int = 1) -> None:
         return
     # Of every stage its ranks; nodes are filled stage by stage, so the fullest has at most this.
     each = max(one.nvme for one in ledgers(job.workload()))
+    if any(part.nvme and part.what == "optimizer" for part in job.layout.offload):
+        # A commit's copy is there too until it is written: one for each place that commits go to.
+        each *= 2 if job.config.checkpoint.memory == 0 else 3
     needed = each * -(-job.layout.world // nodes)
     made_by_us = job.config.offload.scratch is None
     problems = scratch_problems(root, needed, made_by_us, run_name(run))

@@ -83,7 +83,9 @@ class HostUpdate:
         arriving = {piece: state.arriving() for piece, state in self.offloaded.away.items()}
         if isinstance(self.optimizer, AdamW):
             for piece in self.offloaded.pieces:
-                self.optimizer.started(piece.tensor)  # also where this update is refused, as all are in a dry run
+                self.optimizer.started(
+                    piece.tensor
+                )  # also where this update is refused, as all are in a dry run
         if self.offloaded.filed is not None:
             self.offloaded.filed.begin()
         self._running = self._thread.submit(self._update, arriving, known, event, limit, most)

@@ -119,12 +119,9 @@ class FiledPiece:
 class StateFiles:
     """The pieces of a rank whose states are in files."""
 
-    def __init__(self, pieces: Sequence[Shard], files: Files, memory: HostMemory, most: int = RING) -> None:
-        """``most``: elements that are in memory at once."""
+    def __init__(self, pieces: Sequence[Shard], files: Files, memory: HostMemory) -> None:
         self.files, self._memory = files, memory
         self.filed = {piece: FiledPiece(piece, number, files) for number, piece in enumerate(pieces)}
-        self._limit = most // STRETCHES
-        self._most = most
         self._stretches: list[Stretch] = []
         self._next = 0  # to be read
         self._ring: HostBuffer | None = None
@@ -169,7 +166,7 @@ class StateFiles:
     def _cut(self, piece: Shard) -> Iterator[Stretch]:
         """Between what is hashed at once."""
         each = PIECE // piece.tensor.element_size()
-        step = max(each, self._limit // each * each)
+        step = max(each, RING // STRETCHES // each * each)
         size = self.filed[piece].size
         for start in range(0, size, step):
             yield Stretch(piece, start, min(start + step, size))
@@ -182,7 +179,7 @@ class StateFiles:
         elements = sum(filed.size for filed in self.filed.values())
         each = max(len(filed.kinds) for filed in self.filed.values())
         width = max(piece.tensor.element_size() for piece in self.filed)
-        wanted = int(min(self._most, ring_elements(elements, 0))) * each * width
+        wanted = int(min(RING, ring_elements(elements, 0))) * each * width
         return max(wanted // BLOCK * BLOCK, *map(self._bytes, self._stretches))
 
     def _read_ahead(self) -> None:
