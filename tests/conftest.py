@@ -224,3 +224,12 @@ def after_steps(run: Path, count: int, action: Callable[[], None]) -> Iterator[N
     thread.start()
     yield
     thread.join()
+
+
+def workers() -> list[int]:
+    """The worker processes, in the order they were started: children of the server that we started."""
+    from multiprocessing.forkserver import _forkserver
+
+    server = _forkserver._forkserver_pid
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    return sorted(int(child) for child in children)[-2:]

@@ -40,11 +40,6 @@ def test_what_is_run(layout: str, strict: bool) -> None:
     [
         ("offload=params:0.5", "layout: offload=params:0.5", "offload=none"),
         ("offload=activations", "layout: offload=activations with recompute=none", "recompute=full"),
-        (
-            "recompute=full,offload=activations@nvme",
-            "layout: offload=activations@nvme",
-            "offload=none",
-        ),
     ],
 )
 def test_layouts_that_are_not_run(layout: str, what: str, fix: str) -> None:

@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from tests.conftest import Train, after_steps
+from tests.conftest import Train, after_steps, workers
 
 from shoal.facts.config.file import load
 from shoal.facts.problem import BadInput
@@ -132,13 +132,15 @@ def test_strict_runs_are_the_same_to_the_bit_in_any_layout(train: Train) -> None
         assert other.directory.samples.read_text() == alone.directory.samples.read_text(), layout
 
 
-@pytest.mark.parametrize("layout", ["dp=2", pytest.param("fsdp=2,offload=optimizer", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "layout", ["dp=2", pytest.param("fsdp=2,offload=optimizer:0.7@nvme", marks=pytest.mark.long)]
+)
 def test_a_killed_worker_is_replaced_and_the_curve_is_the_same(
     train: Train, tmp_path: Path, layout: str
 ) -> None:
     # Training waits for its commits: a slow disk would still be at that of step 5 when step 15 is done.
     options = {"recipe__steps": 50, "checkpoint__every": 5, "checkpoint__background": False}
-    with after_steps(tmp_path / "killed", 15, lambda: os.kill(_workers()[1], signal.SIGKILL)):
+    with after_steps(tmp_path / "killed", 15, lambda: os.kill(workers()[1], signal.SIGKILL)):
         killed = train("killed", layout, **options)
     assert killed.report.code == FINISHED, killed.report.message
     faults = [json.loads(line) for line in killed.directory.faults.read_text().splitlines()]
@@ -148,10 +150,11 @@ def test_a_killed_worker_is_replaced_and_the_curve_is_the_same(
     whole = train("whole", layout, **options)
     assert killed.hexes == whole.hexes
     assert killed.tensors() == whole.tensors()
+    assert not (tmp_path / "killed" / "scratch").exists()
 
 
 def test_a_worker_that_keeps_dying_is_named(train: Train, tmp_path: Path) -> None:
-    with after_steps(tmp_path / "run", 1, lambda: os.kill(_workers()[1], signal.SIGKILL)):
+    with after_steps(tmp_path / "run", 1, lambda: os.kill(workers()[1], signal.SIGKILL)):
         run = train(layout="dp=2", recipe__steps=2000, fault__max_restarts=0)
     assert run.report.code == FAILED
     assert run.report.message.startswith("rank 1 failed: killed")
@@ -178,7 +181,7 @@ def test_a_full_disk_keeps_the_last_commit(train: Train, tmp_path: Path) -> None
     """The kernel refuses the writer every byte beyond the first thousand of a file: the next commit cannot succeed."""
 
     def fill() -> None:
-        for worker in _workers():
+        for worker in workers():
             resource.prlimit(worker, resource.RLIMIT_FSIZE, (1000, 1000))
 
     with after_steps(tmp_path / "run", 20, fill):
@@ -282,15 +285,6 @@ def test_bad_input_spawns_and_writes_nothing(train: Train, tmp_path: Path, small
         with pytest.raises(BadInput, match=reason):
             train("bad", **options)
         assert not (tmp_path / "bad").exists(), reason
-
-
-def _workers() -> list[int]:
-    """The worker processes, in the order they were started: children of the server that we started."""
-    from multiprocessing.forkserver import _forkserver
-
-    server = _forkserver._forkserver_pid
-    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    return sorted(int(child) for child in children)[-2:]
 
 
 def test_a_step_can_be_observed(train: Train) -> None:

@@ -100,7 +100,7 @@ def test_changes_that_the_engine_does_not_run_are_marked_and_come_last() -> None
     assert marks == [not remedy.plan.runs for remedy in remedies] == sorted(marks)
     assert True in marks and False in marks
     for remedy in remedies:
-        away = any(part.what == "params" or part.nvme for part in remedy.plan.layout.offload)
+        away = any(part.what == "params" for part in remedy.plan.layout.offload)
         planned = away
         assert planned == (remedy.as_json()["support"] != "runs"), remedy
 

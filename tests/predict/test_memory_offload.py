@@ -10,6 +10,7 @@ import pytest
 from shoal.facts.cluster.notation import find
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
+from shoal.facts.layout.offload import RING
 from shoal.facts.ledger import Ledger
 from shoal.facts.model.parameters import block_parameters, parameter_count
 from shoal.facts.model.presets import PRESETS
@@ -47,10 +48,16 @@ def test_gradients_in_flight_are_two_blocks() -> None:
     assert 2 * (HEAD + BLOCK) <= away.buffers <= 2 * (HEAD + 2 * BLOCK)
 
 
-def test_states_in_files_leave_two_blocks_of_them_in_memory() -> None:
+def test_states_in_files_leave_a_bounded_part_of_them_in_memory() -> None:
     away = held("offload=optimizer@nvme", batch=1)
     assert away.nvme == 12 * COUNT
-    assert away.host == 2 * COUNT + 2 * 12 * BLOCK
+    assert away.host == 2 * COUNT + 12 * RING
+
+
+def test_activations_in_files_leave_those_of_two_blocks_in_memory() -> None:
+    memory, away = (held(f"micro=1,recompute=full,offload=activations{to}") for to in ("", "@nvme"))
+    assert away.nvme == memory.host and away.host == 2 * memory.host / 31
+    assert away.peak_allocated == memory.peak_allocated
 
 
 def test_parameters_that_are_away_leave_two_blocks_on_the_device() -> None:
@@ -61,7 +68,7 @@ def test_parameters_that_are_away_leave_two_blocks_on_the_device() -> None:
     assert optimizer.peak_allocated - params.peak_allocated == 2 * (COUNT - 2 * BLOCK)
     on_disk = held("micro=1,recompute=full,offload=params@nvme")
     assert on_disk.nvme == 14 * COUNT
-    assert on_disk.host == 4 * COUNT + 2 * BLOCK * (2 + 12 + 2)
+    assert on_disk.host == 4 * COUNT + 2 * BLOCK * (2 + 2) + 12 * RING
 
 
 def test_a_fraction_is_cut_between_tensors() -> None:

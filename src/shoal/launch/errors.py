@@ -11,6 +11,7 @@ from torch.distributed import DistError
 from shoal.facts.problem import BadInput
 from shoal.facts.redact import redact
 from shoal.launch.failure import CONNECTION, ERROR, Failure
+from shoal.parallel.offload.direct_files import ScratchDamaged
 from shoal.parallel.signed_store import Tampered
 from shoal.train.checkpoint.manifest import Damaged
 from shoal.train.commits import CommitFailed
@@ -31,10 +32,21 @@ KINDS: tuple[tuple[type[BaseException], str, bool], ...] = (
     (Tampered, "tampered", False),
     (OutOfMemory, "oom", False),
     (MemoryError, "oom", False),
+    (ScratchDamaged, "disk", False),
 )
 
 # Of these the message says it all.
-PLAIN = (Corrupted, BadInput, NonFinite, Disagreement, OutOfMemory, CommitFailed, Damaged, Tampered)
+PLAIN = (
+    Corrupted,
+    BadInput,
+    NonFinite,
+    Disagreement,
+    OutOfMemory,
+    CommitFailed,
+    Damaged,
+    Tampered,
+    ScratchDamaged,
+)
 
 
 def describe(rank: int, error: BaseException) -> Failure:

@@ -12,7 +12,7 @@ from shoal.facts.config import HELDOUT, Config, EvaluateSection
 from shoal.facts.config.file import load
 from shoal.facts.problem import BadInput
 from shoal.launch import local
-from shoal.launch.generate import find_source
+from shoal.launch.generate import find_source, without_offload
 from shoal.plan.resolve import Job, resolve
 from shoal.train.checkpoint.listing import run_of
 
@@ -49,7 +49,7 @@ def job_for(weights: str, layout: str, overrides: list[str], visible: str | None
     job = resolve(Config.model_validate(values), visible)
     local.check_devices(job, visible)
     weights_of(source.weights, job.model, job.config.evaluate.ema)  # refuses what does not fit
-    return job, source.weights, run is not None
+    return without_offload(job), source.weights, run is not None
 
 
 def prepare_sets(job: Job, named: list[str], own: bool, console: Console) -> list[EvaluationSet]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,7 +72,12 @@ def job_for(
     job = resolve(Config.model_validate(values), visible)
     local.check_devices(job, visible)
     weights_of(source.weights, job.model, average)  # refuses what does not fit
-    return job
+    return without_offload(job)
+
+
+def without_offload(job: Job) -> Job:
+    """Where nothing is updated and nothing kept for a backward pass, nothing waits elsewhere."""
+    return replace(job, layout=job.layout.model_copy(update={"offload": ()}))
 
 
 def tokenizer_of(source: TextSource, job: Job) -> Tokenizer:

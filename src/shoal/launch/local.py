@@ -19,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from shoal.facts.cluster import this_machine as machine
 from shoal.facts.config import Config, DataSection, EvaluateSection
 from shoal.facts.config.implied import own_tokenizer, tokenizer_of
+from shoal.facts.layout.offload import waiting
 from shoal.facts.losses import LOSSES
 from shoal.facts.model import hub
 from shoal.facts.problem import BadInput
@@ -126,8 +127,11 @@ def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) 
             if line is not None:
                 console.print(line, markup=False)
         run.write_start(job, start, describe_plan(job))
-        with run.alive():
-            yield
+        try:
+            with run.alive():
+                yield
+        finally:
+            clear_scratch(job, run.path)
 
 
 def compile_line(job: Job) -> str | None:
@@ -178,9 +182,16 @@ def check_devices(job: Job, visible: str | None, nodes: int = 1) -> None:
 
 
 def check_memory(job: Job, nodes: int = 1) -> None:
-    """Refuse a model whose weights, gradients and optimizer states alone exceed what there is."""
+    """Refuse a model whose weights, gradients and optimizer states alone exceed what there is.
+
+    But for what is offloaded. A CPU that trains is its own host: there only files are elsewhere, and they have states.
+    """
     on_cpu = job.cluster.device.name == "cpu"
     states = rank_states(job.model, job.config.recipe, job.layout)
+    away = waiting(job.layout.offload, "optimizer")
+    if away is not None and (away.nvme or not on_cpu):
+        for kind in ("optimizer",) if on_cpu else ("optimizer", "grads"):
+            states[kind] = round(states[kind] * (1 - away.fraction))
     needed = sum(states.values()) * (job.layout.world // nodes if on_cpu else 1)
     if needed > job.cluster.device.memory_bytes:
         raise BadInput(

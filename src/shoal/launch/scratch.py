@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.facts.problem import BadInput
 from shoal.parallel.offload.scratch import remove_leftovers, scratch_problems
 from shoal.plan.resolve import Job
 from shoal.predict.memory import ledgers
-
-
-def scratch_root(job: Job, run: Path) -> Path | None:
-    """The directory that holds those of this run's ranks; None: the layout keeps nothing on disks."""
-    if not any(part.nvme for part in job.layout.offload):
-        return None
-    given = job.config.offload.scratch
-    return run / "scratch" if given is None else Path(given).expanduser()
+from shoal.train.scratch_files import run_name, scratch_root
 
 
 def check_scratch(job: Job, run: Path, nodes: int = 1) -> None:
@@ -25,8 +19,12 @@ def check_scratch(job: Job, run: Path, nodes: int = 1) -> None:
         return
     # Of every stage its ranks; nodes are filled stage by stage, so the fullest has at most this.
     each = max(one.nvme for one in ledgers(job.workload()))
+    if any(part.nvme and part.what == "optimizer" for part in job.layout.offload):
+        # A commit's copy is there too until it is written: one for each place that commits go to.
+        each *= 2 if job.config.checkpoint.memory == 0 else 3
     needed = each * -(-job.layout.world // nodes)
-    problems = scratch_problems(root, needed, made_by_us=job.config.offload.scratch is None)
+    made_by_us = job.config.offload.scratch is None
+    problems = scratch_problems(root, needed, made_by_us, run_name(run))
     if problems:
         raise BadInput(problems)
 
@@ -35,3 +33,6 @@ def clear_scratch(job: Job, run: Path) -> None:
     """Remove what runs that were killed have left there, this one's earlier attempts included."""
     if (root := scratch_root(job, run)) is not None:
         remove_leftovers(root)
+        if job.config.offload.scratch is None:
+            with suppress(OSError):
+                root.rmdir()  # which was made for it

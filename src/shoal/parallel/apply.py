@@ -30,6 +30,7 @@ from shoal.parallel.float8_gather import gather_in_float8
 from shoal.parallel.float8_scales import Float8Scales
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.activations import ActivationOffload
+from shoal.parallel.offload.direct_files import Files
 from shoal.parallel.offload.host_memory import HostMemory
 from shoal.parallel.offload.states import OffloadedStates
 from shoal.parallel.packed import fill_packed, pack_weights
@@ -46,6 +47,7 @@ from shoal.parallel.shards import (
     Reducer,
     held_parameters,
     piece_slices,
+    set_weight,
     whole_weights,
     write_working,
 )
@@ -70,6 +72,7 @@ class Placed:
     compiled: CompiledBlocks | None  # None: blocks run eager
     float8: Float8Scales | None  # None: products are in the compute precision
     host: HostMemory  # where what is offloaded waits
+    files: Files | None  # or what the host has no room for either
     offloaded: OffloadedStates | None  # None: the device updates all that this rank updates
     # How many blocks ahead of the one that is computed weights are read; None: an offloaded update is waited for, and
     # does not go on while the next forward pass begins.
@@ -100,7 +103,8 @@ class Placed:
         apart = [
             piece
             for piece in pieces
-            if piece.working is not None and piece.tensor.device != piece.working.device
+            if piece.working is not None
+            and (piece.filed is not None or piece.tensor.device != piece.working.device)
         ]
         together = [piece for piece in pieces if piece not in apart]
         give([(piece.name, part) for piece in together for part in piece_slices(piece, piece.tensor)])
@@ -110,7 +114,7 @@ class Placed:
             assert piece.working is not None
             values = torch.empty_like(piece.working, dtype=piece.tensor.dtype)
             give([(piece.name, part) for part in piece_slices(piece, values)])
-            piece.tensor.data.copy_(values)
+            set_weight(piece, values)
         self.after_update()
 
     def fill_frozen(self, give: Fill) -> None:
@@ -143,6 +147,7 @@ def apply(
     compile_with: str | None = None,
     fp8: Scaling | None = None,
     one_pass: bool = False,
+    files: Files | None = None,
 ) -> Placed:
     """Place a network that was built on the meta device; ``fill`` gives the parameters updated here their values.
 
@@ -150,7 +155,7 @@ def apply(
     the type gradients travel in, None for their own. ``group_of``: to which group a parameter belongs, if not to those
     of the layout. ``compile_with``: torch.compile's backend for the blocks, None to run them eager. ``fp8``: how the
     operands of the blocks' products are scaled, None for products in the compute precision. ``one_pass``: nothing is
-    added to a gradient, so that it can stay as it was computed.
+    added to a gradient, so that it can stay as it was computed. ``files``: for what is offloaded ``@nvme``.
     """
     layout, model = mesh.layout, network.shape
     compute, states = network.model.compute, next(network.parameters()).dtype
@@ -196,8 +201,11 @@ def apply(
             experts.split(segment.network, mesh)
 
     memory = HostMemory(mesh.device)
+    if files is None and any(part.nvme for part in layout.offload):
+        raise ValueError(f"layout {layout} keeps something on disks, and is given no files there")
     kept_away = waiting(layout.offload, "activations")
-    activations = ActivationOffload(memory, kept_away.fraction if kept_away is not None else 0.0)
+    to_disk = files if kept_away is not None and kept_away.nvme else None
+    activations = ActivationOffload(memory, kept_away.fraction if kept_away is not None else 0.0, to_disk)
     recompute(blocks, layout.recompute, activations.contexts)
     compiled = None
     if compile_with is not None:
@@ -258,7 +266,8 @@ def apply(
     shared = SharedGradients(model, mesh, own_head, None if strict else reduce_dtype)
     offloaded = None
     if away is not None:
-        offloaded = OffloadedStates(gradients.pieces, memory, away.fraction, states)
+        in_files = files if away.nvme else None
+        offloaded = OffloadedStates(gradients.pieces, memory, away.fraction, states, in_files)
         if layout.pp == 1:
             for _, part in parts:
                 _leave_early(part, offloaded, shared, compute)
@@ -279,6 +288,7 @@ def apply(
         compiled,
         float8,
         memory,
+        files,
         offloaded,
         reads_ahead,
     )

@@ -69,6 +69,8 @@ class Shard:
     away: AwayGradient | None = None
     summed: Tensor | None = None
     squares: Tensor | None = None
+    # Where the states of ``tensor``, which then has no values, rest in files (``parallel/offload/state_files.py``).
+    filed: FiledStates | None = None
 
     @property
     def name(self) -> str:
@@ -100,6 +102,20 @@ class AwayGradient(Protocol):
     early: bool  # whether they leave in the backward pass
 
     def arrived(self) -> Tensor | None: ...
+
+
+class FiledStates(Protocol):
+    """What files have of a piece, state by state."""
+
+    def begin(self, kind: str) -> Tensor:
+        """Zeros; a tensor without values that stands for them."""
+
+    def read(self, kind: str) -> Tensor: ...
+
+    def write(self, kind: str, values: Tensor) -> None: ...
+
+    def mapped(self, size: int) -> Tensor:
+        """So many bytes of the same disk, used as memory is."""
 
 
 def hand(piece: Shard, gradient: Tensor) -> None:
@@ -229,7 +245,7 @@ def write_working(pieces: Iterable[Shard]) -> None:
     masters = [piece for piece in copied if piece.away is None]
     for piece in copied:
         if piece.away is not None and piece.working is not None:
-            piece.working.copy_(piece.tensor.detach())
+            piece.working.copy_(weight(piece).detach())
     if masters:
         working: list[Any] = [piece.working for piece in masters]
         torch._foreach_copy_(working, [piece.tensor.detach() for piece in masters])
@@ -316,7 +332,17 @@ def piece_boxes(
 
 
 def weight(piece: Shard) -> Tensor:
-    return piece.tensor
+    """A piece's values; a copy, where they are in a file."""
+    return piece.tensor if piece.filed is None else piece.filed.read("weight")
+
+
+@torch.no_grad()
+def set_weight(piece: Shard, values: Tensor) -> None:
+    """New values of a piece. What the network reads follows later."""
+    if piece.filed is None:
+        piece.tensor.copy_(values)
+    else:
+        piece.filed.write("weight", values)
 
 
 def gradient(piece: Shard) -> Tensor:

@@ -87,6 +87,11 @@ FULL = (
     "cp=2,recompute=selective,offload=activations",
     "pp=2,recompute=full,offload=activations",
     "fsdp=2,tp=2,pp=2,schedule=zbv,recompute=full,offload=activations",
+    # what waits in files
+    "offload=optimizer@nvme",
+    "fsdp=2,micro=1,offload=optimizer@nvme",
+    "fsdp=2,zero=2,offload=optimizer:0.5@nvme",
+    "tp=2,recompute=full,offload=optimizer@nvme+activations@nvme",
     # three axes at once
     "dp=2,fsdp=2,cp=2",
     "dp=2,tp=2,cp=2,cp_kind=ulysses",

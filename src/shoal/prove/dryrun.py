@@ -31,11 +31,12 @@ from shoal.predict.traffic import traffic
 from shoal.predict.workload import Workload
 from shoal.prove.balanced_routing import balanced
 from shoal.prove.dryrun_findings import FLOOR, Finding, in_memory, in_messages, in_traffic
-from shoal.prove.fake_world import SumsInPlace, fake_rank, without_data
+from shoal.prove.fake_world import SizesAlone, SumsInPlace, fake_rank, without_data
 from shoal.prove.pinned_kernels import pinned
 from shoal.train.data.loader import Batch
 from shoal.train.metrics.observed import watched
 from shoal.train.program import assemble, blueprint
+from shoal.train.step import Step
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def dryrun(workload: Workload, rank: int) -> DryRun:
     with fake_rank(workload.layout, rank, "gloo" if on_cpu else "nccl") as mesh:
         network = blueprint(workload.network, workload.recipe)
         with without_data(), balanced(), pinned(workload) as kernels:
-            step = assemble(network, workload.recipe, workload.tune, mesh, _no_values)
+            step = assemble(network, workload.recipe, workload.tune, mesh, _no_values, files=SizesAlone())
             batches = [_batch(workload) for _ in range(workload.accumulation)]
             step(1, batches[:1], 1)
             gc.collect()
@@ -112,7 +113,7 @@ def dryrun(workload: Workload, rank: int) -> DryRun:
     return DryRun(
         workload,
         rank,
-        _ledger(workload, stage, tracker.peak_by_category(), tracker.peak_origin, step.host_bytes),
+        _ledger(workload, stage, tracker.peak_by_category(), tracker.peak_origin, step),
         ledgers(workload)[stage],
         watch.counter.traffic(),
         sorted(traffic(workload, rank)),
@@ -149,7 +150,7 @@ def _batch(workload: Workload) -> Batch:
 
 
 def _ledger(
-    workload: Workload, stage: int, held: dict[str, int], at: Attribution | None, host: int
+    workload: Workload, stage: int, held: dict[str, int], at: Attribution | None, step: Step
 ) -> Ledger:
     own = dict.fromkeys(CATEGORIES, 0)
     for category, size in (*held.items(), ("buffers", workspace(workload))):
@@ -165,5 +166,6 @@ def _ledger(
         capacity=workload.cluster.device.memory_bytes,
         worst_stage=stage,
         instant=str(at or "between steps"),
-        host=host,
+        host=step.host_bytes,
+        nvme=step.nvme_bytes,
     )

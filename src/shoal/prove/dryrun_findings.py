@@ -116,6 +116,8 @@ def in_memory(
         yield Finding("memory", f"{category}: {_off(found, wanted)}{made}")
     if abs(seen.host - predicted.host) > max(TOLERANCE * predicted.host, floor):
         yield Finding("memory", f"host: {_off(seen.host, predicted.host)}")
+    if seen.nvme != predicted.nvme:
+        yield Finding("memory", f"nvme: {_off(seen.nvme, predicted.nvme)}")
     if abs(seen.peak_allocated - predicted.peak_allocated) > max(TOLERANCE * predicted.peak_allocated, floor):
         moment = f"{seen.instant}; predicted: {predicted.instant}"
         yield Finding("memory", f"peak: {_off(seen.peak_allocated, predicted.peak_allocated)} ({moment})")

@@ -7,7 +7,7 @@ tensors have shapes, types and storages of the right size, and no values.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +24,7 @@ from shoal.facts.layout import Layout
 from shoal.observe.attribution import current_node
 from shoal.observe.subclasses import takes_itself_apart
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.offload.host_memory import HostBuffer, HostMemory
 from shoal.prove.shape_cache import ShapeCache
 
 
@@ -55,6 +56,42 @@ def _ones(tensor: FakeTensor) -> Any:
     for size in reversed(tensor.shape):
         read = [read] * size
     return read
+
+
+class SizesAlone:
+    """Files of a dry run: what would be on the disk is counted, and nothing is moved."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def content(self) -> int:
+        return sum(self._sizes.values())
+
+    def make(self, name: str, size: int) -> None:
+        self._sizes[name] = size
+
+    def room(self, memory: HostMemory, size: int) -> HostBuffer:
+        return memory.take(size)
+
+    def write(
+        self, name: str, tensor: torch.Tensor, start: int = 0, after: Callable[[], None] | None = None
+    ) -> SizesAlone:
+        return self.read(name, tensor, start)
+
+    def read(self, name: str, tensor: torch.Tensor, start: int = 0) -> SizesAlone:
+        assert start + tensor.nbytes <= self._sizes[name]
+        return self
+
+    def mapped(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Mode(TorchDispatchMode):

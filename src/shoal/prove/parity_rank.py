@@ -23,6 +23,7 @@ from shoal.train.data.collection import Collection
 from shoal.train.evaluate import heldout_loss, write_samples
 from shoal.train.first_weights import first_weights
 from shoal.train.program import Program
+from shoal.train.scratch_files import open_files
 
 PROMPT_TOKENS, WRITTEN_TOKENS = 8, 8
 
@@ -71,7 +72,8 @@ def run_parity_rank(rank: int, world: int, store: SignedStore, script: ParityReq
     """One rank's part; the first rank returns what was seen."""
     job = script.job
     mesh = init_rank(job, rank, rank, store)
-    program = Program(job, Collection.open(script.dataset), mesh, first_weights(job))
+    files = open_files(job, script.folder, rank)
+    program = Program(job, Collection.open(script.dataset), mesh, first_weights(job), files)
     program.compute_reference(program.reference(1, script.steps, job.config.recipe.batch))
     collector = Collector(program.pieces, mesh)
     seen = ParityRank()
@@ -88,6 +90,8 @@ def run_parity_rank(rank: int, world: int, store: SignedStore, script: ParityReq
     tensors.look(job, collector, script.steps, "parameter", weight, seen)
     with program.evaluated_weights():
         _evaluate(program, seen)
+    if files is not None:
+        files.close()
     mesh.close()
     return seen if rank == 0 else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from tempfile import gettempdir
 
 from rich.console import Console
 
@@ -11,6 +12,7 @@ from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.support import refuse_servers
 from shoal.launch import local
+from shoal.launch.scratch import check_scratch
 from shoal.plan.resolve import Job
 from shoal.prove import coverage
 
@@ -61,7 +63,9 @@ def ready(
         problems.append(Problem(f"--steps {steps}: must be 1 or more", "--steps 3"))
     for layout in chosen:
         try:
-            local.check_devices(job_of(job.config, layout, precisions[0], visible), visible)
+            asked = job_of(job.config, layout, precisions[0], visible)
+            local.check_devices(asked, visible)
+            check_scratch(asked, Path(gettempdir()))
         except BadInput as error:
             problems.extend(
                 Problem(f"{layout}: {problem.what}", problem.fix, "--layouts") for problem in error.problems

@@ -26,6 +26,7 @@ from shoal.train.metrics.meter import Meter
 from shoal.train.metrics.observed import Watch, watched
 from shoal.train.program import Program
 from shoal.train.run_directory import RunDirectory
+from shoal.train.scratch_files import open_files
 
 TIMED_STEPS = 5
 # The profiler's own start takes time: it runs along for a step before the one that counts. The tracker has one more.
@@ -66,7 +67,8 @@ def take_part(rank: int, world: int, store: SignedStore, order: ProfileRequest) 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     job = order.job
     mesh = init_rank(job, rank, rank, store)
-    program = Program(job, Collection.open(order.dataset), mesh, first_weights(job))
+    files = open_files(job, order.run.path, rank)
+    program = Program(job, Collection.open(order.dataset), mesh, first_weights(job), files)
     last = order.warm_up + TIMED_STEPS + WITH_INSTRUMENTS
     program.compute_reference(program.reference(1, last, 0))
     steps = program.loader.steps(1, last, program.positions)
@@ -103,6 +105,8 @@ def take_part(rank: int, world: int, store: SignedStore, order: ProfileRequest) 
         allocated=allocated,
         reserved=reserved,
     )
+    if files is not None:
+        files.close()
     mesh.close()
     return seen
 

@@ -27,8 +27,9 @@ ROUNDS_IN_KERNEL = True
 BLOCK, WARPS = 1024, 4
 
 
-# Updates some elements of a weight, in place, with their gradients in the weight's precision, divided by a scale.
-HostPart = Callable[[slice, Tensor, Tensor], None]
+# Updates some elements of a weight, in place: its states by name, ``weight`` among them, the number of the first one,
+# gradients in the weight's precision, and the scale that these are divided by.
+HostPart = Callable[[dict[str, Tensor], int, Tensor, Tensor], None]
 
 
 class AdamW(torch.optim.AdamW):
@@ -74,24 +75,24 @@ class AdamW(torch.optim.AdamW):
 
     def on_host(self, weight: Tensor, group: dict[str, Any]) -> HostPart:
         """Count an update of a weight of the host's, and give what does it."""
-        state, flat = self.started(weight), weight.detach().view(-1)
+        state = self.started(weight)
         noise = None if self.rounding is None else self.rounding.noise(weight)
         before = state["step"].clone()
         state["step"] += 1
         corrections, accepted = _corrections(group, state["step"]), torch.zeros(())
 
-        def update(part: slice, gradient: Tensor, scale: Tensor) -> None:
-            mean, square = (state[kind].view(-1)[part] for kind in ("exp_avg", "exp_avg_sq"))
+        def update(states: dict[str, Tensor], start: int, gradient: Tensor, scale: Tensor) -> None:
+            weight, mean, square = (states[kind] for kind in ("weight", "exp_avg", "exp_avg_sq"))
             if noise is not None:
-                there = noise.after(part.start)
-                _rounded(flat[part], gradient, mean, square, corrections, scale, accepted, group, there)
+                there = noise.after(start)
+                _rounded(weight, gradient, mean, square, corrections, scale, accepted, group, there)
                 return
             if weight.dtype == torch.float64:
                 gradient /= scale  # torch takes one in fp32
                 steered = {}
             else:
                 steered = {"grad_scale": scale.float(), "found_inf": accepted}
-            self._fused(flat[part], gradient, mean, square, before.clone(), group, **steered)
+            self._fused(weight, gradient, mean, square, before.clone(), group, **steered)
 
         return update
 

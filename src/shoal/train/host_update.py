@@ -36,6 +36,9 @@ from shoal.train.optimizer import CLIP_EPS, refuses
 # widened for it stays in a cache.
 PART = 2**18
 
+# Updates some elements of a piece: its states by name, the first one's number, gradients, and where new weights go.
+StretchUpdate = Callable[[dict[str, Tensor], int, Tensor, Tensor], None]
+
 
 class HostUpdate:
     """Updates what the host has, and lets the network wait for it."""
@@ -54,6 +57,8 @@ class HostUpdate:
         for piece in offloaded.pieces:
             groups.setdefault(self._place(piece, last), []).append(piece)
         self.groups = dict(sorted(groups.items()))
+        if offloaded.filed is not None:
+            offloaded.filed.in_order([piece for group in self.groups.values() for piece in group])
         # Of the optimizer's: looked up once, for there are hundreds of pieces and a step has no time for it.
         options = {weight: group for group in optimizer.param_groups for weight in group["params"]}
         self.options = {piece: options[piece.tensor] for piece in offloaded.pieces}
@@ -76,6 +81,13 @@ class HostUpdate:
         event = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         self._reached = min(self.groups, default=0) - 1.0  # nothing of the host's comes before
         arriving = {piece: state.arriving() for piece, state in self.offloaded.away.items()}
+        if isinstance(self.optimizer, AdamW):
+            for piece in self.offloaded.pieces:
+                self.optimizer.started(
+                    piece.tensor
+                )  # also where this update is refused, as all are in a dry run
+        if self.offloaded.filed is not None:
+            self.offloaded.filed.begin()
         self._running = self._thread.submit(self._update, arriving, known, event, limit, most)
         running = self._running
         if self.ahead is None:
@@ -140,6 +152,8 @@ class HostUpdate:
                 for piece in pieces:
                     self._update_piece(piece, arriving[piece](), scale)
                 self._pass(number)
+            if self.offloaded.filed is not None:
+                self.offloaded.filed.finish()
         finally:
             self._pass(math.inf)
 
@@ -155,8 +169,12 @@ class HostUpdate:
         working = piece.working
         assert working is not None
         returned, gradient = self.offloaded.away[piece].way_back(working), gradient.view(-1)
-        if not self._in_one_pass(piece, gradient, returned, scale):
-            self._in_parts(piece, gradient, returned, scale)
+        update = self._in_one_pass(piece, gradient.dtype, returned.dtype, scale) or self._in_parts(
+            piece, scale
+        )
+        for start, states in self._lent(piece):
+            part = slice(start, start + states["weight"].numel())
+            update(states, start, gradient[part], returned[part])
         if (back := self.offloaded.streams.back) is None:
             working.copy_(returned.view_as(working))
             return
@@ -164,35 +182,52 @@ class HostUpdate:
         with torch.cuda.stream(back):
             working.copy_(returned.view_as(working), non_blocking=True)
 
-    def _in_one_pass(self, piece: Shard, gradient: Tensor, returned: Tensor, scale: Tensor) -> bool:
-        """Whether it was."""
-        optimizer, weight = self.optimizer, piece.tensor.detach().view(-1)
+    def _lent(self, piece: Shard) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """A piece's states by name; from files some elements after others, each time with the first one's number."""
+        if (filed := self.offloaded.filed) is not None:
+            yield from filed.lent(piece)
+            return
+        kept = self.optimizer.state[piece.tensor].items()
+        states = {kind: one.view(-1) for kind, one in kept if isinstance(one, Tensor) and one.ndim}
+        yield 0, {**states, "weight": piece.tensor.detach().view(-1)}
+
+    def _in_one_pass(
+        self, piece: Shard, read: torch.dtype, written: torch.dtype, scale: Tensor
+    ) -> StretchUpdate | None:
+        """Count an update, and give what does it; None where it goes by parts."""
+        optimizer = self.optimizer
         if not isinstance(optimizer, AdamW) or optimizer.rounding is not None or self.problem is not None:
-            return False
-        if not host_adamw.takes(weight.dtype, gradient.dtype, returned.dtype):
-            return False
+            return None
+        if not host_adamw.takes(piece.tensor.dtype, read, written):
+            return None
         state = optimizer.started(piece.tensor)
         state["step"] += 1
-        mean, square = (state[kind].view(-1) for kind in ("exp_avg", "exp_avg_sq"))
         settings = host_adamw.settings_of(self.options[piece], int(state["step"]), float(scale))
         # New weights that are as wide as the gradient take its place; narrower ones would overtake it.
-        whole, room = returned.dtype == gradient.dtype, self._room.view(returned.dtype)
-        for part in _parts(weight.numel(), weight.numel() if whole else self.part):
-            read = gradient[part]
-            narrow = read if whole else room[: read.numel()]
-            states = weight[part], mean[part], square[part]
-            host_adamw.adamw_(*states, read, narrow, settings, self.threads)
-            if not whole:
-                returned[part].copy_(narrow)
-        return True
+        whole, room = written == read, self._room.view(written)
 
-    def _in_parts(self, piece: Shard, gradient: Tensor, returned: Tensor, scale: Tensor) -> None:
-        weight = piece.tensor.detach().view(-1)
-        update = on_host(self.optimizer, piece.tensor, self.options[piece])
-        for part in _parts(weight.numel(), self.part):
-            read = gradient[part]
-            update(part, self._room[: read.numel()].copy_(read), scale)
-            returned[part].copy_(weight[part])  # behind what has been read
+        def update(states: dict[str, Tensor], start: int, gradient: Tensor, returned: Tensor) -> None:
+            length = gradient.numel()
+            for part in _parts(length, length if whole else self.part):
+                found = gradient[part]
+                narrow = found if whole else room[: found.numel()]
+                here = (states[kind][part] for kind in ("weight", "exp_avg", "exp_avg_sq"))
+                host_adamw.adamw_(*here, found, narrow, settings, self.threads)
+                if not whole:
+                    returned[part].copy_(narrow)
+
+        return update
+
+    def _in_parts(self, piece: Shard, scale: Tensor) -> StretchUpdate:
+        update_part = on_host(self.optimizer, piece.tensor, self.options[piece])
+
+        def update(states: dict[str, Tensor], start: int, gradient: Tensor, returned: Tensor) -> None:
+            for part in _parts(gradient.numel(), self.part):
+                here, read = {kind: one[part] for kind, one in states.items()}, gradient[part]
+                update_part(here, start + part.start, self._room[: read.numel()].copy_(read), scale)
+                returned[part].copy_(here["weight"])  # behind what has been read
+
+        return update
 
 
 def _parts(length: int, most: int) -> Iterator[slice]:
@@ -212,13 +247,12 @@ def on_host(optimizer: torch.optim.Optimizer, weight: Tensor, group: dict[str, A
     """The next update of a weight of the host's, by parts."""
     if isinstance(optimizer, AdamW):
         return optimizer.on_host(weight, group)
-    momentum: Tensor | None = optimizer.state[weight].get("momentum_buffer")
 
-    def update(part: slice, gradient: Tensor, scale: Tensor) -> None:
+    def update(states: dict[str, Tensor], start: int, gradient: Tensor, scale: Tensor) -> None:
         sgd(
-            [weight.detach().view(-1)[part]],
+            [states["weight"]],
             [gradient.div_(scale)],
-            [None if momentum is None else momentum.view(-1)[part]],
+            [states.get("momentum_buffer")],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             lr=group["lr"],

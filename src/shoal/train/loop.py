@@ -43,6 +43,7 @@ from shoal.train.outcome import RESUMED, Outcome
 from shoal.train.program import Program, no_weights
 from shoal.train.reference import ReferenceStore
 from shoal.train.run_directory import EARLY, RunDirectory, identity
+from shoal.train.scratch_files import open_files
 from shoal.train.state import State
 from shoal.train.step import IssuedStep, StepResult
 
@@ -126,7 +127,8 @@ class Training:
             self.ledger = SampleLog(run.ledger, mesh.rank, attempt)
 
         data = Collection.open(dataset)
-        self.program = Program(job, data, mesh, no_weights)
+        self.files = open_files(job, run.path, mesh.rank)
+        self.program = Program(job, data, mesh, no_weights, self.files)
         self.loader, self.step = self.program.loader, self.program.step
         placed, scale = self.program.placed, self.program.scale
         self.guard = NonFiniteGuard(config.fault.nonfinite, scale.enabled)
@@ -211,6 +213,8 @@ class Training:
         self.commits.finish(self.done, stopped)
         if self.first_rank:
             self.metrics.sync()
+        if self.files is not None:
+            self.files.close()
         return Outcome(stopped, self.done)
 
     def _one_step(self, step: int, micro_batches: list[Batch], targets: int) -> None:

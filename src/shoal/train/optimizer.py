@@ -78,6 +78,7 @@ def build(pieces: list[Shard], recipe: Recipe, whole: WholeMatrices | None = Non
         steered = Adafactor(own, whole, lr=lr)
     else:
         assert adamw is not None
+        start_filed(adamw, pieces)
         return adamw
     steered.rounding = rounding
     return steered
@@ -117,7 +118,19 @@ def writes_copies(optimizer: torch.optim.Optimizer) -> bool:
 def start_momentum(optimizer: torch.optim.Optimizer, pieces: list[Shard]) -> None:
     """From nothing. Torch would make it in the first update, and leave it without values if that is refused."""
     for piece in pieces:
-        optimizer.state[piece.tensor]["momentum_buffer"] = torch.zeros_like(piece.tensor)
+        begun = (
+            torch.zeros_like(piece.tensor) if piece.filed is None else piece.filed.begin("momentum_buffer")
+        )
+        optimizer.state[piece.tensor]["momentum_buffer"] = begun
+
+
+def start_filed(adamw: AdamW, pieces: list[Shard]) -> None:
+    """From nothing, the moments of pieces whose states rest in files: a first update would take memory for them."""
+    for piece in pieces:
+        if piece.filed is not None:
+            adamw.state[piece.tensor]["step"] = torch.zeros(())
+            for kind in ("exp_avg", "exp_avg_sq"):
+                adamw.state[piece.tensor][kind] = piece.filed.begin(kind)
 
 
 def unscale(pieces: list[Shard], scale: float) -> None:

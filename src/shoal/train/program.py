@@ -21,6 +21,7 @@ from shoal.models.losses import loss_of
 from shoal.models.router import RouterLosses
 from shoal.parallel.apply import apply
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.offload.direct_files import Files
 from shoal.parallel.whole_matrices import WholeMatrices
 from shoal.plan.resolve import Job
 from shoal.train import optimizer as optimizers
@@ -39,7 +40,10 @@ BACKEND = "inductor"  # of torch.compile
 class Program:
     """Data, the placed network, its optimizer and the step that moves it."""
 
-    def __init__(self, job: Job, data: Collection, mesh: Mesh, fill: Fill) -> None:
+    def __init__(
+        self, job: Job, data: Collection, mesh: Mesh, fill: Fill, files: Files | None = None
+    ) -> None:
+        """``files``: for what the layout offloads ``@nvme``."""
         config, recipe = job.config, job.config.recipe
         self.job, self.mesh = job, mesh
         self.tokenizer: Tokenizer = open_tokenizer(config.data.tokenizer, config.data.end_token)
@@ -48,7 +52,7 @@ class Program:
 
         network = blueprint(job.network, recipe)
         compile_with = BACKEND if job.compilation.on else None
-        self.step = assemble(network, recipe, config.tune, mesh, fill, config.run.strict, compile_with)
+        self.step = assemble(network, recipe, config.tune, mesh, fill, config.run.strict, compile_with, files)
         self.placed, self.pieces = self.step.placed, self.step.pieces
         self.optimizer, self.scale = self.step.optimizer, self.step.scale
 
@@ -109,6 +113,7 @@ def assemble(
     fill: Fill,
     strict: bool = False,
     compile_with: str | None = None,
+    files: Files | None = None,
 ) -> Step:
     """The network, placed, with its optimizer: all of a rank's computation, whatever data it is given."""
     placed = apply(
@@ -123,6 +128,7 @@ def assemble(
         fp8=float8_scaling(recipe),
         one_pass=mesh.layout.one_pass(recipe.batch)
         and takes_narrow_gradients(recipe.precision, recipe.optimizer),
+        files=files,
     )
     pieces, whole = placed.gradients.pieces, None
     if recipe.optimizer in WHOLE:

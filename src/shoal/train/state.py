@@ -16,13 +16,14 @@ from shoal.facts.recipe import Recipe
 from shoal.facts.stored_states import Keeps, expected_states
 from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.shards import Shard, piece_slices, weight
+from shoal.parallel.shards import Shard, piece_slices
+from shoal.train.adamw import AdamW
 from shoal.train.checkpoint.manifest import Damaged, Manifest, check_agrees, identity_hash
 from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.staging import StagingBuffer, States
 from shoal.train.checkpoint.write_plan import factor_parts, parts
 from shoal.train.factors import empty_state, factor_slices
-from shoal.train.optimizer import LossScale, start_momentum
+from shoal.train.optimizer import LossScale, start_filed, start_momentum
 
 
 class Updated(Protocol):
@@ -63,11 +64,14 @@ class State:
         """A buffer for what this rank writes of it. ``ahead``: made before it is needed."""
         mine = parts(self.model, self.pieces, self.mesh)
         factors = {kind: factor_parts(self.pieces, kind) for kind in self.kinds if kind in FACTORS}
-        return StagingBuffer(mine, self.mesh.device, 1 + len(self.kinds), ahead, tell, factors)
+        # States that memory has no room for have none twice: their copy is on the same disk until it is written.
+        on_disk = next((piece.filed.mapped for piece in self.pieces if piece.filed is not None), None)
+        return StagingBuffer(mine, self.mesh.device, 1 + len(self.kinds), ahead, tell, factors, on_disk)
 
     def states(self) -> States:
         """Weights, and those of the optimizer's states that there are."""
-        return [("weight", weight), *((kind, partial(self._state, kind)) for kind in self._kinds_here())]
+        kinds = ((kind, partial(self._state, kind)) for kind in self._kinds_here())
+        return [("weight", lambda piece: piece.tensor), *kinds]
 
     def manifest(
         self, step: int, samples: int, identity: dict[str, Any], heldout_loss: float | None = None
@@ -106,10 +110,14 @@ class State:
         weights = [
             ("weight", piece.name, part)
             for piece in self.pieces
+            if piece.filed is None
             for part in piece_slices(piece, piece.tensor)
         ]
         self.optimizer.state.clear()
+        if isinstance(self.optimizer, AdamW):
+            start_filed(self.optimizer, self.pieces)
         checkpoint.fill(self.model, [*weights, *self._states_to_fill(found)])
+        self._fill_files(checkpoint, found)
         if self.keeps.optimizer == "sgd" and not begun:
             # Written before the first update, by a version whose optimizer had none then.
             start_momentum(self.optimizer, self.pieces)
@@ -129,13 +137,32 @@ class State:
     def _states_to_fill(self, kinds: set[str]) -> Iterator[tuple[str, str, Slice]]:
         for kind in sorted(kinds):
             for piece in self.pieces:
-                if kind not in self.keeps.states(piece.name, len(piece.box.whole)):
+                if piece.filed is not None or not self._has(piece, kind):
                     continue
                 state = empty_state(piece, kind)
                 self.optimizer.state[piece.tensor][kind] = state
                 slices = factor_slices(piece, state, kind) if kind in FACTORS else piece_slices(piece, state)
                 for part in slices:
                     yield kind, piece.name, part
+
+    def _fill_files(self, checkpoint: Checkpoint, kinds: set[str]) -> None:
+        """One state of one piece after another: memory has no room for all of them."""
+        for piece in self.pieces:
+            if piece.filed is None:
+                continue
+            for kind in sorted(kinds | {"weight"}):
+                if kind != "weight" and not self._has(piece, kind):
+                    continue
+                values = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype)
+                checkpoint.fill(
+                    self.model, [(kind, piece.name, part) for part in piece_slices(piece, values)]
+                )
+                if kind != "weight":
+                    self.optimizer.state[piece.tensor][kind] = piece.filed.begin(kind)
+                piece.filed.write(kind, values)
+
+    def _has(self, piece: Shard, kind: str) -> bool:
+        return kind in self.keeps.states(piece.name, len(piece.box.whole))
 
     def _kinds_here(self) -> tuple[str, ...]:
         """The optimizer states there are: none before the first update, and no momentum where it is 0."""

@@ -187,10 +187,16 @@ class Step:
     @property
     def host_bytes(self) -> int:
         """Of the host's memory, what Shoal has taken: buffers, and states that are offloaded."""
-        away = [] if self.host is None else [piece.tensor for piece in self.host.offloaded.pieces]
+        pieces = [] if self.host is None else self.host.offloaded.pieces
+        away = [piece.tensor for piece in pieces if piece.filed is None]
         states = [state for tensor in away for state in self.optimizer.state.get(tensor, {}).values()]
         kept = [*away, *(one for one in states if isinstance(one, Tensor) and one.ndim)]
         return self.placed.host.bytes + sum(one.nbytes for one in kept)
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Of local disks, what tensors take that wait there."""
+        return 0 if self.placed.files is None else self.placed.files.content
 
     def _measure(self, losses: list[Tensor], targets: int) -> Tensor:
         """Losses and gradients of all ranks, everything counted once."""

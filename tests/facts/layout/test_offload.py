@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.facts.layout import Layout, Offload
 from shoal.facts.layout.offload import (
+    RING,
     OffDevice,
     away_bytes,
     leaves_early,
@@ -113,6 +114,9 @@ def test_an_update_moves_28_bytes_a_parameter() -> None:
 def test_where_they_wait() -> None:
     each = away_bytes(Recipe(precision="bf16"), ALONE, 1)
     assert off_device(each, 1000, 100, nvme=False, adds_up=False) == OffDevice(14_000, 0)
-    assert off_device(each, 1000, 100, nvme=True, adds_up=False) == OffDevice(2000 + 200 * 12, 12_000)
+    # Of states in files a quarter is in memory at once, of many a bounded number; what is one piece all together.
+    assert off_device(each, 1000, 100, nvme=True, adds_up=False) == OffDevice(2000 + 250 * 12, 12_000)
+    assert off_device(each, 1000, 100, True, False, largest=600) == OffDevice(2000 + 600 * 12, 12_000)
+    assert off_device(each, 2**31, 100, True, False, largest=2**30).host == 2**32 + RING * 12
     summed = away_bytes(Recipe(precision="bf16"), ALONE, 4)
     assert off_device(summed, 1000, 100, nvme=False, adds_up=True) == OffDevice(16_000 + 200 * 2, 0)

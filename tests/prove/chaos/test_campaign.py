@@ -73,6 +73,27 @@ def test_a_short_campaign_changes_nothing(
     assert judge(run, reference, struck, 0.0).first_difference.startswith("step 5:")
 
 
+@pytest.mark.long
+def test_a_run_whose_states_are_in_files_survives(
+    overrides: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every kind once, in the midst of steps that read and write scratch files; none of these is left."""
+    folder, kinds = (
+        tmp_path / "chaos",
+        "SIGKILL,bit flip in a weight,flipped bit,NaN in a gradient,launcher SIGKILL",
+    )
+    layouts = "fsdp=2,recompute=full,offload=optimizer@nvme+activations@nvme;offload=optimizer:0.5@nvme"
+    options = ("--faults", "5", "--layouts", layouts, "--kinds", kinds, "--seed", "1", "--no-strict")
+    code = call(*options, "--run", str(folder), "--json", *overrides)
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    found = json.loads(out)
+    assert len(found["faults"]) == 5 and found["curve_identical"] and found["weights_identical"]
+    assert found["steps_lost"] == 0 and found["samples"]["once"]
+    assert all(fault["named_right"] is not False for fault in found["faults"]), err
+    assert not (folder / "run" / "scratch").exists()
+
+
 def test_bad_input_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "chaos"
     assert call("--layouts", "dp=3;tp=2", "--kinds", "SIGKILL,gremlins", "--run", str(folder)) == 2

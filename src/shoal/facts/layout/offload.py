@@ -17,6 +17,9 @@ from shoal.facts.recipe import Recipe
 
 # Blocks that are on their way at once: one is used or updated while the other travels.
 IN_FLIGHT = 2
+# Elements whose states are in memory at once where they rest in files, at most: read ahead, updated, written behind.
+# And the share of a rank's that are, at most, in stretches of a quarter of that.
+RING, RING_SHARE, STRETCHES = 2**25, 4, 4
 
 
 def offloaded(sizes: Sequence[int], fraction: float) -> int:
@@ -108,14 +111,24 @@ class OffDevice(NamedTuple):
     nvme: float
 
 
-def off_device(each: AwayBytes, elements: float, block: float, nvme: bool, adds_up: bool) -> OffDevice:
-    """Of so many offloaded parameters of a rank, of which its largest block has ``block``.
+def ring_elements(elements: float, largest: float) -> float:
+    """Of so many elements whose states rest in files, those that are in memory at once. ``largest``: of the pieces.
 
-    Pinned buffers for two blocks, through which larger pieces pass in parts: for gradients that are yet to be added up
-    where they rest, and for states on their way from a file and back.
+    A larger one than a stretch passes in several.
     """
-    buffers = IN_FLIGHT * min(block, elements)
-    landing = buffers * each.travelling if adds_up else 0.0
+    return max(min(RING, elements / RING_SHARE), min(largest, RING // STRETCHES))
+
+
+def off_device(
+    each: AwayBytes, elements: float, block: float, nvme: bool, adds_up: bool, largest: float = 0.0
+) -> OffDevice:
+    """Of so many offloaded parameters of a rank, of which its largest block has ``block``, its largest end ``largest``.
+
+    Gradients that are yet to be added up where they rest pass through buffers for two blocks, larger pieces in parts;
+    states on their way from a file and back through a ring.
+    """
+    landing = IN_FLIGHT * min(block, elements) * each.travelling if adds_up else 0.0
     if nvme:
-        return OffDevice(elements * each.gradient + landing + buffers * each.states, elements * each.states)
+        ring = ring_elements(elements, min(largest, elements)) * each.states
+        return OffDevice(elements * each.gradient + landing + ring, elements * each.states)
     return OffDevice(elements * (each.gradient + each.states) + landing, 0.0)

@@ -9,12 +9,15 @@ Autograd gives what it saves to hooks (``torch.autograd.graph.saved_tensors_hook
 checkpointing saves, its input; around a compiled one all that its graph saves, weights included, which stay. What eager
 selective recomputation keeps is kept by a mode of torch's dispatcher, here by one of our own. On a CPU there are no
 streams, a copy is done when it is begun, and all else is the same.
+
+``@nvme``: from its buffer a tensor is written to a file, and the buffer is free when the next block's forward pass
+ends; what is asked back is read into a buffer again. The host holds what two blocks keep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -24,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.facts.layout.offload_activations import HORIZON, blocks_away
+from shoal.parallel.offload.direct_files import Files, Transfer
 from shoal.parallel.offload.host_memory import HostBuffer, HostMemory
 from shoal.parallel.recompute import MATRIX_PRODUCTS, selective_contexts
 from shoal.parallel.stage_module import StageModule
@@ -67,51 +71,110 @@ class CopyStreams:
         return buffer.read
 
 
-class AwayTensor:
-    """A tensor of the device whose values wait in the host's memory."""
+class ActivationFiles:
+    """Files that tensors of a size wait in, one after the other."""
 
-    def __init__(self, tensor: Tensor, streams: CopyStreams) -> None:
-        self._streams = streams
-        self._buffer: HostBuffer | None = streams.memory.take(tensor.numel() * tensor.element_size())
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        self._free: dict[int, list[str]] = {}
+        self._made = 0
+
+    def take(self, size: int) -> str:
+        if free := self._free.get(size):
+            return free.pop()
+        name, self._made = f"activation-{self._made:05d}", self._made + 1
+        self.files.make(name, size)
+        return name
+
+    def give_back(self, name: str, size: int) -> None:
+        self._free.setdefault(size, []).append(name)
+
+
+class AwayTensor:
+    """A tensor of the device whose values wait in the host's memory, or in a file."""
+
+    def __init__(self, tensor: Tensor, streams: CopyStreams, disk: ActivationFiles | None = None) -> None:
+        self._streams, self._disk = streams, disk
+        self._size = tensor.numel() * tensor.element_size()
+        self._file: str | None = None
+        self._moving: Transfer | None = None  # between buffer and file
+        self._buffer: HostBuffer | None = None
+        if disk is not None:
+            self._file = disk.take(self._size)
+        self._buffer = self._take_buffer()
         self._leaving: Tensor | None = tensor
         self._left = streams.leave(tensor, self._buffer)
         self._place = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         self._here: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
+        if disk is not None and self._file is not None:
+            copied = None if self._left is None else self._left.synchronize
+            self._moving = disk.files.write(self._file, self._buffer.bytes, after=copied)
 
     def let_go(self) -> None:
-        """The device's tensor may go, as soon as it is copied."""
+        """The device's tensor may go, as soon as it is copied; and a buffer whose bytes are in a file."""
         if self._left is not None and self._leaving is not None:
             torch.cuda.current_stream().wait_event(self._left)
         self._leaving = None
+        if self._file is not None and self._here is None:
+            self._free_buffer()
 
     def ask_back(self) -> None:
         """Start on the way back, if it has not."""
-        if self._buffer is None:
+        if self._here is not None or (self._buffer is None and self._file is None):
             return
         size, stride, dtype, device = self._place
         self._here = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        self._arrived = self._streams.come_back(self._here, self._buffer, self._left)
-        self._free()
+        if self._disk is None or self._file is None:
+            self._copy_back()
+            return
+        if self._buffer is None:
+            self._buffer = self._take_buffer()
+            if self._buffer.read is not None:
+                self._buffer.read.synchronize()
+            self._moving = self._disk.files.read(self._file, self._buffer.bytes)
 
     def take(self) -> Tensor:
         """The tensor, which is its reader's from now on."""
         self.ask_back()
         if self._here is None:
             raise RuntimeError("an offloaded activation was asked for twice: backward passes run once here")
+        if self._file is not None:
+            self._copy_back()
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
         here, self._here = self._here, None
         return here
 
+    def _take_buffer(self) -> HostBuffer:
+        memory = self._streams.memory
+        return memory.take(self._size) if self._disk is None else self._disk.files.room(memory, self._size)
+
+    def _copy_back(self) -> None:
+        assert self._here is not None and self._buffer is not None
+        if self._moving is not None:
+            self._moving.result()
+        self._arrived = self._streams.come_back(self._here, self._buffer, self._left)
+        self._free()
+
     def _free(self) -> None:
+        self._free_buffer()
+        if self._disk is not None and self._file is not None:
+            self._disk.give_back(self._file, self._size)
+            self._file = None
+
+    def _free_buffer(self) -> None:
+        moving, self._moving = self._moving, None
+        if moving is not None:
+            moving.result()
         if self._buffer is not None:
             self._streams.memory.give_back(self._buffer)
             self._buffer = None
 
     def __del__(self) -> None:
         # Never asked for, as of a forward pass whose backward pass does not come.
-        self._free()
+        with suppress(OSError, RuntimeError):
+            self._free()
 
 
 class KeptBlock:
@@ -135,10 +198,11 @@ class KeptBlock:
 
 
 class ActivationOffload:
-    """The blocks of a rank whose activations wait in the host's memory."""
+    """The blocks of a rank whose activations wait in the host's memory, or in files."""
 
-    def __init__(self, memory: HostMemory, fraction: float) -> None:
+    def __init__(self, memory: HostMemory, fraction: float, files: Files | None = None) -> None:
         self._streams, self._fraction = CopyStreams(memory), fraction
+        self._disk = ActivationFiles(files) if files is not None else None
         # Of the block whose forward pass is running, if that sends anything away.
         self._running: KeptBlock | None = None
         self._last: KeptBlock | None = None
@@ -157,7 +221,10 @@ class ActivationOffload:
         if self._running is None:
             return selective_contexts()
         products: list[AwayTensor] = []
-        return _SendingAway(self._running, products, self._streams), _HandingBack(products)
+        return _SendingAway(self._running, products, self._away), _HandingBack(products)
+
+    def _away(self, tensor: Tensor) -> AwayTensor:
+        return AwayTensor(tensor, self._streams, self._disk)
 
     def _run(
         self, block: nn.Module, forward: Forward, first: bool, away: bool, at_end: bool, *arguments: Any
@@ -172,7 +239,7 @@ class ActivationOffload:
         def pack(tensor: Tensor) -> Tensor | AwayTensor:
             if not away or not _leaves(tensor, stay):
                 return tensor
-            kept.away.append(AwayTensor(tensor, self._streams))
+            kept.away.append(self._away(tensor))
             return kept.away[-1]
 
         def unpack(saved: Tensor | AwayTensor) -> Tensor:
@@ -191,18 +258,20 @@ class ActivationOffload:
 
 
 class _SendingAway(TorchDispatchMode):
-    """Results of matrix products are kept, in the host's memory."""
+    """Results of matrix products are kept, off the device."""
 
-    def __init__(self, kept: KeptBlock, products: list[AwayTensor], streams: CopyStreams) -> None:
+    def __init__(
+        self, kept: KeptBlock, products: list[AwayTensor], away: Callable[[Tensor], AwayTensor]
+    ) -> None:
         super().__init__()
-        self._kept, self._products, self._streams = kept, products, streams
+        self._kept, self._products, self._away = kept, products, away
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in MATRIX_PRODUCTS:
-            self._products.append(AwayTensor(result.detach(), self._streams))
+            self._products.append(self._away(result.detach()))
             self._kept.away.append(self._products[-1])
         return result
 

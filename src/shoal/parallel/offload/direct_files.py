@@ -11,21 +11,56 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
-from shoal.parallel.offload.host_memory import pinned
-from shoal.parallel.offload.scratch import BLOCK
+from shoal.parallel.offload.host_memory import HostBuffer, HostMemory, whole_pages
+from shoal.parallel.offload.scratch import BLOCK, Scratch
 
 # What is hashed, read and written at once.
 PIECE = 8 << 20
 THREADS = 4
+
+
+class Transfer(Protocol):
+    """A read or a write that has begun."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> None:
+        """Wait for its end; raises what went wrong."""
+
+
+class Files(Protocol):
+    """Where tensors wait that the host has no room for. A dry run's have sizes alone."""
+
+    @property
+    def content(self) -> int:
+        """Bytes of all tensors that have a file."""
+
+    def make(self, name: str, size: int) -> None: ...
+
+    def room(self, memory: HostMemory, size: int) -> HostBuffer:
+        """A buffer that tensors are written from and read into."""
+
+    def write(
+        self, name: str, tensor: Tensor, start: int = 0, after: Callable[[], None] | None = None
+    ) -> Transfer: ...
+
+    def read(self, name: str, tensor: Tensor, start: int = 0) -> Transfer: ...
+
+    def mapped(self, size: int) -> Tensor:
+        """So many bytes on the disk that are used as memory is; they go with the tensor."""
+
+    def close(self) -> None: ...
 
 
 class ScratchDamaged(RuntimeError):
@@ -64,8 +99,9 @@ class DiskTransfer:
 class DirectFiles:
     """The files of one scratch directory, each of a size of its own that never changes."""
 
-    def __init__(self, directory: Path, threads: int = THREADS) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, threads: int = THREADS, scratch: Scratch | None = None) -> None:
+        """``scratch``: whose directory it is; it goes with the files."""
+        self.directory, self._scratch = directory, scratch
         self._files: dict[str, DirectFile] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="scratch")
 
@@ -73,6 +109,25 @@ class DirectFiles:
     def bytes(self) -> int:
         """On the disk."""
         return sum(_whole_blocks(file.size) for file in self._files.values())
+
+    @property
+    def content(self) -> int:
+        """Of tensors, without what fills their last blocks."""
+        return sum(file.size for file in self._files.values())
+
+    def mapped(self, size: int) -> Tensor:
+        """Through the system's cache, which gives its memory back where that is scarce."""
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        with tempfile.NamedTemporaryFile(dir=self.directory) as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)  # a page without room would end the process
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, file.name) from None
+            return torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+
+    def room(self, memory: HostMemory, size: int) -> HostBuffer:
+        return memory.take(size, in_whole_pages=True)
 
     def make(self, name: str, size: int) -> None:
         """A file for a tensor of so many bytes. Its room is taken now: a disk that is too small says so here."""
@@ -86,15 +141,21 @@ class DirectFiles:
         count = -(-size // PIECE)
         self._files[name] = DirectFile(path, handle, size, [None] * count, [None] * count)
 
-    def write(self, name: str, tensor: Tensor) -> DiskTransfer:
-        """Write a whole tensor, which lies in an aligned buffer, into its file."""
-        return self._start(name, tensor, self._write_piece)
+    def write(
+        self, name: str, tensor: Tensor, start: int = 0, after: Callable[[], None] | None = None
+    ) -> DiskTransfer:
+        """Write a tensor, which lies in an aligned buffer, into its file from byte ``start`` on.
 
-    def read(self, name: str, tensor: Tensor) -> DiskTransfer:
+        Up to the file's end or in whole pieces. ``after``: returns when the tensor has its values.
+        """
+        return self._start(name, tensor, start, self._write_piece, after)
+
+    def read(self, name: str, tensor: Tensor, start: int = 0) -> DiskTransfer:
         """Read it back, into an aligned buffer."""
-        if any(one is None for one in self._files[name].last):
+        file = self._files[name]
+        if any(file.last[number] is None for number in _pieces(file, tensor, start)):
             raise ValueError(f"{name} was never written")
-        return self._start(name, tensor, self._read_piece)
+        return self._start(name, tensor, start, self._read_piece)
 
     def close(self) -> None:
         """Wait for what runs, and let go of the files; their directory removes them."""
@@ -102,15 +163,23 @@ class DirectFiles:
         for file in self._files.values():
             os.close(file.handle)
         self._files.clear()
+        if self._scratch is not None:
+            self._scratch.remove()
 
     def _start(
-        self, name: str, tensor: Tensor, move: Callable[[DirectFile, int, memoryview], None]
+        self,
+        name: str,
+        tensor: Tensor,
+        start: int,
+        move: Callable[[DirectFile, int, memoryview], None],
+        after: Callable[[], None] | None = None,
     ) -> DiskTransfer:
-        file, view = self._files[name], _memory(tensor, self._files[name].size)
+        file = self._files[name]
+        numbers, view = _pieces(file, tensor, start), _memory(tensor)
         started = []
-        for number, before in enumerate(file.last):
-            piece = view[number * PIECE : (number + 1) * PIECE]
-            job = self._pool.submit(_after, before, move, file, number, piece)
+        for number in numbers:
+            piece = view[number * PIECE - start : (number + 1) * PIECE - start]
+            job = self._pool.submit(_after, file.last[number], after, move, file, number, piece)
             file.last[number] = job
             started.append(job)
         return DiskTransfer(started)
@@ -132,11 +201,12 @@ class DirectFiles:
 
 def aligned(size: int, device: torch.device) -> Tensor:
     """A buffer that direct I/O takes, of so many bytes, pinned for copies to and from a CUDA device."""
-    return pinned(_whole_blocks(size), device, in_whole_pages=True)[:size]
+    return whole_pages(size, device)
 
 
 def _after(
     before: Future[None] | None,
+    after: Callable[[], None] | None,
     move: Callable[[DirectFile, int, memoryview], None],
     file: DirectFile,
     number: int,
@@ -145,6 +215,8 @@ def _after(
     """What was asked for earlier of the same piece comes first: it was started before, so it is under way."""
     if before is not None:
         wait([before])
+    if after is not None:
+        after()
     move(file, number, memory)
 
 
@@ -169,13 +241,22 @@ def _hash(file: DirectFile, number: int, memory: memoryview) -> bytes:
     return blake3(memory[: file.size - number * PIECE]).digest()
 
 
-def _memory(tensor: Tensor, size: int) -> memoryview:
+def _pieces(file: DirectFile, tensor: Tensor, start: int) -> range:
+    """Numbers of those that a tensor has from byte ``start`` on."""
+    end = start + tensor.nbytes
+    if start % PIECE or end > file.size or (end < file.size and end % PIECE):
+        held = f"a file of {file.size:,} bytes"
+        raise ValueError(f"{held} is given a tensor of {tensor.nbytes:,} at {start:,}")
+    return range(start // PIECE, -(-end // PIECE))
+
+
+def _memory(tensor: Tensor) -> memoryview:
     """A tensor's bytes, up to the end of their last block."""
     flat = tensor.reshape(-1).view(torch.uint8)
-    if flat.numel() != size or flat.data_ptr() != tensor.data_ptr():
-        raise ValueError(f"a file of {size:,} bytes is given a tensor of {flat.numel():,} or with gaps")
+    if flat.numel() and flat.data_ptr() != tensor.data_ptr():
+        raise ValueError("direct I/O takes tensors without gaps")
     storage, offset = flat.untyped_storage(), flat.storage_offset()
-    whole = _whole_blocks(size)
+    whole = _whole_blocks(flat.numel())
     if flat.data_ptr() % BLOCK or storage.nbytes() - offset < whole:
         raise ValueError("direct I/O takes buffers from aligned() alone")
     padded = torch.empty(0, dtype=torch.uint8).set_(storage, offset, (whole,), (1,))

@@ -52,6 +52,7 @@ class HostBuffer:
     bytes: Tensor  # uint8
     # The end of the copies that last read it: a stream that writes into it waits for that.
     read: torch.cuda.Event | None = None
+    in_whole_pages: bool = False  # as direct I/O wants it
 
     def like(self, tensor: Tensor) -> Tensor:
         """Its bytes in the shape, the strides and the type of a tensor that is as large."""
@@ -65,28 +66,28 @@ class HostMemory:
         """``device``: whose copies the buffers are pinned for."""
         self.device = device
         self.buffers: list[Tensor] = []  # all that there are
-        self._free: dict[int, list[HostBuffer]] = {}
+        self._free: dict[tuple[int, bool], list[HostBuffer]] = {}
 
     @property
     def bytes(self) -> int:
         """Taken from the system."""
         return sum(one.numel() for one in self.buffers)
 
-    def take(self, size: int) -> HostBuffer:
-        """A buffer of exactly so many bytes. What it holds is anything."""
-        free = self._free.get(size)
+    def take(self, size: int, in_whole_pages: bool = False) -> HostBuffer:
+        """A buffer of exactly so many bytes, or up to the end of their last page. What it holds is anything."""
+        free = self._free.get((size, in_whole_pages))
         if free:
             return free.pop()
-        made = pinned(size, self.device)
+        made = whole_pages(size, self.device) if in_whole_pages else pinned(size, self.device)
         self.buffers.append(made)
-        return HostBuffer(made)
+        return HostBuffer(made, in_whole_pages=in_whole_pages)
 
     def release(self, buffer: HostBuffer) -> None:
         """None of its size will be wanted again."""
         self.buffers = [one for one in self.buffers if one is not buffer.bytes]
 
     def give_back(self, buffer: HostBuffer) -> None:
-        self._free.setdefault(buffer.bytes.numel(), []).append(buffer)
+        self._free.setdefault((buffer.bytes.numel(), buffer.in_whole_pages), []).append(buffer)
 
 
 def pinned(size: int, device: torch.device, in_whole_pages: bool = False) -> Tensor:
@@ -102,6 +103,11 @@ def pinned(size: int, device: torch.device, in_whole_pages: bool = False) -> Ten
     if on_gpu:
         _register(made)
     return made
+
+
+def whole_pages(size: int, device: torch.device) -> Tensor:
+    """So many bytes that direct I/O takes: the rest of their last page is there too."""
+    return pinned(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, device, in_whole_pages=True)[:size]
 
 
 def _register(memory: Tensor) -> None:

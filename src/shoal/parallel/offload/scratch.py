@@ -31,13 +31,18 @@ BLOCK = 4096
 ELSEWHERE = "wait for it, stop it, or another directory: offload.scratch = DIR"
 # Another launcher that looks whether a directory is held holds it for a moment.
 TRIES, MOMENT = 5, 0.1
+# Seconds after which a rank whose launcher is dead should be so too.
+OUTLIVES = 10.0
 FIX = "offload.scratch = a directory on a local disk, or leave @nvme out of the layout"
 
 
-def scratch_problems(root: Path, needed: int, made_by_us: bool = False) -> list[Problem]:
+def scratch_problems(
+    root: Path, needed: int, made_by_us: bool = False, run: str | None = None
+) -> list[Problem]:
     """Everything that keeps a run from using a directory for ``needed`` bytes; nothing is created for good.
 
-    ``made_by_us``: a run makes the directory if it is missing. To be called when no rank of the run lives.
+    ``made_by_us``: a run makes the directory if it is missing. ``run``: its own name; ranks of it may outlive a killed
+    launcher by a moment, which is waited for.
     """
     where = "offload.scratch"
     place = _nearest(root) if made_by_us else root
@@ -50,6 +55,9 @@ def scratch_problems(root: Path, needed: int, made_by_us: bool = False) -> list[
         found.append(Problem(f"the scratch directory {root} is in memory ({kind})", FIX, where))
     elif (reason := _direct_problem(place)) is not None:
         found.append(Problem(f"the scratch directory {root} {reason}", FIX, where))
+    deadline = time.monotonic() + OUTLIVES
+    while time.monotonic() < deadline and any(owner.get("run") == run for owner in _live(root)):
+        time.sleep(MOMENT)
     for owner in _live(root):
         found.append(
             Problem(

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from shoal.facts.layout.offload import IN_FLIGHT, offloaded
 from shoal.facts.model.parameters import CORRECTION, block_of
 from shoal.parallel.offload.activations import CopyStreams
+from shoal.parallel.offload.direct_files import Files
 from shoal.parallel.offload.host_memory import HostBuffer, HostMemory, HostThread
+from shoal.parallel.offload.state_files import StateFiles
 from shoal.parallel.shards import Shard
 from shoal.parallel.shards import gradient as gradient_of
 
@@ -44,13 +46,17 @@ class AwayState:
     A new weight takes the place of the gradient that made it, which is at least as wide.
     """
 
-    def __init__(self, piece: Shard, memory: HostMemory) -> None:
-        """From now on the optimizer updates a tensor of the host's, which the device's values follow."""
+    def __init__(self, piece: Shard, memory: HostMemory, in_file: bool) -> None:
+        """From now on the optimizer updates a tensor of the host's, which the device's values follow.
+
+        ``in_file``: that one has its values in a file (``state_files.py``), and no memory here.
+        """
         self.memory = memory
         device = piece.tensor.detach() if piece.working is None else piece.working
-        # What the host itself works on needs no pinned memory. Values are yet to come.
-        master = torch.zeros(device.shape, dtype=piece.tensor.dtype, device="cpu")
-        piece.tensor, piece.working, piece.away = nn.Parameter(master), device, self
+        piece.working, piece.away = device, self
+        if not in_file:
+            # What the host itself works on needs no pinned memory. Values are yet to come.
+            piece.tensor = nn.Parameter(torch.zeros(device.shape, dtype=piece.tensor.dtype, device="cpu"))
         self.room: HostBuffer | None = None
         self.gradient: Tensor | None = None  # where it waits for the update
         self.times = 0  # micro-batches whose gradients have left, in this step
@@ -121,7 +127,15 @@ class LandingBuffer:
 class OffloadedStates:
     """The pieces of a rank whose states the host has."""
 
-    def __init__(self, pieces: list[Shard], memory: HostMemory, fraction: float, states: torch.dtype) -> None:
+    def __init__(
+        self,
+        pieces: list[Shard],
+        memory: HostMemory,
+        fraction: float,
+        states: torch.dtype,
+        files: Files | None = None,
+    ) -> None:
+        """``files``: where states rest that are not to take the host's memory either."""
         self.memory, self.states = memory, states
         self.streams = CopyStreams(memory)
         first = offloaded([piece.stop - piece.start for piece in pieces], fraction)
@@ -131,7 +145,8 @@ class OffloadedStates:
         for piece in pieces:
             if piece not in away and piece.tensor.is_meta:
                 _make_here(piece)
-        self.away = {piece: AwayState(piece, memory) for piece in self.pieces}
+        self.away = {piece: AwayState(piece, memory, files is not None) for piece in self.pieces}
+        self.filed = StateFiles(self.pieces, files, memory) if files is not None else None
         self.several = False  # whether gradients are added up on the host
         sizes: Counter[int] = Counter()
         for piece in self.pieces:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.facts.layout.offload import OffDevice
+from shoal.facts.layout.offload import IN_FLIGHT, OffDevice
 from shoal.facts.layout.offload_activations import HORIZON
 from shoal.predict.memory.block_workload import BlockActivations
 from shoal.predict.memory.gradients import RankGradients
@@ -97,7 +97,13 @@ def waiting_activations(rank: RankInventory) -> OffDevice:
         sum(held * kept.away for held, kept in zip(moment.held, rank.in_flight, strict=True))
         for moment in passes
     )
-    return OffDevice(0.0, size) if rank.on_nvme("activations") else OffDevice(size, 0.0)
+    if not rank.on_nvme("activations"):
+        return OffDevice(size, 0.0)
+    # On their way to a file and back, what two blocks keep.
+    each = max(
+        kept.away / max(1, len(rank.blocks_away(number))) for number, kept in enumerate(rank.in_flight)
+    )
+    return OffDevice(min(size, IN_FLIGHT * each), size)
 
 
 def _here(rank: RankInventory, count: ParameterCount) -> int:

@@ -50,7 +50,8 @@ def elsewhere(rank: RankInventory) -> OffDevice:
     if optimizer is not None:
         away, adds_up = rank.offloaded("optimizer") * updated, workload.accumulation > 1
         adds_up = adds_up and leaves_early(workload.layout)
-        host, nvme = off_device(each, away, block, optimizer.nvme, adds_up)
+        ends = (rank.ends.embedding.trained_share, rank.ends.head.trained_share)
+        host, nvme = off_device(each, away, block, optimizer.nvme, adds_up, max(ends))
     if params is not None:
         weights = rank.offloaded("params") * (_weights(rank) + _frozen(rank))
         if params.nvme:

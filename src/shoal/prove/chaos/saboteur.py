@@ -186,7 +186,9 @@ def _wrong(training: Training, order: FaultOrder) -> None:
     piece = numbers.choice(pieces)
     place = numbers.randrange(piece.tensor.numel())
     if order.kind == "bit flip in a weight":
-        bits = piece.tensor.detach().view(-1).view(torch.int32)
+        # What rests in a file is not in memory; what the network reads is.
+        values = piece.tensor if piece.filed is None or piece.working is None else piece.working
+        bits = values.detach().view(-1).view(torch.int32)
         bits[place] ^= 1 << numbers.randrange(31)
     elif order.kind == "NaN in a gradient":
         shared = training.step.placed.shared

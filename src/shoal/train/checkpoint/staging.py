@@ -18,7 +18,8 @@ from shoal.parallel.shards import Shard as Held
 from shoal.train.checkpoint.manifest import StoredPiece
 from shoal.train.checkpoint.write_plan import WrittenBox
 
-# A state by its name, and its value for every piece that this rank holds; None of a piece that has no such state.
+# A state by its name, and its value for every piece that this rank holds; None of a piece that has no such state. Where
+# it rests in a file, the value has none (``parallel/offload/state_files.py``), and is read when it is copied.
 States = Sequence[tuple[str, Callable[[Held], Tensor | None]]]
 
 
@@ -85,13 +86,17 @@ class StagingBuffer:
         ahead: bool = True,
         tell: Callable[[str], None] = print,
         others: Mapping[str, list[WrittenBox]] | None = None,
+        on_disk: Callable[[int], Tensor] | None = None,
     ) -> None:
         """``states``: how many there will be of every part. ``ahead``: there is room before it is needed.
+
+        ``on_disk``: makes the buffer, where memory has no room for it.
 
         ``tell`` is told where that room is not what it should be. ``others``: by their names, states that have not one
         value for each element, with parts of their own.
         """
         self.parts, self.tell, self.others = parts, tell, others or {}
+        self._on_disk = on_disk
         self.lots: list[Lot] = []
         self._states: list[str] = []
         self.buffer = torch.empty(0, dtype=torch.uint8)
@@ -101,7 +106,7 @@ class StagingBuffer:
         # What is copied, and where it goes.
         self._stretches: list[tuple[Stretch, Tensor]] = []
         self._others: list[tuple[Lot, Tensor]] = []  # whose elements do not lie one after another
-        if self._stream is not None and ahead:
+        if self._stream is not None and ahead and on_disk is None:
             sizes = (math.prod(part.size) * part.piece.tensor.element_size() for part in parts)
             self._room = PinnedMemory(sum(sizes) * states)
 
@@ -114,13 +119,14 @@ class StagingBuffer:
             values = dict(states)
             self._make_room(states)
             # A GPU has nothing to do while its host asks for copies, so they are few, and need few views.
+            present = _Present(values)
             for stretch, target in self._stretches:
-                value = _kept(values, stretch.first)
+                value = present(stretch.first)
                 if value.shape != target.shape:
                     value = value.reshape(-1)[stretch.start : stretch.stop]
                 target.copy_(value, non_blocking=True)
             for lot, target in self._others:
-                target.copy_(lot.part.of(_kept(values, lot)), non_blocking=True)
+                target.copy_(lot.part.of(present(lot)), non_blocking=True)
             if self._stream is not None:
                 self._copied = self._stream.record_event()
 
@@ -167,6 +173,8 @@ class StagingBuffer:
                 self._others.append((lot, self._place(lot, lot).view(lot.part.size)))
 
     def _take_room(self, size: int) -> Tensor:
+        if self._on_disk is not None:
+            return self._on_disk(size)
         if self._room is None:
             return _pageable(size)
         buffer, trouble = self._room.take(size)
@@ -176,6 +184,24 @@ class StagingBuffer:
 
     def _place(self, first: Lot, last: Lot) -> Tensor:
         return self.buffer[first.position : last.end].view(first.dtype)
+
+
+class _Present:
+    """Values, and of what rests in files copies: one at a time."""
+
+    def __init__(self, values: Mapping[str, Callable[[Held], Tensor | None]]) -> None:
+        self._values = values
+        self._last: tuple[str, Held] | None = None
+        self._copy = torch.empty(0)
+
+    def __call__(self, lot: Lot) -> Tensor:
+        piece = lot.part.piece
+        if piece.filed is None:
+            return _kept(self._values, lot)
+        if self._last != (lot.state, piece):
+            self._copy = torch.empty(0)  # before there is another
+            self._last, self._copy = (lot.state, piece), piece.filed.read(lot.state)
+        return self._copy
 
 
 def _kept(values: Mapping[str, Callable[[Held], Tensor | None]], lot: Lot) -> Tensor:

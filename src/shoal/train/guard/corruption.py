@@ -24,7 +24,7 @@ from shoal.comm.renamed import all_gather_single
 from shoal.facts.model.parameters import EMBEDDING, Parameter, by_name
 from shoal.facts.model.tensor_split import tensor_part
 from shoal.facts.traffic import name_ranks
-from shoal.parallel.shards import Shard
+from shoal.parallel.shards import FiledStates, Shard
 from shoal.train.guard.digest import BLOCK, Digests, digest, prepare
 from shoal.train.step import Step
 
@@ -75,6 +75,8 @@ class GuardedTensor:
     elements: tuple[Any, ...]  # two ranks with the same ones hold the same
     kept_as: str
     values: Tensor
+    filed: FiledStates | None = None  # where the values are, if not there
+    kind: str = ""  # and under which name
 
     @property
     def key(self) -> str:
@@ -103,7 +105,7 @@ class CorruptionGuard:
     def after_step(self, step: int) -> None:
         """To be called when a step is over and before its state is committed: compare with other ranks, remember."""
         kept = list(self._live())
-        found = digest([one.values for one in kept], self.mesh.device)
+        found = self._digest(kept)
         self._compare(step, kept, found.totals.tolist())
         self._taken = step, found
 
@@ -117,7 +119,7 @@ class CorruptionGuard:
         step, before = self._taken
         self._taken = None
         kept = list(self._live())
-        now = digest([one.values for one in kept], self.mesh.device)
+        now = self._digest(kept)
         same = torch.equal(before.blocks, now.blocks)
         (broken,) = self.mesh.hosts.sum_integers([int(not same)])
         if broken:
@@ -134,6 +136,22 @@ class CorruptionGuard:
         found = self.before_update()
         assert found is not None
         self._taken = step, found
+
+    def _digest(self, kept: list[GuardedTensor]) -> Digests:
+        """Of what rests in files copies, one at a time."""
+        here = digest([one.values for one in kept if one.filed is None], self.mesh.device)
+        if all(one.filed is None for one in kept):
+            return here
+        mine = zip(here.blocks.split(here.counts), here.counts, here.totals, strict=True)
+        every = []
+        for one in kept:
+            if one.filed is None:
+                every.append(next(mine))
+            else:
+                found = digest([one.filed.read(one.kind)], self.mesh.device)
+                every.append((found.blocks, found.counts[0], found.totals[0]))
+        blocks, counts, totals = zip(*every, strict=True)
+        return Digests(torch.cat(blocks), counts, torch.stack(totals))
 
     # At rest.
 
@@ -223,14 +241,16 @@ class CorruptionGuard:
         counts: dict[str, list[tuple[Shard, Tensor]]] = {}
         for piece, elements, kept_as in self._pieces:
             if piece.held.has_master or piece.away is not None:
-                yield GuardedTensor(MASTER, piece.name, elements, kept_as, piece.tensor)
+                yield GuardedTensor(
+                    MASTER, piece.name, elements, kept_as, piece.tensor, piece.filed, "weight"
+                )
             for kind, values in sorted(self.optimizer.state.get(piece.tensor, {}).items()):
                 if isinstance(values, Tensor) and values.dim() == 0:
                     counts.setdefault("experts" if kept_as == "experts" else "own", []).append(
                         (piece, values)
                     )
                 elif isinstance(values, Tensor):
-                    yield GuardedTensor(kind, piece.name, elements, kept_as, values)
+                    yield GuardedTensor(kind, piece.name, elements, kept_as, values, piece.filed, kind)
         for kept_as, some in counts.items():
             # One tensor of them: each alone would take as long as a small parameter.
             pieces = tuple((piece.name, piece.box.offset, piece.start, piece.stop) for piece, _ in some)

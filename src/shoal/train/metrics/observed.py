@@ -105,6 +105,7 @@ def observed(step: Step, batches: Sequence[Batch], path: Path, number: int) -> I
         "peak_by_module": by_module(watch.tracker.peak_by_place()),
         "peak_at": str(watch.tracker.peak_origin),
         "host": step.host_bytes,
+        "nvme": step.nvme_bytes,
     }
     path.write_text(json.dumps(seen, indent=2) + "\n", encoding="utf-8")
 

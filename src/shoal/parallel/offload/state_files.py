@@ -1,0 +1,218 @@
+"""States in files: master copies and moments of offloaded pieces on a local disk (``offload=optimizer@nvme``).
+
+An update goes through them in the order of the forward pass, a stretch at a time: read ahead, updated, written behind,
+through a ring of the host's memory, so that the disk works while the host's cores do and memory holds a bounded part of
+the states. Everyone else (checkpoints, guards, proofs) asks for a piece's state by its name and gets a copy that is its
+own, one piece at a time.
+
+Where a state rests in a file, its tensor is an ``absent`` one: it has a shape and a type, takes no memory, reads as not
+a number, and cannot be written to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from shoal.facts.layout.offload import RING, STRETCHES, ring_elements
+from shoal.parallel.offload.direct_files import PIECE, Files, Transfer
+from shoal.parallel.offload.host_memory import HostBuffer, HostMemory
+from shoal.parallel.offload.scratch import BLOCK
+from shoal.parallel.shards import Shard
+
+WEIGHT = "weight"
+
+
+def absent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor of the host's without memory of its own."""
+    return torch.full((), math.nan, dtype=dtype, device="cpu").expand(shape)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Some elements of a piece, which are in memory together."""
+
+    piece: Shard
+    start: int
+    stop: int
+
+
+@dataclass
+class Section:
+    """A stretch's place in the ring: ``start`` to ``stop``, in bytes."""
+
+    stretch: Stretch
+    start: int
+    stop: int
+    values: dict[str, Tensor]
+    moving: list[Transfer] = field(default_factory=list)
+    updated: bool = False  # then it is being written, and its place is free when that has ended
+
+    def settle(self) -> None:
+        for one in self.moving:
+            one.result()
+        self.moving = []
+
+
+class FiledPiece:
+    """Of one piece: the files of its states."""
+
+    def __init__(self, piece: Shard, number: int, files: Files) -> None:
+        """From now on its master copy is in a file; its values are yet to come."""
+        self.kinds: list[str] = []
+        self._files, self._number = files, number
+        self._shape, self._dtype = piece.tensor.shape, piece.tensor.dtype
+        self.size = piece.tensor.numel()
+        self._written: dict[str, int] = {}  # elements, from the first on; the others are zeros
+        piece.tensor, piece.filed = nn.Parameter(self.begin(WEIGHT)), self
+
+    def begin(self, kind: str) -> Tensor:
+        """A state of zeros; what stands for it here."""
+        if kind not in self.kinds:
+            self.kinds.append(kind)
+            self._files.make(self._name(kind), self.size * self._dtype.itemsize)
+        self._written[kind] = 0
+        return absent(self._shape, self._dtype)
+
+    def read(self, kind: str) -> Tensor:
+        """A copy of a state, its reader's own."""
+        if not self._written[kind]:
+            return torch.zeros(self._shape, dtype=self._dtype, device="cpu")
+        values = self._room()
+        self._files.read(self._name(kind), values).result()
+        return values
+
+    def write(self, kind: str, values: Tensor) -> None:
+        """New values of a state."""
+        there = self._room()
+        there.copy_(values.detach())
+        self._files.write(self._name(kind), there).result()
+        self._written[kind] = self.size
+
+    def mapped(self, size: int) -> Tensor:
+        return self._files.mapped(size)
+
+    def start_read(self, kind: str, start: int, into: Tensor) -> list[Transfer]:
+        """Some elements of a state, from ``start`` on, in the background."""
+        if start >= self._written[kind]:
+            into.zero_()
+            return []
+        return [self._files.read(self._name(kind), into, start * self._dtype.itemsize)]
+
+    def start_write(self, kind: str, start: int, values: Tensor) -> Transfer:
+        self._written[kind] = max(self._written[kind], start + values.numel())
+        return self._files.write(self._name(kind), values, start * self._dtype.itemsize)
+
+    def _room(self) -> Tensor:
+        room = self._files.room(HostMemory(torch.device("cpu")), self.size * self._dtype.itemsize)
+        return room.bytes.view(self._dtype).view(self._shape)
+
+    def _name(self, kind: str) -> str:
+        return f"{self._number:05d}.{kind}"
+
+
+class StateFiles:
+    """The pieces of a rank whose states are in files."""
+
+    def __init__(self, pieces: Sequence[Shard], files: Files, memory: HostMemory) -> None:
+        self.files, self._memory = files, memory
+        self.filed = {piece: FiledPiece(piece, number, files) for number, piece in enumerate(pieces)}
+        self._stretches: list[Stretch] = []
+        self._next = 0  # to be read
+        self._ring: HostBuffer | None = None
+        self._held: deque[Section] = deque()  # in the order of their places
+
+    def in_order(self, pieces: Sequence[Shard]) -> None:
+        """The order that updates will go in."""
+        self._stretches = [stretch for piece in pieces for stretch in self._cut(piece)]
+
+    def begin(self) -> None:
+        """An update is about to come: read ahead."""
+        self.finish()
+        self._next = 0
+        if self._ring is None:
+            self._ring = self.files.room(self._memory, self._ring_bytes())
+        self._read_ahead()
+
+    def lent(self, piece: Shard) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """A piece's states, some elements after others, each time with the number of the first. Then they are written.
+
+        All pieces are to be asked for, in order.
+        """
+        for stretch in self._cut(piece):
+            while not any(one.stretch == stretch for one in self._held):
+                self._held[0].settle()
+                self._read_ahead()
+            section = next(one for one in self._held if one.stretch == stretch)
+            section.settle()
+            yield stretch.start, section.values
+            filed = self.filed[piece]
+            section.moving = [
+                filed.start_write(kind, stretch.start, values) for kind, values in section.values.items()
+            ]
+            section.updated = True
+            self._read_ahead()
+
+    def finish(self) -> None:
+        """Wait until all is written; raises what went wrong."""
+        while self._held:
+            self._held.popleft().settle()
+
+    def _cut(self, piece: Shard) -> Iterator[Stretch]:
+        """Between what is hashed at once."""
+        each = PIECE // piece.tensor.element_size()
+        step = max(each, RING // STRETCHES // each * each)
+        size = self.filed[piece].size
+        for start in range(0, size, step):
+            yield Stretch(piece, start, min(start + step, size))
+
+    def _bytes(self, stretch: Stretch) -> int:
+        size = (stretch.stop - stretch.start) * stretch.piece.tensor.element_size()
+        return len(self.filed[stretch.piece].kinds) * -(-size // BLOCK) * BLOCK
+
+    def _ring_bytes(self) -> int:
+        elements = sum(filed.size for filed in self.filed.values())
+        each = max(len(filed.kinds) for filed in self.filed.values())
+        width = max(piece.tensor.element_size() for piece in self.filed)
+        wanted = int(min(RING, ring_elements(elements, 0))) * each * width
+        return max(wanted // BLOCK * BLOCK, *map(self._bytes, self._stretches))
+
+    def _read_ahead(self) -> None:
+        """As far as there is room for."""
+        while self._next < len(self._stretches):
+            stretch = self._stretches[self._next]
+            if (start := self._place(self._bytes(stretch))) is None:
+                return
+            self._held.append(self._start(stretch, start))
+            self._next += 1
+
+    def _place(self, size: int) -> int | None:
+        """Where in the ring so many bytes are free; None: nowhere yet."""
+        assert self._ring is not None
+        while self._held and self._held[0].updated and all(one.done() for one in self._held[0].moving):
+            self._held.popleft().settle()
+        if not self._held:
+            return 0
+        first, last, length = self._held[0].start, self._held[-1].stop, self._ring.bytes.numel()
+        if self._held[-1].start < first:  # it goes on at the beginning
+            return last if last + size <= first else None
+        if last + size <= length:
+            return last
+        return 0 if size <= first else None
+
+    def _start(self, stretch: Stretch, start: int) -> Section:
+        assert self._ring is not None
+        filed, dtype = self.filed[stretch.piece], stretch.piece.tensor.dtype
+        count, at = stretch.stop - stretch.start, start
+        section = Section(stretch, start, start + self._bytes(stretch), {})
+        for kind in filed.kinds:
+            values = self._ring.bytes[at : at + count * dtype.itemsize].view(dtype)
+            section.values[kind] = values
+            section.moving += filed.start_read(kind, stretch.start, values)
+            at += -(-count * dtype.itemsize // BLOCK) * BLOCK
+        return section
