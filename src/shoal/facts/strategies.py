@@ -128,7 +128,7 @@ STRATEGIES = (
         "offload",
         "offload",
         file="parallel/offload/activations.py",
-        unrun=("params", "optimizer@nvme", "activations@nvme"),
+        unrun=("params@nvme", "optimizer@nvme", "activations@nvme"),
         off="none",
         memory=HOST,
         made_in=("parallel/offload/host_memory.py",),

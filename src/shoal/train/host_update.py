@@ -168,6 +168,8 @@ class HostUpdate:
                 wide /= scale
             update(part, wide, steered)
             returned[part].copy_(weight[part])
+        if state.rests:
+            return  # the next pass fetches it
         if (back := self.offloaded.streams.back) is None:
             working.copy_(returned.view_as(working))
             return

@@ -46,7 +46,7 @@ class AwayState:
 
     def __init__(self, piece: Shard, memory: HostMemory) -> None:
         """From now on the optimizer updates a tensor of the host's, which the device's values follow."""
-        self.memory = memory
+        self.memory, self.rests = memory, piece.held.home is not None
         device = piece.tensor.detach() if piece.working is None else piece.working
         # What the host itself works on needs no pinned memory. Values are yet to come.
         master = torch.zeros(device.shape, dtype=piece.tensor.dtype, device="cpu")
@@ -68,7 +68,12 @@ class AwayState:
         return self.gradient
 
     def way_back(self, working: Tensor) -> Tensor:
-        """Where new weights wait for the device: flat, from the beginning of where the gradient is."""
+        """Where new weights wait for the device: flat, from the beginning of where the gradient is.
+
+        Those that rest in the host's memory are where they belong.
+        """
+        if self.rests:
+            return working.view(-1)
         assert self.room is not None
         return self.room.bytes.view(working.dtype)[: working.numel()]
 
@@ -126,7 +131,12 @@ class OffloadedStates:
         self.streams = CopyStreams(memory)
         first = offloaded([piece.stop - piece.start for piece in pieces], fraction)
         # What routers are corrected by is not the optimizer's, and tiny.
-        self.pieces = [piece for piece in pieces[first:] if not piece.name.endswith(CORRECTION)]
+        self.pieces = [
+            piece
+            for number, piece in enumerate(pieces)
+            # A parameter that rests away is updated away, also where data ranks cut it at another place.
+            if (number >= first or piece.held.home is not None) and not piece.name.endswith(CORRECTION)
+        ]
         away = set(self.pieces)
         for piece in pieces:
             if piece not in away and piece.tensor.is_meta:

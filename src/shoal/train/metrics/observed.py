@@ -124,8 +124,13 @@ def _mark(tracker: MemoryTracker, step: Step, batches: Sequence[Batch]) -> None:
     for batch in batches:
         ends = [] if batch.documents is None else [batch.documents.ends]
         tracker.mark((batch.tokens, batch.targets, batch.positions, *ends), "activations")
+    resting = {id(one.untyped_storage()) for one in step.placed.host.buffers}
     for name, part in step.placed.weights:
-        tracker.mark([part.local], "params", module_of(name))
+        if id(part.local.untyped_storage()) not in resting:
+            tracker.mark([part.local], "params", module_of(name))
+    for piece in pieces:
+        if step.placed.fetched is not None and piece.held.parameter in step.placed.fetched.homes:
+            tracker.mark([piece.held.parameter], "buffers", module_of(piece.name))
     for piece in pieces:
         kind = "optimizer" if piece.held.has_master else "params"
         tracker.mark([piece.tensor], kind if piece.away is None else HOST, module_of(piece.name))
