@@ -87,6 +87,15 @@ FULL = (
     "cp=2,recompute=selective,offload=activations",
     "pp=2,recompute=full,offload=activations",
     "fsdp=2,tp=2,pp=2,schedule=zbv,recompute=full,offload=activations",
+    # weights that rest in the host's memory
+    "dp=2,offload=params",
+    "fsdp=2,offload=params:0.5",
+    "fsdp=2,zero=1,offload=params",
+    "fsdp=2,zero=2,micro=1,recompute=full,offload=params:0.5",
+    "tp=2,recompute=selective,offload=optimizer+params:0.5",
+    "cp=2,offload=params",
+    "pp=2,schedule=zb,offload=params",
+    "fsdp=2,tp=2,pp=2,offload=params",
     # three axes at once
     "dp=2,fsdp=2,cp=2",
     "dp=2,tp=2,cp=2,cp_kind=ulysses",

@@ -65,7 +65,9 @@ class FetchedWeights:
     def _block(self, number: int, block: int) -> float:
         if not self.share:
             return 0.0
-        away = max(0.0, min(self._ends_at[number][block] - self._stay, self._here(self._count(number, block))))
+        away = max(
+            0.0, min(self._ends_at[number][block] - self._stay, self._here(self._count(number, block)))
+        )
         if self.rank.sharded:
             experts = self.rank.whole_experts if self._has_experts(number, block) else 0
             away = min(away, experts)

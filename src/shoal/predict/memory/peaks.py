@@ -146,14 +146,14 @@ class BackwardPass:
         came = stream if self.rank.hears_from_next(self.moment.stage) else 0.0
         # Of the last two blocks, what goes away is not gone yet.
         last = range(max(0, self.stage.layers - 2), self.stage.layers)
-        leaving = sum(self._kind(self.rank.run_of(self.moment.stage, one)).resting for one in last if one in self.away)
+        leaving = sum(
+            self._kind(self.rank.run_of(self.moment.stage, one)).resting for one in last if one in self.away
+        )
         return self.start.plus(
             "forward",
             grads=self.gradients.held(self.moment, None),
             activations=copies * self.gathered_stream + (stream if sp else 0.0) + leaving,
-            buffers=self.gradients.in_loss(self.moment)
-            - came
-            + self.fetched.in_forward(self.moment.stage),
+            buffers=self.gradients.in_loss(self.moment) - came + self.fetched.in_forward(self.moment.stage),
         )
 
     def _forward(self, beyond: float) -> Peak:

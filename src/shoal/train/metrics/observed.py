@@ -128,9 +128,11 @@ def _mark(tracker: MemoryTracker, step: Step, batches: Sequence[Batch]) -> None:
     for name, part in step.placed.weights:
         if id(part.local.untyped_storage()) not in resting:
             tracker.mark([part.local], "params", module_of(name))
-    for piece in pieces:
-        if step.placed.fetched is not None and piece.held.parameter in step.placed.fetched.homes:
-            tracker.mark([piece.held.parameter], "buffers", module_of(piece.name))
+    fetched = {} if step.placed.fetched is None else step.placed.fetched.homes
+    for segment in step.placed.segments if fetched else ():
+        for name, parameter in segment.network.named_parameters():
+            if parameter in fetched:
+                tracker.mark([parameter], "buffers", module_of(name))
     for piece in pieces:
         kind = "optimizer" if piece.held.has_master else "params"
         tracker.mark([piece.tensor], kind if piece.away is None else HOST, module_of(piece.name))
