@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.parallel.sharding import GPT2, Case, assert_equal, place, train
-from tests.parallel.test_compile import SHAPE, assert_close, rows, step
+from tests.parallel.test_compile import ROWS, SEQ, SHAPE, assert_close, rows
 from tests.parallel.test_compile import place as compiled
 from tests.ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.facts.model import Model
 from shoal.parallel.apply import Placed
-from shoal.parallel.stage_module import local_tensor
+from shoal.parallel.shards import gradient
+from shoal.parallel.stage_module import MicroBatch, local_tensor
 
 ALONE = [
     Case("offload=params", micro_batches=1),
@@ -55,6 +56,13 @@ def test_four_ranks_equal_one(case: Case) -> None:
     assert_equal(case, run_ranks(4, train, case))
 
 
+def _step(placed: Placed, batches: list[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
+    placed.start_step(len(batches))
+    losses = placed.executor.forward_backward(batches, 1 / (ROWS * SEQ))
+    placed.finish_step(ROWS)
+    return losses, [gradient(piece) for piece in placed.gradients.pieces]
+
+
 def _there(placed: Placed) -> set[str]:
     """Names of modules with weights on the device, up to a block's."""
     named = [one for segment in placed.segments for one in segment.network.named_parameters()]
@@ -80,7 +88,7 @@ def test_a_block_and_the_next_one_are_on_the_device() -> None:
         weight.register_hook(lambda gradient, name=name: backward.update({name: _there(placed)}))
     note("embed", network.model.embed_tokens)
     note("norm", network.model.norm)
-    step(placed, [rows(model)])
+    _step(placed, [rows(model)])
     layer = "model.layers.{}".format
     ends = {"model.norm.weight", "lm_head.weight"}
     assert forward == {
@@ -116,10 +124,10 @@ def test_compiled_blocks_fetch_too() -> None:
     torch.compiler.reset()
     model = Model(**{**SHAPE, "layers": 4})
     batches = [rows(model)] * 2
-    expected = step(compiled(model, None), batches)
+    expected = _step(compiled(model, None), batches)
     for layout in ("offload=params", "recompute=full,offload=params"):
         placed = compiled(model, "aot_eager", layout)
-        losses, gradients = step(placed, batches)
+        losses, gradients = _step(placed, batches)
         assert placed.compiled is not None and placed.compiled.problem is None
         assert_close(losses, expected[0], 1e-6)
         assert_close(gradients, expected[1], 1e-4)
