@@ -49,7 +49,7 @@ from shoal.parallel.shards import (
     write_working,
 )
 from shoal.parallel.shared_gradients import SharedGradients
-from shoal.parallel.stage_module import StageModule, materialize, split_stages
+from shoal.parallel.stage_module import StageModule, before_backward, materialize, split_stages
 from shoal.parallel.strict import StrictReducer
 from shoal.parallel.zero import ShardedStates
 
@@ -240,6 +240,9 @@ def apply(
         if layout.pp == 1:
             for _, part in parts:
                 _leave_early(part, offloaded, shared, compute)
+                if isinstance(part, NoReducer):
+                    for block in blocks:
+                        before_backward(block, offloaded.let_go_but_last)
             blocks[-1].register_forward_pre_hook(offloaded.let_go)
     # What is gathered, or measured, after an update waits for it.
     reads_ahead = None

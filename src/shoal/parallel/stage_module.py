@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import cast
 
@@ -99,6 +99,16 @@ def fill_storage(parameter: Tensor) -> None:
     """Room for a parameter that has none. What it holds is anything."""
     rows = local_tensor(parameter)
     rows.untyped_storage().resize_((int(rows.storage_offset()) + rows.numel()) * rows.element_size())
+
+
+def before_backward(module: nn.Module, do: Callable[[], None]) -> None:
+    """Whenever the gradient of what this module gives is about to go into it."""
+
+    def hook(_: nn.Module, inputs: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: do())
+
+    module.register_forward_hook(hook)
 
 
 def split_stages(network: Network, stages: list[Stage], own_head: bool) -> list[StageModule]:

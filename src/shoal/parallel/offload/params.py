@@ -24,7 +24,13 @@ from torch.distributed.tensor import DTensor
 from shoal.facts.layout.offload import offloaded
 from shoal.facts.model.parameters import CORRECTION
 from shoal.parallel.offload.host_memory import HostMemory
-from shoal.parallel.stage_module import StageModule, empty_storage, fill_storage, local_tensor
+from shoal.parallel.stage_module import (
+    StageModule,
+    before_backward,
+    empty_storage,
+    fill_storage,
+    local_tensor,
+)
 
 
 def resting_names(segments: Sequence[StageModule], fraction: float) -> frozenset[str]:
@@ -112,15 +118,7 @@ class ParameterFetcher:
             following = units[number + 1] if number + 1 < len(units) else ends
             _before(block, partial(self.use, unit, following, NOTHING))
             earlier = units[number - 1] if number else NOTHING
-            block.register_forward_hook(self._in_backward(unit, earlier))
-
-    def _in_backward(self, unit: Fetched, earlier: Fetched) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            if output.requires_grad:
-                # Before its gradient goes into the block.
-                output.register_hook(lambda _: self.use(unit, earlier, NOTHING))
-
-        return hook
+            before_backward(block, partial(self.use, unit, earlier, NOTHING))
 
     def use(self, unit: Fetched, following: Fetched, in_training: Fetched) -> None:
         """A unit is needed now, and another one soon; ``in_training``: one more where a backward pass comes."""

@@ -205,6 +205,11 @@ class OffloadedStates:
         while self._leaving:
             self._let_go()
 
+    def let_go_but_last(self) -> None:
+        """Of all but what came last; to be called as a block's backward pass begins, whose first product is large."""
+        while self._leaving and self._leaving[0].unit != self._leaving[-1].unit:
+            self._let_go()
+
     def _send(self, piece: Shard) -> Callable[[Tensor], None]:
         def leave(parameter: Tensor) -> None:
             assert parameter.grad is not None
