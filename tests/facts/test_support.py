@@ -38,7 +38,7 @@ def test_what_is_run(layout: str, strict: bool) -> None:
 @pytest.mark.parametrize(
     ("layout", "what", "fix"),
     [
-        ("offload=params:0.5", "layout: offload=params:0.5", "offload=none"),
+        ("offload=params:0.5@nvme", "layout: offload=params:0.5@nvme", "offload=none"),
         ("offload=activations", "layout: offload=activations with recompute=none", "recompute=full"),
     ],
 )
@@ -71,6 +71,14 @@ def test_adapters_are_not_run_with_everything(recipe: dict[str, Any]) -> None:
     assert problem.what.startswith("model.lora with") and problem.fix
 
 
+def test_what_rests_away_is_not_scaled_for_fp8() -> None:
+    config = Config.model_validate({"recipe": {"precision": "fp8"}})
+    (problem,) = support.missing(config, None, Layout.parse("offload=params"))
+    assert problem.what.startswith('layout: offload=params with recipe.precision = "fp8"')
+    assert problem.fix == "offload=optimizer"
+    assert not support.missing(config, None, Layout.parse("offload=optimizer"))
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp8"])
 def test_strict_mode_has_no_scales_that_depend_on_a_batch(precision: str) -> None:
     config = Config.model_validate({"run": {"strict": True}, "recipe": {"precision": precision}})
@@ -83,7 +91,7 @@ def test_strict_mode_has_no_scales_that_depend_on_a_batch(precision: str) -> Non
 def test_everything_is_refused_at_once() -> None:
     config = Config.model_validate({"track": {"wandb": True}, "recipe": {"states": "int8"}})
     with pytest.raises(BadInput) as caught:
-        support.check(config, PRESETS["deepseek-v3"], Layout.parse("offload=params"))
+        support.check(config, PRESETS["deepseek-v3"], Layout.parse("offload=params@nvme"))
     assert len(caught.value.problems) == 3
 
 

@@ -92,7 +92,14 @@ def test_a_chain_of_resumes_in_other_layouts_is_one_run(
         "recipe__lr": 1e-3,
     }
     options |= {"cluster__on": "4xcpu", "fault__timeout": 60}
-    layouts = ["fsdp=4", "fsdp=2,tp=2", "dp=2,pp=2", "tp=2,cp=2", "dp=1", "zero=1,cp=2"]
+    layouts = [
+        "fsdp=4",
+        "fsdp=2,tp=2,offload=params",
+        "dp=2,pp=2",
+        "tp=2,cp=2",
+        "offload=params:0.5",
+        "zero=1,cp=2",
+    ]
     whole = train("whole", **options)
     done = 0
     for layout in layouts[:-1]:
@@ -133,7 +140,12 @@ def test_strict_runs_are_the_same_to_the_bit_in_any_layout(train: Train) -> None
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=2", pytest.param("fsdp=2,offload=optimizer:0.7@nvme", marks=pytest.mark.long)]
+    "layout",
+    [
+        "dp=2",
+        pytest.param("fsdp=2,offload=optimizer:0.7@nvme", marks=pytest.mark.long),
+        pytest.param("fsdp=2,offload=params", marks=pytest.mark.long),
+    ],
 )
 def test_a_killed_worker_is_replaced_and_the_curve_is_the_same(
     train: Train, tmp_path: Path, layout: str

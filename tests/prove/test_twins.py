@@ -20,6 +20,8 @@ from shoal.prove.dryrun import dryrun, first_rank
 ATTENDS: dict[str, Any] = {"ffn": 64, "vocab": 100, "kv_heads": 8}
 NARROW: dict[str, Any] = {"hidden": 256, "ffn": 200, "vocab": 100, "layers": 1}
 
+WIDE: dict[str, Any] = {"hidden": 512, "ffn": 2048, "vocab": 256, "layers": 4}
+
 # Layout, changes to the model, recipe, rank: what neither a list of layouts nor the pairs below vary.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
     ("micro=4", {"vocab": 90000, "layers": 1}, {"precision": "bf16"}, 0),
@@ -137,6 +139,44 @@ CASES += [
     ("micro=4,recompute=full,offload=activations@nvme", {"layers": 6}, {"precision": "bf16"}, 0),
     ("fsdp=2,recompute=selective,offload=activations:0.5@nvme", {"layers": 6}, {}, 0),
     ("pp=2,micro=1,recompute=full,offload=optimizer+activations@nvme", {"layers": 8}, {"batch": 8}, 0),
+    # Weights rest with the host, and are fetched.
+    ("micro=4,offload=params", {"layers": 4}, {"precision": "bf16"}, 0),
+    ("micro=2,offload=optimizer+params", {"layers": 4, "tied": True}, {"precision": "bf16"}, 0),
+    ("micro=4,recompute=full,offload=params", {"layers": 6}, {"precision": "bf16"}, 0),
+    ("micro=2,offload=params:0.5", {"layers": 4}, {}, 0),
+    # Short sequences: gradients on their way are the most.
+    ("micro=1,recompute=full,offload=params", WIDE, {"precision": "bf16", "seq": 16, "batch": 2}, 0),
+    ("micro=1,recompute=full,offload=optimizer", WIDE, {"precision": "bf16", "seq": 16, "batch": 1}, 0),
+    ("micro=4,offload=optimizer+params:0.5", {"layers": 4}, {"precision": "bf16"}, 0),
+    (
+        "micro=1,recompute=full,offload=params+activations",
+        {"layers": 4, "vocab": 90000},
+        {"precision": "bf16"},
+        0,
+    ),
+    ("dp=2,offload=params", {"layers": 4}, {"precision": "bf16"}, 0),
+    ("dp=2,micro=1,recompute=full,offload=params", WIDE, {"precision": "bf16", "seq": 16, "batch": 2}, 0),
+    ("fsdp=2,zero=1,offload=params", {"layers": 4}, {}, 0),
+    (
+        "fsdp=2,zero=1,micro=1,recompute=full,offload=params",
+        WIDE,
+        {"precision": "bf16", "seq": 16, "batch": 2},
+        0,
+    ),
+    ("fsdp=2,zero=1,micro=1,offload=params:0.5", {"layers": 4}, {"precision": "bf16", "batch": 8}, 1),
+    ("fsdp=2,zero=2,offload=params", {"layers": 4}, {"precision": "bf16"}, 0),
+    ("fsdp=2,offload=params", {"layers": 4}, {"precision": "bf16"}, 0),
+    ("fsdp=2,micro=1,recompute=full,offload=params", WIDE, {"precision": "bf16", "seq": 16, "batch": 2}, 0),
+    ("fsdp=2,unit=2,recompute=full,offload=params", {"layers": 4}, {}, 1),
+    ("dp=2,fsdp=2,micro=1,offload=params", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
+    ("fsdp=2,tp=2,offload=params", {"layers": 4}, {"precision": "bf16"}, 1),
+    ("tp=2,offload=params", {"layers": 4}, {"precision": "bf16"}, 0),
+    ("cp=2,offload=params", {"layers": 4}, {}, 1),
+    ("pp=2,micro=1,offload=params", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
+    ("pp=2,micro=1,offload=params", {"layers": 4}, {"precision": "bf16", "batch": 8}, 1),
+    ("pp=2,micro=1,schedule=zbv,offload=params", {"layers": 8}, {"precision": "bf16", "batch": 8}, 0),
+    ("pp=2,schedule=interleaved,micro=1,recompute=full,offload=params:0.5", {"layers": 8}, {"batch": 8}, 1),
+    ("fsdp=2,pp=2,micro=1,offload=params", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
     ("micro=2,recompute=full,offload=activations", {"layers": 4}, {}, 0),
     ("micro=4,recompute=full,offload=activations", {"layers": 6}, {"precision": "bf16"}, 0),
     ("micro=2,recompute=selective,offload=activations", {"layers": 4}, {}, 0),

@@ -75,7 +75,10 @@ def trained(step: Step, late: bool, steps: int = STEPS) -> tuple[list[float], li
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("layout", ["offload=optimizer", "micro=1,offload=optimizer:0.5"])
+@pytest.mark.parametrize(
+    "layout",
+    ["offload=optimizer", "micro=1,offload=optimizer:0.5", "offload=params", "micro=1,offload=params:0.5"],
+)
 def test_steps_issued_ahead_are_the_same(layout: str, optimizer: str) -> None:
     recipe = {"optimizer": optimizer, "clip": 0.5}
     expected = trained(made(layout.partition("offload")[0].rstrip(",") or "dp=1", **recipe), late=False)
@@ -198,9 +201,11 @@ DEEP = TINY.model_copy(update={"layers": 6})
     ("layout", "tune"),
     [("fsdp=2", {}), ("fsdp=2,unit=2", {}), ("fsdp=2", {"prefetch": 4}), ("fsdp=2,zero=2", {}), ("dp=2", {})],
 )
-def test_weights_are_not_gathered_before_they_return(layout: str, tune: dict[str, Any]) -> None:
-    """FSDP gathers units ahead of what it computes."""
-    (expected, _), (found, _) = (
-        run_ranks(2, overlapped, f"{layout}{more}", tune) for more in ("", ",offload=optimizer")
+def test_weights_are_not_used_before_they_are_updated(layout: str, tune: dict[str, Any]) -> None:
+    """FSDP gathers units ahead of what it computes; weights that rest with the host are fetched ahead."""
+    (expected, _), *others = (
+        run_ranks(2, overlapped, f"{layout}{more}", tune)
+        for more in ("", ",offload=optimizer", ",offload=params")
     )
-    assert found == pytest.approx(expected, rel=1e-12)
+    for found, _ in others:
+        assert found == pytest.approx(expected, rel=1e-12)

@@ -130,6 +130,9 @@ def _with_offload(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
     if recipe.precision == "fp16":
         # What is sent away still has the loss scale.
         yield f'{updated} recipe.precision = "fp16"', 'recipe.precision = "bf16"'
+    if recipe.precision == "fp8" and waiting(layout.offload, "params") is not None:
+        # Scales are taken of weights after every update, on the device.
+        yield 'layout: offload=params with recipe.precision = "fp8"', "offload=optimizer"
     if config.run.strict:
         yield f"{updated} run.strict", "run.strict = false"
     if config.server.servers:

@@ -32,6 +32,7 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.activations import ActivationOffload
 from shoal.parallel.offload.direct_files import Files
 from shoal.parallel.offload.host_memory import HostMemory
+from shoal.parallel.offload.params import ParameterFetcher, make_homes, resting_names
 from shoal.parallel.offload.states import OffloadedStates
 from shoal.parallel.packed import fill_packed, pack_weights
 from shoal.parallel.pipeline import my_stages
@@ -52,7 +53,7 @@ from shoal.parallel.shards import (
     write_working,
 )
 from shoal.parallel.shared_gradients import SharedGradients
-from shoal.parallel.stage_module import StageModule, materialize, split_stages
+from shoal.parallel.stage_module import StageModule, before_backward, materialize, split_stages
 from shoal.parallel.strict import StrictReducer
 from shoal.parallel.zero import ShardedStates
 
@@ -74,6 +75,7 @@ class Placed:
     host: HostMemory  # where what is offloaded waits
     files: Files | None  # or what the host has no room for either
     offloaded: OffloadedStates | None  # None: the device updates all that this rank updates
+    fetched: ParameterFetcher | None  # None: all weights rest on the device
     # How many blocks ahead of the one that is computed weights are read; None: an offloaded update is waited for, and
     # does not go on while the next forward pass begins.
     reads_ahead: int | None
@@ -90,6 +92,8 @@ class Placed:
 
     def finish_step(self, batch: int) -> None:
         """Every piece's gradient is the global batch's, of so many sequences, and where it is updated."""
+        if self.fetched is not None:
+            self.fetched.drop_all()
         self.gradients.finish_step()
         if self.exact is not None:
             self.exact.deliver(batch)
@@ -100,19 +104,12 @@ class Placed:
     def fill(self, give: Fill) -> None:
         """Give the network values: to the pieces that are updated here, from which all ranks' weights follow."""
         pieces = self.gradients.pieces
-        apart = [
-            piece
-            for piece in pieces
-            if piece.working is not None
-            and (piece.filed is not None or piece.tensor.device != piece.working.device)
-        ]
-        together = [piece for piece in pieces if piece not in apart]
+        together = [piece for piece in pieces if piece.away is None]
         give([(piece.name, part) for piece in together for part in piece_slices(piece, piece.tensor)])
-        for piece in apart:
+        for piece in (piece for piece in pieces if piece.away is not None):
             # Made on the device, as without offload: a host takes minutes for what it makes in a second, and its
             # functions round otherwise.
-            assert piece.working is not None
-            values = torch.empty_like(piece.working, dtype=piece.tensor.dtype)
+            values = torch.empty_like(piece.tensor, device=self.host.device)
             give([(piece.name, part) for part in piece_slices(piece, values)])
             set_weight(piece, values)
         self.after_update()
@@ -129,6 +126,8 @@ class Placed:
         ``copied``: this rank's working copies are up to date. ``returned``: those of offloaded pieces are, or will be.
         """
         pieces = self.gradients.pieces
+        if self.fetched is not None:
+            self.fetched.drop_all()
         write_working(piece for piece in pieces if not (copied if piece.away is None else returned))
         self.gradients.after_update()
         if self.float8 is not None:
@@ -162,6 +161,7 @@ def apply(
     lora = model.adapters is not None
     groups = parameter_groups(layout, model.experts is not None, lora)
     fully, away = groups[DENSE].fully_sharded, waiting(layout.offload, "optimizer")
+    resting = waiting(layout.offload, "params")
     summed = reduce_dtype or states
     # Pipeline: the blocks of this rank's stages, and nothing else. A tied embedding that is needed at both ends of
     # a pipeline has two copies; so it has in strict mode, where each end's gradient is rounded by itself.
@@ -221,15 +221,19 @@ def apply(
     if fully:
         for segment in segments:
             shard(segment, mesh, tune, compute, summed, groups)
+    names = frozenset() if resting is None else resting_names(segments, resting.fraction)
     for segment in segments:
-        materialize(segment, mesh.device)
+        materialize(segment, mesh.device, names)
         for parameter in segment.parameters():
             if not isinstance(parameter, DTensor) and parameter.requires_grad:
                 # Gradients that nothing is added to may stay as they are computed.
                 parameter.grad_dtype = compute if one_pass and not strict else states
     float8 = None if fp8 is None else Float8Scales(blocks, fp8, mesh, sharded=fully)
     in_float8 = gather_in_float8(blocks, fp8, layout.shards) if fp8 is not None and fully else []
-    every = held_parameters(segments, model, mesh, group_of, states, masters=away is not None)
+    # Offload: weights that rest in the host's memory come from there as they are used.
+    homes = make_homes(segments, names, memory)
+    fetched = None if resting is None else ParameterFetcher(segments, homes, mesh.device)
+    every = held_parameters(segments, model, mesh, group_of, states, away is not None, homes)
     held, still = (
         [one for one in every if one.parameter.requires_grad == trained] for trained in (True, False)
     )
@@ -271,11 +275,14 @@ def apply(
         if layout.pp == 1:
             for _, part in parts:
                 _leave_early(part, offloaded, shared, compute)
+                if isinstance(part, NoReducer):
+                    for block in blocks:
+                        before_backward(block, offloaded.let_go_but_last)
             blocks[-1].register_forward_pre_hook(offloaded.let_go)
     # What is gathered, or measured, after an update waits for it.
     reads_ahead = None
     if float8 is None and not any(isinstance(part, ShardedStates) for _, part in parts):
-        reads_ahead = layout.unit * (tune.prefetch + 1) if fully else 0
+        reads_ahead = layout.unit * (tune.prefetch + 1) if fully else int(fetched is not None)
     placed = Placed(
         segments,
         [*frozen, *gradients.weights()],
@@ -290,6 +297,7 @@ def apply(
         memory,
         files,
         offloaded,
+        fetched,
         reads_ahead,
     )
     placed.fill_frozen(fill)

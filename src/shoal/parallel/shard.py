@@ -39,9 +39,10 @@ from shoal.models.nf4 import PACKED
 from shoal.parallel.experts import mixtures
 from shoal.parallel.float8_gather import Float8Gather
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.offload.params import GatheredFromHome
 from shoal.parallel.replica_sums import ReplicaSums
 from shoal.parallel.shards import HeldParameter, Shard, counts, hand, updated
-from shoal.parallel.stage_module import StageModule
+from shoal.parallel.stage_module import StageModule, fill_storage
 
 
 def shard(
@@ -193,7 +194,9 @@ class FullyShard:
             for module in self._modules():
                 module.set_all_reduce_hook(self.landing)
         # The first gathering makes FSDP pad its rows, into tensors that it keeps from then on.
-        found = {label: weight for root in roots.values() for label, weight in _gather_once(root).items()}
+        homes = {one.parameter: one.home for one in held if one.home is not None}
+        gathered = (_gather_once(root, homes) for root in roots.values())
+        found = {label: weight for of_root in gathered for label, weight in of_root.items()}
         self.gathered = [found[one.label] for one in held]
         for one in in_float8:
             one.drop_storage()
@@ -240,7 +243,7 @@ class FullyShard:
 
     def adding_up(self) -> list[Tensor]:
         """With replicas, between micro-batches: this replica's sums so far. Nothing public of FSDP's tells them."""
-        groups = [cast(Any, module)._get_fsdp_state()._fsdp_param_group for module in self._modules()]
+        groups = [_group(module) for module in self._modules()]
         sums = [group._partial_reduce_output for group in groups if group is not None]
         return [one for one in sums if one is not None]
 
@@ -257,16 +260,33 @@ class FullyShard:
         return [module for root in self.roots.values() for module in _sharded_modules(root)]
 
 
-def _gather_once(root: ShardedRoot) -> dict[str, nn.Parameter]:
-    """The parameters that the network computes with, by name: FSDP makes them once, and only their storage goes."""
+def _gather_once(root: ShardedRoot, homes: Mapping[nn.Parameter, Tensor]) -> dict[str, nn.Parameter]:
+    """The parameters that the network computes with, by name: FSDP makes them once, and only their storage goes.
+
+    Of those that rest at ``homes``, from then on no rank's rows are on the device but while they are gathered.
+    """
     found: dict[str, nn.Parameter] = {}
     for module in _sharded_modules(root.module):
+        group = _group(module)
+        resting = [one for one in (group.fsdp_params if group else ()) if one.sharded_param in homes]
+        for one in resting:
+            fill_storage(one.sharded_param)
         module.unshard()
         for name, parameter in root.named.named_parameters():
             if not isinstance(parameter, DTensor):
                 found[name] = parameter
         module.reshard()
+        for one in resting:
+            # Private: FSDP asks this very tensor, and looks for what it can be asked when it first pads it.
+            rows, home = one.sharded_param._local_tensor, homes[one.sharded_param]
+            GatheredFromHome(rows, one.padded_sharded_param_size, home)
+            one._init_extensions()
     return found
+
+
+def _group(module: FSDPModule) -> Any:
+    """FSDP's own account of a unit's parameters, None where it has none: private; torch 2.11 to 2.13 have it."""
+    return cast(Any, module)._get_fsdp_state()._fsdp_param_group
 
 
 def piece(held: HeldParameter, mesh: Mesh) -> Shard:

@@ -9,7 +9,7 @@ parameter's ``grad_dtype``: as wide as its master copy, unless nothing is ever a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +40,8 @@ class HeldParameter:
     copied: bool  # a head's own copy of a tied embedding
     states: torch.dtype | None = None  # what the optimizer keeps it in; None: as it is
     placed_later: bool = False  # whether a master copy is made when it is known where it will be
+    # Where it rests in the host's memory (``parallel/offload/params.py``): all of it, or this rank's rows. None: here.
+    home: Tensor | None = None
 
     @property
     def label(self) -> str:
@@ -133,11 +135,13 @@ def held_parameters(
     group_of: GroupOf | None = None,
     states: torch.dtype | None = None,
     masters: bool = False,
+    homes: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> list[HeldParameter]:
     """Every parameter of the segments on this rank, in forward order.
 
     ``group_of``: other groups than the layout's. ``states``: what those that FSDP does not hold are updated in, and
-    with ``masters`` those that it holds as well; where they will be is decided later.
+    with ``masters`` those that it holds as well; where they will be is decided later. ``homes``: of those that rest in
+    the host's memory.
     """
     canonical, groups = (
         by_name(model),
@@ -150,7 +154,8 @@ def held_parameters(
         group = groups[group_name(whole)] if group_of is None else group_of(whole)
         part = tensor_part(whole, tp, index, ep.size, mesh.index_in(ep))
         rest = None if isinstance(parameter, DTensor) and not masters else states
-        return HeldParameter(name, stage, parameter, part, group, copied, rest, masters)
+        home = None if homes is None else homes.get(parameter)
+        return HeldParameter(name, stage, parameter, part, group, copied, rest, masters, home)
 
     return [
         held(name, segment.stage.index, parameter, copied)
@@ -229,6 +234,8 @@ class WholeParameters:
 
 def updated(held: HeldParameter, here: Tensor) -> tuple[nn.Parameter, Tensor | None]:
     """What the optimizer updates, and what has to follow it. ``here``: the values that this rank holds."""
+    if held.home is not None:
+        return nn.Parameter(torch.empty_like(here, dtype=held.states, device="meta")), held.home
     if not held.has_master:
         return here if isinstance(here, nn.Parameter) else nn.Parameter(here), None
     device = "meta" if held.placed_later else here.device
@@ -311,7 +318,15 @@ class ComposedReducer:
 
 def whole_weights(held: Iterable[HeldParameter]) -> list[tuple[str, Slice]]:
     """Parameters that are not sharded further."""
-    return [(one.name, Slice(one.parameter.data, one.part.box.whole, one.part.box.offset)) for one in held]
+    return [
+        (
+            one.name,
+            Slice(
+                one.parameter.data if one.home is None else one.home, one.part.box.whole, one.part.box.offset
+            ),
+        )
+        for one in held
+    ]
 
 
 def piece_slices(piece: Shard, values: Tensor) -> Iterator[Slice]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -62,20 +64,51 @@ class StageModule(nn.Module):
         return self.network.loss(self.network.lm_head, hidden, batch)
 
 
-def materialize(segment: StageModule, device: torch.device) -> None:
+def materialize(segment: StageModule, device: torch.device, empty: Collection[str] = ()) -> None:
     """Storage for the parameters of a segment on the meta device; their values are still to come.
+
+    ``empty``: names of those that give it up again at once.
 
     Not torch's ``to_empty`` where it can be helped: it puts the new tensor in the old one's place, which tensors
     without data, as a dry run's are, do not allow. FSDP needs it, for it refers to its parameters.
     """
-    for module in segment.modules():
+    for path, module in segment.network.named_modules():
         own = list(module.named_parameters(recurse=False))
         if any(isinstance(parameter, DTensor) for _, parameter in own):
             module.to_empty(device=device, recurse=False)
-            continue
-        for name, parameter in own:
-            empty = torch.empty_like(parameter, device=device)
-            setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
+        else:
+            for name, parameter in own:
+                made = torch.empty_like(parameter, device=device)
+                setattr(module, name, nn.Parameter(made, parameter.requires_grad))
+        for name, parameter in module.named_parameters(recurse=False):
+            if f"{path}.{name}" in empty:
+                empty_storage(parameter)
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    """All of a parameter, or this rank's rows."""
+    return cast(DTensor, parameter.detach()).to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def empty_storage(parameter: Tensor) -> None:
+    """A parameter's bytes go; its shape and all views of it stay."""
+    local_tensor(parameter).untyped_storage().resize_(0)
+
+
+def fill_storage(parameter: Tensor) -> None:
+    """Room for a parameter that has none. What it holds is anything."""
+    rows = local_tensor(parameter)
+    rows.untyped_storage().resize_((int(rows.storage_offset()) + rows.numel()) * rows.element_size())
+
+
+def before_backward(module: nn.Module, do: Callable[[], None]) -> None:
+    """Whenever the gradient of what this module gives is about to go into it."""
+
+    def hook(_: nn.Module, inputs: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: do())
+
+    module.register_forward_hook(hook)
 
 
 def split_stages(network: Network, stages: list[Stage], own_head: bool) -> list[StageModule]:

@@ -37,12 +37,16 @@ class ShardedBucket:
         size = self.ranges[-1][1]
         self.chunk = even_share(size, ranks)
         self.owned = slice(index * self.chunk, (index + 1) * self.chunk)
-        self.values = held[0].parameter.new_zeros(self.chunk * ranks)
-        for one, view in zip(held, self.views(self.values), strict=True):
-            view.copy_(one.parameter.detach())
-            one.parameter.data = view
+        first = held[0].parameter
+        # Where parameters rest in the host's memory each is by itself, and the bucket is there while it is gathered.
+        self.values: Tensor | None = None
+        if all(one.home is None for one in held):
+            self.values = first.new_zeros(self.chunk * ranks)
+            for one, view in zip(held, self.views(self.values), strict=True):
+                view.copy_(one.parameter.detach())
+                one.parameter.data = view
         # Of what the optimizer updates.
-        self.dtype: torch.dtype = held[0].states or self.values.dtype
+        self.dtype: torch.dtype = held[0].states or first.dtype
         self.placed: list[tuple[Shard, slice]] = []  # pieces of the chunk, each with its place there
         self.whole: Tensor | None = None  # gradients of all that is in the bucket
         self.shard: Tensor  # gradients of the chunk
@@ -57,16 +61,22 @@ class ShardedBucket:
 
     def pieces(self, mesh: Mesh) -> list[tuple[Shard, slice]]:
         """What the optimizer moves, each with its place in the chunk. Parameters that lie elsewhere have no piece."""
-        master = self.values[self.owned]
-        if self.held[0].has_master:
-            device = "meta" if self.held[0].placed_later else master.device
-            master = torch.zeros_like(master, dtype=self.dtype, device=device)
+        first = self.held[0]
+        if first.has_master or self.values is None:
+            master = first.parameter.new_zeros(
+                self.chunk, dtype=self.dtype, device="meta" if first.placed_later else None
+            )
+        else:
+            master = self.values[self.owned]
         of = {one.label: one for one in self.held}
         sizes = [(one.label, one.parameter.numel()) for one in self.held]
         begin = 0
         for label, start, stop in chunk_ranges(sizes, self.ranks, self.index):
             one, place = of[label], slice(begin, begin + stop - start)
-            working = self.values[self.owned][place] if one.has_master else None
+            if self.values is None:
+                working: Tensor | None = _rest(one).view(-1)[start:stop]
+            else:
+                working = self.values[self.owned][place] if one.has_master else None
             piece = Shard(one, nn.Parameter(master[place]), start, stop, counts(one, mesh), working)
             self.placed.append((piece, place))
             begin = place.stop
@@ -85,7 +95,7 @@ class ShardedBucket:
         """Move the gradient of one parameter into ``whole``."""
         if self.whole is None:
             # Zeros, because the padding is sent as well, and parameters that took no part.
-            self.whole = torch.zeros_like(self.values, dtype=dtype)
+            self.whole = self.zeros(self.chunk * self.ranks, dtype)
         parameter, (start, stop) = self.held[number].parameter, self.ranges[number]
         assert parameter.grad is not None
         self.whole[start:stop].copy_(parameter.grad.reshape(-1))
@@ -93,7 +103,24 @@ class ShardedBucket:
 
     def no_gradients(self) -> Tensor:
         """Zeros for all that is in the bucket."""
-        return torch.zeros_like(self.values, dtype=self.dtype)
+        return self.zeros(self.chunk * self.ranks, self.dtype)
+
+    def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
+        return self.held[0].parameter.new_zeros(size, dtype=dtype)
+
+    def gather(self, group: dist.ProcessGroup | None) -> dist.Work | None:
+        """Every rank's chunk of the parameters to all ranks; None: it is done."""
+        if self.values is not None:
+            return all_gather_single(self.values, self.values[self.owned], group=group, async_op=True)
+        values = self.held[0].parameter.new_empty(self.chunk * self.ranks)
+        own = values[self.owned]
+        for piece, place in self.placed:
+            assert piece.working is not None
+            own[place].copy_(piece.working)
+        all_gather_single(values, own, group=group, async_op=True).wait()
+        for one, view in zip(self.held, self.views(values), strict=True):
+            _rest(one).copy_(view)
+        return None
 
     def free(self) -> None:
         self.whole = None
@@ -168,12 +195,10 @@ class ShardedStates:
 
     def after_update(self) -> None:
         """Every rank's chunks of the parameters to all ranks."""
-        works = [
-            all_gather_single(bucket.values, bucket.values[bucket.owned], group=self.group, async_op=True)
-            for bucket in self._buckets()
-        ]
+        works = [bucket.gather(self.group) for bucket in self._buckets()]
         for work in works:
-            work.wait()
+            if work is not None:
+                work.wait()
 
     def leave_early(self, leave: Callable[..., None]) -> None:
         """Give gradients of offloaded pieces away as they land; where all of a bucket's do, its chunk has none here."""
@@ -197,7 +222,7 @@ class ShardedStates:
             bucket.whole = bucket.no_gradients()
             bucket.shard = bucket.whole[bucket.owned]
         else:
-            bucket.shard = torch.zeros_like(bucket.values[bucket.owned], dtype=bucket.dtype)
+            bucket.shard = bucket.zeros(bucket.chunk, bucket.dtype)
 
     def _take(self, bucket: ShardedBucket, number: int) -> None:
         bucket.take(number, self.reduce_dtype or bucket.dtype)
@@ -245,6 +270,11 @@ class ShardedStates:
             work.wait()
             if sent is not bucket.shard:
                 bucket.shard.copy_(sent)
+
+
+def _rest(held: HeldParameter) -> Tensor:
+    """A parameter's values where they rest."""
+    return held.parameter.data if held.home is None else held.home
 
 
 def _cut(held: list[HeldParameter], mesh: Mesh, bucket_bytes: int) -> list[ShardedBucket]:

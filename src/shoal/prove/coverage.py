@@ -92,6 +92,15 @@ FULL = (
     "fsdp=2,micro=1,offload=optimizer@nvme",
     "fsdp=2,zero=2,offload=optimizer:0.5@nvme",
     "tp=2,recompute=full,offload=optimizer@nvme+activations@nvme",
+    # weights that rest in the host's memory
+    "dp=2,offload=params",
+    "fsdp=2,offload=params:0.5",
+    "fsdp=2,zero=1,offload=params",
+    "fsdp=2,zero=2,micro=1,recompute=full,offload=params:0.5",
+    "tp=2,recompute=selective,offload=optimizer+params:0.5",
+    "cp=2,offload=params",
+    "pp=2,schedule=zb,offload=params",
+    "fsdp=2,tp=2,pp=2,offload=params",
     # three axes at once
     "dp=2,fsdp=2,cp=2",
     "dp=2,tp=2,cp=2,cp_kind=ulysses",

@@ -175,6 +175,8 @@ class HostUpdate:
         for start, states in self._lent(piece):
             part = slice(start, start + states["weight"].numel())
             update(states, start, gradient[part], returned[part])
+        if self.offloaded.away[piece].rests:
+            return  # the next pass fetches it
         if (back := self.offloaded.streams.back) is None:
             working.copy_(returned.view_as(working))
             return
@@ -211,8 +213,8 @@ class HostUpdate:
             for part in _parts(length, length if whole else self.part):
                 found = gradient[part]
                 narrow = found if whole else room[: found.numel()]
-                here = (states[kind][part] for kind in ("weight", "exp_avg", "exp_avg_sq"))
-                host_adamw.adamw_(*here, found, narrow, settings, self.threads)
+                weight, mean, square = (states[kind][part] for kind in ("weight", "exp_avg", "exp_avg_sq"))
+                host_adamw.adamw_(weight, mean, square, found, narrow, settings, self.threads)
                 if not whole:
                     returned[part].copy_(narrow)
 

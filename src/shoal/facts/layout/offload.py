@@ -85,13 +85,14 @@ class AwayBytes(NamedTuple):
 
 
 def away_bytes(recipe: Recipe, layout: Layout, micro_batches: int, stack: Stack = SHOAL) -> AwayBytes:
-    """A gradient leaves as it was computed, with ``zero=2`` as it was summed, and at the end of a step as it added up.
+    """A gradient leaves as it was computed, with ``zero=2`` as it was summed, and at the end of a step as it added up,
+    with ``zero=3`` as its weight is.
 
     Where every one of several micro-batches sends its own, they are added up on the host, as wide as on the device.
     """
     hold, early = bytes_per_parameter(recipe, stack), leaves_early(layout)
     travelling = hold.gradient
-    if early:
+    if early or (layout.shards > 1 and layout.zero == 3):
         summed = layout.shards > 1 and layout.zero == 2
         # Never narrower than the weight that will take its place.
         travelling = max(hold.reduce, hold.compute) if summed else hold.compute

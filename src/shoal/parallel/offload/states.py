@@ -51,7 +51,7 @@ class AwayState:
 
         ``in_file``: that one has its values in a file (``state_files.py``), and no memory here.
         """
-        self.memory = memory
+        self.memory, self.rests = memory, piece.held.home is not None
         device = piece.tensor.detach() if piece.working is None else piece.working
         piece.working, piece.away = device, self
         if not in_file:
@@ -74,7 +74,12 @@ class AwayState:
         return self.gradient
 
     def way_back(self, working: Tensor) -> Tensor:
-        """Where new weights wait for the device: flat, from the beginning of where the gradient is."""
+        """Where new weights wait for the device: flat, from the beginning of where the gradient is.
+
+        Those that rest in the host's memory are where they belong.
+        """
+        if self.rests:
+            return working.view(-1)
         assert self.room is not None
         return self.room.bytes.view(working.dtype)[: working.numel()]
 
@@ -140,7 +145,12 @@ class OffloadedStates:
         self.streams = CopyStreams(memory)
         first = offloaded([piece.stop - piece.start for piece in pieces], fraction)
         # What routers are corrected by is not the optimizer's, and tiny.
-        self.pieces = [piece for piece in pieces[first:] if not piece.name.endswith(CORRECTION)]
+        self.pieces = [
+            piece
+            for number, piece in enumerate(pieces)
+            # A parameter that rests away is updated away, also where data ranks cut it at another place.
+            if (number >= first or piece.held.home is not None) and not piece.name.endswith(CORRECTION)
+        ]
         away = set(self.pieces)
         for piece in pieces:
             if piece not in away and piece.tensor.is_meta:
@@ -208,6 +218,11 @@ class OffloadedStates:
     def let_go(self, *_: object) -> None:
         """Of what has left; to be called before the fullest moment of a pass, its loss."""
         while self._leaving:
+            self._let_go()
+
+    def let_go_but_last(self) -> None:
+        """Of all but what came last; to be called as a block's backward pass begins, whose first product is large."""
+        while self._leaving and self._leaving[0].unit != self._leaving[-1].unit:
             self._let_go()
 
     def _send(self, piece: Shard) -> Callable[[Tensor], None]:

@@ -143,6 +143,14 @@ class RankInventory:
         """Those that sum a gradient."""
         return self.workload.layout.dp * self.workload.layout.shards
 
+    def run_of(self, number: int, block: int) -> BlockRun:
+        """The run of a stage that a block is in, counted from the stage's first."""
+        for run in self.stages[number].runs:
+            if block < run.layers:
+                return run
+            block -= run.layers
+        raise IndexError(block)
+
     def on_nvme(self, what: str) -> bool:
         return any(part.what == what and part.nvme for part in self.workload.layout.offload)
 

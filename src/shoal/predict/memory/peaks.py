@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from shoal.facts.layout.offload import IN_FLIGHT, OffDevice
 from shoal.facts.layout.offload_activations import HORIZON
 from shoal.predict.memory.block_workload import BlockActivations
+from shoal.predict.memory.fetched import FetchedWeights
 from shoal.predict.memory.gradients import RankGradients
 from shoal.predict.memory.in_flight import Begun, Moment, moments
 from shoal.predict.memory.inventory import BlockRun, RankInventory
 from shoal.predict.memory.peak import Peak
 from shoal.predict.memory.update import passing
-from shoal.predict.rank_parameters import ParameterCount
 from shoal.predict.workload import Workload
 
 # Tokens, positions and targets, int64, of every micro-batch of the step.
@@ -45,7 +45,8 @@ def _peaks_of_passes(gradients: RankGradients) -> Iterator[Peak]:
         yield from found.peaks()
     batch = Peak(activations=_batch(workload))
     yield from gradients.at_end(batch)
-    yield batch.plus("update", grads=gradients.complete, buffers=passing(gradients.rank))
+    updating = max(passing(gradients.rank), FetchedWeights(gradients.rank).gathering())
+    yield batch.plus("update", grads=gradients.complete, buffers=updating)
 
 
 def _batch(workload: Workload) -> float:
@@ -65,7 +66,6 @@ def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
         activations += held * kept.others + deferred * kept.deferred
         logits += held * kept.logits
         buffers += held * (kept.casts + kept.head_cast + kept.messages)
-    runs = rank.stages[moment.stage].runs
     if layout.pp > 1:
         # What is received for later computations; the gradient that came for this one; those that were sent. gloo,
         # which cannot be asked whether a message has gone, keeps all of them to the end of the step; NCCL's go with
@@ -80,12 +80,6 @@ def held_at_start(rank: RankInventory, moment: Moment, standing: float) -> Peak:
             messages, passed = messages + given, passed - given
         buffers += messages * micro.stream
         activations += passed * micro.stream
-    if rank.offloaded("params"):
-        # Weights that rest elsewhere come in block by block, one ahead; an end of the network is a block of its own.
-        units = layout.unit if rank.sharded else 1
-        block = max(_here(rank, run.block) for run in runs) * units
-        ends = (_here(rank, end) for end in (rank.ends.embedding, rank.ends.head))
-        buffers += rank.hold.compute * (block + max(block, *ends))
     return Peak("", 0.0, activations, logits, buffers)
 
 
@@ -106,10 +100,6 @@ def waiting_activations(rank: RankInventory) -> OffDevice:
     return OffDevice(min(size, IN_FLIGHT * each), size)
 
 
-def _here(rank: RankInventory, count: ParameterCount) -> int:
-    return count.share if rank.sharded else count.whole
-
-
 class BackwardPass:
     """One backward pass of a stage: what is there as it begins (``start``), and its moments."""
 
@@ -118,7 +108,7 @@ class BackwardPass:
         self.stage, self.kept = self.rank.stages[moment.stage], self.rank.in_flight[moment.stage]
         self.micro, self.work = self.rank.micro_batch, self.rank.micro_batch.work
         self.gathered_stream = self.micro.stream * (self.work.tp if self.work.sp else 1)
-        self.away = self.rank.blocks_away(moment.stage)
+        self.away, self.fetched = self.rank.blocks_away(moment.stage), FetchedWeights(self.rank)
         self.start = held_at_start(self.rank, moment, gradients.standing)
         made_ahead = not self.micro.logits.later
         if not self.stage.last and self._loss_is_behind() and not gradients.alone and made_ahead:
@@ -151,7 +141,7 @@ class BackwardPass:
                 "last norm",
                 grads=self.gradients.held(self.moment, 0),
                 activations=self.micro.norm_backward,
-                buffers=self.gradients.in_norm(self.moment),
+                buffers=self.gradients.in_norm(self.moment) + self.fetched.in_loss(self.moment.stage),
             )
         yield from self._blocks(left)
         if self.stage.first:
@@ -164,12 +154,14 @@ class BackwardPass:
         came = stream if self.rank.hears_from_next(self.moment.stage) else 0.0
         # Of the last two blocks, what goes away is not gone yet.
         last = range(max(0, self.stage.layers - 2), self.stage.layers)
-        leaving = sum(self._kind(self._run_of(one)).resting for one in last if one in self.away)
+        leaving = sum(
+            self._kind(self.rank.run_of(self.moment.stage, one)).resting for one in last if one in self.away
+        )
         return self.start.plus(
             "forward",
             grads=self.gradients.held(self.moment, None),
             activations=copies * self.gathered_stream + (stream if sp else 0.0) + leaving,
-            buffers=self.gradients.in_loss(self.moment) - came,
+            buffers=self.gradients.in_loss(self.moment) - came + self.fetched.in_forward(self.moment.stage),
         )
 
     def _forward(self, beyond: float) -> Peak:
@@ -180,14 +172,19 @@ class BackwardPass:
             grads=self.gradients.held(self.moment, None),
             activations=beyond - (self.micro.norm if self.stage.last else 0.0),
             logits=-self.kept.logits,
-            buffers=self.gradients.in_loss(self.moment) - self.kept.head_cast - came,
+            buffers=self.gradients.in_loss(self.moment)
+            - self.kept.head_cast
+            - came
+            + self.fetched.in_forward(self.moment.stage),
         )
 
     def _head(self) -> Iterator[Peak]:
         """The loss, with logits and what is made of them; then the head's gradient, as it is handed on."""
         gradients, moment, found = self.gradients, self.moment, self.micro.logits
         gathered, gathering = gradients.in_loss(moment), gradients.gathering_head
-        start = self.start.plus("loss", grads=gradients.held(moment, None))
+        start = self.start.plus(
+            "loss", grads=gradients.held(moment, None), buffers=self.fetched.in_loss(moment.stage)
+        )
         if not found.later:
             # It was computed before some of the messages were asked for that the backward pass finds.
             start = start.plus("loss", buffers=-moment.since_loss * self.micro.stream)
@@ -238,7 +235,8 @@ class BackwardPass:
         block, stream = self._kind(run), self.micro.stream
         name = "first block" if done == self.stage.layers - 1 else "block" if done else "last block"
         back, ahead = self._back(run, done)
-        left = left.plus(name, activations=self._given(done) + back + ahead)
+        weights = self.fetched.in_block(moment.stage, self.stage.layers - 1 - done)
+        left = left.plus(name, activations=self._given(done) + back + ahead, buffers=weights)
         if self._is_sent_on(done):
             left = left.plus(name, activations=-stream, buffers=stream)
         buffers = run.block.whole * hold.compute if self.rank.casts_again else 0.0
@@ -290,7 +288,7 @@ class BackwardPass:
             "embedding",
             grads=self.gradients.held(self.moment, self.stage.layers),
             activations=-freed - others,
-            buffers=-self.kept.casts,
+            buffers=self.fetched.in_embedding(self.moment.stage) - self.kept.casts,
         )
         # Looked up in a table that is wider than the computation, and so cast.
         hold = self.rank.hold
@@ -303,11 +301,12 @@ class BackwardPass:
     def _looked_at(self, run: BlockRun, done: int) -> list[int]:
         """How many blocks of a run are done when one can be the fullest.
 
-        Where activations wait off the device, also beside those of the ends of what is away.
+        Where activations wait off the device, also beside those of the ends of what is away; and beside most weights.
         """
         found, last = set(self.gradients.blocks_looked_at(run, done)), self.stage.layers - 1 - done
         for end in (self.away.start, self.away.stop) if self.away else ():
             found |= {last - end, last - end + HORIZON, last - end - HORIZON}
+        found |= {last - one for one in self.fetched.looked_at(self.moment.stage)}
         return sorted(one for one in found if 0 <= one < run.layers)
 
     def _freed(self, run: BlockRun, done: int, count: int) -> float:
@@ -324,16 +323,8 @@ class BackwardPass:
             back -= self.micro.stream  # it goes when the forward pass is repeated
         for earlier in range(number - HORIZON, number):
             if earlier in self.away:
-                ahead += self._kind(self._run_of(earlier)).resting
+                ahead += self._kind(self.rank.run_of(self.moment.stage, earlier)).resting
         return back, ahead
-
-    def _run_of(self, number: int) -> BlockRun:
-        """The run that a block is in."""
-        for run in self.stage.runs:
-            if number < run.layers:
-                return run
-            number -= run.layers
-        raise IndexError(number)
 
     def _given(self, done: int) -> float:
         """The gradient that a stage was given: the first block counts it as its own, and a message is in buffers."""

@@ -271,9 +271,8 @@ class PipelinedShards(RankGradients):
     def __init__(self, rank: RankInventory) -> None:
         super().__init__(rank)
         self.width, self.widens = self.hold.reduce, self.hold.compute != self.hold.reduce
-        # Experts that are whole are there, unless they rest elsewhere.
-        there = rank.all_whole_experts * (1 - rank.offloaded("params"))
-        self.gathered = rank.gathered(self.total) - self.hold.compute * there
+        # Experts that are whole are there, or fetched.
+        self.gathered = rank.gathered(self.total) - self.hold.compute * rank.all_whole_experts
 
     def in_loss(self, moment: Moment) -> float:
         return self.gathered

@@ -3,7 +3,8 @@
 optimizer    gradients leave beside the backward pass of every micro-batch. Once the norm is known the host updates
              block by block, in forward order; new weights return one block behind, and the next step's forward pass
              waits for each block alone
-params       weights come in beside the forward pass and again beside the backward pass of every micro-batch
+params       weights, frozen ones too, come in beside the forward pass and again beside the backward pass of every
+             micro-batch
 activations  what is kept for the backward pass leaves beside the forward pass, and comes back beside the backward pass
 
 The two ways of a link are independent. What goes through files takes as long as the slower of link and disk. Rates are
@@ -69,6 +70,10 @@ def transfer(
     leaving = elements * each.travelling / rates.link
     adding = elements * each.added / rates.update if times > 1 else 0.0
     fetching = has.weights * away.params / _slower(rates.link, rates.disk_read, _on_nvme(workload, "params"))
+    # Ranks that update shards of whole weights gather each other's on the device, and all of it goes home from there.
+    resting = fetching if layout.shards > 1 and layout.zero < 3 else 0.0
+    if layout.shards > 1 and layout.zero == 3 and layout.pp > 1:
+        fetching /= 2 * times  # gathered once a step, for all passes
     kept, on_disk = has.activations * away.activations, _on_nvme(workload, "activations")
     sending = kept / _slower(rates.link, rates.disk_write, on_disk)
     returning = kept / _slower(rates.link, rates.disk_read, on_disk)
@@ -84,7 +89,7 @@ def transfer(
 
     # Elsewhere gradients leave together, once a step.
     at_once = times if leaves_early(layout) else 0
-    after = 0.0 if at_once else leaving
+    after = resting + (0.0 if at_once else leaving)
     beside_backward = max(fetching + returning, max(leaving, adding) if at_once else 0.0)
     beside_forward = max(fetching, sending)
     waits = times * _exposed(beside_backward, beside.backward)

@@ -134,6 +134,7 @@ def measure(program: Program | None, message: str) -> MeasuredMemory:
     params = grads = optimizer = 0
     if program is not None:
         seen: set[int] = set()
+        _bytes(program.placed.host.buffers, seen)  # weights that rest there are not on the device
         params = _bytes((part.local for _, part in program.placed.weights), seen)
         # In a backward pass gradients may still be with the working copies.
         held = (piece.held.parameter.grad for piece in program.pieces)

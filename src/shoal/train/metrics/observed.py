@@ -125,8 +125,15 @@ def _mark(tracker: MemoryTracker, step: Step, batches: Sequence[Batch]) -> None:
     for batch in batches:
         ends = [] if batch.documents is None else [batch.documents.ends]
         tracker.mark((batch.tokens, batch.targets, batch.positions, *ends), "activations")
+    resting = {id(one.untyped_storage()) for one in step.placed.host.buffers}
     for name, part in step.placed.weights:
-        tracker.mark([part.local], "params", module_of(name))
+        if id(part.local.untyped_storage()) not in resting:
+            tracker.mark([part.local], "params", module_of(name))
+    fetched = {} if step.placed.fetched is None else step.placed.fetched.homes
+    for segment in step.placed.segments if fetched else ():
+        for name, parameter in segment.network.named_parameters():
+            if parameter in fetched:
+                tracker.mark([parameter], "buffers", module_of(name))
     for piece in pieces:
         kind = "optimizer" if piece.held.has_master else "params"
         tracker.mark([piece.tensor], kind if piece.away is None else HOST, module_of(piece.name))

@@ -1,0 +1,173 @@
+"""Offload of parameters: weights rest in the host's memory, and are on the device while they are used.
+
+A block's weights are fetched while the block before it computes, in the forward pass and again, from the other end, in
+the backward pass; so the device has those of two blocks, and of each of the network's ends as its turn comes. What is
+fetched fills the parameter's own storage, which is emptied after use: what autograd has saved of a weight is a view of
+it, and finds its values again. The weights themselves are the host's (``parallel/offload/states.py``): it updates them,
+and nothing of them has to return.
+
+Where FSDP gathers (``zero=3``), it asks each rank's rows how to send them, ahead of their use as always: these come
+from the host as they are asked for. FSDP's own ``CPUOffloadPolicy`` would do that too, and would send gradients away
+as it sees fit: through pinned memory of twice their size, and added up while the device waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.facts.layout.offload import offloaded
+from shoal.facts.model.parameters import CORRECTION
+from shoal.parallel.offload.host_memory import HostMemory
+from shoal.parallel.stage_module import (
+    StageModule,
+    before_backward,
+    empty_storage,
+    fill_storage,
+    local_tensor,
+)
+
+
+def resting_names(segments: Sequence[StageModule], fraction: float) -> frozenset[str]:
+    """Of a rank's parameters, on any device, those that rest in the host's memory."""
+    named = [one for segment in segments for one in segment.network.named_parameters()]
+    first = offloaded([local_tensor(parameter).numel() for _, parameter in named], fraction)
+    # What routers are corrected by is not the optimizer's, and tiny.
+    return frozenset(name for name, _ in named[first:] if not name.endswith(CORRECTION))
+
+
+def make_homes(
+    segments: Sequence[StageModule], names: frozenset[str], memory: HostMemory
+) -> dict[nn.Parameter, Tensor]:
+    """Where the parameters of these names rest. Those of them that FSDP does not hold have given up their storage."""
+    homes: dict[nn.Parameter, Tensor] = {}
+    for segment in segments:
+        for name, parameter in segment.network.named_parameters():
+            if name in names:
+                rows = local_tensor(parameter)
+                room = memory.take(rows.numel() * rows.element_size()).bytes
+                homes[parameter] = room.view(rows.dtype).view(rows.shape)
+    return homes
+
+
+class GatheredFromHome:
+    """How FSDP gathers one parameter, of which this rank's rows rest in the host's memory."""
+
+    def __init__(self, rows: Tensor, padded: torch.Size, home: Tensor) -> None:
+        """``rows``: FSDP's, whose storage goes. ``padded``: their shape as they travel."""
+        self.padded, self.home, self.device = padded, home, rows.device
+        told: Any = rows
+        told.fsdp_pre_all_gather, told.fsdp_post_all_gather = self.before, self.after
+        empty_storage(rows)
+
+    def before(
+        self, mesh: object, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: object
+    ) -> tuple[tuple[Tensor, ...], None]:
+        """What is sent. FSDP asks in the stream that it will read it in."""
+        sent = torch.empty(self.padded, dtype=self.home.dtype, device=self.device)
+        sent[: self.home.shape[0]].copy_(self.home, non_blocking=True)
+        return (sent,), None
+
+    def after(
+        self, came: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> None:
+        """What came lies where FSDP's parameter, which it has made before, expects it."""
+        assert out is not None
+
+
+Fetched = Mapping[nn.Parameter, Tensor]  # parameters that are used together, each with its home
+NOTHING: Fetched = {}
+
+
+class ParameterFetcher:
+    """The weights of a rank that are on the device: those in use, and those that will be next."""
+
+    def __init__(
+        self, segments: Sequence[StageModule], homes: Mapping[nn.Parameter, Tensor], device: torch.device
+    ) -> None:
+        """From now on these parameters are there whenever the network uses them."""
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Each with the end of its copy.
+        self._here: dict[nn.Parameter, torch.cuda.Event | None] = {}
+        self.homes = {one: home for one, home in homes.items() if not isinstance(one, DTensor)}
+        for segment in segments:
+            self._watch(segment)
+
+    def _watch(self, segment: StageModule) -> None:
+        decoder, head = segment.network.model, segment.network.lm_head
+
+        def of(*modules: nn.Module | None) -> Fetched:
+            found = (one for module in modules if module is not None for one in module.parameters())
+            return {parameter: self.homes[parameter] for parameter in found if parameter in self.homes}
+
+        blocks = list(decoder.layers.values())
+        units = [of(block) for block in blocks]
+        tied = head.tied if segment.stage.last else ()
+        ends = of(decoder.norm, head, *tied) if segment.stage.last else NOTHING
+        if decoder.embed_tokens is not None:
+            entering = of(decoder.embed_tokens, decoder.embed_positions)
+            _before(decoder.embed_tokens, partial(self.use, entering, units[0], NOTHING))
+        if decoder.norm is not None:
+            _before(decoder.norm, partial(self.use, ends, NOTHING, units[-1]))
+        for number, (block, unit) in enumerate(zip(blocks, units, strict=True)):
+            following = units[number + 1] if number + 1 < len(units) else ends
+            _before(block, partial(self.use, unit, following, NOTHING))
+            earlier = units[number - 1] if number else NOTHING
+            before_backward(block, partial(self.use, unit, earlier, NOTHING))
+
+    def use(self, unit: Fetched, following: Fetched, in_training: Fetched) -> None:
+        """A unit is needed now, and another one soon; ``in_training``: one more where a backward pass comes."""
+        soon = dict(following)
+        if torch.is_grad_enabled():
+            soon.update(in_training)
+        self._drop(one for one in list(self._here) if one not in unit and one not in soon)
+        self._fetch(unit)
+        for parameter in unit:
+            self._wait_for(self._here[parameter])
+        self._fetch(soon)
+
+    def drop_all(self) -> None:
+        """Nothing is in use, or what is there is out of date."""
+        self._drop(list(self._here))
+
+    def _drop(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            # One that was never used may still be on its way into memory that others will have.
+            self._wait_for(self._here.pop(parameter))
+            empty_storage(parameter)
+
+    def _fetch(self, unit: Fetched) -> None:
+        missing = [parameter for parameter in unit if parameter not in self._here]
+        if not missing:
+            return
+        for parameter in missing:
+            fill_storage(parameter)
+        arrived = None
+        # By way of ``data``: for autograd a weight is the one that it has saved, and it is.
+        if (stream := self._stream) is None:
+            for parameter in missing:
+                parameter.data.copy_(unit[parameter])
+        else:
+            # What had this memory before is still read by what was issued up to now.
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for parameter in missing:
+                    parameter.data.copy_(unit[parameter], non_blocking=True)
+            arrived = stream.record_event()
+        self._here.update(dict.fromkeys(missing, arrived))
+
+    def _wait_for(self, arrived: torch.cuda.Event | None) -> None:
+        if arrived is not None:
+            torch.cuda.current_stream().wait_event(arrived)
+
+
+def _before(module: nn.Module, use: partial[None]) -> None:
+    def hook(*_: Any) -> None:
+        use()
+
+    module.register_forward_pre_hook(hook, prepend=True)
