@@ -1,9 +1,9 @@
 """NF4: frozen weights in 4 bits (QLoRA, arXiv 2305.14314), 64 of them to a scale.
 
 A value is one of 16 levels, those of a normal distribution's quantiles, times the largest magnitude among 64 neighbours
-of its row. A row's bytes are its codes, two to a byte, and then its scales in fp32. So rows are on their own: a rank that
-has some of them, or whole blocks of each, has the same values. Decided here once: the engine packs so, and memory and
-traffic are priced by it.
+of its row. A row's bytes are its codes, two to a byte, and then its scales in fp32. So rows are on their own: a rank
+that has some of them, or whole blocks of each, has the same values. Decided here once: the engine packs so, and memory
+and traffic are priced by it.
 """
 
 from __future__ import annotations
