@@ -146,3 +146,15 @@ def test_optimizers_that_are_run(optimizer: str) -> None:
     recipe = {"optimizer": optimizer, "ema": 0.9, "groups": groups}
     config = Config.model_validate({"run": {"strict": True}, "recipe": recipe, "evaluate": {"ema": True}})
     assert support.missing(config, TINY, Layout()) == []
+
+
+def test_blocks_of_four_bits_are_not_cut() -> None:
+    asked = Config.model_validate({"model": {"lora": {"base": "nf4"}}})
+    model = PRESETS["llama3-8b"]
+    assert support.missing(asked, model, Layout.parse("fsdp=8,tp=8")) == []
+    narrow = model.model_copy(update={"ffn": 64 * 7 * 4})
+    assert support.missing(asked, narrow, Layout.parse("tp=4")) == []
+    (problem,) = support.missing(asked, narrow, Layout.parse("tp=8"))
+    assert "down_proj" in problem.what and "tp=8" in problem.what and "tp" in problem.fix
+    (problem,) = support.missing(asked, model.model_copy(update={"ffn": 1000}), Layout())
+    assert problem.fix == 'base = "bf16"'

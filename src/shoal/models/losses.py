@@ -77,7 +77,7 @@ class NextToken:
         assert wanted.targets is not None
         loss: Tensor
         loss, _ = head(hidden, wanted.targets)
-        return loss[None]
+        return torch.stack([loss])  # and no view of it, which FSDP warns of
 
 
 class DirectPreference:

@@ -204,9 +204,10 @@ def test_steps_end_with_the_data(run: shoal.Run) -> None:
     model, _, loader = run.prepare(model, sgd(model), iter(rows("vision")))
     taken = [run.step(model, batch, loss=image_loss) for batch in run.steps(loader, total=100)]
     assert len(taken) == 24
-    with shoal.run("dp=1", batch=99) as short, pytest.raises(BadInput, match="fewer rows"):
+    with shoal.run("dp=1") as short, pytest.raises(BadInput, match="fewer rows"):
         model = Vision()
-        _, _, loader = short.prepare(model, sgd(model), rows("vision"))
+        whole = torch.utils.data.DataLoader(rows("vision"), batch_size=99, drop_last=True)
+        _, _, loader = short.prepare(model, sgd(model), whole)
         list(short.steps(loader, total=1))
 
 
