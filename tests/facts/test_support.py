@@ -58,7 +58,6 @@ def test_layouts_that_are_not_run(layout: str, what: str, fix: str) -> None:
     "tables",
     [
         {"model": {"lora": {}}},
-        {"recipe": {"states": "int8"}},
         *({"track": {tracker: True}} for tracker in ("tensorboard", "wandb", "mlflow", "trackio")),
     ],
 )

@@ -177,7 +177,9 @@ class Recipe(BaseModel):
         description='with precision "fp8", what shares a scale: "tensorwise", all of a tensor, or "rowwise"',
     )
     states: Literal["fp32", "bf16", "int8"] = Field(
-        "fp32", description='precision of weights and optimizer states at rest: "fp32", "bf16" or "int8"'
+        "fp32",
+        description='precision of weights and optimizer states at rest: "fp32", "bf16" or "int8", which is AdamW\'s'
+        " moments in 8 bits a block at a time and weights in bf16",
     )
     rounding: Literal["stochastic", "nearest"] = Field(
         "stochastic",
@@ -272,7 +274,12 @@ class Recipe(BaseModel):
     @property
     def rounds_by_chance(self) -> bool:
         """Whether updates of weights are rounded stochastically: where weights are narrower than what computes them."""
-        return self.states == "bf16" and self.precision != "fp64" and self.rounding == "stochastic"
+        return self.states != "fp32" and self.precision != "fp64" and self.rounding == "stochastic"
+
+    @property
+    def blockwise(self) -> bool:
+        """Whether AdamW's moments are in 8 bits (``facts/blockwise.py``); fp64 keeps everything in fp64."""
+        return self.states == "int8" and self.precision != "fp64"
 
     @property
     def warmup_steps(self) -> int:

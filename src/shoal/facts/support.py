@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from shoal.facts import strategies
+from shoal.facts.blockwise import cuts_a_block, largest_whole
 from shoal.facts.config import Config
 from shoal.facts.layout import DEGREES, Layout, divisors, printed
 from shoal.facts.layout.offload import waiting
@@ -28,6 +29,7 @@ def check(config: Config, model: Model, layout: Layout) -> None:
 def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem]:
     """Everything asked for that the engine does not run yet. ``model`` is None where none was found."""
     found = [*_in_config(config), *_in_layout(layout), *_with_offload(config, layout)]
+    found += _with_blocks(config, model, layout) if config.recipe.blockwise else ()
     found += _in_model(config, model) if model else ()
     lacking = [Problem(f"{what}: this version of Shoal does not train with it", fix) for what, fix in found]
     lacking += _unmatched_groups(config, model) if model else ()
@@ -123,6 +125,21 @@ def _with_offload(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
         yield f"{updated} server.servers", "offload=none: the servers have the optimizer's states"
 
 
+def _with_blocks(config: Config, model: Model | None, layout: Layout) -> Iterator[tuple[str, str]]:
+    """What moments in 8 bits do not go with: whatever cuts their blocks, and what updates without knowing of them."""
+    lean = 'recipe.states = "int8"'
+    if config.recipe.optimizer != "adamw":
+        yield f'{lean} with recipe.optimizer = "{config.recipe.optimizer}"', 'recipe.states = "bf16"'
+    if waiting(layout.offload, "optimizer") is not None:
+        yield f"{lean} with layout: offload=optimizer", 'recipe.states = "bf16", or offload=none'
+    if config.server.servers:
+        yield f"{lean} with server.servers", 'recipe.states = "bf16", or server.servers = 0'
+    cut = None if model is None else cuts_a_block(model, layout.tp)
+    if model is not None and cut is not None:
+        fix = f'tp={largest_whole(model, layout.tp)}, or recipe.states = "bf16"'
+        yield f"{lean} with layout: tp={layout.tp}, which would cut blocks of {cut}", fix
+
+
 def _unmatched_groups(config: Config, model: Model) -> Iterator[Problem]:
     """Groups of parameters that no parameter is in."""
     names = [one.name for one in llama_parameters(model)]
@@ -155,9 +172,10 @@ def _in_config(config: Config) -> Iterator[tuple[str, str]]:
         # One's scale of the loss, the other's of activations, depend on what else is in a batch.
         what = f'run.strict with recipe.precision = "{config.recipe.precision}"'
         yield what, 'recipe.precision = "bf16" or "fp32"'
-    if config.run.strict and config.recipe.states == "bf16" and config.recipe.precision == "fp32":
+    if config.run.strict and config.recipe.states != "fp32" and config.recipe.precision == "fp32":
         # One process rounds a gradient to bf16 before the exact sum, ranks that shard it after.
-        yield 'run.strict with recipe.states = "bf16" and recipe.precision = "fp32"', 'recipe.states = "fp32"'
+        what = f'run.strict with recipe.states = "{config.recipe.states}" and recipe.precision = "fp32"'
+        yield what, 'recipe.states = "fp32"'
     if config.run.strict and config.recipe.optimizer == "adafactor":
         # Its means over rows and columns are sums of what ranks have, in the order of these.
         yield 'run.strict with recipe.optimizer = "adafactor"', 'recipe.optimizer = "adamw"'
@@ -168,8 +186,6 @@ def _in_config(config: Config) -> Iterator[tuple[str, str]]:
     for number, group in enumerate(config.recipe.groups):
         if group.frozen:
             yield f"recipe.groups.{number}: frozen = true", "leave it out: all weights are trained"
-    if config.recipe.states == "int8":
-        yield 'recipe.states = "int8"', 'recipe.states = "bf16"'
     for tracker in ("tensorboard", "wandb", "mlflow", "trackio"):
         if getattr(config.track, tracker):
             yield f"track.{tracker}", f"track.{tracker} = false; metrics.jsonl holds every step"

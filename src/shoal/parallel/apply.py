@@ -132,6 +132,7 @@ def apply(
     compile_with: str | None = None,
     fp8: Scaling | None = None,
     one_pass: bool = False,
+    blockwise: bool = False,
 ) -> Placed:
     """Place a network that was built on the meta device; ``fill`` gives the parameters updated here their values.
 
@@ -139,7 +140,8 @@ def apply(
     the type gradients travel in, None for their own. ``group_of``: to which group a parameter belongs, if not to those
     of the layout. ``compile_with``: torch.compile's backend for the blocks, None to run them eager. ``fp8``: how the
     operands of the blocks' products are scaled, None for products in the compute precision. ``one_pass``: nothing is
-    added to a gradient, so that it can stay as it was computed.
+    added to a gradient, so that it can stay as it was computed. ``blockwise``: the optimizer's states come in blocks,
+    which no rank's share cuts (``facts/blockwise.py``).
     """
     layout, model = mesh.layout, network.shape
     compute, states = network.model.compute, next(network.parameters()).dtype
@@ -208,7 +210,7 @@ def apply(
         if group.fully_sharded:
             return FullyShard(segments, held, mesh, summed, in_float8)
         if group.sharded.size > 1:
-            return ShardedStates(held, mesh, bucket_bytes, reduce_dtype)
+            return ShardedStates(held, mesh, bucket_bytes, reduce_dtype, blockwise)
         if group.replicated.size > 1 and not strict:
             return Replicate(held, mesh, bucket_bytes, reduce_dtype)
         return NoReducer(held, mesh)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.facts.blockwise import block_length
 from shoal.facts.layout.parameter_groups import ParameterGroup, expert_ranks, group_name, parameter_groups
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import EMBEDDING, HEAD, Parameter, by_name
@@ -310,6 +311,14 @@ def piece_boxes(
     for offset, shape in range_boxes(piece.box.shape, piece.start + start, piece.start + stop):
         yield (tuple(a + b for a, b in zip(piece.box.offset, offset, strict=True)), shape), begin
         begin += math.prod(shape)
+
+
+def in_blocks(piece: Shard) -> Shard:
+    """A piece as its blocks (``facts/blockwise.py``): one element for each, of a parameter that has one for each."""
+    block, box = block_length(piece.box.whole) or 1, piece.box
+    whole, offset, shape = ((*one[:-1], one[-1] // block) for one in (box.whole, box.offset, box.shape))
+    held = replace(piece.held, part=replace(piece.held.part, box=Box(whole, offset, shape)))
+    return replace(piece, held=held, start=piece.start // block, stop=piece.stop // block)
 
 
 def weight(piece: Shard) -> Tensor:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.renamed import all_gather_single, reduce_scatter_single
+from shoal.facts.blockwise import block_length
 from shoal.facts.layout.buckets import buckets_by_kind, chunk_ranges, even_share, flat_kind
 from shoal.models.initial import Slice
 from shoal.parallel.bucket_reducer import BucketReducer
@@ -31,11 +32,12 @@ from shoal.parallel.shards import HeldParameter, Shard, counts, gradient_bytes, 
 class ShardedBucket:
     """Parameters that are views of one flat tensor, of which this rank owns a chunk."""
 
-    def __init__(self, held: list[HeldParameter], ranks: int, index: int) -> None:
-        self.held, self.ranks, self.index = held, ranks, index
+    def __init__(self, held: list[HeldParameter], ranks: int, index: int, block: int = 1) -> None:
+        """``block``: elements that stay together."""
+        self.held, self.ranks, self.index, self.block = held, ranks, index, block
         self.ranges = list(pairwise(accumulate((one.parameter.numel() for one in held), initial=0)))
         size = self.ranges[-1][1]
-        self.chunk = even_share(size, ranks)
+        self.chunk = even_share(size, ranks, block)
         self.owned = slice(index * self.chunk, (index + 1) * self.chunk)
         self.values = held[0].parameter.new_zeros(self.chunk * ranks)
         for one, view in zip(held, self.views(self.values), strict=True):
@@ -64,7 +66,7 @@ class ShardedBucket:
         of = {one.label: one for one in self.held}
         sizes = [(one.label, one.parameter.numel()) for one in self.held]
         begin = 0
-        for label, start, stop in chunk_ranges(sizes, self.ranks, self.index):
+        for label, start, stop in chunk_ranges(sizes, self.ranks, self.index, self.block):
             one, place = of[label], slice(begin, begin + stop - start)
             working = self.values[self.owned][place] if one.has_master else None
             piece = Shard(one, nn.Parameter(master[place]), start, stop, counts(one, mesh), working)
@@ -118,7 +120,9 @@ class ShardedStates:
         mesh: Mesh,
         bucket_bytes: int,
         reduce_dtype: torch.dtype | None,
+        blockwise: bool = False,
     ) -> None:
+        """``blockwise``: moments come in blocks (``facts/blockwise.py``)."""
         group = held[0].group
         self.held, self.zero, self.reduce_dtype = held, group.zero, reduce_dtype
         # To the host, where a piece's gradients are the host's as soon as they are summed.
@@ -129,7 +133,7 @@ class ShardedStates:
         self._flying: list[Flying] = []
         places: dict[str, tuple[Shard, ShardedBucket, slice]] = {}
         for stage in dict.fromkeys(one.stage for one in held):
-            cut = _cut([one for one in held if one.stage == stage], mesh, bucket_bytes)
+            cut = _cut([one for one in held if one.stage == stage], mesh, bucket_bytes, blockwise)
             for bucket in cut:
                 self._keep_gradients(bucket)
                 for piece, place in bucket.pieces(mesh):
@@ -247,13 +251,17 @@ class ShardedStates:
                 bucket.shard.copy_(sent)
 
 
-def _cut(held: list[HeldParameter], mesh: Mesh, bucket_bytes: int) -> list[ShardedBucket]:
+def _cut(
+    held: list[HeldParameter], mesh: Mesh, bucket_bytes: int, blockwise: bool
+) -> list[ShardedBucket]:
     by_label, shards = {one.label: one for one in held}, held[0].group.sharded
+    blocks = {one.label: block_length(one.part.box.whole) if blockwise else None for one in held}
     sizes = [
-        (label, gradient_bytes(one.parameter), flat_kind(label, one.name, one.part.copies))
+        (label, gradient_bytes(one.parameter), flat_kind(label, one.name, one.part.copies, blocks[label]))
         for label, one in by_label.items()
     ]
+    index = mesh.index_in(shards)
     return [
-        ShardedBucket([by_label[label] for label in labels], shards.size, mesh.index_in(shards))
+        ShardedBucket([by_label[label] for label in labels], shards.size, index, blocks[labels[0]] or 1)
         for labels in buckets_by_kind(sizes, bucket_bytes)
     ]

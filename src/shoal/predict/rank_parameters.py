@@ -6,9 +6,11 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+from shoal.facts.blockwise import block_length
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
 from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind, sharded_dimension
@@ -40,6 +42,7 @@ class RankTensor(NamedTuple):
     shape: tuple[int, ...]
     copies: int  # tensor ranks that hold this very part
     summed: SummedOver
+    block: int | None = None  # where moments come in blocks: elements of one
 
     @property
     def size(self) -> int:
@@ -179,7 +182,8 @@ def _body(model: Model, tp: int, sp: bool, index: int) -> _Body:
 def tensor_on(parameter: Parameter, tp: int, sp: bool, index: int) -> RankTensor:
     """A rank's part of a parameter."""
     part, name = tensor_part(parameter, tp, index), parameter.name
-    return RankTensor(name, name, part.box.shape, part.copies, summed_over(parameter, tp, sp))
+    summed = summed_over(parameter, tp, sp)
+    return RankTensor(name, name, part.box.shape, part.copies, summed, block_length(parameter.shape))
 
 
 def component_of(tensors: Iterable[RankTensor]) -> Component:
@@ -207,7 +211,7 @@ def named_tensors(here: RankParameters, model: Model, stage: Stage) -> list[Rank
 def expert_tensors(model: Model, tp: int, ep: int, stage: Stage) -> tuple[RankTensor, ...]:
     """A rank's part of the routed experts of a stage, in forward order; no rank of a tensor group has more."""
     return tuple(
-        RankTensor(one.name, one.name, tensor_part(one, tp, 0, ep).box.shape, 1, None)
+        RankTensor(one.name, one.name, tensor_part(one, tp, 0, ep).box.shape, 1, None, block_length(one.shape))
         for layer in stage.layers
         if model.has_experts(layer)
         for one in stacked_experts(model, layer)
@@ -370,25 +374,36 @@ def padded_size(tensor: RankTensor, ranks: int) -> int:
     return ranks * even_share(rows, ranks) * math.prod(rest)
 
 
-def bucket_count(here: RankParameters, width: int, bucket_bytes: int, by_kind: bool) -> int:
+class BucketKinds(Enum):
+    """What may share a bucket."""
+
+    ANY = "any"
+    FLAT = "flat"  # what other ranks find again in buckets of theirs
+    BLOCKWISE = "blockwise"  # and has blocks of the same length
+
+
+def bucket_count(here: RankParameters, width: int, bucket_bytes: int, kinds: BucketKinds) -> int:
     """About how many buckets a rank's gradients fill, from the cut of a few layers."""
-    ends = _buckets_in(here.embedding, width, bucket_bytes, by_kind)
-    ends += _buckets_in(here.head, width, bucket_bytes, by_kind)
-    layers = here.dense * _buckets_a_layer(here.dense_block, width, bucket_bytes, by_kind)
-    layers += here.sparse * _buckets_a_layer(here.sparse_block, width, bucket_bytes, by_kind)
+    ends = _buckets_in(here.embedding, width, bucket_bytes, kinds)
+    ends += _buckets_in(here.head, width, bucket_bytes, kinds)
+    layers = here.dense * _buckets_a_layer(here.dense_block, width, bucket_bytes, kinds)
+    layers += here.sparse * _buckets_a_layer(here.sparse_block, width, bucket_bytes, kinds)
     return ends + max(len(here.stages), round(layers))
 
 
 def bucket_names(
-    tensors: Iterable[RankTensor], width: int, bucket_bytes: int, by_kind: bool
+    tensors: Iterable[RankTensor], width: int, bucket_bytes: int, kinds: BucketKinds
 ) -> list[list[str]]:
-    """The labels in each bucket. ``by_kind``: of flat ones, whose parts other ranks have to find again."""
+    """The labels in each bucket."""
+    block = kinds is BucketKinds.BLOCKWISE
     return buckets_by_kind(
         (
             (
                 tensor.label,
                 tensor.size * width,
-                flat_kind(tensor.label, tensor.name, tensor.copies) if by_kind else None,
+                None
+                if kinds is BucketKinds.ANY
+                else flat_kind(tensor.label, tensor.name, tensor.copies, tensor.block if block else None),
             )
             for tensor in tensors
         ),
@@ -397,18 +412,18 @@ def bucket_names(
 
 
 @cache
-def _buckets_in(component: Component, width: int, bucket_bytes: int, by_kind: bool) -> int:
-    return len(bucket_names(component.tensors, width, bucket_bytes, by_kind))
+def _buckets_in(component: Component, width: int, bucket_bytes: int, kinds: BucketKinds) -> int:
+    return len(bucket_names(component.tensors, width, bucket_bytes, kinds))
 
 
 @cache
-def _buckets_a_layer(block: Component, width: int, bucket_bytes: int, by_kind: bool) -> float:
+def _buckets_a_layer(block: Component, width: int, bucket_bytes: int, kinds: BucketKinds) -> float:
     def count(layers: int) -> int:
         tensors = [
             tensor._replace(label=f"{layer} {tensor.label}")
             for layer in range(layers)
             for tensor in block.tensors
         ]
-        return len(bucket_names(tensors, width, bucket_bytes, by_kind))
+        return len(bucket_names(tensors, width, bucket_bytes, kinds))
 
     return (count(2 * SAMPLE) - count(SAMPLE)) / SAMPLE

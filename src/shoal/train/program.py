@@ -94,6 +94,7 @@ def assemble(
         fp8=float8_scaling(recipe),
         one_pass=mesh.layout.one_pass(recipe.batch)
         and takes_narrow_gradients(recipe.precision, recipe.optimizer),
+        blockwise=recipe.blockwise,
     )
     pieces, whole = placed.gradients.pieces, None
     if recipe.optimizer in WHOLE:
@@ -115,6 +116,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp8": torch.bfloat16,  # a precision of products; what lies between them is bf16
+    "int8": torch.bfloat16,  # a precision of moments; weights beside them are bf16
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameters
-from shoal.facts.optimizers import AVERAGE, COUNTING, FACTORS, rule_of
+from shoal.facts.optimizers import AVERAGE, COUNTING, OF_MATRICES, rule_of
 from shoal.facts.recipe import Recipe
 from shoal.facts.stored_states import Keeps, expected_states
 from shoal.models.initial import Slice
@@ -62,7 +62,7 @@ class State:
     def new_stage(self, ahead: bool = True, tell: Callable[[str], None] = print) -> StagingBuffer:
         """A buffer for what this rank writes of it. ``ahead``: made before it is needed."""
         mine = parts(self.model, self.pieces, self.mesh)
-        factors = {kind: factor_parts(self.pieces, kind) for kind in self.kinds if kind in FACTORS}
+        factors = {kind: factor_parts(self.pieces, kind) for kind in self.kinds if kind in OF_MATRICES}
         return StagingBuffer(mine, self.mesh.device, 1 + len(self.kinds), ahead, tell, factors)
 
     def states(self) -> States:
@@ -131,9 +131,9 @@ class State:
             for piece in self.pieces:
                 if kind not in self.keeps.states(piece.name, len(piece.box.whole)):
                     continue
-                state = empty_state(piece, kind)
+                state = empty_state(piece, kind, self.keeps)
                 self.optimizer.state[piece.tensor][kind] = state
-                slices = factor_slices(piece, state, kind) if kind in FACTORS else piece_slices(piece, state)
+                slices = factor_slices(piece, state, kind) if kind in OF_MATRICES else piece_slices(piece, state)
                 for part in slices:
                     yield kind, piece.name, part
 

@@ -14,7 +14,7 @@ from shoal.facts.layout import Layout
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
 from shoal.facts.optimizers import ITERATIONS
-from shoal.facts.precision import compute_width, state_width
+from shoal.facts.precision import MOMENT_BYTES, compute_width, state_width
 from shoal.facts.recipe import Recipe
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.memory.micro_batch import micro_batch_bytes
@@ -349,7 +349,9 @@ def update_bytes(recipe: Recipe, stack: Stack, whole: bool) -> float:
     state, compute = state_width(recipe), compute_width(recipe)
     # A working copy is written beside the state.
     copy = state + compute if whole and stack.weights == "working" and compute < state else 0.0
-    return each * state / 4 + copy
+    # Moments in 8 bits are read and written as such.
+    lean = 4 * (state - MOMENT_BYTES[recipe.states]) if recipe.blockwise else 0.0
+    return each * state / 4 + copy - lean
 
 
 def _offloadable(workload: Workload) -> Offloadable:

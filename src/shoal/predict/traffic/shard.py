@@ -25,6 +25,7 @@ from shoal.facts.layout.stages import Stage
 from shoal.facts.precision import compute_width, gradient_width, reduce_width, weight_width
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.rank_parameters import (
+    BucketKinds,
     RankParameters,
     RankTensor,
     bucket_names,
@@ -56,7 +57,7 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
         return ()
     if group.zero == 3:
         return tuple(unit_calls(workload, _even_units(workload, here, shards), group))
-    elements, count = even_buckets(workload, here, by_kind=True)
+    elements, count = even_buckets(workload, here, _kinds(workload))
     each = even_share(elements, shards * count) * shards
     return tuple(bucket_calls(workload, [Travelling(each, each, count)], group))
 
@@ -77,7 +78,7 @@ def bucket_calls(
             )
         found.append(
             CollectiveCall(
-                "all_gather", sharded.name, round(elements * weight_width(recipe)), count, "update"
+                "all_gather", sharded.name, elements * weight_width(recipe), count, "update"
             )
         )
     return found
@@ -167,7 +168,10 @@ def exact(
 
 def flat_buckets(workload: Workload, tensors: Sequence[RankTensor], shards: int) -> list[Travelling]:
     """zero=1|2: the buckets of a stage, padded so that all ranks have as much of each."""
-    sizes = [shards * even_share(_flat_size(one), shards) for one in _buckets(workload, tensors)]
+    sizes = [
+        shards * even_share(_flat_size(one), shards, _block(workload, one))
+        for one in _buckets(workload, tensors)
+    ]
     return [Travelling(size, size, 1) for size in sizes]
 
 
@@ -190,7 +194,8 @@ def owned(
                 of = {tensor.label: tensor for tensor in bucket}
                 sizes = [(tensor.label, tensor.size) for tensor in bucket]
                 found += [
-                    (of[label], stop - start) for label, start, stop in chunk_ranges(sizes, ranks, index)
+                    (of[label], stop - start)
+                    for label, start, stop in chunk_ranges(sizes, ranks, index, _block(workload, bucket))
                 ]
     # Where nothing is sharded every tensor is the optimizer's, even an empty one.
     return [(tensor, size) for tensor, size in found if size or ranks == 1]
@@ -199,8 +204,17 @@ def owned(
 def _buckets(workload: Workload, tensors: Sequence[RankTensor]) -> list[list[RankTensor]]:
     of = {tensor.label: tensor for tensor in tensors}
     width = gradient_width(workload.recipe)
-    names = bucket_names(tensors, width, bucket_bytes(workload), by_kind=True)
+    names = bucket_names(tensors, width, bucket_bytes(workload), _kinds(workload))
     return [[of[label] for label in labels] for labels in names]
+
+
+def _kinds(workload: Workload) -> BucketKinds:
+    return BucketKinds.BLOCKWISE if workload.recipe.blockwise else BucketKinds.FLAT
+
+
+def _block(workload: Workload, bucket: Sequence[RankTensor]) -> int:
+    """Elements of a bucket that stay together."""
+    return (bucket[0].block or 1) if workload.recipe.blockwise else 1
 
 
 def _flat_size(bucket: Iterable[RankTensor]) -> int:

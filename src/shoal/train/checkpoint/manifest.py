@@ -22,7 +22,7 @@ from shoal.facts.input.untrusted_files import first_fault
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameters
 from shoal.facts.model.tensor_split import cover_alike
-from shoal.facts.optimizers import FACTORS
+from shoal.facts.optimizers import OF_MATRICES
 from shoal.facts.recipe import RampStage
 from shoal.facts.sample_clock import SampleClock
 from shoal.facts.stored_states import Keeps, StoredBox, factored_shape, stored_boxes
@@ -39,7 +39,7 @@ MOST_DIMENSIONS = 4
 LONGEST_NAME = 200  # of a file
 LONGEST_MESSAGE = 2000
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "uint8": 1}
 
 
 class Damaged(Exception):
@@ -101,7 +101,7 @@ class Manifest(BaseModel):
 
     def shape_of(self, state: str, tensor: str) -> tuple[int, ...] | None:
         """Of a state of a whole tensor; None where there is no such tensor."""
-        if state not in FACTORS:
+        if state not in OF_MATRICES:
             return self.shapes.get(tensor)
         return factored_shape(self.parsed_model, state, tensor)
 

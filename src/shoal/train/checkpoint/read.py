@@ -19,7 +19,7 @@ from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import intersect, views_by_parameter
 from shoal.facts.model.parameters import parameters
 from shoal.facts.model.tensor_split import box_slices, meet
-from shoal.facts.optimizers import FACTORS
+from shoal.facts.optimizers import OF_MATRICES
 from shoal.models.initial import Slice
 from shoal.train.checkpoint.manifest import Damaged, Manifest, StoredPiece
 from shoal.train.checkpoint.storage import (
@@ -33,7 +33,8 @@ from shoal.train.checkpoint.storage import (
 )
 
 DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.uint8)
 }
 
 
@@ -125,7 +126,7 @@ class Checkpoint:
         of_parameter = views_by_parameter(model)
         wanted = []
         for state, name, part in slices:
-            if state in FACTORS:
+            if state in OF_MATRICES:
                 # Of our own matrices: one of Hugging Face's may be several of them, or one transposed.
                 wanted.append(Wanted(state, name, part.offset, part.local))
                 continue
