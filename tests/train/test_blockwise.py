@@ -81,7 +81,9 @@ def test_codes_and_values_turn_into_each_other(code: Code) -> None:
         again = encode(values, scale, code, drawn)
         assert torch.equal(torch.where(zero, 0, again)[normal], torch.where(zero, 0, every)[normal])
     # Between neighbours an eighth of a power of two.
-    ladder = decode(torch.arange(1, code.codes + 1).to(torch.uint8)[None], torch.tensor([126]), code)[0].double()
+    ladder = decode(torch.arange(1, code.codes + 1).to(torch.uint8)[None], torch.tensor([126]), code)[
+        0
+    ].double()
     assert ladder[0] == code.lowest and ladder[-1] == 0.875
     steps = ladder[1:] / ladder[:-1]
     assert float(steps.min()) > 1.06 and float(steps.max()) <= 1.125

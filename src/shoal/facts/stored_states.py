@@ -1,7 +1,8 @@
 """Which boxes of which tensors a checkpoint has of an optimizer's state, by the recipe that it was trained with.
 
-Names and shapes are Hugging Face's, but for Adafactor's means over rows and columns and for scales of blocks (int8): these
-are of canonical matrices, since a tensor of Hugging Face's may be several of ours (fused projections) or one of ours transposed.
+Names and shapes are Hugging Face's, but for Adafactor's means over rows and columns and for scales of blocks (int8):
+these are of canonical matrices, since a tensor of Hugging Face's may be several of ours (fused projections) or one of
+ours transposed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from shoal.facts.blockwise import SCALES
 from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import views_by_parameter
 from shoal.facts.model.parameters import by_name, llama_parameters
-from shoal.facts.blockwise import SCALES
 from shoal.facts.optimizers import AVERAGE, OF_MATRICES, RULES, Rule, factor_shape, rule_of, states_of
 from shoal.facts.recipe import Recipe
 

@@ -251,9 +251,7 @@ class ShardedStates:
                 bucket.shard.copy_(sent)
 
 
-def _cut(
-    held: list[HeldParameter], mesh: Mesh, bucket_bytes: int, blockwise: bool
-) -> list[ShardedBucket]:
+def _cut(held: list[HeldParameter], mesh: Mesh, bucket_bytes: int, blockwise: bool) -> list[ShardedBucket]:
     by_label, shards = {one.label: one for one in held}, held[0].group.sharded
     blocks = {one.label: block_length(one.part.box.whole) if blockwise else None for one in held}
     sizes = [

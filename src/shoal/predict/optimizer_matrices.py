@@ -75,9 +75,7 @@ def state_elements(sharing: Sharing, rank: int, optimizer: Rule) -> int:
 @lru_cache(maxsize=4096)
 def blockwise_bytes(sharing: Sharing, rank: int) -> int:
     """Of AdamW's two moments in 8 bits, of all that a rank updates."""
-    return sum(
-        2 * moment_bytes(one.box.whole, one.stop - one.start) for one in updated_ranges(sharing, rank)
-    )
+    return sum(2 * moment_bytes(one.box.whole, one.stop - one.start) for one in updated_ranges(sharing, rank))
 
 
 def _kept(one: UpdatedRange, optimizer: Rule) -> int:

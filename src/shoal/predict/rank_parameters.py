@@ -211,7 +211,9 @@ def named_tensors(here: RankParameters, model: Model, stage: Stage) -> list[Rank
 def expert_tensors(model: Model, tp: int, ep: int, stage: Stage) -> tuple[RankTensor, ...]:
     """A rank's part of the routed experts of a stage, in forward order; no rank of a tensor group has more."""
     return tuple(
-        RankTensor(one.name, one.name, tensor_part(one, tp, 0, ep).box.shape, 1, None, block_length(one.shape))
+        RankTensor(
+            one.name, one.name, tensor_part(one, tp, 0, ep).box.shape, 1, None, block_length(one.shape)
+        )
         for layer in stage.layers
         if model.has_experts(layer)
         for one in stacked_experts(model, layer)

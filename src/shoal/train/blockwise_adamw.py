@@ -18,7 +18,7 @@ from shoal.facts.optimizers import ROUNDED_ELEMENTS
 from shoal.models.in_triton import in_triton
 from shoal.models.random import FIRST, GOLDEN, SECOND
 from shoal.train.adamw import AdamW, _corrections
-from shoal.train.blockwise import DROPPED, LEAST, MEAN, MOST, SQUARE, Code, decode, encode, scales
+from shoal.train.blockwise import LEAST, MEAN, MOST, SQUARE, Code, decode, encode, scales
 from shoal.train.rounding import WEIGHT, Noise, StochasticRounding, settle_rounded
 
 # Elements of a program of the kernel, and its warps.
@@ -182,7 +182,8 @@ def _write(
 
 
 @torch.library.custom_op(
-    "shoal::blockwise_adamw_", mutates_args=("weight", "mean", "square", "mean_scale", "square_scale", "working")
+    "shoal::blockwise_adamw_",
+    mutates_args=("weight", "mean", "square", "mean_scale", "square_scale", "working"),
 )
 def blockwise_adamw_(
     weight: Tensor,
@@ -242,7 +243,13 @@ def _compiled(triton: Any, tl: Any) -> Callable[..., None]:
 
     @triton.jit
     def encoded(
-        value, scale, chance, first: tl.constexpr, most: tl.constexpr, signed: tl.constexpr, greatest: tl.constexpr
+        value,
+        scale,
+        chance,
+        first: tl.constexpr,
+        most: tl.constexpr,
+        signed: tl.constexpr,
+        greatest: tl.constexpr,
     ):
         inverse = ((greatest + 1 - scale) << 23).to(tl.float32, bitcast=True)
         scaled = tl.abs(value) * inverse[:, None]
@@ -310,7 +317,11 @@ def _compiled(triton: Any, tl: Any) -> Callable[..., None]:
             weight = tl.load(weights + at, here, 0.0).to(tl.float32)
             if has_blocks:
                 mean = decoded(
-                    tl.load(means + at, here, 0), tl.load(mean_scales + number, there, 1), mean_first, 127, True
+                    tl.load(means + at, here, 0),
+                    tl.load(mean_scales + number, there, 1),
+                    mean_first,
+                    127,
+                    True,
                 )
                 square = decoded(
                     tl.load(squares + at, here, 0),

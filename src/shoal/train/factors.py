@@ -20,12 +20,12 @@ from shoal.parallel.shards import Shard, in_blocks, piece_slices
 from shoal.train.steered import wide
 
 
-def empty_state(piece: Shard, kind: str, keeps: Keeps) -> Tensor:
+def empty_state(piece: Shard, kind: str, keeps: Keeps | None = None) -> Tensor:
     """Room for a state of a piece."""
     if kind in SCALES:
         count = (piece.stop - piece.start) // (block_length(piece.box.whole) or 1)
         return piece.tensor.new_empty(count, dtype=torch.uint8, requires_grad=False)
-    if keeps.blockwise and kind in SCALE_OF:
+    if keeps is not None and keeps.blockwise and kind in SCALE_OF:
         blocks = keeps.has_blocks(piece.name, len(piece.box.whole))
         dtype = torch.uint8 if blocks else torch.float32
         return torch.empty_like(piece.tensor, dtype=dtype, requires_grad=False)

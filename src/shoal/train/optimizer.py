@@ -64,10 +64,10 @@ def build(pieces: list[Shard], recipe: Recipe, whole: WholeMatrices | None = Non
         own_groups = groups.get("adamw", nothing)
         if recipe.blockwise:
             lengths = {piece.tensor: block_length(piece.box.whole) for piece in pieces}
-            blocks = {weight: length for weight, length in lengths.items() if length is not None}
-            adamw = BlockwiseAdamW(
-                own_groups, blocks, working, rounding, lr=lr, betas=betas, eps=recipe.eps
-            )
+            blocks: dict[Tensor, int] = {
+                weight: length for weight, length in lengths.items() if length is not None
+            }
+            adamw = BlockwiseAdamW(own_groups, blocks, working, rounding, lr=lr, betas=betas, eps=recipe.eps)
         else:
             away = {piece.tensor for piece in pieces if piece.away is not None}
             adamw = AdamW(own_groups, working, away, rounding, lr=lr, betas=betas, eps=recipe.eps)

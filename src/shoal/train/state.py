@@ -133,7 +133,9 @@ class State:
                     continue
                 state = empty_state(piece, kind, self.keeps)
                 self.optimizer.state[piece.tensor][kind] = state
-                slices = factor_slices(piece, state, kind) if kind in OF_MATRICES else piece_slices(piece, state)
+                slices = (
+                    factor_slices(piece, state, kind) if kind in OF_MATRICES else piece_slices(piece, state)
+                )
                 for part in slices:
                     yield kind, piece.name, part
 

@@ -121,4 +121,6 @@ def test_states_in_8_bits_are_the_same_to_the_bit_in_every_layout(
     assert {"exp_avg", "exp_avg_sq_scale", "ema"} <= {state for state, _ in alone}
     for key, values in alone.items():
         assert torch.equal(moved[key], values), key
-    assert sum(piece.bytes for piece in Checkpoint(DirectoryStorage(tmp_path / "moved"), 1).manifest.pieces) > 0
+    assert (
+        sum(piece.bytes for piece in Checkpoint(DirectoryStorage(tmp_path / "moved"), 1).manifest.pieces) > 0
+    )

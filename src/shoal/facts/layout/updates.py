@@ -36,7 +36,9 @@ class Sharing:
     seq: int | None  # by which stages are cut
     width: int  # bytes of a gradient, by which buckets are filled
     bucket_bytes: int
-    blockwise: bool = False  # whether moments come in blocks (``facts/blockwise.py``), which no bucket's chunk cuts
+    blockwise: bool = (
+        False  # whether moments come in blocks (``facts/blockwise.py``), which no bucket's chunk cuts
+    )
 
 
 class UpdatedRange(NamedTuple):

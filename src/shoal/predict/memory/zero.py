@@ -38,10 +38,13 @@ class ScatteredGradients(ReplicatedGradients):
         workload = self.rank.workload
         here = rank_parameters(workload.layout, workload.model, workload.cut_by, self.rank.number)
         head = {one.block for one in (*here.norm.tensors, *here.head.tensors) if one.name != EMBEDDING}
-        counted = (here.dense, here.dense_block), (here.sparse, here.sparse_block), (1, here.norm), (1, here.head)
-        return sum(
-            times * one.size for times, part in counted for one in part.tensors if one.block in head
+        counted = (
+            (here.dense, here.dense_block),
+            (here.sparse, here.sparse_block),
+            (1, here.norm),
+            (1, here.head),
         )
+        return sum(times * one.size for times, part in counted for one in part.tensors if one.block in head)
 
     def in_loss(self, moment: Moment) -> float:
         """The last bucket of a backward pass, the embedding's, lands when the next one is sent."""
@@ -50,7 +53,11 @@ class ScatteredGradients(ReplicatedGradients):
     def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
         """One bucket fills and one is sent; as long as the first one fills, the last one of the pass before may be."""
         if not done and made == 0:
-            return self.tied_head(moment) + min(self.buckets(1), self.hold.reduce * self.with_head) + self.in_loss(moment)
+            return (
+                self.tied_head(moment)
+                + min(self.buckets(1), self.hold.reduce * self.with_head)
+                + self.in_loss(moment)
+            )
         if self.reduced(moment, done) + self.made(run, made) <= self.bucket:
             return self.tied_head(moment) + self.buckets(1) + self.in_loss(moment)
         # What has landed is on its way to the host, of two buckets at most.

@@ -77,9 +77,7 @@ def bucket_calls(
                 CollectiveCall("all_reduce", copies.name, reduced // sharded.size, count, "gradients")
             )
         found.append(
-            CollectiveCall(
-                "all_gather", sharded.name, elements * weight_width(recipe), count, "update"
-            )
+            CollectiveCall("all_gather", sharded.name, elements * weight_width(recipe), count, "update")
         )
     return found
 

@@ -57,8 +57,8 @@ def parts(model: Model, pieces: list[Shard], mesh: Mesh) -> list[WrittenBox]:
 
 
 def factor_parts(pieces: list[Shard], state: str) -> list[WrittenBox]:
-    """What this rank writes of Adafactor's means: those of the matrices whose first element it updates; of scales: those
-    of its blocks."""
+    """What this rank writes of Adafactor's means: those of the matrices whose first element it updates; of scales:
+    those of its blocks."""
     if state in SCALES:
         return [part for piece in pieces if piece.counted and piece.decayed for part in _scale_parts(piece)]
     found = []
