@@ -36,9 +36,9 @@ class BytesPerParameter:
         return max(self.compute, 4)
 
     @property
-    def frozen(self) -> int:
-        """A weight that is not trained rests as it is used."""
-        return self.compute
+    def frozen(self) -> float:
+        """A weight that is not trained rests as it is used, and no wider than others rest."""
+        return min(self.compute, max(self.weight, self.master))
 
 
 def takes_narrow_gradients(precision: Precision, optimizer: str) -> bool:

@@ -6,10 +6,13 @@ import math
 import re
 from fnmatch import fnmatchcase
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shoal.facts.model import Model
+from shoal.facts.model.parameters import llama_parameters
 from shoal.facts.optimizers import Rule, rule_of
 from shoal.facts.sample_clock import SampleClock
 
@@ -65,7 +68,7 @@ class ParameterOptions(BaseModel):
     match: str = Field(min_length=1, description='a glob over canonical names, such as "*.self_attn.*"')
     lr: float | None = Field(None, gt=0, description="their peak learning rate; absent: the recipe's")
     weight_decay: float | None = Field(None, ge=0, description="absent: the recipe's")
-    frozen: bool = Field(False, description="not trained; this version does not run it yet")
+    frozen: bool = Field(False, description="not trained: no gradient, no states")
 
     def matches(self, name: str) -> bool:
         return fnmatchcase(name, self.match)
@@ -130,7 +133,7 @@ class Recipe(BaseModel):
         description="decay of an exponential average of the weights, kept beside them; 0: none (see evaluate.ema)",
     )
     groups: tuple[ParameterOptions, ...] = Field(
-        (), description="options of some parameters: [[recipe.groups]] with match, lr, weight_decay"
+        (), description="options of some parameters: [[recipe.groups]] with match, lr, weight_decay, frozen"
     )
 
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
@@ -256,6 +259,16 @@ class Recipe(BaseModel):
         """Those of a parameter, by its canonical name: the first group that matches decides."""
         return next((group for group in self.groups if group.matches(name)), None)
 
+    def frozen(self, name: str) -> bool:
+        """Whether a parameter is not trained."""
+        options = self.options(name)
+        return options is not None and options.frozen
+
+    @property
+    def freezes(self) -> bool:
+        """Whether any group is frozen."""
+        return any(group.frozen for group in self.groups)
+
     def lr_share(self, name: str, dimensions: int) -> float:
         """A parameter's learning rate as a share of ``lr``: the schedule is that of all."""
         options = self.options(name)
@@ -302,6 +315,14 @@ class Recipe(BaseModel):
     @property
     def tokens_per_step(self) -> int:
         return self.seq * self.batch
+
+
+@lru_cache(maxsize=256)
+def frozen_names(model: Model, recipe: Recipe) -> frozenset[str]:
+    """Canonical parameters that are not trained."""
+    if not recipe.freezes:
+        return frozenset()
+    return frozenset(one.name for one in llama_parameters(model) if recipe.frozen(one.name))
 
 
 def _counts(value: object) -> TypeGuard[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
@@ -30,10 +31,12 @@ class Keeps:
     optimizer: Rule = "adamw"
     average: bool = False
     blockwise: bool = False  # AdamW's moments of matrices are codes of 8 bits, with scales
+    groups: tuple[tuple[str, bool], ...] = ()  # patterns of names, and whether what they match is frozen
 
     @classmethod
     def of(cls, recipe: Recipe) -> Keeps:
-        return cls(recipe.optimizer, recipe.ema > 0, recipe.blockwise)
+        groups = tuple((group.match, group.frozen) for group in recipe.groups) if recipe.freezes else ()
+        return cls(recipe.optimizer, recipe.ema > 0, recipe.blockwise, groups)
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any]) -> Keeps:
@@ -42,12 +45,25 @@ class Keeps:
         if optimizer not in RULES:
             raise ValueError(f"no optimizer is called {optimizer!r}")
         blockwise = identity.get("recipe.states") == "int8" and identity.get("recipe.precision") != "fp64"
-        return cls(optimizer, bool(identity.get("recipe.ema")), blockwise)
+        try:
+            groups = [
+                (str(one["match"]), bool(one.get("frozen"))) for one in identity.get("recipe.groups") or ()
+            ]
+        except (AttributeError, KeyError, TypeError):
+            raise ValueError("recipe.groups is no list of groups") from None
+        frozen = tuple(groups) if any(still for _, still in groups) else ()
+        return cls(optimizer, bool(identity.get("recipe.ema")), blockwise, frozen)
 
     def states(self, name: str, dimensions: int) -> tuple[str, ...]:
         """Of a canonical parameter."""
+        if self.frozen(name):
+            return ()
         scales = SCALES if self.has_blocks(name, dimensions) else ()
         return (*states_of(self.optimizer, name, dimensions), *scales, *((AVERAGE,) if self.average else ()))
+
+    def frozen(self, name: str) -> bool:
+        """Whether a canonical parameter is not trained: the first pattern that matches decides."""
+        return next((still for match, still in self.groups if fnmatchcase(name, match)), False)
 
     def has_blocks(self, name: str, dimensions: int) -> bool:
         """Whether its moments are in 8 bits."""
@@ -56,7 +72,7 @@ class Keeps:
     @property
     def alike(self) -> bool:
         """Whether all parameters have the same states."""
-        return self.optimizer not in ("muon", "adafactor") and not self.blockwise
+        return self.optimizer not in ("muon", "adafactor") and not self.blockwise and not self.groups
 
 
 def expected_states(model: Model, keeps: Keeps) -> tuple[str, ...]:

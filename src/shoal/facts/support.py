@@ -10,6 +10,8 @@ from shoal.facts.blockwise import cuts_a_block, largest_whole
 from shoal.facts.config import Config
 from shoal.facts.layout import DEGREES, Layout, divisors, printed
 from shoal.facts.layout.offload import waiting
+from shoal.facts.layout.stages import cut
+from shoal.facts.layout.updates import stage_parameters
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import BLOCKS, llama_parameters
 from shoal.facts.optimizers import WHOLE
@@ -29,6 +31,7 @@ def check(config: Config, model: Model, layout: Layout) -> None:
 def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem]:
     """Everything asked for that the engine does not run yet. ``model`` is None where none was found."""
     found = [*_in_config(config), *_in_layout(layout), *_with_offload(config, layout)]
+    found += _with_frozen(config, model, layout) if config.recipe.freezes else ()
     found += _with_blocks(config, model, layout) if config.recipe.blockwise else ()
     found += _in_model(config, model) if model else ()
     lacking = [Problem(f"{what}: this version of Shoal does not train with it", fix) for what, fix in found]
@@ -125,6 +128,30 @@ def _with_offload(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
         yield f"{updated} server.servers", "offload=none: the servers have the optimizer's states"
 
 
+def _with_frozen(config: Config, model: Model | None, layout: Layout) -> Iterator[tuple[str, str]]:
+    """What groups that are frozen do not go with; what is left must be enough to train."""
+    still, recipe = "recipe.groups: frozen = true", config.recipe
+    if recipe.optimizer in WHOLE:
+        yield f'{still} with recipe.optimizer = "{recipe.optimizer}"', 'recipe.optimizer = "adamw"'
+    if recipe.ema:
+        yield f"{still} with recipe.ema", "recipe.ema = 0"
+    if recipe.precision == "fp8":
+        yield f'{still} with recipe.precision = "fp8"', 'recipe.precision = "bf16"'
+    if config.server.servers:
+        yield f"{still} with server.servers", "server.servers = 0"
+    if layout.offload:
+        yield f"{still} with layout: offload={layout.offload[0].what}", "offload=none"
+    if model is None:
+        return
+    for stage in cut(model, layout.pp * layout.chunks, recipe.seq):
+        if all(recipe.frozen(one.name) for _, one in stage_parameters(model, stage, layout.pp)):
+            what = (
+                "of all parameters" if layout.pp == 1 else f"of all parameters of stage {stage.index} of pp"
+            )
+            yield f"{still} {what}", "train some" if layout.pp == 1 else "pp=1, or train some of each stage"
+            return
+
+
 def _with_blocks(config: Config, model: Model | None, layout: Layout) -> Iterator[tuple[str, str]]:
     """What moments in 8 bits do not go with: whatever cuts their blocks, and what updates without knowing of them."""
     lean = 'recipe.states = "int8"'
@@ -183,9 +210,6 @@ def _in_config(config: Config) -> Iterator[tuple[str, str]]:
         yield "evaluate.ema without recipe.ema", "recipe.ema = 0.999, or evaluate.ema = false"
     if config.model.lora is not None:
         yield "model.lora", "leave it out: all weights are trained"
-    for number, group in enumerate(config.recipe.groups):
-        if group.frozen:
-            yield f"recipe.groups.{number}: frozen = true", "leave it out: all weights are trained"
     for tracker in ("tensorboard", "wandb", "mlflow", "trackio"):
         if getattr(config.track, tracker):
             yield f"track.{tracker}", f"track.{tracker} = false; metrics.jsonl holds every step"

@@ -132,6 +132,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         matrix, of_rows = weight.to(rows.dtype), torch.empty_like(rows)
         of_weight = _WeightGradient(rows.shape[0] > tokens_at_once(vocabulary.most_rows))
+        ctx.trained = ctx.needs_input_grad[1]
 
         def chunk(part: Tensor, wanted: Tensor, back: Tensor) -> Tensor:
             logits = part @ matrix.T
@@ -140,12 +141,14 @@ class _SummedCrossEntropy(torch.autograd.Function):
             scale = torch.full_like(normaliser, factor)
             logits_to_gradients_(logits, wanted, vocabulary.first, normaliser, scale, z)
             torch.mm(logits, matrix, out=back)
-            of_weight.add(logits, part)
+            if ctx.trained:
+                of_weight.add(logits, part)
             return loss
 
         losses = [chunk(*tensors) for tensors in _in_chunks(vocabulary, rows, targets, of_rows)]
         ctx.alone, ctx.pending = pending is None, pending or PendingWeightGradient()
-        ctx.pending.add(of_weight.take(), weight.dtype if pending is None else weight.grad_dtype)
+        if ctx.trained:
+            ctx.pending.add(of_weight.take(), weight.dtype if pending is None else weight.grad_dtype)
         ctx.save_for_backward(of_rows)
         return torch.stack(losses).sum()
 
@@ -153,9 +156,10 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (of_rows,) = ctx.saved_tensors
-        of_weight = ctx.pending.take()
+        of_weight = ctx.pending.take() if ctx.trained else None
         if ctx.alone:
-            of_rows, of_weight = of_rows.mul_(gradient), of_weight.mul_(gradient)
+            of_rows = of_rows.mul_(gradient)
+            of_weight = None if of_weight is None else of_weight.mul_(gradient)
         return of_rows, of_weight, None, None, None, None, None
 
 
@@ -178,17 +182,18 @@ class _TokenLogProbabilities(torch.autograd.Function):
         rows, weight, targets, normaliser = ctx.saved_tensors
         vocabulary, matrix = ctx.vocabulary, weight.to(rows.dtype)
         of_weight = _WeightGradient(rows.shape[0] > tokens_at_once(vocabulary.most_rows))
-        of_rows = torch.empty_like(rows)
+        of_rows, trained = torch.empty_like(rows), ctx.needs_input_grad[1]
 
         def chunk(part: Tensor, wanted: Tensor, scale: Tensor, upstream: Tensor, back: Tensor) -> None:
             logits = part @ matrix.T
             logits_to_gradients_(logits, wanted, vocabulary.first, scale, -upstream.to(scale.dtype), 0.0)
             torch.mm(logits, matrix, out=back)
-            of_weight.add(logits, part)
+            if trained:
+                of_weight.add(logits, part)
 
         for tensors in _in_chunks(vocabulary, rows, targets, normaliser, gradient, of_rows):
             chunk(*tensors)
-        return of_rows, of_weight.take().to(weight.dtype), None, None
+        return of_rows, of_weight.take().to(weight.dtype) if trained else None, None, None
 
 
 class _WeightGradient:

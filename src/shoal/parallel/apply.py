@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.facts.config import TuneSection
@@ -36,15 +37,18 @@ from shoal.parallel.pipeline import my_stages
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
 from shoal.parallel.router_tally import RouterTally
-from shoal.parallel.shard import FullyShard, shard
+from shoal.parallel.shard import FullyShard, frozen_pieces, frozen_weights, shard
 from shoal.parallel.shards import (
     ComposedReducer,
     GroupOf,
     HeldParameter,
     NoReducer,
     Reducer,
+    Shard,
     held_parameters,
     piece_slices,
+    unsharded_pieces,
+    whole_weights,
     write_working,
 )
 from shoal.parallel.shared_gradients import SharedGradients
@@ -62,6 +66,8 @@ class Placed:
 
     segments: list[StageModule]
     weights: list[tuple[str, Slice]]  # every parameter held here, as the network reads it
+    frozen: list[tuple[str, Slice]]  # of these, what the optimizer leaves alone
+    still: list[Shard]  # of what is frozen, the elements that this rank answers for
     gradients: Reducer
     shared: SharedGradients
     executor: Executor
@@ -107,6 +113,11 @@ class Placed:
             give([(piece.name, part) for part in piece_slices(piece, values)])
             piece.tensor.data.copy_(values)
         self.after_update()
+
+    def fill_frozen(self, give: Fill) -> None:
+        """Give the frozen weights their values."""
+        if self.frozen:
+            give(self.frozen)
 
     def after_update(self, copied: bool = False, returned: bool = False) -> None:
         """The pieces have new values: so have, on all ranks, the weights that the network reads.
@@ -163,6 +174,8 @@ def apply(
             elif model.experts is not None and not groups[EXPERTS].fully_sharded:
                 for mixture in experts.mixtures(segment.network):
                     _cast(mixture.experts, compute)
+            # What is frozen is only read.
+            _cast(segment.network, compute, trained=False)
 
     # Tensor: of every matrix this rank's box.
     if (group := mesh.group("tp")) is not None:
@@ -197,12 +210,15 @@ def apply(
     for segment in segments:
         materialize(segment, mesh.device)
         for parameter in segment.parameters():
-            if not isinstance(parameter, DTensor):
+            if not isinstance(parameter, DTensor) and parameter.requires_grad:
                 # Gradients that nothing is added to may stay as they are computed.
                 parameter.grad_dtype = compute if one_pass and not strict else states
     float8 = None if fp8 is None else Float8Scales(blocks, fp8, mesh, sharded=fully)
     in_float8 = gather_in_float8(blocks, fp8, layout.shards) if fp8 is not None and fully else []
-    held = held_parameters(segments, model, mesh, group_of, states, masters=away is not None)
+    every = held_parameters(segments, model, mesh, group_of, states, masters=away is not None)
+    held, still = (
+        [one for one in every if one.parameter.requires_grad == trained] for trained in (True, False)
+    )
     bucket_bytes = round(tune.bucket_mb * 2**20)
 
     def reducer(held: list[HeldParameter]) -> Reducer:
@@ -220,8 +236,16 @@ def apply(
     for one in held:
         together.setdefault(None if one.group.fully_sharded else one.group, []).append(one)
     parts = [(of_group, reducer(of_group)) for of_group in together.values()]
-    gradients = ComposedReducer(held, parts) if len(parts) > 1 else parts[0][1]
+    gradients = ComposedReducer(held, parts) if len(parts) != 1 else parts[0][1]
     exact = StrictReducer(gradients, held, mesh) if strict else None
+    # Once FSDP has gathered for the first time: only then its rows are where they stay.
+    still = [replace(one, states=None) for one in still]  # it is no copy of anything
+    in_shards = [one for one in still if one.group.fully_sharded]
+    whole = [one for one in still if not one.group.fully_sharded]
+    frozen = [*frozen_weights(in_shards, mesh), *whole_weights(whole)]
+    if still and segments[0].stage.first:
+        # The backward pass goes through all blocks, whatever is frozen: all ranks meet in it, and so do stages.
+        segments[0].network.model.embed_tokens.register_forward_hook(_with_gradient)
 
     # In strict mode a weight's gradient is taken where autograd gives it, micro-batch by micro-batch.
     split_backward = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and not strict
@@ -244,7 +268,9 @@ def apply(
         reads_ahead = layout.unit * (tune.prefetch + 1) if fully else 0
     placed = Placed(
         segments,
-        gradients.weights(),
+        [*frozen, *gradients.weights()],
+        frozen,
+        [*frozen_pieces(in_shards, mesh), *unsharded_pieces(whole, mesh)],
         exact or gradients,
         shared,
         executor,
@@ -256,8 +282,28 @@ def apply(
         offloaded,
         reads_ahead,
     )
+    placed.fill_frozen(fill)
     placed.fill(fill)
     return placed
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """What comes in has no gradient, what goes out has one, which ends here and is not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _with_gradient(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    if not torch.is_grad_enabled() or output.requires_grad:
+        return output
+    passed: Tensor = _EndOfBackward.apply(output, torch.empty(0, requires_grad=True))
+    return passed
 
 
 def _leave_early(
@@ -281,14 +327,16 @@ def _leave_early(
                 offloaded.take_early(piece.held.parameter, piece, stays=False)
 
 
-def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters on the meta device, in another precision; those that are one stay one.
+def _cast(module: nn.Module, dtype: torch.dtype, trained: bool = True) -> None:
+    """Parameters on the meta device, in another precision; those that are one stay one. ``trained``: these too.
 
     Not by ``module.to``: it swaps tensors without storage, and refuses where something else looks at one.
     """
     cast: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in list(child.named_parameters(recurse=False)):
+            if parameter.requires_grad and not trained:
+                continue
             if parameter not in cast:
                 cast[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
             setattr(child, name, cast[parameter])

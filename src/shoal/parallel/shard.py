@@ -264,6 +264,16 @@ def _piece(held: HeldParameter, mesh: Mesh) -> Shard:
     return Shard(held, tensor, first * rest, stop * rest, counts(held, mesh), working)
 
 
+def frozen_pieces(held: Iterable[HeldParameter], mesh: Mesh) -> list[Shard]:
+    """Of frozen parameters, which FSDP gathers: what rests here."""
+    pieces = [_piece(one, mesh) for one in held]
+    return [piece for piece in pieces if piece.start < piece.stop]
+
+
+def frozen_weights(held: Iterable[HeldParameter], mesh: Mesh) -> list[tuple[str, Slice]]:
+    return [(piece.name, _slice(piece)) for piece in frozen_pieces(held, mesh)]
+
+
 def _slice(piece: Shard) -> Slice:
     first = piece.start // math.prod(piece.box.shape[1:])
     values = piece.tensor.data if piece.working is None else piece.working

@@ -147,6 +147,19 @@ def _named(segment: StageModule) -> Iterator[tuple[str, nn.Parameter, bool]]:
         yield EMBEDDING if copied else name, parameter, copied
 
 
+def unsharded_pieces(held: Iterable[HeldParameter], mesh: Mesh) -> list[Shard]:
+    """Of parameters that are whole on every data rank, and frozen: the elements that this rank answers for."""
+    found = []
+    for one in held:
+        ranks, index = one.group.sharded.size, mesh.index_in(one.group.sharded)
+        size = one.parameter.numel()
+        start, stop = size * index // ranks, size * (index + 1) // ranks
+        if start < stop:
+            mine = nn.Parameter(one.parameter.detach().view(-1)[start:stop], requires_grad=False)
+            found.append(Shard(one, mine, start, stop, counts(one, mesh)))
+    return found
+
+
 def gradient_bytes(parameter: Tensor) -> int:
     return parameter.numel() * (parameter.grad_dtype or parameter.dtype).itemsize
 

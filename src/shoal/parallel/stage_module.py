@@ -35,7 +35,8 @@ class StageModule(nn.Module):
         self.stage = stage
         self.copied_head = own_head and stage.last and network.shape.tied
         if self.copied_head:
-            network.lm_head.weight = nn.Parameter(torch.empty_like(network.lm_head.matrix()))
+            tied = network.lm_head.matrix()
+            network.lm_head.weight = nn.Parameter(torch.empty_like(tied), tied.requires_grad)
             network.lm_head.tied = ()
         decoder = network.model
         for name in list(decoder.layers):
@@ -75,7 +76,8 @@ def materialize(segment: StageModule, device: torch.device) -> None:
             module.to_empty(device=device, recurse=False)
             continue
         for name, parameter in own:
-            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device)))
+            empty = torch.empty_like(parameter, device=device)
+            setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
 
 
 def split_stages(network: Network, stages: list[Stage], own_head: bool) -> list[StageModule]:

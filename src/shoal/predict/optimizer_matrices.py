@@ -13,6 +13,7 @@ from shoal.facts.layout.updates import Sharing, UpdatedRange, updated_ranges
 from shoal.facts.model.parameters import Parameter, block_parameters, end_parameters, expert_parameters
 from shoal.facts.optimizers import FACTORS, Rule, factor_shape, rule_of, states_of
 from shoal.facts.precision import gradient_width
+from shoal.facts.recipe import frozen_names
 from shoal.predict.rank_parameters import RankParameters
 from shoal.predict.workload import Workload
 
@@ -34,7 +35,13 @@ def sharing_of(workload: Workload) -> Sharing:
     bucket_bytes = round(workload.tune.bucket_mb * 2**20)
     recipe = workload.recipe
     return Sharing(
-        workload.model, alike, workload.cut_by, gradient_width(recipe), bucket_bytes, recipe.blockwise
+        workload.model,
+        alike,
+        workload.cut_by,
+        gradient_width(recipe),
+        bucket_bytes,
+        frozen_names(workload.model, recipe),
+        recipe.blockwise,
     )
 
 

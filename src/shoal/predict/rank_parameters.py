@@ -256,6 +256,10 @@ class Trained(NamedTuple):
 def trained(workload: Workload, here: RankParameters) -> Trained:
     """All of them but routed experts; with ``lora`` the factors beside the targeted projections of every block."""
     lora, layout = adapter_key(workload.lora), workload.layout
+    if lora is None and workload.recipe.freezes:
+        stages = [named_tensors(here, workload.model, stage) for stage in here.stages]
+        some = component_of(one for stage in stages for one in with_gradients(workload, stage))
+        return Trained(some.elements, some.tensor_summed, some.copies_summed)
     if lora is None:
         blocks, others = [here.dense_block, here.sparse_block], [here.embedding, here.norm, here.head]
     else:
@@ -269,7 +273,16 @@ def trained_with_experts(workload: Workload, here: RankParameters) -> int:
     found, layout = trained(workload, here).elements, workload.layout
     if workload.lora is not None:
         return found
+    if workload.recipe.freezes:
+        routed = (expert_tensors(workload.model, layout.tp, layout.ep, stage) for stage in here.stages)
+        return found + sum(one.size for tensors in routed for one in with_gradients(workload, tensors))
     return found + here.sparse * expert_elements(workload.model, layout.tp, layout.ep)
+
+
+def with_gradients(workload: Workload, tensors: Iterable[RankTensor]) -> list[RankTensor]:
+    """Those that no group of the recipe has frozen."""
+    recipe = workload.recipe
+    return [one for one in tensors if not recipe.freezes or not recipe.frozen(one.name)]
 
 
 def expert_elements(model: Model, tp: int, ep: int) -> int:
@@ -314,14 +327,18 @@ def total(counts: Iterable[ParameterCount]) -> ParameterCount:
 
 @lru_cache(maxsize=4096)
 def block_count(
-    model: Model, experts: bool, degrees: ShardDegrees, lora: AdapterKey | None
+    model: Model,
+    experts: bool,
+    degrees: ShardDegrees,
+    lora: AdapterKey | None,
+    frozen: frozenset[str] = frozenset(),
 ) -> ParameterCount:
-    """One block, with routed experts or with an ordinary MLP."""
+    """One block, with routed experts or with an ordinary MLP. ``frozen``: what of it is, by names within a block."""
     body = _body(model, degrees.tp, False, 0)
-    found = _counted(body.sparse if experts else body.dense, degrees.ranks, lora is None)
+    found = _counted(body.sparse if experts else body.dense, degrees.ranks, lora is None, frozen)
     found = found._replace(projections=projections(body.sparse if experts else body.dense, degrees.ranks))
     if experts and model.experts:
-        stack = _counted(_stack(model, degrees.tp, degrees.ep), degrees.expert_ranks, lora is None)
+        stack = _counted(_stack(model, degrees.tp, degrees.ep), degrees.expert_ranks, lora is None, frozen)
         found = total((found, stack))
     if lora is None:
         return found
@@ -337,17 +354,30 @@ def _stack(model: Model, tp: int, ep: int) -> Component:
 
 
 @lru_cache(maxsize=1024)
-def end_counts(model: Model, degrees: ShardDegrees, trained: bool = True) -> NetworkEnds:
+def end_counts(
+    model: Model, degrees: ShardDegrees, trained: bool = True, frozen: frozenset[str] = frozenset()
+) -> NetworkEnds:
     """What stands before the first block and after the last one."""
     body = _body(model, degrees.tp, False, 0)
     return NetworkEnds(
-        *(_counted(one, degrees.ranks, trained) for one in (body.embedding, body.norm, body.head))
+        *(_counted(one, degrees.ranks, trained, frozen) for one in (body.embedding, body.norm, body.head))
     )
 
 
-def _counted(component: Component, ranks: int, trained: bool = True) -> ParameterCount:
+def _counted(
+    component: Component, ranks: int, trained: bool = True, frozen: frozenset[str] = frozenset()
+) -> ParameterCount:
+    """``frozen``: names, within a block where they are of one."""
     found = component.elements, padded(component, ranks) // ranks
-    return ParameterCount(*found, *(found if trained else (0, 0)))
+    if not trained:
+        return ParameterCount(*found, 0, 0)
+    moving = component_of(one for one in component.tensors if in_block(one.name) not in frozen)
+    return ParameterCount(*found, moving.elements, padded(moving, ranks) // ranks)
+
+
+def in_block(name: str) -> str:
+    """A tensor's name within its block."""
+    return re.sub(r"^model\.layers\.\d+\.", "", name)
 
 
 # Sizes on the way.

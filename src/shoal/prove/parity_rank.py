@@ -107,7 +107,8 @@ class _Reference:
         seen: ParityRank,
     ) -> None:
         """Every tensor of a kind, in forward order: kept, or compared with the one that was kept."""
-        names = [name for name, _, _ in canonical_parameters(job.model)]
+        recipe = job.config.recipe
+        names = [name for name, _, _ in canonical_parameters(job.model) if not recipe.frozen(name)]
         path = self.folder / f"{what}-{step}.safetensors"
         if self.writing:
             kept = {name: collector.whole(name, value) for name in names}

@@ -135,6 +135,8 @@ class Training:
         )
         self.step.before_update = self._before_update
         self.announce(RESTORE, 0)
+        if placed.frozen:
+            placed.fill_frozen(first_weights(job))
         self.done = self.commits.restore()
         if not self.done:
             placed.fill(first_weights(job))

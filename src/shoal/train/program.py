@@ -67,9 +67,12 @@ def blueprint(model: Model, recipe: Recipe) -> Network:
     compute, rest = compute_dtype(recipe), parameter_dtype(recipe)
     # Means over the global batch, so that losses of its parts only need adding.
     router = RouterLosses(recipe.router_aux / recipe.batch, recipe.router_z / recipe.tokens_per_step)
-    return build(
+    network = build(
         model, recipe.dropout, compute, dtype=rest, length=recipe.seq, z_loss=recipe.z_loss, router=router
     )
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and not recipe.frozen(name))
+    return network
 
 
 def assemble(

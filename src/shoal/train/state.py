@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,6 +30,12 @@ class Updated(Protocol):
 
     @property
     def gradients(self) -> HasPieces: ...
+
+    @property
+    def frozen(self) -> Sequence[tuple[str, Slice]]: ...
+
+    @property
+    def still(self) -> Sequence[Shard]: ...
 
     def after_update(self) -> None: ...
 
@@ -61,7 +67,7 @@ class State:
 
     def new_stage(self, ahead: bool = True, tell: Callable[[str], None] = print) -> StagingBuffer:
         """A buffer for what this rank writes of it. ``ahead``: made before it is needed."""
-        mine = parts(self.model, self.pieces, self.mesh)
+        mine = parts(self.model, [*self.pieces, *self.placed.still], self.mesh)
         factors = {kind: factor_parts(self.pieces, kind) for kind in self.kinds if kind in OF_MATRICES}
         return StagingBuffer(mine, self.mesh.device, 1 + len(self.kinds), ahead, tell, factors)
 
@@ -108,6 +114,7 @@ class State:
             for piece in self.pieces
             for part in piece_slices(piece, piece.tensor)
         ]
+        weights += [("weight", name, part) for name, part in self.placed.frozen]
         self.optimizer.state.clear()
         checkpoint.fill(self.model, [*weights, *self._states_to_fill(found)])
         if self.keeps.optimizer == "sgd" and not begun:

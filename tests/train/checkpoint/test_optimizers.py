@@ -124,3 +124,30 @@ def test_states_in_8_bits_are_the_same_to_the_bit_in_every_layout(
     assert (
         sum(piece.bytes for piece in Checkpoint(DirectoryStorage(tmp_path / "moved"), 1).manifest.pieces) > 0
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ("tiny", ["fsdp=3,zero=2", "tp=2,fsdp=2", "dp=2", "pp=2,fsdp=2,zero=1"]),
+        ("gpt2", ["dp=2,fsdp=2,zero=1", "tp=2,fsdp=2"]),
+    ],
+)
+def test_frozen_weights_are_kept_and_have_no_states(model: str, layouts: list[str], tmp_path: Path) -> None:
+    """Half of a fused projection of GPT-2's is frozen, and rests in another precision than the rest of it."""
+    groups = [{"match": "*.k_proj.*", "frozen": True}, {"match": "*embed*", "frozen": True}]
+    options = {"precision": "bf16", "groups": groups}
+    run_ranks(1, _continue, "dp=1", model, options, tmp_path / "alone", 0, len(layouts))
+    for number, layout in enumerate(layouts):
+        world = Layout.parse(layout).world
+        run_ranks(world, _continue, layout, model, options, tmp_path / "moved", number, number + 1)
+    first = contents(tmp_path / "moved", 1)
+    alone, moved = (contents(tmp_path / name, len(layouts)) for name in ("alone", "moved"))
+    assert alone.keys() == moved.keys()
+    for key, values in alone.items():
+        assert torch.allclose(moved[key], values, rtol=1e-5, atol=1e-7), key
+    still = {name for state, name in alone if "embed" in name or "wte" in name or "wpe" in name}
+    assert still
+    for name in still:
+        assert torch.equal(moved["weight", name], first["weight", name])
+        assert ("exp_avg", name) not in moved

@@ -36,6 +36,7 @@ class Sharing:
     seq: int | None  # by which stages are cut
     width: int  # bytes of a gradient, by which buckets are filled
     bucket_bytes: int
+    frozen: frozenset[str] = frozenset()  # names of what nobody updates
     blockwise: bool = (
         False  # whether moments come in blocks (``facts/blockwise.py``), which no bucket's chunk cuts
     )
@@ -100,7 +101,7 @@ def _parts(
             tensors = [
                 _Held(one.name, label, tensor_part(one, layout.tp, tensor, layout.ep, expert))
                 for label, one in stage_parameters(model, stage, layout.pp)
-                if group_name(one) == name
+                if group_name(one) == name and one.name not in sharing.frozen
             ]
             of_stages.append((tensors, _buckets(tensors, group, sharing)))
         found.append((group, of_stages))

@@ -117,6 +117,8 @@ def _parts(model: Model, experts: bool, window: bool, work: BlockWorkload) -> Ke
     if model.parallel_residual and has_input:
         norm -= c * model.hidden * work.stream / 2  # both norms keep the same input
     read = entered
+    if frozen and not {"q_proj", "k_proj", "v_proj"} & set(work.adapters or ()):
+        entered = 0.0  # nor attention's
     if frozen and not {"gate_proj", "up_proj"} & set(work.adapters or ()):
         read = 0.0  # the MLP's input is not needed
     inner, values, routed = _mlp(model, experts, work)
@@ -159,7 +161,7 @@ def _norm(width: int, work: BlockWorkload) -> float:
     """
     if work.stack.norms == "fused":
         return work.compute * width + 4
-    scaled = work.compute * width if work.adapters is None else 0
+    scaled = work.compute * width if work.adapters is None or work.norms else 0
     return work.wide * (width + 1) + scaled
 
 
@@ -198,8 +200,9 @@ def _attention(model: Model, window: bool, work: BlockWorkload) -> float:
         kept += _norm(normed, work) + work.wide * (heads + even_share(model.kv_heads, work.tp) - 1)
     by_head = stack.kernel == "fused" and not answers_by_token(work.cpu, c)
     turned = (work.cpu or by_head) and not varlen and model.positions == "rotary" and heads > 1
-    if (turned or work.context == "ulysses") and model.latent is None:
-        # Turned back, several heads are a copy; as are those that came from other ranks.
+    read = work.adapters is None or "o_proj" in work.adapters
+    if (turned or work.context == "ulysses") and model.latent is None and read:
+        # Turned back, several heads are a copy, which the way out reads; as are those that came from other ranks.
         kept += c * query
     if stack.attention == "unfused":
         kept += (2 * c + 1) * heads * work.seq  # scores, dropped scores and which were dropped

@@ -59,6 +59,7 @@ class BlockWorkload:
     compiled: bool = False
     fp8: bool = False
     ep: int = 1  # ranks that share experts
+    norms: bool = False  # with ``adapters``: whether norms are trained
 
     @property
     def stream(self) -> float:

@@ -35,6 +35,7 @@ def logits(
     handed_on: float,
     gathered: bool,
     stack: Stack,
+    trained: bool = True,
 ) -> Logits:
     """``gathered``: the head's weight is there in the compute precision anyway. ``handed_on``: bytes per gradient."""
     rows = even_share(model.vocab, tp)
@@ -47,9 +48,9 @@ def logits(
             peak=(hold.compute * rows + 6 * hold.wide) * here,
             resting=hold.compute * model.hidden * tokens,  # the gradients of the hidden states
             copy=copy,
-            product=0.0 if stack.adds_products and here < tokens else matrix * hold.compute,
-            added=matrix * hold.wide if here < tokens else 0.0,
-            waiting=matrix * handed_on,
+            product=0.0 if stack.adds_products and here < tokens else trained * matrix * hold.compute,
+            added=trained * matrix * hold.wide if here < tokens else 0.0,
+            waiting=trained * matrix * handed_on,
         )
     if stack.loss == "compiled":
         kept = hold.compute * rows * tokens

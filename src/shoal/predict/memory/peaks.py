@@ -286,7 +286,7 @@ class BackwardPass:
         yield from self.gradients.in_embedding(self.moment, left, wide * self.gathered_stream)
 
     def _kind(self, run: BlockRun) -> BlockActivations:
-        return self.micro.blocks[run.experts, run.window]
+        return self.micro.blocks[run.kind]
 
     def _looked_at(self, run: BlockRun, done: int) -> list[int]:
         """How many blocks of a run are done when one can be the fullest.

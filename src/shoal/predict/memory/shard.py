@@ -94,7 +94,7 @@ class ShardedGradients(RankGradients):
         stage, ends, units = self.one, self.ends, self._blocks_arrived(done)
         # A matrix that the embedding shares is one unit with it, which is done at the very end.
         arrived = ends.norm.trained_share + (0 if self.model.tied else ends.head.trained_share)
-        return arrived + stage.blocks.trained_share * units // stage.layers
+        return arrived + stage.last_blocks(units).trained_share
 
     def _blocks_arrived(self, done: int | None) -> int:
         return 0 if done is None else done - next_unit(self.one, done, self.unit).done

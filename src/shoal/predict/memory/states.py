@@ -65,9 +65,14 @@ def _weights(rank: RankInventory) -> float:
 
 
 def _frozen(rank: RankInventory) -> float:
-    if rank.workload.lora is None:
+    """Of LoRA's base all; of what groups freeze the rest of what is held."""
+    if rank.workload.lora is None and not rank.workload.recipe.freezes:
         return 0.0
-    return rank.hold.frozen * (rank.total.share if rank.sharded else rank.total.whole)
+    total = rank.total
+    count = total.share if rank.sharded else total.whole
+    if rank.workload.lora is None:
+        count -= total.trained_share if rank.sharded else total.trained
+    return rank.hold.frozen * count
 
 
 def _unsharded(rank: RankInventory) -> BytesPerParameter:

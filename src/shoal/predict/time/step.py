@@ -362,7 +362,7 @@ def _offloadable(workload: Workload) -> Offloadable:
         count
         * max(
             block.resting
-            for (sparse, _), block in micro_batch_bytes(workload).blocks.items()
+            for (sparse, *_), block in micro_batch_bytes(workload).blocks.items()
             if sparse == kind
         )
         for count, kind in ((here.dense, False), (here.sparse, True))

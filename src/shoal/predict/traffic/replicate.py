@@ -18,6 +18,7 @@ from shoal.predict.rank_parameters import (
     bucket_count,
     bucket_names,
     trained,
+    with_gradients,
 )
 from shoal.predict.workload import Workload
 
@@ -42,7 +43,7 @@ def exact(
     if group is None and not applies(workload):
         return []
     filled = []
-    for tensors in stages:
+    for tensors in (with_gradients(workload, one) for one in stages):
         sizes = {tensor.label: tensor.size for tensor in tensors}
         names = bucket_names(
             tensors, gradient_width(workload.recipe), bucket_bytes(workload), BucketKinds.ANY

@@ -34,6 +34,7 @@ from shoal.predict.rank_parameters import (
     padded_size,
     projections,
     trained,
+    with_gradients,
 )
 from shoal.predict.traffic.replicate import bucket_bytes, even_buckets
 from shoal.predict.workload import Workload
@@ -118,6 +119,8 @@ def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[Tr
     # Of an element's gradient how much there is: with lora nothing at the ends, and of blocks what was added to them.
     of_ends = 1.0 if lora is None else 0.0
     of_blocks = 1.0 if lora is None else trained(workload, here).elements / blocks
+    if workload.recipe.freezes and lora is None:
+        of_ends = of_blocks = trained(workload, here).elements / (blocks + embedding + norm + head)
 
     def unit(elements: float, count: int, gradients: float, kind: Unit, narrow: float = 0.0) -> Travelling:
         gathers = kind.gathers(round(elements), workload.tune.persist_below)
@@ -179,7 +182,7 @@ def owned(
     """The tensors of which rank ``index`` of those that share a copy updates some elements, and how many."""
     ranks = workload.groups[DENSE].sharded.size
     found = []
-    for tensors in stages:
+    for tensors in (with_gradients(workload, one) for one in stages):
         if ranks == 1:
             found += [(tensor, tensor.size) for tensor in tensors]
         elif workload.layout.zero == 3:
@@ -200,9 +203,9 @@ def owned(
 
 
 def _buckets(workload: Workload, tensors: Sequence[RankTensor]) -> list[list[RankTensor]]:
-    of = {tensor.label: tensor for tensor in tensors}
+    of = {tensor.label: tensor for tensor in with_gradients(workload, tensors)}
     width = gradient_width(workload.recipe)
-    names = bucket_names(tensors, width, bucket_bytes(workload), _kinds(workload))
+    names = bucket_names(of.values(), width, bucket_bytes(workload), _kinds(workload))
     return [[of[label] for label in labels] for labels in names]
 
 
@@ -235,5 +238,6 @@ def _units(
         elements = sum(padded_size(tensor, ranks) for tensor in inside)
         gathers = unit.gathers(sum(tensor.size for tensor in inside), workload.tune.persist_below)
         narrow = sum(tensor.size for tensor in inside if is_projection(tensor, ranks))
-        found.append(Travelling(elements, elements, 1, gathers, narrow))
+        reduced = sum(padded_size(tensor, ranks) for tensor in with_gradients(workload, inside))
+        found.append(Travelling(elements, reduced, 1, gathers, narrow))
     return found

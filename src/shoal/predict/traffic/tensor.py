@@ -21,6 +21,7 @@ group, and over the ranks that share a key/value head.
 from __future__ import annotations
 
 from shoal.facts.logits import tokens_at_once
+from shoal.facts.model.parameters import EMBEDDING
 from shoal.facts.precision import compute_width, reduce_width
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.rank_parameters import RankParameters
@@ -36,6 +37,8 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
     keeps = "none", "selective" if workload.compiled else "none"
     again = 0 if layout.recompute in keeps else layers
     entering, leaving = 2 * layers + here.last, 2 * layers + here.first
+    # No gradient goes on to a frozen embedding.
+    leaving_back = leaving - (here.first and recipe.frozen(EMBEDDING))
     repeated = 2 * again if recipe.dropout else again
     if workload.compiled:
         repeated = 0 if workload.model.parallel_residual else again
@@ -46,7 +49,7 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
             CollectiveCall("all_gather", "tp", stream, times * entering, "forward"),
             CollectiveCall("reduce_scatter", "tp", stream, times * leaving, "forward"),
             CollectiveCall("reduce_scatter", "tp", stream, times * entering, "backward"),
-            CollectiveCall("all_gather", "tp", stream, times * leaving, "backward"),
+            CollectiveCall("all_gather", "tp", stream, times * leaving_back, "backward"),
         ]
         if again:
             found.append(CollectiveCall("all_gather", "tp", stream, times * 2 * again, "recompute"))

@@ -51,7 +51,7 @@ class _Pieces:
     """The pieces of one tensor from row to row: what some rows need is found without a look at all the others."""
 
     def __init__(self, pieces: list[StoredPiece]) -> None:
-        self.dtype = pieces[0].dtype
+        self.dtype = max((piece.dtype for piece in pieces), key=lambda dtype: DTYPES[dtype].itemsize)
         self._pieces = sorted(pieces, key=lambda piece: piece.offset)
         self._starts = [_rows(piece.offset, piece.size)[0] for piece in self._pieces]
         # How far any piece up to here reaches, which never falls.
