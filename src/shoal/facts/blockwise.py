@@ -2,8 +2,9 @@
 bear.
 
 The elements of a block share a scale, so a block must not be cut. Blocks lie in rows and depend on nothing but the
-shape of the whole matrix: every layout has the same ones. Rows are what ``zero=3`` and column-wise tensor ranks cut between;
-buckets of ``zero=1|2`` are cut between blocks; row-wise tensor ranks cut a row into equal parts, up to ``ROW_CUTS``.
+shape of the whole matrix: every layout has the same ones. Rows are what ``zero=3`` and column-wise tensor ranks cut
+between; buckets of ``zero=1|2`` are cut between blocks; row-wise tensor ranks cut a row into equal parts, up to
+``ROW_CUTS``.
 
 Vectors, which norms and biases are, have no blocks: their moments are fp32.
 """

@@ -31,6 +31,7 @@ def check(config: Config, model: Model, layout: Layout) -> None:
 def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem]:
     """Everything asked for that the engine does not run yet. ``model`` is None where none was found."""
     found = [*_in_config(config), *_in_layout(layout), *_with_offload(config, layout)]
+    found += _in_backward(config, layout) if config.tune.optimizer_in_backward else ()
     found += _with_frozen(config, model, layout) if config.recipe.freezes else ()
     found += _with_blocks(config, model, layout) if config.recipe.blockwise else ()
     found += _in_model(config, model) if model else ()
@@ -126,6 +127,50 @@ def _with_offload(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
         yield f"{updated} run.strict", "run.strict = false"
     if config.server.servers:
         yield f"{updated} server.servers", "offload=none: the servers have the optimizer's states"
+
+
+def _in_backward(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
+    """What an update in the backward pass does not go with: whatever has to see all gradients before the first update,
+    and whatever adds to gradients after it."""
+    early, recipe = "tune.optimizer_in_backward", config.recipe
+    if recipe.clip:
+        yield (
+            f"{early} with recipe.clip = {recipe.clip:g}, which needs the norm of all gradients",
+            "recipe.clip = 0",
+        )
+    passes = max(layout.accumulation(batch) for batch in (recipe.batch, recipe.batch_unit))
+    if passes > 1:
+        yield (
+            f"{early} with {passes} micro-batches a step, whose gradients add up",
+            "leave out micro, or a smaller batch",
+        )
+    if layout.pp > 1:
+        yield f"{early} with layout: pp={layout.pp}, whose micro-batches' gradients add up", "pp=1"
+    whole = layout.shards > 1 and layout.zero == 1
+    if whole or (layout.dp > 1 and (layout.shards == 1 or layout.zero < 3)):
+        what = "zero=1" if whole else f"dp={layout.dp}"
+        yield (
+            f"{early} with layout: {what}, which keeps all gradients",
+            "fsdp with zero=3, or zero=2 without dp",
+        )
+    if waiting(layout.offload, "optimizer") is not None:
+        yield f"{early} with layout: offload=optimizer", "offload=none, or tune.optimizer_in_backward = false"
+    if recipe.optimizer in WHOLE:
+        yield f'{early} with recipe.optimizer = "{recipe.optimizer}"', 'recipe.optimizer = "adamw"'
+    if recipe.precision == "fp16":
+        yield (
+            f'{early} with recipe.precision = "fp16", whose loss scale may refuse a step',
+            'recipe.precision = "bf16"',
+        )
+    if config.fault.nonfinite != "stop":
+        what = f'{early} with fault.nonfinite = "{config.fault.nonfinite}": an update cannot be taken back'
+        yield what, 'fault.nonfinite = "stop"'
+    if config.fault.on_spike != "warn":
+        yield f'{early} with fault.on_spike = "{config.fault.on_spike}"', 'fault.on_spike = "warn"'
+    if config.run.strict:
+        yield f"{early} with run.strict", "run.strict = false"
+    if config.server.servers:
+        yield f"{early} with server.servers", "server.servers = 0"
 
 
 def _with_frozen(config: Config, model: Model | None, layout: Layout) -> Iterator[tuple[str, str]]:

@@ -68,6 +68,7 @@ class Placed:
     weights: list[tuple[str, Slice]]  # every parameter held here, as the network reads it
     frozen: list[tuple[str, Slice]]  # of these, what the optimizer leaves alone
     still: list[Shard]  # of what is frozen, the elements that this rank answers for
+    parts: list[Reducer]  # of ``gradients``, one for each way to sum them
     gradients: Reducer
     shared: SharedGradients
     executor: Executor
@@ -80,6 +81,21 @@ class Placed:
     # How many blocks ahead of the one that is computed weights are read; None: an offloaded update is waited for, and
     # does not go on while the next forward pass begins.
     reads_ahead: int | None
+
+    def take_early(self, take: Callable[[Shard, Tensor], None]) -> None:
+        """From now on gradients are given away in the backward pass, each as soon as it is complete.
+
+        Not those to which other ranks' are added at the end of a step.
+        """
+        for part in self.parts:
+            chosen = [piece for piece in part.pieces if not self.shared.sums(piece)]
+            if isinstance(part, ShardedStates):
+                part.take_early(take, chosen)
+                continue
+            sharded = part.parameters if isinstance(part, FullyShard) else {}
+            for piece in chosen:
+                parameter: Tensor = sharded.get(piece.held.label, piece.held.parameter)
+                parameter.register_post_accumulate_grad_hook(_give(piece, take))
 
     def start_step(self, micro_batches: int) -> None:
         self.gradients.start_step()
@@ -271,6 +287,7 @@ def apply(
         [*frozen, *gradients.weights()],
         frozen,
         [*frozen_pieces(in_shards, mesh), *unsharded_pieces(whole, mesh)],
+        [part for _, part in parts],
         exact or gradients,
         shared,
         executor,
@@ -285,6 +302,16 @@ def apply(
     placed.fill_frozen(fill)
     placed.fill(fill)
     return placed
+
+
+def _give(piece: Shard, take: Callable[[Shard, Tensor], None]) -> Callable[[Tensor], None]:
+    def give(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        take(piece, gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+        parameter.grad = None
+
+    return give
 
 
 class _EndOfBackward(torch.autograd.Function):

@@ -206,7 +206,7 @@ class FullyShard:
             gradient = self.parameters[piece.held.label].grad
             if gradient is not None:
                 hand(piece, _local(gradient))
-            elif piece.away is None:
+            elif piece.away is None and piece.squares is None:
                 piece.tensor.grad = torch.zeros_like(piece.tensor) if piece.summed is None else piece.summed
 
     def after_update(self) -> None:

@@ -127,6 +127,9 @@ class ShardedStates:
         self.held, self.zero, self.reduce_dtype = held, group.zero, reduce_dtype
         # To the host, where a piece's gradients are the host's as soon as they are summed.
         self.leave: Callable[..., None] | None = None
+        # To an update in the backward pass, of these pieces.
+        self.take: Callable[[Shard, Tensor], None] | None = None
+        self.taken: set[Shard] = set()
         self.group, self.replicas = mesh.group_of(group.sharded), mesh.group_of(group.replicated)
         self.every_pass = group.zero == 2 and mesh.layout.pp == 1
         self.stages: dict[int, BucketReducer[ShardedBucket]] = {}
@@ -168,7 +171,8 @@ class ShardedStates:
         if self.replicas is not None:
             self._sum_replicas()
         for piece, bucket, place in self.places:
-            hand(piece, bucket.shard[place])
+            if piece not in self.taken:
+                hand(piece, bucket.shard[place])
 
     def after_update(self) -> None:
         """Every rank's chunks of the parameters to all ranks."""
@@ -184,6 +188,13 @@ class ShardedStates:
         self.leave = leave
         for bucket in self._buckets():
             if all(piece.away is not None and piece.away.early for piece, _ in bucket.placed):
+                bucket.shard = bucket.shard.new_empty(0)
+
+    def take_early(self, take: Callable[[Shard, Tensor], None], pieces: list[Shard]) -> None:
+        """Give these pieces' gradients away as they land; where all of a bucket's are, its chunk has none."""
+        self.take, self.taken = take, set(pieces)
+        for bucket in self._buckets():
+            if all(piece in self.taken for piece, _ in bucket.placed):
                 bucket.shard = bucket.shard.new_empty(0)
 
     def weights(self) -> list[tuple[str, Slice]]:
@@ -226,6 +237,12 @@ class ShardedStates:
         work.wait()
         if self.leave is not None:
             self._keep(bucket, summed, self.leave)
+        elif self.take is not None:
+            for piece, place in bucket.placed:
+                if piece in self.taken:
+                    self.take(piece, summed[place])
+                else:
+                    bucket.shard[place].add_(summed[place])
         elif self.zero == 2:
             bucket.shard.add_(summed)
         elif self.reduce_dtype is not None:

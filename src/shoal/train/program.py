@@ -25,6 +25,7 @@ from shoal.train.data.collection import Collection
 from shoal.train.data.input import open_loader
 from shoal.train.data.loader import Batch
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
+from shoal.train.in_backward import UpdatesInBackward
 from shoal.train.step import Step
 
 BACKEND = "inductor"  # of torch.compile
@@ -106,7 +107,10 @@ def assemble(
         whole = WholeMatrices(pieces, sharing, mesh, placed.shared.ends)
     optimizer = optimizers.build(pieces, recipe, whole)
     scale = optimizers.LossScale.for_precision(recipe.precision)
-    return Step(placed, optimizer, recipe, mesh, scale)
+    step = Step(placed, optimizer, recipe, mesh, scale)
+    if tune.optimizer_in_backward:
+        step.early = UpdatesInBackward(placed, optimizer, recipe)
+    return step
 
 
 def no_weights(slices: list[tuple[str, Slice]]) -> None:

@@ -42,9 +42,10 @@ def _continue(
         state.settle()
     for number in range(done + 1, steps + 1):
         for piece in step.pieces:
-            piece.tensor.grad = torch.empty_like(piece.tensor)
-            parts = [(piece.name, part) for part in piece_slices(piece, piece.tensor.grad)]
-            fill(parts, shape, seed=number)
+            found = torch.empty_like(piece.tensor)
+            fill([(piece.name, part) for part in piece_slices(piece, found)], shape, seed=number)
+            found = found.bfloat16() if recipe.precision == "bf16" else found
+            piece.tensor.grad = found.detach().to(piece.tensor.grad_dtype)
         clip_and_update(step.optimizer, step.pieces, torch.tensor(1.0), 0.0, math.inf, number)
         if step.average is not None:
             step.average.follow(torch.tensor(False))

@@ -47,10 +47,13 @@ class ShardedGradients(RankGradients):
         self.frees = self.layout.zero == 3 and self.tune.persist_below <= first
         # Replicas of shards sum gradients in another precision than they are kept in.
         self.handed_on, self.stay = self.hold.compute, 1.0 - rank.offloaded("optimizer")
+        self.leaving = 1.0 - self.stay  # to the host
         rests = self.hold.gradient if self.stay == 1 else self.hold.compute
         self.cast_sums = self.layout.dp > 1 and not self.adapters_only and self.hold.reduce != rests
         # Replicas' sums of several passes add up here, as they travel, and leave in the last one.
         self.waits = self.layout.dp > 1 and self.stay < 1 and rank.workload.accumulation > 1
+        if self.tune.optimizer_in_backward:
+            self.stay = 0.0
         # What stays gathered from the forward pass to the backward pass: the head, or the matrix that it shares.
         self.root = self.ends.embedding.whole if self.model.tied else self.ends.head.whole
         if self.frees:
@@ -174,7 +177,7 @@ class ShardedGradients(RankGradients):
         and what of them is on its way to the host."""
         held = self.hold.reduce if self.cast_sums and not self.partial else 0.0
         if not self.partial:
-            held += self.hold.compute * (1.0 - self.stay)
+            held += self.hold.compute * self.leaving
         if not held:
             return 0.0
         sums: list[int] = []

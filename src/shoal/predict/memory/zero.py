@@ -22,6 +22,9 @@ class ScatteredGradients(ReplicatedGradients):
         self.standing = 0.0
         if leaves_early(self.layout):
             self.stay = 1.0 - rank.offloaded("optimizer")
+        self.leaving = 1.0 - self.stay  # of what is summed, the share that then is on its way to the host
+        if self.tune.optimizer_in_backward:
+            self.stay = 0.0
         # Parameters of a full bucket. A token embedding has one of its own.
         self.bucket = self.tune.bucket_mb * 2**20 / self.hold.gradient
         self.others = self.total.trained - self.ends.embedding.trained
@@ -63,9 +66,7 @@ class ScatteredGradients(ReplicatedGradients):
         # What has landed is on its way to the host, of two buckets at most.
         landed = int((self.reduced(moment, done) + self.made(run, made)) / max(self.bucket, *self.down)) - 1
         leaving = (
-            (1.0 - self.stay) * self.buckets(min(landed, IN_FLIGHT)) / self.layout.shards
-            if landed > 0
-            else 0.0
+            self.leaving * self.buckets(min(landed, IN_FLIGHT)) / self.layout.shards if landed > 0 else 0.0
         )
         return self.tied_head(moment) + self.buckets(2) + leaving
 
