@@ -1,9 +1,9 @@
 """Updates in the backward pass (``tune.optimizer_in_backward``): a gradient is used up as soon as it is complete.
 
-So there is never more of them than of a unit or a bucket, or without data ranks of one parameter. Nothing can be decided
-by all gradients before the first update: no clipping, and what is not finite leaves its own parameter alone and ends the
-run. A parameter has an optimizer of its own, whose states are also those of the whole one: checkpoints and guards see
-no difference.
+So there is never more of them than of a unit or a bucket, or without data ranks of one parameter. Nothing can be
+decided by all gradients before the first update: no clipping, and what is not finite leaves its own parameter alone and
+ends the run. A parameter has an optimizer of its own, whose states are also those of the whole one: checkpoints and
+guards see no difference.
 """
 
 from __future__ import annotations
