@@ -14,6 +14,7 @@ from torch import Tensor
 from shoal.facts.blockwise import LONGEST_BLOCK, block_length, cuts_a_block, moment_bytes
 from shoal.facts.config import Config
 from shoal.facts.layout import Layout
+from shoal.facts.layout.legality import violations
 from shoal.facts.layout.updates import Sharing, updated_ranges
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import llama_parameters
@@ -206,10 +207,17 @@ def test_what_does_not_go_with_blocks_is_named() -> None:
     for given, layout, what in (
         ({"optimizer": "lion"}, "dp=1", "with recipe.optimizer"),
         ({}, "offload=optimizer", "with layout: offload=optimizer"),
-        ({}, "tp=16", "which would cut blocks of model.layers.0.self_attn.o_proj.weight"),
     ):
         config = Config.model_validate({"recipe": {"states": "int8", **given}})
         model = PRESETS["tiny"].model_copy(update={"heads": 16, "kv_heads": 16, "head_dim": 8})
         (problem,) = missing(config, model, Layout.parse(layout))
         assert what in problem.what and problem.fix
     assert not missing(Config.model_validate({"recipe": {"states": "int8"}}), DENSE, Layout.parse("tp=4"))
+    many = PRESETS["tiny"].model_copy(update={"heads": 16, "kv_heads": 16, "head_dim": 8})
+    recipe = Recipe(states="int8", batch=16)
+    (problem,) = violations(Layout.parse("tp=16"), many, recipe)
+    assert (
+        "would cut blocks of model.layers.0.self_attn.o_proj.weight" in problem.what and "tp=8" in problem.fix
+    )
+    assert not violations(Layout.parse("tp=8"), many, recipe)
+    assert not violations(Layout.parse("tp=16"), many, Recipe(states="bf16", batch=16))

@@ -55,8 +55,3 @@ def cuts_a_block(model: Model, tp: int) -> str | None:
         if any(box.offset[-1] % block or box.shape[-1] % block for box in boxes):
             return one.name
     return None
-
-
-def largest_whole(model: Model, tp: int) -> int:
-    """The most tensor ranks up to ``tp`` that cut no block."""
-    return next(one for one in range(tp, 0, -1) if tp % one == 0 and cuts_a_block(model, one) is None)

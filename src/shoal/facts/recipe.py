@@ -317,11 +317,13 @@ class Recipe(BaseModel):
         return self.seq * self.batch
 
 
-@lru_cache(maxsize=256)
 def frozen_names(model: Model, recipe: Recipe) -> frozenset[str]:
     """Canonical parameters that are not trained."""
-    if not recipe.freezes:
-        return frozenset()
+    return _frozen_names(model, recipe) if recipe.freezes else frozenset()
+
+
+@lru_cache(maxsize=256)
+def _frozen_names(model: Model, recipe: Recipe) -> frozenset[str]:
     return frozenset(one.name for one in llama_parameters(model) if recipe.frozen(one.name))
 
 

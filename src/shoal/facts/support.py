@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from shoal.facts import strategies
-from shoal.facts.blockwise import cuts_a_block, largest_whole
 from shoal.facts.config import Config
 from shoal.facts.layout import DEGREES, Layout, divisors, printed
 from shoal.facts.layout.offload import waiting
@@ -33,7 +32,7 @@ def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem
     found = [*_in_config(config), *_in_layout(layout), *_with_offload(config, layout)]
     found += _in_backward(config, layout) if config.tune.optimizer_in_backward else ()
     found += _with_frozen(config, model, layout) if config.recipe.freezes else ()
-    found += _with_blocks(config, model, layout) if config.recipe.blockwise else ()
+    found += _with_blocks(config, layout) if config.recipe.blockwise else ()
     found += _in_model(config, model) if model else ()
     lacking = [Problem(f"{what}: this version of Shoal does not train with it", fix) for what, fix in found]
     lacking += _unmatched_groups(config, model) if model else ()
@@ -197,8 +196,8 @@ def _with_frozen(config: Config, model: Model | None, layout: Layout) -> Iterato
             return
 
 
-def _with_blocks(config: Config, model: Model | None, layout: Layout) -> Iterator[tuple[str, str]]:
-    """What moments in 8 bits do not go with: whatever cuts their blocks, and what updates without knowing of them."""
+def _with_blocks(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
+    """What moments in 8 bits do not go with: what updates without knowing of blocks."""
     lean = 'recipe.states = "int8"'
     if config.recipe.optimizer != "adamw":
         yield f'{lean} with recipe.optimizer = "{config.recipe.optimizer}"', 'recipe.states = "bf16"'
@@ -206,10 +205,6 @@ def _with_blocks(config: Config, model: Model | None, layout: Layout) -> Iterato
         yield f"{lean} with layout: offload=optimizer", 'recipe.states = "bf16", or offload=none'
     if config.server.servers:
         yield f"{lean} with server.servers", 'recipe.states = "bf16", or server.servers = 0'
-    cut = None if model is None else cuts_a_block(model, layout.tp)
-    if model is not None and cut is not None:
-        fix = f'tp={largest_whole(model, layout.tp)}, or recipe.states = "bf16"'
-        yield f"{lean} with layout: tp={layout.tp}, which would cut blocks of {cut}", fix
 
 
 def _unmatched_groups(config: Config, model: Model) -> Iterator[Problem]:

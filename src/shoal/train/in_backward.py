@@ -31,8 +31,9 @@ class UpdatesInBackward:
         """``optimizer``: of all pieces, which has their states and makes no update."""
         self.recipe, self.step, self.lr = recipe, 0, 0.0
         self.pieces = placed.gradients.pieces
-        self.optimizers = {piece: build([piece], recipe) for piece in self.pieces}
-        for one in self.optimizers.values():
+        self.optimizers: dict[Shard, torch.optim.Optimizer] = {}
+        for piece in self.pieces:
+            one = self.optimizers[piece] = build([piece], recipe)
             one.state = optimizer.state
         self.writes_copies = all(map(writes_copies, self.optimizers.values()))
         placed.take_early(self.take)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import lcm
 
+from shoal.facts.blockwise import cuts_a_block
 from shoal.facts.cluster import Cluster
 from shoal.facts.layout import DEFAULT_CHUNKS, ONE_CHUNK, V_SHAPED, Layout, divisors, float8
 from shoal.facts.layout.parameter_groups import experts_fit
@@ -31,6 +32,7 @@ class Case:
     cluster: Cluster | None
     strict: bool
     fp8: bool
+    blockwise: bool = False
 
     @classmethod
     def of(
@@ -41,7 +43,16 @@ class Case:
         cluster: Cluster | None = None,
         strict: bool = False,
     ) -> Case:
-        return cls(layout, model, recipe.seq, recipe.batch, cluster, strict, recipe.precision == "fp8")
+        return cls(
+            layout,
+            model,
+            recipe.seq,
+            recipe.batch,
+            cluster,
+            strict,
+            recipe.precision == "fp8",
+            recipe.blockwise,
+        )
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,18 @@ def violations(
 
 def broken(case: Case) -> Iterator[Violation]:
     """Every violated rule, without the search for a fix: what a planner asks of thousands of layouts."""
-    for rules in (_lengths, _batch, _tensor, _context, _pipeline, _experts, _float8, _strict, _world):
+    for rules in (
+        _lengths,
+        _batch,
+        _tensor,
+        _blocks,
+        _context,
+        _pipeline,
+        _experts,
+        _float8,
+        _strict,
+        _world,
+    ):
         yield from rules(case)
 
 
@@ -162,6 +184,15 @@ def _mlp_widths(model: Model) -> Iterator[tuple[int, str]]:
         yield model.ffn, "MLP"
     if model.experts is not None and model.experts.shared_ffn:
         yield model.experts.shared_ffn, "shared experts'"
+
+
+def _blocks(case: Case) -> Iterator[Violation]:
+    cut = cuts_a_block(case.model, case.layout.tp) if case.blockwise else None
+    if cut is not None:
+        what = (
+            f'tp={case.layout.tp} would cut blocks of {cut}, whose moments share a scale with states = "int8"'
+        )
+        yield Violation("blocks", what, ("tp",), 'recipe.states = "bf16"')
 
 
 def _context(case: Case) -> Iterator[Violation]:

@@ -221,6 +221,12 @@ def _computed(workload: Workload, on: CostModel, here: RankParameters) -> tuple[
     if workload.lora is not None:
         # Frozen weights have no gradients; those of the additions are too small to see.
         sums[2] = ends[2] = 0.0
+    elif workload.recipe.freezes:
+        every = workload.recipe.model_copy(update={"groups": ()})
+        share = trained_with_experts(workload, here) / trained_with_experts(
+            replace(workload, recipe=every), here
+        )
+        sums[2], ends[2] = share * sums[2], share * ends[2]
     return Seconds(*sums), Seconds(*ends)
 
 
