@@ -78,7 +78,7 @@ def test_strict_mode_has_no_scales_that_depend_on_a_batch(precision: str) -> Non
 
 
 def test_everything_is_refused_at_once() -> None:
-    config = Config.model_validate({"track": {"wandb": True}, "recipe": {"states": "int8", "optimizer": "lion"}})
+    config = Config.model_validate({"track": {"wandb": True}, "recipe": {"states": "int8"}})
     with pytest.raises(BadInput) as caught:
         support.check(config, PRESETS["deepseek-v3"], Layout.parse("offload=params"))
     assert len(caught.value.problems) == 3

@@ -24,7 +24,7 @@ from shoal.facts.support import missing
 from shoal.models.initial import fill
 from shoal.models.random import bits
 from shoal.parallel.shards import piece_slices
-from shoal.train.blockwise import MEAN, SQUARE, Code, decode, encode, scales
+from shoal.train.blockwise import MEAN, SQUARE, MomentCode, decode, encode, scales
 from shoal.train.blockwise_adamw import BlockwiseAdamW
 from shoal.train.optimizer import clip_and_update, set_learning_rate
 from shoal.train.step import Step
@@ -70,7 +70,7 @@ def test_no_layout_cuts_a_block(layout: str, model: Model) -> None:
 
 
 @pytest.mark.parametrize("code", [MEAN, SQUARE], ids=["mean", "square"])
-def test_codes_and_values_turn_into_each_other(code: Code) -> None:
+def test_codes_and_values_turn_into_each_other(code: MomentCode) -> None:
     """Every code, under every scale: also under those of blocks that are almost nothing."""
     count = 256 if code.signed else 255
     every = torch.arange(count).to(torch.uint8).expand(252, count).contiguous()
@@ -91,7 +91,7 @@ def test_codes_and_values_turn_into_each_other(code: Code) -> None:
 
 
 @pytest.mark.parametrize("code", [MEAN, SQUARE], ids=["mean", "square"])
-def test_a_value_becomes_a_neighbour_and_on_average_itself(code: Code) -> None:
+def test_a_value_becomes_a_neighbour_and_on_average_itself(code: MomentCode) -> None:
     drawn = bits(5, torch.arange(1 << 16)).view(1, -1)
     for value in (0.9999, 0.93, 0.3, 1e-3, 1e-4):
         values = torch.full((1, 1 << 16), value)

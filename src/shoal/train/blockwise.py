@@ -24,7 +24,7 @@ LEAST, MOST = 1, 252
 GREATEST = (126 << 3) + 6
 
 
-class Code(NamedTuple):
+class MomentCode(NamedTuple):
     """``first``: what the upper bits of code 1 are, as fp32 writes that number; ``codes``: how many magnitudes."""
 
     first: int
@@ -42,8 +42,8 @@ class Code(NamedTuple):
 
 
 # A weight's chance has the lowest 16 bits.
-MEAN = Code(GREATEST - 126, True, 16)
-SQUARE = Code(GREATEST - 254, False, 36)
+MEAN = MomentCode(GREATEST - 126, True, 16)
+SQUARE = MomentCode(GREATEST - 254, False, 36)
 
 
 def scales(values: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def scales(values: Tensor) -> Tensor:
     return exponents.clamp_(LEAST, MOST).to(torch.uint8)
 
 
-def encode(values: Tensor, scale: Tensor, code: Code, drawn: Tensor | None) -> Tensor:
+def encode(values: Tensor, scale: Tensor, code: MomentCode, drawn: Tensor | None) -> Tensor:
     """fp32 values, a row for each block, as codes. ``drawn``: 64 random bits for each; None: to the nearest."""
     inverse = ((MOST + 1 - scale.to(torch.int32)) << 23).view(torch.float32).unsqueeze(-1)
     scaled = values.abs() * inverse
@@ -75,7 +75,7 @@ def encode(values: Tensor, scale: Tensor, code: Code, drawn: Tensor | None) -> T
     return found.to(torch.uint8)
 
 
-def decode(codes: Tensor, scale: Tensor, code: Code) -> Tensor:
+def decode(codes: Tensor, scale: Tensor, code: MomentCode) -> Tensor:
     """Codes, a row for each block, as fp32."""
     wide = codes.to(torch.int32)
     magnitude = wide & code.codes

@@ -18,12 +18,12 @@ from shoal.facts.optimizers import ROUNDED_ELEMENTS
 from shoal.models.in_triton import in_triton
 from shoal.models.random import FIRST, GOLDEN, SECOND
 from shoal.train.adamw import AdamW, _corrections
-from shoal.train.blockwise import LEAST, MEAN, MOST, SQUARE, Code, decode, encode, scales
+from shoal.train.blockwise import LEAST, MEAN, MOST, SQUARE, MomentCode, decode, encode, scales
 from shoal.train.rounding import WEIGHT, Noise, StochasticRounding, settle_rounded
 
 # Elements of a program of the kernel, and its warps.
 PROGRAM, WARPS = 1024, 4
-KINDS: tuple[tuple[str, Code], ...] = (("exp_avg", MEAN), ("exp_avg_sq", SQUARE))
+KINDS: tuple[tuple[str, MomentCode], ...] = (("exp_avg", MEAN), ("exp_avg_sq", SQUARE))
 
 
 class BlockwiseAdamW(AdamW):
@@ -156,7 +156,7 @@ def _update(
         _write(state, kind, code, block, moment, drawn, refused)
 
 
-def _read(state: dict[str, Tensor], kind: str, code: Code, block: int) -> Tensor:
+def _read(state: dict[str, Tensor], kind: str, code: MomentCode, block: int) -> Tensor:
     if SCALE_OF[kind] not in state:
         return state[kind].clone()
     return decode(state[kind].view(-1, block), state[SCALE_OF[kind]], code).view(-1)
@@ -165,7 +165,7 @@ def _read(state: dict[str, Tensor], kind: str, code: Code, block: int) -> Tensor
 def _write(
     state: dict[str, Tensor],
     kind: str,
-    code: Code,
+    code: MomentCode,
     block: int,
     new: Tensor,
     drawn: Tensor | None,
