@@ -20,6 +20,8 @@ KINDS: dict[str, dict[str, str]] = {
     "fp32": {"recipe.states": "fp32"},
     "bf16 nearest": {"recipe.states": "bf16", "recipe.rounding": "nearest"},
     "bf16 stochastic": {"recipe.states": "bf16", "recipe.rounding": "stochastic"},
+    "int8 nearest": {"recipe.states": "int8", "recipe.rounding": "nearest"},
+    "int8 stochastic": {"recipe.states": "int8", "recipe.rounding": "stochastic"},
 }
 
 

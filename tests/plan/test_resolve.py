@@ -157,7 +157,7 @@ def test_an_unknown_model_and_cluster_do_not_hide_the_rest() -> None:
     ("tables", "what", "fix"),
     [
         ({"layout": "offload=params:0.5@nvme"}, "layout: offload=params:0.5@nvme", "offload=none"),
-        ({"recipe": {"states": "int8"}}, "recipe.states", 'recipe.states = "bf16"'),
+        ({"recipe": {"states": "int8", "optimizer": "lion"}}, "recipe.states", 'recipe.states = "bf16"'),
         ({"track": {"mlflow": True}}, "track.mlflow", "metrics.jsonl"),
     ],
 )

@@ -100,6 +100,14 @@ def test_no_layout_changes_groups_and_averages(make_prover: Make, layout: str) -
     check(make_prover("fp64", **AVERAGED, **settings("adamw")), layout)
 
 
+FROZEN = '[{match = "model.layers.0.*", frozen = true}, {match = "*.mlp.*", frozen = true}]'
+
+
+@pytest.mark.parametrize("layout", ["dp=2,fsdp=2", "fsdp=3,zero=2", "fsdp=2,tp=2", "tp=2,pp=2,schedule=zbv"])
+def test_no_layout_changes_what_is_frozen(make_prover: Make, layout: str) -> None:
+    check(make_prover("fp64", recipe__groups=FROZEN, **settings("adamw")), layout)
+
+
 @pytest.mark.parametrize(
     ("layout", "optimizer", "options"),
     [

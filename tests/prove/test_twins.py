@@ -113,6 +113,33 @@ CASES += [
     ("pp=2,micro=1,recompute=selective,offload=activations", {**GEMMA3, "layers": 8}, {"batch": 8}, 0),
 ]
 
+# Moments in 8 bits; what is frozen.
+INT8: dict[str, Any] = {"precision": "bf16", "states": "int8"}
+
+
+def _frozen(*patterns: str) -> dict[str, Any]:
+    return {"groups": [{"match": one, "frozen": True} for one in patterns]}
+
+
+CASES += [
+    ("micro=4", {}, INT8, 0),
+    ("micro=1", NARROW, {**INT8, "seq": 4, "batch": 1}, 0),
+    ("micro=1", NARROW, {**INT8, "seq": 4, "batch": 1, "rounding": "nearest"}, 0),
+    ("fsdp=2,tp=2", NARROW, {**INT8, "seq": 4, "batch": 2}, 1),
+    ("fsdp=2,zero=2", {}, INT8, 1),
+    ("dp=2,fsdp=2,zero=1", {"tied": True}, INT8, 0),
+    ("pp=2,micro=1", {"layers": 4}, {**INT8, "batch": 8}, 0),
+    ("tp=4", {}, {**INT8, "ema": 0.9}, 0),
+    ("micro=2", {}, _frozen("*mlp*"), 0),
+    ("micro=2", {"layers": 4}, {"precision": "bf16", **_frozen("*embed*", "*layers.[01].*")}, 0),
+    ("fsdp=2", {"layers": 4}, {"precision": "bf16", **_frozen("*self_attn*")}, 0),
+    ("dp=2", {}, {"precision": "bf16", **_frozen("lm_head*", "*norm*")}, 0),
+    ("fsdp=2,zero=1", {}, _frozen("*mlp*"), 1),
+    ("tp=2", {}, {"precision": "bf16", **_frozen("*embed*", "*layernorm*")}, 0),
+    ("pp=2,micro=1", {"layers": 4}, {"batch": 8, **_frozen("*layers.0.*")}, 0),
+    ("fsdp=2,recompute=full", {"layers": 4}, {"precision": "bf16", **_frozen("*layers.[01].*")}, 0),
+]
+
 # Activations that wait in the host's memory.
 CASES += [
     # States, gradients and the update are the host's.

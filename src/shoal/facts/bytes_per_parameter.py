@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from shoal.facts.cluster.stack import Stack
 from shoal.facts.optimizers import Rule, states_per_element
-from shoal.facts.precision import COMPUTE_BYTES, REDUCE_BYTES, STATE_BYTES
+from shoal.facts.precision import COMPUTE_BYTES, MOMENT_BYTES, REDUCE_BYTES, STATE_BYTES
 from shoal.facts.recipe import Precision, Recipe
 
 # An average of weights is fp32 whatever these rest in: its steps are small.
@@ -36,9 +36,9 @@ class BytesPerParameter:
         return max(self.compute, 4)
 
     @property
-    def frozen(self) -> int:
-        """A weight that is not trained rests as it is used."""
-        return self.compute
+    def frozen(self) -> float:
+        """A weight that is not trained rests as it is used, and no wider than others rest."""
+        return min(self.compute, max(self.weight, self.master))
 
 
 def takes_narrow_gradients(precision: Precision, optimizer: str) -> bool:
@@ -81,17 +81,13 @@ def _bytes_per_parameter(
     kept = states_per_element(optimizer)
     if precision == "fp64":  # a reference: everything is fp64
         return BytesPerParameter(8, 8, 8 * (kept + average), 0, 8, 8)
-    averaged = AVERAGE_BYTES * average
-    state = float(STATE_BYTES[states])
+    state, kept_bytes = STATE_BYTES[states], MOMENT_BYTES[states] * kept + AVERAGE_BYTES * average
     if stack.weights == "master":
         # Gradients beside a master copy travel as they are.
         gradient = stack.gradient_bytes or compute
-        return BytesPerParameter(compute, gradient, state * kept + averaged, 4, compute, gradient)
-    # int8 is no precision to add gradients up in.
-    trained = compute if states == "int8" else state
+        return BytesPerParameter(compute, gradient, kept_bytes, 4, compute, gradient)
     if stack.weights == "working" and not sharded and compute < state:
         narrow = stack.narrow_gradients and one_pass and takes_narrow_gradients(precision, optimizer)
         width = compute if narrow else state
-        kept_bytes = state * kept + averaged
         return BytesPerParameter(compute, width, kept_bytes, state, compute, REDUCE_BYTES[reduce])
-    return BytesPerParameter(state, trained, state * kept + averaged, 0, compute, REDUCE_BYTES[reduce])
+    return BytesPerParameter(state, state, kept_bytes, 0, compute, REDUCE_BYTES[reduce])

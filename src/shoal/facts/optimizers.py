@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from shoal.facts.blockwise import SCALES, block_length
 from shoal.facts.model.parameters import EMBEDDING, HEAD, POSITIONS
 
 Rule = Literal["adamw", "sgd", "lion", "adafactor", "muon"]
@@ -29,12 +30,16 @@ AVERAGE = "ema"
 # Adafactor: of a matrix the means of its squared gradient over each row and each column, of a vector all of them.
 ROWS, COLUMNS, UNFACTORED = "row_var", "col_var", "variance"
 FACTORS = (ROWS, COLUMNS)
+# States that have not one value for each element of a matrix: a checkpoint has them of canonical matrices.
+OF_MATRICES = (*FACTORS, *SCALES)
 # Lion works through so many elements at a time: what it computes on the way is small.
 LION_ELEMENTS = 1 << 24
 # So does what rounds stochastically. Bytes that it holds of each on the way: three of int64 to draw the chances; AdamW
 # has the hash and five numbers in fp32. A GPU's kernel has them in registers.
 ROUNDED_ELEMENTS = 1 << 16
 DRAWING_BYTES, ROUNDED_BYTES = 24.0, 28.0
+# Where moments are in 8 bits: to the nearest, and what chances add.
+CODED_BYTES, CODED_BY_CHANCE = 32.0, 12.0
 ITERATIONS = 5  # of Newton and Schulz's, by which Muon makes a matrix orthogonal
 # Rules that know how many updates there were.
 COUNTING: tuple[Rule, ...] = ("adamw", "adafactor")
@@ -56,7 +61,9 @@ def states_of(optimizer: Rule, name: str, dimensions: int) -> tuple[str, ...]:
 
 
 def factor_shape(shape: tuple[int, ...], state: str) -> tuple[int, ...]:
-    """Of one of Adafactor's means of a matrix, or of a stack of them."""
+    """Of one of Adafactor's means of a matrix, or of a stack of them; of the scales of its blocks."""
+    if state in SCALES:
+        return (*shape[:-1], shape[-1] // (block_length(shape) or 1))
     return shape[:-1] if state == ROWS else (*shape[:-2], shape[-1])
 
 

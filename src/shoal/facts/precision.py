@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from shoal.facts.blockwise import CODE_BYTES, LONGEST_BLOCK
 from shoal.facts.recipe import Recipe
 
 # fp8 is a precision of matrix products: what lies or travels between them, and what autograd keeps, is bf16; gathered
 # weights alone may be in fp8 (``layout/float8.py``). A device that is fast in tf32 multiplies fp32 values.
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-# int8 states come in blocks of 256 values that share one fp32 scale, which is kept and sent with them.
-STATE_BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}
+# int8 is a precision of moments alone: weights beside them, and their gradients, are bf16.
+STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 2}
+# A moment's, with its share of a scale where blocks are as long as they get (``facts/blockwise.py``).
+MOMENT_BYTES: dict[str, float] = {**STATE_BYTES, "int8": CODE_BYTES + 1 / LONGEST_BLOCK}
 REDUCE_BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -17,19 +20,19 @@ def compute_width(recipe: Recipe) -> int:
     return COMPUTE_BYTES[recipe.precision]
 
 
-def state_width(recipe: Recipe) -> float:
-    """Bytes of a parameter at rest, and of each of its optimizer states; fp64 keeps everything in fp64."""
+def state_width(recipe: Recipe) -> int:
+    """Bytes of a parameter at rest, and of its optimizer states but for int8's; fp64 keeps everything in fp64."""
     return 8 if recipe.precision == "fp64" else STATE_BYTES[recipe.states]
 
 
-def weight_width(recipe: Recipe) -> float:
+def weight_width(recipe: Recipe) -> int:
     """Bytes of a whole parameter as the network reads it: a working copy is narrower than its state."""
     return min(compute_width(recipe), state_width(recipe))
 
 
 def gradient_width(recipe: Recipe) -> int:
-    """Bytes of a parameter's gradient: as the parameter rests, but int8 is no precision to add up in."""
-    return compute_width(recipe) if recipe.states == "int8" else int(state_width(recipe))
+    """Bytes of a parameter's gradient: as the parameter rests."""
+    return state_width(recipe)
 
 
 def reduce_width(recipe: Recipe) -> int:

@@ -6,11 +6,14 @@ import math
 import re
 from fnmatch import fnmatchcase
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from shoal.facts.losses import LOSSES, Loss, LossFacts
+from shoal.facts.model import Model
+from shoal.facts.model.parameters import llama_parameters
 from shoal.facts.optimizers import Rule, rule_of
 from shoal.facts.sample_clock import SampleClock
 
@@ -66,7 +69,7 @@ class ParameterOptions(BaseModel):
     match: str = Field(min_length=1, description='a glob over canonical names, such as "*.self_attn.*"')
     lr: float | None = Field(None, gt=0, description="their peak learning rate; absent: the recipe's")
     weight_decay: float | None = Field(None, ge=0, description="absent: the recipe's")
-    frozen: bool = Field(False, description="not trained; this version does not run it yet")
+    frozen: bool = Field(False, description="not trained: no gradient, no states")
 
     def matches(self, name: str) -> bool:
         return fnmatchcase(name, self.match)
@@ -144,7 +147,7 @@ class Recipe(BaseModel):
         description="decay of an exponential average of the weights, kept beside them; 0: none (see evaluate.ema)",
     )
     groups: tuple[ParameterOptions, ...] = Field(
-        (), description="options of some parameters: [[recipe.groups]] with match, lr, weight_decay"
+        (), description="options of some parameters: [[recipe.groups]] with match, lr, weight_decay, frozen"
     )
 
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
@@ -191,7 +194,9 @@ class Recipe(BaseModel):
         description='with precision "fp8", what shares a scale: "tensorwise", all of a tensor, or "rowwise"',
     )
     states: Literal["fp32", "bf16", "int8"] = Field(
-        "fp32", description='precision of weights and optimizer states at rest: "fp32", "bf16" or "int8"'
+        "fp32",
+        description='precision of weights and optimizer states at rest: "fp32", "bf16" or "int8", which is AdamW\'s'
+        " moments in 8 bits a block at a time and weights in bf16",
     )
     rounding: Literal["stochastic", "nearest"] = Field(
         "stochastic",
@@ -272,6 +277,16 @@ class Recipe(BaseModel):
         """Those of a parameter, by its canonical name: the first group that matches decides."""
         return next((group for group in self.groups if group.matches(name)), None)
 
+    def frozen(self, name: str) -> bool:
+        """Whether a parameter is not trained."""
+        options = self.options(name)
+        return options is not None and options.frozen
+
+    @property
+    def freezes(self) -> bool:
+        """Whether any group is frozen."""
+        return any(group.frozen for group in self.groups)
+
     def lr_share(self, name: str, dimensions: int) -> float:
         """A parameter's learning rate as a share of ``lr``: the schedule is that of all."""
         options = self.options(name)
@@ -290,7 +305,12 @@ class Recipe(BaseModel):
     @property
     def rounds_by_chance(self) -> bool:
         """Whether updates of weights are rounded stochastically: where weights are narrower than what computes them."""
-        return self.states == "bf16" and self.precision != "fp64" and self.rounding == "stochastic"
+        return self.states != "fp32" and self.precision != "fp64" and self.rounding == "stochastic"
+
+    @property
+    def blockwise(self) -> bool:
+        """Whether AdamW's moments are in 8 bits (``facts/blockwise.py``); fp64 keeps everything in fp64."""
+        return self.states == "int8" and self.precision != "fp64"
 
     @property
     def warmup_steps(self) -> int:
@@ -313,6 +333,16 @@ class Recipe(BaseModel):
     @property
     def tokens_per_step(self) -> int:
         return self.seq * self.batch
+
+
+def frozen_names(model: Model, recipe: Recipe) -> frozenset[str]:
+    """Canonical parameters that are not trained."""
+    return _frozen_names(model, recipe) if recipe.freezes else frozenset()
+
+
+@lru_cache(maxsize=256)
+def _frozen_names(model: Model, recipe: Recipe) -> frozenset[str]:
+    return frozenset(one.name for one in llama_parameters(model) if recipe.frozen(one.name))
 
 
 def _counts(value: object) -> TypeGuard[int]:

@@ -1,20 +1,23 @@
 """Which boxes of which tensors a checkpoint has of an optimizer's state, by the recipe that it was trained with.
 
-Names and shapes are Hugging Face's, but for Adafactor's means over rows and columns: these are of canonical matrices,
-since a tensor of Hugging Face's may be several of ours (fused projections) or one of ours transposed.
+Names and shapes are Hugging Face's, but for Adafactor's means over rows and columns and for scales of blocks (int8):
+these are of canonical matrices, since a tensor of Hugging Face's may be several of ours (fused projections) or one of
+ours transposed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
+from shoal.facts.blockwise import SCALES
 from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import views_by_parameter
 from shoal.facts.model.parameters import by_name, llama_parameters
-from shoal.facts.optimizers import AVERAGE, FACTORS, RULES, Rule, factor_shape, states_of
+from shoal.facts.optimizers import AVERAGE, OF_MATRICES, RULES, Rule, factor_shape, rule_of, states_of
 from shoal.facts.recipe import Recipe
 
 # Offset and shape of a part of a tensor.
@@ -27,10 +30,13 @@ class Keeps:
 
     optimizer: Rule = "adamw"
     average: bool = False
+    blockwise: bool = False  # AdamW's moments of matrices are codes of 8 bits, with scales
+    groups: tuple[tuple[str, bool], ...] = ()  # patterns of names, and whether what they match is frozen
 
     @classmethod
     def of(cls, recipe: Recipe) -> Keeps:
-        return cls(recipe.optimizer, recipe.ema > 0)
+        groups = tuple((group.match, group.frozen) for group in recipe.groups) if recipe.freezes else ()
+        return cls(recipe.optimizer, recipe.ema > 0, recipe.blockwise, groups)
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any]) -> Keeps:
@@ -38,16 +44,35 @@ class Keeps:
         optimizer = identity.get("recipe.optimizer", "adamw")
         if optimizer not in RULES:
             raise ValueError(f"no optimizer is called {optimizer!r}")
-        return cls(optimizer, bool(identity.get("recipe.ema")))
+        blockwise = identity.get("recipe.states") == "int8" and identity.get("recipe.precision") != "fp64"
+        try:
+            groups = [
+                (str(one["match"]), bool(one.get("frozen"))) for one in identity.get("recipe.groups") or ()
+            ]
+        except (AttributeError, KeyError, TypeError):
+            raise ValueError("recipe.groups is no list of groups") from None
+        frozen = tuple(groups) if any(still for _, still in groups) else ()
+        return cls(optimizer, bool(identity.get("recipe.ema")), blockwise, frozen)
 
     def states(self, name: str, dimensions: int) -> tuple[str, ...]:
         """Of a canonical parameter."""
-        return (*states_of(self.optimizer, name, dimensions), *((AVERAGE,) if self.average else ()))
+        if self.frozen(name):
+            return ()
+        scales = SCALES if self.has_blocks(name, dimensions) else ()
+        return (*states_of(self.optimizer, name, dimensions), *scales, *((AVERAGE,) if self.average else ()))
+
+    def frozen(self, name: str) -> bool:
+        """Whether a canonical parameter is not trained: the first pattern that matches decides."""
+        return next((still for match, still in self.groups if fnmatchcase(name, match)), False)
+
+    def has_blocks(self, name: str, dimensions: int) -> bool:
+        """Whether its moments are in 8 bits."""
+        return self.blockwise and dimensions >= 2 and rule_of(self.optimizer, name, dimensions) == "adamw"
 
     @property
     def alike(self) -> bool:
         """Whether all parameters have the same states."""
-        return self.optimizer not in ("muon", "adafactor")
+        return self.optimizer not in ("muon", "adafactor") and not self.blockwise and not self.groups
 
 
 def expected_states(model: Model, keeps: Keeps) -> tuple[str, ...]:
@@ -63,7 +88,7 @@ def stored_boxes(model: Model, keeps: Keeps, state: str) -> dict[str, list[Store
     for one in llama_parameters(model):
         if state not in keeps.states(one.name, len(one.shape)):
             continue
-        if state in FACTORS:
+        if state in OF_MATRICES:
             shape = factor_shape(one.shape, state)
             found[one.name] = [((0,) * len(shape), shape)]
             continue
@@ -73,6 +98,6 @@ def stored_boxes(model: Model, keeps: Keeps, state: str) -> dict[str, list[Store
 
 
 def factored_shape(model: Model, state: str, name: str) -> tuple[int, ...] | None:
-    """Of a mean over rows or columns of a canonical matrix; None where there is no such matrix."""
+    """Of a mean over rows or columns, or of scales, of a canonical matrix; None where there is no such matrix."""
     found = by_name(model).get(name)
     return None if found is None or len(found.shape) < 2 else factor_shape(found.shape, state)

@@ -9,6 +9,8 @@ from shoal.facts import strategies
 from shoal.facts.config import Config, Lora
 from shoal.facts.layout import DEGREES, Layout, divisors, printed
 from shoal.facts.layout.offload import waiting
+from shoal.facts.layout.stages import cut
+from shoal.facts.layout.updates import stage_parameters
 from shoal.facts.losses import LOSSES
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import BLOCKS, block_parameters, llama_parameters
@@ -30,6 +32,9 @@ def check(config: Config, model: Model, layout: Layout) -> None:
 def missing(config: Config, model: Model | None, layout: Layout) -> list[Problem]:
     """Everything asked for that the engine does not run yet. ``model`` is None where none was found."""
     found = [*_in_config(config), *_in_layout(layout), *_with_offload(config, layout)]
+    found += _in_backward(config, layout) if config.tune.optimizer_in_backward else ()
+    found += _with_frozen(config, model, layout) if config.recipe.freezes else ()
+    found += _with_blocks(config, layout) if config.recipe.blockwise else ()
     found += _in_model(config, model) if model else ()
     lacking = [Problem(f"{what}: this version of Shoal does not train with it", fix) for what, fix in found]
     lacking += _unmatched_groups(config, model) if model else ()
@@ -152,6 +157,87 @@ def of_another_loss(config: Config) -> Iterator[Problem]:
             )
 
 
+def _in_backward(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
+    """What an update in the backward pass does not go with: whatever has to see all gradients before the first update,
+    and whatever adds to gradients after it."""
+    early, recipe = "tune.optimizer_in_backward", config.recipe
+    if recipe.clip:
+        yield (
+            f"{early} with recipe.clip = {recipe.clip:g}, which needs the norm of all gradients",
+            "recipe.clip = 0",
+        )
+    passes = max(layout.accumulation(batch) for batch in (recipe.batch, recipe.batch_unit))
+    if passes > 1:
+        yield (
+            f"{early} with {passes} micro-batches a step, whose gradients add up",
+            "leave out micro, or a smaller batch",
+        )
+    if layout.pp > 1:
+        yield f"{early} with layout: pp={layout.pp}, whose micro-batches' gradients add up", "pp=1"
+    whole = layout.shards > 1 and layout.zero == 1
+    if whole or (layout.dp > 1 and (layout.shards == 1 or layout.zero < 3)):
+        what = "zero=1" if whole else f"dp={layout.dp}"
+        yield (
+            f"{early} with layout: {what}, which keeps all gradients",
+            "fsdp with zero=3, or zero=2 without dp",
+        )
+    if waiting(layout.offload, "optimizer") is not None:
+        yield f"{early} with layout: offload=optimizer", "offload=none, or tune.optimizer_in_backward = false"
+    if recipe.optimizer in WHOLE:
+        yield f'{early} with recipe.optimizer = "{recipe.optimizer}"', 'recipe.optimizer = "adamw"'
+    if recipe.precision == "fp16":
+        yield (
+            f'{early} with recipe.precision = "fp16", whose loss scale may refuse a step',
+            'recipe.precision = "bf16"',
+        )
+    if config.fault.nonfinite != "stop":
+        what = f'{early} with fault.nonfinite = "{config.fault.nonfinite}": an update cannot be taken back'
+        yield what, 'fault.nonfinite = "stop"'
+    if config.fault.on_spike != "warn":
+        yield f'{early} with fault.on_spike = "{config.fault.on_spike}"', 'fault.on_spike = "warn"'
+    if config.run.strict:
+        yield f"{early} with run.strict", "run.strict = false"
+    if config.server.servers:
+        yield f"{early} with server.servers", "server.servers = 0"
+
+
+def _with_frozen(config: Config, model: Model | None, layout: Layout) -> Iterator[tuple[str, str]]:
+    """What groups that are frozen do not go with; what is left must be enough to train."""
+    still, recipe = "recipe.groups: frozen = true", config.recipe
+    if config.model.lora is not None:
+        yield f"{still} with model.lora, which freezes all weights", "leave out one of them"
+    if recipe.optimizer in WHOLE:
+        yield f'{still} with recipe.optimizer = "{recipe.optimizer}"', 'recipe.optimizer = "adamw"'
+    if recipe.ema:
+        yield f"{still} with recipe.ema", "recipe.ema = 0"
+    if recipe.precision == "fp8":
+        yield f'{still} with recipe.precision = "fp8"', 'recipe.precision = "bf16"'
+    if config.server.servers:
+        yield f"{still} with server.servers", "server.servers = 0"
+    if layout.offload:
+        yield f"{still} with layout: offload={layout.offload[0].what}", "offload=none"
+    if model is None:
+        return
+    for stage in cut(model, layout.pp * layout.chunks, recipe.seq):
+        if all(recipe.frozen(one.name) for _, one in stage_parameters(model, stage, layout.pp)):
+            what = (
+                "of all parameters" if layout.pp == 1 else f"of all parameters of stage {stage.index} of pp"
+            )
+            yield f"{still} {what}", "train some" if layout.pp == 1 else "pp=1, or train some of each stage"
+            return
+
+
+def _with_blocks(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
+    """What moments in 8 bits do not go with: what updates without knowing of blocks."""
+    lean = 'recipe.states = "int8"'
+    if config.recipe.optimizer != "adamw":
+        yield f'{lean} with recipe.optimizer = "{config.recipe.optimizer}"', 'recipe.states = "bf16"'
+    if waiting(layout.offload, "optimizer") is not None:
+        yield f"{lean} with layout: offload=optimizer", 'recipe.states = "bf16", or offload=none'
+    if config.server.servers:
+        yield f"{lean} with server.servers", 'recipe.states = "bf16", or server.servers = 0'
+
+
 def _unmatched_groups(config: Config, model: Model) -> Iterator[Problem]:
     """Groups of parameters that no parameter is in."""
     names = [one.name for one in llama_parameters(model)]
@@ -213,9 +299,10 @@ def _in_config(config: Config) -> Iterator[tuple[str, str]]:
         # One's scale of the loss, the other's of activations, depend on what else is in a batch.
         what = f'run.strict with recipe.precision = "{config.recipe.precision}"'
         yield what, 'recipe.precision = "bf16" or "fp32"'
-    if config.run.strict and config.recipe.states == "bf16" and config.recipe.precision == "fp32":
+    if config.run.strict and config.recipe.states != "fp32" and config.recipe.precision == "fp32":
         # One process rounds a gradient to bf16 before the exact sum, ranks that shard it after.
-        yield 'run.strict with recipe.states = "bf16" and recipe.precision = "fp32"', 'recipe.states = "fp32"'
+        what = f'run.strict with recipe.states = "{config.recipe.states}" and recipe.precision = "fp32"'
+        yield what, 'recipe.states = "fp32"'
     if config.run.strict and config.recipe.optimizer == "adafactor":
         # Its means over rows and columns are sums of what ranks have, in the order of these.
         yield 'run.strict with recipe.optimizer = "adafactor"', 'recipe.optimizer = "adamw"'
@@ -230,11 +317,6 @@ def _in_config(config: Config) -> Iterator[tuple[str, str]]:
         yield 'model.lora with recipe.precision = "fp8"', 'recipe.precision = "bf16"'
     if config.model.lora is not None and config.server.servers:
         yield "model.lora with server.servers", "server.servers = 0"
-    for number, group in enumerate(config.recipe.groups):
-        if group.frozen:
-            yield f"recipe.groups.{number}: frozen = true", "leave it out: all weights are trained"
-    if config.recipe.states == "int8":
-        yield 'recipe.states = "int8"', 'recipe.states = "bf16"'
     for tracker in ("tensorboard", "wandb", "mlflow", "trackio"):
         if getattr(config.track, tracker):
             yield f"track.{tracker}", f"track.{tracker} = false; metrics.jsonl holds every step"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.facts.config import TuneSection
@@ -39,16 +41,18 @@ from shoal.parallel.pipeline import my_stages
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import Replicate
 from shoal.parallel.router_tally import RouterTally
-from shoal.parallel.shard import FullyShard, ShardedRoot, frozen_weights, shard
+from shoal.parallel.shard import FullyShard, ShardedRoot, frozen_pieces, frozen_weights, shard
 from shoal.parallel.shards import (
     ComposedReducer,
     GroupOf,
     HeldParameter,
     NoReducer,
     Reducer,
+    Shard,
     held_parameters,
     piece_slices,
     set_weight,
+    unsharded_pieces,
     whole_weights,
     write_working,
 )
@@ -65,6 +69,8 @@ class Placed:
     segments: list[StageModule]
     weights: list[tuple[str, Slice]]  # every parameter held here, as the network reads it
     frozen: list[tuple[str, Slice]]  # of these, what the optimizer leaves alone
+    still: list[Shard]  # of what is frozen, the elements that this rank answers for
+    parts: list[Reducer]  # of ``gradients``, one for each way to sum them
     gradients: Reducer
     shared: SharedGradients
     executor: Executor
@@ -84,6 +90,21 @@ class Placed:
     def measures(self) -> tuple[str, ...]:
         """What the loss reports beside itself."""
         return self.segments[0].network.loss.measures
+
+    def take_early(self, take: Callable[[Shard, Tensor], None]) -> None:
+        """From now on gradients are given away in the backward pass, each as soon as it is complete.
+
+        Not those to which other ranks' are added at the end of a step.
+        """
+        for part in self.parts:
+            chosen = [piece for piece in part.pieces if not self.shared.sums(piece)]
+            if isinstance(part, ShardedStates):
+                part.take_early(take, chosen)
+                continue
+            sharded = part.parameters if isinstance(part, FullyShard) else {}
+            for piece in chosen:
+                parameter: Tensor = sharded.get(piece.held.label, piece.held.parameter)
+                parameter.register_post_accumulate_grad_hook(_give(piece, take))
 
     def start_step(self, micro_batches: int) -> None:
         self.gradients.start_step()
@@ -115,7 +136,7 @@ class Placed:
         self.after_update()
 
     def fill_frozen(self, give: Fill) -> None:
-        """Give the frozen weights their values, which no checkpoint has."""
+        """Give the frozen weights their values; of a base that adapters are added to, no checkpoint has them."""
         fill_packed(self.frozen, give)
         if plain := [one for one in self.frozen if one[1].local.dtype != PACKED]:
             give(plain)
@@ -147,6 +168,7 @@ def apply(
     fp8: Scaling | None = None,
     one_pass: bool = False,
     files: Files | None = None,
+    blockwise: bool = False,
 ) -> Placed:
     """Place a network that was built on the meta device; ``fill`` gives the parameters updated here their values.
 
@@ -155,6 +177,7 @@ def apply(
     of the layout. ``compile_with``: torch.compile's backend for the blocks, None to run them eager. ``fp8``: how the
     operands of the blocks' products are scaled, None for products in the compute precision. ``one_pass``: nothing is
     added to a gradient, so that it can stay as it was computed. ``files``: for what is offloaded ``@nvme``.
+    ``blockwise``: the optimizer's states come in blocks, which no rank's share cuts (``facts/blockwise.py``).
     """
     layout, model = mesh.layout, network.shape
     compute, states = network.model.compute, next(network.parameters()).dtype
@@ -181,6 +204,8 @@ def apply(
             elif model.experts is not None and not groups[EXPERTS].fully_sharded:
                 for mixture in experts.mixtures(segment.network):
                     _cast(mixture.experts, compute)
+            # What is frozen is only read.
+            _cast(segment.network, compute, trained=False)
 
     # Tensor: of every matrix this rank's box.
     if (group := mesh.group("tp")) is not None:
@@ -245,7 +270,7 @@ def apply(
         if group.fully_sharded:
             return FullyShard(roots, held, mesh, summed, in_float8)
         if group.sharded.size > 1:
-            return ShardedStates(held, mesh, bucket_bytes, reduce_dtype)
+            return ShardedStates(held, mesh, bucket_bytes, reduce_dtype, blockwise)
         if group.replicated.size > 1 and not strict:
             return Replicate(held, mesh, bucket_bytes, reduce_dtype)
         return NoReducer(held, mesh)
@@ -255,10 +280,18 @@ def apply(
     for one in held:
         together.setdefault(None if one.group.fully_sharded else one.group, []).append(one)
     parts = [(of_group, reducer(of_group)) for of_group in together.values()]
-    gradients = ComposedReducer(held, parts) if len(parts) > 1 else parts[0][1]
+    gradients = ComposedReducer(held, parts) if len(parts) != 1 else parts[0][1]
     exact = StrictReducer(gradients, held, mesh) if strict else None
     # Once FSDP has gathered for the first time: only then its rows are where they stay.
-    frozen = frozen_weights(still, mesh) if fully else whole_weights(still)
+    still = [replace(one, states=None) for one in still]  # it is no copy of anything
+    in_shards = [one for one in still if one.group.fully_sharded]
+    whole = [one for one in still if not one.group.fully_sharded]
+    frozen = [*frozen_weights(in_shards, mesh), *whole_weights(whole)]
+    if lora:
+        in_shards, whole = [], []  # what adapters are added to is in no checkpoint
+    elif still and segments[0].stage.first:
+        # The backward pass goes through all blocks, whatever is frozen: all ranks meet in it, and so do stages.
+        segments[0].network.model.embed_tokens.register_forward_hook(_with_gradient)
 
     # In strict mode a weight's gradient is taken where autograd gives it, micro-batch by micro-batch.
     split_backward = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and not strict
@@ -287,6 +320,8 @@ def apply(
         segments,
         [*frozen, *gradients.weights()],
         frozen,
+        [*frozen_pieces(in_shards, mesh), *unsharded_pieces(whole, mesh)],
+        [part for _, part in parts],
         exact or gradients,
         shared,
         executor,
@@ -303,6 +338,35 @@ def apply(
     placed.fill_frozen(fill)
     placed.fill(fill)
     return placed
+
+
+def _give(piece: Shard, take: Callable[[Shard, Tensor], None]) -> Callable[[Tensor], None]:
+    def give(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        take(piece, gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+        parameter.grad = None
+
+    return give
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """What comes in has no gradient, what goes out has one, which ends here and is not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _with_gradient(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    if not torch.is_grad_enabled() or output.requires_grad:
+        return output
+    passed: Tensor = _EndOfBackward.apply(output, torch.empty(0, requires_grad=True))
+    return passed
 
 
 def _leave_early(

@@ -39,7 +39,8 @@ def split(network: Network, mesh: Mesh) -> None:
         for projection in mixture.experts.children():
             assert isinstance(projection, GroupedLinear)
             count, *matrix = projection.weight.shape
-            projection.weight = nn.Parameter(projection.weight.new_empty(count // ranks.size, *matrix))
+            held = projection.weight.new_empty(count // ranks.size, *matrix)
+            projection.weight = nn.Parameter(held, projection.weight.requires_grad)
         mixture.travel = dispatch
         if tensor is not None:
             mixture.travel = FeatureDispatch(group, ranks.size, tensor, mesh.layout.tp, mesh.coords["tp"])

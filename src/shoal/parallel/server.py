@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shoal.facts.layout import Layout
 from shoal.facts.layout.served import ServedRange, elements, served_ranges
 from shoal.models.decoder import Network
-from shoal.models.initial import Fill
+from shoal.models.initial import Fill, Slice
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.pipeline import my_stages
 from shoal.parallel.shards import HeldParameter, Shard, held_parameters, piece_slices
@@ -76,6 +76,9 @@ class ServerLink:
 
 class ServedParameters:
     """One server's range of a network's parameters, in one flat tensor: its pieces are views, and so are gradients."""
+
+    frozen: Sequence[tuple[str, Slice]] = ()
+    still: Sequence[Shard] = ()
 
     def __init__(self, network: Network, mesh: Mesh, seq: int, device: torch.device) -> None:
         """``network`` is on the meta device and stays there; ``mesh`` has the servers."""

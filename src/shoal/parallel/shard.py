@@ -232,7 +232,7 @@ class FullyShard:
             gradient = self.parameters[piece.held.label].grad
             if gradient is not None:
                 hand(piece, _local(gradient))
-            elif piece.away is None:
+            elif piece.away is None and piece.squares is None:
                 piece.tensor.grad = torch.zeros_like(piece.tensor) if piece.summed is None else piece.summed
 
     def after_update(self) -> None:
@@ -304,6 +304,12 @@ def piece(held: HeldParameter, mesh: Mesh) -> Shard:
     stop = min(first + share, rows)
     assert tensor.numel() == (stop - first) * rest
     return Shard(held, tensor, first * rest, stop * rest, counts(held, mesh), working)
+
+
+def frozen_pieces(held: Iterable[HeldParameter], mesh: Mesh) -> list[Shard]:
+    """Of frozen parameters, which FSDP gathers: what rests here."""
+    pieces = [piece(one, mesh) for one in held]
+    return [own for own in pieces if own.start < own.stop]
 
 
 def frozen_weights(held: Iterable[HeldParameter], mesh: Mesh) -> list[tuple[str, Slice]]:

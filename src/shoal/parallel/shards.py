@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.facts.blockwise import block_length
 from shoal.facts.layout.parameter_groups import ParameterGroup, expert_ranks, group_name, parameter_groups
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import EMBEDDING, HEAD, Parameter, by_name
@@ -168,6 +169,19 @@ def _named(segment: StageModule) -> Iterator[tuple[str, nn.Parameter, bool]]:
     for name, parameter in segment.network.named_parameters():
         copied = name == HEAD and segment.copied_head
         yield EMBEDDING if copied else name, parameter, copied
+
+
+def unsharded_pieces(held: Iterable[HeldParameter], mesh: Mesh) -> list[Shard]:
+    """Of parameters that are whole on every data rank, and frozen: the elements that this rank answers for."""
+    found = []
+    for one in held:
+        ranks, index = one.group.sharded.size, mesh.index_in(one.group.sharded)
+        size = one.parameter.numel()
+        start, stop = size * index // ranks, size * (index + 1) // ranks
+        if start < stop:
+            mine = nn.Parameter(one.parameter.detach().view(-1)[start:stop], requires_grad=False)
+            found.append(Shard(one, mine, start, stop, counts(one, mesh)))
+    return found
 
 
 def gradient_bytes(parameter: Tensor) -> int:
@@ -344,6 +358,14 @@ def piece_boxes(
     for offset, shape in range_boxes(piece.box.shape, piece.start + start, piece.start + stop):
         yield (tuple(a + b for a, b in zip(piece.box.offset, offset, strict=True)), shape), begin
         begin += math.prod(shape)
+
+
+def in_blocks(piece: Shard) -> Shard:
+    """A piece as its blocks (``facts/blockwise.py``): one element for each, of a parameter that has one for each."""
+    block, box = block_length(piece.box.whole) or 1, piece.box
+    whole, offset, shape = ((*one[:-1], one[-1] // block) for one in (box.whole, box.offset, box.shape))
+    held = replace(piece.held, part=replace(piece.held.part, box=Box(whole, offset, shape)))
+    return replace(piece, held=held, start=piece.start // block, stop=piece.stop // block)
 
 
 def weight(piece: Shard) -> Tensor:

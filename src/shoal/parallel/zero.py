@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.renamed import all_gather_single, reduce_scatter_single
+from shoal.facts.blockwise import block_length
 from shoal.facts.layout.buckets import buckets_by_kind, chunk_ranges, even_share, flat_kind
 from shoal.models.initial import Slice
 from shoal.parallel.bucket_reducer import BucketReducer
@@ -31,11 +32,12 @@ from shoal.parallel.shards import HeldParameter, Shard, counts, gradient_bytes, 
 class ShardedBucket:
     """Parameters that are views of one flat tensor, of which this rank owns a chunk."""
 
-    def __init__(self, held: list[HeldParameter], ranks: int, index: int) -> None:
-        self.held, self.ranks, self.index = held, ranks, index
+    def __init__(self, held: list[HeldParameter], ranks: int, index: int, block: int = 1) -> None:
+        """``block``: elements that stay together."""
+        self.held, self.ranks, self.index, self.block = held, ranks, index, block
         self.ranges = list(pairwise(accumulate((one.parameter.numel() for one in held), initial=0)))
         size = self.ranges[-1][1]
-        self.chunk = even_share(size, ranks)
+        self.chunk = even_share(size, ranks, block)
         self.owned = slice(index * self.chunk, (index + 1) * self.chunk)
         first = held[0].parameter
         # Where parameters rest in the host's memory each is by itself, and the bucket is there while it is gathered.
@@ -71,7 +73,7 @@ class ShardedBucket:
         of = {one.label: one for one in self.held}
         sizes = [(one.label, one.parameter.numel()) for one in self.held]
         begin = 0
-        for label, start, stop in chunk_ranges(sizes, self.ranks, self.index):
+        for label, start, stop in chunk_ranges(sizes, self.ranks, self.index, self.block):
             one, place = of[label], slice(begin, begin + stop - start)
             if self.values is None:
                 working: Tensor | None = _rest(one).view(-1)[start:stop]
@@ -145,18 +147,23 @@ class ShardedStates:
         mesh: Mesh,
         bucket_bytes: int,
         reduce_dtype: torch.dtype | None,
+        blockwise: bool = False,
     ) -> None:
+        """``blockwise``: moments come in blocks (``facts/blockwise.py``)."""
         group = held[0].group
         self.held, self.zero, self.reduce_dtype = held, group.zero, reduce_dtype
         # To the host, where a piece's gradients are the host's as soon as they are summed.
         self.leave: Callable[..., None] | None = None
+        # To an update in the backward pass, of these pieces.
+        self.take: Callable[[Shard, Tensor], None] | None = None
+        self.taken: set[Shard] = set()
         self.group, self.replicas = mesh.group_of(group.sharded), mesh.group_of(group.replicated)
         self.every_pass = group.zero == 2 and mesh.layout.pp == 1
         self.stages: dict[int, BucketReducer[ShardedBucket]] = {}
         self._flying: list[Flying] = []
         places: dict[str, tuple[Shard, ShardedBucket, slice]] = {}
         for stage in dict.fromkeys(one.stage for one in held):
-            cut = _cut([one for one in held if one.stage == stage], mesh, bucket_bytes)
+            cut = _cut([one for one in held if one.stage == stage], mesh, bucket_bytes, blockwise)
             for bucket in cut:
                 self._keep_gradients(bucket)
                 for piece, place in bucket.pieces(mesh):
@@ -191,7 +198,8 @@ class ShardedStates:
         if self.replicas is not None:
             self._sum_replicas()
         for piece, bucket, place in self.places:
-            hand(piece, bucket.shard[place])
+            if piece not in self.taken:
+                hand(piece, bucket.shard[place])
 
     def after_update(self) -> None:
         """Every rank's chunks of the parameters to all ranks."""
@@ -205,6 +213,13 @@ class ShardedStates:
         self.leave = leave
         for bucket in self._buckets():
             if all(piece.away is not None and piece.away.early for piece, _ in bucket.placed):
+                bucket.shard = bucket.shard.new_empty(0)
+
+    def take_early(self, take: Callable[[Shard, Tensor], None], pieces: list[Shard]) -> None:
+        """Give these pieces' gradients away as they land; where all of a bucket's are, its chunk has none."""
+        self.take, self.taken = take, set(pieces)
+        for bucket in self._buckets():
+            if all(piece in self.taken for piece, _ in bucket.placed):
                 bucket.shard = bucket.shard.new_empty(0)
 
     def weights(self) -> list[tuple[str, Slice]]:
@@ -247,6 +262,12 @@ class ShardedStates:
         work.wait()
         if self.leave is not None:
             self._keep(bucket, summed, self.leave)
+        elif self.take is not None:
+            for piece, place in bucket.placed:
+                if piece in self.taken:
+                    self.take(piece, summed[place])
+                else:
+                    bucket.shard[place].add_(summed[place])
         elif self.zero == 2:
             bucket.shard.add_(summed)
         elif self.reduce_dtype is not None:
@@ -277,13 +298,15 @@ def _rest(held: HeldParameter) -> Tensor:
     return held.parameter.data if held.home is None else held.home
 
 
-def _cut(held: list[HeldParameter], mesh: Mesh, bucket_bytes: int) -> list[ShardedBucket]:
+def _cut(held: list[HeldParameter], mesh: Mesh, bucket_bytes: int, blockwise: bool) -> list[ShardedBucket]:
     by_label, shards = {one.label: one for one in held}, held[0].group.sharded
+    blocks = {one.label: block_length(one.part.box.whole) if blockwise else None for one in held}
     sizes = [
-        (label, gradient_bytes(one.parameter), flat_kind(label, one.name, one.part.copies))
+        (label, gradient_bytes(one.parameter), flat_kind(label, one.name, one.part.copies, blocks[label]))
         for label, one in by_label.items()
     ]
+    index = mesh.index_in(shards)
     return [
-        ShardedBucket([by_label[label] for label in labels], shards.size, mesh.index_in(shards))
+        ShardedBucket([by_label[label] for label in labels], shards.size, index, blocks[labels[0]] or 1)
         for labels in buckets_by_kind(sizes, bucket_bytes)
     ]

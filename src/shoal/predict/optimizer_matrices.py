@@ -6,12 +6,14 @@ import math
 from collections import Counter
 from functools import lru_cache
 
+from shoal.facts.blockwise import moment_bytes
 from shoal.facts.layout import Layout
 from shoal.facts.layout.parameter_groups import replica_ranks
 from shoal.facts.layout.updates import Sharing, UpdatedRange, updated_ranges
 from shoal.facts.model.parameters import Parameter, block_parameters, end_parameters, expert_parameters
 from shoal.facts.optimizers import FACTORS, Rule, factor_shape, rule_of, states_of
 from shoal.facts.precision import gradient_width
+from shoal.facts.recipe import frozen_names
 from shoal.predict.rank_parameters import RankParameters
 from shoal.predict.workload import Workload
 
@@ -31,7 +33,16 @@ def sharing_of(workload: Workload) -> Sharing:
         ep=layout.ep,
     )
     bucket_bytes = round(workload.tune.bucket_mb * 2**20)
-    return Sharing(workload.model, alike, workload.cut_by, gradient_width(workload.recipe), bucket_bytes)
+    recipe = workload.recipe
+    return Sharing(
+        workload.model,
+        alike,
+        workload.cut_by,
+        gradient_width(recipe),
+        bucket_bytes,
+        frozen_names(workload.model, recipe),
+        recipe.blockwise,
+    )
 
 
 def shapes(workload: Workload, here: RankParameters) -> Counter[tuple[int, ...]]:
@@ -66,6 +77,12 @@ def ranks_together(workload: Workload) -> int:
 def state_elements(sharing: Sharing, rank: int, optimizer: Rule) -> int:
     """Elements of all that a rank's optimizer keeps."""
     return sum(_kept(one, optimizer) for one in updated_ranges(sharing, rank))
+
+
+@lru_cache(maxsize=4096)
+def blockwise_bytes(sharing: Sharing, rank: int) -> int:
+    """Of AdamW's two moments in 8 bits, of all that a rank updates."""
+    return sum(2 * moment_bytes(one.box.whole, one.stop - one.start) for one in updated_ranges(sharing, rank))
 
 
 def _kept(one: UpdatedRange, optimizer: Rule) -> int:

@@ -6,9 +6,11 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+from shoal.facts.blockwise import block_length
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
 from shoal.facts.layout.buckets import buckets_by_kind, even_share, flat_kind, sharded_dimension
@@ -41,6 +43,7 @@ class RankTensor(NamedTuple):
     shape: tuple[int, ...]
     copies: int  # tensor ranks that hold this very part
     summed: SummedOver
+    block: int | None = None  # where moments come in blocks: elements of one
 
     @property
     def size(self) -> int:
@@ -180,7 +183,8 @@ def _body(model: Model, tp: int, sp: bool, index: int) -> _Body:
 def tensor_on(parameter: Parameter, tp: int, sp: bool, index: int) -> RankTensor:
     """A rank's part of a parameter."""
     part, name = tensor_part(parameter, tp, index), parameter.name
-    return RankTensor(name, name, part.box.shape, part.copies, summed_over(parameter, tp, sp))
+    summed = summed_over(parameter, tp, sp)
+    return RankTensor(name, name, part.box.shape, part.copies, summed, block_length(parameter.shape))
 
 
 def component_of(tensors: Iterable[RankTensor]) -> Component:
@@ -208,7 +212,9 @@ def named_tensors(here: RankParameters, model: Model, stage: Stage) -> list[Rank
 def expert_tensors(model: Model, tp: int, ep: int, stage: Stage) -> tuple[RankTensor, ...]:
     """A rank's part of the routed experts of a stage, in forward order; no rank of a tensor group has more."""
     return tuple(
-        RankTensor(one.name, one.name, tensor_part(one, tp, 0, ep).box.shape, 1, None)
+        RankTensor(
+            one.name, one.name, tensor_part(one, tp, 0, ep).box.shape, 1, None, block_length(one.shape)
+        )
         for layer in stage.layers
         if model.has_experts(layer)
         for one in stacked_experts(model, layer)
@@ -271,6 +277,10 @@ class Trained(NamedTuple):
 def trained(workload: Workload, here: RankParameters) -> Trained:
     """All of them but routed experts; with ``lora`` the factors beside the targeted projections of every block."""
     lora, layout = adapter_key(workload.lora), workload.layout
+    if lora is None and workload.recipe.freezes:
+        stages = [named_tensors(here, workload.model, stage) for stage in here.stages]
+        some = component_of(one for stage in stages for one in with_gradients(workload, stage))
+        return Trained(some.elements, some.tensor_summed, some.copies_summed)
     if lora is None:
         blocks, others = [here.dense_block, here.sparse_block], [here.embedding, here.norm, here.head]
     else:
@@ -284,7 +294,16 @@ def trained_with_experts(workload: Workload, here: RankParameters) -> int:
     found, layout = trained(workload, here).elements, workload.layout
     if workload.lora is not None:
         return found
+    if workload.recipe.freezes:
+        routed = (expert_tensors(workload.model, layout.tp, layout.ep, stage) for stage in here.stages)
+        return found + sum(one.size for tensors in routed for one in with_gradients(workload, tensors))
     return found + here.sparse * expert_elements(workload.model, layout.tp, layout.ep)
+
+
+def with_gradients(workload: Workload, tensors: Iterable[RankTensor]) -> list[RankTensor]:
+    """Those that no group of the recipe has frozen."""
+    recipe = workload.recipe
+    return [one for one in tensors if not recipe.freezes or not recipe.frozen(one.name)]
 
 
 def expert_elements(model: Model, tp: int, ep: int) -> int:
@@ -328,15 +347,21 @@ def total(counts: Iterable[ParameterCount]) -> ParameterCount:
 
 
 @lru_cache(maxsize=4096)
-def block_count(model: Model, experts: bool, degrees: ShardDegrees, lora: Adapters | None) -> ParameterCount:
-    """One block, with routed experts or with an ordinary MLP."""
+def block_count(
+    model: Model,
+    experts: bool,
+    degrees: ShardDegrees,
+    lora: Adapters | None,
+    frozen: frozenset[str] = frozenset(),
+) -> ParameterCount:
+    """One block, with routed experts or with an ordinary MLP. ``frozen``: what of it is, by names within a block."""
     body = _body(model, degrees.tp, False, 0)
-    found = _counted(body.sparse if experts else body.dense, degrees.ranks, lora is None)
+    found = _counted(body.sparse if experts else body.dense, degrees.ranks, lora is None, frozen)
     found = found._replace(
         projections=narrow_elements(body.sparse if experts else body.dense, degrees.ranks, lora)
     )
     if experts and model.experts:
-        stack = _counted(_stack(model, degrees.tp, degrees.ep), degrees.expert_ranks, lora is None)
+        stack = _counted(_stack(model, degrees.tp, degrees.ep), degrees.expert_ranks, lora is None, frozen)
         found = total((found, stack))
     if lora is None:
         return found
@@ -352,17 +377,30 @@ def _stack(model: Model, tp: int, ep: int) -> Component:
 
 
 @lru_cache(maxsize=1024)
-def end_counts(model: Model, degrees: ShardDegrees, trained: bool = True) -> NetworkEnds:
+def end_counts(
+    model: Model, degrees: ShardDegrees, trained: bool = True, frozen: frozenset[str] = frozenset()
+) -> NetworkEnds:
     """What stands before the first block and after the last one."""
     body = _body(model, degrees.tp, False, 0)
     return NetworkEnds(
-        *(_counted(one, degrees.ranks, trained) for one in (body.embedding, body.norm, body.head))
+        *(_counted(one, degrees.ranks, trained, frozen) for one in (body.embedding, body.norm, body.head))
     )
 
 
-def _counted(component: Component, ranks: int, trained: bool = True) -> ParameterCount:
+def _counted(
+    component: Component, ranks: int, trained: bool = True, frozen: frozenset[str] = frozenset()
+) -> ParameterCount:
+    """``frozen``: names, within a block where they are of one."""
     found = component.elements, padded(component, ranks) // ranks
-    return ParameterCount(*found, *(found if trained else (0, 0)))
+    if not trained:
+        return ParameterCount(*found, 0, 0)
+    moving = component_of(one for one in component.tensors if in_block(one.name) not in frozen)
+    return ParameterCount(*found, moving.elements, padded(moving, ranks) // ranks)
+
+
+def in_block(name: str) -> str:
+    """A tensor's name within its block."""
+    return re.sub(r"^model\.layers\.\d+\.", "", name)
 
 
 # Sizes on the way.
@@ -403,25 +441,36 @@ def padded_size(tensor: RankTensor, ranks: int) -> int:
     return ranks * even_share(rows, ranks) * math.prod(rest)
 
 
-def bucket_count(here: RankParameters, width: int, bucket_bytes: int, by_kind: bool) -> int:
+class BucketKinds(Enum):
+    """What may share a bucket."""
+
+    ANY = "any"
+    FLAT = "flat"  # what other ranks find again in buckets of theirs
+    BLOCKWISE = "blockwise"  # and has blocks of the same length
+
+
+def bucket_count(here: RankParameters, width: int, bucket_bytes: int, kinds: BucketKinds) -> int:
     """About how many buckets a rank's gradients fill, from the cut of a few layers."""
-    ends = _buckets_in(here.embedding, width, bucket_bytes, by_kind)
-    ends += _buckets_in(here.head, width, bucket_bytes, by_kind)
-    layers = here.dense * _buckets_a_layer(here.dense_block, width, bucket_bytes, by_kind)
-    layers += here.sparse * _buckets_a_layer(here.sparse_block, width, bucket_bytes, by_kind)
+    ends = _buckets_in(here.embedding, width, bucket_bytes, kinds)
+    ends += _buckets_in(here.head, width, bucket_bytes, kinds)
+    layers = here.dense * _buckets_a_layer(here.dense_block, width, bucket_bytes, kinds)
+    layers += here.sparse * _buckets_a_layer(here.sparse_block, width, bucket_bytes, kinds)
     return ends + max(len(here.stages), round(layers))
 
 
 def bucket_names(
-    tensors: Iterable[RankTensor], width: int, bucket_bytes: int, by_kind: bool
+    tensors: Iterable[RankTensor], width: int, bucket_bytes: int, kinds: BucketKinds
 ) -> list[list[str]]:
-    """The labels in each bucket. ``by_kind``: of flat ones, whose parts other ranks have to find again."""
+    """The labels in each bucket."""
+    block = kinds is BucketKinds.BLOCKWISE
     return buckets_by_kind(
         (
             (
                 tensor.label,
                 tensor.size * width,
-                flat_kind(tensor.label, tensor.name, tensor.copies) if by_kind else None,
+                None
+                if kinds is BucketKinds.ANY
+                else flat_kind(tensor.label, tensor.name, tensor.copies, tensor.block if block else None),
             )
             for tensor in tensors
         ),
@@ -430,18 +479,18 @@ def bucket_names(
 
 
 @cache
-def _buckets_in(component: Component, width: int, bucket_bytes: int, by_kind: bool) -> int:
-    return len(bucket_names(component.tensors, width, bucket_bytes, by_kind))
+def _buckets_in(component: Component, width: int, bucket_bytes: int, kinds: BucketKinds) -> int:
+    return len(bucket_names(component.tensors, width, bucket_bytes, kinds))
 
 
 @cache
-def _buckets_a_layer(block: Component, width: int, bucket_bytes: int, by_kind: bool) -> float:
+def _buckets_a_layer(block: Component, width: int, bucket_bytes: int, kinds: BucketKinds) -> float:
     def count(layers: int) -> int:
         tensors = [
             tensor._replace(label=f"{layer} {tensor.label}")
             for layer in range(layers)
             for tensor in block.tensors
         ]
-        return len(bucket_names(tensors, width, bucket_bytes, by_kind))
+        return len(bucket_names(tensors, width, bucket_bytes, kinds))
 
     return (count(2 * SAMPLE) - count(SAMPLE)) / SAMPLE

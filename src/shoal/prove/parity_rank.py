@@ -112,7 +112,8 @@ class _Reference:
         seen: ParityRank,
     ) -> None:
         """Every tensor of a kind, in forward order: kept, or compared with the one that was kept."""
-        names = [name for name, _, _ in canonical_parameters(job.network)]
+        recipe = job.config.recipe
+        names = [name for name, _, _ in canonical_parameters(job.network) if not recipe.frozen(name)]
         path = self.folder / f"{what}-{step}.safetensors"
         if self.writing:
             kept = {name: collector.whole(name, value) for name in names}

@@ -19,6 +19,7 @@ from shoal.facts.input.untrusted_files import read_json
 from shoal.facts.model import Model
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.recipe import Recipe
+from shoal.facts.stored_states import Keeps
 from shoal.plan.resolve import Job
 from shoal.train.checkpoint.listing import ListedCheckpoint, list_checkpoints, run_of
 from shoal.train.checkpoint.manifest import identity_hash
@@ -105,6 +106,10 @@ def check_branch(job: Job, start: ListedCheckpoint) -> None:
             problems.append(
                 Problem(f"{start.name} has {key} = {then!r}, this job {now.get(key)!r}", f"set {key} back")
             )
+    kept = Keeps.from_identity(start.manifest.identity)
+    if not problems and kept != Keeps.of(job.config.recipe):
+        what = f"{start.name} has other optimizer states than this job: 8 bits, or other frozen groups"
+        problems.append(Problem(what, "set recipe.states and recipe.groups back"))
     if start.step >= job.config.recipe.steps:
         problems.append(
             Problem(

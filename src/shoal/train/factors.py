@@ -1,6 +1,8 @@
-"""Adafactor's means over rows and columns, as a rank keeps them: of all matrices that it updates some elements of.
+"""States that have not one value for each element of a piece.
 
-They are of whole matrices, and so the same on every rank that keeps them: [matrices, rows] and [matrices, columns].
+Adafactor's means over rows and columns are of all matrices that a rank updates some elements of. They are of whole
+matrices, and so the same on every rank that keeps them: [matrices, rows] and [matrices, columns]. Scales of blocks
+(``facts/blockwise.py``) are of a rank's own blocks, in their order.
 """
 
 from __future__ import annotations
@@ -10,14 +12,23 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from shoal.facts.blockwise import SCALE_OF, SCALES, block_length
 from shoal.facts.optimizers import AVERAGE, FACTORS, factor_shape
+from shoal.facts.stored_states import Keeps
 from shoal.models.initial import Slice
-from shoal.parallel.shards import Shard
+from shoal.parallel.shards import Shard, in_blocks, piece_slices
 from shoal.train.steered import wide
 
 
-def empty_state(piece: Shard, kind: str) -> Tensor:
+def empty_state(piece: Shard, kind: str, keeps: Keeps | None = None) -> Tensor:
     """Room for a state of a piece."""
+    if kind in SCALES:
+        count = (piece.stop - piece.start) // (block_length(piece.box.whole) or 1)
+        return piece.tensor.new_empty(count, dtype=torch.uint8, requires_grad=False)
+    if keeps is not None and keeps.blockwise and kind in SCALE_OF:
+        blocks = keeps.has_blocks(piece.name, len(piece.box.whole))
+        dtype = torch.uint8 if blocks else torch.float32
+        return torch.empty_like(piece.tensor, dtype=dtype, requires_grad=False)
     if kind not in FACTORS:
         like = wide(piece.tensor.detach()) if kind == AVERAGE else piece.tensor
         return torch.empty_like(like, requires_grad=False)
@@ -26,7 +37,10 @@ def empty_state(piece: Shard, kind: str) -> Tensor:
 
 
 def factor_slices(piece: Shard, state: Tensor, kind: str) -> Iterator[Slice]:
-    """A state as a box of the means of the whole parameter: to be filled."""
+    """A state as boxes of the means, or of the scales, of the whole parameter: to be filled."""
+    if kind in SCALES:
+        yield from piece_slices(in_blocks(piece), state)
+        return
     whole = factor_shape(piece.box.whole, kind)
     if len(whole) == 1:
         yield Slice(state[0], whole, (0,))

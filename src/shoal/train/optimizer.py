@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.facts.blockwise import block_length
 from shoal.facts.optimizers import Rule, rule_of
 from shoal.facts.recipe import Recipe
 from shoal.parallel.shards import Shard, gradient
 from shoal.parallel.whole_matrices import WholeMatrices
 from shoal.train.adafactor import Adafactor
 from shoal.train.adamw import AdamW
+from shoal.train.blockwise_adamw import BlockwiseAdamW
 from shoal.train.lion import Lion
 from shoal.train.muon import Muon
 from shoal.train.rounded_sgd import RoundedSGD
@@ -53,16 +55,22 @@ def build(pieces: list[Shard], recipe: Recipe, whole: WholeMatrices | None = Non
     # At many ranks one may hold nothing: some parameter's last rows are elsewhere, and so are all others'.
     rounding = StochasticRounding(pieces, recipe.seed) if recipe.rounds_by_chance else None
     nothing: list[dict[str, Any]] = [{"params": [torch.nn.Parameter(torch.empty(0))]}]
-    adamw = None
+    adamw: AdamW | None = None
     if "adamw" in groups or recipe.optimizer == "adamw":
         working: dict[Tensor, Tensor] = {
             piece.tensor: piece.working for piece in pieces if piece.working is not None
         }
         betas = recipe.beta1, recipe.beta2
-        away = {piece.tensor for piece in pieces if piece.away is not None}
-        adamw = AdamW(
-            groups.get("adamw", nothing), working, away, rounding, lr=lr, betas=betas, eps=recipe.eps
-        )
+        own_groups = groups.get("adamw", nothing)
+        if recipe.blockwise:
+            lengths = {piece.tensor: block_length(piece.box.whole) for piece in pieces}
+            blocks: dict[Tensor, int] = {
+                weight: length for weight, length in lengths.items() if length is not None
+            }
+            adamw = BlockwiseAdamW(own_groups, blocks, working, rounding, lr=lr, betas=betas, eps=recipe.eps)
+        else:
+            away = {piece.tensor for piece in pieces if piece.away is not None}
+            adamw = AdamW(own_groups, working, away, rounding, lr=lr, betas=betas, eps=recipe.eps)
     own = groups.get(recipe.optimizer, nothing)
     if recipe.optimizer == "sgd":
         return _sgd(own, pieces, recipe, rounding)

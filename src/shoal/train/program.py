@@ -31,6 +31,7 @@ from shoal.train.data.loader import Batch
 from shoal.train.data.samples import AnySamples
 from shoal.train.data.tokenizers import Tokenizer, open_tokenizer
 from shoal.train.evaluate import chosen_rows
+from shoal.train.in_backward import UpdatesInBackward
 from shoal.train.reference import Reference, ReferenceStore
 from shoal.train.step import Step
 
@@ -102,6 +103,8 @@ def blueprint(model: Model, recipe: Recipe) -> Network:
     )
     if model.adapters is not None:
         add_adapters(network, model.adapters)
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and not recipe.frozen(name))
     return network
 
 
@@ -129,6 +132,7 @@ def assemble(
         one_pass=mesh.layout.one_pass(recipe.batch)
         and takes_narrow_gradients(recipe.precision, recipe.optimizer),
         files=files,
+        blockwise=recipe.blockwise,
     )
     pieces, whole = placed.gradients.pieces, None
     if recipe.optimizer in WHOLE:
@@ -137,7 +141,10 @@ def assemble(
         whole = WholeMatrices(pieces, sharing, mesh, placed.shared.ends)
     optimizer = optimizers.build(pieces, recipe, whole)
     scale = optimizers.LossScale.for_precision(recipe.precision)
-    return Step(placed, optimizer, recipe, mesh, scale)
+    step = Step(placed, optimizer, recipe, mesh, scale)
+    if tune.optimizer_in_backward:
+        step.early = UpdatesInBackward(placed, optimizer, recipe)
+    return step
 
 
 def no_weights(slices: list[tuple[str, Slice]]) -> None:
@@ -150,6 +157,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp8": torch.bfloat16,  # a precision of products; what lies between them is bf16
+    "int8": torch.bfloat16,  # a precision of moments; weights beside them are bf16
 }
 
 

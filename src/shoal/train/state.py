@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameters
-from shoal.facts.optimizers import AVERAGE, COUNTING, FACTORS, rule_of
+from shoal.facts.optimizers import AVERAGE, COUNTING, OF_MATRICES, rule_of
 from shoal.facts.recipe import Recipe
 from shoal.facts.stored_states import Keeps, expected_states
 from shoal.models.initial import Slice
@@ -31,6 +31,12 @@ class Updated(Protocol):
 
     @property
     def gradients(self) -> HasPieces: ...
+
+    @property
+    def frozen(self) -> Sequence[tuple[str, Slice]]: ...
+
+    @property
+    def still(self) -> Sequence[Shard]: ...
 
     def after_update(self) -> None: ...
 
@@ -62,8 +68,8 @@ class State:
 
     def new_stage(self, ahead: bool = True, tell: Callable[[str], None] = print) -> StagingBuffer:
         """A buffer for what this rank writes of it. ``ahead``: made before it is needed."""
-        mine = parts(self.model, self.pieces, self.mesh)
-        factors = {kind: factor_parts(self.pieces, kind) for kind in self.kinds if kind in FACTORS}
+        mine = parts(self.model, [*self.pieces, *self.placed.still], self.mesh)
+        factors = {kind: factor_parts(self.pieces, kind) for kind in self.kinds if kind in OF_MATRICES}
         # States that memory has no room for have none twice: their copy is on the same disk until it is written.
         on_disk = next((piece.filed.mapped for piece in self.pieces if piece.filed is not None), None)
         return StagingBuffer(mine, self.mesh.device, 1 + len(self.kinds), ahead, tell, factors, on_disk)
@@ -113,6 +119,7 @@ class State:
             if piece.filed is None
             for part in piece_slices(piece, piece.tensor)
         ]
+        weights += [("weight", name, part) for name, part in self.placed.frozen]
         self.optimizer.state.clear()
         if isinstance(self.optimizer, AdamW):
             start_filed(self.optimizer, self.pieces)
@@ -139,9 +146,11 @@ class State:
             for piece in self.pieces:
                 if piece.filed is not None or not self._has(piece, kind):
                     continue
-                state = empty_state(piece, kind)
+                state = empty_state(piece, kind, self.keeps)
                 self.optimizer.state[piece.tensor][kind] = state
-                slices = factor_slices(piece, state, kind) if kind in FACTORS else piece_slices(piece, state)
+                slices = (
+                    factor_slices(piece, state, kind) if kind in OF_MATRICES else piece_slices(piece, state)
+                )
                 for part in slices:
                     yield kind, piece.name, part
 

@@ -26,6 +26,7 @@ from shoal.parallel.strict import strict_loss, strict_norm
 from shoal.train.average import WeightAverage
 from shoal.train.data.loader import Batch
 from shoal.train.host_update import HostUpdate
+from shoal.train.in_backward import UpdatesInBackward
 from shoal.train.optimizer import (
     LossScale,
     clip_and_update,
@@ -114,6 +115,7 @@ class Step:
         self.host: HostUpdate | None = None  # of what is offloaded
         if placed.offloaded is not None:
             self.host = HostUpdate(placed, placed.offloaded, optimizer, mesh)
+        self.early: UpdatesInBackward | None = None  # where the backward pass updates
         self.average = WeightAverage(optimizer, self.pieces, recipe.ema) if recipe.ema else None
         self.last_end: torch.Event | None = None  # of the step before, on a device that keeps events
         self.corrected = any(piece.name.endswith(CORRECTION) for piece in self.pieces)
@@ -149,6 +151,9 @@ class Step:
         """
         placed = self.placed
         targets = max(1, targets)  # a batch may have nothing to predict
+        if self.early is not None:
+            self.before_update()
+            self.early.begin(step)
         micro_batches = [self._micro_batch(step, batch) for batch in batches]
         placed.start_step(len(micro_batches))
         losses = placed.executor.forward_backward(micro_batches, self.scale.value / targets, self.scale.value)
@@ -162,10 +167,15 @@ class Step:
 
     def issue_update(self, step: int, measured: Tensor, begun: torch.Event | None = None) -> IssuedStep:
         lr, most = learning_rate(self.recipe, step), self.refuse_above()
-        self.settle()
-        self.before_update()
-        set_learning_rate(self.optimizer, lr)
-        clip_and_update(self.optimizer, self.pieces, measured[1], self.recipe.clip, most, step)
+        copied = writes_copies(self.optimizer)
+        if self.early is None:
+            self.settle()
+            self.before_update()
+            set_learning_rate(self.optimizer, lr)
+            clip_and_update(self.optimizer, self.pieces, measured[1], self.recipe.clip, most, step)
+        else:
+            self.early.finish()
+            copied = self.early.writes_copies
         updating = None
         if self.host is not None:
             updating = self.host.start(measured[1], self.recipe.clip, most)
@@ -176,7 +186,7 @@ class Step:
             )
         if self.average is not None:
             self.average.follow(refuses(measured[1], most))
-        self.placed.after_update(copied=writes_copies(self.optimizer), returned=True)
+        self.placed.after_update(copied=copied, returned=True)
         return IssuedStep(self, measured, lr, most, begun, updating)
 
     def settle(self) -> None:

@@ -32,7 +32,7 @@ def _continue(
     rank: int, world: int, layout: str, model: str, options: dict[str, Any], path: Path, done: int, steps: int
 ) -> None:
     """Updates ``done`` + 1 to ``steps``, from the checkpoint of the first and into that of the last."""
-    shape, recipe = small(model), Recipe(precision="fp64", seq=8, lr=1e-2, **options)
+    shape, recipe = small(model), Recipe(**{"precision": "fp64", "seq": 8, "lr": 1e-2, **options})
     mesh = Mesh(Layout.parse(layout), rank, torch.device("cpu"))
     tune = TuneSection(bucket_mb=0.01)
     step = assemble(blueprint(shape, recipe), recipe, tune, mesh, partial(fill, model=shape, seed=0))
@@ -42,10 +42,11 @@ def _continue(
         state.settle()
     for number in range(done + 1, steps + 1):
         for piece in step.pieces:
-            piece.tensor.grad = torch.empty_like(piece.tensor)
-            parts = [(piece.name, part) for part in piece_slices(piece, piece.tensor.grad)]
-            fill(parts, shape, seed=number)
-        clip_and_update(step.optimizer, step.pieces, torch.tensor(1.0), 0.0, math.inf)
+            found = torch.empty_like(piece.tensor)
+            fill([(piece.name, part) for part in piece_slices(piece, found)], shape, seed=number)
+            found = found.bfloat16() if recipe.precision == "bf16" else found
+            piece.tensor.grad = found.detach().to(piece.tensor.grad_dtype)
+        clip_and_update(step.optimizer, step.pieces, torch.tensor(1.0), 0.0, math.inf, number)
         if step.average is not None:
             step.average.follow(torch.tensor(False))
         step.placed.after_update()
@@ -97,3 +98,57 @@ def test_any_layout_continues_what_any_other_wrote(
     assert alone.keys() == moved.keys()
     for key, values in alone.items():
         assert torch.allclose(moved[key], values, rtol=1e-11, atol=1e-13), key
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ("tiny", ["fsdp=3,zero=2", "tp=2,fsdp=2", "dp=2", "pp=2,fsdp=2,zero=1"]),
+        ("gpt2", ["dp=2,fsdp=2,zero=1", "tp=2,fsdp=2", "fsdp=3"]),
+        ("mixtral-8x7b", ["fsdp=4,ep=2", "dp=2,fsdp=2,zero=1,ep=4", "dp=2,tp=2,ep=2"]),
+    ],
+)
+def test_states_in_8_bits_are_the_same_to_the_bit_in_every_layout(
+    model: str, layouts: list[str], tmp_path: Path
+) -> None:
+    """Given the same gradients: weights, codes and scales, each layout from what the one before wrote."""
+    options = {"precision": "bf16", "states": "int8", "ema": 0.9}
+    run_ranks(1, _continue, "dp=1", model, options, tmp_path / "alone", 0, len(layouts))
+    for number, layout in enumerate(layouts):
+        world = Layout.parse(layout).world
+        run_ranks(world, _continue, layout, model, options, tmp_path / "moved", number, number + 1)
+    alone, moved = (contents(tmp_path / name, len(layouts)) for name in ("alone", "moved"))
+    assert alone.keys() == moved.keys()
+    assert {"exp_avg", "exp_avg_sq_scale", "ema"} <= {state for state, _ in alone}
+    for key, values in alone.items():
+        assert torch.equal(moved[key], values), key
+    assert (
+        sum(piece.bytes for piece in Checkpoint(DirectoryStorage(tmp_path / "moved"), 1).manifest.pieces) > 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ("tiny", ["fsdp=3,zero=2", "tp=2,fsdp=2", "dp=2", "pp=2,fsdp=2,zero=1"]),
+        ("gpt2", ["dp=2,fsdp=2,zero=1", "tp=2,fsdp=2"]),
+    ],
+)
+def test_frozen_weights_are_kept_and_have_no_states(model: str, layouts: list[str], tmp_path: Path) -> None:
+    """Half of a fused projection of GPT-2's is frozen, and rests in another precision than the rest of it."""
+    groups = [{"match": "*.k_proj.*", "frozen": True}, {"match": "*embed*", "frozen": True}]
+    options = {"precision": "bf16", "groups": groups}
+    run_ranks(1, _continue, "dp=1", model, options, tmp_path / "alone", 0, len(layouts))
+    for number, layout in enumerate(layouts):
+        world = Layout.parse(layout).world
+        run_ranks(world, _continue, layout, model, options, tmp_path / "moved", number, number + 1)
+    first = contents(tmp_path / "moved", 1)
+    alone, moved = (contents(tmp_path / name, len(layouts)) for name in ("alone", "moved"))
+    assert alone.keys() == moved.keys()
+    for key, values in alone.items():
+        assert torch.allclose(moved[key], values, rtol=1e-5, atol=1e-7), key
+    still = {name for state, name in alone if "embed" in name or "wte" in name or "wpe" in name}
+    assert still
+    for name in still:
+        assert torch.equal(moved["weight", name], first["weight", name])
+        assert ("exp_avg", name) not in moved

@@ -345,6 +345,11 @@ class TuneSection(Section):
     persist_below: int = Field(
         0, ge=0, description="FSDP units with fewer elements stay gathered until their backward pass"
     )
+    optimizer_in_backward: bool = Field(
+        False,
+        description="update a parameter as soon as its gradient is complete, so that gradients never all exist; "
+        "needs recipe.clip = 0 and one micro-batch a step",
+    )
 
 
 class OffloadSection(Section):

@@ -45,22 +45,25 @@ def buckets_by_kind(parameters: Iterable[tuple[str, int, Hashable]], bucket_byte
     return sorted(cut, key=lambda bucket: place[bucket[-1]], reverse=True)
 
 
-def flat_kind(label: str, name: str, copies: int) -> Hashable:
+def flat_kind(label: str, name: str, copies: int, block: int | None = None) -> Hashable:
     """What decides with whom a parameter may share a bucket: ``name`` is canonical, ``label`` its name on this rank.
 
     Some gradients are also summed with other ranks than data ranks, rank by rank of this group: those of parameters
     that ``copies`` ranks of a tensor group hold alike, and those of the two copies of a tied embedding. Their chunks
-    must be the same ones over there, so they have buckets whose sizes are the same over there.
+    must be the same ones over there, so they have buckets whose sizes are the same over there. ``block``: of a
+    parameter whose elements come in such blocks, which no chunk may cut; others in its bucket have the same.
     """
     if name == EMBEDDING:
         return label
-    return copies
+    return copies if block is None else (copies, block)
 
 
-def chunk_ranges(bucket: Iterable[tuple[str, int]], ranks: int, index: int) -> Iterator[tuple[str, int, int]]:
+def chunk_ranges(
+    bucket: Iterable[tuple[str, int]], ranks: int, index: int, block: int = 1
+) -> Iterator[tuple[str, int, int]]:
     """What lies in chunk ``index`` of a flat bucket, given as (name, elements): names, each with its elements there."""
     listed = list(bucket)
-    chunk = even_share(sum(size for _, size in listed), ranks)
+    chunk = even_share(sum(size for _, size in listed), ranks, block)
     start = -index * chunk  # of a parameter, counted from the beginning of the chunk
     for name, size in listed:
         begin, end = max(-start, 0), min(chunk - start, size)
@@ -69,9 +72,10 @@ def chunk_ranges(bucket: Iterable[tuple[str, int]], ranks: int, index: int) -> I
         start += size
 
 
-def even_share(elements: int, ranks: int) -> int:
-    """What each of several ranks holds of so many elements, or rows: as much as the others, the end padded."""
-    return -(-elements // ranks)
+def even_share(elements: int, ranks: int, block: int = 1) -> int:
+    """What each of several ranks holds of so many elements, or rows: as much as the others, the end padded; of whole
+    blocks."""
+    return -(-elements // (ranks * block)) * block
 
 
 def sharded_dimension(shape: Sequence[int], ranks: int) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import lcm
 
+from shoal.facts.blockwise import cuts_a_block
 from shoal.facts.cluster import Cluster
 from shoal.facts.layout import DEFAULT_CHUNKS, ONE_CHUNK, V_SHAPED, Layout, divisors, float8
 from shoal.facts.layout.parameter_groups import experts_fit
@@ -32,6 +33,7 @@ class Case:
     strict: bool
     fp8: bool
     rows: int = 1  # sequences that belong together, in one micro-batch
+    blockwise: bool = False
 
     @classmethod
     def of(
@@ -42,8 +44,17 @@ class Case:
         cluster: Cluster | None = None,
         strict: bool = False,
     ) -> Case:
-        rows = recipe.loss_facts.rows
-        return cls(layout, model, recipe.seq, recipe.batch, cluster, strict, recipe.precision == "fp8", rows)
+        return cls(
+            layout,
+            model,
+            recipe.seq,
+            recipe.batch,
+            cluster,
+            strict,
+            recipe.precision == "fp8",
+            recipe.loss_facts.rows,
+            recipe.blockwise,
+        )
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,18 @@ def violations(
 
 def broken(case: Case) -> Iterator[Violation]:
     """Every violated rule, without the search for a fix: what a planner asks of thousands of layouts."""
-    for rules in (_lengths, _batch, _tensor, _context, _pipeline, _experts, _float8, _strict, _world):
+    for rules in (
+        _lengths,
+        _batch,
+        _tensor,
+        _blocks,
+        _context,
+        _pipeline,
+        _experts,
+        _float8,
+        _strict,
+        _world,
+    ):
         yield from rules(case)
 
 
@@ -172,6 +194,15 @@ def _mlp_widths(model: Model) -> Iterator[tuple[int, str]]:
         yield model.ffn, "MLP"
     if model.experts is not None and model.experts.shared_ffn:
         yield model.experts.shared_ffn, "shared experts'"
+
+
+def _blocks(case: Case) -> Iterator[Violation]:
+    cut = cuts_a_block(case.model, case.layout.tp) if case.blockwise else None
+    if cut is not None:
+        what = (
+            f'tp={case.layout.tp} would cut blocks of {cut}, whose moments share a scale with states = "int8"'
+        )
+        yield Violation("blocks", what, ("tp",), 'recipe.states = "bf16"')
 
 
 def _context(case: Case) -> Iterator[Violation]:

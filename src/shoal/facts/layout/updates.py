@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from shoal.facts.blockwise import block_length
 from shoal.facts.layout import Layout
 from shoal.facts.layout.buckets import buckets_by_kind, chunk_ranges, even_share, flat_kind, sharded_dimension
 from shoal.facts.layout.parameter_groups import (
@@ -35,6 +36,10 @@ class Sharing:
     seq: int | None  # by which stages are cut
     width: int  # bytes of a gradient, by which buckets are filled
     bucket_bytes: int
+    frozen: frozenset[str] = frozenset()  # names of what nobody updates
+    blockwise: bool = (
+        False  # whether moments come in blocks (``facts/blockwise.py``), which no bucket's chunk cuts
+    )
 
 
 class UpdatedRange(NamedTuple):
@@ -70,8 +75,14 @@ class _Held(NamedTuple):
     label: str
     part: TensorPart
 
+    @property
+    def block(self) -> int | None:
+        return block_length(self.part.box.whole)
 
-_Bucket = list[tuple[str, int]]  # labels and sizes
+
+class _Bucket(NamedTuple):
+    sizes: list[tuple[str, int]]  # of each by its label
+    block: int  # elements that stay together
 
 
 @lru_cache(maxsize=1024)
@@ -90,7 +101,7 @@ def _parts(
             tensors = [
                 _Held(one.name, label, tensor_part(one, layout.tp, tensor, layout.ep, expert))
                 for label, one in stage_parameters(model, stage, layout.pp)
-                if group_name(one) == name
+                if group_name(one) == name and one.name not in sharing.frozen
             ]
             of_stages.append((tensors, _buckets(tensors, group, sharing)))
         found.append((group, of_stages))
@@ -116,12 +127,17 @@ def _buckets(tensors: Sequence[_Held], group: ParameterGroup, sharing: Sharing) 
     if group.sharded.size == 1 or group.zero == 3:
         return []
     sizes = {one.label: one.part.box.size for one in tensors}
+    blocks = {one.label: one.block if sharing.blockwise else None for one in tensors}
     listed = [
-        (one.label, sizes[one.label] * sharing.width, flat_kind(one.label, one.name, one.part.copies))
+        (
+            one.label,
+            sizes[one.label] * sharing.width,
+            flat_kind(one.label, one.name, one.part.copies, blocks[one.label]),
+        )
         for one in tensors
     ]
     return [
-        [(label, sizes[label]) for label in labels]
+        _Bucket([(label, sizes[label]) for label in labels], blocks[labels[0]] or 1)
         for labels in buckets_by_kind(listed, sharing.bucket_bytes)
     ]
 
@@ -133,7 +149,7 @@ def _ranges(
     if buckets:
         of = {one.label: one for one in tensors}
         for bucket in buckets:
-            for label, start, stop in chunk_ranges(bucket, ranks, index):
+            for label, start, stop in chunk_ranges(bucket.sizes, ranks, index, bucket.block):
                 yield UpdatedRange(*of[label], start, stop)
         return
     for one in tensors:

@@ -13,6 +13,7 @@ from shoal.facts.layout.offload import leaves_early
 from shoal.facts.ledger import Ledger
 from shoal.predict.memory.device import host_share, nvme_share, on_top, workspace
 from shoal.predict.memory.gradients import RankGradients
+from shoal.predict.memory.in_backward import ConsumedGradients
 from shoal.predict.memory.inventory import RankInventory, fullest_ranks, rank_inventories
 from shoal.predict.memory.offload import LeavingGradients
 from shoal.predict.memory.peak import Peak
@@ -42,6 +43,8 @@ def rank_gradients(rank: RankInventory) -> RankGradients:
     if layout.shards > 1 and layout.zero == 2 and layout.pp == 1:
         return ScatteredGradients(rank)
     if layout.dp * layout.shards == 1:
+        if rank.workload.tune.optimizer_in_backward:
+            return ConsumedGradients(rank)
         return LeavingGradients(rank) if leaves_early(layout) else RankGradients(rank)
     return ReplicatedGradients(rank)
 

@@ -121,10 +121,18 @@ def _parts(model: Model, experts: bool, window: bool, work: BlockWorkload) -> Ke
     if model.parallel_residual and has_input:
         norm -= c * model.hidden * work.stream / 2  # both norms keep the same input
     read = entered
-    _, values, routed = _mlp(model, experts, work)
+    if work.trained is not None:
+        # Frozen projections need no input of theirs.
+        if not {"q_proj", "k_proj", "v_proj"} & work.trained:
+            entered = 0.0
+        if not {"gate_proj", "up_proj"} & work.trained:
+            read = 0.0
+    inner, values, routed = _mlp(model, experts, work)
     if routed.whole and work.sp:
         # The router keeps a rank's own tokens; all of them are read by shared experts alone.
         read = c * model.hidden * (work.stream + (tokens if routed.shared else 0))
+    if work.trained is not None and "down_proj" not in work.trained:
+        values -= c * inner
     dropout = 2 * model.hidden * work.stream if work.dropout or stack.dropout else 0.0
     return KeptTensors(
         norm=norm,
@@ -161,7 +169,7 @@ def _norm(width: int, work: BlockWorkload, offset: bool = False) -> float:
     """
     if work.stack.norms == "fused":
         return work.compute * width + 4
-    scaled = (work.wide if offset else work.compute) * width if work.adapters is None else 0
+    scaled = (work.wide if offset else work.compute) * width if work.adapters is None and work.norms else 0
     return work.wide * (width + 1) + scaled
 
 
@@ -218,7 +226,8 @@ def turned_copy(model: Model, window: bool, work: BlockWorkload) -> float:
     by_head = work.stack.kernel == "fused" and not answers_by_token(work.cpu, work.compute)
     turned = (work.cpu or by_head) and not _by_token(model, window, work) and model.positions == "rotary"
     turned = turned and even_share(model.heads, work.tp) > 1
-    copied = (turned or work.context == "ulysses") and model.latent is None
+    read = work.trained is None or "o_proj" in work.trained
+    copied = (turned or work.context == "ulysses") and model.latent is None and read
     return float(work.compute * query * work.tokens) if copied else 0.0
 
 

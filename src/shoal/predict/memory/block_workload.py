@@ -60,6 +60,8 @@ class BlockWorkload:
     compiled: bool = False
     fp8: bool = False
     ep: int = 1  # ranks that share experts
+    trained: frozenset[str] | None = None  # projections that groups do not freeze; None: all
+    norms: bool = True  # whether these are trained
 
     @property
     def stream(self) -> float:

@@ -66,7 +66,7 @@ class RankGradients:
         if done is None:
             return self.width * arrived
         if before is not Begun.ALL and not moment.split:
-            arrived += stage.blocks.trained * done // stage.layers + (0 if self.adapters_only else made)
+            arrived += stage.last_blocks(done).trained + (0 if self.adapters_only else made)
         if not before and stage.last:
             arrived += self.ends.norm.trained + self.ends.head.trained
         return self.width * arrived
@@ -77,7 +77,8 @@ class RankGradients:
 
     def made(self, run: BlockRun, count: float | None) -> int:
         """Of a block's weights whose gradients come first: the MLP's, from its way out; None: of all of them."""
-        return run.block.whole if count is None else round(count * self.down[run.experts])
+        whole = run.block.whole if count is None else round(count * self.down[run.experts])
+        return min(whole, run.block.trained) if run.frozen else whole
 
     def in_other_streams(self, grads: float) -> float:
         """What is allocated in streams of its own, beyond ``grads`` that are there at the fullest moment."""

@@ -13,11 +13,13 @@ from shoal.facts.layout.offload_activations import blocks_away
 from shoal.facts.layout.parameter_groups import DENSE, EXPERTS
 from shoal.facts.layout.stages import Stage, rank_of_stage, stages_of_rank
 from shoal.facts.model import Adapters, Model
+from shoal.facts.recipe import frozen_names
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.predict.memory.in_flight import bottom
 from shoal.predict.memory.micro_batch import (
     BlockKind,
     MicroBatchBytes,
+    block_kind,
     micro_batch_bytes,
     parameters_are_sharded,
     rank_bytes,
@@ -48,6 +50,10 @@ class BlockRun(NamedTuple):
     def experts(self) -> bool:
         return self.kind.experts
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        return self.kind.frozen
+
 
 class RankStage(NamedTuple):
     """One stage on a rank."""
@@ -58,6 +64,16 @@ class RankStage(NamedTuple):
     layers: int
     blocks: ParameterCount  # all of them
     ends: ParameterCount  # embedding, final norm, head, as far as they are here
+
+    def last_blocks(self, count: int) -> ParameterCount:
+        """Of so many blocks at the end, whose backward passes come first; where runs differ by what is frozen alone."""
+        if not any(run.frozen for run in self.runs):
+            return ParameterCount(*(value * count // self.layers for value in self.blocks))
+        found, left = ParameterCount(), count
+        for run in reversed(self.runs):
+            found = total((found, run.block.times(min(left, run.layers))))
+            left -= min(left, run.layers)
+        return found
 
 
 class InFlight(NamedTuple):
@@ -234,6 +250,7 @@ def _pipeline(workload: Workload) -> PipelineStages:
         workload.model,
         ShardDegrees(layout.tp, layout.ep, groups[DENSE].sharded.size, routed.sharded.size),
         adapter_key(workload.lora),
+        frozen_names(workload.model, workload.recipe),
         (layout.schedule, layout.pp, layout.chunks),
         workload.recipe.seq,
         workload.stack.even_stages,
@@ -245,21 +262,21 @@ def _cut(
     model: Model,
     degrees: ShardDegrees,
     lora: Adapters | None,
+    frozen: frozenset[str],
     pipeline: tuple[str, int, int],
     seq: int,
     even: bool,
 ) -> PipelineStages:
     schedule, pp, chunks = pipeline
     stages = cut_once(model, pp * chunks, None if even else seq)
-    at_the_ends = end_counts(model, degrees, trained=lora is None)
+    at_the_ends = end_counts(model, degrees, lora is None, frozen)
 
     def stage_of(stage: Stage) -> RankStage:
         def kind(layer: int) -> BlockKind:
-            window = (model.layer_window(layer) or seq) < seq
-            return BlockKind(model.has_experts(layer), window, lora is not None and layer == 0)
+            return block_kind(model, layer, seq, frozen, lora is not None)
 
         runs = tuple(
-            BlockRun(one, len(list(layers)), block_count(model, one.experts, degrees, lora))
+            BlockRun(one, len(list(layers)), block_count(model, one.experts, degrees, lora, one.frozen))
             for one, layers in groupby(stage.layers, key=kind)
         )
         here = [at_the_ends.embedding] * stage.first + [at_the_ends.norm] * stage.last

@@ -39,6 +39,7 @@ def logits(
     gathered: bool,
     stack: Stack,
     later: bool = False,
+    trained: bool = True,
 ) -> Logits:
     """``gathered``: the head's weight is there in the compute precision anyway. ``handed_on``: bytes per gradient."""
     rows = even_share(model.vocab, tp)
@@ -52,9 +53,9 @@ def logits(
             # The gradients of the hidden states; or these, with ln Σ exp of each token.
             resting=(hold.compute * model.hidden + later * hold.wide) * tokens,
             copy=copy,
-            product=0.0 if stack.adds_products and here < tokens else matrix * hold.compute,
-            added=matrix * hold.wide if here < tokens else 0.0,
-            waiting=matrix * handed_on,
+            product=0.0 if stack.adds_products and here < tokens else trained * matrix * hold.compute,
+            added=trained * matrix * hold.wide if here < tokens else 0.0,
+            waiting=trained * matrix * handed_on,
             later=later,
         )
     if stack.loss == "compiled":

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
-from itertools import product, starmap
 from typing import NamedTuple
 
 from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from shoal.facts.layout.offload import leaves_early, waiting
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
+from shoal.facts.model.parameters import BLOCKS, EMBEDDING, HEAD, block_parameters
+from shoal.facts.recipe import frozen_names
 from shoal.predict.memory.activations import block_activations, norm_backward, norm_keeps
 from shoal.predict.memory.adapted import adapted_activations
 from shoal.predict.memory.block_workload import BlockActivations, BlockWorkload
 from shoal.predict.memory.logits import Logits, logits
+from shoal.predict.rank_parameters import in_block
 from shoal.predict.workload import Workload
 
 
@@ -21,6 +24,7 @@ class BlockKind(NamedTuple):
     experts: bool
     window: bool  # shorter than the sequence
     entry: bool  # the first block of all, where nothing before it is trained
+    frozen: frozenset[str]  # names within the block of what groups freeze
 
 
 class MicroBatchBytes(NamedTuple):
@@ -75,32 +79,54 @@ def micro_batch_bytes(workload: Workload) -> MicroBatchBytes:
     elif leaves_early(layout) and layout.shards == 1:
         handed_on = hold.compute  # what leaves the device is not widened for it
     later = workload.recipe.loss_facts.of_log_probabilities
-    return _counted(workload.model, work, hold, handed_on, sharded, later)
+    frozen = frozen_names(workload.model, workload.recipe)
+    return _counted(workload.model, work, hold, handed_on, sharded, later, frozen)
+
+
+@lru_cache(maxsize=65536)
+def block_kind(model: Model, layer: int, seq: int, frozen: frozenset[str], lora: bool) -> BlockKind:
+    prefix = f"{BLOCKS}{layer}."
+    still = frozenset(name.removeprefix(prefix) for name in frozen if name.startswith(prefix))
+    window = (model.layer_window(layer) or seq) < seq
+    return BlockKind(model.has_experts(layer), window, lora and layer == 0, still)
 
 
 def _block(model: Model, kind: BlockKind, work: BlockWorkload) -> BlockActivations:
     if work.adapters is None or kind.experts or model.latent is not None:
-        return block_activations(model, kind.experts, kind.window, work)
+        return block_activations(model, kind.experts, kind.window, _reading(model, work, kind))
     return adapted_activations(model, kind.window, kind.entry, work.adapters, work)
+
+
+def _reading(model: Model, work: BlockWorkload, kind: BlockKind) -> BlockWorkload:
+    """What a block keeps where some of it is frozen: inputs of those projections that are trained."""
+    if not kind.frozen:
+        return work
+    names = [in_block(one.name) for one in block_parameters(model, kind.experts) if len(one.shape) == 2]
+    trained = frozenset(name.rsplit(".", 2)[-2] for name in names if name not in kind.frozen)
+    norms = not any("norm" in name for name in kind.frozen)
+    return replace(work, trained=trained, norms=norms)
 
 
 @lru_cache(maxsize=65536)
 def _counted(
-    model: Model, work: BlockWorkload, hold: BytesPerParameter, handed_on: float, sharded: bool, later: bool
+    model: Model,
+    work: BlockWorkload,
+    hold: BytesPerParameter,
+    handed_on: float,
+    sharded: bool,
+    later: bool,
+    frozen: frozenset[str],
 ) -> MicroBatchBytes:
-    windowed = {(model.layer_window(layer) or work.seq) < work.seq for layer in range(model.layers)}
-    experts = {model.has_experts(layer) for layer in range(model.layers)}
-    entries = (False,) if work.adapters is None else (False, True)
+    lora = work.adapters is not None
+    kinds = {block_kind(model, layer, work.seq, frozen, lora) for layer in range(model.layers)}
+    head = EMBEDDING if model.tied else HEAD
     stream, read = (hold.compute * model.hidden * count for count in (work.stream, work.tokens))
     fused = work.stack.loss == "fused"
     rotary = model.latent.rope_dim if model.latent else int(model.head_dim * model.rope_fraction)
     tables = 0 if model.positions != "rotary" else 1 if model.window_theta is None else 2
     return MicroBatchBytes(
         work=work,
-        blocks={
-            kind: _block(model, kind, work)
-            for kind in starmap(BlockKind, product(experts, windowed, entries))
-        },
+        blocks={kind: _block(model, kind, work) for kind in kinds},
         logits=logits(
             model,
             tokens=work.tokens,
@@ -110,6 +136,7 @@ def _counted(
             gathered=sharded,
             stack=work.stack,
             later=later,
+            trained=head not in frozen,
         ),
         norm=norm_keeps(model, work) * work.stream + (0.0 if fused else read),
         result=read + (stream if work.sp and not later else 0.0) if fused else 0.0,

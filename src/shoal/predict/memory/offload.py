@@ -40,7 +40,7 @@ class LeavingGradients(RankGradients):
     def _arrived(self, moment: Moment, done: int) -> int:
         stage, ends = self.stage(moment), self.ends
         at_end = ends.norm.trained + (0 if self.model.tied else ends.head.trained) if stage.last else 0
-        return at_end + stage.blocks.trained * done // stage.layers
+        return at_end + stage.last_blocks(done).trained
 
     def _leaving(self, before: float, count: float) -> float:
         """Of the ``count`` gradients that come after so many, those that leave."""

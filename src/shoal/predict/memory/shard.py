@@ -47,10 +47,13 @@ class ShardedGradients(RankGradients):
         self.frees = self.layout.zero == 3 and self.tune.persist_below <= first
         # Replicas of shards sum gradients in another precision than they are kept in.
         self.handed_on, self.stay = self.hold.compute, 1.0 - rank.offloaded("optimizer")
+        self.leaving = 1.0 - self.stay  # to the host
         rests = self.hold.gradient if self.stay == 1 else self.hold.compute
         self.cast_sums = self.layout.dp > 1 and not self.adapters_only and self.hold.reduce != rests
         # Replicas' sums of several passes add up here, as they travel, and leave in the last one.
         self.waits = self.layout.dp > 1 and self.stay < 1 and rank.workload.accumulation > 1
+        if self.tune.optimizer_in_backward:
+            self.stay = 0.0
         # What stays gathered from the forward pass to the backward pass: the head, or the matrix that it shares.
         self.root = self.ends.embedding.whole if self.model.tied else self.ends.head.whole
         if self.frees:
@@ -94,7 +97,7 @@ class ShardedGradients(RankGradients):
         stage, ends, units = self.one, self.ends, self._blocks_arrived(done)
         # A matrix that the embedding shares is one unit with it, which is done at the very end.
         arrived = ends.norm.trained_share + (0 if self.model.tied else ends.head.trained_share)
-        return arrived + stage.blocks.trained_share * units // stage.layers
+        return arrived + stage.last_blocks(units).trained_share
 
     def _blocks_arrived(self, done: int | None) -> int:
         return 0 if done is None else done - next_unit(self.one, done, self.unit).done
@@ -174,7 +177,7 @@ class ShardedGradients(RankGradients):
         and what of them is on its way to the host."""
         held = self.hold.reduce if self.cast_sums and not self.partial else 0.0
         if not self.partial:
-            held += self.hold.compute * (1.0 - self.stay)
+            held += self.hold.compute * self.leaving
         if not held:
             return 0.0
         sums: list[int] = []

@@ -67,12 +67,18 @@ def _weights(rank: RankInventory) -> float:
 
 
 def _frozen(rank: RankInventory) -> float:
-    if rank.workload.lora is None:
+    """Of LoRA's base all; of what groups freeze the rest of what is held."""
+    if rank.workload.lora is None and not rank.workload.recipe.freezes:
         return 0.0
-    whole = rank.hold.frozen * (rank.total.share if rank.sharded else rank.total.whole)
+    total = rank.total
+    count = total.share if rank.sharded else total.whole
+    if rank.workload.lora is None:
+        count -= total.trained_share if rank.sharded else total.trained
+        return rank.hold.frozen * count
+    whole = rank.hold.frozen * count
     if rank.workload.lora.base != "nf4":
         return whole
-    packed = rank.total.projections / (rank.workload.groups[DENSE].sharded.size if rank.sharded else 1)
+    packed = total.projections / (rank.workload.groups[DENSE].sharded.size if rank.sharded else 1)
     return whole - (rank.hold.frozen - rank.workload.gathered_width) * packed
 
 

@@ -5,19 +5,37 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from shoal.facts.bytes_per_parameter import AVERAGE_BYTES
 from shoal.facts.layout.ranks import stride
 from shoal.facts.layout.updates import Sharing, UpdatedRange
 from shoal.facts.layout.whole_matrices import Matrix, matrices_of, members, part_of, ranges_by_label, rounds
-from shoal.facts.optimizers import DRAWING_BYTES, LION_ELEMENTS, ROUNDED_BYTES, ROUNDED_ELEMENTS, rule_of
+from shoal.facts.optimizers import (
+    CODED_BY_CHANCE,
+    CODED_BYTES,
+    DRAWING_BYTES,
+    LION_ELEMENTS,
+    ROUNDED_BYTES,
+    ROUNDED_ELEMENTS,
+    rule_of,
+)
 from shoal.facts.precision import orthogonal_width, state_width
 from shoal.predict.memory.inventory import RankInventory
-from shoal.predict.optimizer_matrices import largest_part, shapes, sharing_of, state_elements
+from shoal.predict.optimizer_matrices import (
+    blockwise_bytes,
+    largest_part,
+    shapes,
+    sharing_of,
+    state_elements,
+)
 from shoal.predict.rank_parameters import rank_parameters
 
 
 def own_states(rank: RankInventory) -> float | None:
     """Bytes of what the optimizer keeps, where that is not the same for every element; None where it is."""
     workload = rank.workload
+    if workload.recipe.blockwise and workload.lora is None:
+        average = AVERAGE_BYTES * rank.total.trained_share if workload.recipe.ema else 0.0
+        return blockwise_bytes(sharing_of(workload), _first(rank)) + average
     if workload.recipe.optimizer not in ("muon", "adafactor") or workload.lora is not None:
         return None
     count = state_elements(sharing_of(workload), _first(rank), workload.recipe.optimizer)
@@ -36,10 +54,13 @@ def passing(rank: RankInventory) -> float:
     """Bytes that are there for a moment."""
     workload = rank.workload
     recipe = workload.recipe
-    if workload.lora is not None or (recipe.optimizer in ("adamw", "sgd") and not recipe.rounds_by_chance):
+    in_place = recipe.optimizer in ("adamw", "sgd") and not (recipe.rounds_by_chance or recipe.blockwise)
+    if workload.lora is not None or in_place:
         return 0.0
     largest = largest_part(sharing_of(workload), _first(rank))
     at_once = min(largest, ROUNDED_ELEMENTS)
+    if recipe.blockwise:
+        return (CODED_BYTES + CODED_BY_CHANCE * recipe.rounds_by_chance) * at_once
     if recipe.optimizer in ("adamw", "sgd"):
         return ROUNDED_BYTES * at_once
     drawing = DRAWING_BYTES * at_once if recipe.rounds_by_chance else 0.0

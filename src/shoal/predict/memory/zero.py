@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.facts.layout.offload import IN_FLIGHT, leaves_early
+from shoal.facts.model.parameters import EMBEDDING
 from shoal.predict.memory.in_flight import Moment
 from shoal.predict.memory.inventory import BlockRun, RankInventory
 from shoal.predict.memory.peak import Peak
 from shoal.predict.memory.replicate import ReplicatedGradients
+from shoal.predict.rank_parameters import rank_parameters
 
 
 class ScatteredGradients(ReplicatedGradients):
@@ -20,14 +22,32 @@ class ScatteredGradients(ReplicatedGradients):
         self.standing = 0.0
         if leaves_early(self.layout):
             self.stay = 1.0 - rank.offloaded("optimizer")
+        self.leaving = 1.0 - self.stay  # of what is summed, the share that then is on its way to the host
+        if self.tune.optimizer_in_backward:
+            self.stay = 0.0
         # Parameters of a full bucket. A token embedding has one of its own.
         self.bucket = self.tune.bucket_mb * 2**20 / self.hold.gradient
         self.others = self.total.trained - self.ends.embedding.trained
+        # Of these, what shares a bucket with the first gradients, the head's and the norm's.
+        self.with_head = self._with_head() if rank.workload.recipe.blockwise else self.others
         if not self.model.tied:
             head = self.ends.head.trained
-            bucket = self.hold.reduce * min(max(self.bucket, head), self.others)
+            bucket = self.hold.reduce * min(max(self.bucket, head), self.with_head)
             # Where the product is cast it has gone by then.
             self.head_bucket = bucket
+
+    def _with_head(self) -> int:
+        """Where moments come in blocks, only parameters with blocks of the same length share a bucket."""
+        workload = self.rank.workload
+        here = rank_parameters(workload.layout, workload.model, workload.cut_by, self.rank.number)
+        head = {one.block for one in (*here.norm.tensors, *here.head.tensors) if one.name != EMBEDDING}
+        counted = (
+            (here.dense, here.dense_block),
+            (here.sparse, here.sparse_block),
+            (1, here.norm),
+            (1, here.head),
+        )
+        return sum(times * one.size for times, part in counted for one in part.tensors if one.block in head)
 
     def in_loss(self, moment: Moment) -> float:
         """The last bucket of a backward pass, the embedding's, lands when the next one is sent."""
@@ -35,14 +55,18 @@ class ScatteredGradients(ReplicatedGradients):
 
     def in_block(self, moment: Moment, run: BlockRun, done: int, made: float | None) -> float:
         """One bucket fills and one is sent; as long as the first one fills, the last one of the pass before may be."""
+        if not done and made == 0:
+            return (
+                self.tied_head(moment)
+                + min(self.buckets(1), self.hold.reduce * self.with_head)
+                + self.in_loss(moment)
+            )
         if self.reduced(moment, done) + self.made(run, made) <= self.bucket:
             return self.tied_head(moment) + self.buckets(1) + self.in_loss(moment)
         # What has landed is on its way to the host, of two buckets at most.
         landed = int((self.reduced(moment, done) + self.made(run, made)) / max(self.bucket, *self.down)) - 1
         leaving = (
-            (1.0 - self.stay) * self.buckets(min(landed, IN_FLIGHT)) / self.layout.shards
-            if landed > 0
-            else 0.0
+            self.leaving * self.buckets(min(landed, IN_FLIGHT)) / self.layout.shards if landed > 0 else 0.0
         )
         return self.tied_head(moment) + self.buckets(2) + leaving
 

@@ -14,7 +14,7 @@ from shoal.facts.layout import Layout
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
 from shoal.facts.optimizers import ITERATIONS
-from shoal.facts.precision import compute_width, state_width
+from shoal.facts.precision import MOMENT_BYTES, compute_width, state_width
 from shoal.facts.recipe import Recipe
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.memory.micro_batch import micro_batch_bytes
@@ -221,6 +221,12 @@ def _computed(workload: Workload, on: CostModel, here: RankParameters) -> tuple[
     if workload.lora is not None:
         # Frozen weights have no gradients; those of the additions are too small to see.
         sums[2] = ends[2] = 0.0
+    elif workload.recipe.freezes:
+        every = workload.recipe.model_copy(update={"groups": ()})
+        share = trained_with_experts(workload, here) / trained_with_experts(
+            replace(workload, recipe=every), here
+        )
+        sums[2], ends[2] = share * sums[2], share * ends[2]
     return Seconds(*sums), Seconds(*ends)
 
 
@@ -349,7 +355,9 @@ def update_bytes(recipe: Recipe, stack: Stack, whole: bool) -> float:
     state, compute = state_width(recipe), compute_width(recipe)
     # A working copy is written beside the state.
     copy = state + compute if whole and stack.weights == "working" and compute < state else 0.0
-    return each * state / 4 + copy
+    # Moments in 8 bits are read and written as such.
+    lean = 4 * (state - MOMENT_BYTES[recipe.states]) if recipe.blockwise else 0.0
+    return each * state / 4 + copy - lean
 
 
 def _offloadable(workload: Workload) -> Offloadable:

@@ -35,6 +35,7 @@ from shoal.predict.rank_parameters import (
     expert_elements,
     expert_tensors,
     padded_size,
+    with_gradients,
 )
 from shoal.predict.traffic import replicate, shard
 from shoal.predict.traffic.shard import Travelling
@@ -160,7 +161,8 @@ def _block(tensor: RankTensor) -> str:
 def _unit(workload: Workload, tensors: Sequence[RankTensor], shards: int) -> Travelling:
     elements = sum(padded_size(tensor, shards) for tensor in tensors)
     gathers = Unit(()).gathers(sum(tensor.size for tensor in tensors), workload.tune.persist_below)
-    return Travelling(elements, elements, 1, gathers)
+    reduced = sum(padded_size(tensor, shards) for tensor in with_gradients(workload, tensors))
+    return Travelling(elements, reduced, 1, gathers)
 
 
 def _bucket_count(workload: Workload, here: RankParameters) -> int:

@@ -11,7 +11,15 @@ from shoal.facts.layout.buckets import even_share
 from shoal.facts.layout.parameter_groups import DENSE, ParameterGroup
 from shoal.facts.precision import gradient_width, reduce_width
 from shoal.predict.collective_call import CollectiveCall
-from shoal.predict.rank_parameters import RankParameters, RankTensor, bucket_count, bucket_names, trained
+from shoal.predict.rank_parameters import (
+    BucketKinds,
+    RankParameters,
+    RankTensor,
+    bucket_count,
+    bucket_names,
+    trained,
+    with_gradients,
+)
 from shoal.predict.workload import Workload
 
 
@@ -24,7 +32,7 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
     """Close and cheap: all bytes, in about as many buckets as there are."""
     if not applies(workload):
         return ()
-    elements, count = even_buckets(workload, here, by_kind=False)
+    elements, count = even_buckets(workload, here, BucketKinds.ANY)
     return tuple(bucket_calls(workload, [(elements // count, count)], workload.groups[DENSE]))
 
 
@@ -35,9 +43,11 @@ def exact(
     if group is None and not applies(workload):
         return []
     filled = []
-    for tensors in stages:
+    for tensors in (with_gradients(workload, one) for one in stages):
         sizes = {tensor.label: tensor.size for tensor in tensors}
-        names = bucket_names(tensors, gradient_width(workload.recipe), bucket_bytes(workload), by_kind=False)
+        names = bucket_names(
+            tensors, gradient_width(workload.recipe), bucket_bytes(workload), BucketKinds.ANY
+        )
         filled += [(sum(sizes[label] for label in labels), 1) for labels in names]
     return bucket_calls(workload, filled, group or workload.groups[DENSE])
 
@@ -59,9 +69,9 @@ def bucket_bytes(workload: Workload) -> int:
     return round(workload.tune.bucket_mb * 2**20)
 
 
-def even_buckets(workload: Workload, here: RankParameters, by_kind: bool) -> tuple[int, int]:
+def even_buckets(workload: Workload, here: RankParameters, kinds: BucketKinds) -> tuple[int, int]:
     """All elements that have gradients, and about how many buckets they fill."""
     elements, width = trained(workload, here).elements, gradient_width(workload.recipe)
     if workload.lora is not None:  # many small tensors, which fill their buckets
         return elements, even_share(elements * width, bucket_bytes(workload))
-    return elements, bucket_count(here, width, bucket_bytes(workload), by_kind)
+    return elements, bucket_count(here, width, bucket_bytes(workload), kinds)

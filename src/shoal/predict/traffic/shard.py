@@ -24,6 +24,7 @@ from shoal.facts.layout.stages import Stage
 from shoal.facts.precision import compute_width, gradient_width, reduce_width, weight_width
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.rank_parameters import (
+    BucketKinds,
     RankParameters,
     RankTensor,
     adapter_key,
@@ -34,6 +35,8 @@ from shoal.predict.rank_parameters import (
     padded,
     padded_factors,
     padded_size,
+    trained,
+    with_gradients,
 )
 from shoal.predict.traffic.replicate import bucket_bytes, even_buckets
 from shoal.predict.workload import Workload
@@ -57,7 +60,7 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
         return ()
     if group.zero == 3:
         return tuple(unit_calls(workload, _even_units(workload, here, shards), group))
-    elements, count = even_buckets(workload, here, by_kind=True)
+    elements, count = even_buckets(workload, here, _kinds(workload))
     each = even_share(elements, shards * count) * shards
     return tuple(bucket_calls(workload, [Travelling(each, each, count)], group))
 
@@ -77,9 +80,7 @@ def bucket_calls(
                 CollectiveCall("all_reduce", copies.name, reduced // sharded.size, count, "gradients")
             )
         found.append(
-            CollectiveCall(
-                "all_gather", sharded.name, round(elements * weight_width(recipe)), count, "update"
-            )
+            CollectiveCall("all_gather", sharded.name, elements * weight_width(recipe), count, "update")
         )
     return found
 
@@ -123,6 +124,8 @@ def _even_units(workload: Workload, here: RankParameters, ranks: int) -> list[Tr
     blocks += added
     of_ends = 1.0 if lora is None else 0.0
     of_blocks = 1.0 if lora is None else added / blocks
+    if workload.recipe.freezes and lora is None:
+        of_ends = of_blocks = trained(workload, here).elements / (blocks + embedding + norm + head)
 
     def unit(elements: float, count: int, gradients: float, kind: Unit, narrow: float = 0.0) -> Travelling:
         gathers = kind.gathers(round(elements), workload.tune.persist_below)
@@ -174,7 +177,10 @@ def exact(
 
 def flat_buckets(workload: Workload, tensors: Sequence[RankTensor], shards: int) -> list[Travelling]:
     """zero=1|2: the buckets of a stage, padded so that all ranks have as much of each."""
-    sizes = [shards * even_share(_flat_size(one), shards) for one in _buckets(workload, tensors)]
+    sizes = [
+        shards * even_share(_flat_size(one), shards, _block(workload, one))
+        for one in _buckets(workload, tensors)
+    ]
     return [Travelling(size, size, 1) for size in sizes]
 
 
@@ -184,7 +190,7 @@ def owned(
     """The tensors of which rank ``index`` of those that share a copy updates some elements, and how many."""
     ranks = workload.groups[DENSE].sharded.size
     found = []
-    for tensors in stages:
+    for tensors in (with_gradients(workload, one) for one in stages):
         if ranks == 1:
             found += [(tensor, tensor.size) for tensor in tensors]
         elif workload.layout.zero == 3:
@@ -197,17 +203,27 @@ def owned(
                 of = {tensor.label: tensor for tensor in bucket}
                 sizes = [(tensor.label, tensor.size) for tensor in bucket]
                 found += [
-                    (of[label], stop - start) for label, start, stop in chunk_ranges(sizes, ranks, index)
+                    (of[label], stop - start)
+                    for label, start, stop in chunk_ranges(sizes, ranks, index, _block(workload, bucket))
                 ]
     # Where nothing is sharded every tensor is the optimizer's, even an empty one.
     return [(tensor, size) for tensor, size in found if size or ranks == 1]
 
 
 def _buckets(workload: Workload, tensors: Sequence[RankTensor]) -> list[list[RankTensor]]:
-    of = {tensor.label: tensor for tensor in tensors}
+    of = {tensor.label: tensor for tensor in with_gradients(workload, tensors)}
     width = gradient_width(workload.recipe)
-    names = bucket_names(tensors, width, bucket_bytes(workload), by_kind=True)
+    names = bucket_names(of.values(), width, bucket_bytes(workload), _kinds(workload))
     return [[of[label] for label in labels] for labels in names]
+
+
+def _kinds(workload: Workload) -> BucketKinds:
+    return BucketKinds.BLOCKWISE if workload.recipe.blockwise else BucketKinds.FLAT
+
+
+def _block(workload: Workload, bucket: Sequence[RankTensor]) -> int:
+    """Elements of a bucket that stay together."""
+    return (bucket[0].block or 1) if workload.recipe.blockwise else 1
 
 
 def _flat_size(bucket: Iterable[RankTensor]) -> int:
@@ -239,6 +255,7 @@ def _units(
             narrow = sum(padded_size(tensor, ranks) for tensor in inside if in_four_bits(tensor))
         else:
             narrow = sum(tensor.size for tensor in inside if is_projection(tensor, ranks))
-        reduced = sum(padded_size(tensor, ranks) for tensor in inside if tensor.name not in still)
+        moved = [one for one in with_gradients(workload, inside) if one.name not in still]
+        reduced = sum(padded_size(tensor, ranks) for tensor in moved)
         found.append(Travelling(elements, reduced, 1, gathers, narrow))
     return found

@@ -21,6 +21,7 @@ alike are summed: over the group, and over the ranks that share a key/value head
 from __future__ import annotations
 
 from shoal.facts.logits import tokens_at_once
+from shoal.facts.model.parameters import EMBEDDING
 from shoal.facts.precision import compute_width, reduce_width
 from shoal.predict.collective_call import CollectiveCall, Phase
 from shoal.predict.rank_parameters import RankParameters
@@ -49,6 +50,8 @@ def calls(workload: Workload, here: RankParameters) -> tuple[CollectiveCall, ...
         else:
             entering_back -= 1 + (not attention)
             leaving_back -= 1 + (not attention)
+    elif here.first and recipe.frozen(EMBEDDING):
+        leaving_back -= 1  # no gradient goes on to a frozen embedding
     behind = workload.model.output_norms  # reads what came of the last exchange
     repeated = 2 * again if recipe.dropout or behind else again
     if workload.compiled and not behind:

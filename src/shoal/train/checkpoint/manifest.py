@@ -22,7 +22,7 @@ from shoal.facts.input.untrusted_files import first_fault
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameters
 from shoal.facts.model.tensor_split import cover_alike
-from shoal.facts.optimizers import FACTORS
+from shoal.facts.optimizers import OF_MATRICES
 from shoal.facts.recipe import RampStage
 from shoal.facts.sample_clock import SampleClock
 from shoal.facts.stored_states import Keeps, StoredBox, factored_shape, stored_boxes
@@ -106,7 +106,7 @@ class Manifest(BaseModel):
 
     def shape_of(self, state: str, tensor: str) -> tuple[int, ...] | None:
         """Of a state of a whole tensor; None where there is no such tensor."""
-        if state not in FACTORS:
+        if state not in OF_MATRICES:
             return self.shapes.get(tensor)
         return factored_shape(self.parsed_model, state, tensor)
 
@@ -224,7 +224,9 @@ def _check_tensors(manifest: Manifest, where: str) -> None:
         for name, pieces in by_tensor.items():
             boxes = ((piece.offset, piece.size) for piece in pieces)
             whole = name in expected and cover_alike(expected[name], boxes)
-            if len({piece.dtype for piece in pieces}) != 1 or not whole:
+            # Of a fused tensor some may be frozen, which rests as it is used.
+            alike = len({piece.dtype for piece in pieces}) == 1 or (keeps.groups and state == "weight")
+            if not alike or not whole:
                 raise Damaged(f"{where}: the pieces of {state} {name} do not make up the tensor")
 
 

@@ -19,7 +19,7 @@ from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import View, intersect, views_by_parameter
 from shoal.facts.model.parameters import parameters
 from shoal.facts.model.tensor_split import box_slices, meet
-from shoal.facts.optimizers import FACTORS
+from shoal.facts.optimizers import OF_MATRICES
 from shoal.models.initial import Slice
 from shoal.train.checkpoint.manifest import ITEM_BYTES, Damaged, Manifest, StoredPiece
 from shoal.train.checkpoint.storage import (
@@ -48,7 +48,7 @@ class _Pieces:
     """The pieces of one tensor from row to row: what some rows need is found without a look at all the others."""
 
     def __init__(self, pieces: list[StoredPiece]) -> None:
-        self.dtype = pieces[0].dtype
+        self.dtype = max((piece.dtype for piece in pieces), key=lambda dtype: DTYPES[dtype].itemsize)
         self._pieces = sorted(pieces, key=lambda piece: piece.offset)
         self._starts = [_rows(piece.offset, piece.size)[0] for piece in self._pieces]
         # How far any piece up to here reaches, which never falls.
@@ -128,7 +128,7 @@ class Checkpoint:
         """The same, by how parameters are found in the checkpoint's tensors."""
         wanted = []
         for state, name, part in slices:
-            if state in FACTORS:
+            if state in OF_MATRICES:
                 # Of our own matrices: one of Hugging Face's may be several of them, or one transposed.
                 wanted.append(Wanted(state, name, part.offset, part.local))
                 continue

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from shoal.facts.blockwise import SCALES
 from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import View, intersect, views_by_parameter
 from shoal.facts.optimizers import factor_shape
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.shards import Shard, piece_boxes
+from shoal.parallel.shards import Shard, in_blocks, piece_boxes
 
 # Elements: larger pieces are cut, so that several threads hash and read one tensor, and none needs much memory.
 LARGEST_PIECE = 1 << 23
@@ -62,7 +63,10 @@ def parts_by_views(
 
 
 def factor_parts(pieces: list[Shard], state: str) -> list[WrittenBox]:
-    """What this rank writes of Adafactor's means: those of the matrices whose first element it updates."""
+    """What this rank writes of Adafactor's means: those of the matrices whose first element it updates; of scales:
+    those of its blocks."""
+    if state in SCALES:
+        return [part for piece in pieces if piece.counted and piece.decayed for part in _scale_parts(piece)]
     found = []
     for piece in pieces:
         if not piece.counted or not piece.matrices or any(piece.box.offset[-2:]):
@@ -80,6 +84,15 @@ def factor_parts(pieces: list[Shard], state: str) -> list[WrittenBox]:
         within = tuple(slice(0, one) for one in shape)
         found.append(WrittenBox(piece, begin, shape, within, view, offset, shape))
     return found
+
+
+def _scale_parts(piece: Shard) -> Iterator[WrittenBox]:
+    blocks = in_blocks(piece)
+    whole = blocks.box.whole
+    view = View(piece.name, (0,) * len(whole), piece.name, (0,) * len(whole), whole)
+    for (offset, shape), begin in piece_boxes(blocks, 0, blocks.stop - blocks.start):
+        within = tuple(slice(0, one) for one in shape)
+        yield WrittenBox(piece, begin, shape, within, view, offset, shape)
 
 
 def _shared_out(pieces: list[Shard], mesh: Mesh) -> Iterator[tuple[Shard, int, int]]:

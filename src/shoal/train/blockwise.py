@@ -1,0 +1,85 @@
+"""Numbers in 8 bits that share a scale block by block: how AdamW keeps its moments with ``recipe.states = "int8"``.
+
+A block's scale is a power of two above its largest magnitude, kept as that exponent, one byte. A code is a small float
+of what the scale leaves, with three bits of fraction: a first moment has a sign and reaches over 16 powers of two, a
+second moment, whose values are squares, over 32. Codes and values turn into each other by shifts of bits and products
+with powers of two, which are exact: the same on every device, in every layout, and however elements are cut between
+blocks. What lies between two codes is rounded up or down by chance (``train/rounding.py``) or to the nearest.
+
+A second moment that is not zero never becomes zero: the update divides by its root.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Bits of an fp32 number below the three bits of fraction that a code keeps.
+DROPPED = 20
+# Exponents, as fp32 writes them, whose powers of two and their inverses are normal numbers.
+LEAST, MOST = 1, 252
+# A scaled block is below 1, also after rounding up: the greatest code is 0.875.
+GREATEST = (126 << 3) + 6
+
+
+class MomentCode(NamedTuple):
+    """``first``: what the upper bits of code 1 are, as fp32 writes that number; ``codes``: how many magnitudes."""
+
+    first: int
+    signed: bool
+    shift: int  # of its chance, in an element's 64 random bits
+
+    @property
+    def codes(self) -> int:
+        return 127 if self.signed else 255
+
+    @property
+    def lowest(self) -> float:
+        """The least magnitude that is not zero."""
+        return 2.0 ** ((self.first >> 3) - 127)
+
+
+# A weight's chance has the lowest 16 bits.
+MEAN = MomentCode(GREATEST - 126, True, 16)
+SQUARE = MomentCode(GREATEST - 254, False, 36)
+
+
+def scales(values: Tensor) -> Tensor:
+    """Of fp32 values, a row for each block: exponents, one byte each."""
+    largest = values.abs().amax(-1)
+    # Two eighths more: what is rounded up is still below the next power of two.
+    exponents = (largest.view(torch.int32) + (2 << DROPPED)) >> 23
+    return exponents.clamp_(LEAST, MOST).to(torch.uint8)
+
+
+def encode(values: Tensor, scale: Tensor, code: MomentCode, drawn: Tensor | None) -> Tensor:
+    """fp32 values, a row for each block, as codes. ``drawn``: 64 random bits for each; None: to the nearest."""
+    inverse = ((MOST + 1 - scale.to(torch.int32)) << 23).view(torch.float32).unsqueeze(-1)
+    scaled = values.abs() * inverse
+    if drawn is None:
+        chance = torch.full((), 1 << (DROPPED - 1), dtype=torch.int32, device=values.device)
+    else:
+        chance = (drawn >> code.shift).bitwise_and_((1 << DROPPED) - 1).to(torch.int32)
+    found = (scaled.view(torch.int32) + chance) >> DROPPED
+    found = found.sub_(code.first - 1).clamp_(max=code.codes)
+    if code.signed:
+        # Below the lowest there is only zero.
+        low = (chance < scaled * (2.0**DROPPED / code.lowest)).to(torch.int32)
+    else:
+        low = (scaled > 0).to(torch.int32)
+    found = torch.where(scaled < code.lowest, low, found)
+    if code.signed:
+        found += (values < 0).to(torch.int32) << 7
+    return found.to(torch.uint8)
+
+
+def decode(codes: Tensor, scale: Tensor, code: MomentCode) -> Tensor:
+    """Codes, a row for each block, as fp32."""
+    wide = codes.to(torch.int32)
+    magnitude = wide & code.codes
+    found = ((magnitude + (code.first - 1)) << DROPPED).view(torch.float32)
+    found = torch.where(magnitude > 0, found, 0.0)
+    found *= ((scale.to(torch.int32) + 1) << 23).view(torch.float32).unsqueeze(-1)
+    return torch.where(wide > code.codes, -found, found) if code.signed else found
