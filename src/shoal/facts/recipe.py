@@ -10,7 +10,7 @@ from typing import Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from shoal.facts.losses import LOSSES, Loss, LossFacts
+from shoal.facts.losses import LOSSES, LossFacts, LossName
 from shoal.facts.optimizers import Rule, rule_of
 from shoal.facts.sample_clock import SampleClock
 
@@ -99,7 +99,7 @@ class Recipe(BaseModel):
         description="length of the run in passes over the data, instead of steps; rounded up to whole steps",
     )
 
-    loss: Loss = Field(
+    loss: LossName = Field(
         "next_token",
         description='what is minimised: "next_token", or "dpo", which prefers one of two answers (data.format)',
     )
