@@ -12,7 +12,7 @@ from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.layout.legality import Case, broken
-from shoal.facts.losses import Loss
+from shoal.facts.losses import LossName
 from shoal.facts.model import Model, presets
 from shoal.facts.recipe import Recipe
 from shoal.facts.strategies import OWNERS
@@ -68,7 +68,9 @@ def recipe(seq: int, batch: int) -> Recipe:
         ("deepseek-v3", "64xH100", 4096, 128, "next_token"),
     ],
 )
-def test_bounds_are_never_above_what_they_bound(name: str, on: str, seq: int, batch: int, loss: Loss) -> None:
+def test_bounds_are_never_above_what_they_bound(
+    name: str, on: str, seq: int, batch: int, loss: LossName
+) -> None:
     model, cluster, asked = presets.find(name), notation.find(on), recipe(seq, batch)
     asked = asked.model_copy(update={"loss": loss})
     chance = random.Random(0)

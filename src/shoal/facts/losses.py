@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-Loss = Literal["next_token", "dpo"]
+LossName = Literal["next_token", "dpo"]
 Format = Literal["text", "chat", "prompt", "preference"]
 
 
@@ -28,7 +28,7 @@ class LossFacts(NamedTuple):
     counted: str = "token"  # what the loss is a mean over
 
 
-LOSSES: dict[Loss, LossFacts] = {
+LOSSES: dict[LossName, LossFacts] = {
     "next_token": LossFacts(),
     "dpo": LossFacts(
         rows=2,

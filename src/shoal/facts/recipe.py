@@ -11,7 +11,7 @@ from typing import Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from shoal.facts.losses import LOSSES, Loss, LossFacts
+from shoal.facts.losses import LOSSES, LossFacts, LossName
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import llama_parameters
 from shoal.facts.optimizers import Rule, rule_of
@@ -102,7 +102,7 @@ class Recipe(BaseModel):
         description="length of the run in passes over the data, instead of steps; rounded up to whole steps",
     )
 
-    loss: Loss = Field(
+    loss: LossName = Field(
         "next_token",
         description='what is minimised: "next_token", or "dpo", which prefers one of two answers (data.format)',
     )

@@ -19,7 +19,7 @@ from shoal.facts.recipe import Recipe
 from shoal.models.loss import Head
 
 
-class Wanted(Protocol):
+class LossInput(Protocol):
     """Of a micro-batch, what a loss reads."""
 
     @property
@@ -57,7 +57,7 @@ class Loss(Protocol):
     measures: tuple[str, ...]  # names of what it reports beside itself
     rows: SharedRows
 
-    def __call__(self, head: Head, hidden: Tensor, wanted: Wanted) -> Tensor:
+    def __call__(self, head: Head, hidden: Tensor, wanted: LossInput) -> Tensor:
         """[1 + measures]: the summed loss of a micro-batch, then the sums that are reported beside it.
 
         The gradient of the first is that of ``head.factor`` times it; the others have none. In validation, under
@@ -73,7 +73,7 @@ class NextToken:
     def __init__(self) -> None:
         self.rows: SharedRows = WholeRows()  # a sum over targets, each of which is one rank's
 
-    def __call__(self, head: Head, hidden: Tensor, wanted: Wanted) -> Tensor:
+    def __call__(self, head: Head, hidden: Tensor, wanted: LossInput) -> Tensor:
         assert wanted.targets is not None
         loss: Tensor
         loss, _ = head(hidden, wanted.targets)
@@ -98,7 +98,7 @@ class DirectPreference:
         self.beta, self.smoothing = beta, label_smoothing
         self.rows: SharedRows = WholeRows()
 
-    def __call__(self, head: Head, hidden: Tensor, wanted: Wanted) -> Tensor:
+    def __call__(self, head: Head, hidden: Tensor, wanted: LossInput) -> Tensor:
         """Without a reference, the log-probability of each row: that is what a reference is made of."""
         assert wanted.targets is not None
         # In double precision: what counts is a small difference of sums over all tokens of an answer.
