@@ -211,8 +211,8 @@ class HostUpdate:
             for part in _parts(length, length if whole else self.part):
                 found = gradient[part]
                 narrow = found if whole else room[: found.numel()]
-                here = (states[kind][part] for kind in ("weight", "exp_avg", "exp_avg_sq"))
-                host_adamw.adamw_(*here, found, narrow, settings, self.threads)
+                weight, mean, square = (states[kind][part] for kind in ("weight", "exp_avg", "exp_avg_sq"))
+                host_adamw.adamw_(weight, mean, square, found, narrow, settings, self.threads)
                 if not whole:
                     returned[part].copy_(narrow)
 
