@@ -173,7 +173,12 @@ CASES += [
     ("micro=2,offload=params:0.5", {"layers": 4}, {}, 0),
     # Short sequences: gradients on their way are the most.
     ("micro=1,recompute=full,offload=params", WIDE, {"precision": "bf16", "seq": 16, "batch": 2}, 0),
-    ("micro=1,recompute=full,offload=optimizer", WIDE, {"precision": "bf16", "seq": 16, "batch": 1}, 0),
+    (
+        "micro=1,recompute=full,offload=optimizer",
+        {**WIDE, "layers": 5},
+        {"precision": "bf16", "seq": 16, "batch": 1},
+        0,
+    ),
     ("micro=4,offload=optimizer+params:0.5", {"layers": 4}, {"precision": "bf16"}, 0),
     (
         "micro=1,recompute=full,offload=params+activations",
