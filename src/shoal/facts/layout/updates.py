@@ -36,7 +36,7 @@ class Sharing:
     seq: int | None  # by which stages are cut
     width: int  # bytes of a gradient, by which buckets are filled
     bucket_bytes: int
-    frozen: frozenset[str] = frozenset()  # names of what nobody updates
+    frozen: frozenset[str] = frozenset()  # names of parameters that are not trained
     blockwise: bool = (
         False  # whether moments come in blocks (``facts/blockwise.py``), which no bucket's chunk cuts
     )
