@@ -84,7 +84,8 @@ def adapted_activations(
         repeated += 0.0 if kept.has_input else stream
         moments.insert(0, BlockPeak(repeated, 0))
         if adapters.base == "nf4":
-            made = whole if has("down_proj") else 0.0  # what is not there yet
+            # Of the last product, which selective recomputation has kept, there is nothing yet.
+            made = whole if has("down_proj") and work.recompute == "full" else 0.0
             moments.insert(0, BlockPeak(repeated - made + unpacked("down_proj", whole), 0))
     read = whole if any(map(has, INTO_MLP)) else 0.0
     # The last way in, beside what the others made of their gradients; its adapter has made its own.
