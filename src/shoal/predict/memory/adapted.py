@@ -170,6 +170,12 @@ def _kept(model: Model, window: bool, entry: bool, adapters: Adapters, work: Blo
         product = inner  # it is its own result
     mlp += product + (whole if ways_in else 0.0)
     mlp += narrow * sum(map(has, (*(("gate_proj",) if model.gated else ()), "up_proj", "down_proj")))
+    if adapters.kind == "dora":
+        # What a row's trained length multiplies.
+        widths = dict(zip(INTO_ATTENTION, projected_widths(model, work.tp), strict=True))
+        attention += sum(c * tokens * width for name, width in widths.items() if has(name))
+        attention += whole * has("o_proj")
+        mlp += inner * sum(map(has, INTO_MLP if model.gated else ("up_proj",))) + whole * has("down_proj")
     masks = 2 if streamed else 1
     return _Kept(
         first_norm=0.0 if entry else norm,
