@@ -88,6 +88,13 @@ def test_memory_and_traffic_of_four_bits_are_what_is_predicted(layout: str, targ
     assert seen.memory.peak_allocated == pytest.approx(seen.predicted.peak_allocated, rel=0.015)
 
 
+@pytest.mark.parametrize("layout", ["fsdp=2,micro=2", "tp=2,micro=4,recompute=full"])
+def test_memory_and_traffic_of_dora_are_what_is_predicted(layout: str) -> None:
+    lora = Lora(kind="dora", rank=8, alpha=16, targets=EVERY)
+    workload = replace(ask(layout, {"layers": 4}, precision="bf16", batch=8), lora=lora)
+    assert dryrun(workload, 0).differences(0) == []
+
+
 def test_an_8b_in_four_bits_is_planned_within_16_gib() -> None:
     workload = Workload(
         PRESETS["llama3-8b"],

@@ -84,7 +84,8 @@ def adapted_activations(
         repeated += 0.0 if kept.has_input else stream
         moments.insert(0, BlockPeak(repeated, 0))
         if adapters.base == "nf4":
-            made = whole if has("down_proj") else 0.0  # what is not there yet
+            # Of the last product, which selective recomputation has kept, there is nothing yet.
+            made = whole if has("down_proj") and work.recompute == "full" else 0.0
             moments.insert(0, BlockPeak(repeated - made + unpacked("down_proj", whole), 0))
     read = whole if any(map(has, INTO_MLP)) else 0.0
     # The last way in, beside what the others made of their gradients; its adapter has made its own.
@@ -169,6 +170,12 @@ def _kept(model: Model, window: bool, entry: bool, adapters: Adapters, work: Blo
         product = inner  # it is its own result
     mlp += product + (whole if ways_in else 0.0)
     mlp += narrow * sum(map(has, (*(("gate_proj",) if model.gated else ()), "up_proj", "down_proj")))
+    if adapters.kind == "dora":
+        # What a row's trained length multiplies.
+        widths = dict(zip(INTO_ATTENTION, projected_widths(model, work.tp), strict=True))
+        attention += sum(c * tokens * width for name, width in widths.items() if has(name))
+        attention += whole * has("o_proj")
+        mlp += inner * sum(map(has, INTO_MLP if model.gated else ("up_proj",))) + whole * has("down_proj")
     masks = 2 if streamed else 1
     return _Kept(
         first_norm=0.0 if entry else norm,
