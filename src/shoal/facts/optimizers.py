@@ -36,7 +36,7 @@ OF_MATRICES = (*FACTORS, *SCALES)
 LION_ELEMENTS = 1 << 24
 # So does what rounds stochastically. Bytes that it holds of each on the way: three of int64 to draw the chances; AdamW
 # has the hash and five numbers in fp32. A GPU's kernel has them in registers.
-ROUNDED_ELEMENTS = 1 << 16
+ROUNDED_ELEMENTS = 1 << 20
 DRAWING_BYTES, ROUNDED_BYTES = 24.0, 28.0
 # Where moments are in 8 bits: to the nearest, and what chances add.
 CODED_BYTES, CODED_BY_CHANCE = 32.0, 12.0
