@@ -205,14 +205,15 @@ class HostUpdate:
         state = optimizer.started(piece.tensor)
         state["step"] += 1
         settings = host_adamw.settings_of(self.options[piece], int(state["step"]), float(scale))
-        # New weights that are as wide as the gradient take its place; narrower ones would overtake it.
-        whole, room = written == read, self._room.view(written)
+        # New weights take the gradient's place, or that of the old ones where these rest. Narrower ones would overtake
+        # the gradient.
+        whole, room = written == read or self.offloaded.away[piece].rests, self._room.view(written)
 
         def update(states: dict[str, Tensor], start: int, gradient: Tensor, returned: Tensor) -> None:
             length = gradient.numel()
             for part in _parts(length, length if whole else self.part):
                 found = gradient[part]
-                narrow = found if whole else room[: found.numel()]
+                narrow = returned[part] if whole else room[: found.numel()]
                 weight, mean, square = (states[kind][part] for kind in ("weight", "exp_avg", "exp_avg_sq"))
                 host_adamw.adamw_(weight, mean, square, found, narrow, settings, self.threads)
                 if not whole:

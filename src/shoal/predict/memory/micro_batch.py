@@ -24,7 +24,7 @@ class BlockKind(NamedTuple):
     experts: bool
     window: bool  # shorter than the sequence
     entry: bool  # the first block of all, where nothing before it is trained
-    frozen: frozenset[str]  # names within the block of what groups freeze
+    frozen: frozenset[str] = frozenset()  # names within the block of what groups freeze
 
 
 class MicroBatchBytes(NamedTuple):
