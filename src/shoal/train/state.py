@@ -119,7 +119,8 @@ class State:
             if piece.filed is None
             for part in piece_slices(piece, piece.tensor)
         ]
-        weights += [("weight", name, part) for name, part in self.placed.frozen]
+        if self.model.adapters is None:  # what they are added to is in no checkpoint
+            weights += [("weight", name, part) for name, part in self.placed.frozen]
         self.optimizer.state.clear()
         if isinstance(self.optimizer, AdamW):
             start_filed(self.optimizer, self.pieces)
