@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.predict.counted import ask
+from tests.thinned import thinned
 from torch import Tensor
 
 from shoal.facts.cluster.notation import find
@@ -260,7 +261,7 @@ TWINS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "layout", "recipe"), TWINS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("family", "layout", "recipe"), thinned(TWINS, 3), ids=lambda value: str(value))
 def test_traffic_is_to_the_byte_what_is_predicted(family: str, layout: str, recipe: dict[str, Any]) -> None:
     asked = ask(layout, SHAPES[family], precision="bf16", **recipe)
     found = dryrun(asked, first_rank(asked.layout, asked.layout.pp - 1))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.predict.counted import ask
+from tests.thinned import thinned
 
 from shoal.facts.cluster.notation import find
 from shoal.facts.config import Lora
@@ -78,7 +79,9 @@ PACKED = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "targets"), PACKED, ids=lambda value: str(value).replace("_proj", ""))
+@pytest.mark.parametrize(
+    ("layout", "targets"), thinned(PACKED, 3), ids=lambda value: str(value).replace("_proj", "")
+)
 def test_memory_and_traffic_of_four_bits_are_what_is_predicted(layout: str, targets: list[str]) -> None:
     lora = Lora(rank=8, alpha=16, targets=targets, base="nf4")
     workload = replace(ask(layout, {"layers": 4}, precision="bf16", batch=8), lora=lora)
@@ -107,7 +110,7 @@ def test_an_8b_in_four_bits_is_planned_within_16_gib() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "targets", "precision"), MEMORY, ids=lambda value: str(value).replace("_proj", "")
+    ("layout", "targets", "precision"), thinned(MEMORY, 4), ids=lambda value: str(value).replace("_proj", "")
 )
 def test_memory_is_what_is_predicted(layout: str, targets: list[str], precision: str) -> None:
     workload = replace(
@@ -130,7 +133,7 @@ def test_no_layout_changes_the_run(make_prover: Callable[..., Prover], layout: s
 OF_DORA = ("dp=2,micro=2", "fsdp=2", "tp=2,recompute=full", "tp=4,sp=0", "pp=2", "fsdp=2,tp=2")
 
 
-@pytest.mark.parametrize("layout", OF_DORA)
+@pytest.mark.parametrize("layout", thinned(OF_DORA, 2))
 def test_no_layout_changes_a_run_of_dora(make_prover: Callable[..., Prover], layout: str) -> None:
     lora = f'{{kind="dora", rank=3, alpha=6, targets={EVERY}}}'.replace("'", '"')
     (verdict,) = make_prover("fp64", model__lora=lora).prove([Layout.parse(layout)]).verdicts
@@ -151,7 +154,7 @@ BLOCKS_OF_64 = {
 OF_QLORA = ("dp=2,micro=2", "fsdp=2,recompute=selective", "tp=2,recompute=full", "pp=2", "fsdp=2,tp=2")
 
 
-@pytest.mark.parametrize("layout", OF_QLORA)
+@pytest.mark.parametrize("layout", thinned(OF_QLORA, 2))
 def test_no_layout_changes_a_run_of_qlora(
     make_prover: Callable[..., Prover], tmp_path: Path, layout: str
 ) -> None:
@@ -181,7 +184,9 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize(("layout", "targets"), CASES, ids=lambda value: str(value).replace("_proj", ""))
+@pytest.mark.parametrize(
+    ("layout", "targets"), thinned(CASES, 4), ids=lambda value: str(value).replace("_proj", "")
+)
 def test_traffic_is_what_is_predicted(layout: str, targets: list[str]) -> None:
     plain = ask(layout, {"layers": 4, "hidden": 64, "heads": 4, "head_dim": 16, "ffn": 96}, batch=8, seq=64)
     workload = replace(plain, lora=Lora(rank=8, alpha=16, targets=targets))

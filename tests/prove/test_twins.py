@@ -12,6 +12,7 @@ import pytest
 from tests.predict.counted import ask
 from tests.predict.sending import GEMMA2, GEMMA3
 from tests.prove.covering import OTHERS, PAIRS, Twin
+from tests.thinned import thinned
 
 from shoal.facts.layout import Layout
 from shoal.prove.coverage import FULL
@@ -253,7 +254,7 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "layout"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("number", "layout"), thinned(LAYOUTS, 2), ids=str)
 def test_a_layout_of_the_full_proof_costs_what_is_predicted(number: int, layout: str) -> None:
     parsed = Layout.parse(layout)
     changes = {**SMALL, "layers": max(3, parsed.unit, parsed.pp * parsed.chunks)}
@@ -263,7 +264,7 @@ def test_a_layout_of_the_full_proof_costs_what_is_predicted(number: int, layout:
     assert dryrun(workload, first_rank(parsed, stage)).differences(0) == []
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[2]}")
+@pytest.mark.parametrize("case", thinned(CASES, 3, one=True), ids=lambda case: f"{case[0]} {case[2]}")
 def test_a_model_and_a_recipe_cost_what_is_predicted(
     case: tuple[str, dict[str, Any], dict[str, Any], int],
 ) -> None:

@@ -308,7 +308,12 @@ def test_unknown_keys(text: str, line: int, key: str, fix: str, file: File) -> N
         ("[recipe]\nwarmup = true", 2, "recipe.warmup = true: has a type that it cannot have", "steps (100)"),
         ("[recipe]\nwarmup = -5", 2, "recipe.warmup = -5: must not be negative", "steps (100)"),
         ('[recipe]\ntokens = "lots"', 2, "'lots' is not a whole count such as 15T", "length of the run"),
-        ("model.lora = 3", 1, "model.lora = 3: must be a table", "[model.lora] holds kind, rank, alpha, targets"),
+        (
+            "model.lora = 3",
+            1,
+            "model.lora = 3: must be a table",
+            "[model.lora] holds kind, rank, alpha, targets",
+        ),
         ("[model]\nlora = {rank = 0}", 2, "model.lora.rank = 0: must be at least 1", "rank of the adapters"),
         ("model.lora.targets = 'q'", 1, 'model.lora.targets = "q": must be a list', "projections"),
         ("model.lora.targets = []", 1, "model.lora.targets = []: must not be empty", "projections"),
