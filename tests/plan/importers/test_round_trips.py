@@ -168,13 +168,15 @@ def plain(text: str) -> list[str]:
 @pytest.mark.parametrize("stack", ["megatron", "nemo"])
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_every_preset_is_known_again(tmp_path: Path, stack: str, name: str) -> None:
+    model = presets.PRESETS[name]
     found = there_and_back(ask("fsdp=8,micro=1", name, batch=8, seq=128), stack, tmp_path)
-    if not presets.PRESETS[name].parallel_residual:
+    if not model.parallel_residual and not model.output_norms:
         assert found.tables["model"] == {"preset": name} and found.shape is None
         return
-    # Megatron's core computes attention and MLP one after the other.
-    assert found.shape is not None and found.shape.family == "gpt_neox"
-    assert not found.shape.parallel_residual
+    # Megatron's core computes attention and MLP one after the other, and has no norms behind them: the nearest.
+    assert found.shape is not None and found.shape.layers == model.layers
+    assert not found.shape.parallel_residual and not found.shape.output_norms
+    assert found.shape.family == "gpt_neox" or model.output_norms
 
 
 def test_buckets_come_back(tmp_path: Path) -> None:
