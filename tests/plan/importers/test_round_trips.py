@@ -173,8 +173,11 @@ def test_every_preset_is_known_again(tmp_path: Path, stack: str, name: str) -> N
     if not model.parallel_residual and not model.output_norms:
         assert found.tables["model"] == {"preset": name} and found.shape is None
         return
+    if found.shape is None:  # windows by turns, which no model without those norms has
+        assert model.output_norms and "name one with --model" in " ".join(found.notes)
+        return
     # Megatron's core computes attention and MLP one after the other, and has no norms behind them: the nearest.
-    assert found.shape is not None and found.shape.layers == model.layers
+    assert found.shape.layers == model.layers
     assert not found.shape.parallel_residual and not found.shape.output_norms
     assert found.shape.family == "gpt_neox" or model.output_norms
 
