@@ -99,8 +99,9 @@ def test_the_reason_names_the_error_bar_and_what_is_saved() -> None:
     assert document["fastest"] == str(fastest.layout) and found.chosen.why in document["why"]
 
 
+@pytest.mark.usefixtures("without_params")
 def test_what_is_faster_and_not_run_yet_is_named_and_not_chosen() -> None:
-    found = answered("llama3-8b", "1xA100-40GB", 4096, 16)
+    found = answered.__wrapped__("llama3-8b", "1xA100-40GB", 4096, 16)
     chosen, fastest = found.choice, found.plans[0]
     assert chosen is not None and chosen.runs and not fastest.runs
     said = f"{fastest.layout} is predicted to be "
@@ -108,8 +109,9 @@ def test_what_is_faster_and_not_run_yet_is_named_and_not_chosen() -> None:
     assert f"but is priced but not run by the engine yet ({fastest.lacks})" in found.decision.text
 
 
+@pytest.mark.usefixtures("without_params")
 def test_where_nothing_that_runs_fits_the_choice_is_marked() -> None:
-    found = answered("llama3-70b", "8xA100-40GB", 4096, 16)
+    found = answered.__wrapped__("llama3-70b", "8xA100-40GB", 4096, 16)
     assert found.chosen is not None and not found.chosen.plan.runs and found.chosen.plan.layout.offload
     assert "It is priced but not run by the engine yet (layout: offload=" in found.decision.text
     assert found.as_json()["chosen"]["runs"] is False

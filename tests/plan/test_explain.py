@@ -93,6 +93,7 @@ def test_a_layout_that_does_not_fit_comes_with_changes_that_do() -> None:
     assert all(f"{remedy.plan.memory.device_p90 / 2**30:.1f} of" in str(remedy) for remedy in remedies)
 
 
+@pytest.mark.usefixtures("without_params")
 def test_changes_that_the_engine_does_not_run_are_marked_and_come_last() -> None:
     workload = asked("llama3-8b", "1xH100", 4096, 8)
     remedies = for_layout(workload, Layout.parse("dp=1"))
@@ -108,7 +109,8 @@ def test_changes_that_the_engine_does_not_run_are_marked_and_come_last() -> None
 def test_a_model_that_fits_nowhere_is_told_how_many_gpus_would_do(tmp_path: Path) -> None:
     file = tmp_path / "small.toml"
     file.write_text(
-        "nodes = 1\ndevices_per_node = 2\n[device]\nname = 'small'\nmemory_bytes = 2_000_000_000\n"
+        "nodes = 1\ndevices_per_node = 2\nhost_memory = 4_000_000_000\n"
+        "[device]\nname = 'small'\nmemory_bytes = 2_000_000_000\n"
         "peaks = {bf16 = 1e14}\nmemory_bandwidth = 1e12\n"
     )
     workload = asked("llama3.2-1b", str(file), seq=1024, batch=8)
