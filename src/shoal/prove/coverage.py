@@ -88,7 +88,7 @@ FULL = (
     "pp=2,recompute=full,offload=activations",
     "fsdp=2,tp=2,pp=2,schedule=zbv,recompute=full,offload=activations",
     # what waits in files
-    "offload=optimizer@nvme",
+    "dp=2,offload=optimizer@nvme",
     "fsdp=2,micro=1,offload=optimizer@nvme",
     "fsdp=2,zero=2,offload=optimizer:0.5@nvme",
     "tp=2,recompute=full,offload=optimizer@nvme+activations@nvme",
