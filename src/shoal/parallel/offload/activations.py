@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.facts.layout.offload_activations import HORIZON, blocks_away
-from shoal.parallel.offload.direct_files import Files, Transfer
+from shoal.parallel.offload.direct_files import Files, FileTransfer
 from shoal.parallel.offload.host_memory import HostBuffer, HostMemory
 from shoal.parallel.recompute import MATRIX_PRODUCTS, selective_contexts
 from shoal.parallel.stage_module import StageModule
@@ -97,7 +97,7 @@ class AwayTensor:
         self._streams, self._disk = streams, disk
         self._size = tensor.numel() * tensor.element_size()
         self._file: str | None = None
-        self._moving: Transfer | None = None  # between buffer and file
+        self._moving: FileTransfer | None = None  # between buffer and file
         self._buffer: HostBuffer | None = None
         if disk is not None:
             self._file = disk.take(self._size)

@@ -30,7 +30,7 @@ PIECE = 8 << 20
 THREADS = 4
 
 
-class Transfer(Protocol):
+class FileTransfer(Protocol):
     """A read or a write that has begun."""
 
     def done(self) -> bool: ...
@@ -53,9 +53,9 @@ class Files(Protocol):
 
     def write(
         self, name: str, tensor: Tensor, start: int = 0, after: Callable[[], None] | None = None
-    ) -> Transfer: ...
+    ) -> FileTransfer: ...
 
-    def read(self, name: str, tensor: Tensor, start: int = 0) -> Transfer: ...
+    def read(self, name: str, tensor: Tensor, start: int = 0) -> FileTransfer: ...
 
     def mapped(self, size: int) -> Tensor:
         """So many bytes on the disk that are used as memory is; they go with the tensor."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.facts.layout.offload import RING, STRETCHES, ring_elements
-from shoal.parallel.offload.direct_files import PIECE, Files, Transfer
+from shoal.parallel.offload.direct_files import PIECE, Files, FileTransfer
 from shoal.parallel.offload.host_memory import HostBuffer, HostMemory
 from shoal.parallel.offload.scratch import BLOCK
 from shoal.parallel.shards import Shard
@@ -34,7 +34,7 @@ def absent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class FileStretch:
     """Some elements of a piece, which are in memory together."""
 
     piece: Shard
@@ -43,14 +43,14 @@ class Stretch:
 
 
 @dataclass
-class Section:
+class FileSection:
     """A stretch's place in the ring: ``start`` to ``stop``, in bytes."""
 
-    stretch: Stretch
+    stretch: FileStretch
     start: int
     stop: int
     values: dict[str, Tensor]
-    moving: list[Transfer] = field(default_factory=list)
+    moving: list[FileTransfer] = field(default_factory=list)
     updated: bool = False  # then it is being written, and its place is free when that has ended
 
     def settle(self) -> None:
@@ -97,14 +97,14 @@ class FiledPiece:
     def mapped(self, size: int) -> Tensor:
         return self._files.mapped(size)
 
-    def start_read(self, kind: str, start: int, into: Tensor) -> list[Transfer]:
+    def start_read(self, kind: str, start: int, into: Tensor) -> list[FileTransfer]:
         """Some elements of a state, from ``start`` on, in the background."""
         if start >= self._written[kind]:
             into.zero_()
             return []
         return [self._files.read(self._name(kind), into, start * self._dtype.itemsize)]
 
-    def start_write(self, kind: str, start: int, values: Tensor) -> Transfer:
+    def start_write(self, kind: str, start: int, values: Tensor) -> FileTransfer:
         self._written[kind] = max(self._written[kind], start + values.numel())
         return self._files.write(self._name(kind), values, start * self._dtype.itemsize)
 
@@ -122,10 +122,10 @@ class StateFiles:
     def __init__(self, pieces: Sequence[Shard], files: Files, memory: HostMemory) -> None:
         self.files, self._memory = files, memory
         self.filed = {piece: FiledPiece(piece, number, files) for number, piece in enumerate(pieces)}
-        self._stretches: list[Stretch] = []
+        self._stretches: list[FileStretch] = []
         self._next = 0  # to be read
         self._ring: HostBuffer | None = None
-        self._held: deque[Section] = deque()  # in the order of their places
+        self._held: deque[FileSection] = deque()  # in the order of their places
 
     def in_order(self, pieces: Sequence[Shard]) -> None:
         """The order that updates will go in."""
@@ -163,15 +163,15 @@ class StateFiles:
         while self._held:
             self._held.popleft().settle()
 
-    def _cut(self, piece: Shard) -> Iterator[Stretch]:
+    def _cut(self, piece: Shard) -> Iterator[FileStretch]:
         """Between what is hashed at once."""
         each = PIECE // piece.tensor.element_size()
         step = max(each, RING // STRETCHES // each * each)
         size = self.filed[piece].size
         for start in range(0, size, step):
-            yield Stretch(piece, start, min(start + step, size))
+            yield FileStretch(piece, start, min(start + step, size))
 
-    def _bytes(self, stretch: Stretch) -> int:
+    def _bytes(self, stretch: FileStretch) -> int:
         size = (stretch.stop - stretch.start) * stretch.piece.tensor.element_size()
         return len(self.filed[stretch.piece].kinds) * -(-size // BLOCK) * BLOCK
 
@@ -205,11 +205,11 @@ class StateFiles:
             return last
         return 0 if size <= first else None
 
-    def _start(self, stretch: Stretch, start: int) -> Section:
+    def _start(self, stretch: FileStretch, start: int) -> FileSection:
         assert self._ring is not None
         filed, dtype = self.filed[stretch.piece], stretch.piece.tensor.dtype
         count, at = stretch.stop - stretch.start, start
-        section = Section(stretch, start, start + self._bytes(stretch), {})
+        section = FileSection(stretch, start, start + self._bytes(stretch), {})
         for kind in filed.kinds:
             values = self._ring.bytes[at : at + count * dtype.itemsize].view(dtype)
             section.values[kind] = values

@@ -17,7 +17,7 @@ from shoal.facts.problem import BadInput
 from shoal.plan.importers import accelerate, deepspeed, megatron, nemo, sagemaker, torchtitan, trainer
 from shoal.plan.importers.launch_line import LaunchLine
 from shoal.plan.importers.reading import Reading
-from shoal.plan.importers.sources import FORMS, Source, find_source, read_table
+from shoal.plan.importers.sources import FORMS, ForeignSource, find_source, read_table
 
 
 @dataclass
@@ -62,7 +62,7 @@ def read_foreign(path: Path, gpus: int | None = None, on: str | None = None) -> 
     return imported
 
 
-def _read(reading: Reading, source: Source, path: Path, world: int | None) -> Imported:
+def _read(reading: Reading, source: ForeignSource, path: Path, world: int | None) -> Imported:
     """By whichever stack the settings are."""
     world = world or (source.line.ranks if source.line else None)
     if source.kind == "megatron":
@@ -94,7 +94,7 @@ def _beside(reading: Reading, path: Path, name: str) -> Reading:
     return Reading(read_table(path.parent / name), name, reading.problems)
 
 
-def _estimator(source: Source) -> dict[str, Any]:
+def _estimator(source: ForeignSource) -> dict[str, Any]:
     """Instances and hyperparameters: keywords of the call that is given the distribution, or names of the file."""
     script = source.script
     if script is None:
@@ -132,7 +132,7 @@ def _launched(reading: Reading, line: LaunchLine, kind: str, path: Path, world: 
     return tables
 
 
-def _warnings(source: Source) -> list[str]:
+def _warnings(source: ForeignSource) -> list[str]:
     found = []
     if source.conditions:
         found.append("the script has conditions: all their branches were read as one, so check the layout")

@@ -42,7 +42,7 @@ _YAML, _PYTHON, _SHELL = (
 
 
 @dataclass(frozen=True)
-class Source:
+class ForeignSource:
     """Settings of one stack, and what they are called in the file."""
 
     kind: Kind
@@ -53,7 +53,7 @@ class Source:
     conditions: bool = False  # whether only some of a shell script may be run
 
 
-def find_source(path: Path, name: str = "") -> Source:
+def find_source(path: Path, name: str = "") -> ForeignSource:
     """The one set of settings in a file; ``name`` is the dictionary's, where there are several."""
     text = _read(path)
     suffix = path.suffix.lower()
@@ -130,16 +130,16 @@ def _table(path: Path, values: Any) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def _of_table(path: Path, values: Any) -> Source:
+def _of_table(path: Path, values: Any) -> ForeignSource:
     table = _table(path, values)
     if not kinds_of(table) and path.suffix.lower() == ".toml" and table.keys() & Config.model_fields.keys():
         raise BadInput(f"{path} is a Shoal config already", f"shoal train {path}")
     if not kinds_of(table) and (kind := kind_of(table)) is not None:
         raise explain(kind, path, table)
-    return _one(path, [Source(kind, table) for kind in kinds_of(table)])
+    return _one(path, [ForeignSource(kind, table) for kind in kinds_of(table)])
 
 
-def _one(path: Path, found: list[Source], name: str = "") -> Source:
+def _one(path: Path, found: list[ForeignSource], name: str = "") -> ForeignSource:
     """Of all settings in a file, those that are meant; a file that leaves it open is not guessed at."""
     if name:
         found = [one for one in found if one.name == name]
@@ -188,7 +188,7 @@ def _code(path: Path, text: str) -> str:
     return "\n".join(re.sub(r"^\s*[%!?].*$", "", one, flags=re.MULTILINE) for one in code)
 
 
-def _in_python(text: str, path: Path) -> list[Source]:
+def _in_python(text: str, path: Path) -> list[ForeignSource]:
     try:
         script = read_python(text)
     except ValueError as error:
@@ -199,7 +199,7 @@ def _in_python(text: str, path: Path) -> list[Source]:
     except ValueError as error:
         raise BadInput(f"{path}: a dictionary in it cannot be read: {error}", FORMS) from None
     found = [
-        Source(kind, values, name, script)
+        ForeignSource(kind, values, name, script)
         for name, values in script.dictionaries.items()
         for kind in kinds_of(values)
         if kind in ("deepspeed", "sagemaker")
@@ -210,18 +210,18 @@ def _in_python(text: str, path: Path) -> list[Source]:
         for one in found
         if not any(_inside(one.values, other.values) for other in found if other is not one)
     ]
-    distinct: list[Source] = []
+    distinct: list[ForeignSource] = []
     for one in whole:
         if all(one.values != other.values for other in distinct):
             distinct.append(one)
-    return [*distinct, *([Source("nemo", {}, "", script)] if is_nemo(script) else [])]
+    return [*distinct, *([ForeignSource("nemo", {}, "", script)] if is_nemo(script) else [])]
 
 
 def _inside(part: Any, whole: Any) -> bool:
     return isinstance(whole, dict) and any(part == one or _inside(part, one) for one in whole.values())
 
 
-def _in_shell(text: str, path: Path) -> list[Source]:
+def _in_shell(text: str, path: Path) -> list[ForeignSource]:
     try:
         script = read_shell(text)
     except ValueError as error:
@@ -230,9 +230,9 @@ def _in_shell(text: str, path: Path) -> list[Source]:
     for line in launch_lines(script):
         names = {name.replace("_", "-") for name in line.options}
         if line.launcher == "accelerate":
-            found.append(Source("accelerate", {}, "", None, line, script.conditions))
+            found.append(ForeignSource("accelerate", {}, "", None, line, script.conditions))
         elif names & {"deepspeed", "deepspeed-config"} and not names & {"tensor-model-parallel-size"}:
-            found.append(Source("deepspeed", {}, "", None, line, script.conditions))
+            found.append(ForeignSource("deepspeed", {}, "", None, line, script.conditions))
         elif names & megatron.SIGNS:
-            found.append(Source("megatron", {}, "", None, line, script.conditions))
+            found.append(ForeignSource("megatron", {}, "", None, line, script.conditions))
     return found
