@@ -48,7 +48,7 @@ class BlockwiseAdamW(AdamW):
             for weight in group["params"]:
                 if weight.grad is None or not weight.numel():
                     continue
-                state = self._started(weight)
+                state = self.started(weight)
                 state["step"] += 1 - self.found_inf
                 corrections = _corrections(group, state["step"])
                 (self._in_kernel if self.writes_copies else self._in_operators)(
@@ -101,7 +101,7 @@ class BlockwiseAdamW(AdamW):
             group["weight_decay"],
         )
 
-    def _started(self, weight: Tensor) -> dict[str, Any]:
+    def started(self, weight: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[weight]
         if "exp_avg" not in state:
             state["step"] = torch.zeros((), device=weight.device)
