@@ -13,24 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli.command import Capture, shoal_
 from tests.plan.exporting import ask
 
-from shoal.cli.main import main
 from shoal.facts.config.file import load
 from shoal.facts.model import presets
 from shoal.facts.model.huggingface import write_config
 from shoal.plan.export import export
 from shoal.plan.resolve import resolve
-
-Capture = pytest.CaptureFixture[str]
-
-
-def shoal_(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    assert isinstance(caught.value.code, int)
-    return caught.value.code, *capsys.readouterr()
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.cli.command import Capture, shoal_
 
-from shoal.cli.main import main
-
-Capture = pytest.CaptureFixture[str]
 SETTINGS = {
     "train_batch_size": 64,
     "train_micro_batch_size_per_gpu": 2,
@@ -18,14 +16,6 @@ SETTINGS = {
     "zero_optimization": {"stage": 2},
     "wall_clock_breakdown": True,
 }
-
-
-def shoal_(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    assert isinstance(caught.value.code, int)
-    return caught.value.code, *capsys.readouterr()
 
 
 @pytest.fixture(autouse=True)

@@ -13,22 +13,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.cli.command import Capture, shoal_
 
 import shoal.facts
 import shoal.plan
 import shoal.predict
 from shoal.cli.main import app, main
 from shoal.facts.config import Config
-
-Capture = pytest.CaptureFixture[str]
-
-
-def shoal_(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    assert isinstance(caught.value.code, int)
-    return caught.value.code, *capsys.readouterr()
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,8 @@ def test_a_pass_that_is_stopped_goes_on_where_it_was(
     outcome = stopped.run_to_end(lambda: False)
     assert (outcome.stopped, outcome.step) == (True, 0)
     after = Training(made, run, dataset, stopped.mesh)
-    assert after.complete and (after.loader.samples.reference == before.reference).all()  # type: ignore[union-attr]
+    assert isinstance(before, PairSamples) and isinstance(after.loader.samples, PairSamples)
+    assert after.complete and (after.loader.samples.reference == before.reference).all()
     after.run_to_end(lambda: False)
     one, other = (read_rows(run.metrics) for run in (whole.run, after.run))
     assert [row["loss_hex"] for row in one] == [row["loss_hex"] for row in other]

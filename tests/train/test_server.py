@@ -139,7 +139,7 @@ def test_a_gradient_that_one_server_has_and_the_other_not_is_used_once(
 
 
 def test_a_worker_that_hangs_is_given_up(train: Train, tmp_path: Path) -> None:
-    options = {"recipe__steps": 40, "checkpoint__every": 0, "fault__timeout": 5}
+    options = {"recipe__steps": 40, "checkpoint__every": 0, "fault__timeout": 20}
     with after_steps(tmp_path / "hangs", 5, lambda: signal_worker(1, signal.SIGSTOP)):
         run = train("hangs", "dp=2", server__servers=2, server__mode="async", **options)
     assert run.report.code == FINISHED, run.report.message

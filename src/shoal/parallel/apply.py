@@ -57,7 +57,13 @@ from shoal.parallel.shards import (
     write_working,
 )
 from shoal.parallel.shared_gradients import SharedGradients
-from shoal.parallel.stage_module import StageModule, before_backward, materialize, split_stages
+from shoal.parallel.stage_module import (
+    StageModule,
+    before_backward,
+    local_tensor,
+    materialize,
+    split_stages,
+)
 from shoal.parallel.strict import StrictReducer
 from shoal.parallel.zero import ShardedStates
 
@@ -194,13 +200,10 @@ def apply(
 
     # Shards rest as wide as they are updated, and are gathered as narrow as they are used. Everywhere else, and where
     # the host updates, the network reads a working copy.
-    # What is frozen is only read.
     if compute.itemsize < states.itemsize:
         for segment in segments:
             if not fully or away is not None:
                 _cast(segment.network, compute)
-            elif lora:
-                _cast(segment.network, compute, trained=False)
             elif model.experts is not None and not groups[EXPERTS].fully_sharded:
                 for mixture in experts.mixtures(segment.network):
                     _cast(mixture.experts, compute)
@@ -344,7 +347,7 @@ def _give(piece: Shard, take: Callable[[Shard, Tensor], None]) -> Callable[[Tens
     def give(parameter: Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        take(piece, gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+        take(piece, local_tensor(gradient))
         parameter.grad = None
 
     return give

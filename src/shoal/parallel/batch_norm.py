@@ -5,6 +5,7 @@ A rank's own would make the result depend on the layout. Torch's SyncBatchNorm d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -37,10 +38,10 @@ def batch_norms(module: nn.Module) -> list[_BatchNorm]:
     return [norm for norm in found if not isinstance(norm, nn.SyncBatchNorm)]
 
 
-def share_statistics(norms: list[_BatchNorm], group: dist.ProcessGroup, ranks: int) -> None:
+def share_statistics(norms: Sequence[nn.Module], group: dist.ProcessGroup, ranks: int) -> None:
     """From now on batch norms see the rows of all ``ranks``, of which each has as many."""
     for norm in norms:
-        norm.forward = MethodType(_shared(norm.forward, group, ranks), norm)  # type: ignore[method-assign]
+        norm.forward = MethodType(_shared(norm.forward, group, ranks), norm)
 
 
 def _shared(alone: Any, group: dist.ProcessGroup, ranks: int) -> Any:

@@ -42,7 +42,7 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.params import GatheredFromHome
 from shoal.parallel.replica_sums import ReplicaSums
 from shoal.parallel.shards import HeldParameter, Shard, counts, hand, updated
-from shoal.parallel.stage_module import StageModule, fill_storage
+from shoal.parallel.stage_module import StageModule, fill_storage, local_tensor
 
 
 def shard(
@@ -231,7 +231,7 @@ class FullyShard:
         for piece in self.pieces:
             gradient = self.parameters[piece.held.label].grad
             if gradient is not None:
-                hand(piece, _local(gradient))
+                hand(piece, local_tensor(gradient))
             elif piece.away is None and piece.squares is None:
                 piece.tensor.grad = torch.zeros_like(piece.tensor) if piece.summed is None else piece.summed
 
@@ -292,7 +292,7 @@ def _group(module: FSDPModule) -> Any:
 def piece(held: HeldParameter, mesh: Mesh) -> Shard:
     """The rows of a parameter of FSDP's that are here."""
     ranks, index, box = held.group.sharded.size, mesh.index_in(held.group.sharded), held.part.box
-    tensor, working = updated(held, _local(held.parameter))
+    tensor, working = updated(held, local_tensor(held.parameter))
     if sharded_dimension(box.shape, ranks):
         part = rows_of_each(box, ranks, index)
         own = replace(held, part=replace(held.part, box=part))
@@ -326,17 +326,13 @@ def frozen_weights(held: Iterable[HeldParameter], mesh: Mesh) -> list[tuple[str,
 def _packed_rows(held: HeldParameter, mesh: Mesh) -> Slice:
     ranks, index, box = held.group.sharded.size, mesh.index_in(held.group.sharded), held.part.box
     first = min(index * even_share(box.shape[0], ranks), box.shape[0])
-    return Slice(_local(held.parameter), box.whole, (box.offset[0] + first, *box.offset[1:]))
+    return Slice(local_tensor(held.parameter), box.whole, (box.offset[0] + first, *box.offset[1:]))
 
 
 def _slice(piece: Shard) -> Slice:
     first = piece.start // math.prod(piece.box.shape[1:])
     values = piece.tensor.data if piece.working is None else piece.working
     return Slice(values, piece.box.whole, (piece.box.offset[0] + first, *piece.box.offset[1:]))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return cast(DTensor, tensor.detach()).to_local()
 
 
 def _reduce_now(root: FSDPModule) -> None:

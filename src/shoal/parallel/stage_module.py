@@ -85,9 +85,9 @@ def materialize(segment: StageModule, device: torch.device, empty: Collection[st
                 empty_storage(parameter)
 
 
-def local_tensor(parameter: Tensor) -> Tensor:
-    """All of a parameter, or this rank's rows."""
-    return cast(DTensor, parameter.detach()).to_local() if isinstance(parameter, DTensor) else parameter
+def local_tensor(tensor: Tensor) -> Tensor:
+    """All of a parameter or a gradient, or this rank's rows."""
+    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def empty_storage(parameter: Tensor) -> None:

@@ -79,7 +79,7 @@ class AdamW(torch.optim.AdamW):
         noise = None if self.rounding is None else self.rounding.noise(weight)
         before = state["step"].clone()
         state["step"] += 1
-        corrections, accepted = _corrections(group, state["step"]), torch.zeros(())
+        corrections, accepted = corrections_of(group, state["step"]), torch.zeros(())
 
         def update(states: dict[str, Tensor], start: int, gradient: Tensor, scale: Tensor) -> None:
             weight, mean, square = (states[kind] for kind in ("weight", "exp_avg", "exp_avg_sq"))
@@ -119,7 +119,7 @@ class AdamW(torch.optim.AdamW):
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [self.working.get(weight, weight) for weight in mine],
-                _corrections(group, updates),
+                corrections_of(group, updates),
                 self._scale(),
                 self.found_inf,
                 [number for weight in mine for number in self._numbers(weight)],
@@ -161,7 +161,7 @@ class AdamW(torch.optim.AdamW):
                     weight.grad.reshape(-1),
                     state["exp_avg"].view(-1),
                     state["exp_avg_sq"].view(-1),
-                    _corrections(group, state["step"]),
+                    corrections_of(group, state["step"]),
                     self._scale(),
                     self.found_inf,
                     group,
@@ -225,7 +225,7 @@ class AdamW(torch.optim.AdamW):
         return state
 
 
-def _corrections(group: dict[str, Any], updates: Tensor) -> Tensor:
+def corrections_of(group: dict[str, Any], updates: Tensor) -> Tensor:
     """Of the means, and the root of that of the squares."""
     counted = updates.double()
     beta1, beta2 = group["betas"]

@@ -17,9 +17,9 @@ from shoal.facts.blockwise import SCALE_OF
 from shoal.facts.optimizers import ROUNDED_ELEMENTS
 from shoal.models.in_triton import in_triton
 from shoal.models.random import FIRST, GOLDEN, SECOND
-from shoal.train.adamw import AdamW, _corrections
+from shoal.train.adamw import AdamW, corrections_of
 from shoal.train.blockwise import LEAST, MEAN, MOST, SQUARE, MomentCode, decode, encode, scales
-from shoal.train.rounding import WEIGHT, Noise, StochasticRounding, settle_rounded
+from shoal.train.rounding import WEIGHT, Noise, StochasticRounding, parts, settle_rounded
 
 # Elements of a program of the kernel, and its warps.
 PROGRAM, WARPS = 1024, 4
@@ -50,7 +50,7 @@ class BlockwiseAdamW(AdamW):
                     continue
                 state = self.started(weight)
                 state["step"] += 1 - self.found_inf
-                corrections = _corrections(group, state["step"])
+                corrections = corrections_of(group, state["step"])
                 (self._in_kernel if self.writes_copies else self._in_operators)(
                     weight, state, corrections, group
                 )
@@ -61,7 +61,7 @@ class BlockwiseAdamW(AdamW):
         block, flat, gradient = self.blocks.get(weight, 1), weight.detach().view(-1), weight.grad
         assert gradient is not None
         noise = None if self.rounding is None else self.rounding.noise(weight)
-        for part in _parts(weight.numel(), block):
+        for part in parts(weight.numel(), ROUNDED_ELEMENTS // block * block):
             here = {
                 name: state[name].view(-1)[slice(part.start // size, part.stop // size)]
                 for name, size in self._sizes(weight)
@@ -115,13 +115,6 @@ class BlockwiseAdamW(AdamW):
                     )
                     state[SCALE_OF[kind]] = scale
         return state
-
-
-def _parts(size: int, block: int) -> Iterator[slice]:
-    """Of whole blocks, so few elements at a time that what is computed on the way is small."""
-    most = ROUNDED_ELEMENTS // block * block
-    for start in range(0, size, most):
-        yield slice(start, min(start + most, size))
 
 
 def _update(

@@ -31,6 +31,7 @@ from shoal.parallel.shards import Shard
 from shoal.train import host_adamw
 from shoal.train.adamw import AdamW, HostPart
 from shoal.train.optimizer import CLIP_EPS, refuses
+from shoal.train.rounding import parts
 
 # Elements of a part for each thread: long enough that threads seldom wait for one another, short enough that what is
 # widened for it stays in a cache.
@@ -82,10 +83,9 @@ class HostUpdate:
         self._reached = min(self.groups, default=0) - 1.0  # nothing of the host's comes before
         arriving = {piece: state.arriving() for piece, state in self.offloaded.away.items()}
         if isinstance(self.optimizer, AdamW):
+            # Also where this update is refused, as all are in a dry run.
             for piece in self.offloaded.pieces:
-                self.optimizer.started(
-                    piece.tensor
-                )  # also where this update is refused, as all are in a dry run
+                self.optimizer.started(piece.tensor)
         if self.offloaded.filed is not None:
             self.offloaded.filed.begin()
         self._running = self._thread.submit(self._update, arriving, known, event, limit, most)
@@ -211,7 +211,7 @@ class HostUpdate:
 
         def update(states: dict[str, Tensor], start: int, gradient: Tensor, returned: Tensor) -> None:
             length = gradient.numel()
-            for part in _parts(length, length if whole else self.part):
+            for part in parts(length, length if whole else self.part):
                 found = gradient[part]
                 narrow = returned[part] if whole else room[: found.numel()]
                 weight, mean, square = (states[kind][part] for kind in ("weight", "exp_avg", "exp_avg_sq"))
@@ -225,17 +225,12 @@ class HostUpdate:
         update_part = on_host(self.optimizer, piece.tensor, self.options[piece])
 
         def update(states: dict[str, Tensor], start: int, gradient: Tensor, returned: Tensor) -> None:
-            for part in _parts(gradient.numel(), self.part):
+            for part in parts(gradient.numel(), self.part):
                 here, read = {kind: one[part] for kind, one in states.items()}, gradient[part]
                 update_part(here, start + part.start, self._room[: read.numel()].copy_(read), scale)
                 returned[part].copy_(here["weight"])  # behind what has been read
 
         return update
-
-
-def _parts(length: int, most: int) -> Iterator[slice]:
-    for start in range(0, length, most):
-        yield slice(start, min(start + most, length))
 
 
 def _before(module: nn.Module, wait: Callable[[], None]) -> None:

@@ -95,10 +95,10 @@ class StochasticRounding:
         return Noise(key(self.seed, self.step, f"rounding {piece.name}"), Place.of(piece.box), piece.start)
 
 
-def parts(size: int) -> Iterator[slice]:
-    """So few elements at a time that what is computed on the way stays in a cache and is next to nothing."""
-    for start in range(0, size, ROUNDED_ELEMENTS):
-        yield slice(start, min(start + ROUNDED_ELEMENTS, size))
+def parts(size: int, most: int = ROUNDED_ELEMENTS) -> Iterator[slice]:
+    """So few elements at a time that what is computed on the way is next to nothing."""
+    for start in range(0, size, most):
+        yield slice(start, min(start + most, size))
 
 
 def round_(wide: Tensor, drawn: Tensor, whose: int) -> Tensor:

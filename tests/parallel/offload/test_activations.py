@@ -12,7 +12,7 @@ from tests.parallel.test_compile import ROWS, SEQ, SHAPE, assert_close, place, r
 from tests.ranks import run_ranks
 from torch import Tensor
 
-from shoal.facts.layout import Recompute
+from shoal.facts.layout import Layout, Recompute
 from shoal.facts.layout.kept import kept_tensors
 from shoal.facts.model import Model
 from shoal.parallel.offload.activations import AwayTensor
@@ -35,14 +35,9 @@ WORLD_2 = [
 ]
 
 
-@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.layout)
-def test_one_rank_equals_itself(case: Case) -> None:
-    assert_equal(case, run_ranks(1, train, case))
-
-
-@pytest.mark.parametrize("case", WORLD_2, ids=lambda case: case.layout)
-def test_two_ranks_equal_one(case: Case) -> None:
-    assert_equal(case, run_ranks(2, train, case))
+@pytest.mark.parametrize("case", [*ALONE, *WORLD_2], ids=lambda case: case.layout)
+def test_a_layout_equals_one_process(case: Case) -> None:
+    assert_equal(case, run_ranks(Layout.parse(case.layout).world, train, case))
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])

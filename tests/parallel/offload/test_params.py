@@ -10,6 +10,7 @@ from tests.parallel.test_compile import place as compiled
 from tests.ranks import run_ranks
 from torch import Tensor, nn
 
+from shoal.facts.layout import Layout
 from shoal.facts.model import Model
 from shoal.parallel.apply import Placed
 from shoal.parallel.shards import gradient
@@ -41,19 +42,9 @@ WORLD_4 = [
 ]
 
 
-@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.layout)
-def test_one_rank_equals_itself(case: Case) -> None:
-    assert_equal(case, run_ranks(1, train, case))
-
-
-@pytest.mark.parametrize("case", WORLD_2, ids=lambda case: case.layout)
-def test_two_ranks_equal_one(case: Case) -> None:
-    assert_equal(case, run_ranks(2, train, case))
-
-
-@pytest.mark.parametrize("case", WORLD_4, ids=lambda case: case.layout)
-def test_four_ranks_equal_one(case: Case) -> None:
-    assert_equal(case, run_ranks(4, train, case))
+@pytest.mark.parametrize("case", [*ALONE, *WORLD_2, *WORLD_4], ids=lambda case: case.layout)
+def test_a_layout_equals_one_process(case: Case) -> None:
+    assert_equal(case, run_ranks(Layout.parse(case.layout).world, train, case))
 
 
 def _step(placed: Placed, batches: list[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:

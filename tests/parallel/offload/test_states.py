@@ -10,6 +10,7 @@ import torch
 from tests.parallel.sharding import GPT2, Case, assert_equal, train
 from tests.ranks import run_ranks
 
+from shoal.facts.layout import Layout
 from shoal.parallel.offload.host_memory import HostBuffer
 from shoal.parallel.offload.states import LandingBuffer
 
@@ -39,19 +40,9 @@ WORLD_4 = [
 ]
 
 
-@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.layout)
-def test_one_rank_equals_itself(case: Case) -> None:
-    assert_equal(case, run_ranks(1, train, case))
-
-
-@pytest.mark.parametrize("case", WORLD_2, ids=lambda case: case.layout)
-def test_two_ranks_equal_one(case: Case) -> None:
-    assert_equal(case, run_ranks(2, train, case))
-
-
-@pytest.mark.parametrize("case", WORLD_4, ids=lambda case: case.layout)
-def test_four_ranks_equal_one(case: Case) -> None:
-    assert_equal(case, run_ranks(4, train, case))
+@pytest.mark.parametrize("case", [*ALONE, *WORLD_2, *WORLD_4], ids=lambda case: case.layout)
+def test_a_layout_equals_one_process(case: Case) -> None:
+    assert_equal(case, run_ranks(Layout.parse(case.layout).world, train, case))
 
 
 def test_what_has_landed_is_read_before_its_place_is_taken_again() -> None:

@@ -27,6 +27,7 @@ from shoal.parallel.offload.host_memory import HostBuffer, HostMemory, HostThrea
 from shoal.parallel.offload.state_files import StateFiles
 from shoal.parallel.shards import Shard
 from shoal.parallel.shards import gradient as gradient_of
+from shoal.parallel.stage_module import local_tensor
 
 ALIGNED = 16  # bytes, for elements of any width
 
@@ -228,7 +229,7 @@ class OffloadedStates:
     def _send(self, piece: Shard) -> Callable[[Tensor], None]:
         def leave(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self.leave(piece, _local(parameter.grad))
+            self.leave(piece, local_tensor(parameter.grad))
             parameter.grad = None
 
         return leave
@@ -236,7 +237,7 @@ class OffloadedStates:
     def _hold(self, piece: Shard) -> Callable[[Tensor], None]:
         def keep(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            gradient = _local(parameter.grad)
+            gradient = local_tensor(parameter.grad)
             if piece.summed is None:
                 # A copy: FSDP's is part of its unit's, which would stay with it.
                 piece.summed = gradient.to(self.states, copy=True)
@@ -304,8 +305,3 @@ def _make_here(piece: Shard) -> None:
     made = nn.Parameter(torch.empty_like(piece.working, dtype=piece.tensor.dtype))
     made.grad_dtype = piece.tensor.grad_dtype
     piece.tensor = made
-
-
-def _local(gradient: Tensor) -> Tensor:
-    local = getattr(gradient, "to_local", None)
-    return gradient if local is None else local()

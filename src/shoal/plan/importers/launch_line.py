@@ -30,9 +30,8 @@ def launch_lines(script: ShellScript) -> list[LaunchLine]:
     for words in script.commands:
         place = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
         if place is None and "-m" in words[:-1]:
-            place = (
-                words.index("-m") + 1
-            )  # python -m torchtitan.train; a launcher's own -m has a program after it
+            # python -m torchtitan.train; a launcher's own -m has a program after it.
+            place = words.index("-m") + 1
         if place is not None and any(word.startswith("--") for word in words):
             found.append(_line(words[:place], words[place + 1 :], script.batch))
     if not found:

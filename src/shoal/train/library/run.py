@@ -74,9 +74,8 @@ class Run:
         self._layout, self._mesh = layout, None if layout is None else self._join(layout)
         self._loaders: list[StepLoader] = []
         self._moved: tuple[Any, Any] | None = None  # the last batch, on the device and as it was read
-        self._scale = (
-            1.0  # what losses are divided by before a backward pass: the last step's number of targets
-        )
+        # What losses are divided by before a backward pass: the last step's number of targets.
+        self._scale = 1.0
         self._sums: list[Tensor] = []  # of losses of this step
         self._count = self._passes = 0
         self._closed_step = False  # whether the last backward pass of a step has been
