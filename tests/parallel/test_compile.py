@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.predict.sending import GEMMA2, GEMMA3, GPT2, NEOX, QWEN3
+from tests.thinned import thinned
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
@@ -177,14 +178,17 @@ class Kept:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Kept("llama", RECOMPUTES),
-        Kept("qwen3", compute=torch.bfloat16),
-        Kept("gemma2", RECOMPUTES),
-        Kept("gemma3", ("selective",), torch.bfloat16),
-        Kept("gpt2"),
-        Kept("neox", ("selective",)),
-    ],
+    thinned(
+        [
+            Kept("llama", RECOMPUTES),
+            Kept("gemma2", RECOMPUTES),
+            Kept("gpt2"),
+            Kept("gemma3", ("selective",), torch.bfloat16),
+            Kept("qwen3", compute=torch.bfloat16),
+            Kept("neox", ("selective",)),
+        ],
+        2,
+    ),
     ids=lambda case: case.family,
 )
 def test_what_a_compiled_block_keeps_and_computes(case: Kept) -> None:

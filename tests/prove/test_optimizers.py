@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.predict.counted import ask
+from tests.thinned import thinned
 
 from shoal.facts.layout import Layout
 from shoal.prove.dryrun import dryrun, first_rank
@@ -127,7 +128,7 @@ def test_an_optimizer_costs_what_is_predicted(layout: str, optimizer: str, optio
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
-@pytest.mark.parametrize("layout", ["fsdp=4,ep=2", "fsdp=2,tp=2,ep=2", "dp=2,fsdp=2,zero=1,ep=4"])
+@pytest.mark.parametrize("layout", thinned(["fsdp=4,ep=2", "fsdp=2,tp=2,ep=2", "dp=2,fsdp=2,zero=1,ep=4"], 3))
 def test_traffic_of_experts_matrices_is_predicted(layout: str, optimizer: str) -> None:
     experts = {"count": 4, "active": 2, "ffn": 96}
     workload = ask(layout, {"experts": experts, "family": "qwen3_moe"}, seq=16, optimizer=optimizer)
@@ -135,6 +136,7 @@ def test_traffic_of_experts_matrices_is_predicted(layout: str, optimizer: str) -
         assert dryrun(workload, rank).matches
 
 
+@pytest.mark.long
 def test_both_ends_of_a_tied_embedding_stay_equal(make_prover: Make) -> None:
     """Three ranks add up in an order that depends on where in a message something is, and the ends' differ."""
     prover = make_prover("fp64", **settings("adafactor"))

@@ -97,7 +97,7 @@ def test_context_ranks_keep_documents_and_windows(
     assert verdict.max_loss_diff <= 1e-12 and verdict.max_grad_diff <= 1e-12
 
 
-@pytest.mark.parametrize("preset", ["gemma2-2b", "gemma3-1b"])
+@pytest.mark.parametrize("preset", [pytest.param("gemma2-2b", marks=pytest.mark.long), "gemma3-1b"])
 def test_gemma_in_every_layout(
     make_prover: Callable[..., Prover], small_family: Callable[[str], str], preset: str
 ) -> None:

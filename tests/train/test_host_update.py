@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests.ranks import run_ranks
+from tests.thinned import thinned
 from torch import Tensor
 
 from shoal.facts.config import TuneSection
@@ -199,7 +200,16 @@ DEEP = TINY.model_copy(update={"layers": 6})
 
 @pytest.mark.parametrize(
     ("layout", "tune"),
-    [("fsdp=2", {}), ("fsdp=2,unit=2", {}), ("fsdp=2", {"prefetch": 4}), ("fsdp=2,zero=2", {}), ("dp=2", {})],
+    thinned(
+        [
+            ("fsdp=2", {}),
+            ("fsdp=2,unit=2", {}),
+            ("fsdp=2,zero=2", {}),
+            ("fsdp=2", {"prefetch": 4}),
+            ("dp=2", {}),
+        ],
+        2,
+    ),
 )
 def test_weights_are_not_used_before_they_are_updated(layout: str, tune: dict[str, Any]) -> None:
     """FSDP gathers units ahead of what it computes; weights that rest with the host are fetched ahead."""

@@ -89,6 +89,11 @@ class ServedSupervisor(Supervisor):
                     silent = True
             if process.exitcode is None or process.exitcode == 0:
                 continue
+            if process.exitcode == server.LOST_A_SERVER:
+                # A server that dies takes its workers along: what is to be told is its death, seen a moment later.
+                self.agent.crew.note_ends(LINGERS)
+                if self.agent.crew.ended:
+                    return
             del self._workers[number]
             self._losses[number] = self._losses.get(number, 0) + 1
             again = self._losses[number] <= self.job.config.fault.max_restarts

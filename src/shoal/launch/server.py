@@ -26,7 +26,7 @@ from shoal.observe.flight_recorder import Announce, unheard
 from shoal.parallel import device_context
 from shoal.parallel.hosts import PATIENCE
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.server import WORKER, ServerLink
+from shoal.parallel.server import WORKER, LinkLost, ServerLink
 from shoal.parallel.signed_store import SignedStore
 from shoal.plan.resolve import Job
 from shoal.train.files import OWNER_ONLY
@@ -36,6 +36,8 @@ from shoal.train.server.serve import JOINED, link_name, serve
 from shoal.train.server.worker import ServerWorker
 
 ENTRYPOINT = "shoal.launch.server:run_server"
+# The exit code of a worker that has lost its link to a server.
+LOST_A_SERVER = 4
 
 
 def run_server(assignment: Assignment) -> Outcome | None:
@@ -81,10 +83,11 @@ def work_for_servers(
         attempt.set(JOINED.format(number), str(incarnation))
         links = _links(attempt, number, incarnation, job.config.server.servers)
         ServerWorker(job, run, assignment.dataset, mesh, links, announce).run_to_end()
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # past the interpreter's own report, and past threads of links that are gone
+        # Past the interpreter's own report, and past threads of links that are gone.
+        os._exit(LOST_A_SERVER if isinstance(error, LinkLost) else 1)
     sys.stdout.flush()
     os._exit(0)
 

@@ -80,12 +80,17 @@ CASES = [
     ("lion", "gpt2", ["fsdp=4", "dp=2,fsdp=2,zero=1"]),
     ("adafactor", "gpt2", ["dp=2,fsdp=2,zero=1", "tp=2,fsdp=2"]),
     ("muon", "pythia-6.9b", ["fsdp=4", "tp=2"]),
+]
+OF_EXPERTS = [
     ("adafactor", "mixtral-8x7b", ["fsdp=4,ep=2", "dp=2,fsdp=2,zero=1,ep=4", "dp=2,tp=2,ep=2"]),
     ("muon", "mixtral-8x7b", ["fsdp=4,ep=2", "dp=2,fsdp=2,zero=1,ep=4"]),
 ]
 
 
-@pytest.mark.parametrize(("optimizer", "model", "layouts"), CASES)
+@pytest.mark.parametrize(
+    ("optimizer", "model", "layouts"),
+    [*CASES, *(pytest.param(*one, marks=pytest.mark.long) for one in OF_EXPERTS)],
+)
 def test_any_layout_continues_what_any_other_wrote(
     optimizer: str, model: str, layouts: list[str], tmp_path: Path
 ) -> None:
@@ -105,7 +110,11 @@ def test_any_layout_continues_what_any_other_wrote(
     [
         ("tiny", ["fsdp=3,zero=2", "tp=2,fsdp=2", "dp=2", "pp=2,fsdp=2,zero=1"]),
         ("gpt2", ["dp=2,fsdp=2,zero=1", "tp=2,fsdp=2", "fsdp=3"]),
-        ("mixtral-8x7b", ["fsdp=4,ep=2", "dp=2,fsdp=2,zero=1,ep=4", "dp=2,tp=2,ep=2"]),
+        pytest.param(
+            "mixtral-8x7b",
+            ["fsdp=4,ep=2", "dp=2,fsdp=2,zero=1,ep=4", "dp=2,tp=2,ep=2"],
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_states_in_8_bits_are_the_same_to_the_bit_in_every_layout(
