@@ -1,0 +1,78 @@
+"""Is training on this machine as fast as it was? Runs of an earlier commit and of this tree, in turns.
+
+Both train the same small model on the same data. Step times of all turns are taken together, without the first steps of
+each: a run that other work on the machine has slowed down counts as little as its share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import statistics
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from record import record
+
+from shoal.train.files import read_rows
+
+# Of a run, before its times count.
+FIRST_STEPS = 20
+SOURCES = Path(__file__).parents[1] / "src"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("commit", help="whose tree is the earlier one")
+    parser.add_argument("--layouts", default="dp=1;dp=2;fsdp=2;tp=2;pp=2")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--turns", type=int, default=4)
+    options = parser.parse_args()
+    with TemporaryDirectory() as directory:
+        place = Path(directory)
+        command = ["git", "archive", options.commit, "src"]
+        archive = subprocess.run(command, capture_output=True, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as file:
+            file.extractall(place, filter="data")
+        trees = {"earlier": place / "src", "now": SOURCES}
+        for layout in options.layouts.split(";"):
+            seconds: dict[str, list[float]] = {name: [] for name in trees}
+            for turn in range(options.turns):
+                # In the opposite order each time: what slows down towards the end strikes both.
+                for name in list(trees)[:: 1 if turn % 2 else -1]:
+                    seconds[name] += steps(trees[name], layout, options.steps, place)
+            medians = {name: statistics.median(one) for name, one in seconds.items()}
+            record(
+                "earlier",
+                against=options.commit,
+                layout=layout,
+                steps=options.steps,
+                turns=options.turns,
+                median_s=medians,
+                ratio=round(medians["now"] / medians["earlier"], 4),
+            )
+
+
+def steps(tree: Path, layout: str, count: int, place: Path) -> list[float]:
+    """Seconds of each step but the first, of a run with that tree's program."""
+    run = place / "run"
+    settings = [
+        f"recipe.steps={count}",
+        "cluster.share=true",
+        "checkpoint.every=0",
+        "evaluate.every=0",
+        f"data.cache={place / 'cache'}",
+    ]
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "shoal", "train", "--layout", layout, "--run", str(run), "--fresh"]
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    subprocess.run([*command, *words], env=environment, cwd=place, check=True, capture_output=True)
+    return [float(row["step_s"]) for row in read_rows(run / "metrics.jsonl")[FIRST_STEPS:]]
+
+
+if __name__ == "__main__":
+    main()
