@@ -114,12 +114,13 @@ def _scatter(rows: list[AccuracyRow], chosen: set[str], layouts: dict[str, Workl
     yield ""
     yield from prose(
         f"- vtrain-multi: {count} rows with `tp=2` or `tp=4` of models up to {SLOW_WIDTHS} wide ran slower than",
-        f"predicted, by {off:.0%} on average ({leaning:+.0%}). Part of it was the network: their nodes have 800 Gb/s, and",
-        "replicas with several ranks in each of many nodes show a quarter of that, those with one rank in each all of it",
-        "(`FABRICS` of `plan/published_runs.py`; the paper does not say why, a spine with fewer links would do it). The",
-        "rest follows no pattern of micro-batch, depth or replicas that we found: `tp=4,pp=16` is as predicted at",
-        "micro-batches of 2 and 3 and 15 to 23 % slower at 6 and 12, `tp=4,pp=8` the other way round; five rows of",
-        f"`tp=2` take up to 1.6 times as long as with `tp=1` or `tp=8`. The other rows are within {mean:.1%} ({bias:+.1%}).",
+        f"predicted, by {off:.0%} on average ({leaning:+.0%}). Part of it was the network: their nodes have",
+        "800 Gb/s, and replicas with several ranks in each of many nodes show a quarter of that, those with one rank",
+        "in each all of it (`FABRICS` of `plan/published_runs.py`; the paper does not say why, a spine with fewer",
+        "links would do it). The rest follows no pattern of micro-batch, depth or replicas that we found:",
+        "`tp=4,pp=16` is as predicted at micro-batches of 2 and 3 and 15 to 23 % slower at 6 and 12, `tp=4,pp=8` the",
+        "other way round; five rows of `tp=2` take up to 1.6 times as long as with `tp=1` or `tp=8`.",
+        f"The other rows are within {mean:.1%} ({bias:+.1%}).",
     )
     yield from prose(
         "- vtrain-single: its small models wait for the host at micro-batches of 1 and 2. Single",
@@ -133,8 +134,8 @@ def _scatter(rows: list[AccuracyRow], chosen: set[str], layouts: dict[str, Workl
     )
     yield from prose(
         "- torchtitan's compiled qwen3-32b ran faster than its eager runs and the 8B ones suggest; its eager runs with",
-        "`tp=8` slower, of which a copy of what is gathered along the sequence explains a third. The network of its A100",
-        "nodes is not published; 400 Gb/s is assumed.",
+        "`tp=8` slower, of which a copy of what is gathered along the sequence explains a third. The network of its",
+        "A100 nodes is not published; 400 Gb/s is assumed.",
     )
 
 

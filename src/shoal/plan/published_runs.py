@@ -126,7 +126,7 @@ def _of_stack(row: dict[str, str], used: Stack) -> Iterator[Workload]:
     )
     # Fully sharded stacks call it zero=2 where gathered parameters stay until their backward pass.
     stays = used.weights == "cast" and _whole(row, "zero") == 2
-    tune = TuneSection(persist_below=10**15 if stays else 0)
+    tune = TuneSection(persist_below=10**15 if stays else 0, bucket_mb=used.bucket_mb)
     for layout in _layouts(row, model, batch):
         yield Workload(model, cluster, recipe, layout.replace(zero=3) if stays else layout, used, tune)
 

@@ -10,7 +10,7 @@ MOST_DEVICES = 10_000_000
 
 
 class Cluster(Hardware):
-    """Devices of one kind in equal nodes. The fast link is for one device, the network for one adapter, per direction."""
+    """Devices of one kind in equal nodes. The fast link is one device's, the network one adapter's; in one direction."""
 
     name: str  # as the user wrote it
     device: Device

@@ -62,8 +62,7 @@ class Stack:
     # Whether pipeline stages have equally many layers, whatever embedding and head cost.
     even_stages: bool = False
 
-    # Whether gradients of replicas are summed in one buffer, not bucket by bucket.
-    one_buffer: bool = False
+    bucket_mb: float = 25.0  # of gradients that are summed at once
 
     # Seconds the host takes to start one layer's forward pass, hidden where the device takes longer.
     host: float = 0.0
@@ -98,7 +97,7 @@ MEGATRON = Stack(
     parts_messages=True,
     waits_for_messages=True,
     even_stages=True,
-    one_buffer=True,
+    bucket_mb=1e6,  # one buffer of all gradients
     host=0.756e-3,
     fusion=1.02,
     overlap=0.0,

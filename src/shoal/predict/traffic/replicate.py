@@ -66,7 +66,7 @@ def bucket_calls(
 
 
 def bucket_bytes(workload: Workload) -> int:
-    return 1 << 60 if workload.stack.one_buffer else round(workload.tune.bucket_mb * 2**20)
+    return round(workload.tune.bucket_mb * 2**20)
 
 
 def even_buckets(workload: Workload, here: RankParameters, kinds: BucketKinds) -> tuple[int, int]:
