@@ -11,7 +11,7 @@ from typing import Any
 from tests.docs.scenarios import block
 
 from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
-from shoal.facts.cluster.devices import DEVICES, NDR
+from shoal.facts.cluster.datasheets import DEVICES, NDR
 from shoal.facts.cluster.stack import MEGATRON, SHOAL, TITAN_COMPILED, Stack
 from shoal.facts.ledger import Ledger
 from shoal.facts.model.parameters import parameter_count

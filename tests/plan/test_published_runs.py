@@ -60,7 +60,14 @@ def test_blank_cells_leave_several_answers(tmp_path: Path) -> None:
     layouts = {str(workload.layout) for workload in open_row.workloads}
     assert len(layouts) > 3 and any("interleaved" in layout for layout in layouts)
     (titan,) = read(table(tmp_path / "titan.csv", row(source="torchtitan: x", compile="", zero="3")))
-    assert [workload.stack for workload in titan.workloads] == [stack.TITAN, stack.TITAN_COMPILED]
+    either = [stack.TITAN, stack.TITAN_FUSED_NORMS, stack.TITAN_COMPILED]
+    assert [workload.stack for workload in titan.workloads] == either
+
+
+def test_the_network_of_a_source_is_its_own() -> None:
+    clusters = {run.source: run.workloads[0].cluster for run in read(TABLE)}
+    assert clusters["vtrain-multi"].nics * clusters["vtrain-multi"].network.bandwidth == 100e9  # 800 Gb/s
+    assert clusters["llm-foundry"].nics == clusters["llm-foundry"].devices_per_node
 
 
 def test_a_run_out_of_memory_has_no_time(tmp_path: Path) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from shoal.facts.cluster import notation, stack
+from shoal.facts.cluster.datasheets import EFA_100
 from shoal.facts.cluster.stack import Stack
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout, divisors
@@ -31,6 +34,13 @@ NEEDED = ("id", "source", "arch", "layers", "hidden", "heads", "ffn", "vocab", "
 
 # Which software a source ran, by how its name begins.
 MEGATRON_SOURCES = ("vtrain", "megatron", "korthikanti")
+# The network of a source's nodes of a device kind, where it is not the catalogue's. vTrain's had 800 Gb/s; that groups
+# with several ranks in a node got a quarter of it is what its rows show. The A100s of torchtitan are taken for a
+# cloud's, with 400 Gb/s: its notes do not say, and its three rows agree.
+FABRICS: dict[tuple[str, str], dict[str, Any]] = {
+    ("vtrain", "A100-80GB"): {"nics": 4, "across_rails": 0.25},
+    ("torchtitan", "A100-80GB"): {"nics": 4, "network": EFA_100},
+}
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,8 @@ def _of_stack(row: dict[str, str], used: Stack) -> Iterator[Workload]:
     devices = _whole(row, "gpus") or 1
     per_node = min(per_node, devices)
     cluster = notation.find(f"{devices // per_node}x{per_node}x{row['gpu']}")
+    maker = re.split(r"\W", row["source"].lower())[0]
+    cluster = cluster.model_copy(update=FABRICS.get((maker, cluster.device.name), {}))
     batch = _whole(row, "global_batch") or 1
     precision = row.get("precision", "").split("-")[0] or "bf16"
     recipe = Recipe.model_validate(
@@ -114,7 +126,7 @@ def _of_stack(row: dict[str, str], used: Stack) -> Iterator[Workload]:
     )
     # Fully sharded stacks call it zero=2 where gathered parameters stay until their backward pass.
     stays = used.weights == "cast" and _whole(row, "zero") == 2
-    tune = TuneSection(persist_below=10**15 if stays else 0)
+    tune = TuneSection(persist_below=10**15 if stays else 0, bucket_mb=used.bucket_mb)
     for layout in _layouts(row, model, batch):
         yield Workload(model, cluster, recipe, layout.replace(zero=3) if stays else layout, used, tune)
 
@@ -188,7 +200,8 @@ def _stacks(row: dict[str, str]) -> list[Stack]:
     if source.startswith("torchtitan"):
         # It compiles only where it is told to.
         known = {"1": [stack.TITAN_COMPILED], "0": [stack.TITAN]}
-        return known.get((row.get("compile") or "").strip(), [stack.TITAN, stack.TITAN_COMPILED])
+        either = [stack.TITAN, stack.TITAN_FUSED_NORMS, stack.TITAN_COMPILED]
+        return known.get((row.get("compile") or "").strip(), either)
     return [stack.SHOAL]
 
 

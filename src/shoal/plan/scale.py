@@ -113,6 +113,8 @@ def with_devices(cluster: Cluster, devices: int) -> Cluster | None:
         cluster.host_memory,
         cluster.host_bandwidth,
         cluster.nvme,
+        max(1, cluster.nics * per_node // cluster.devices_per_node),
+        cluster.across_rails,
     )
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from pydantic import ValidationError
 
+from shoal.facts import calibration
 from shoal.facts.cluster.devices import CPU, DEVICES, GIB, Device, find, normalised, unknown
 
 ACCELERATORS = [device for device in DEVICES if device is not CPU]
@@ -22,20 +23,38 @@ def test_every_entry_has_a_source_and_a_memory(device: Device) -> None:
 
 @pytest.mark.parametrize("device", ACCELERATORS, ids=lambda device: device.name)
 def test_units_are_consistent(device: Device) -> None:
-    assert 1e13 <= device.peaks["bf16"] <= 1e16
-    assert device.peaks["bf16"] == device.peaks["fp16"] >= device.peaks["tf32"] >= device.peaks["fp32"]
+    half = device.peaks["fp16"]
+    assert 1e13 <= half <= 1e16 and device.peaks.get("bf16", half) == half
+    assert half >= device.peaks.get("tf32", half) >= device.peaks["fp32"] or "tf32" not in device.peaks
     assert device.memory_bandwidth is not None
-    assert 5e11 <= device.memory_bandwidth <= 1e13
-    assert 1.5e9 <= device.network.bandwidth <= 1e11
-    assert 3e10 <= device.host_link.bandwidth <= 3e11
+    assert 3e11 <= device.memory_bandwidth <= 1e13
+    assert 1e10 <= device.network.bandwidth <= 1e11
+    assert 1.5e10 <= device.host_link.bandwidth <= 4.5e11
     assert device.power is not None
-    assert 200 <= device.power <= 1500
+    assert 70 <= device.power <= 1500
     if device.fast is None:
         assert device.fast_domain == 1
     else:
         assert device.host_link.bandwidth < device.fast.bandwidth <= 9e11
-        assert device.fast_domain >= 8
+        assert device.fast_domain in (2, 8, 72)
         assert device.network.bandwidth < device.fast.bandwidth
+
+
+@pytest.mark.parametrize("name", ["V100", "T4"])
+def test_before_ampere_there_is_no_bf16(name: str) -> None:
+    device = find(name)
+    assert device is not None
+    assert "fp16" in device.peaks and not {"bf16", "tf32", "fp8"} & device.peaks.keys()
+
+
+def test_a_rate_is_known_for_every_accelerator() -> None:
+    """Else it would be guessed from whether it multiplies in 8 bits."""
+    assert {device.name for device in ACCELERATORS} == {*calibration.DEVICES, *calibration.JUDGED}
+
+
+def test_amd_reaches_less_of_its_peak_than_hopper() -> None:
+    amd, hopper = calibration.JUDGED["MI300X"], calibration.DEVICES["H100"]
+    assert amd.matmul < 0.75 * hopper.matmul and amd.flash.forward < hopper.flash.forward
 
 
 @pytest.mark.parametrize("device", ACCELERATORS, ids=lambda device: device.name)
@@ -55,6 +74,11 @@ def test_eight_bits_run_at_twice_the_rate_of_sixteen(device: Device) -> None:
         ("B200", 2.25e15, 7.7e12, 900e9, 179),
         ("GB200", 2.5e15, 8e12, 900e9, 185),
         ("MI300X", 1307e12, 5.3e12, 448e9, 192),
+        ("MI325X", 1307e12, 6e12, 448e9, 256),
+        ("H20", 148e12, 4e12, 450e9, 96),
+        ("H800", 989e12, 3.35e12, 200e9, 80),
+        ("A800", 312e12, 2039e9, 200e9, 80),
+        ("B300", 2.25e15, 8e12, 900e9, 268),
     ],
 )
 def test_datasheet_figures(
@@ -91,6 +115,18 @@ def test_no_name_means_two_devices() -> None:
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA GeForce RTX 4090", "RTX4090"),
         ("AMD Instinct MI300X", "MI300X"),
+        ("AMD Instinct MI355X", "MI355X"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("V100", "V100-32GB"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA GeForce RTX 3090", "RTX3090"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H800", "H800"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
         ("CPU", "cpu"),
     ],
 )

@@ -72,7 +72,7 @@ def test_recomputation_costs_what_it_repeats() -> None:
 
 
 def test_tensor_parallelism_across_nodes_is_dear() -> None:
-    assert taken("fsdp=4,tp=16").exposed_comm > 2 * taken("fsdp=8,tp=8").exposed_comm
+    assert taken("fsdp=4,tp=16").exposed_comm > 1.5 * taken("fsdp=8,tp=8").exposed_comm
 
 
 def test_slow_links_show_in_what_is_exposed() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from shoal.facts.cluster import devices
-from shoal.facts.cluster.devices import Count, Device, Hardware, Link, Memory, Positive
+from shoal.facts.cluster.devices import Count, Device, Hardware, Link, Memory, Positive, Share
 from shoal.facts.problem import BadInput, Problem
 
 MOST_DEVICES = 10_000_000
 
 
 class Cluster(Hardware):
-    """Devices of one kind in equal nodes. Links are for one device, in one direction."""
+    """Devices of one kind in equal nodes. The fast link is one device's, the network one adapter's; in one direction."""
 
     name: str  # as the user wrote it
     device: Device
@@ -18,7 +18,10 @@ class Cluster(Hardware):
     devices_per_node: Count
     fast_domain: Count  # devices that the fast link joins, never more than there are; the last may be smaller
     fast: Link | None  # None: the devices of a node reach one another over device.host_link
-    network: Link
+    network: Link  # one adapter
+    nics: Count  # adapters of one node, which its devices share
+    # Of a node's bandwidth, what the fabric carries between different adapters' rails; 1 where no spine is too thin.
+    across_rails: Share = 1.0
     # Of one node, which its devices share; None: as in the vendors' reference systems.
     host_memory: Memory | None = None
     host_bandwidth: Positive | None = None  # bytes/s of that memory, as an optimizer on all cores reaches
@@ -34,6 +37,7 @@ class Cluster(Hardware):
         as_catalogued = (
             device == devices.find(device.name)
             and (self.fast, self.network) == (device.fast, device.network)
+            and (self.nics, self.across_rails) == (default_nics(device, self.devices_per_node), 1.0)
             and (self.host_memory, self.host_bandwidth, self.nvme) == (None, None, None)
             and self.fast_domain == _domain(device, self.nodes, self.devices_per_node)
         )
@@ -55,6 +59,8 @@ def assemble(
     host_memory: int | None = None,
     host_bandwidth: float | None = None,
     nvme: int | None = None,
+    nics: int | None = None,
+    across_rails: float = 1.0,
 ) -> Cluster:
     """A cluster with the device's own links and domain wherever none are given."""
     if fast_domain is None and fast is not None and device.fast is None:
@@ -69,6 +75,8 @@ def assemble(
         fast_domain=min(fast_domain, nodes * devices_per_node),
         fast=fast or device.fast,
         network=network or device.network,
+        nics=nics or (devices_per_node if network else default_nics(device, devices_per_node)),
+        across_rails=across_rails,
         host_memory=host_memory,
         host_bandwidth=host_bandwidth,
         nvme=nvme,
@@ -81,6 +89,12 @@ def assemble(
 def default_per_node(device: Device, count: int) -> int:
     """Devices in each node where the user only said how many there are."""
     return min(count, device.devices_per_node or count)
+
+
+def default_nics(device: Device, devices_per_node: int) -> int:
+    """Adapters of a node: as many for each device as in the usual one, and at least one."""
+    usual = device.devices_per_node or devices_per_node
+    return max(1, round((device.nics or usual) * devices_per_node / usual))
 
 
 def _domain(device: Device, nodes: int, devices_per_node: int) -> int:

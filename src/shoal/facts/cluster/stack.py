@@ -44,6 +44,9 @@ class Stack:
     selective: Literal["products", "half", "scores"] = "products"
     # With sequence parallelism: gathered inputs are kept for the backward pass, or gathered again.
     regathers: bool = False
+    # With sequence parallelism: collectives work on whole rows of memory, but the sequence is the second dimension of a
+    # batch, so what is gathered or scattered is laid out anew.
+    copies_sequence: bool = False
     # ``zero`` 1 and 2 with whole parameters and flat buckets; or as FSDP that only skips resharding after the forward.
     unsharded: Literal["buckets", "fsdp"] = "buckets"
 
@@ -53,8 +56,13 @@ class Stack:
     dropout: bool = False  # whether masks are drawn and kept
     # Without sequence parallelism: tensor ranks send a part each of what a stage passes on, and gather it over there.
     parts_messages: bool = False
+    # Whether a rank waits for every message of an interleaved pipeline; otherwise those of a full one travel beside its
+    # computation.
+    waits_for_messages: bool = False
     # Whether pipeline stages have equally many layers, whatever embedding and head cost.
     even_stages: bool = False
+
+    bucket_mb: float = 25.0  # of gradients that are summed at once
 
     # Seconds the host takes to start one layer's forward pass, hidden where the device takes longer.
     host: float = 0.0
@@ -87,9 +95,11 @@ MEGATRON = Stack(
     regathers=True,
     dropout=True,
     parts_messages=True,
+    waits_for_messages=True,
     even_stages=True,
-    host=0.748e-3,
-    fusion=0.976,
+    bucket_mb=1e6,  # one buffer of all gradients
+    host=0.756e-3,
+    fusion=1.02,
     overlap=0.0,
 )
 FOUNDRY = Stack(
@@ -101,21 +111,29 @@ FOUNDRY = Stack(
     logit_bytes=10.0,
     unsharded="fsdp",
     kernel="first_flash",
-    host=0.303e-3,
-    fusion=3.62,
-    overlap=0.759,
+    host=0.302e-3,
+    fusion=3.76,
+    overlap=0.238,
 )
 TITAN = Stack(
     "torchtitan",
     loss="full",
     keeps_logits=True,
     selective="half",
+    copies_sequence=True,
     unsharded="fsdp",
     host=0.296e-3,
-    fusion=1.68,
-    overlap=1.0,
+    fusion=1.6,
+    overlap=0.87,
 )
+# As it could be set to until late in 2024: norms in a kernel of their own, all else eager.
+TITAN_FUSED_NORMS = replace(TITAN, name="torchtitan with fused norms", norms="fused")
 # The blocks' elementwise work becomes a few kernels; the loss reads and writes its logits less often.
 TITAN_COMPILED = replace(
-    TITAN, name="torchtitan compiled", norms="fused", activation="fused", logit_bytes=16.0
+    TITAN,
+    name="torchtitan compiled",
+    norms="fused",
+    activation="fused",
+    logit_bytes=16.0,
+    copies_sequence=False,
 )

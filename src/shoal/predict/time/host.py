@@ -18,18 +18,22 @@ from shoal.predict.time.operators import Widths
 from shoal.predict.workload import Workload
 
 # A layer's backward pass starts about twice as many kernels as its forward pass.
-HOST_BACKWARD = 2.11
+HOST_BACKWARD = 2.13
 # Kernels of a layer are of all sizes: where host and device take about as long, some wait for one and some for the
 # other. The power mean with this exponent lies as far above the larger of the two as was seen.
-BLEND = 4.8
+BLEND = 4.69
 # Hosts do not all take equally long. A collective waits for the slowest of its ranks; this is the spread of one.
-HOST_SPREAD = 0.077
+HOST_SPREAD = 0.0675
 
 # The head with its loss, and the embedding, in layers' forward passes.
-HOST_HEAD = 2.37
+HOST_HEAD = 2.11
 HOST_EMBEDDING = 0.5
 # Once a step it starts the optimizer's kernels and waits for the norm: as long as so many layers' forward passes.
 HOST_ONCE = 0.5
+
+
+# Ranks reach a collective in the middle of a layer at different times: seconds, for each neighbour within a node.
+ARRIVAL = 3.65e-05
 
 
 class Hosts(NamedTuple):
@@ -56,6 +60,11 @@ def of_layer(on: CostModel, recompute: str, compiled: bool) -> Hosts:
 def spread(tp: int) -> float:
     """How much longer the slowest of several hosts takes that wait for one another."""
     return 1 + HOST_SPREAD * sqrt(2 * log(tp)) if tp > 1 else 1.0
+
+
+def arrival(neighbours: int) -> float:
+    """How long a collective in the middle of a layer waits for the last of so many ranks of a node."""
+    return ARRIVAL * (neighbours - 1)
 
 
 def of_ends(workload: Workload, on: CostModel, first: bool, last: bool) -> float:

@@ -1,6 +1,8 @@
 """Collective time from latency and bandwidth of the links that a group spans.
 
 Ranks fill a cluster in order, so a group is given by its size and by how far apart in rank two neighbours in it are.
+All ranks do the same at the same time: where a node's devices belong to several groups, those communicate at once and
+share what leads out of the node.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ from math import log2
 
 from shoal.facts.calibration import Calibration
 from shoal.facts.cluster import Cluster
-from shoal.facts.cluster.devices import Link
 
 # How often a ring moves the buffer past every rank, less one rank's part.
 ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0, "all_to_all": 1.0}
 MESSAGES = ("send", "receive")
+# Without peer access every byte goes through the host's memory: out of one device, then into the other.
+THROUGH_HOST = 0.5
 
 
 @dataclass
@@ -27,10 +30,18 @@ class Links:
 
     def __post_init__(self) -> None:
         cluster, rates = self.cluster, self.calibration
-        inside: Link = cluster.fast or cluster.device.host_link
-        self.domain = cluster.fast_domain if cluster.fast else cluster.devices_per_node
-        self.fast = rates.fast.reached(inside.bandwidth)
-        self.network = rates.network.reached(cluster.network.bandwidth)
+        host = cluster.device.host_link.bandwidth * (1.0 if cluster.device.peer_access else THROUGH_HOST)
+        # A fast link that joins a part of a node, such as a bridge between two cards, serves groups within it; others
+        # of the node meet over the host's link.
+        self.domain = max(cluster.fast_domain, cluster.devices_per_node)
+        self.joined = cluster.fast_domain if cluster.fast else 1
+        # Of one device, to its neighbours; of all devices of a domain together, out of it.
+        self.fast = rates.fast.reached(cluster.fast.bandwidth if cluster.fast else host)
+        self.host = rates.fast.reached(host)
+        nodes = self.domain / cluster.devices_per_node
+        self.network = nodes * rates.network.reached(cluster.nics * cluster.network.bandwidth)
+        # What one adapter gives is the most that one device gets, unless it has several to itself.
+        self.one = self.network / max(1.0, min(cluster.nics * nodes, float(self.domain)))
 
     def seconds(self, op: str, size: int, ranks: int, stride: int) -> float:
         """One call of ``op`` with a buffer of ``size`` bytes, in a group of ``ranks`` that are ``stride`` apart."""
@@ -50,30 +61,47 @@ class Links:
         """How many ranks of the group share a fast-link domain."""
         return max(1, min(ranks, self.domain // stride if stride <= self.domain else 1))
 
+    def inside(self, near: int, stride: int) -> float:
+        """Bytes/s between ``near`` ranks of a group in one domain."""
+        return self.fast if near * stride <= self.joined or self.joined >= self.domain else self.host
+
+    def outward(self, near: int, sending: int, domains: float = 2) -> float:
+        """Bytes/s that ``near`` ranks of a group get out of their domain while ``sending`` of its devices send.
+
+        One rank keeps to the adapter next to it, and two domains to pairs of adapters. A ring through several ranks in
+        each of many domains leaves by another adapter than it came by, so that its messages cross the fabric's rails,
+        which may carry less (``Cluster.across_rails``).
+        """
+        cluster, whole = self.cluster, self.network
+        if near > 1 and domains > 2:
+            whole *= cluster.across_rails
+        return min(near * self.one, whole * near / sending)
+
     def _message(self, size: int, ranks: int, stride: int) -> float:
         """To the next rank of the group. Where some neighbours are in another domain, the step waits for those."""
         rates = self.calibration
         if stride * ranks <= self.domain:
-            return rates.fast.start + rates.fast.hop + size / self.fast
-        return rates.network.start + rates.network.hop + size / self.network
+            return rates.fast.start + rates.fast.hop + size / self.inside(ranks, stride)
+        # The last ranks of a domain send out of it, as many as neighbours are apart.
+        rate = self.outward(1, min(stride, self.domain))
+        return rates.network.start + rates.network.hop + size / rate
 
     def _collective(self, op: str, size: int, ranks: int, stride: int) -> float:
-        """Inside a domain a ring. Across domains the ranks of one send side by side, each over its own network link;
-        whichever of the two is slower decides. Large groups sum over a tree, whose depth is a logarithm."""
+        """A ring through all ranks. Inside a domain over fast links; between domains over the adapters that its share
+        of the domain's devices have; whichever of the two is slower decides. Large groups sum over a tree, whose depth
+        is a logarithm."""
         rates, rounds = self.calibration, ROUNDS.get(op, 1.0)
         near = self.neighbours(ranks, stride)
-        inside = rounds * (ranks - 1) / ranks * size / self.fast
+        within = self.inside(near, stride)
+        inside = rounds * (ranks - 1) / ranks * size / within if near > 1 else 0.0
         seconds = rates.fast.start + rounds * (near - 1) * rates.fast.hop
         if near == ranks:
             return seconds + inside
         far = ranks / near
-        if (
-            op == "all_to_all"
-        ):  # every rank has its own words for every other, and its own link to send them on
-            inside = (near - 1) / ranks * size / self.fast
-            outside = (ranks - near) / ranks * size / self.network
+        if op == "all_to_all":  # every rank has its own words for every other
+            inside = (near - 1) / ranks * size / within
+            outside = (ranks - near) / ranks * size / self.outward(1, self.domain)
         else:
-            together = self.network * (1 + (near - 1) * rates.network.rails)
-            outside = rounds * (far - 1) / far * size / together
+            outside = rounds * (ranks - 1) / ranks * size / self.outward(near, self.domain, far)
         hops = min(far - 1, 2 * log2(far)) if op == "all_reduce" else far - 1
         return seconds + max(inside, outside) + rates.network.start + rounds * hops * rates.network.hop

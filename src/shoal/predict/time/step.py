@@ -41,6 +41,9 @@ from shoal.predict.workload import Workload
 OPTIMIZER_BYTES = {"adamw": 28.0, "sgd": 20.0, "lion": 100.0, "muon": 110.0, "adafactor": 120.0}
 CLIPPING_BYTES = {"cast": 12.0, "master": 6.0, "working": 12.0}
 
+# Between a part of the sequence and all of it.
+SEQUENCE_OPS = ("all_gather", "reduce_scatter")
+
 ALWAYS = ("forward", "backward", "recompute")
 
 
@@ -101,7 +104,8 @@ def step(workload: Workload, on: CostModel | None = None) -> StepTime:
         # What the other ranks take, on the way to the slowest and back.
         others = sum(count * rank.micro_batch for rank, count in ranks) - slowest.micro_batch
         bubble = waits.work * others / (layout.pp - 1)
-        messages = waits.messages * _message(workload, on)
+        steady = 2 * layout.chunks * times if on.stack.waits_for_messages and layout.chunks > 1 else 0
+        messages = max(waits.messages, steady) * _message(workload, on)
     optimizer = _optimizer(workload, on)
     moved = Transfer(0.0, 1.0)
     if layout.offload:
@@ -269,6 +273,10 @@ def _communicated(workload: Workload, on: CostModel, stage: int) -> tuple[Spent,
             continue  # of context ranks see ``context``, of experts' ``expert``
         ranks = workload.ranks_of(call.group)
         each = on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
+        if call.phase in ALWAYS:
+            each += hosts.arrival(on.links.neighbours(ranks.size, ranks.stride))
+            if on.stack.copies_sequence and workload.micro > 1 and call.op in SEQUENCE_OPS:
+                each += on.kernels.moved(2 * call.bytes)
         seconds = call.count * each
         place, divided = _place(call, each_time, workload.layout)
         table = spent[place] if divided else once[place]
