@@ -194,7 +194,9 @@ def _stacks(row: dict[str, str]) -> list[Stack]:
     source = row["source"].lower()
     alone = all((_whole(row, axis) or 1) == 1 for axis in ("tp", "pp", "cp"))
     sharded = alone and (_whole(row, "zero") or 0) >= 2 and not source.startswith(MEGATRON_SOURCES)
-    found = next((stacks for names, stacks in SOURCES if source.startswith(names)), SHARDS if sharded else SPLITS)
+    found = next(
+        (stacks for names, stacks in SOURCES if source.startswith(names)), SHARDS if sharded else SPLITS
+    )
     # torchtitan compiles only where it is told to.
     compiles = (row.get("compile") or "").strip()
     if stack.TITAN in found and compiles in ("0", "1"):

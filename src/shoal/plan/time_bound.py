@@ -99,7 +99,9 @@ class TimeBound:
         tokens = self.recipe.batch * self.recipe.seq // (split.data * split.cp)
         exchanged = tokens * self.model.hidden * compute_width(self.recipe)
         # Two sums a layer forward and two backward; with sequence parallelism each is two halves.
-        summed = 4 * self.on.links.seconds("all_reduce", exchanged, split.tp, 1) * (1 - self.stack.tensor_overlap)
+        summed = (
+            4 * self.on.links.seconds("all_reduce", exchanged, split.tp, 1) * (1 - self.stack.tensor_overlap)
+        )
         return self._products / self.devices + self.model.layers / split.pp * summed
 
     @cached_property
