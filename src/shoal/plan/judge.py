@@ -179,14 +179,19 @@ def engine_runs(workload: Workload) -> bool:
 def supported(workload: Workload) -> str:
     """``runs``, or what of it the engine only plans yet; of another stack, what that one does not run."""
     if (stack := workload.stack.name) in RULES:
-        question = Asked(workload.layout, workload.model, workload.recipe, workload.lora)
-        others = [gap.what for gap in gaps(stack, question)]
+        others = [gap.what for gap in gaps(stack, asked_of(workload))]
         return PLANNED + ", ".join(others) if others else RUNS
     asked = Config(recipe=workload.recipe, model=ModelSection(lora=workload.lora))
     lacking = support.missing(asked, workload.model, workload.layout)
     if not lacking:
         return RUNS
     return PLANNED + ", ".join(problem.what.rpartition(": ")[0] for problem in lacking)
+
+
+def asked_of(workload: Workload) -> Asked:
+    """What the rules of another stack look at."""
+    rank = workload.lora.rank if workload.lora else None
+    return Asked(workload.layout, workload.model, workload.recipe, rank)
 
 
 def ask(workload: Workload, called: str | None = None) -> str:

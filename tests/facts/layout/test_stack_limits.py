@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 from shoal.facts.cluster.stack import STACKS
-from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
 from shoal.facts.layout.stack_limits import RULES, Asked, gaps, nearest, runs
 from shoal.facts.model import presets
 from shoal.facts.recipe import Recipe
 
 
-def asked(layout: str, model: str = "llama3-8b", lora: Lora | None = None, **recipe: Any) -> Asked:
+def asked(layout: str, model: str = "llama3-8b", lora: int | None = None, **recipe: Any) -> Asked:
     values = {"seq": 4096, "batch": 64, "precision": "bf16", **recipe}
     return Asked(Layout.parse(layout), presets.find(model), Recipe(**values), lora)
 
@@ -70,7 +69,7 @@ def test_too_few_sequences_for_a_pipeline_are_no_layouts_fault() -> None:
 def test_experts_and_adapters() -> None:
     assert nearest("megatron", asked("fsdp=4,tp=2,sp=0", "mixtral-8x7b"))[0].sp
     assert runs("megatron", asked("fsdp=4,tp=2,sp=0"))
-    assert not runs("torchtitan", asked("fsdp=8", lora=Lora()))
+    assert not runs("torchtitan", asked("fsdp=8", lora=16))
 
 
 def test_every_stack_but_ours_has_rules() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from shoal.facts.config import Lora
 from shoal.facts.layout import Layout, Offload, divisors
 from shoal.facts.layout.offload import waiting
 from shoal.facts.model import Model
@@ -23,7 +22,7 @@ class Asked(NamedTuple):
     layout: Layout
     model: Model
     recipe: Recipe
-    lora: Lora | None = None
+    lora: int | None = None  # the rank of adapters
 
     @property
     def micro_batches(self) -> int:
@@ -79,7 +78,7 @@ def _whole_units(asked: Asked) -> Gap | None:
 def _no_adapters(asked: Asked) -> Gap | None:
     if asked.lora is None:
         return None
-    return Gap(f"lora of rank {asked.lora.rank}: it has no adapters of its own", "train all weights", None)
+    return Gap(f"lora of rank {asked.lora}: it has no adapters of its own", "train all weights", None)
 
 
 def without(layout: Layout, *names: str) -> tuple[Offload, ...]:
