@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,6 +24,7 @@ from shoal.facts.cluster import Cluster, notation
 from shoal.facts.cluster.stack import SHOAL, Stack
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout
+from shoal.facts.layout.stack_limits import RULES
 from shoal.facts.ledger import Ledger
 from shoal.facts.model import Model, presets
 from shoal.facts.recipe import Recipe
@@ -80,7 +81,7 @@ class Workload:
     def space(self) -> Space:
         asked = self.asked
         apart = asked.cluster.device.name != "cpu"
-        return Space(asked.model, asked.recipe, asked.cluster.devices, apart=apart)
+        return Space(asked.model, asked.recipe, asked.cluster.devices, apart=apart, stack=asked.stack.name)
 
     def workload(self, candidate: Candidate) -> Question:
         return replace(self.asked, layout=candidate.layout())
@@ -92,7 +93,7 @@ class Workload:
         return ledger(self.workload(candidate))
 
 
-def workload(draw: random.Random) -> Workload:
+def workload(draw: random.Random, stacks: Sequence[Stack] = STACKS) -> Workload:
     model, cluster = _model(draw), notation.find(draw.choice(CLUSTERS))
     seq = 2 ** draw.randint(8, 13)
     if model.positions == "learned":
@@ -113,7 +114,11 @@ def workload(draw: random.Random) -> Workload:
         persist_below=draw.choice([0, 0, 0, 10**7, 10**15]),
     )
     lora = draw.choice([None, None, None, Lora(), Lora(rank=64, alpha=64.0)])
-    return Workload(Question(model, cluster, recipe, Layout(), draw.choice(STACKS), tune, lora))
+    stack = draw.choice(stacks)
+    # Adapters are the engine's own.
+    return Workload(
+        Question(model, cluster, recipe, Layout(), stack, tune, None if stack.name in RULES else lora)
+    )
 
 
 def _model(draw: random.Random) -> Model:
@@ -139,7 +144,10 @@ def candidate(draw: random.Random, space: Space) -> Candidate | None:
     split = draw.choice(splits)
     share, order = draw.choice(list(space.shares(split))), draw.choice(space.orders(split))
     offload = draw.choice([NOTHING, *space.offloads]) if draw.random() < 0.4 else NOTHING
-    states = draw.choice(list(space.states(split, share.ep, offload)))
+    sharings = list(space.states(split, share.ep, offload))
+    if not sharings:
+        return None  # a stack that does not offload this here
+    states = draw.choice(sharings)
     return Candidate(split, share, order, states, draw.choice(space.units(split, states)))
 
 
@@ -212,12 +220,12 @@ def _rest(asked: Question) -> tuple[Recipe, Stack, Lora | None]:
     return asked.recipe, asked.stack, asked.lora
 
 
-def found(seed: int, cases: int, each: int = 20) -> Iterator[str]:
+def found(seed: int, cases: int, each: int = 20, stacks: Sequence[Stack] = STACKS) -> Iterator[str]:
     """What fails in so many layouts, of which ``each`` belong to one workload."""
     draw = random.Random(seed)
     for number in range(cases):
         if number % each == 0:
-            case = workload(draw)
+            case = workload(draw, stacks)
         one = candidate(draw, case.space)
         if one is None:
             continue

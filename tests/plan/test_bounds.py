@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from benchmarks.plan_bounds import Workload, found, too_high
 
-from shoal.facts.cluster import notation
+from shoal.facts.cluster import notation, stack
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.model import presets
@@ -21,6 +21,12 @@ from shoal.predict.workload import Workload as Question
 def test_bounds_are_never_above_what_they_bound(seed: int) -> None:
     """``python benchmarks/plan_bounds.py --cases 20000`` looks at more."""
     assert list(found(seed, cases=60, each=10)) == []
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_bounds_hold_for_other_stacks(seed: int) -> None:
+    others = (stack.MEGATRON_CORE, stack.TITAN_CHUNKED, stack.DEEPSPEED)
+    assert list(found(seed, cases=40, each=8, stacks=others)) == []
 
 
 def workload(model: str, on: str, seq: int, batch: int, tune: TuneSection | None = None) -> Workload:

@@ -36,6 +36,7 @@ def plan(
     states: str = "fp32",
     reduce: str = "fp32",
     lora: int | None = None,
+    stack: str = "shoal",
     calibration: bool = True,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -89,6 +90,8 @@ def plan(
         Precision of the gradient reduction: fp32 or bf16.
     lora
         Train LoRA adapters of this rank instead of the weights.
+    stack
+        Search and price under another stack's constraints and constants: shoal, megatron, torchtitan or deepspeed.
     calibration
         Use the rates that shoal profile --calibrate measured for this kind of device, if there are any.
     json
@@ -122,12 +125,15 @@ def plan(
         optimizer=optimizer,
         states=states,
         reduce=reduce,
+        stack=stack,
     )
     if price is not None and tokens is None:
         raise BadInput("--price needs the length of the run in tokens", "--tokens 15T --price 2.5")
     if export is not None:
         _known_stack(export)
     if save is not None:
+        if stack != "shoal":
+            raise BadInput("--save: shoal train runs Shoal's engine", f"--export {stack}, or without --stack")
         from shoal.plan.save import refuse
 
         refuse(asked)

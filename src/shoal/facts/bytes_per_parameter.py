@@ -85,6 +85,8 @@ def _bytes_per_parameter(
     if stack.weights == "master":
         # Gradients beside a master copy travel as they are.
         gradient = stack.gradient_bytes or compute
+        if stack.sums_gradients:
+            gradient = max(compute, REDUCE_BYTES[reduce])
         return BytesPerParameter(compute, gradient, kept_bytes, 4, compute, gradient)
     if stack.weights == "working" and not sharded and compute < state:
         narrow = stack.narrow_gradients and one_pass and takes_narrow_gradients(precision, optimizer)

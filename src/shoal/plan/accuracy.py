@@ -86,7 +86,9 @@ def _row(run: PublishedRun) -> AccuracyRow:
 
 
 def _chosen(run: PublishedRun) -> tuple[Workload, Ledger, StepTime]:
-    """What a row leaves open the planner chooses: the fastest that fits; where none does, the most frugal.
+    """What a row leaves open the planner chooses: the fastest that fits; where none does, the fastest.
+
+    It ran, so if no choice fits it is the ledger that is off, and whoever ran it chose for speed.
 
     Of several stacks the likeliest counts, unless only another one's run would have fitted.
     """
@@ -95,7 +97,7 @@ def _chosen(run: PublishedRun) -> tuple[Workload, Ledger, StepTime]:
     if fitting:
         likeliest = fitting[0][0].stack
         return min((one for one in fitting if one[0].stack is likeliest), key=lambda one: one[2].seconds)
-    return min(asked, key=lambda one: one[1].device_total)
+    return min((one for one in asked if one[0].stack is asked[0][0].stack), key=lambda one: one[2].seconds)
 
 
 def _source(rows: list[AccuracyRow]) -> Source:

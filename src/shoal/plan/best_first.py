@@ -249,7 +249,9 @@ class BestFirst(Walk):
             return
         worked = self.bounds.of_order(split, share, order)
         for offload in ways:
-            if has_activations(offload, order.recompute) and self._may_hold(split, share, order, offload):
+            if offload not in self.space.offloads or not has_activations(offload, order.recompute):
+                continue
+            if self._may_hold(split, share, order, offload):
                 bound = self.bounds.of_offload(split, share, order, offload, worked)
                 self._push(bound, SearchNode(split, share, order.recompute, order, None, offload))
 
@@ -262,6 +264,8 @@ class BestFirst(Walk):
         frugal = states._replace(dp=split.data // most, fsdp=most)
         for unit in self.space.units(split, states):
             candidate = Candidate(split, share, order, states, unit)
+            if not self.space.admits(candidate):
+                continue
             alike = self._alike(candidate)
             if alike not in self._tried and not self._too_large(candidate):
                 self._tried.add(alike)
@@ -302,7 +306,7 @@ class BestFirst(Walk):
 
         def fits(fraction: float) -> bool:
             memory = tried(fraction).memory
-            return memory is not None and memory.fits
+            return memory is not None and memory.fits and self.space.admits(tried(fraction).candidate)
 
         fitting = FRACTIONS[bisect_left(FRACTIONS, True, key=fits) :]
         if not fitting:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.facts.cluster import Cluster
+from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
 from shoal.plan.best_first import BestFirst, Priced
 from shoal.plan.complexity import parts, plain
@@ -43,8 +44,9 @@ class Chosen:
     def why(self) -> str:
         """Within which error bar, and what it saves."""
         fastest, within = self.fastest, f"its error bar of ±{self.fastest.error_bar:.0%}"
+        stack = self.plan.workload.stack
         of_all = (
-            "the fastest layout that fits and that the engine runs"
+            f"the fastest layout that fits and that {'the engine' if stack is SHOAL else stack.name} runs"
             if fastest.runs
             else "the fastest layout that fits"
         )

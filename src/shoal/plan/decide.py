@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.config import Lora
 from shoal.facts.layout import OFFLOADABLE, Offload
 from shoal.facts.layout.offload import waiting
@@ -68,7 +69,11 @@ def _unrun(plan: Plan, remedies: list[Remedy]) -> Iterator[str]:
     if plan.layout.offload:
         yield _offloaded(plan, remedies)
     if not plan.runs:
-        yield f"It is {UNRUN} ({plan.lacks}); --export writes it for another stack."
+        if plan.workload.stack is SHOAL:
+            yield f"It is {UNRUN} ({plan.lacks}); --export writes it for another stack."
+        else:
+            name = plan.workload.stack.name
+            yield f"{name} does not run it ({plan.lacks}); --export writes the nearest that it does."
 
 
 def _beside_ddp(plan: Plan) -> str:

@@ -44,6 +44,8 @@ LONGEST = 65536
 SHORTEST = 0.058149
 
 DEVICE = "device "
+# Stacks whose constants no row was fitted on.
+UNFITTED = ("megatron", "deepspeed", "transformers")
 
 
 def claims(workload: Workload) -> list[str]:
@@ -57,6 +59,8 @@ def claims(workload: Workload) -> list[str]:
         found.append("tp")
         if layout.sp:
             found.append("sp")
+    if workload.stack.name in UNFITTED:
+        found.append(f"stack {workload.stack.name}")
     if model.experts is not None:
         found.append("experts")
     if model.latent is not None:

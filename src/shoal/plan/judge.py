@@ -8,8 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from shoal.facts import support
+from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.config import Config, ModelSection
 from shoal.facts.layout import Layout, divisors
+from shoal.facts.layout.stack_limits import RULES, Asked, gaps
 from shoal.facts.ledger import Ledger
 from shoal.facts.traffic import Traffic
 from shoal.plan import evidence
@@ -135,6 +137,8 @@ class Plan:
     def command(self) -> str:
         """What to type next: a config to train with or, for what the engine does not run yet, an export."""
         asked = f"{ask(self.workload, self.called)} --layout {shlex.quote(str(self.layout))}"
+        if (stack := self.workload.stack) is not SHOAL:
+            return f"shoal plan {asked} --export {stack.name}"
         if self.runs:
             return f"shoal plan {asked} --save plan.toml && shoal train plan.toml"
         return f"shoal plan {asked} --export megatron"
@@ -173,7 +177,10 @@ def engine_runs(workload: Workload) -> bool:
 
 
 def supported(workload: Workload) -> str:
-    """``runs``, or what of it the engine only plans yet."""
+    """``runs``, or what of it the engine only plans yet; of another stack, what that one does not run."""
+    if (stack := workload.stack.name) in RULES:
+        others = [gap.what for gap in gaps(stack, asked_of(workload))]
+        return PLANNED + ", ".join(others) if others else RUNS
     asked = Config(recipe=workload.recipe, model=ModelSection(lora=workload.lora))
     lacking = support.missing(asked, workload.model, workload.layout)
     if not lacking:
@@ -181,11 +188,19 @@ def supported(workload: Workload) -> str:
     return PLANNED + ", ".join(problem.what.rpartition(": ")[0] for problem in lacking)
 
 
+def asked_of(workload: Workload) -> Asked:
+    """What the rules of another stack look at."""
+    rank = workload.lora.rank if workload.lora else None
+    return Asked(workload.layout, workload.model, workload.recipe, rank)
+
+
 def ask(workload: Workload, called: str | None = None) -> str:
     """The workload without its layout, as arguments of ``shoal plan`` that a shell takes as they are."""
     recipe = workload.recipe
     model, cluster = shlex.quote(called or workload.model.name), shlex.quote(str(workload.cluster))
     words = f"{model} --on {cluster} --seq {recipe.seq} --batch {recipe.batch}"
+    if workload.stack.name in RULES:
+        words += f" --stack {workload.stack.name}"
     if recipe.tokens is not None:
         words += f" --tokens {recipe.tokens}"
     for flag, usual in (

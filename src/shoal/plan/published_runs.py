@@ -32,8 +32,19 @@ MAY_BE_ZERO = ("zero", "sp")
 BEYOND = "beyond the last column"
 NEEDED = ("id", "source", "arch", "layers", "hidden", "heads", "ffn", "vocab", "seq", "gpu", "gpus", "step_s")
 
-# Which software a source ran, by how its name begins.
-MEGATRON_SOURCES = ("vtrain", "megatron", "korthikanti")
+# Which software a source ran, by how its name begins; the first that does counts.
+SOURCES: tuple[tuple[tuple[str, ...], tuple[Stack, ...]], ...] = (
+    (("shoal",), (stack.SHOAL,)),
+    (("llm-foundry", "mosaic", "mpt"), (stack.FOUNDRY,)),
+    (("vtrain", "korthikanti", "megatron-sc21", "narayanan"), (stack.MEGATRON,)),
+    (("torchtitan",), (stack.TITAN, stack.TITAN_FUSED_NORMS, stack.TITAN_COMPILED)),
+    (("deepspeed", "zero", "ulysses"), (stack.DEEPSPEED,)),
+    (("accelerate", "transformers", "trl", "axolotl", "huggingface", "fsdp"), (stack.TRANSFORMERS,)),
+)
+# Of software that has no stack of its own here: what splits layers runs on kernels like Megatron's, what only shards
+# is a compiled network in FSDP's shards.
+MEGATRON_SOURCES = ("megatron", "nemo", "nvidia", "mcore")
+SPLITS, SHARDS = (stack.MEGATRON_CORE,), (stack.TITAN_COMPILED, stack.TITAN)
 # The network of a source's nodes of a device kind, where it is not the catalogue's. vTrain's had 800 Gb/s; that groups
 # with several ranks in a node got a quarter of it is what its rows show. The A100s of torchtitan are taken for a
 # cloud's, with 400 Gb/s: its notes do not say, and its three rows agree.
@@ -120,7 +131,7 @@ def _of_stack(row: dict[str, str], used: Stack) -> Iterator[Workload]:
             "seq": _whole(row, "seq"),
             "batch": batch,
             "precision": precision,
-            "reduce": "fp32" if used.name.startswith("torchtitan") else "bf16",
+            "reduce": "fp32" if used.sums_gradients or used.name.startswith("torchtitan") else "bf16",
             "dropout": 0.1 if used.dropout else 0.0,
         }
     )
@@ -193,16 +204,16 @@ def _model(row: dict[str, str]) -> Model:
 def _stacks(row: dict[str, str]) -> list[Stack]:
     """The software that a row may have run on, the likeliest first."""
     source = row["source"].lower()
-    if source.startswith(MEGATRON_SOURCES):
-        return [stack.MEGATRON]
-    if source.startswith("llm-foundry"):
-        return [stack.FOUNDRY]
-    if source.startswith("torchtitan"):
-        # It compiles only where it is told to.
-        known = {"1": [stack.TITAN_COMPILED], "0": [stack.TITAN]}
-        either = [stack.TITAN, stack.TITAN_FUSED_NORMS, stack.TITAN_COMPILED]
-        return known.get((row.get("compile") or "").strip(), either)
-    return [stack.SHOAL]
+    alone = all((_whole(row, axis) or 1) == 1 for axis in ("tp", "pp", "cp"))
+    sharded = alone and (_whole(row, "zero") or 0) >= 2 and not source.startswith(MEGATRON_SOURCES)
+    found = next(
+        (stacks for names, stacks in SOURCES if source.startswith(names)), SHARDS if sharded else SPLITS
+    )
+    # torchtitan compiles only where it is told to.
+    compiles = (row.get("compile") or "").strip()
+    if stack.TITAN in found and compiles in ("0", "1"):
+        return [stack.TITAN_COMPILED if compiles == "1" else stack.TITAN]
+    return [*found]
 
 
 def _whole(row: dict[str, str], column: str) -> int | None:

@@ -139,6 +139,7 @@ def _json(found: PlanReport) -> dict[str, Any]:
             "capacity": cluster.device.memory_bytes,
         },
         "recipe": asked.recipe.model_dump(mode="json"),
+        "stack": asked.stack.name,
         "lora": asked.lora.model_dump(mode="json") if asked.lora else None,
         "decision": vars(found.decision),
         "plans": [_plan(found, plan) for plan in found.plans],

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 from shoal.facts.cluster import Cluster, notation
+from shoal.facts.cluster.stack import SHOAL, STACKS, Stack
 from shoal.facts.config import MOST_RANKS, Config, Lora, TuneSection
 from shoal.facts.config.check import explain
 from shoal.facts.layout import Layout, nearest
 from shoal.facts.layout.legality import violations
 from shoal.facts.model import Model, presets
-from shoal.facts.problem import BadInput, Problem, seek
+from shoal.facts.problem import BadInput, Problem, did_you_mean, seek
 from shoal.facts.recipe import Recipe, read_count
 from shoal.predict.workload import USUAL, Workload
 
@@ -40,6 +42,7 @@ class PlanRequest:
     price: float | None = None  # of a GPU for an hour
     tune: TuneSection = USUAL
     compile: bool | None = None  # as compile.enabled
+    stack: Stack = SHOAL  # whose constraints and constants hold
 
     def workload(self, layout: Layout) -> Workload:
         return Workload(
@@ -47,6 +50,7 @@ class PlanRequest:
             self.cluster,
             self.recipe,
             layout,
+            self.stack,
             tune=self.tune,
             lora=self.lora,
             compile=self.compile,
@@ -64,6 +68,7 @@ def plan_request(
     tokens: str | int | None = None,
     price: float | None = None,
     visible: str | None = None,
+    stack: str = "shoal",
     **recipe: Any,
 ) -> PlanRequest:
     """Names looked up, values checked; everything wrong is reported together.
@@ -84,6 +89,8 @@ def plan_request(
         problems.append(Problem(f"--price {price}: must be above 0", "--price 2.5, per GPU-hour"))
     if lora is not None and not 1 <= lora <= MOST_RANKS:
         problems.append(Problem(f"--lora {lora}: must be from 1 to {MOST_RANKS}", "--lora 16"))
+    if stack not in STACKS:
+        problems.append(Problem(f"--stack {stack}: unknown stack", did_you_mean(stack, tuple(STACKS))))
     chosen: Layout | None = None
     if isinstance(layout, str):
         chosen = seek("", lambda: Layout.parse(layout), problems)
@@ -95,7 +102,46 @@ def plan_request(
         raise BadInput(problems)
     name = model if isinstance(model, str) else model.name
     adapters = Lora(rank=lora, alpha=2.0 * lora) if lora else None
-    return PlanRequest(found_model, name, cluster, found_recipe, chosen, adapters, total, price)
+    used = STACKS[stack]
+    if refused := list(unsupported(stack, found_recipe, adapters)):
+        raise BadInput(refused)
+    # Buckets are as large as the stack makes them.
+    tune = USUAL if used is SHOAL else TuneSection(bucket_mb=used.bucket_mb)
+    return PlanRequest(
+        found_model, name, cluster, found_recipe, chosen, adapters, total, price, tune, stack=used
+    )
+
+
+# What of a recipe other stacks do not train with, and what comes nearest.
+UNSUPPORTED: dict[str, dict[tuple[str, str], str]] = {
+    "megatron": {
+        ("precision", "fp64"): "--precision fp32",
+        ("states", "bf16"): "--states fp32",
+        ("states", "int8"): "--states fp32",
+    },
+    "torchtitan": {
+        ("precision", "fp64"): "--precision fp32",
+        ("precision", "fp16"): "--precision bf16",
+        ("states", "int8"): "--states bf16",
+        ("optimizer", "sgd"): "--optimizer adamw",
+        ("reduce", "bf16"): "--reduce fp32",
+    },
+    "deepspeed": {
+        ("precision", "fp64"): "--precision fp32",
+        ("precision", "fp8"): "--precision bf16",
+        ("states", "int8"): "--states bf16",
+    },
+}
+
+
+def unsupported(stack: str, recipe: Recipe, lora: Lora | None) -> Iterator[Problem]:
+    for (field, value), nearest_to_it in UNSUPPORTED.get(stack, {}).items():
+        if getattr(recipe, field) == value:
+            yield Problem(f"--stack {stack}: it does not train with {field} {value}", nearest_to_it)
+    if lora is not None and stack in ("megatron", "torchtitan"):
+        yield Problem(
+            f"--stack {stack}: it has no adapters of its own", "--stack deepspeed, or without --lora"
+        )
 
 
 def _recipe(values: dict[str, Any], problems: list[Problem]) -> Recipe | None:

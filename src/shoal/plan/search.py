@@ -14,6 +14,7 @@ from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL, Stack
 from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout, divisors
+from shoal.facts.layout.stack_limits import RULES
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.plan import explain
@@ -101,7 +102,12 @@ def search(
     )
     space = Space(model, recipe, count_of_devices, runnable=True)
     hunts: list[BestFirst] = []
-    if space.runs or runnable:
+    if stack.name in RULES:  # what another stack does not run is of no use to anyone
+        space = replace(space, runnable=False, apart=cluster.device.name != "cpu", stack=stack.name)
+        whole = BestFirst(asked, *tools, space, top)
+        hunts += _hunted(whole, effort and 3 * effort, frugal_first=space.size() > SMALL)
+        runnable = True
+    elif space.runs or runnable:
         hunts += _hunted(BestFirst(asked, *tools, space, top), effort)
     able = any(hunt.accepted for hunt in hunts)
     chosen_from = [*hunts]
@@ -141,6 +147,7 @@ def searched(workload: Workload, top: int = TOP, runnable: bool = False) -> Sear
                 *given,
                 top=top,
                 lora=workload.lora,
+                stack=workload.stack,
                 tune=workload.tune,
                 runnable=runnable,
                 devices=devices,
@@ -198,7 +205,12 @@ def _ranked(hunts: list[BestFirst], top: int, against: Replicas) -> list[Plan]:
     ranked = list(best.values())
     shown = ranked[:top]
     first_that_runs = next((one for one in ranked if support.runs(one.workload.layout)), None)
-    if top > 1 and first_that_runs is not None and first_that_runs not in shown:
+    if (
+        top > 1
+        and hunts[0].asked.stack is SHOAL
+        and first_that_runs is not None
+        and first_that_runs not in shown
+    ):
         shown[-1] = first_that_runs
     plans = [planned(one, against) for one in shown]
     for plan in plans:

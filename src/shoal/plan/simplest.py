@@ -129,7 +129,9 @@ class Simplest(Walk):
             self._later(rank, node, orders)
         elif states is None:
             self._open_order(rank, node, share, order)
-        elif not self._too_large(candidate := Candidate(split, share, order, states, unit)):
+        elif self.space.admits(
+            candidate := Candidate(split, share, order, states, unit)
+        ) and not self._too_large(candidate):
             priced = self._priced(candidate)
             self._push(rank._replace(seconds=priced.step.seconds), priced)
 

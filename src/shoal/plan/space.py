@@ -30,6 +30,8 @@ from shoal.facts.layout import (
 )
 from shoal.facts.layout.legality import Case, broken
 from shoal.facts.layout.parameter_groups import Placement, experts_fit, placement
+from shoal.facts.layout.stack_limits import RULES, Asked
+from shoal.facts.layout.stack_limits import runs as stack_runs
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.facts.strategies import OWNERS
@@ -142,7 +144,10 @@ class Candidate(NamedTuple):
 
 @dataclass
 class Space:
-    """The legal layouts of a model and a recipe on so many devices; ``runnable``: only what the engine runs."""
+    """The legal layouts of a model and a recipe on so many devices; ``runnable``: only what the engine runs.
+
+    ``stack``: of another stack, what that one runs.
+    """
 
     model: Model
     recipe: Recipe
@@ -152,6 +157,7 @@ class Space:
     frugal: bool = (
         False  # only what needs little memory: small micro-batches, nothing kept, states over all ranks
     )
+    stack: str = "shoal"
 
     def __post_init__(self) -> None:
         self._orders = cache(self._orders_of)
@@ -201,13 +207,18 @@ class Space:
             PipelineOrder(schedule, chunks, again)
             for schedule, chunks in self._pipelines[pp]
             for again in ((recompute,) if recompute else RECOMPUTES)
+            if self._by_stack(pp=pp, schedule=schedule, chunks=chunks, recompute=again, zero=1, micro=1)
         ]
 
     def sharings(
         self, split: ModelSplit, ep: int, offload: tuple[Offload, ...] = NOTHING
     ) -> list[list[StateSharding]]:
         """By what is shared out; each from the most ranks to the fewest, and so from the least memory to the most."""
-        return self._sharings(split.data, split.cp, ep, offload)
+        found = self._sharings(split.data, split.cp, ep, offload)
+        if not self._others:
+            return found
+        within = [[states for states in alike if self._shares(split, states)] for alike in found]
+        return [alike for alike in within if alike]
 
     def _sharings_of(
         self, data: int, cp: int, ep: int, offload: tuple[Offload, ...]
@@ -226,14 +237,22 @@ class Space:
 
     def units(self, split: ModelSplit, states: StateSharding) -> tuple[int, ...]:
         """Blocks in a sharded group; it means nothing where parameters are whole."""
-        if states.zero < 3 or placed(split, states).sharded.size == 1:
+        if states.zero < 3 or placed(split, states).sharded.size == 1 or self._others:
             return (1,)
         most = -(-self.model.layers // split.pp)
         return tuple(unit for unit in UNITS if unit <= most)
 
     @property
     def offloads(self) -> tuple[tuple[Offload, ...], ...]:
-        return OFFLOADS if self.apart and self._searched("offload") else ()
+        if not self.apart or not self._searched("offload"):
+            return ()
+        # Of another stack, what it offloads of some layout: most of all where everything is shared out.
+        return tuple(
+            offload
+            for offload in OFFLOADS
+            if self._by_stack(offload=offload, recompute="full", fsdp=2, zero=3, micro=1)
+            or self._by_stack(offload=offload, recompute="full", fsdp=2, zero=1, micro=1)
+        )
 
     def offloads_of(self, recompute: Recompute) -> tuple[tuple[Offload, ...], ...]:
         return tuple(offload for offload in self.offloads if has_activations(offload, recompute))
@@ -246,7 +265,9 @@ class Space:
                     for offload in (NOTHING, *self.offloads_of(order.recompute)):
                         for states in self.states(split, share.ep, offload):
                             for unit in self.units(split, states):
-                                yield Candidate(split, share, order, states, unit)
+                                one = Candidate(split, share, order, states, unit)
+                                if self.admits(one):
+                                    yield one
 
     def size(self) -> int:
         """How many that are, without going through them."""
@@ -269,6 +290,7 @@ class Space:
             for sp in ((True, False) if tp > 1 else (True,))
             for kind in (CONTEXT_KINDS if cp > 1 else CONTEXT_KINDS[:1])
             if self._legal(Layout(tp=tp, sp=sp, cp=cp, cp_kind=kind))
+            and self._by_stack(tp=tp, sp=sp, cp=cp, cp_kind=kind, zero=2, micro=1)
         ]
 
     @cached_property
@@ -296,6 +318,30 @@ class Space:
     def _legal(self, layout: Layout) -> bool:
         case = Case.of(layout, self.model, self.recipe)
         return next(broken(case), None) is None
+
+    @property
+    def _others(self) -> bool:
+        """Whether another stack's rules hold."""
+        return self.stack in RULES
+
+    def admits(self, candidate: Candidate) -> bool:
+        """Whether the stack runs a whole layout; that it is legal is known."""
+        return not self._others or stack_runs(self.stack, Asked(candidate.layout(), self.model, self.recipe))
+
+    def _shares(self, split: ModelSplit, states: StateSharding) -> bool:
+        sp, kind = self._ways(split.tp, split.cp)[0]
+        return self._by_stack(
+            **states._asdict(), tp=split.tp, sp=sp, cp=split.cp, cp_kind=kind, pp=split.pp, recompute="full"
+        )
+
+    def _by_stack(self, **keys: Any) -> bool:
+        """Whether the stack runs layouts of which only these keys are known; the batch is one that suits it."""
+        if not self._others:
+            return True
+        layout = layout_of(**{"micro": 1, **keys})
+        batch = 2 * layout.data_ranks * layout.pp
+        recipe = self.recipe.model_copy(update={"batch": batch})
+        return stack_runs(self.stack, Asked(layout, self.model, recipe))
 
     @property
     def runs(self) -> bool:

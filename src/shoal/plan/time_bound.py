@@ -44,6 +44,7 @@ from shoal.predict.time.offload import Beside, Offloadable, Shares, transfer
 from shoal.predict.time.step import (
     CostModel,
     RankKind,
+    beside_products,
     resting_bytes,
     stage_kinds,
     update_seconds,
@@ -98,7 +99,9 @@ class TimeBound:
         tokens = self.recipe.batch * self.recipe.seq // (split.data * split.cp)
         exchanged = tokens * self.model.hidden * compute_width(self.recipe)
         # Two sums a layer forward and two backward; with sequence parallelism each is two halves.
-        summed = 4 * self.on.links.seconds("all_reduce", exchanged, split.tp, 1)
+        summed = (
+            4 * self.on.links.seconds("all_reduce", exchanged, split.tp, 1) * (1 - self.stack.tensor_overlap)
+        )
         return self._products / self.devices + self.model.layers / split.pp * summed
 
     @cached_property
@@ -261,7 +264,8 @@ class TimeBound:
 
     def _seconds(self, workload: Workload, call: CollectiveCall) -> float:
         ranks = workload.ranks_of(call.group)
-        return call.count * self.on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
+        left = beside_products(self.stack, workload.layout.sp, call)
+        return call.count * left * self.on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
 
     def _stage_kinds(self, pp: int, chunks: int, schedule: str) -> tuple[RankKind, ...]:
         return stage_kinds(self.model, pp, chunks, schedule, self.cut_by)
@@ -311,7 +315,8 @@ class TimeBound:
         if not reduced:
             return Exchange(0.0, 0.0, 0.0)
         updated = seconds("all_gather", int(elements * weight_width(recipe)), shards, stride)
-        return Exchange(0.0, backward + (passes if zero == 2 else 1) * scattered, updated)
+        summed = backward + (passes if zero == 2 else 1) * scattered
+        return Exchange(updated, summed, 0.0) if self.stack.gathers_ahead else Exchange(0.0, summed, updated)
 
     def _update(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding

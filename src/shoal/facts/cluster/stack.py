@@ -1,8 +1,10 @@
 """Stack: the training software, as far as it changes the cost of a step.
 
 Shoal's own engine is one; others are here because their published runs are what the planner is judged by, and because
-a plan can be exported to them. What a stack *does* (which kernels, what rests in which precision) is known from its
-source. Three properties are fitted, on at most a fifth of its published rows: ``host``, ``fusion`` and ``overlap``.
+a plan can be made for them (``--stack``) and exported to them. What a stack *does* (which kernels, what rests in which
+precision) is known from its source; which layouts it runs is in ``facts/layout/stack_limits.py``. Three properties are
+fitted, on at most a fifth of its published rows: ``host``, ``fusion`` and ``overlap``. Of stacks that no row was fitted
+on these, and ``tensor_overlap``, are judgement, and say so.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ class Stack:
     gradient_bytes: int | None = (
         None  # beside an fp32 master copy; None: gradients are as wide as the weights
     )
+    sums_gradients: bool = False  # beside a master copy, gradients add up as wide as ranks sum them
     attention: Literal["flash", "unfused"] = "flash"
     norms: Literal["eager", "fused"] = "eager"
     activation: Literal["eager", "fused"] = "eager"
@@ -39,9 +42,9 @@ class Stack:
     adds_products: bool = False  # of chunks to the head's gradient as they are computed, not afterwards
     narrow_gradients: bool = False  # that nothing is added to stay as they were computed
     keeps_logits: bool = False  # whether the caller holds on to them through the backward pass
-    # What ``recompute=selective`` keeps: all matrix products; every second one and attention's result; or all but
-    # attention's inner scores.
-    selective: Literal["products", "half", "scores"] = "products"
+    # What ``recompute=selective`` keeps: all matrix products; every second one and attention's result; all but
+    # attention's inner scores; or all but what norms make.
+    selective: Literal["products", "half", "scores", "norms"] = "products"
     # With sequence parallelism: gathered inputs are kept for the backward pass, or gathered again.
     regathers: bool = False
     # With sequence parallelism: collectives work on whole rows of memory, but the sequence is the second dimension of a
@@ -63,11 +66,17 @@ class Stack:
     even_stages: bool = False
 
     bucket_mb: float = 25.0  # of gradients that are summed at once
+    gathers_ahead: bool = (
+        False  # updated weights, of ``zero`` 1 and 2, while the next step's forward pass goes on
+    )
 
     # Seconds the host takes to start one layer's forward pass, hidden where the device takes longer.
     host: float = 0.0
     fusion: float = 1.0  # of the bytes that eager elementwise kernels move, the share that is left
     overlap: float = 0.0  # of the data ranks' communication, the share that can hide behind computation
+    # Of what tensor ranks exchange with sequence parallelism, the share that travels beside the products that make or
+    # read it.
+    tensor_overlap: float = 0.0
 
 
 # Ours: on CUDA, attention is what SDPA chooses, which is cuDNN's on Hopper. Its overlap was never measured.
@@ -82,8 +91,9 @@ SHOAL = Stack(
     fusion=2.2,
     overlap=0.7,
 )
+# Megatron-LM as it was in the years of its published papers and of vTrain's measurements.
 MEGATRON = Stack(
-    "megatron",
+    "megatron 2022",
     weights="master",
     attention="unfused",
     norms="fused",
@@ -102,6 +112,30 @@ MEGATRON = Stack(
     fusion=1.02,
     overlap=0.0,
 )
+# Megatron Core 0.16 with Transformer Engine, as its own recipes switch it on: cuDNN attention, fused norms, SwiGLU,
+# rotary positions and loss, gradients summed and weights gathered beside the computation, tensor ranks' exchange beside
+# the products (``--tp-comm-overlap``). Judgement: its host is as quick as that of other stacks with fused kernels.
+# ``tests/plan/test_other_stacks.py`` holds it against what was published.
+MEGATRON_CORE = Stack(
+    "megatron",
+    weights="master",
+    sums_gradients=True,
+    norms="fused",
+    activation="fused",
+    joined=True,
+    loss="compiled",
+    logit_bytes=16.0,
+    selective="norms",
+    regathers=True,
+    kernel="fused",
+    parts_messages=True,
+    bucket_mb=160.0,  # 40 million gradients in fp32
+    gathers_ahead=True,
+    host=0.3e-3,
+    fusion=1.0,
+    overlap=0.8,
+    tensor_overlap=0.6,
+)
 FOUNDRY = Stack(
     "llm-foundry",
     norms="fused",
@@ -116,7 +150,7 @@ FOUNDRY = Stack(
     overlap=0.238,
 )
 TITAN = Stack(
-    "torchtitan",
+    "torchtitan eager",
     loss="full",
     keeps_logits=True,
     selective="half",
@@ -137,3 +171,23 @@ TITAN_COMPILED = replace(
     logit_bytes=16.0,
     copies_sequence=False,
 )
+# As 0.3.0's own configs have it: the loss comes chunk by chunk, with its gradients.
+TITAN_CHUNKED = replace(TITAN_COMPILED, name="torchtitan", loss="fused", keeps_logits=False)
+# DeepSpeed 0.19 around a model of ``transformers``: eager norms and activations, SDPA's attention, all logits in fp32;
+# narrow weights and gradients beside an fp32 master copy. Judgement: its hooks take the host as long as a layer's own
+# kernels, and its prefetching hides most of what is gathered.
+DEEPSPEED = Stack(
+    "deepspeed",
+    weights="master",
+    loss="full",
+    keeps_logits=True,
+    kernel="flash",
+    host=0.6e-3,
+    fusion=2.2,
+    overlap=0.7,
+)
+# A model of ``transformers`` in FSDP2's shards, as Accelerate and SageMaker's library run it.
+TRANSFORMERS = replace(TITAN, name="transformers", selective="products", host=0.4e-3, fusion=2.2, overlap=0.7)
+
+# What ``--stack`` takes.
+STACKS = {one.name: one for one in (SHOAL, MEGATRON_CORE, TITAN_CHUNKED, DEEPSPEED)}

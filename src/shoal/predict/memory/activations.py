@@ -265,6 +265,10 @@ def _selected(
         scores = (2 * c + 1) * even_share(model.heads, work.tp) * work.seq * tokens
         kept = parts.all - (scores if work.stack.attention == "unfused" else 0.0)
         return kept, kept
+    if work.stack.selective == "norms":
+        own = c * model.hidden * work.stream
+        kept = parts.all - parts.entered - own - (own if parts.has_input else 0.0)
+        return kept, kept
     if work.stack.selective == "half":
         # Of q, k, v, o, gate, up, down every second: q, v, gate, down; and attention's result.
         used = c * tokens * (query + value + query) + inner

@@ -172,6 +172,7 @@ def layer(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> Se
     scale = kernels.width * (COMPILED_FUSION if share.compiled else stack.fusion)
     pointwise = kernels.moved(moved.forward * scale)
     again = {"products": pointwise + attend, "half": pointwise + forward / 2, "scores": attend}
+    again["norms"] = kernels.moved(share.between * model.hidden * 2 * _norm(model, stack).forward * scale)
     if share.compiled:  # it makes elementwise results anew where it reads them
         again = dict.fromkeys(again, attend)
     whole = forward + attend + pointwise + kernels.moved(parameters * share.held.forward)
@@ -217,7 +218,7 @@ def capped_attention(model: Model, kernels: Kernels, flops: float, windowed: boo
 
 def _moved(model: Model, stack: Stack, share: LayerShare) -> Passes:
     """Elements that elementwise kernels read and write."""
-    norm = LAYER_NORM if model.norm == "layer" else NORM["rms", stack.norms]
+    norm = _norm(model, stack)
     rotary = ROTARY[stack.activation] if model.positions == "rotary" else NONE
     inner = GATED[stack.activation] if model.gated else PLAIN
     tokens, width = share.tokens, inner_width(model, share)
@@ -235,6 +236,10 @@ def _moved(model: Model, stack: Stack, share: LayerShare) -> Passes:
             + tokens * (query * COPIES[way] + (query + key) * rotated + width * inner[way])
         )
     return Passes(*found)
+
+
+def _norm(model: Model, stack: Stack) -> Passes:
+    return LAYER_NORM if model.norm == "layer" else NORM["rms", stack.norms]
 
 
 def _compiled(model: Model, kernels: Kernels, share: LayerShare) -> Passes:

@@ -277,13 +277,21 @@ def _communicated(workload: Workload, on: CostModel, stage: int) -> tuple[Spent,
             each += hosts.arrival(on.links.neighbours(ranks.size, ranks.stride))
             if on.stack.copies_sequence and workload.micro > 1 and call.op in SEQUENCE_OPS:
                 each += on.kernels.moved(2 * call.bytes)
-        seconds = call.count * each
+        seconds = call.count * each * beside_products(on.stack, workload.layout.sp, call)
         place, divided = _place(call, each_time, workload.layout)
+        if call.phase == "update" and call.op == "all_gather" and on.stack.gathers_ahead:
+            place = "forward"
         table = spent[place] if divided else once[place]
         table[call.group] = table.get(call.group, 0.0) + (seconds / times if divided else seconds)
         if place in alone:
             alone[place] = max(alone[place], each)
     return spent, once, alone
+
+
+def beside_products(stack: Stack, sp: bool, call: CollectiveCall) -> float:
+    """The share of a call that is left where tensor ranks exchange the stream beside the products that use it."""
+    hides = sp and call.group == "tp" and call.op in ("all_gather", "reduce_scatter")
+    return 1 - stack.tensor_overlap if hides and call.phase in ALWAYS else 1.0
 
 
 def _place(call: CollectiveCall, each_time: bool, layout: Layout) -> tuple[str, bool]:
