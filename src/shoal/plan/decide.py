@@ -13,7 +13,8 @@ from shoal.plan.explain import GIB, binds, lacks, percent, strategy
 from shoal.plan.judge import UNRUN, Plan
 from shoal.plan.remedy import Remedy
 from shoal.plan.request import PlanRequest
-from shoal.plan.scale import DAY, HOUR, best, cost, resized
+from shoal.plan.goodput import DAY, HOUR
+from shoal.plan.scale import best, cost, resized
 
 # From this share of a step on, communication is looked at: would fewer GPUs do as well?
 MUCH = 0.25

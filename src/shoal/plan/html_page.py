@@ -7,6 +7,7 @@ from html import escape
 
 from shoal.plan.decide import duration
 from shoal.plan.explain import GIB, HELD, SPENT, binds, percent
+from shoal.plan.goodput import in_words
 from shoal.plan.judge import Plan
 from shoal.plan.report import PlanReport
 from shoal.plan.scale import Point
@@ -75,6 +76,7 @@ def _cost(found: PlanReport) -> str:
     return (
         f"<p>{total.tokens:,} tokens: {total.steps:,} steps, {duration(total.seconds)}, "
         f"{total.gpu_hours:,.0f} GPU-hours{price}.</p>"
+        + (f"<p>Goodput {escape(in_words(total.goodput))}.</p>" if total.goodput else "")
     )
 
 

@@ -59,6 +59,11 @@ class Plan:
         return self.layout.world
 
     @property
+    def nodes(self) -> int:
+        """Machines that its ranks are on, as many on each."""
+        return -(-self.world // self.workload.cluster.devices_per_node)
+
+    @property
     def fits(self) -> bool:
         return self.memory.fits
 
@@ -136,7 +141,8 @@ class Plan:
         """What to type next: a config to train with or, for what the engine does not run yet, an export."""
         asked = f"{ask(self.workload, self.called)} --layout {shlex.quote(str(self.layout))}"
         if self.runs:
-            return f"shoal plan {asked} --save plan.toml && shoal train plan.toml"
+            nodes = f" --nodes {self.nodes}" if self.nodes > 1 else ""
+            return f"shoal plan {asked} --save plan.toml && shoal train plan.toml{nodes}"
         return f"shoal plan {asked} --export megatron"
 
 
