@@ -1,4 +1,4 @@
-"""Goodput: the cheapest interval is the cheapest, the share of time is that of a played run, failures are as published."""
+"""Goodput: the cheapest interval is the cheapest, the share of time is a played run's, failures are as published."""
 
 from __future__ import annotations
 

@@ -14,11 +14,10 @@ from typing import Any
 from shoal.facts import calibration
 from shoal.facts.bytes_per_parameter import bytes_per_parameter
 from shoal.facts.model.parameters import adapter_parameters, parameter_count
+from shoal.plan.amounts import HOUR
 from shoal.plan.judge import Plan
 from shoal.predict.time.offload import SLOWED
 from shoal.predict.workload import Workload
-
-HOUR, DAY = 3600.0, 86400.0
 
 # The Llama 3 Herd of Models (2024), section 3.3.4: 419 unexpected interruptions in 54 days on 16,384 H100, whatever
 # failed: a GPU, its memory, a host, the network, software.

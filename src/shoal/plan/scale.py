@@ -9,7 +9,8 @@ from typing import Any
 from shoal.facts.cluster import Cluster, assemble, notation
 from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput
-from shoal.plan.goodput import DAY, HOUR, Goodput, goodput
+from shoal.plan.amounts import DAY, HOUR
+from shoal.plan.goodput import Goodput, goodput
 from shoal.plan.judge import Plan
 from shoal.plan.request import PlanRequest
 from shoal.plan.search import searched
@@ -90,7 +91,8 @@ def cost(plan: Plan, tokens: int, price: float | None = None) -> Cost:
         hours * price if price is not None else None,
         training,
         hours * power / 1e3 if power else None,
-        lost,
+        # A run that is shorter ends with a checkpoint anyway.
+        replace(lost, checkpoint_every=min(lost.checkpoint_every, steps)) if lost else None,
     )
 
 
