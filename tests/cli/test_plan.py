@@ -54,7 +54,10 @@ def test_the_document_has_every_field_that_is_promised(capsys: Capture) -> None:
     assert found["recipe"]["precision"] == "bf16" and found["recipe"]["optimizer"] == "adamw"
 
 
-def test_every_number_of_the_table_is_in_the_document(capsys: Capture) -> None:
+def test_every_number_of_the_table_is_in_the_document(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "2000")  # nothing is wrapped
     found = document(capsys, *SMALL, "--top", "3")
     _, shown, _ = plan(capsys, *SMALL, "--top", "3")
     assert found["decision"]["text"] in shown

@@ -14,10 +14,13 @@ def test_cost_is_arithmetic() -> None:
     found = cost(plan, 10**9, price=2.5)
     steps = -(-(10**9) // (64 * 4096))
     assert found.steps == steps
-    assert found.seconds == pytest.approx(steps * plan.step.seconds)
+    assert found.training_seconds == pytest.approx(steps * plan.step.seconds)
+    assert found.goodput is not None
+    assert found.seconds == pytest.approx(found.training_seconds / found.goodput.share)
     assert found.gpu_hours == pytest.approx(found.seconds * 8 / 3600)
     assert found.cost == pytest.approx(found.gpu_hours * 2.5)
     assert found.days == pytest.approx(found.seconds / 86400)
+    assert found.kwh == pytest.approx(found.gpu_hours * 0.7) and found.tokens_per_day == 10**9 / found.days
     assert cost(plan, 10**9).cost is None
 
 
@@ -33,6 +36,18 @@ def test_strong_scaling() -> None:
     speeds = [point.speedup or 0 for point in points]
     assert speeds == sorted(speeds), "more GPUs are faster over NVLink, if less and less so"
     assert (points[-1].efficiency or 1) < 1
+
+
+def test_no_efficiency_is_above_one() -> None:
+    """Few GPUs offload what more of them keep: beside those, others would look better than they are."""
+    points = over_devices(asked("llama2-13b", "16xA100-80GB", seq=2048, batch=64))
+    efficiencies = [point.efficiency for point in points if point.efficiency is not None]
+    assert max(efficiencies) == 1 and efficiencies[0] < 1
+    (base,) = [point for point in points if point.efficiency == 1]
+    assert base.speedup == 1
+    for point in points:
+        assert point.plan is not None and base.plan is not None
+        assert point.speedup == pytest.approx(point.plan.tokens_per_s / base.plan.tokens_per_s)
 
 
 def test_other_lengths_keep_the_tokens_of_a_step() -> None:

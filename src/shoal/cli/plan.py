@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
+    from shoal.plan.compare import Compared
     from shoal.plan.export import Exported
     from shoal.plan.report import PlanReport
 
@@ -17,12 +18,14 @@ def plan(
     model: str,
     /,
     *,
-    on: str,
-    seq: int,
-    batch: int,
+    on: Annotated[list[str], Parameter(negative=())],
+    seq: int | None = None,
+    batch: int | None = None,
     layout: str | None = None,
     tokens: str | None = None,
-    price: float | None = None,
+    price: Annotated[list[float] | None, Parameter(negative=())] = None,
+    deadline: str | None = None,
+    budget: str | None = None,
     top: int = 10,
     explain: Annotated[bool, Parameter(negative=())] = False,
     curve: Annotated[bool, Parameter(negative=())] = False,
@@ -46,6 +49,8 @@ def plan(
 
     Example: shoal plan llama3-70b --on 8xH100 --seq 4096 --batch 64 --layout fsdp=8,recompute=full
 
+    Example: shoal plan llama3-70b --on H100 --tokens 15T --deadline 90d
+
     Runs nothing and needs no GPU.
 
     Parameters
@@ -53,17 +58,23 @@ def plan(
     model
         A preset such as llama3-8b, a Hugging Face model directory, or the path of a config.json.
     on
-        The cluster: 64xH100, 2x8xA100-80GB (nodes x devices), local, or a TOML file.
+        The cluster: 64xH100, 2x8xA100-80GB (nodes x devices), local, or a TOML file. A device without a number, as in
+        H100, asks how many are needed. Several --on are compared in one table.
     seq
-        Tokens per sequence.
+        Tokens per sequence; by default as many as the model takes, up to 8192.
     batch
-        Sequences per step, over all ranks (the global batch).
+        Sequences per step, over all ranks (the global batch); by default what is usual for a run of --tokens.
     layout
         Judge only this layout, even if it does not fit.
     tokens
-        Length of the run, as in 15T: adds days and GPU-hours.
+        Length of the run, as in 15T: adds days and GPU-hours. optimal: what is compute-optimal for the model.
     price
-        Price of a GPU-hour; with --tokens, adds the cost.
+        Price of a GPU-hour; with --tokens, adds the cost. One for all, or one for each --on.
+    deadline
+        Time that the run may take, as in 30d: whether it is kept, how many GPUs would keep it, or, without --tokens,
+        how many tokens it is enough for.
+    budget
+        Money that the run may cost at --price, as in 2M; answered in the same way.
     top
         How many layouts to show.
     explain
@@ -102,33 +113,39 @@ def plan(
 
     gc.disable()  # a search makes a million small things and no circles: looking for these is a tenth of its time
 
-    from shoal.cli.plan_table import show
+    from shoal.cli.plan_table import show, show_compared
     from shoal.cli.show import measured_rates, print_json, use_calibration, warn_of_length
     from shoal.facts.problem import BadInput
+    from shoal.plan.compare import Compared
     from shoal.plan.report import plan_report
     from shoal.plan.request import plan_request
 
     use_calibration(calibration)
     if top < 1:
         raise BadInput(f"--top {top}: must be 1 or more", "--top 10")
-    asked = plan_request(
-        model,
-        on,
-        seq=seq,
-        batch=batch,
-        layout=layout,
-        lora=lora,
-        tokens=tokens,
-        price=price,
-        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        precision=precision,
-        optimizer=optimizer,
-        states=states,
-        reduce=reduce,
-        stack=stack,
-    )
-    if price is not None and tokens is None:
-        raise BadInput("--price needs the length of the run in tokens", "--tokens 15T --price 2.5")
+    _check_several(len(on), price, save, export)
+    requests = [
+        plan_request(
+            model,
+            one,
+            seq=seq,
+            batch=batch,
+            layout=layout,
+            lora=lora,
+            tokens=tokens,
+            price=None if price is None else price[place % len(price)],
+            deadline=deadline,
+            budget=budget,
+            visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            precision=precision,
+            optimizer=optimizer,
+            states=states,
+            reduce=reduce,
+            stack=stack,
+        )
+        for place, one in enumerate(on)
+    ]
+    asked = requests[0]
     if export is not None:
         _known_stack(export)
     if save is not None:
@@ -137,18 +154,24 @@ def plan(
         from shoal.plan.save import refuse
 
         refuse(asked)
-    warn_of_length(asked.model, seq)
+    warn_of_length(asked.model, asked.recipe.seq)
     found = plan_report(asked, top, curve)
-    files, exported = _files(found, html, save, export, to)
+    rows = [Compared(found), *(Compared(plan_report(other, top)) for other in requests[1:])]
+    files, exported = _files(found, rows, html, save, export, to)
     _write(files, force)
     if json:
         document = found.as_json()
+        if len(rows) > 1:
+            document["compared"] = [row.as_json() for row in rows]
         document["written"] = [str(path) for path in files]
         if exported is not None:
             document["export"] = {"command": _start(exported, to), "cannot": exported.cannot}
         print_json(document)
         return 0
-    show(found, explain)
+    if len(rows) > 1:
+        show_compared(rows)
+    else:
+        show(found, explain)
     if rates := measured_rates(asked.cluster):
         print(rates)
     if exported is not None:
@@ -160,6 +183,17 @@ def plan(
     return 0
 
 
+def _check_several(clusters: int, prices: list[float] | None, save: Path | None, export: str | None) -> None:
+    from shoal.facts.problem import BadInput
+
+    if prices is not None and len(prices) not in (1, clusters):
+        raise BadInput(
+            f"--price: {len(prices)} prices for {clusters} clusters", "one for all, or one for each --on"
+        )
+    if clusters > 1 and (save is not None or export is not None):
+        raise BadInput("--save and --export: one plan is written, not several", "a single --on")
+
+
 def _known_stack(name: str) -> None:
     from shoal.facts.problem import BadInput, did_you_mean
     from shoal.plan.export import STACKS
@@ -169,7 +203,12 @@ def _known_stack(name: str) -> None:
 
 
 def _files(
-    found: PlanReport, html: Path | None, save: Path | None, export: str | None, to: Path
+    found: PlanReport,
+    rows: list[Compared],
+    html: Path | None,
+    save: Path | None,
+    export: str | None,
+    to: Path,
 ) -> tuple[dict[Path, str], Exported | None]:
     """Everything that is to be written, made before anything is."""
     files: dict[Path, str] = {}
@@ -189,7 +228,7 @@ def _files(
     if html is not None:
         from shoal.plan.html_page import page
 
-        files[html] = page(found)
+        files[html] = page(found, rows if len(rows) > 1 else [])
     return files, exported
 
 

@@ -2,35 +2,91 @@
 
 from __future__ import annotations
 
-from shoal.cli.show import counted, print_columns
+from shoal.cli.show import counted, print_fitted, print_wrapped
+from shoal.plan.amounts import short
+from shoal.plan.compare import Compared, best_of
 from shoal.plan.decide import duration
 from shoal.plan.explain import GIB, against, binds, percent
+from shoal.plan.goodput import in_words
 from shoal.plan.judge import Plan
 from shoal.plan.report import PlanReport
-from shoal.plan.scale import Point
+from shoal.plan.scale import Cost, Point
 
-HEAD = ("", "GiB", "s/step", "tokens/s/GPU", "MFU", "vs DDP", "binds", "engine", "layout")
+HEAD = ("", "GiB", "s/step", "tokens/s/GPU", "MFU", "vs DDP", "engine", "binds", "layout")
+# All in one line; the layout above; the layout above and what binds below.
+WIDE = [(0, 1, 2, 3, 4, 5, 6, 7, 8)]
+ARRANGED = (WIDE, [(0, 8), (1, 2, 3, 4, 5, 6, 7)], [(0, 8), (1, 2, 3, 4, 5, 6), (7,)])
 CURVE = ("GPUs", "seq", "batch", "s/step", "tokens/s", "speed-up", "efficiency", "GPU-hours", "layout")
+CURVE_ARRANGED = (WIDE, [(8,), (0, 1, 2, 3, 4, 5, 6, 7)])
 
 
 def show(found: PlanReport, explain: bool) -> None:
     asked = found.asked
-    print(
-        f"{asked.model.name} on {asked.cluster}, {asked.recipe.batch} sequences of {asked.recipe.seq} tokens per step\n"
-    )
-    print(found.decision.text)
+    batch = counted(asked.recipe.batch, "sequence")
+    print(f"{asked.model.name} on {asked.cluster}, {batch} of {asked.recipe.seq} tokens per step\n")
+    if found.number is not None and found.number.asked is asked:
+        print_wrapped(found.number.text)
+        print()
+    print_wrapped(found.decision.text)
     for reason in found.decision.reasons:
-        print(f"- {reason}")
+        print_wrapped(f"- {reason}", "  ")
     if found.plans:
         print()
-        print_columns([HEAD, *(_row(found, each) for each in found.plans)])
+        print_fitted([HEAD, *(_row(found, each) for each in found.plans)], ARRANGED)
     for title, points in (("GPUs", found.over_devices), ("sequence length", found.over_sequences)):
         if points:
-            print(f"\nover {title}")
-            print_columns([CURVE, *map(_point, points)])
+            print(f"\nover {title} (100%: where a GPU does the most)")
+            print_fitted([CURVE, *map(_point, points)], CURVE_ARRANGED)
     if explain:
         _explain(found)
     _below(found)
+
+
+COMPARED = (
+    *("cluster", "s/step", "tokens/s/GPU", "tokens/day", "days", "GPU-hours", "cost", "kWh", "layout"),
+)
+COMPARED_ARRANGED = (WIDE, [(0, 8), (1, 2, 3, 4, 5, 6, 7)])
+
+
+def show_compared(rows: list[Compared]) -> None:
+    """One line for each cluster."""
+    asked = rows[0].found.asked
+    length = f", {asked.tokens:,} tokens" if asked.tokens else ""
+    print(
+        f"{asked.model.name}, {asked.recipe.batch} sequences of {asked.recipe.seq} tokens per step{length}\n"
+    )
+    print_fitted([COMPARED, *map(_compared, rows)], COMPARED_ARRANGED)
+    print()
+    for said in best_of(rows):
+        print(said)
+    for row in rows:
+        for verdict in row.found.verdicts:
+            print_wrapped(f"{row.found.asked.cluster}: {verdict.text}", "  ")
+        if row.plan is None:
+            print_wrapped(f"{row.found.asked.cluster}: {row.found.decision.text}", "  ")
+    if asked.tokens is None:
+        print("--tokens 1T adds days, GPU-hours and kWh; --price the cost")
+    print(
+        "kWh at the GPUs' rated power, without hosts, network and cooling; each cluster alone has the reasons"
+    )
+
+
+def _compared(row: Compared) -> tuple[str, ...]:
+    plan, total = row.plan, row.cost
+    name = str(row.found.asked.cluster)
+    if plan is None or row.tokens_per_day is None:
+        return (name, *[""] * 7, "nothing fits")
+    return (
+        name,
+        f"{plan.step.seconds:.4g} ± {plan.error_bar:.0%}",
+        f"{plan.tokens_per_s_per_gpu:,.0f}",
+        short(row.tokens_per_day),
+        f"{total.days:.3g}" if total else "",
+        _amount(total.gpu_hours) if total else "",
+        f"{total.cost:,.0f}" if total and total.cost is not None else "",
+        _amount(total.kwh) if total and total.kwh is not None else "",
+        str(plan.layout),
+    )
 
 
 def _row(found: PlanReport, plan: Plan) -> tuple[str, ...]:
@@ -46,8 +102,8 @@ def _row(found: PlanReport, plan: Plan) -> tuple[str, ...]:
         f"{plan.tokens_per_s_per_gpu:,.0f}",
         percent(plan.mfu),
         f"{plan.vs_ddp:.2f}",
-        binds(plan),
         "runs" if plan.runs else "not yet",
+        binds(plan),
         str(plan.layout),
     )
 
@@ -88,27 +144,52 @@ def _below(found: PlanReport) -> None:
     chosen = found.choice
     print()
     if chosen is not None and (total := found.cost(chosen)):
-        price = f", cost {total.cost:,.0f}" if total.cost is not None else ""
-        print(
-            f"{total.tokens:,} tokens: {total.steps:,} steps, {duration(total.seconds)} "
-            f"± {chosen.error_bar:.0%}, {_amount(total.gpu_hours)} GPU-hours{price}"
-        )
+        _cost(total, chosen)
+    for verdict in found.verdicts:
+        print_wrapped(verdict.text, "  ")
+    if found.number is not None and found.number.asked is not found.asked:
+        print_wrapped(f"in time: {found.number.text}", "  ")
+    if found.affordable is not None:
+        print_wrapped(found.affordable.text, "  ")
+    if found.asked.tokens is not None and found.asked.lora is None:
+        print_wrapped(found.optimal.text, "  ")
     for remedy in found.remedies:
-        print(f"alternative: {remedy}" if chosen and chosen.fits else f"would fit: {remedy}")
+        print_wrapped(f"alternative: {remedy}" if chosen and chosen.fits else f"would fit: {remedy}", "  ")
     if ties := sum(plan.tie and plan is not chosen for plan in found.plans):
         print(f"{counted(ties, 'layout')} (=) within the error bar of the fastest")
     if found.unmeasured:
-        print(f"not covered by published runs (wider error bar): {', '.join(found.unmeasured)}")
+        print_wrapped(f"not covered by published runs (wider error bar): {', '.join(found.unmeasured)}", "  ")
     asked = found.asked
     if asked.layout is None:
-        print(
+        print_wrapped(
             f"searched {counted(found.searched, 'layout')} in {found.seconds:.2f} s: {found.evaluated:,} priced, "
             "the rest pruned by bounds"
             + (
                 ""
                 if found.at_best is None
                 else f" or left unsearched (none can be faster than {found.at_best:.4g} s/step)"
-            )
+            ),
+            "  ",
         )
+    if found.measurement is not None:
+        print_wrapped(f"what would change this: {found.measurement.text}", "  ")
+        print(f"measure: {found.measurement.command}")
     if chosen is not None and chosen.fits:
         print(f"next: {chosen.command}")
+        if chosen.runs and chosen.nodes > 1:
+            print_wrapped(
+                f"shoal train is for each of the {chosen.nodes} nodes, in a directory that they share, with "
+                "--set cluster.interface=NAME for the network between them (docs/nodes.md)"
+            )
+
+
+def _cost(total: Cost, plan: Plan) -> None:
+    price = f", cost {total.cost:,.0f}" if total.cost is not None else ""
+    energy = f", {_amount(total.kwh)} kWh of the GPUs" if total.kwh is not None else ""
+    print_wrapped(
+        f"{total.tokens:,} tokens: {total.steps:,} steps, {duration(total.seconds)} "
+        f"± {plan.error_bar:.0%}, {_amount(total.gpu_hours)} GPU-hours{price}{energy}",
+        "  ",
+    )
+    if total.goodput is not None:
+        print_wrapped(f"goodput {in_words(total.goodput)}", "  ")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import sys
-from collections.abc import Iterable, Iterator
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,49 @@ def print_columns(rows: list[tuple[str, ...]]) -> None:
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(cells).rstrip())
+
+
+# Of a table or a paragraph where the output is no terminal and COLUMNS is not set.
+PIPED = 120
+
+
+def width() -> int:
+    """Columns of the terminal."""
+    return shutil.get_terminal_size((PIPED, 24)).columns
+
+
+def print_wrapped(text: str, indent: str = "") -> None:
+    """A paragraph of as many lines as it takes. No word is broken, so that a layout stays in one piece."""
+    print(
+        textwrap.fill(text, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    )
+
+
+def print_fitted(rows: Sequence[tuple[str, ...]], arrangements: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Aligned columns in the first arrangement that the terminal is wide enough for, or else in the last.
+
+    An arrangement has, for each line of a row, the numbers of the columns that stand there. The first of several lines
+    is a name, which is as long as it is: only the others have to fit.
+    """
+    for arrangement in arrangements:
+        lines = _lines(rows, arrangement)
+        numbers = (
+            line for place, line in enumerate(lines) if len(arrangement) == 1 or place % len(arrangement)
+        )
+        if max(map(len, numbers)) <= width():
+            break
+    print("\n".join(lines))
+
+
+def _lines(rows: Sequence[tuple[str, ...]], arrangement: Sequence[Sequence[int]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        for place, columns in enumerate(arrangement):
+            # What is alone on its line is aligned with nothing.
+            cells = (row[each].ljust(widths[each] if len(columns) > 1 else 0) for each in columns)
+            lines.append(("   " if place else "") + "  ".join(cells).rstrip())
+    return lines
 
 
 def unwritable(paths: Iterable[Path]) -> Iterator[Problem]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.config import Lora
 from shoal.facts.layout import OFFLOADABLE, Offload
 from shoal.facts.layout.offload import waiting
+from shoal.plan.amounts import DAY, HOUR
+from shoal.plan.batch import BatchAdvice, batch_advice
 from shoal.plan.choose import Chosen
 from shoal.plan.explain import GIB, binds, lacks, percent, strategy
 from shoal.plan.judge import UNRUN, Plan
 from shoal.plan.remedy import Remedy
 from shoal.plan.request import PlanRequest
-from shoal.plan.scale import DAY, HOUR, best, cost, resized
+from shoal.plan.scale import best, cost, resized
 
 # From this share of a step on, communication is looked at: would fewer GPUs do as well?
 MUCH = 0.25
@@ -29,6 +32,10 @@ class Decision:
     text: str
     distribute: bool
     reasons: list[str]  # not to distribute, or to look elsewhere first
+    batch: BatchAdvice | None = None  # where it is the limit
+
+    def as_json(self) -> dict[str, Any]:
+        return {**vars(self), "batch": self.batch.as_json() if self.batch else None}
 
 
 def decide(asked: PlanRequest, plans: list[Plan], chosen: Chosen | None, remedies: list[Remedy]) -> Decision:
@@ -42,7 +49,9 @@ def decide(asked: PlanRequest, plans: list[Plan], chosen: Chosen | None, remedie
     sentences = [f"Run {plan.layout}: {_numbers(plan)}", chosen.why, *not_run(plan, plans), _beside_ddp(plan)]
     distribute, reasons = _not_to_distribute(asked, plan)
     text = " ".join([*sentences, *_unrun(plan, remedies)])
-    return Decision(text, distribute, [*reasons, *_batch(asked, plan), *_input(plan)])
+    advice = batch_advice(asked, plan)
+    limits = [advice.text] if advice else []
+    return Decision(text, distribute, [*reasons, *limits, *_input(plan)], advice)
 
 
 def _numbers(plan: Plan) -> str:
@@ -196,21 +205,6 @@ def _lora(asked: PlanRequest) -> list[str]:
     return [
         f"For fine-tuning, LoRA with rank {Lora().rank} fits on one GPU: "
         f"{plan.memory.device_p90 / GIB:.1f} GiB, {plan.tokens_per_s_per_gpu:,.0f} tokens/s{marked}."
-    ]
-
-
-def _batch(asked: PlanRequest, plan: Plan) -> list[str]:
-    """Whether the batch keeps GPUs from reading sequences of their own, and which one would not."""
-    batch, devices = asked.recipe.batch, plan.world
-    if batch % devices == 0:
-        return []
-    less, more = batch // devices * devices, -(-batch // devices) * devices
-    others = f"{less} or {more}" if less else str(more)
-    limit = "is smaller than" if batch < devices else "does not divide evenly over"
-    ranks = plan.layout.data_ranks
-    return [
-        f"The batch of {batch} {limit} the {devices} GPUs, so there are only {ranks} data rank{'s' * (ranks > 1)}; "
-        f"with a batch of {others}, every GPU could be one."
     ]
 
 

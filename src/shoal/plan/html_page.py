@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 
+from shoal.plan.compare import Compared
 from shoal.plan.decide import duration
 from shoal.plan.explain import GIB, HELD, SPENT, binds, percent
+from shoal.plan.goodput import in_words
 from shoal.plan.judge import Plan
 from shoal.plan.report import PlanReport
 from shoal.plan.scale import Point
@@ -25,7 +27,7 @@ code { font-size: 92%; overflow-wrap: anywhere }
 """
 
 
-def page(found: PlanReport) -> str:
+def page(found: PlanReport, compared: Sequence[Compared] = ()) -> str:
     """The whole answer. Everything that a user wrote is escaped."""
     asked = found.asked
     title = f"{asked.model.name} on {asked.cluster}"
@@ -33,8 +35,12 @@ def page(found: PlanReport) -> str:
         f"<h1>{escape(title)}</h1>",
         f"<p>{asked.recipe.batch} sequences of {asked.recipe.seq} tokens per step, {asked.recipe.precision}.</p>",
         f'<p class="decision">{escape(found.decision.text)}</p>',
+        _list([found.number.text] if found.number else []),
+        _compared(compared),
         _list(found.decision.reasons),
         _cost(found),
+        _list(verdict.text for verdict in found.verdicts),
+        _titled("The measurement that would change this", _measurement(found)),
         _plans(found),
         _curve("Scaling: the same step on fewer and more GPUs", found.over_devices),
         _curve("Sequence length, at the same tokens per step", found.over_sequences),
@@ -52,6 +58,40 @@ def page(found: PlanReport) -> str:
         + "\n".join(body)
         + "\n</body></html>\n"
     )
+
+
+def _measurement(found: PlanReport) -> str:
+    if found.measurement is None:
+        return ""
+    return f"<p>{escape(found.measurement.text)} <code>{escape(found.measurement.command)}</code></p>"
+
+
+def _compared(rows: Sequence[Compared]) -> str:
+    if not rows:
+        return ""
+    titles = ("cluster", "tokens/s/GPU", "tokens/day", "days", "GPU-hours", "cost", "kWh", "layout")
+    said = ""
+    for row in rows:
+        plan, total = row.plan, row.cost
+        numbers = (
+            plan.tokens_per_s_per_gpu if plan else None,
+            row.tokens_per_day,
+            total.days if total else None,
+            total.gpu_hours if total else None,
+            total.cost if total else None,
+            total.kwh if total else None,
+        )
+        cells = "".join(f'<td class="number">{_number(number)}</td>' for number in numbers)
+        layout = str(plan.layout) if plan else "nothing fits"
+        said += f"<tr><td>{escape(str(row.found.asked.cluster))}</td>{cells}<td><code>{escape(layout)}</code></td></tr>"
+    head = "".join(f"<th>{title}</th>" for title in titles)
+    return f"<h2>Clusters side by side</h2><table><tr>{head}</tr>{said}</table>"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _titled(title: str, content: str, folded: bool = False) -> str:
@@ -75,6 +115,7 @@ def _cost(found: PlanReport) -> str:
     return (
         f"<p>{total.tokens:,} tokens: {total.steps:,} steps, {duration(total.seconds)}, "
         f"{total.gpu_hours:,.0f} GPU-hours{price}.</p>"
+        + (f"<p>Goodput {escape(in_words(total.goodput))}.</p>" if total.goodput else "")
     )
 
 

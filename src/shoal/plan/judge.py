@@ -61,6 +61,11 @@ class Plan:
         return self.layout.world
 
     @property
+    def nodes(self) -> int:
+        """Machines that its ranks are on, as many on each."""
+        return -(-self.world // self.workload.cluster.devices_per_node)
+
+    @property
     def fits(self) -> bool:
         return self.memory.fits
 
@@ -140,7 +145,8 @@ class Plan:
         if (stack := self.workload.stack) is not SHOAL:
             return f"shoal plan {asked} --export {stack.name}"
         if self.runs:
-            return f"shoal plan {asked} --save plan.toml && shoal train plan.toml"
+            nodes = f" --nodes {self.nodes}" if self.nodes > 1 else ""
+            return f"shoal plan {asked} --save plan.toml && shoal train plan.toml{nodes}"
         return f"shoal plan {asked} --export megatron"
 
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from shoal.facts import calibration
 from shoal.facts.layout import Layout
 from shoal.facts.model.parameters import active_parameter_count, parameter_count
+from shoal.facts.problem import BadInput
 from shoal.plan import scale, search
 from shoal.plan.choose import Chosen
+from shoal.plan.compute_optimal import ComputeOptimal, tokens_for
+from shoal.plan.deadline import Affordable, Verdict, affordable, verdicts
 from shoal.plan.decide import Decision, decide, not_run
 from shoal.plan.explain import against, binds, parts, strategy, why
+from shoal.plan.how_many import HowMany, how_many
 from shoal.plan.judge import Plan, engine_runs, judge
 from shoal.plan.judge import as_json as plan_json
+from shoal.plan.measurement import Measurement, decisive
 from shoal.plan.remedy import Remedy, for_layout, for_model
 from shoal.plan.request import PlanRequest, plan_request
 from shoal.plan.scale import Cost, Point
@@ -39,6 +45,8 @@ class PlanReport:
     remedies: list[Remedy]
     over_devices: list[Point]
     over_sequences: list[Point]
+    number: HowMany | None = None  # of devices, where that was the question or a deadline takes another
+    measurement: Measurement | None = None  # the one that would change the decision
 
     @property
     def best(self) -> Plan | None:
@@ -58,19 +66,56 @@ class PlanReport:
         asked = self.asked
         return scale.cost(plan, asked.tokens, asked.price) if asked.tokens else None
 
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """On a deadline and a budget, of the plan to run."""
+        plan, asked = self.choice, self.asked
+        total = self.cost(plan) if plan and plan.fits else None
+        return verdicts(plan, total, asked.deadline, asked.budget) if plan and total else []
+
+    @property
+    def affordable(self) -> Affordable | None:
+        """What a deadline and a budget are enough for, where the run's length was left open."""
+        plan, asked = self.choice, self.asked
+        if plan is None or not plan.fits or asked.tokens is not None:
+            return None
+        return affordable(plan, asked.deadline, asked.budget, asked.price)
+
+    @cached_property
+    def optimal(self) -> ComputeOptimal:
+        """The model and its tokens beside what is compute-optimal."""
+        size = active_parameter_count(self.asked.model)
+        return ComputeOptimal(size, tokens_for(size), self.asked.tokens)
+
     def as_json(self) -> dict[str, Any]:
         return _json(self)
 
 
 def plan(
-    model: Any, on: Any, *, seq: int, batch: int, top: int = 10, curve: bool = False, **others: Any
+    model: Any,
+    on: Any,
+    *,
+    seq: int | None = None,
+    batch: int | None = None,
+    top: int = 10,
+    curve: bool = False,
+    **others: Any,
 ) -> PlanReport:
-    """What ``shoal plan`` says. ``others``: layout, lora, tokens, price, and fields of a recipe."""
+    """What ``shoal plan`` says. ``others``: layout, lora, tokens, price, deadline, budget, and fields of a recipe."""
     return plan_report(plan_request(model, on, seq=seq, batch=batch, **others), top, curve)
 
 
 def plan_report(asked: PlanRequest, top: int = 10, curve: bool = False) -> PlanReport:
     """Everything that ``shoal plan`` says."""
+    number = None
+    if not asked.counted:
+        number = how_many(asked)
+        if number is None:
+            raise BadInput(
+                f"--on {asked.cluster.device.name}: no number of them does",
+                "a longer deadline, or more memory each",
+            )
+        asked = number.asked
     start = time.perf_counter()
     rejected: list[tuple[str, str]] = []
     searched = evaluated = 1
@@ -109,7 +154,18 @@ def plan_report(asked: PlanRequest, top: int = 10, curve: bool = False) -> PlanR
         remedies,
         scale.over_devices(asked) if curve else [],
         scale.over_sequences(asked) if curve else [],
+        number or _enough(asked, chosen.plan if chosen else None),
+        decisive(chosen, plans) if chosen else None,
     )
+
+
+def _enough(asked: PlanRequest, plan: Plan | None) -> HowMany | None:
+    """How many devices a deadline takes that this plan misses."""
+    if plan is None or asked.tokens is None or asked.deadline is None:
+        return None
+    total = scale.cost(plan, asked.tokens, asked.price)
+    (late,) = verdicts(plan, total, asked.deadline, None)
+    return how_many(asked) if late.verdict == "missed" else None
 
 
 def _shown(plans: list[Plan], chosen: Chosen | None, top: int) -> list[Plan]:
@@ -125,7 +181,7 @@ def _shown(plans: list[Plan], chosen: Chosen | None, top: int) -> list[Plan]:
 def _json(found: PlanReport) -> dict[str, Any]:
     asked = found.asked
     model, cluster = asked.model, asked.cluster
-    document = {
+    document: dict[str, Any] = {
         "model": {
             "name": model.name,
             "parameters": parameter_count(model),
@@ -141,7 +197,7 @@ def _json(found: PlanReport) -> dict[str, Any]:
         "recipe": asked.recipe.model_dump(mode="json"),
         "stack": asked.stack.name,
         "lora": asked.lora.model_dump(mode="json") if asked.lora else None,
-        "decision": vars(found.decision),
+        "decision": found.decision.as_json(),
         "plans": [_plan(found, plan) for plan in found.plans],
         "rejected": [{"layout": layout, "reason": reason} for layout, reason in found.rejected],
         "remedies": [remedy.as_json() for remedy in found.remedies],
@@ -156,7 +212,15 @@ def _json(found: PlanReport) -> dict[str, Any]:
         "choice": str(found.choice.layout) if found.choice else None,
         "tokens": asked.tokens,
         "price": asked.price,
+        "how_many": found.number.as_json() if found.number else None,
+        "deadline": None,
+        "budget": None,
+        "measurement": found.measurement.as_json() if found.measurement else None,
+        "affordable": found.affordable.as_json() if found.affordable else None,
+        "compute_optimal": found.optimal.as_json(),
     }
+    for each in found.verdicts:
+        document[each.what] = each.as_json()
     if found.over_devices or found.over_sequences:
         document["curve"] = {
             "devices": [point.as_json() for point in found.over_devices],

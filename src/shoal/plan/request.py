@@ -9,15 +9,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shoal.facts.cluster import Cluster, notation
+from shoal.facts.cluster import Cluster, devices, notation
 from shoal.facts.cluster.stack import SHOAL, STACKS, Stack
 from shoal.facts.config import MOST_RANKS, Config, Lora, TuneSection
 from shoal.facts.config.check import explain
 from shoal.facts.layout import Layout, nearest
 from shoal.facts.layout.legality import violations
 from shoal.facts.model import Model, presets
+from shoal.facts.model.parameters import active_parameter_count
 from shoal.facts.problem import BadInput, Problem, did_you_mean, seek
 from shoal.facts.recipe import Recipe, read_count
+from shoal.plan import compute_optimal
+from shoal.plan.amounts import read_budget, read_deadline
 from shoal.predict.workload import USUAL, Workload
 
 # The default learning rate suits the tiny model; wide networks diverge at it. It changes no cost, but is written into
@@ -25,7 +28,9 @@ from shoal.predict.workload import USUAL, Workload
 WIDE = 1024
 RATE_OF_WIDE = 3e-4
 
-TOKENS = "a whole count such as --tokens 15T or --tokens 300M"
+TOKENS = "a whole count such as --tokens 15T or --tokens 300M; or --tokens optimal"
+# Sequences where none are asked for: as long as the model takes, and no longer than pretraining usually has them.
+USUAL_SEQ = 8192
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,10 @@ class PlanRequest:
     lora: Lora | None = None
     tokens: int | None = None  # of the whole run
     price: float | None = None  # of a GPU for an hour
+    deadline: float | None = None  # seconds that the run may take
+    budget: float | None = None
+    counted: bool = True  # whether the number of devices was given; if not, it is the question
+    own_batch: bool = True  # whether the batch was given; if not, it is what is usual
     tune: TuneSection = USUAL
     compile: bool | None = None  # as compile.enabled
     stack: Stack = SHOAL  # whose constraints and constants hold
@@ -61,12 +70,14 @@ def plan_request(
     model: str | Model,
     on: str | Cluster,
     *,
-    seq: int,
-    batch: int,
+    seq: int | None = None,
+    batch: int | None = None,
     layout: str | Layout | None = None,
     lora: int | None = None,
     tokens: str | int | None = None,
     price: float | None = None,
+    deadline: str | None = None,
+    budget: str | None = None,
     visible: str | None = None,
     stack: str = "shoal",
     **recipe: Any,
@@ -77,9 +88,26 @@ def plan_request(
     """
     problems: list[Problem] = []
     found_model = model if isinstance(model, Model) else seek("model", lambda: presets.find(model), problems)
-    cluster = on if isinstance(on, Cluster) else seek("--on", lambda: notation.find(on, visible), problems)
-    total = _tokens(tokens, problems)
-    values = {"precision": "bf16", **recipe, "seq": seq, "batch": batch}
+    counted = isinstance(on, Cluster) or devices.find(on) is None or devices.find(on) is devices.CPU
+    named = on if isinstance(on, Cluster) or counted else f"1x{on.strip()}"
+    cluster = (
+        named if isinstance(named, Cluster) else seek("--on", lambda: notation.find(named, visible), problems)
+    )
+    total = _tokens(tokens, found_model, problems)
+    seconds = read_deadline(deadline, problems) if deadline is not None else None
+    money = read_budget(budget, problems) if budget is not None else None
+    if found_model is not None:
+        seq = min(found_model.max_positions, USUAL_SEQ) if seq is None else seq
+    own_batch = batch is not None
+    if batch is None and found_model and cluster and total and seq:
+        batch = usual_batch(found_model, seq, total, cluster.devices)
+    problems += _open(counted, layout, own_batch, total, price, seconds, money)
+    values = {
+        "precision": "bf16",
+        **recipe,
+        "seq": 1 if seq is None else seq,
+        "batch": 1 if batch is None else batch,
+    }
     if found_model is not None and found_model.hidden >= WIDE:
         values.setdefault("lr", RATE_OF_WIDE)
     if total is not None:
@@ -108,7 +136,20 @@ def plan_request(
     # Buckets are as large as the stack makes them.
     tune = USUAL if used is SHOAL else TuneSection(bucket_mb=used.bucket_mb)
     return PlanRequest(
-        found_model, name, cluster, found_recipe, chosen, adapters, total, price, tune, stack=used
+        found_model,
+        name,
+        cluster,
+        found_recipe,
+        chosen,
+        adapters,
+        total,
+        price,
+        seconds,
+        money,
+        counted,
+        own_batch,
+        tune,
+        stack=used,
     )
 
 
@@ -144,6 +185,40 @@ def unsupported(stack: str, recipe: Recipe, lora: Lora | None) -> Iterator[Probl
         )
 
 
+def usual_batch(model: Model, seq: int, tokens: int, devices: int) -> int:
+    """Sequences per step of a run of so many tokens, in a number that as many devices share out.
+
+    DeepSeek LLM (2024), equation 1: 0.2920 · C^0.3271 tokens, for C FLOPs in all.
+    """
+    wanted = 0.2920 * (6.0 * active_parameter_count(model) * tokens) ** 0.3271 / seq
+    odd = devices
+    while odd % 2 == 0:
+        odd //= 2
+    return int(odd * 2 ** max(0, round(math.log2(max(1.0, wanted / odd)))))
+
+
+def _open(
+    counted: bool,
+    layout: str | Layout | None,
+    own_batch: bool,
+    tokens: int | None,
+    price: float | None,
+    deadline: float | None,
+    budget: float | None,
+) -> Iterator[Problem]:
+    """What is left open, and what is needed to answer it."""
+    if not own_batch and tokens is None:
+        yield Problem("--batch is missing", "--batch 512; or --tokens 1T, for the batch that is usual then")
+    if not counted and layout is not None:
+        yield Problem("--layout needs the number of devices", "--on 8xH100")
+    if not counted and tokens is None and (deadline or budget):
+        yield Problem("--on without a number needs the length of the run", "--tokens 1T, or --on 64xH100")
+    if budget is not None and price is None:
+        yield Problem("--budget needs a price", "--price 2.5, per GPU-hour")
+    if price is not None and tokens is None and budget is None:
+        yield Problem("--price needs the length of the run in tokens", "--tokens 15T --price 2.5")
+
+
 def _recipe(values: dict[str, Any], problems: list[Problem]) -> Recipe | None:
     try:
         return Config.model_validate({"recipe": values}).recipe
@@ -152,9 +227,11 @@ def _recipe(values: dict[str, Any], problems: list[Problem]) -> Recipe | None:
         return None
 
 
-def _tokens(written: str | int | None, problems: list[Problem]) -> int | None:
+def _tokens(written: str | int | None, model: Model | None, problems: list[Problem]) -> int | None:
     if written is None:
         return None
+    if written == "optimal":
+        return round(compute_optimal.tokens_for(active_parameter_count(model))) if model else None
     try:
         count = read_count(written) if isinstance(written, str) else written
     except ValueError as error:

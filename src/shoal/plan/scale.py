@@ -1,4 +1,4 @@
-"""Cost of a run (days, GPU-hours, price), and curves over GPU counts and sequence lengths."""
+"""Cost of a run (days, GPU-hours, price, energy), and curves over GPU counts and sequence lengths."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from shoal.facts.cluster import Cluster, assemble, notation
 from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput
+from shoal.plan.amounts import DAY, HOUR
+from shoal.plan.goodput import Goodput, goodput
 from shoal.plan.judge import Plan
 from shoal.plan.request import PlanRequest
 from shoal.plan.search import searched
 
-HOUR = 3600.0
-DAY = 24 * HOUR
 # Points of a curve: below what was asked for; from there up.
 HALVINGS = 4
 DOUBLINGS = 2
@@ -22,20 +22,28 @@ DOUBLINGS = 2
 
 @dataclass(frozen=True)
 class Cost:
-    """A whole run."""
+    """A whole run, from its start to its end: with what failures, restarts and checkpoints take of it."""
 
     tokens: int
     steps: int
     seconds: float
     gpu_hours: float
     cost: float | None  # at the price that was given
+    training_seconds: float  # of the steps alone
+    kwh: float | None  # of the devices at their rated power: not of hosts, network and cooling
+    goodput: Goodput | None  # None on a CPU
 
     @property
     def days(self) -> float:
         return self.seconds / DAY
 
+    @property
+    def tokens_per_day(self) -> float:
+        return self.tokens / self.days
+
     def as_json(self) -> dict[str, Any]:
-        return {**vars(self), "days": self.days}
+        lost = self.goodput.as_json() if self.goodput else None
+        return {**vars(self), "days": self.days, "tokens_per_day": self.tokens_per_day, "goodput": lost}
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,8 @@ class Point:
     seq: int
     batch: int
     plan: Plan | None
-    speedup: float | None = None  # tokens/s over those of the first point that fits
-    efficiency: float | None = None  # tokens/s a GPU over those of the first point that fits
+    speedup: float | None = None  # tokens/s over those of the baseline
+    efficiency: float | None = None  # tokens/s a GPU over those of the baseline: 1 at most
     cost: Cost | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -70,9 +78,22 @@ class Point:
 def cost(plan: Plan, tokens: int, price: float | None = None) -> Cost:
     """A run of so many tokens, in whole steps."""
     steps = -(-tokens // plan.workload.recipe.tokens_per_step)
-    seconds = steps * plan.step.seconds
+    training = steps * plan.step.seconds
+    lost = goodput(plan)
+    seconds = training / lost.share if lost and lost.share else training
     hours = seconds * plan.world / HOUR
-    return Cost(tokens, steps, seconds, hours, hours * price if price is not None else None)
+    power = plan.workload.cluster.device.power
+    return Cost(
+        tokens,
+        steps,
+        seconds,
+        hours,
+        hours * price if price is not None else None,
+        training,
+        hours * power / 1e3 if power else None,
+        # A run that is shorter ends with a checkpoint anyway.
+        replace(lost, checkpoint_every=min(lost.checkpoint_every, steps)) if lost else None,
+    )
 
 
 def best(asked: PlanRequest, runnable: bool = False) -> Plan | None:
@@ -141,15 +162,19 @@ def over_sequences(asked: PlanRequest) -> list[Point]:
 
 
 def _curve(requests: Iterable[PlanRequest]) -> list[Point]:
+    """The baseline is the point whose GPUs do the most each, the first of several: too few GPUs offload or recompute
+    what more of them keep, and beside those all others would look better than they are.
+    """
+    answers = [(asked, best(asked)) for asked in requests]
+    base = max(
+        (plan for _, plan in answers if plan), key=lambda plan: plan.tokens_per_s_per_gpu, default=None
+    )
     points: list[Point] = []
-    first: Plan | None = None
-    for asked in requests:
-        plan = best(asked)
-        first = first or plan
+    for asked, plan in answers:
         speedup = efficiency = None
-        if plan and first:
-            efficiency = plan.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu
-            speedup = efficiency * plan.world / first.world
+        if plan and base:
+            efficiency = plan.tokens_per_s_per_gpu / base.tokens_per_s_per_gpu
+            speedup = efficiency * plan.world / base.world
         total = cost(plan, asked.tokens, asked.price) if plan and asked.tokens else None
         recipe = asked.recipe
         points.append(

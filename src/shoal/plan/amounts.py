@@ -1,0 +1,45 @@
+"""Lengths of time, money and counts, as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from shoal.facts.problem import Problem
+from shoal.facts.recipe import read_count
+
+HOUR, DAY = 3600.0, 86400.0
+UNITS = {"m": 60.0, "h": HOUR, "d": DAY, "w": 7 * DAY, "y": 365.25 * DAY}
+WORDS = {"minute": "m", "hour": "h", "day": "d", "week": "w", "year": "y"}
+LONGEST = 100 * UNITS["y"]
+
+
+def read_deadline(text: str, problems: list[Problem]) -> float | None:
+    """Seconds: ``30d``, ``36h``, ``6w``, ``90 days``."""
+    match = re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*([a-z]+)\s*", text.lower())
+    unit = match and WORDS.get(match[2].removesuffix("s"), match[2])
+    seconds = float(match[1]) * UNITS[unit] if match and unit in UNITS else 0.0
+    if not 0 < seconds <= LONGEST:
+        problems.append(Problem(f"--deadline {text}: not a length of time", "--deadline 30d, 36h or 6w"))
+        return None
+    return seconds
+
+
+def read_budget(text: str, problems: list[Problem]) -> float | None:
+    """``2M``, ``$500k``, ``1_500_000``, in the currency of ``--price``."""
+    bare = text.strip().lstrip("$€£").replace(",", "")
+    try:
+        amount = float(read_count(bare))
+    except ValueError:
+        amount = 0.0
+    if not 0 < amount <= 1e15:
+        problems.append(Problem(f"--budget {text}: not an amount", "--budget 2M or --budget 500k"))
+        return None
+    return amount
+
+
+def short(count: float) -> str:
+    """``70.6B``, ``1.3T``."""
+    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{suffix}"
+    return f"{count:.3g}"

@@ -1,0 +1,109 @@
+"""Whether the batch is the limit, and which one would not be: tried, not guessed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.plan.judge import Plan
+from shoal.plan.request import PlanRequest
+from shoal.plan.scale import best, resized
+
+# A batch that leaves less than this of what replicas would do holds the devices up.
+HELD_UP = 0.7
+# Where a search takes long, other batches are named and not tried.
+MOST_DEVICES = 1024
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Another batch, or another number of devices, with its plan; ``gain`` in tokens/s of a device."""
+
+    batch: int
+    devices: int
+    plan: Plan
+    gain: float
+
+    def as_json(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "batch": self.batch,
+            "devices": self.devices,
+            "layout": str(plan.layout),
+            "step_seconds": plan.step.seconds,
+            "tokens_per_s": plan.tokens_per_s,
+            "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
+            "gain": self.gain,
+        }
+
+
+@dataclass(frozen=True)
+class BatchAdvice:
+    """What a batch costs, and what to take instead."""
+
+    batch: int
+    devices: int
+    data_ranks: int
+    offers: list[Offer]
+    fewer: Offer | None  # the same batch on one node
+
+    @property
+    def text(self) -> str:
+        limit = "is smaller than" if self.batch < self.devices else "does not divide evenly over"
+        ranks = f"{self.data_ranks} data rank{'s' * (self.data_ranks > 1)}"
+        said = f"The batch of {self.batch} {limit} the {self.devices} GPUs: only {ranks}, so the batch is the limit."
+        others = [
+            f"{offer.batch} ({offer.plan.layout}: {offer.gain:+.0%} tokens/s/GPU)" for offer in self.offers
+        ]
+        if others:
+            said += f" Better: a batch of {' or '.join(others)}."
+        if self.fewer is not None:
+            share = self.fewer.devices * (1 + self.fewer.gain) / self.devices
+            said += (
+                f" Or fewer GPUs: {self.fewer.devices} ({self.fewer.plan.layout}) do {share:.0%} of what "
+                f"{self.devices} do."
+            )
+        return said
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "batch": self.batch,
+            "devices": self.devices,
+            "data_ranks": self.data_ranks,
+            "offers": [offer.as_json() for offer in self.offers],
+            "fewer": self.fewer.as_json() if self.fewer else None,
+            "text": self.text,
+        }
+
+
+def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
+    """None where every device can have sequences of its own, or the model wants several devices for each anyway."""
+    batch, devices = asked.recipe.batch, plan.world
+    if devices == 1 or batch % devices == 0 or devices > MOST_DEVICES:
+        return None
+    if batch < devices and plan.vs_ddp > HELD_UP:
+        return None
+    offers = [offer for each in near(batch, devices) if (offer := _offer(asked, plan, each, devices))]
+    fewer = None
+    node = asked.cluster.devices_per_node
+    if batch < devices and devices > node:
+        fewer = _offer(asked, plan, batch, node)
+    return BatchAdvice(batch, devices, plan.layout.data_ranks, offers, fewer)
+
+
+def near(batch: int, devices: int) -> list[int]:
+    """The nearest below and above that half of the devices, or all of them, share out evenly."""
+    unit = devices // 2 if devices % 2 == 0 and batch > devices else devices
+    below, above = batch // unit * unit, -(-batch // unit) * unit
+    return [each for each in (below, above) if each]
+
+
+def _offer(asked: PlanRequest, plan: Plan, batch: int, devices: int) -> Offer | None:
+    request = resized(asked, devices) if devices != asked.cluster.devices else replace(asked, layout=None)
+    if request is None:
+        return None
+    recipe = asked.recipe.model_copy(update={"batch": batch})
+    found = best(replace(request, recipe=recipe), runnable=True)
+    if found is None:
+        return None
+    return Offer(batch, devices, found, found.tokens_per_s_per_gpu / plan.tokens_per_s_per_gpu - 1)

@@ -1,0 +1,40 @@
+"""Whether the batch is the limit: other batches are tried, and named with what they bring."""
+
+from __future__ import annotations
+
+import pytest
+from tests.plan.planning import answered
+
+from shoal.plan.batch import near
+
+
+@pytest.mark.parametrize(
+    ("batch", "devices", "offered"),
+    [(100, 64, [96, 128]), (1, 64, [64]), (65, 64, [64, 96]), (7, 3, [6, 9]), (130, 64, [128, 160])],
+)
+def test_the_nearest_that_are_shared_out(batch: int, devices: int, offered: list[int]) -> None:
+    assert near(batch, devices) == offered
+
+
+def test_a_batch_of_one_is_the_limit() -> None:
+    found = answered("llama3-8b", "64xH100", 8192, 1)
+    advice = found.decision.batch
+    assert advice is not None and advice.text in found.decision.reasons
+    assert "the batch is the limit" in advice.text
+    assert [offer.batch for offer in advice.offers] == [64] and advice.offers[0].gain > 1
+    assert advice.fewer is not None and advice.fewer.devices == 8
+    share = advice.fewer.plan.tokens_per_s / (found.choice.tokens_per_s if found.choice else 1)
+    assert f"do {share:.0%} of what 64 do" in advice.text
+
+
+def test_a_hundred_sequences_become_96_or_128() -> None:
+    found = answered("llama3-8b", "64xH100", 8192, 100)
+    advice = found.decision.batch
+    assert advice is not None and [offer.batch for offer in advice.offers] == [96, 128]
+    assert all(offer.gain > 0.1 for offer in advice.offers)
+    offers = found.as_json()["decision"]["batch"]["offers"]
+    assert [offer["batch"] for offer in offers] == [96, 128] and all(offer["layout"] for offer in offers)
+
+
+def test_a_batch_that_is_no_limit_is_not_mentioned() -> None:
+    assert answered("llama3-8b", "8xH100").decision.batch is None
