@@ -128,7 +128,6 @@ STRATEGIES = (
         "offload",
         "offload",
         file="parallel/offload/activations.py",
-        unrun=("params@nvme",),
         off="none",
         memory=HOST,
         made_in=("parallel/offload/host_memory.py",),
