@@ -163,7 +163,6 @@ SENTENCES: Mapping[str, str] = {
 
 # What is promised for later, and what to write until then. A key leaves this table on the day that the schema has it.
 LATER: Mapping[str, str] = {
-    "tune.search": 'layout = "auto" takes what shoal plan puts first',
     "model.lora.dropout": "leave it out",
 }
 
@@ -173,7 +172,6 @@ LATER_COMMANDS: Mapping[str, str] = {
     "generate": "evaluate.samples has a run write texts at each evaluation: samples.jsonl",
     "evaluate": "evaluate.every has a run evaluate itself; its results are in metrics.jsonl",
     "replay": "shoal parity compares layouts step by step",
-    "tune": 'shoal plan ranks layouts, and layout = "auto" takes what it puts first',
     "launch": "shoal train trains here; on several machines, shoal train --nodes N on each",
     "report": _IN_METRICS,
     "watch": _IN_METRICS,
