@@ -66,6 +66,8 @@ class Stack:
 
     # Seconds the host takes to start one layer's forward pass, hidden where the device takes longer.
     host: float = 0.0
+    # Ranks reach a collective in the middle of a layer at different times: seconds, for each neighbour within a node.
+    arrival: float = 1e-5
     fusion: float = 1.0  # of the bytes that eager elementwise kernels move, the share that is left
     overlap: float = 0.0  # of the data ranks' communication, the share that can hide behind computation
 
@@ -99,6 +101,7 @@ MEGATRON = Stack(
     even_stages=True,
     bucket_mb=1e6,  # one buffer of all gradients
     host=0.756e-3,
+    arrival=3.65e-5,
     fusion=1.02,
     overlap=0.0,
 )
