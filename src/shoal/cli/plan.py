@@ -31,11 +31,13 @@ def plan(
     export: str | None = None,
     to: Path = Path(),
     force: Annotated[bool, Parameter(negative=())] = False,
-    precision: str = "bf16",
+    precision: str | None = None,
     optimizer: str = "adamw",
     states: str = "fp32",
     reduce: str = "fp32",
     lora: int | None = None,
+    base: str = "bf16",
+    links: Path | None = None,
     calibration: bool = True,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -80,7 +82,7 @@ def plan(
     force
         Overwrite existing files.
     precision
-        Compute precision: bf16, fp16, fp32, fp64 or fp8.
+        Compute precision: bf16, fp16, fp32, fp64 or fp8. By default bf16; fp16 on devices from before it.
     optimizer
         adamw or sgd.
     states
@@ -89,6 +91,10 @@ def plan(
         Precision of the gradient reduction: fp32 or bf16.
     lora
         Train LoRA adapters of this rank instead of the weights.
+    base
+        What the frozen weights below --lora rest in: bf16, or nf4 (QLoRA).
+    links
+        Price collectives as this file shows them: what nccl-tests print, or what shoal bench comm stored.
     calibration
         Use the rates that shoal profile --calibrate measured for this kind of device, if there are any.
     json
@@ -115,6 +121,7 @@ def plan(
         batch=batch,
         layout=layout,
         lora=lora,
+        base=base,
         tokens=tokens,
         price=price,
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -123,6 +130,10 @@ def plan(
         states=states,
         reduce=reduce,
     )
+    if links is not None:
+        from shoal.plan.link_files import use_links
+
+        use_links(links, asked.cluster)
     if price is not None and tokens is None:
         raise BadInput("--price needs the length of the run in tokens", "--tokens 15T --price 2.5")
     if export is not None:

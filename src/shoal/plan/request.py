@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shoal.facts.cluster import Cluster, notation
+from shoal.facts.cluster import Cluster, notation, precisions
 from shoal.facts.config import MOST_RANKS, Config, Lora, TuneSection
 from shoal.facts.config.check import explain
 from shoal.facts.layout import Layout, nearest
@@ -61,6 +61,7 @@ def plan_request(
     batch: int,
     layout: str | Layout | None = None,
     lora: int | None = None,
+    base: str = "bf16",
     tokens: str | int | None = None,
     price: float | None = None,
     visible: str | None = None,
@@ -68,13 +69,17 @@ def plan_request(
 ) -> PlanRequest:
     """Names looked up, values checked; everything wrong is reported together.
 
-    ``recipe`` takes further fields of a recipe; bf16 unless said otherwise. ``lora`` is the rank of low-rank additions.
+    ``recipe`` takes further fields of a recipe; bf16 unless said otherwise, or fp16 where a device has no bf16. ``lora`` is the rank of low-rank
+    additions, ``base`` what the frozen weights below them rest in.
     """
     problems: list[Problem] = []
     found_model = model if isinstance(model, Model) else seek("model", lambda: presets.find(model), problems)
     cluster = on if isinstance(on, Cluster) else seek("--on", lambda: notation.find(on, visible), problems)
     total = _tokens(tokens, problems)
-    values = {"precision": "bf16", **recipe, "seq": seq, "batch": batch}
+    wanted = recipe.pop("precision", None) or (precisions.usual(cluster.device) if cluster else "bf16")
+    if cluster is not None:
+        problems += precisions.refused(cluster.device, wanted)
+    values = {**recipe, "precision": wanted, "seq": seq, "batch": batch}
     if found_model is not None and found_model.hidden >= WIDE:
         values.setdefault("lr", RATE_OF_WIDE)
     if total is not None:
@@ -84,6 +89,8 @@ def plan_request(
         problems.append(Problem(f"--price {price}: must be above 0", "--price 2.5, per GPU-hour"))
     if lora is not None and not 1 <= lora <= MOST_RANKS:
         problems.append(Problem(f"--lora {lora}: must be from 1 to {MOST_RANKS}", "--lora 16"))
+    if base not in ("bf16", "nf4") or (base == "nf4" and lora is None):
+        problems.append(Problem(f"--base {base}: what frozen weights rest in", "--lora 16 --base nf4, or bf16"))
     chosen: Layout | None = None
     if isinstance(layout, str):
         chosen = seek("", lambda: Layout.parse(layout), problems)
@@ -94,7 +101,7 @@ def plan_request(
     if problems or found_model is None or cluster is None or found_recipe is None:
         raise BadInput(problems)
     name = model if isinstance(model, str) else model.name
-    adapters = Lora(rank=lora, alpha=2.0 * lora) if lora else None
+    adapters = Lora(rank=lora, alpha=2.0 * lora, base="nf4" if base == "nf4" else "bf16") if lora else None
     return PlanRequest(found_model, name, cluster, found_recipe, chosen, adapters, total, price)
 
 
