@@ -41,7 +41,7 @@ START: dict[str, tuple[float, float, float]] = {
     "A100.first_flash": (0.354, 0.25, 0.6),
     "H100.first_flash": (0.245, 0.15, 0.35),
     "fast.share": (0.75, 0.73, 0.85),
-    "host.arrival": (3.5e-05, 1e-6, 1e-4),
+    "megatron.arrival": (3.5e-05, 1e-6, 1e-4),
     "host.spread": (0.07, 0.005, 0.4),
     "host.backward": (2.1, 1.2, 2.6),
     "host.blend": (5.0, 2.5, 12.0),
@@ -89,7 +89,7 @@ def predictor(constants: Constants) -> Callable[[PublishedRun], float]:
     benches: dict[tuple[int, ...], CostModel] = {}
     for name in ("spread", "backward", "head", "once"):
         setattr(hosts, f"HOST_{name.upper()}", constants[f"host.{name}"])
-    hosts.BLEND, hosts.ARRIVAL = constants["host.blend"], constants["host.arrival"]
+    hosts.BLEND = constants["host.blend"]
     links = {
         kind: getattr(calibration, kind.upper()).model_copy(
             update={
@@ -105,7 +105,7 @@ def predictor(constants: Constants) -> Callable[[PublishedRun], float]:
             known,
             **{
                 field: constants[f"{short}.{field}"]
-                for field in ("host", "fusion", "overlap")
+                for field in ("host", "arrival", "fusion", "overlap")
                 if f"{short}.{field}" in constants
             },
         )

@@ -12,11 +12,11 @@ from cyclopts import Parameter
 from shoal.cli.show import print_columns, print_json, unwritable
 
 if TYPE_CHECKING:
-    from shoal.comm.fit import OperationFit
     from shoal.comm.operations import TimedCollective
     from shoal.comm.ring import ShownRing
     from shoal.facts.cluster import Cluster
     from shoal.facts.cluster.devices import Link
+    from shoal.predict.time.link_fit import OperationFit
     from shoal.prove.calibrate.links import AdoptedRanks, StartedRanks
 
 OPERATIONS = (
@@ -212,9 +212,9 @@ def _measured(
     json: bool,
 ) -> int:
     from shoal.comm import picture as pictures
-    from shoal.comm.fit import PRICED, fit_operations, link_rates
     from shoal.facts.calibration import file
     from shoal.launch.report import FINISHED
+    from shoal.predict.time.link_fit import PRICED, fit_operations, link_rates
     from shoal.prove.calibrate.links import described, keep
 
     calls = ranks.measure(operations, sizes)

@@ -34,12 +34,14 @@ def plan(
     export: str | None = None,
     to: Path = Path(),
     force: Annotated[bool, Parameter(negative=())] = False,
-    precision: str = "bf16",
+    precision: str | None = None,
     optimizer: str = "adamw",
     states: str = "fp32",
     reduce: str = "fp32",
     lora: int | None = None,
     stack: str = "shoal",
+    base: str = "bf16",
+    links: Path | None = None,
     calibration: bool = True,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -92,7 +94,7 @@ def plan(
     force
         Overwrite existing files.
     precision
-        Compute precision: bf16, fp16, fp32, fp64 or fp8.
+        Compute precision: bf16, fp16, fp32, fp64 or fp8. By default bf16; fp16 on devices from before it.
     optimizer
         adamw or sgd.
     states
@@ -101,8 +103,12 @@ def plan(
         Precision of the gradient reduction: fp32 or bf16.
     lora
         Train LoRA adapters of this rank instead of the weights.
+    base
+        What the frozen weights below --lora rest in: bf16, or nf4 (QLoRA).
     stack
         Search and price under another stack's constraints and constants: shoal, megatron, torchtitan or deepspeed.
+    links
+        Price collectives as this file shows them: what nccl-tests print, or what shoal bench comm stored.
     calibration
         Use the rates that shoal profile --calibrate measured for this kind of device, if there are any.
     json
@@ -132,6 +138,7 @@ def plan(
             batch=batch,
             layout=layout,
             lora=lora,
+            base=base,
             tokens=tokens,
             price=None if price is None else price[place % len(price)],
             deadline=deadline,
@@ -146,6 +153,11 @@ def plan(
         for place, one in enumerate(on)
     ]
     asked = requests[0]
+    if links is not None:
+        from shoal.plan.link_files import use_links
+
+        for request in requests:
+            use_links(links, request.cluster)
     if export is not None:
         _known_stack(export)
     if save is not None:

@@ -8,35 +8,13 @@ operation and the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.renamed import all_gather_single, reduce_scatter_single
-
-
-class TimedCollective(NamedTuple):
-    """One operation over a largest buffer of so many bytes, in a group of so many ranks."""
-
-    op: str
-    ranks: int
-    bytes: int
-    seconds: float
-
-    @property
-    def algorithm_bandwidth(self) -> float:
-        return self.bytes / self.seconds
-
-    @property
-    def bus_bandwidth(self) -> float:
-        return self.bytes * bus_share(self.op, self.ranks) / self.seconds
-
-
-def bus_share(op: str, ranks: int) -> float:
-    """Of a call's largest buffer, the part that passes a rank's link in one direction, by a ring."""
-    others = (ranks - 1) / ranks
-    return {"all_reduce": 2 * others, "send": 1.0, "broadcast": 1.0, "reduce": 1.0}.get(op, others)
+from shoal.predict.time.link_fit import TimedCollective as TimedCollective
+from shoal.predict.time.link_fit import bus_share as bus_share
 
 
 def caller(op: str, rank: int, ranks: int, whole: Tensor, part: Tensor) -> Callable[[], object]:

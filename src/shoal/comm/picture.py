@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from math import ceil, floor, log10
 
-from shoal.comm.fit import OperationFit
 from shoal.comm.operations import TimedCollective, bus_share
+from shoal.predict.time.link_fit import OperationFit
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 480, 90, 190, 76, 60
 COLOURS = ("#2a6f97", "#d1495b", "#66a182", "#edae49", "#7d5ba6", "#00798c", "#555555")

@@ -217,7 +217,9 @@ def ask(workload: Workload, called: str | None = None) -> str:
     ):
         if (asked := getattr(recipe, flag)) != usual:
             words += f" --{flag} {asked}"
-    return words + (f" --lora {workload.lora.rank}" if workload.lora is not None else "")
+    if workload.lora is not None:
+        words += f" --lora {workload.lora.rank}" + (" --base nf4" if workload.lora.base == "nf4" else "")
+    return words
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What would make it fit: the smallest changes to a layout; for a model, more GPUs, offload or LoRA."""
+"""What would make it fit: the smallest changes to a layout; for a model, leaner states, LoRA, QLoRA, more GPUs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout, divisors
 from shoal.facts.layout.legality import Case, broken
+from shoal.facts.recipe import Recipe
 from shoal.facts.strategies import OWNERS
 from shoal.plan.explain import GIB
 from shoal.plan.judge import UNRUN, Plan, judge
@@ -53,7 +56,7 @@ class Remedy:
 
 
 def for_layout(asked: PlanRequest, layout: Layout) -> list[Remedy]:
-    """Changes to a layout after any of which it fits, then LoRA, another layout, more GPUs.
+    """Changes to a layout after any of which it fits, then leaner states, LoRA, another layout, more GPUs.
 
     What the engine runs comes first, of that the smallest change, and then the fastest.
     """
@@ -66,10 +69,11 @@ def for_layout(asked: PlanRequest, layout: Layout) -> list[Remedy]:
                 tried.append((len(changes), Remedy(what, plan)))
     tried.sort(key=lambda pair: (not pair[1].plan.runs, pair[0], pair[1].plan.step.seconds))
     found = [remedy for _, remedy in tried[:NAMED]]
-    if asked.lora is None:
-        lora = judge(replace(asked.workload(layout), lora=Lora()))
-        if lora.fits:
-            found.append(Remedy(f"LoRA with rank {Lora().rank}", lora))
+    for what, changed in _leaner(asked):
+        if _legal(changed, layout):
+            plan = judge(changed.workload(layout))
+            if plan.fits:
+                found.append(Remedy(what, plan))
     elsewhere = best(replace(asked, layout=None))
     if elsewhere:
         found.append(Remedy("another layout on these GPUs", elsewhere))
@@ -77,20 +81,44 @@ def for_layout(asked: PlanRequest, layout: Layout) -> list[Remedy]:
 
 
 def for_model(asked: PlanRequest, runnable: bool = False) -> list[Remedy]:
-    """Where nothing fits: LoRA on what is there, or the smallest number of GPUs on which something does.
+    """Where nothing fits: leaner states or LoRA on what is there, or the fewest GPUs on which something does.
 
     ``runnable``: something that the engine runs.
     """
-    found = []
-    if asked.lora is None:
-        plan = best(replace(asked, lora=Lora(), layout=None))
-        if plan:
-            found.append(Remedy(f"LoRA with rank {Lora().rank} on these GPUs", plan))
+    found = on_these(asked)
     more = more_devices(asked, runnable)
     if more:
         resting = " without offload" if runnable and not OWNERS["offload"].runs else ""
         found.append(Remedy(f"{more.world} GPUs{resting}", more))
     return _run_first(found)
+
+
+def on_these(asked: PlanRequest, resting: bool = False) -> list[Remedy]:
+    """Leaner states, LoRA and QLoRA on the GPUs that are there. ``resting``: with nothing offloaded."""
+    found = []
+    for what, changed in _leaner(asked):
+        plan = best(replace(changed, layout=None))
+        if plan and not (resting and plan.layout.offload):
+            found.append(Remedy(f"{what} on these GPUs", plan))
+    return found
+
+
+def _leaner(asked: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """The same run with less to hold for each weight, the least change first: states in fewer bits, adapters over
+    frozen weights, and those in 4 bits."""
+    recipe, lora = asked.recipe, asked.lora
+    for states, what in (("bf16", "states=bf16"), ("int8", "states=int8, moments in 8 bits")):
+        if lora is None and recipe.states == "fp32" and recipe.precision in ("bf16", "fp16"):
+            try:
+                lean = Recipe.model_validate({**recipe.model_dump(exclude_unset=True), "states": states})
+            except ValidationError:
+                continue  # this optimizer has no such states
+            yield what, replace(asked, recipe=lean)
+    if lora is None:
+        yield f"LoRA with rank {Lora().rank}", replace(asked, lora=Lora())
+    if asked.model.experts is None and (lora is None or lora.base != "nf4"):
+        packed = (lora or Lora()).model_copy(update={"base": "nf4"})
+        yield f"QLoRA with rank {packed.rank}, frozen weights in 4 bits", replace(asked, lora=packed)
 
 
 def _run_first(remedies: list[Remedy]) -> list[Remedy]:

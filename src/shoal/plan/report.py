@@ -21,7 +21,7 @@ from shoal.plan.how_many import HowMany, how_many
 from shoal.plan.judge import Plan, engine_runs, judge
 from shoal.plan.judge import as_json as plan_json
 from shoal.plan.measurement import Measurement, decisive
-from shoal.plan.remedy import Remedy, for_layout, for_model
+from shoal.plan.remedy import Remedy, for_layout, for_model, on_these
 from shoal.plan.request import PlanRequest, plan_request
 from shoal.plan.scale import Cost, Point
 
@@ -137,6 +137,8 @@ def plan_report(asked: PlanRequest, top: int = 10, curve: bool = False) -> PlanR
             remedies = for_model(asked)
         elif not chosen.plan.runs and engine_runs(chosen.plan.workload):
             remedies = for_model(asked, runnable=True)
+        elif chosen.plan.layout.offload:
+            remedies = on_these(asked, resting=True)
     for plan in plans:
         plan.why, plan.called = why(plan), asked.model_name
     decision = decide(asked, plans, chosen, remedies)

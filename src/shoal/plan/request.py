@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shoal.facts.cluster import Cluster, devices, notation
+from shoal.facts.cluster import Cluster, devices, notation, precisions
 from shoal.facts.cluster.stack import SHOAL, STACKS, Stack
 from shoal.facts.config import MOST_RANKS, Config, Lora, TuneSection
 from shoal.facts.config.check import explain
@@ -74,6 +74,7 @@ def plan_request(
     batch: int | None = None,
     layout: str | Layout | None = None,
     lora: int | None = None,
+    base: str = "bf16",
     tokens: str | int | None = None,
     price: float | None = None,
     deadline: str | None = None,
@@ -84,7 +85,8 @@ def plan_request(
 ) -> PlanRequest:
     """Names looked up, values checked; everything wrong is reported together.
 
-    ``recipe`` takes further fields of a recipe; bf16 unless said otherwise. ``lora`` is the rank of low-rank additions.
+    ``recipe`` takes further fields of a recipe; bf16 unless said otherwise, or fp16 where a device has no bf16. ``lora`` is the rank of low-rank
+    additions, ``base`` what the frozen weights below them rest in.
     """
     problems: list[Problem] = []
     found_model = model if isinstance(model, Model) else seek("model", lambda: presets.find(model), problems)
@@ -102,9 +104,12 @@ def plan_request(
     if batch is None and found_model and cluster and total and seq:
         batch = usual_batch(found_model, seq, total, cluster.devices)
     problems += _open(counted, layout, own_batch, total, price, seconds, money)
+    wanted = recipe.pop("precision", None) or (precisions.usual(cluster.device) if cluster else "bf16")
+    if cluster is not None:
+        problems += precisions.refused(cluster.device, wanted)
     values = {
-        "precision": "bf16",
         **recipe,
+        "precision": wanted,
         "seq": 1 if seq is None else seq,
         "batch": 1 if batch is None else batch,
     }
@@ -119,6 +124,10 @@ def plan_request(
         problems.append(Problem(f"--lora {lora}: must be from 1 to {MOST_RANKS}", "--lora 16"))
     if stack not in STACKS:
         problems.append(Problem(f"--stack {stack}: unknown stack", did_you_mean(stack, tuple(STACKS))))
+    if base not in ("bf16", "nf4") or (base == "nf4" and lora is None):
+        problems.append(
+            Problem(f"--base {base}: what frozen weights rest in", "--lora 16 --base nf4, or bf16")
+        )
     chosen: Layout | None = None
     if isinstance(layout, str):
         chosen = seek("", lambda: Layout.parse(layout), problems)
@@ -129,7 +138,7 @@ def plan_request(
     if problems or found_model is None or cluster is None or found_recipe is None:
         raise BadInput(problems)
     name = model if isinstance(model, str) else model.name
-    adapters = Lora(rank=lora, alpha=2.0 * lora) if lora else None
+    adapters = Lora(rank=lora, alpha=2.0 * lora, base="nf4" if base == "nf4" else "bf16") if lora else None
     used = STACKS[stack]
     if refused := list(unsupported(stack, found_recipe, adapters)):
         raise BadInput(refused)

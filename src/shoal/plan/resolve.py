@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shoal.facts import support
-from shoal.facts.cluster import Cluster, notation
+from shoal.facts.cluster import Cluster, notation, precisions
 from shoal.facts.compilation import Compilation, compilation
 from shoal.facts.config import Config
 from shoal.facts.layout import Layout, nearest
@@ -114,12 +114,12 @@ def _ramp_problems(
 
 def _as_computed(config: Config, cluster: Cluster | None) -> tuple[Config, tuple[str, ...]]:
     """With the precision that the devices multiply in. A CPU multiplies in all of them, if slowly."""
-    if config.recipe.precision != "fp8" or cluster is None or cluster.device.name == "cpu":
+    asked = config.recipe.precision
+    if asked not in ("fp8", "bf16") or cluster is None or precisions.has_units(cluster.device, asked):
         return config, ()
-    if "fp8" in cluster.device.peaks:
-        return config, ()
-    recipe = config.recipe.model_copy(update={"precision": "bf16"})
-    note = f"precision: bf16, for {cluster.device.name} does not multiply in fp8; Hopper and newer GPUs do"
+    taken, newer = precisions.usual(cluster.device), {"fp8": "Hopper", "bf16": "Ampere"}[asked]
+    recipe = config.recipe.model_copy(update={"precision": taken})
+    note = f"precision: {taken}, for {cluster.device.name} does not multiply in {asked}; {newer} and newer GPUs do"
     return config.model_copy(update={"recipe": recipe}), (note,)
 
 

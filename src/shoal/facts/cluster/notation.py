@@ -1,4 +1,6 @@
-"""Parse a cluster as the user writes it: ``8xH100``, ``2x8xA100-80GB``, ``local`` or a TOML file.
+"""Parse a cluster as the user writes it: ``8xH100``, ``2x8xA100-80GB``, ``2xp5.48xlarge``, ``local`` or a TOML file.
+
+``64xH100@4x200`` says that a node has 4 network adapters of 200 Gb/s; ``@200``, one.
 
 A file describes what the catalogue does not know. Everything but ``device`` has a default; what is left out
 of a link keeps the device's value::
@@ -12,12 +14,15 @@ of a link keeps the device's value::
     host_memory = 2e12         # bytes of memory of one node; default: 256 GiB a device
     host_bandwidth = 400e9     # bytes/s of it that an optimizer on all cores reaches; default: facts.calibration
     nvme = 30e12               # bytes of local disks of one node; default: 3.84 TB a device
+    nics = 4                   # network adapters of one node; default: one a device, or the device's where there is no
+                               # table [network]
+    across_rails = 0.5         # of a node's bandwidth, what the fabric carries between different adapters; default 1
 
     [fast]                     # bytes/s in one direction and seconds, for one device
     bandwidth = 450e9
     latency = 3e-6
 
-    [network]
+    [network]                  # the same for one adapter
     bandwidth = 50e9
     latency = 5e-6
 """
@@ -30,15 +35,29 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from shoal.facts.cluster import MOST_DEVICES, Cluster, assemble, default_per_node, devices, this_machine
-from shoal.facts.cluster.devices import Count, Device, Hardware, Link, Memory, Positive
+from shoal.facts.cluster import (
+    MOST_DEVICES,
+    Cluster,
+    assemble,
+    clouds,
+    default_per_node,
+    devices,
+    this_machine,
+)
+from shoal.facts.cluster.devices import Count, Device, Hardware, Link, Memory, Positive, Share
 from shoal.facts.input.untrusted_files import parse_toml, read_settings
 from shoal.facts.problem import BadInput, Problem, did_you_mean
 
-FORMS = "8xH100, 2x8xA100-80GB (nodes x devices), 4xcpu, local, or the path of a .toml file"
+FORMS = (
+    "8xH100, 2x8xA100-80GB (nodes x devices), 64xH100@4x200 (adapters x Gb/s of a node), 2xp5.48xlarge (a cloud's "
+    "instances), 4xcpu, local, or the path of a .toml file"
+)
 
 _COUNT = r"([+-]?[\d.,_]+)\s*[x×]\s*"
 _NOTATION = re.compile(rf"{_COUNT}(?:{_COUNT})?(.*)", re.IGNORECASE)
+_ADAPTERS = re.compile(
+    r"(?:(\d{1,4})\s*[x×]\s*)?(\d{1,6}(?:\.\d{1,3})?)\s*(?:G|Gb|Gb/s|Gbps)?", re.IGNORECASE
+)
 
 
 def find(text: str, visible: str | None = None) -> Cluster:
@@ -48,6 +67,11 @@ def find(text: str, visible: str | None = None) -> Cluster:
         return this_machine.look(visible)
     if text.lower().endswith(".toml"):
         return _from_file(text)
+    written, at, adapters = text.partition("@")
+    if at:
+        return _with_adapters(text, find(written, visible), adapters)
+    if clouds.find(text) is not None:
+        return _from_cloud(text, "1", text)
     notation = _NOTATION.fullmatch(text)
     if notation is None:
         device = devices.find(text)
@@ -56,7 +80,31 @@ def find(text: str, visible: str | None = None) -> Cluster:
     return _from_notation(text, *notation.groups())
 
 
+def _with_adapters(text: str, cluster: Cluster, adapters: str) -> Cluster:
+    """``4x200``: so many of so many Gb/s in every node."""
+    found = _ADAPTERS.fullmatch(adapters.strip())
+    count, gigabits = (int(found[1] or 1), float(found[2])) if found else (0, 0.0)
+    if not count or not gigabits:
+        raise BadInput(
+            f"{text!r}: {adapters!r} is no network", "adapters x Gb/s of one node, as in 64xH100@8x400"
+        )
+    known = cluster.network
+    kind = f"{known.kind.split()[0]} {gigabits:g} Gb/s"
+    network = known.model_copy(update={"kind": kind, "bandwidth": gigabits * clouds.GIGABIT})
+    return cluster.model_copy(update={"name": text, "network": network, "nics": count})
+
+
+def _from_cloud(text: str, nodes: str, name: str) -> Cluster:
+    instance = clouds.find(name)
+    device = devices.find(instance.device) if instance else None
+    if instance is None or device is None or not _is_count(nodes):
+        raise BadInput(f"{text!r}: {nodes!r} is not a number of instances", f"1 to {MOST_DEVICES}: 2x{name}")
+    return assemble(text, device, int(nodes), instance.devices, network=instance.network, nics=instance.nics)
+
+
 def _from_notation(text: str, first: str, second: str | None, device_name: str) -> Cluster:
+    if second is None and clouds.find(device_name) is not None:
+        return _from_cloud(text, first, device_name)
     device = devices.find(device_name)
     written = {"devices": first} if second is None else {"nodes": first, "devices a node": second}
     problems = [
@@ -64,7 +112,12 @@ def _from_notation(text: str, first: str, second: str | None, device_name: str) 
         for what, word in written.items()
         if not _is_count(word)
     ]
-    if device is None:
+    if device is None and clouds.resembles(device_name):
+        near = did_you_mean(device_name.strip().lower().removeprefix("ml."), clouds.INSTANCES)
+        problems.append(
+            Problem(f"{text!r}: there is no instance {device_name.strip()!r} in the catalogue", near)
+        )
+    elif device is None:
         what, fix = devices.unknown(device_name)
         problems.append(Problem(f"{text!r}: {what}", fix))
     if problems or device is None:
@@ -100,6 +153,8 @@ class _File(Hardware):
     host_memory: Memory | None = None
     host_bandwidth: Positive | None = None
     nvme: Memory | None = None
+    nics: Count | None = None
+    across_rails: Share = 1.0
 
 
 def _from_file(text: str) -> Cluster:
@@ -135,6 +190,8 @@ def _from_file(text: str) -> Cluster:
         file.host_memory,
         file.host_bandwidth,
         file.nvme,
+        file.nics,
+        file.across_rails,
     )
 
 

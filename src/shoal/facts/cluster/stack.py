@@ -70,13 +70,19 @@ class Stack:
         False  # updated weights, of ``zero`` 1 and 2, while the next step's forward pass goes on
     )
 
+    sends_once: bool = False  # a token to a node, however many of its experts are there
+
     # Seconds the host takes to start one layer's forward pass, hidden where the device takes longer.
     host: float = 0.0
+    # Ranks reach a collective in the middle of a layer at different times: seconds, for each neighbour within a node.
+    arrival: float = 1e-5
     fusion: float = 1.0  # of the bytes that eager elementwise kernels move, the share that is left
     overlap: float = 0.0  # of the data ranks' communication, the share that can hide behind computation
     # Of what tensor ranks exchange with sequence parallelism, the share that travels beside the products that make or
     # read it.
     tensor_overlap: float = 0.0
+    # Of what experts' ranks exchange, the share that can hide behind the computation of other micro-batches.
+    expert_overlap: float = 0.0
 
 
 # Ours: on CUDA, attention is what SDPA chooses, which is cuDNN's on Hopper. Its overlap was never measured.
@@ -109,6 +115,7 @@ MEGATRON = Stack(
     even_stages=True,
     bucket_mb=1e6,  # one buffer of all gradients
     host=0.756e-3,
+    arrival=3.65e-5,
     fusion=1.02,
     overlap=0.0,
 )
@@ -170,6 +177,23 @@ TITAN_COMPILED = replace(
     activation="fused",
     logit_bytes=16.0,
     copies_sequence=False,
+)
+# What its report says of DeepSeek's own: kernels for everything, fp8 products, and a schedule of two directions that
+# computes one micro-batch while another's tokens travel. No number of it was fitted.
+DEEPSEEK = Stack(
+    "deepseek",
+    weights="master",
+    norms="fused",
+    activation="fused",
+    joined=True,
+    loss="compiled",
+    logit_bytes=16.0,
+    kernel="fused",
+    sends_once=True,
+    host=0.3e-3,
+    fusion=1.0,
+    overlap=0.87,
+    expert_overlap=0.87,
 )
 # As 0.3.0's own configs have it: the loss comes chunk by chunk, with its gradients.
 TITAN_CHUNKED = replace(TITAN_COMPILED, name="torchtitan", loss="fused", keeps_logits=False)

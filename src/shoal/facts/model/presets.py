@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal.facts.input.untrusted_files import read_json
 from shoal.facts.model import Experts, Family, Latent, Model, RopeScaling, hub
+from shoal.facts.model.by_size import of_size
 from shoal.facts.model.huggingface import read_config
 from shoal.facts.problem import BadInput, did_you_mean
 
@@ -162,7 +163,7 @@ PRESETS: dict[str, Model] = {model.name: model for model in _ALL}
 
 
 def find(text: str) -> Model:
-    """A preset by name, else a directory that holds a ``config.json``, or the path of one.
+    """A preset by name, else a directory that holds a ``config.json``, the path of one, or a size such as 10B.
 
     A directory that is called like a preset is reached with a slash: ``./tiny``.
     """
@@ -176,11 +177,13 @@ def find(text: str) -> Model:
         )
     if path is not None:
         return _read(path)
+    if (sized := of_size(text)) is not None:
+        return sized
     # Of an id of the Hub only its last part can be a preset.
     guess = did_you_mean(text.lower().rpartition("/")[2], PRESETS)
     if hub.is_hub_name(text):
         return _of_hub(text, f"{guess} presets: {', '.join(PRESETS)}; or ")
-    advice = f"presets: {', '.join(PRESETS)}; or the path of a config.json, or a Hub name (org/name)"
+    advice = f"presets: {', '.join(PRESETS)}; or the path of a config.json, a Hub name (org/name), or a size such as 10B"
     raise BadInput(
         f"{text!r} is neither a preset nor a model on this machine",
         f"{guess} {advice}" if guess.startswith("did you mean") else advice,

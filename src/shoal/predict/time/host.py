@@ -32,8 +32,8 @@ HOST_EMBEDDING = 0.5
 HOST_ONCE = 0.5
 
 
-# Ranks reach a collective in the middle of a layer at different times: seconds, for each neighbour within a node.
-ARRIVAL = 3.65e-05
+# A step waits for the slowest of its devices. Their rates were fitted on nodes of so many, whose slowest they are.
+FITTED_ON = 8
 
 
 class Hosts(NamedTuple):
@@ -62,9 +62,11 @@ def spread(tp: int) -> float:
     return 1 + HOST_SPREAD * sqrt(2 * log(tp)) if tp > 1 else 1.0
 
 
-def arrival(neighbours: int) -> float:
-    """How long a collective in the middle of a layer waits for the last of so many ranks of a node."""
-    return ARRIVAL * (neighbours - 1)
+def slowest(devices: int, spread: float) -> float:
+    """How much longer the slowest of so many devices computes than the slowest of those that rates were fitted on."""
+    if devices <= FITTED_ON:
+        return 0.0
+    return spread * (sqrt(2 * log(devices)) - sqrt(2 * log(FITTED_ON)))
 
 
 def of_ends(workload: Workload, on: CostModel, first: bool, last: bool) -> float:

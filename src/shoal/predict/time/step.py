@@ -57,7 +57,7 @@ class StepTime:
     bubble: float
     optimizer: float
     offload: float
-    other: float  # waiting for the host
+    other: float  # waiting for the host, and for the slowest device
     links: dict[str, float] = field(default_factory=dict)  # exposed communication by group
 
     @property
@@ -111,6 +111,7 @@ def step(workload: Workload, on: CostModel | None = None) -> StepTime:
     if layout.offload:
         away = Shares(*(share_away(workload, what) for what in Shares._fields))
         moved = transfer(workload, on.node, slowest.beside, _offloadable(workload), away, optimizer)
+    behind = hosts.slowest(layout.world, on.rates.device.spread)
     links = {group: seconds * times for group, seconds in slowest.links.items()}
     links["pp"] = links.get("pp", 0.0) + messages
     return StepTime(
@@ -120,7 +121,8 @@ def step(workload: Workload, on: CostModel | None = None) -> StepTime:
         bubble=bubble,
         optimizer=moved.stays * optimizer,
         offload=moved.seconds,
-        other=times * slowest.other + hosts.once(workload, on, optimizer),
+        other=times * (slowest.other + behind * (slowest.compute + slowest.recompute))
+        + hosts.once(workload, on, optimizer),
         links=links,
     )
 
@@ -274,7 +276,7 @@ def _communicated(workload: Workload, on: CostModel, stage: int) -> tuple[Spent,
         ranks = workload.ranks_of(call.group)
         each = on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
         if call.phase in ALWAYS:
-            each += hosts.arrival(on.links.neighbours(ranks.size, ranks.stride))
+            each += on.stack.arrival * (on.links.neighbours(ranks.size, ranks.stride) - 1)
             if on.stack.copies_sequence and workload.micro > 1 and call.op in SEQUENCE_OPS:
                 each += on.kernels.moved(2 * call.bytes)
         seconds = call.count * each * beside_products(on.stack, workload.layout.sp, call)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.fit import PRICED, link_rates
 from shoal.comm.measure import TIMES, WARM_UP, measure
 from shoal.comm.operations import TimedCollective
 from shoal.comm.ring import RingStep, ShownRing, show_ring
@@ -27,6 +26,7 @@ from shoal.launch.local import PRELOAD, warm_workers
 from shoal.launch.ranks import run_ranks
 from shoal.parallel.hosts import HostGroup
 from shoal.parallel.signed_store import SignedStore
+from shoal.predict.time.link_fit import PRICED, link_rates
 from shoal.train.files import replace_text
 
 SMALL, LARGE = 2**12, {"nccl": 2**28, "gloo": 2**23}

@@ -253,7 +253,8 @@ def nearest(job: Job, predicted: Ledger, measured: MeasuredMemory) -> Remedy | N
         plan = remedy.plan
         # Where the prediction saw no trouble at all, what needs as much as it did would fit by its word only.
         smaller = plan.memory.peak_allocated < predicted.peak_allocated
-        if plan.world == job.layout.world and plan.runs and smaller:
+        same_run = plan.workload.recipe == job.config.recipe and plan.workload.lora == job.config.model.lora
+        if plan.world == job.layout.world and plan.runs and smaller and same_run:
             return remedy
     return None
 

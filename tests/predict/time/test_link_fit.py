@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.comm.fit import PRICED, fit_operation, link_rates
 from shoal.comm.operations import TimedCollective, bus_share
 from shoal.comm.picture import svg
 from shoal.facts.cluster.notation import find
+from shoal.predict.time.link_fit import PRICED, fit_operation, link_rates
 from shoal.predict.time.links import ROUNDS, Links
 
 RANKS, START, HOP, RATE = 4, 30e-6, 5e-6, 2e9

@@ -5,13 +5,36 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from shoal.comm.operations import TimedCollective, bus_share
 from shoal.facts.calibration import LinkRates
 from shoal.predict.time.links import ROUNDS
 
 # What a training step does most, and what a link's rates are fitted to.
 PRICED = ("all_reduce", "all_gather", "reduce_scatter", "send")
+
+
+class TimedCollective(NamedTuple):
+    """One operation over a largest buffer of so many bytes, in a group of so many ranks."""
+
+    op: str
+    ranks: int
+    bytes: int
+    seconds: float
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        return self.bytes / self.seconds
+
+    @property
+    def bus_bandwidth(self) -> float:
+        return self.bytes * bus_share(self.op, self.ranks) / self.seconds
+
+
+def bus_share(op: str, ranks: int) -> float:
+    """Of a call's largest buffer, the part that passes a rank's link in one direction, by a ring."""
+    others = (ranks - 1) / ranks
+    return {"all_reduce": 2 * others, "send": 1.0, "broadcast": 1.0, "reduce": 1.0}.get(op, others)
 
 
 @dataclass(frozen=True)
