@@ -91,8 +91,11 @@ def test_offload() -> None:
     below = settings("fsdp=8,zero=2,offload=optimizer:0.5")["zero_optimization"]
     assert below["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
     assert "nearest: all of it" in gaps("fsdp=8,zero=2,offload=optimizer:0.5")
-    assert "offload_optimizer" not in settings("dp=8,offload=optimizer")["zero_optimization"]
+    assert settings("dp=8,offload=optimizer")["zero_optimization"]["stage"] == 1
     assert "nearest: zero=1" in gaps("dp=8,offload=optimizer")
+    # ZeRO-Offload on one device is a stage of one rank.
+    alone = settings("dp=1,offload=optimizer,micro=1")["zero_optimization"]
+    assert alone["stage"] == 1 and alone["offload_optimizer"]["device"] == "cpu"
     kept = settings("fsdp=8,recompute=full,offload=activations")["activation_checkpointing"]
     assert kept["cpu_checkpointing"] is True
 
@@ -121,10 +124,12 @@ def test_a_constant_rate_without_warmup_needs_no_scheduler() -> None:
 
 
 def test_other_axes() -> None:
-    given = settings("dp=2,fsdp=2,tp=2,cp=2,cp_kind=ulysses", batch=64)
-    assert given["tensor_parallel"] == {"autotp_size": 2}
+    given = settings("dp=2,fsdp=2,cp=2,cp_kind=ulysses", batch=64)
     assert given["sequence_parallel_size"] == 2
     assert given["zero_optimization"]["zero_hpz_partition_size"] == 4
+    split = settings("fsdp=8,tp=2", batch=64)
+    assert split["tensor_parallel"] == {"autotp_size": 2}
+    assert split["zero_optimization"]["stage"] == 2 and "AutoTP refuses stage 3" in gaps("fsdp=8,tp=2")
     assert settings("fsdp=8,ep=4", model="mixtral-8x7b")["expert_parallel"]["autoep_size"] == 4
     said = gaps("fsdp=2,tp=2,pp=2,schedule=interleaved,micro=1")
     for what in ("PipelineModule(num_stages=2)", "nearest: 1f1b", "nearest: stage 1", "nearest: sp=0"):

@@ -6,7 +6,6 @@ import ast
 import runpy
 import shlex
 import sys
-import tomllib
 import types
 from itertools import pairwise
 from pathlib import Path
@@ -102,7 +101,7 @@ def test_accelerate_command_carries_the_recipe() -> None:
 
 # Megatron-LM.
 
-# The names that megatron/training/arguments.py defines (Megatron-LM, core 0.15), as far as we write them.
+# The names that Megatron-LM's parser has (core 0.20), as far as we write them.
 MEGATRON = """
 tensor-model-parallel-size sequence-parallel context-parallel-size cp-comm-type pipeline-model-parallel-size
 pipeline-model-parallel-layout num-layers-per-virtual-pipeline-stage expert-model-parallel-size
@@ -122,7 +121,8 @@ mock-data tokenizer-type vocab-size make-vocab-size-divisible-by micro-batch-siz
 train-iters calculate-per-token-loss optimizer adam-beta1 adam-beta2 adam-eps sgd-momentum weight-decay clip-grad lr
 min-lr lr-warmup-iters lr-decay-iters lr-decay-style lr-wsd-decay-style lr-wsd-decay-iters attention-dropout
 hidden-dropout seed init-method-std bf16 fp16 fp8-format initial-loss-scale loss-scale-window hysteresis
-grad-reduce-in-bf16 accumulate-allreduce-grads-in-fp32
+grad-reduce-in-bf16 accumulate-allreduce-grads-in-fp32 tp-comm-overlap cross-entropy-loss-fusion
+cross-entropy-fusion-impl
 """
 
 
@@ -193,14 +193,30 @@ def test_megatron_shapes() -> None:
 # torchtitan.
 
 
+def titan_tables(text: str) -> dict[str, Any]:
+    """The keyword arguments of every class of settings, by its name."""
+    return {
+        ast.unparse(node.func): {word.arg or "": literal(word.value) for word in node.keywords}
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+    }
+
+
+def literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)
+
+
 def torchtitan(layout: str, **others: Any) -> dict[str, Any]:
-    return tomllib.loads(export("torchtitan", ask(layout, **others)).files["torchtitan.toml"])
+    return titan_tables(export("torchtitan", ask(layout, **others)).files["torchtitan_config.py"])
 
 
 def test_torchtitan_batches() -> None:
     for workload in questions():
-        given = tomllib.loads(export("torchtitan", workload).files["torchtitan.toml"])
-        axes, training = given["parallelism"], given["training"]
+        given = titan_tables(export("torchtitan", workload).files["torchtitan_config.py"])
+        axes, training = given["ParallelismConfig"], given["TrainingConfig"]
         ranks = axes["data_parallel_replicate_degree"] * axes["data_parallel_shard_degree"]
         assert training["global_batch_size"] % (training["local_batch_size"] * ranks) == 0
         product = ranks
@@ -211,32 +227,44 @@ def test_torchtitan_batches() -> None:
 
 def test_torchtitan_pipeline() -> None:
     given = torchtitan("fsdp=2,pp=4,schedule=interleaved,chunks=2,micro=2", batch=64)
-    axes = given["parallelism"]
-    assert given["training"]["local_batch_size"] == 32  # a pipeline is given the whole step
+    axes = given["ParallelismConfig"]
+    assert given["TrainingConfig"]["local_batch_size"] == 32  # a pipeline is given the whole step
+    assert given["TrainingConfig"]["disable_cuda_graphs"] is True  # which hold no pipeline
     assert axes["pipeline_parallel_microbatch_size"] == 2
     assert axes["pipeline_parallel_schedule"] == "Interleaved1F1B"
     modules = [module for part in axes["module_fqns_per_model_part"] for module in part]
     layers = [f"layers.{layer}" for layer in range(32)]
     assert len(axes["module_fqns_per_model_part"]) == 8
-    assert modules == ["tok_embeddings", *layers, "norm", "output"]
-    assert len(torchtitan("pp=4,schedule=zb,micro=1")["parallelism"]["module_fqns_per_model_part"]) == 8
+    assert modules == ["tok_embeddings", *layers, "norm", "lm_head"]
+    stages = torchtitan("pp=4,schedule=zb,micro=1")["ParallelismConfig"]["module_fqns_per_model_part"]
+    assert len(stages) == 8
 
 
 def test_torchtitan_flavors() -> None:
-    assert torchtitan("fsdp=8")["model"]["flavor"] == "8B"
-    assert torchtitan("fsdp=8", model="qwen3-30b-a3b")["model"]["name"] == "qwen3"
+    assert torchtitan("fsdp=8")["model_registry"]["flavor"] == "8B"
+    text = export("torchtitan", ask("fsdp=8", model="qwen3-30b-a3b")).files["torchtitan_config.py"]
+    assert "from torchtitan.models.qwen3 import model_registry" in text
     # Llama 2 70B differs from Llama 3's only in its vocabulary.
     assert "no flavor has its shape" in gaps("torchtitan", "fsdp=8", model="llama2-70b")
     assert "nearest: its flavor" in gaps("torchtitan", "fsdp=8", model="llama3-405b")
 
 
 def test_torchtitan_policies() -> None:
-    assert torchtitan("fsdp=8,zero=2")["parallelism"]["fsdp_reshard_after_forward"] == "never"
-    assert torchtitan("fsdp=8,recompute=selective")["activation_checkpoint"]["mode"] == "selective"
-    assert torchtitan("fsdp=8", schedule="wsd")["lr_scheduler"]["decay_ratio"] == 0.2
-    assert torchtitan("fsdp=8", schedule="constant")["lr_scheduler"]["decay_ratio"] == 0.0
-    for layout, said in (("dp=4,tp=2", "fsdp=4"), ("tp=8,sp=0", "sp=1"), ("cp=8,cp_kind=ulysses", "ring")):
-        assert f"nearest: {said}" in gaps("torchtitan", layout)
+    assert torchtitan("fsdp=8,zero=2")["ParallelismConfig"]["fsdp_reshard_after_forward"] == "never"
+    for recompute, kind in (
+        ("none", None),
+        ("selective", "SelectiveAC.Config()"),
+        ("full", "FullAC.Config()"),
+    ):
+        given = torchtitan(f"fsdp=8,recompute={recompute}")["Trainer.Config"]
+        assert given["activation_checkpoint"] == kind
+    schedule = "LRSchedulersContainer.Config"
+    assert torchtitan("fsdp=8", schedule="wsd")[schedule]["decay_ratio"] == 0.2
+    assert torchtitan("fsdp=8", schedule="constant")[schedule]["decay_ratio"] == 0.0
+    assert torchtitan("tp=8,sp=0")["ParallelismConfig"]["enable_sequence_parallel"] is False
+    assert torchtitan("dp=4,tp=2")["ParallelismConfig"]["data_parallel_replicate_degree"] == 4
+    assert "nearest: ring" in gaps("torchtitan", "cp=8,cp_kind=ulysses")
+    assert "Float8LinearConverter.Config" in torchtitan("fsdp=8", precision="fp8")
 
 
 # NeMo.
@@ -281,35 +309,52 @@ def test_nemo_models() -> None:
 
 @pytest.fixture
 def sagemaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What running the file defines; the SDK itself is not needed for that."""
-    package, pytorch = types.ModuleType("sagemaker"), types.ModuleType("sagemaker.pytorch")
-    vars(pytorch)["PyTorch"] = object
-    monkeypatch.setitem(sys.modules, "sagemaker", package)
-    monkeypatch.setitem(sys.modules, "sagemaker.pytorch", pytorch)
+    """What the file gives to the SDK's classes, by their names; the SDK itself is not needed for that."""
+    given: dict[str, Any] = {}
+
+    def recorder(name: str) -> Any:
+        def record(**keywords: Any) -> str:
+            given[name] = keywords
+            return name
+
+        return record
+
+    classes = {
+        "sagemaker": (),
+        "sagemaker.core": ("image_uris",),
+        "sagemaker.train": ("ModelTrainer",),
+        "sagemaker.train.configs": ("Compute", "SourceCode"),
+        "sagemaker.train.distributed": ("SMP", "Torchrun"),
+    }
+    for module, names in classes.items():
+        made = types.ModuleType(module)
+        vars(made).update({name: recorder(name) for name in names})
+        monkeypatch.setitem(sys.modules, module, made)
 
     def run(layout: str, **others: Any) -> dict[str, Any]:
+        given.clear()
         path = tmp_path / "job.py"
-        path.write_text(
-            export("sagemaker", ask(layout, **others)).files["sagemaker_job.py"], encoding="utf-8"
-        )
-        return {**runpy.run_path(str(path)), "text": path.read_text("utf-8")}
+        text = export("sagemaker", ask(layout, **others)).files["sagemaker_job.py"]
+        path.write_text(text, encoding="utf-8")
+        runpy.run_path(str(path))["trainer"]("image", "role")
+        return dict(given)
 
     return run
 
 
 def test_sagemaker_smp(sagemaker: Any) -> None:
     job = sagemaker("dp=2,fsdp=2,tp=2,cp=2,recompute=full,offload=activations", batch=64)
-    parameters = job["distribution"]["smdistributed"]["modelparallel"]["parameters"]
-    assert parameters["hybrid_shard_degree"] == 4  # context ranks among them
-    assert parameters["tensor_parallel_degree"] == parameters["context_parallel_degree"] == 2
-    assert parameters["sm_activation_offloading"] is True
-    assert 'instance_type="ml.p5.48xlarge"' in job["text"] and "instance_count=2" in job["text"]
-    assert job["hyperparameters"]["gradient_checkpointing"] is True
+    assert job["SMP"]["hybrid_shard_degree"] == 4  # context ranks among them
+    assert job["SMP"]["tensor_parallel_degree"] == job["SMP"]["context_parallel_degree"] == 2
+    assert job["SMP"]["sm_activation_offloading"] is True
+    assert job["Torchrun"] == {"process_count_per_node": 8, "smp": "SMP"}
+    assert job["Compute"] == {"instance_type": "ml.p5.48xlarge", "instance_count": 2}
+    assert job["ModelTrainer"]["hyperparameters"]["gradient_checkpointing"] is True
 
 
 def test_sagemaker_data_parallel(sagemaker: Any) -> None:
-    on_a100 = sagemaker("dp=16", on="16xA100-80GB")
-    assert on_a100["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
-    assert sagemaker("dp=16")["distribution"] == {"torch_distributed": {"enabled": True}}
+    job = sagemaker("dp=16", on="16xA100-80GB")
+    assert job["Torchrun"]["smp"] is None and "SMP" not in job
+    assert job["Compute"]["instance_type"] == "ml.p4de.24xlarge"
     assert "nearest: 8" in gaps("sagemaker", "dp=4")
     assert "there is no pipeline" in gaps("sagemaker", "fsdp=4,pp=2,micro=1")

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from shoal.plan.compare import Compared
     from shoal.plan.export import Exported
+    from shoal.plan.export.rejudge import Rejudged
     from shoal.plan.report import PlanReport
 
 
@@ -88,7 +89,8 @@ def plan(
     save
         Write a config that shoal train runs.
     export
-        Write the same layout for deepspeed, accelerate, megatron, torchtitan, nemo or sagemaker.
+        Write the same layout for deepspeed, accelerate, megatron, megatron-bridge, torchtitan, nemo or sagemaker; or
+        the nearest that it runs, judged as what it will run there.
     to
         Directory for the exported files.
     force
@@ -169,15 +171,20 @@ def plan(
     warn_of_length(asked.model, asked.recipe.seq)
     found = plan_report(asked, top, curve)
     rows = [Compared(found), *(Compared(plan_report(other, top)) for other in requests[1:])]
-    files, exported = _files(found, rows, html, save, export, to)
+    files, exported, there = _files(found, rows, html, save, export, to)
     _write(files, force)
     if json:
         document = found.as_json()
         if len(rows) > 1:
             document["compared"] = [row.as_json() for row in rows]
         document["written"] = [str(path) for path in files]
-        if exported is not None:
-            document["export"] = {"command": _start(exported, to), "cannot": exported.cannot}
+        if exported is not None and there is not None:
+            document["export"] = {
+                "command": _start(exported, to),
+                "cannot": exported.cannot,
+                "checked": exported.checked,
+                "runs_as": there.as_json(),
+            }
         print_json(document)
         return 0
     if len(rows) > 1:
@@ -186,8 +193,11 @@ def plan(
         show(found, explain)
     if rates := measured_rates(asked.cluster):
         print(rates)
-    if exported is not None:
-        print(f"\n{export}: {_start(exported, to)}")
+    if exported is not None and there is not None:
+        print(f"\n{export} (checked with {exported.checked}): {_start(exported, to)}")
+        print(f"  {there.words}")
+        if there.warning:
+            print(f"  warning: {there.warning}")
         for thing in exported.cannot:
             print(f"  {export} cannot express: {thing}")
     for path in files:
@@ -221,27 +231,27 @@ def _files(
     save: Path | None,
     export: str | None,
     to: Path,
-) -> tuple[dict[Path, str], Exported | None]:
-    """Everything that is to be written, made before anything is."""
+) -> tuple[dict[Path, str], Exported | None, Rejudged | None]:
+    """Everything that is to be written, made before anything is; an export is judged as what its target runs."""
     files: dict[Path, str] = {}
-    exported = None
+    exported = there = None
     if save is not None:
         from shoal.plan.save import saved
 
         files[save], _ = saved(found.asked, found.chosen, save.parent)
     if export is not None:
         from shoal.facts.problem import BadInput
-        from shoal.plan.export import export as export_to
+        from shoal.plan.export.rejudge import rejudged
 
         if found.choice is None or not found.choice.fits:
             raise BadInput("--export: no layout fits, so there is nothing to export", found.decision.text)
-        exported = export_to(export, found.choice.workload)
+        exported, there = rejudged(export, found.choice, free=found.asked.layout is None)
         files.update({to / name: text for name, text in exported.files.items()})
     if html is not None:
         from shoal.plan.html_page import page
 
         files[html] = page(found, rows if len(rows) > 1 else [])
-    return files, exported
+    return files, exported, there
 
 
 def _start(exported: Exported, to: Path) -> str:

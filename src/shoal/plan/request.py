@@ -15,6 +15,7 @@ from shoal.facts.config import MOST_RANKS, Config, Lora, TuneSection
 from shoal.facts.config.check import explain
 from shoal.facts.layout import Layout, nearest
 from shoal.facts.layout.legality import violations
+from shoal.facts.layout.stack_limits import RECIPES
 from shoal.facts.model import Model, presets
 from shoal.facts.model.parameters import active_parameter_count
 from shoal.facts.problem import BadInput, Problem, did_you_mean, seek
@@ -162,32 +163,11 @@ def plan_request(
     )
 
 
-# What of a recipe other stacks do not train with, and what comes nearest.
-UNSUPPORTED: dict[str, dict[tuple[str, str], str]] = {
-    "megatron": {
-        ("precision", "fp64"): "--precision fp32",
-        ("states", "bf16"): "--states fp32",
-        ("states", "int8"): "--states fp32",
-    },
-    "torchtitan": {
-        ("precision", "fp64"): "--precision fp32",
-        ("precision", "fp16"): "--precision bf16",
-        ("states", "int8"): "--states bf16",
-        ("optimizer", "sgd"): "--optimizer adamw",
-        ("reduce", "bf16"): "--reduce fp32",
-    },
-    "deepspeed": {
-        ("precision", "fp64"): "--precision fp32",
-        ("precision", "fp8"): "--precision bf16",
-        ("states", "int8"): "--states bf16",
-    },
-}
-
-
 def unsupported(stack: str, recipe: Recipe, lora: Lora | None) -> Iterator[Problem]:
-    for (field, value), nearest_to_it in UNSUPPORTED.get(stack, {}).items():
+    """What of a recipe another stack does not train with."""
+    for (field, value), instead in RECIPES.get(stack, {}).items():
         if getattr(recipe, field) == value:
-            yield Problem(f"--stack {stack}: it does not train with {field} {value}", nearest_to_it)
+            yield Problem(f"--stack {stack}: it does not train with {field} {value}", f"--{field} {instead}")
     if lora is not None and stack in ("megatron", "torchtitan"):
         yield Problem(
             f"--stack {stack}: it has no adapters of its own", "--stack deepspeed, or without --lora"

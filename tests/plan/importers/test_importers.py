@@ -54,7 +54,7 @@ def accelerate(**settings: Any) -> dict[str, Any]:
         ("fsdp=8,zero=1,micro=2", {"schedule": "linear", "states": "bf16"}),
         ("fsdp=8,zero=2,micro=2,offload=optimizer", {"schedule": "constant", "warmup": 7}),
         ("fsdp=8,micro=2,recompute=full,offload=optimizer:0.5@nvme+params+activations", {"lr_min": 0.1}),
-        ("fsdp=4,tp=2,sp=0,micro=2", {"precision": "fp16"}),
+        ("fsdp=4,zero=2,tp=2,sp=0,micro=2", {"precision": "fp16"}),
         ("fsdp=4,cp=2,cp_kind=ulysses,micro=2", {"optimizer": "sgd", "momentum": 0.5, "reduce": "bf16"}),
         ("dp=8,micro=2", {"precision": "fp32", "warmup": 0}),
         ("dp=8,micro=2", {"schedule": "linear", "warmup": 0, "clip": 0.0}),

@@ -62,6 +62,35 @@ def nearest(stack: str, asked: Asked) -> tuple[Layout, list[str]]:
     return layout, notes
 
 
+# What of a recipe other stacks do not train with, and what comes nearest.
+RECIPES: dict[str, dict[tuple[str, str], str]] = {
+    "megatron": {("precision", "fp64"): "fp32", ("states", "bf16"): "fp32", ("states", "int8"): "fp32"},
+    "torchtitan": {
+        ("precision", "fp64"): "fp32",
+        ("precision", "fp16"): "bf16",
+        ("states", "int8"): "fp32",
+        ("optimizer", "sgd"): "adamw",
+        ("reduce", "bf16"): "fp32",
+    },
+    "deepspeed": {
+        ("precision", "fp64"): "fp32",
+        ("precision", "fp8"): "bf16",
+        ("states", "int8"): "fp32",
+    },
+    "transformers": {("precision", "fp64"): "fp32"},
+}
+
+
+def nearest_recipe(stack: str, recipe: Recipe) -> Recipe:
+    """What a stack trains with instead; what an export says of it is that export's."""
+    changes = {
+        field: value
+        for (field, refused), value in RECIPES.get(stack, {}).items()
+        if getattr(recipe, field) == refused
+    }
+    return recipe.model_copy(update=changes) if changes else recipe
+
+
 def runs(stack: str, asked: Asked) -> bool:
     return next(gaps(stack, asked), None) is None
 
@@ -377,6 +406,5 @@ RULES: dict[str, tuple[Rule, ...]] = {
         _deepspeed_params,
         _deepspeed_activations,
         _whole_units,
-        _no_adapters,
     ),
 }

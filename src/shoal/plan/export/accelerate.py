@@ -1,4 +1,4 @@
-"""Accelerate: a YAML file for ``accelerate launch`` (1.10 and later, which have ``parallelism_config``).
+"""Accelerate: a YAML file for ``accelerate launch`` that the parser of 1.15 reads (its fields are there from 1.10 on).
 
 DDP where nothing is sharded, FSDP2 for ``zero=3``; ``zero=1|2`` and Ulysses go through its DeepSpeed plugin, whose
 own file is then written too. The script is taken to use Hugging Face's Trainer, whose arguments carry the recipe.
@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from shoal.facts.cluster.stack import TRANSFORMERS
+from shoal.facts.layout.stack_limits import ALL_AWAY, nearest_recipe
 from shoal.plan.export import deepspeed, trainer
 from shoal.plan.export.shared import BLOCKS, Exported, machines, offloads, sharding, without_pipeline
 from shoal.predict.workload import Workload
 
 FILE = "accelerate.yaml"
+CHECKED = "Accelerate 1.15.0"
 
 
 def write(workload: Workload) -> Exported:
@@ -25,9 +28,11 @@ def write(workload: Workload) -> Exported:
     cannot = [*cannot, *more, *_cannot(workload), *trainer.cannot(workload)]
     settings = _settings(workload)
     files = {FILE: _yaml(settings)}
+    runs_as = _runs_as(workload)
     if settings["distributed_type"] == "DEEPSPEED":
-        files |= deepspeed.write(workload).files
-        cannot = [*cannot, *deepspeed.cannot(workload)]
+        through = deepspeed.write(workload)
+        files |= through.files
+        cannot, runs_as = [*cannot, *through.cannot], through.runs_as
     given = trainer.arguments(workload)
     if workload.layout.recompute == "full" and settings["distributed_type"] != "FSDP":
         given["gradient_checkpointing"] = True
@@ -43,7 +48,19 @@ def write(workload: Workload) -> Exported:
         files,
         f"accelerate launch --config_file {FILE} {place}train.py {options}",
         list(dict.fromkeys(cannot)),
+        runs_as,
+        CHECKED,
     )
+
+
+def _runs_as(workload: Workload) -> Workload:
+    """FSDP2's shards: all parameters with their optimizer in host memory or none, whole blocks computed again."""
+    layout, waiting = workload.layout, offloads(workload)
+    away = ALL_AWAY if {"params", "optimizer"} & waiting.keys() and layout.shards > 1 else ()
+    zero = layout.zero if layout.zero == 3 or layout.shards == 1 else 2
+    layout = layout.replace(unit=1, zero=zero, offload=away)
+    recipe = nearest_recipe(TRANSFORMERS.name, workload.recipe)
+    return replace(workload, layout=layout, recipe=recipe, stack=TRANSFORMERS)
 
 
 def _nearest(workload: Workload) -> tuple[Workload, list[str]]:
@@ -57,6 +74,9 @@ def _nearest(workload: Workload) -> tuple[Workload, list[str]]:
     if layout.dp > 1 and layout.fsdp == 1 and layout.tp * layout.cp > 1:
         notes.append(f"dp={layout.dp} beside tp or cp: replicas must be sharded; nearest: fsdp={layout.dp}")
         layout = layout.replace(dp=1, fsdp=layout.dp)
+    if layout.recompute == "selective":
+        notes.append("recompute=selective: blocks are repeated as a whole; nearest: full")
+        layout = layout.replace(recompute="full")
     if layout.cp > 1 and layout.cp_kind == "ulysses" and layout.tp > 1:
         notes.append("cp_kind=ulysses beside tp: it is DeepSpeed's, and goes without tp; nearest: ring")
         layout = layout.replace(cp_kind="ring")
@@ -162,8 +182,6 @@ def _cannot(workload: Workload) -> Iterator[str]:
             yield "reduce=fp32: mixed_precision also sets the sums; nearest: a MixedPrecisionPolicy in the script"
         if workload.recipe.precision == "fp64":
             yield "precision=fp64: nearest: fp32"
-        if layout.recompute == "selective":
-            yield "recompute=selective: nearest: full, or none"
         if workload.lora is not None:
             yield f"lora of rank {workload.lora.rank}: nearest: peft.get_peft_model in the script"
     if layout.tp > 1:

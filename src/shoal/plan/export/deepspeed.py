@@ -1,15 +1,29 @@
-"""DeepSpeed: one JSON file. Its fields are those of 0.19, which has AutoTP and AutoEP and no longer has MiCS."""
+"""DeepSpeed: one JSON file. Its fields are those of 0.19, which has AutoTP and AutoEP and no longer has MiCS.
+
+``benchmarks/exports.py`` loads the files with DeepSpeed's own parser; 0.19.8 was the last that did.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from shoal.plan.export.shared import Exported, bucket_elements, machines, offloads, sharding, unit_elements
+from shoal.facts.cluster.stack import DEEPSPEED
+from shoal.plan.export.shared import (
+    Exported,
+    bucket_elements,
+    machines,
+    offloads,
+    settled,
+    sharding,
+    unit_elements,
+)
 from shoal.predict.workload import Workload
 
 FILE = "ds_config.json"
+CHECKED = "DeepSpeed 0.19.8"
 _NVME_PATH = "/local_nvme"
 # DeepSpeed's own AdamW decays every parameter in one group.
 _DECAY = (
@@ -19,15 +33,19 @@ _DECAY = (
 
 
 def write(workload: Workload) -> Exported:
+    runs_as, notes = settled(DEEPSPEED, workload)
+    # Ranks of a replica that keep a second copy of its weights between them.
+    copy = workload.layout.shards if workload.layout.dp > 1 else None
+    workload = replace(workload, layout=runs_as.layout)
     nodes, per_node = machines(workload)
     hosts = f"--hostfile hostfile --num_nodes {nodes} " if nodes > 1 else ""
     command = f"deepspeed {hosts}--num_gpus {per_node} train.py --deepspeed --deepspeed_config {FILE}"
-    text = json.dumps(settings(workload), indent=2) + "\n"
-    return Exported({FILE: text}, command, list(cannot(workload)))
+    text = json.dumps(settings(workload, copy), indent=2) + "\n"
+    return Exported({FILE: text}, command, [*notes, *cannot(workload)], runs_as, CHECKED)
 
 
-def settings(workload: Workload) -> dict[str, Any]:
-    """The whole file, as a dictionary."""
+def settings(workload: Workload, copy: int | None = None) -> dict[str, Any]:
+    """The whole file, as a dictionary. ``copy``: ranks that share a second copy of the weights."""
     recipe, layout = workload.recipe, workload.layout
     given: dict[str, Any] = {
         "train_batch_size": recipe.batch,
@@ -37,7 +55,7 @@ def settings(workload: Workload) -> dict[str, Any]:
         **_precision(workload),
         "optimizer": _optimizer(workload),
         **_scheduler(workload),
-        "zero_optimization": _zero(workload),
+        "zero_optimization": _zero(workload, copy),
         **_recompute(workload),
     }
     if recipe.optimizer == "sgd" and stage(workload):
@@ -52,8 +70,8 @@ def settings(workload: Workload) -> dict[str, Any]:
 
 
 def stage(workload: Workload) -> int:
-    """The ZeRO stage; a pipeline engine takes none above 1."""
-    return min(sharding(workload), 1) if workload.layout.pp > 1 else sharding(workload)
+    """The ZeRO stage. Offload is a part of it, also where one rank has everything to itself."""
+    return max(sharding(workload), int("optimizer" in offloads(workload)))
 
 
 def _precision(workload: Workload) -> dict[str, Any]:
@@ -104,8 +122,8 @@ def _scheduler(workload: Workload) -> dict[str, Any]:
     return {"scheduler": {"type": "WarmupCosineLR", "params": {**ratios, **steps}}}
 
 
-def _zero(workload: Workload) -> dict[str, Any]:
-    layout, tune = workload.layout, workload.tune
+def _zero(workload: Workload, copy: int | None) -> dict[str, Any]:
+    tune = workload.tune
     elements = bucket_elements(workload)
     zero: dict[str, Any] = {
         "stage": stage(workload),
@@ -121,8 +139,8 @@ def _zero(workload: Workload) -> dict[str, Any]:
         # Its default would hold back the prefetching of blocks as large as this.
         zero["stage3_max_live_parameters"] = max(10**9, (1 + tune.prefetch) * unit)
         zero["stage3_param_persistence_threshold"] = tune.persist_below
-        if layout.dp > 1:
-            zero["zero_hpz_partition_size"] = layout.shards
+        if copy is not None:
+            zero["zero_hpz_partition_size"] = copy
     return zero | _offload(workload)
 
 
@@ -130,8 +148,8 @@ def _offload(workload: Workload) -> dict[str, Any]:
     waiting, given = offloads(workload), {}
     if "optimizer" in waiting and stage(workload):
         part = waiting["optimizer"]
-        given["offload_optimizer"] = _place(part.nvme and stage(workload) == 3)
-        if part.fraction < 1 and stage(workload) == 3:
+        given["offload_optimizer"] = _place(part.nvme)
+        if part.fraction < 1:
             given["offload_optimizer"]["ratio"] = part.fraction
     if "params" in waiting and stage(workload) == 3:
         given["offload_param"] = _place(waiting["params"].nvme)
@@ -163,60 +181,23 @@ def cannot(workload: Workload) -> Iterator[str]:
 
 def _cannot_place(workload: Workload) -> Iterator[str]:
     layout, zero = workload.layout, stage(workload)
-    if layout.dp > 1 and zero == 3:
-        yield (
-            f"dp={layout.dp} replicas of a sharded copy: DeepSpeed 0.19 shards over all {layout.data_ranks} data "
-            f"ranks; nearest: zero_hpz_partition_size, which keeps a second copy of the weights in each replica"
-        )
-    elif layout.dp > 1 and zero:
-        ranks = layout.data_ranks
-        yield f"dp={layout.dp} replicas of a sharded copy: nearest: the stage shards over all {ranks} data ranks"
     if layout.pp > 1:
         yield (
             f"pp={layout.pp}: a pipeline is code, not configuration; nearest: the model as "
             f"deepspeed.pipe.PipelineModule(num_stages={layout.pp}), whose engine takes ZeRO 0 and 1"
         )
-        if layout.schedule != "1f1b":
-            yield f"schedule={layout.schedule}: its pipeline has one schedule; nearest: 1f1b"
-        if sharding(workload) > 1:
-            yield f"zero={layout.zero} under a pipeline: nearest: stage 1"
-    if layout.tp > 1 and layout.sp:
-        yield "sp=1: AutoTP keeps whole activations between blocks on every tensor rank; nearest: sp=0"
-    if layout.cp > 1 and layout.cp_kind == "ring":
-        yield "cp_kind=ring: DeepSpeed exchanges heads; nearest: ulysses"
     if layout.cp > 1:
         yield (
             f"cp={layout.cp}: sequence_parallel_size alone changes no model; nearest: "
             "UlyssesSPAttentionHF.register_with_transformers in train.py"
         )
-    if layout.unit > 1 and zero == 3:
-        yield f"unit={layout.unit}: parameters are gathered as modules need them; nearest: the prefetch bucket"
     if workload.tune.persist_below and zero == 3:
         yield "persist_below counts a group's elements; nearest: the threshold, which counts each parameter's"
 
 
 def _cannot_keep(workload: Workload) -> Iterator[str]:
-    """Recomputing and offloading."""
-    waiting, zero, recompute = offloads(workload), stage(workload), workload.layout.recompute
-    if recompute == "selective":
-        yield "recompute=selective: nearest: none, or full through the model's gradient_checkpointing_enable()"
-    if recompute == "full":
+    if workload.layout.recompute == "full":
         yield "recompute=full: it is the model that recomputes; nearest: also gradient_checkpointing_enable()"
-    if (part := waiting.get("optimizer")) is not None:
-        if not zero:
-            yield "offload=optimizer without sharding: DeepSpeed offloads from stage 1 on; nearest: zero=1"
-        elif zero < 3 and (part.fraction < 1 or part.nvme):
-            yield f"offload={part} below stage 3: nearest: all of it, in host memory"
-    if (part := waiting.get("params")) is not None:
-        if zero < 3:
-            yield "offload=params below stage 3: nearest: zero=3"
-        elif part.fraction < 1:
-            yield f"offload={part}: all parameters or none; nearest: all"
-    if (part := waiting.get("activations")) is not None:
-        if recompute != "full":
-            yield "offload=activations without recompute=full: nearest: cpu_checkpointing, which comes with it"
-        elif part.fraction < 1 or part.nvme:
-            yield f"offload={part}: nearest: all checkpointed activations, in host memory"
 
 
 def _cannot_compute(workload: Workload) -> Iterator[str]:

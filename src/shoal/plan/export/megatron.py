@@ -1,24 +1,46 @@
-"""Megatron-LM: its command-line arguments in a shell script that starts them, as core 0.15 and later read them."""
+"""Megatron-LM: its command-line arguments in a shell script that starts them.
+
+Checked against the parser and the checks of Megatron-LM with core 0.20 (August 2026).
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 
+from shoal.facts.cluster.stack import MEGATRON_CORE
 from shoal.facts.layout.stages import cut
 from shoal.plan.export import megatron_model
-from shoal.plan.export.shared import Exported, bucket_elements, machines, offloads, sharding, torchrun
-from shoal.predict.workload import Workload
+from shoal.plan.export.shared import (
+    Exported,
+    bucket_elements,
+    machines,
+    offloads,
+    settled,
+    sharding,
+    torchrun,
+)
+from shoal.predict.workload import USUAL, Workload
 
 FILE = "megatron.sh"
+CHECKED = "Megatron-LM with core 0.20"
 STRATEGIES = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 
 
 def write(workload: Workload) -> Exported:
+    workload, notes, runs_as = settled_here(workload)
     nodes, _ = machines(workload)
     every_node = f"  # on each of {nodes} nodes" if nodes > 1 else ""
     command = f"{'HEAD_NODE=first-node ' if nodes > 1 else ''}bash {FILE}{every_node}"
-    return Exported({FILE: _script(workload)}, command, list(cannot(workload)))
+    return Exported({FILE: _script(workload)}, command, [*notes, *cannot(workload)], runs_as, CHECKED)
+
+
+def settled_here(workload: Workload) -> tuple[Workload, list[str], Workload]:
+    """The workload in a layout that Megatron's core runs, what was changed, and what it then really runs."""
+    runs_as, notes = settled(MEGATRON_CORE, workload)
+    written = replace(workload, layout=runs_as.layout)
+    return written, notes, replace(runs_as, lora=None)
 
 
 def _script(workload: Workload) -> str:
@@ -55,8 +77,7 @@ def uses_fsdp(workload: Workload) -> bool:
 
 
 def sequence_parallel(workload: Workload) -> bool:
-    """Its mixtures of experts refuse tensor parallelism without it."""
-    return workload.layout.tp > 1 and (workload.layout.sp or workload.model.experts is not None)
+    return workload.layout.tp > 1 and workload.layout.sp
 
 
 def stage_layout(workload: Workload) -> str | None:
@@ -73,7 +94,7 @@ def _layout(workload: Workload) -> Iterator[list[str]]:
     layout = workload.layout
     yield ["--tensor-model-parallel-size", str(layout.tp)]
     if sequence_parallel(workload):
-        yield ["--sequence-parallel"]
+        yield ["--sequence-parallel", "--tp-comm-overlap"]
     yield ["--context-parallel-size", str(layout.cp)]
     if layout.cp > 1:
         yield ["--cp-comm-type", "p2p" if layout.cp_kind == "ring" else "a2a"]
@@ -98,7 +119,7 @@ def _layout(workload: Workload) -> Iterator[list[str]]:
             "1",
         ]
     if layout.recompute == "selective":
-        yield ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "layernorm"]
+        yield ["--recompute-granularity", "selective", "--recompute-modules", *recomputed_modules(workload)]
     waiting = offloads(workload)
     if "optimizer" in waiting:
         fraction = str(waiting["optimizer"].fraction)
@@ -108,14 +129,26 @@ def _layout(workload: Workload) -> Iterator[list[str]]:
         yield ["--cpu-offloading-num-layers", str(offloaded_layers(workload))]
 
 
+def recomputed_modules(workload: Workload) -> list[str]:
+    """What is cheap to compute again; attention's scores are never kept, its kernel makes them anew."""
+    return ["layernorm", "moe_act"] if workload.model.experts is not None else ["layernorm"]
+
+
 def offloaded_layers(workload: Workload) -> int:
     return max(1, round(offloads(workload)["activations"].fraction * workload.model.layers))
+
+
+def own_buckets(workload: Workload) -> bool:
+    """Whether they were chosen: Shoal's default is small here, and Megatron's grows with the data ranks."""
+    return workload.tune.bucket_mb not in (USUAL.bucket_mb, MEGATRON_CORE.bucket_mb)
 
 
 def _data_ranks(workload: Workload) -> Iterator[list[str]]:
     layout, zero = workload.layout, sharding(workload)
     if layout.data_ranks * layout.cp > 1:
-        yield ["--overlap-grad-reduce", "--ddp-bucket-size", str(bucket_elements(workload))]
+        yield ["--overlap-grad-reduce"]
+        if own_buckets(workload):
+            yield ["--ddp-bucket-size", str(bucket_elements(workload))]
     if zero:
         yield ["--use-distributed-optimizer", "--overlap-param-gather"]
         if layout.dp > 1:
@@ -132,6 +165,7 @@ def _recipe(workload: Workload) -> Iterator[list[str]]:
     yield ["--micro-batch-size", str(workload.micro), "--global-batch-size", str(recipe.batch)]
     yield ["--seq-length", str(recipe.seq), "--train-iters", str(recipe.steps)]
     yield ["--calculate-per-token-loss"]
+    yield ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]
     if recipe.optimizer == "adamw":
         yield ["--optimizer", "adam", "--adam-beta1", str(recipe.beta1), "--adam-beta2", str(recipe.beta2)]
         yield ["--adam-eps", str(recipe.eps)]
@@ -167,37 +201,15 @@ def cannot(workload: Workload) -> Iterator[str]:
 
 
 def _cannot_place(workload: Workload) -> Iterator[str]:
-    layout, zero = workload.layout, sharding(workload)
-    if sequence_parallel(workload) and not layout.sp:
-        yield "sp=0 beside experts: nearest: sp=1"
-    if zero > 1 and layout.pp > 1:
-        yield f"zero={layout.zero} under a pipeline: nearest: the distributed optimizer, which is zero=1"
-    if layout.pp > 1 and layout.schedule not in ("1f1b", "interleaved"):
-        yield f"schedule={layout.schedule}: nearest: {'interleaved' if layout.chunks > 1 else '1f1b'}"
-    if layout.pp > 1 and layout.chunks > 1 and workload.accumulation % layout.pp:
-        yield (
-            f"{workload.accumulation} micro-batches over pp={layout.pp}: its interleaved schedule takes multiples of "
-            "the pipeline's length; nearest: a smaller micro that gives one"
-        )
-    if layout.unit > 1 and zero == 3:
-        yield f"unit={layout.unit}: one block is one group; nearest: unit=1"
+    zero = sharding(workload)
     if zero == 3 and (workload.tune.prefetch != 1 or workload.tune.persist_below):
         yield "prefetch and persist_below: nearest: Megatron-FSDP's suggested communication unit size"
 
 
 def _cannot_keep(workload: Workload) -> Iterator[str]:
-    layout, waiting = workload.layout, offloads(workload)
-    if layout.recompute == "selective":
-        yield "recompute=selective, which keeps matrix products alone: nearest: modules core_attn and layernorm"
-    if "params" in waiting:
-        yield f"offload={waiting['params']}: nearest: more ranks that shard"
-    if "optimizer" in waiting and waiting["optimizer"].nvme:
-        yield f"offload={waiting['optimizer']}: nearest: host memory"
-    if (part := waiting.get("activations")) is not None:
-        if layout.pp > 1 or layout.recompute != "none":
-            yield f"offload={part} beside a pipeline or recomputing: nearest: without it"
-        elif part.nvme:
-            yield f"offload={part}: nearest: host memory"
+    if workload.layout.recompute == "selective":
+        modules = " and ".join(recomputed_modules(workload))
+        yield f"recompute=selective, which keeps matrix products alone: nearest: recompute modules {modules}"
 
 
 def _cannot_compute(workload: Workload) -> Iterator[str]:
@@ -210,5 +222,3 @@ def _cannot_compute(workload: Workload) -> Iterator[str]:
         yield "seed=0: nearest: 1"
     if recipe.z_loss:
         yield f"z_loss={recipe.z_loss}: its head's loss is the cross-entropy alone; nearest: 0"
-    if workload.lora is not None:
-        yield f"lora of rank {workload.lora.rank}: nearest: train all weights"

@@ -5,32 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.plan.export import megatron
-from shoal.plan.export.shared import Exported, bucket_elements, machines, offloads, sharding, torchrun
+from shoal.plan.export.shared import (
+    Code,
+    Exported,
+    bucket_elements,
+    call,
+    machines,
+    offloads,
+    sharding,
+    torchrun,
+)
 from shoal.predict.workload import Workload
 
 FILE = "nemo_run.py"
-
-
-class Code(str):
-    """A Python expression, written as it stands."""
+CHECKED = "NeMo 2.4, the last that trains language models; later ones: --export megatron-bridge"
 
 
 def write(workload: Workload) -> Exported:
+    workload, cannot, runs_as = megatron.settled_here(workload)
     command = f"{torchrun(workload)} {FILE}"
-    cannot = list(megatron.cannot(workload))
+    cannot += megatron.cannot(workload)
     if workload.recipe.schedule == "wsd":
         cannot.append("schedule=wsd: nearest: WarmupPolicyScheduler, the same without the decay at the end")
-    return Exported({FILE: _script(workload)}, command, cannot)
+    return Exported({FILE: _script(workload)}, command, cannot, runs_as, CHECKED)
 
 
 def _script(workload: Workload) -> str:
     model, shape = _classes(workload)
     scheduler, schedule = _schedule(workload)
     calls = {
-        "strategy": _call("nl.MegatronStrategy", _strategy(workload)),
-        "trainer": _call("nl.Trainer", _trainer(workload)),
-        "config": _call(f"llm.{shape}", _shape(workload)),
-        "data": _call(
+        "strategy": call("nl.MegatronStrategy", _strategy(workload)),
+        "trainer": call("nl.Trainer", _trainer(workload)),
+        "config": call(f"llm.{shape}", _shape(workload)),
+        "data": call(
             "llm.MockDataModule",  # in its place, your own: llm.PreTrainingDataModule(paths=…)
             {
                 "seq_length": workload.recipe.seq,
@@ -38,15 +45,15 @@ def _script(workload: Workload) -> str:
                 "global_batch_size": workload.recipe.batch,
             },
         ),
-        "optimizer": _call(
+        "optimizer": call(
             "MegatronOptimizerModule",
             {
-                "config": Code(_call("OptimizerConfig", _optimizer(workload), depth=1)),
-                "lr_scheduler": Code(_call(scheduler, schedule, depth=1)),
+                "config": Code(call("OptimizerConfig", _optimizer(workload), depth=1)),
+                "lr_scheduler": Code(call(scheduler, schedule, depth=1)),
             },
         ),
     }
-    body = "\n".join(f"{name} = {call}" for name, call in calls.items())
+    body = "\n".join(f"{name} = {made}" for name, made in calls.items())
     return f'''"""NeMo 2: {workload.model.name} in {workload.layout}."""
 
 import torch
@@ -63,15 +70,6 @@ if __name__ == "__main__":
 '''
 
 
-def _call(name: str, given: dict[str, Any], depth: int = 0) -> str:
-    indent = "    " * depth
-    lines = [
-        f"{indent}    {key}={value if isinstance(value, Code) else repr(value)},"
-        for key, value in given.items()
-    ]
-    return "\n".join([f"{name}(", *lines, f"{indent})"])
-
-
 def _strategy(workload: Workload) -> dict[str, Any]:
     layout = workload.layout
     given: dict[str, Any] = {
@@ -80,7 +78,7 @@ def _strategy(workload: Workload) -> dict[str, Any]:
         "context_parallel_size": layout.cp,
         "pipeline_model_parallel_size": layout.pp,
         "expert_model_parallel_size": layout.ep,
-        "ddp": Code(_call("DistributedDataParallelConfig", _data_ranks(workload), depth=1)),
+        "ddp": Code(call("DistributedDataParallelConfig", _data_ranks(workload), depth=1)),
     }
     if workload.model.experts is not None:
         given["expert_tensor_parallel_size"] = 1
@@ -105,8 +103,9 @@ def _data_ranks(workload: Workload) -> dict[str, Any]:
         "overlap_grad_reduce": layout.data_ranks * layout.cp > 1,
         "overlap_param_gather": zero > 0,
         "use_distributed_optimizer": zero > 0,
-        "bucket_size": bucket_elements(workload),
     }
+    if megatron.own_buckets(workload):
+        given["bucket_size"] = bucket_elements(workload)
     if layout.dp > 1 and zero:
         given["num_distributed_optimizer_instances"] = layout.dp
     if megatron.uses_fsdp(workload):
@@ -128,7 +127,7 @@ def _trainer(workload: Workload) -> dict[str, Any]:
         "max_steps": workload.recipe.steps,
         "accelerator": "gpu",
         "strategy": Code("strategy"),
-        "plugins": Code(_call("nl.MegatronMixedPrecision", plugin, depth=1)),
+        "plugins": Code(call("nl.MegatronMixedPrecision", plugin, depth=1)),
         "use_distributed_sampler": False,
     }
 
@@ -237,7 +236,10 @@ def _kept(workload: Workload) -> dict[str, Any]:
     if layout.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if layout.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}
+        return {
+            "recompute_granularity": "selective",
+            "recompute_modules": megatron.recomputed_modules(workload),
+        }
     if "activations" in offloads(workload) and layout.pp == 1:
         layers = megatron.offloaded_layers(workload)
         return {"cpu_offloading": True, "cpu_offloading_num_layers": layers}

@@ -1,19 +1,25 @@
-"""SageMaker: a Python file with the ``distribution`` dictionary of its estimator (SDK 2, SMP v2 and SMDDP).
+"""SageMaker: a Python file that starts a training job with its SDK 3, sharded by the model parallel library, SMP v2.
 
-The script is taken to use Hugging Face's Trainer, whose arguments carry the recipe.
+Checked with the classes of SDK 3.27. SMP v2 runs on FSDP: its parameters are the ranks that share a copy
+(``hybrid_shard_degree``) and the degrees of tensor, context and expert parallelism. The script is taken to use Hugging
+Face's Trainer, whose arguments carry the recipe.
 """
 
 from __future__ import annotations
 
 import pprint
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from shoal.facts.cluster.stack import TRANSFORMERS
+from shoal.facts.layout.stack_limits import nearest_recipe, without
 from shoal.plan.export import trainer
 from shoal.plan.export.shared import Exported, offloads, sharding, without_pipeline
 from shoal.predict.workload import Workload
 
 FILE = "sagemaker_job.py"
+CHECKED = "SageMaker Python SDK 3.27.0 with SMP v2.8"
 # What can be rented with these devices: eight to an instance.
 INSTANCES = {
     "A100-40GB": "ml.p4d.24xlarge",
@@ -23,26 +29,55 @@ INSTANCES = {
     "B200": "ml.p6-b200.48xlarge",
 }
 DEVICES = 8
-# SMDDP's collectives are made for these instances, and its last release for this version of torch.
-_SMDDP_DEVICES = ("A100-40GB", "A100-80GB")
-_SMDDP_TORCH = ("2.2.0", "py310")
-_SMP_TORCH = ("2.5.1", "py311")
+# The container that has the library, by its own version (SMP 2.8, which is built on torch 2.5.1); and a plain one.
+_SMP_IMAGE = ("pytorch-smp", "2.8.0", "py311")
+_PLAIN_IMAGE = ("pytorch", "2.8.0", "py312")
 
 
 def write(workload: Workload) -> Exported:
     workload, cannot = without_pipeline(workload)
-    cannot = [*cannot, *_cannot(workload), *trainer.cannot(workload)]
-    return Exported({FILE: _script(workload)}, f"SAGEMAKER_ROLE=your-role python {FILE}", cannot)
+    workload, more = _nearest(workload)
+    cannot = [*cannot, *more, *_cannot(workload), *trainer.cannot(workload)]
+    command = f"SAGEMAKER_ROLE=your-role python {FILE}"
+    return Exported({FILE: _script(workload)}, command, cannot, _runs_as(workload), CHECKED)
 
 
-def distribution(workload: Workload) -> dict[str, Any]:
-    """SMDDP where replicas are all there is and their instances have it; else SMP v2 over torchrun."""
+def _nearest(workload: Workload) -> tuple[Workload, list[str]]:
+    """The closest layout that the library takes, and what was changed."""
+    layout, notes = workload.layout, []
+    if layout.recompute == "selective":
+        notes.append("recompute=selective: blocks are repeated as a whole; nearest: full")
+        layout = layout.replace(recompute="full")
+    if layout.cp > 1 and layout.cp_kind == "ulysses":
+        notes.append("cp_kind=ulysses: nearest: SMP's own exchange of keys and values")
+        layout = layout.replace(cp_kind="ring")
+    part = offloads(workload).get("activations")
+    if part is not None and layout.recompute != "full":
+        notes.append(f"offload={part} without recompute=full: SMP offloads checkpoints; nearest: without it")
+        layout = layout.replace(offload=without(layout, "activations"))
+    return replace(workload, layout=layout), notes
+
+
+def _runs_as(workload: Workload) -> Workload:
+    """FSDP's shards of everything; what waits elsewhere is what it offloads."""
     layout = workload.layout
-    if _by_smddp(workload):
-        return {"smdistributed": {"dataparallel": {"enabled": True}}}
-    if layout.world == layout.dp:
-        return {"torch_distributed": {"enabled": True}}
-    parameters: dict[str, Any] = {
+    kept = without(layout, "optimizer", "params")
+    whole = tuple(part.model_copy(update={"fraction": 1.0, "nvme": False}) for part in kept)
+    zero = layout.zero if layout.zero == 3 or layout.shards == 1 else 2
+    recipe = nearest_recipe(TRANSFORMERS.name, workload.recipe)
+    layout = layout.replace(unit=1, zero=zero, offload=whole)
+    return replace(workload, layout=layout, recipe=recipe, stack=TRANSFORMERS)
+
+
+def by_smp(workload: Workload) -> bool:
+    """Plain replicas need nothing but torchrun."""
+    return workload.layout.world > workload.layout.dp
+
+
+def degrees(workload: Workload) -> dict[str, Any]:
+    """SMP's parameters."""
+    layout = workload.layout
+    found: dict[str, Any] = {
         # Context ranks hold different shards too, so they count here.
         "hybrid_shard_degree": layout.shards,
         "tensor_parallel_degree": layout.tp,
@@ -51,16 +86,8 @@ def distribution(workload: Workload) -> dict[str, Any]:
         "random_seed": workload.recipe.seed,
     }
     if "activations" in offloads(workload):
-        parameters |= {"sm_activation_offloading": True, "activation_loading_horizon": 2}
-    return {
-        "torch_distributed": {"enabled": True},
-        "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
-    }
-
-
-def _by_smddp(workload: Workload) -> bool:
-    layout = workload.layout
-    return layout.world == layout.dp and layout.world > 1 and workload.cluster.device.name in _SMDDP_DEVICES
+        found |= {"sm_activation_offloading": True, "activation_loading_horizon": 2}
+    return found
 
 
 def _instances(workload: Workload) -> tuple[str, int]:
@@ -71,33 +98,51 @@ def _instances(workload: Workload) -> tuple[str, int]:
 
 def _script(workload: Workload) -> str:
     kind, count = _instances(workload)
-    version, python = _SMDDP_TORCH if _by_smddp(workload) else _SMP_TORCH
+    image, version, python = _SMP_IMAGE if by_smp(workload) else _PLAIN_IMAGE
     arguments = trainer.arguments(workload)
     if workload.layout.recompute == "full":
         arguments["gradient_checkpointing"] = True
-    return f'''"""SageMaker: {workload.model.name} in {workload.layout}."""
+    smp = "None"
+    if by_smp(workload):
+        lines = [f"            {name}={value!r}," for name, value in degrees(workload).items()]
+        smp = "\n".join(["SMP(", *lines, "        )"])
+    return f'''"""SageMaker SDK 3: {workload.model.name} in {workload.layout}."""
 
 import os
 
-from sagemaker.pytorch import PyTorch
-
-distribution = {pprint.pformat(distribution(workload), sort_dicts=False)}
+from sagemaker.core import image_uris
+from sagemaker.train import ModelTrainer
+from sagemaker.train.configs import Compute, SourceCode
+from sagemaker.train.distributed import SMP, Torchrun
 
 hyperparameters = {pprint.pformat(arguments, sort_dicts=False)}
 
-if __name__ == "__main__":
-    estimator = PyTorch(
-        entry_point="train.py",
-        source_dir="source",
-        role=os.environ["SAGEMAKER_ROLE"],
-        instance_type="{kind}",
-        instance_count={count},
-        framework_version="{version}",
-        py_version="{python}",
-        distribution=distribution,
+
+def trainer(image: str, role: str) -> ModelTrainer:
+    distributed = Torchrun(
+        process_count_per_node={DEVICES},
+        smp={smp},
+    )
+    return ModelTrainer(
+        training_image=image,
+        role=role,
+        source_code=SourceCode(source_dir="source", entry_script="train.py"),
+        compute=Compute(instance_type="{kind}", instance_count={count}),
+        distributed=distributed,
         hyperparameters=hyperparameters,
     )
-    estimator.fit()
+
+
+if __name__ == "__main__":
+    image = image_uris.retrieve(
+        "{image}",
+        os.environ["AWS_REGION"],
+        version="{version}",
+        py_version="{python}",
+        instance_type="{kind}",
+        image_scope="training",
+    )
+    trainer(image, os.environ["SAGEMAKER_ROLE"]).train()
 '''
 
 
@@ -113,15 +158,9 @@ def _cannot(workload: Workload) -> Iterator[str]:
         yield f"zero={layout.zero}: the script's FSDP strategy says it; nearest: _HYBRID_SHARD_ZERO2 there"
     if layout.tp > 1:
         yield f"sp={int(layout.sp)}: SMP's tensor parallelism decides it; nearest: that"
-    if layout.cp > 1 and layout.cp_kind == "ulysses":
-        yield "cp_kind=ulysses: nearest: SMP's own exchange of keys and values"
-    if layout.recompute == "selective":
-        yield "recompute=selective: nearest: full, or none"
     for part in layout.offload:
         if part.what != "activations":
             yield f"offload={part}: nearest: CPUOffload of FSDP in the script"
-        elif layout.recompute != "full":
-            yield f"offload={part} without recompute=full: SMP offloads checkpoints; nearest: recompute=full"
         elif part.fraction < 1 or part.nvme:
             yield f"offload={part}: nearest: all checkpoints, in host memory"
     if layout.unit > 1 and sharding(workload) == 3:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import Any
 
+from shoal.facts.cluster.stack import Stack
 from shoal.facts.layout import Offload, divisors
 from shoal.facts.layout.legality import nearest_multiple
+from shoal.facts.layout.stack_limits import nearest, nearest_recipe
 from shoal.facts.model import Family
 from shoal.facts.model.parameters import block_parameters, expert_parameters
-from shoal.predict.workload import Workload
+from shoal.plan.judge import asked_of
+from shoal.predict.workload import USUAL, Workload
 
 # The class of one transformer block in ``transformers``: what its FSDP wraps.
 BLOCKS: dict[Family, str] = {
@@ -37,6 +41,32 @@ class Exported:
     cannot: list[
         str
     ]  # what the stack cannot say of the layout or the recipe, each with the nearest it can do
+    runs_as: Workload  # what the stack then runs, with its own constants: what is judged
+    checked: str  # the version that the files were checked against
+
+
+def settled(stack: Stack, workload: Workload) -> tuple[Workload, list[str]]:
+    """What a stack runs in place of a workload, and what was changed of its layout."""
+    layout, notes = nearest(stack.name, asked_of(workload))
+    tune = workload.tune
+    if tune.bucket_mb == USUAL.bucket_mb:  # its own default is better there than ours
+        tune = tune.model_copy(update={"bucket_mb": stack.bucket_mb})
+    recipe = nearest_recipe(stack.name, workload.recipe)
+    return replace(workload, layout=layout, recipe=recipe, stack=stack, tune=tune), notes
+
+
+class Code(str):
+    """A Python expression, written as it stands."""
+
+
+def call(name: str, given: dict[str, Any], depth: int = 0) -> str:
+    """A call with a line for each of its keywords, where it is so deep in another."""
+    indent = "    " * depth
+    lines = [
+        f"{indent}    {key}={value if isinstance(value, Code) else repr(value)},"
+        for key, value in given.items()
+    ]
+    return "\n".join([f"{name}(", *lines, f"{indent})"])
 
 
 def machines(workload: Workload) -> tuple[int, int]:

@@ -1,4 +1,7 @@
-"""torchtitan: a TOML job config, as versions 0.2 read it (from 0.3 on a config is Python code)."""
+"""torchtitan: a config in Python, which its ``ConfigManager`` loads by module and name, as 0.3.0 has it.
+
+Versions up to 0.2 read TOML; ``shoal init --from`` still does.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import tomli_w
-
+from shoal.facts.cluster.stack import TITAN_CHUNKED
 from shoal.facts.layout.stages import cut
 from shoal.facts.model import Model
-from shoal.plan.export.shared import Exported, offloads, sharding, torchrun
+from shoal.plan.export.shared import Code, Exported, call, offloads, settled, sharding, torchrun
 from shoal.predict.workload import Workload
 
-FILE = "torchtitan.toml"
+MODULE, NAME = "torchtitan_config", "run"
+FILE = f"{MODULE}.py"
+CHECKED = "torchtitan 0.3.0"
 SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
@@ -41,61 +45,99 @@ _LLAMA3_VOCABULARY = 128256  # older Llamas share its shapes and not its vocabul
 
 
 def write(workload: Workload) -> Exported:
-    workload, cannot = _nearest(workload)
-    text = tomli_w.dumps(_settings(workload))
-    header = f"# torchtitan 0.2: {workload.model.name} in {workload.layout}\n"
-    command = f"{torchrun(workload)} -m torchtitan.train --job.config_file {FILE}"
-    return Exported({FILE: header + text}, command, [*cannot, *_cannot(workload)])
+    runs_as, notes = settled(TITAN_CHUNKED, workload)
+    workload = replace(workload, layout=runs_as.layout)
+    command = f"{torchrun(workload)} {FILE}"
+    cannot = [*notes, *_cannot(workload)]
+    return Exported({FILE: _script(workload)}, command, cannot, replace(runs_as, lora=None), CHECKED)
 
 
-def _nearest(workload: Workload) -> tuple[Workload, list[str]]:
-    """The closest layout that torchtitan takes, and what was changed."""
-    layout, notes = workload.layout, []
-    if layout.dp > 1 and layout.shards == 1 and layout.tp * layout.pp > 1:
-        notes.append(f"dp={layout.dp} beside tp or pp: its DDP goes alone; nearest: fsdp={layout.dp}")
-        layout = layout.replace(dp=1, fsdp=layout.dp)
-    if layout.pp > 1 and layout.schedule == "zb" and layout.chunks == 1:
-        notes.append(
-            "schedule=zb with one chunk a rank: its zero-bubble schedule interleaves; nearest: chunks=2"
-        )
-        layout = layout.replace(chunks=2)
-    return replace(workload, layout=layout), notes
-
-
-def _settings(workload: Workload) -> dict[str, Any]:
+def _script(workload: Workload) -> str:
     layout, recipe = workload.layout, workload.recipe
-    name, flavor = flavor_of(workload.model) or ("llama3", "debugmodel")
+    family, flavor = flavor_of(workload.model) or ("llama3", "debugmodel")
+    kinds = {"none": None, "selective": Code("SelectiveAC.Config()"), "full": Code("FullAC.Config()")}
+    converted = imported = ""
+    if recipe.precision == "fp8":
+        converted = f", converters=[Float8LinearConverter.Config(model_compile_enabled={compiles(workload)})]"
+        imported = "from torchtitan.components.quantization import Float8LinearConverter\n"
+    parts = {
+        "loss": Code(
+            "ChunkedLossWrapper.Config("
+            "loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec)))"
+        ),
+        "hf_assets_path": f"./assets/hf/{workload.model.name}",
+        "model_spec": Code("spec"),
+        "optimizer": Code(call("default_adamw", _optimizer(workload), depth=2)),
+        "lr_scheduler": Code(call("LRSchedulersContainer.Config", _schedule(workload), depth=2)),
+        "training": Code(call("TrainingConfig", _training(workload), depth=2)),
+        # In its place, your own.
+        "dataloader": Code('HuggingFaceTextDataLoader.Config(dataset="c4")'),
+        "parallelism": Code(call("ParallelismConfig", _parallelism(workload), depth=2)),
+        "activation_checkpoint": kinds[layout.recompute],
+        "compile": Code(call("CompileConfig", {"enable": compiles(workload)}, depth=2)),
+        "debug": Code(call("DebugConfig", {"seed": recipe.seed}, depth=2)),
+    }
+    return f'''"""torchtitan 0.3: {workload.model.name} in {layout}."""
+
+# In place of c4 name your own dataset.
+import sys
+
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+{imported}from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.models.{family} import model_registry
+from torchtitan.train import main
+from torchtitan.trainer import Trainer
+
+
+def {NAME}() -> Trainer.Config:
+    spec = model_registry(flavor="{flavor}"{converted})
+    return {call("Trainer.Config", parts, depth=1)}
+
+
+if __name__ == "__main__":
+    # As: torchrun … -m torchtitan.train --module {MODULE} --config {NAME}, from any directory.
+    sys.argv[1:1] = ["--module", "{MODULE}", "--config", "{NAME}"]
+    main()
+'''
+
+
+def compiles(workload: Workload) -> bool:
+    """It is priced compiled, so it is, unless that was switched off."""
+    return workload.compile is not False
+
+
+def _optimizer(workload: Workload) -> dict[str, Any]:
+    recipe = workload.recipe
+    return {
+        "lr": recipe.peak_lr,
+        "betas": (recipe.beta1, recipe.beta2),
+        "eps": recipe.eps,
+        "weight_decay": recipe.weight_decay,
+    }
+
+
+def _training(workload: Workload) -> dict[str, Any]:
+    layout, recipe = workload.layout, workload.recipe
     # A pipeline gets all micro-batches of a step at once, and cuts them itself.
     local = workload.micro * workload.accumulation if layout.pp > 1 else workload.micro
+    # Graphs cannot hold a pipeline, nor what waits for the host: tokens sent to experts, states on their way.
+    by_hand = layout.pp > 1 or layout.ep > 1 or bool(layout.offload)
     return {
-        "job": {"description": f"{workload.model.name} in {layout}"},
-        "model": {"name": name, "flavor": flavor, "hf_assets_path": f"./assets/hf/{workload.model.name}"}
-        | ({"converters": ["float8"]} if recipe.precision == "fp8" else {}),
-        "optimizer": {
-            "name": "AdamW",
-            "lr": recipe.peak_lr,
-            "beta1": recipe.beta1,
-            "beta2": recipe.beta2,
-            "eps": recipe.eps,
-            "weight_decay": recipe.weight_decay,
-        },
-        "lr_scheduler": _schedule(workload),
-        "training": {
-            "local_batch_size": local,
-            "global_batch_size": recipe.batch,
-            "seq_len": recipe.seq,
-            "steps": recipe.steps,
-            # 0 would scale every gradient to nothing.
-            "max_norm": recipe.clip or 1e9,
-            "dtype": "bfloat16" if recipe.states == "bf16" else "float32",
-            "mixed_precision_param": "bfloat16" if recipe.precision in ("bf16", "fp8", "fp16") else "float32",
-            "mixed_precision_reduce": "float32",
-            "enable_cpu_offload": bool({"optimizer", "params"} & offloads(workload).keys()),
-        },
-        "parallelism": _parallelism(workload),
-        "activation_checkpoint": {"mode": layout.recompute, "selective_ac_option": "op"},
-        "compile": {"enable": workload.compiled},
-        "debug": {"seed": recipe.seed},
+        **({"disable_cuda_graphs": True} if by_hand else {}),
+        "local_batch_size": local,
+        "global_batch_size": recipe.batch,
+        "seq_len": recipe.seq,
+        "steps": recipe.steps,
+        # 0 would scale every gradient to nothing.
+        "max_norm": recipe.clip or 1e9,
+        "dtype": "bfloat16" if recipe.states == "bf16" else "float32",
+        "mixed_precision_param": "bfloat16" if recipe.precision in ("bf16", "fp8", "fp16") else "float32",
+        "mixed_precision_reduce": "float32",
+        "enable_cpu_offload": bool(offloads(workload)),
     }
 
 
@@ -121,8 +163,8 @@ def _parallelism(workload: Workload) -> dict[str, Any]:
         "pipeline_parallel_degree": layout.pp,
         "expert_parallel_degree": layout.ep,
     }
-    if layout.cp > 1:
-        given["context_parallel_rotate_method"] = "alltoall"
+    if layout.tp > 1 and not layout.sp:
+        given["enable_sequence_parallel"] = False
     if layout.pp > 1:
         given["pipeline_parallel_schedule"] = SCHEDULES[layout.schedule]
         given["pipeline_parallel_microbatch_size"] = workload.micro
@@ -137,7 +179,7 @@ def _stages(workload: Workload) -> list[list[str]]:
         [
             *(["tok_embeddings"] if stage.first else []),
             *(f"layers.{layer}" for layer in stage.layers),
-            *(["norm", "output"] if stage.last else []),
+            *(["norm", "lm_head"] if stage.last else []),
         ]
         for stage in cut(workload.model, layout.pp * layout.chunks, workload.recipe.seq)
     ]
@@ -151,44 +193,26 @@ def flavor_of(model: Model) -> tuple[str, str] | None:
 
 
 def _cannot(workload: Workload) -> Iterator[str]:
-    layout, recipe, model = workload.layout, workload.recipe, workload.model
+    recipe, model = workload.recipe, workload.model
     if flavor_of(workload.model) is None:
         yield (
             f"{model.name}: no flavor has its shape (llama3, qwen3 and deepseek_v3 are there); nearest: register one "
-            f"with {model.layers} layers, dim {model.hidden}, {model.heads} heads, and name it in [model]"
+            f"with {model.layers} layers, dim {model.hidden}, {model.heads} heads, and name it in model_registry"
         )
     elif model.family == "llama" and model.rope_scaling is not None:
         yield "the scaled rotary positions of Llama 3.1: nearest: its flavor, without them"
-    if sharding(workload) in (1, 2):
+    if sharding(workload) == 2:
         yield (
-            f"zero={layout.zero}: parameters are sharded too; nearest: fsdp_reshard_after_forward never, which "
-            "gathers them once a micro-batch"
-        )
-    if layout.unit > 1 and sharding(workload) == 3:
-        yield f"unit={layout.unit}: one block is one group; nearest: unit=1"
-    if layout.tp > 1 and not layout.sp:
-        yield "sp=0: tensor parallelism always comes with sequence parallelism; nearest: sp=1"
-    if layout.cp > 1 and layout.cp_kind == "ulysses":
-        yield "cp_kind=ulysses: nearest: ring attention, with rotate method alltoall"
-    if layout.pp > 1 and workload.accumulation < layout.pp:
-        yield (
-            f"{workload.accumulation} micro-batches in a pipeline of {layout.pp}: torch's schedules refuse fewer than "
-            "stages; nearest: a smaller micro"
+            f"zero={workload.layout.zero}: parameters are sharded too; nearest: fsdp_reshard_after_forward never, "
+            "which gathers them once a micro-batch"
         )
     yield from _cannot_compute(workload)
-    for part in layout.offload:
-        if part.what == "activations":
-            yield f"offload={part}: nearest: recompute=full without it"
-        else:
-            yield f"offload={part}: nearest: enable_cpu_offload, parameters, gradients and optimizer in host memory"
     if sharding(workload) == 3 and (workload.tune.prefetch != 1 or workload.tune.persist_below):
         yield "prefetch and persist_below: FSDP2's own defaults hold; nearest: those"
     if recipe.dropout:
         yield f"dropout={recipe.dropout}: its models have none; nearest: 0"
     if recipe.z_loss:
         yield f"z_loss={recipe.z_loss}: its loss is the cross-entropy alone; nearest: 0"
-    if workload.lora is not None:
-        yield f"lora of rank {workload.lora.rank}: nearest: train all weights"
 
 
 def _cannot_compute(workload: Workload) -> Iterator[str]:

@@ -37,10 +37,12 @@ SWITCHES = megatron_model.SWITCHES | {
         "init-model-with-meta-device",
         "use-flash-attn",
     ),
+    *("tp-comm-overlap", "cross-entropy-loss-fusion"),
     *("use-mcore-models", "no-save-optim", "no-load-optim", "no-load-rng", "log-throughput", "fp8-hybrid"),
 }
 # What Shoal does anyway, or in its own way: kernels, logs, where checkpoints and data lie.
 _OWN_WAY = (
+    *("tp-comm-overlap", "cross-entropy-loss-fusion", "cross-entropy-fusion-impl"),
     *(
         "overlap-param-gather",
         "overlap-grad-reduce",

@@ -32,6 +32,7 @@ class Call:
     name: str
     path: str  # all of its name, with dots
     keywords: dict[str, Any]
+    arguments: tuple[Any, ...] = ()  # those without a keyword
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Script:
     dictionaries: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the name they were given
     calls: list[Call] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)  # by dotted name
+    imports: dict[str, str] = field(default_factory=dict)  # the module that a name comes from
 
 
 def read_python(text: str) -> Script:
@@ -62,6 +64,9 @@ class _Reader(ast.NodeVisitor):
     def __init__(self) -> None:
         self.script = Script()
 
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        self.script.imports |= {name.asname or name.name: node.module or "" for name in node.names}
+
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
         value = self.value(node.value)
@@ -80,7 +85,8 @@ class _Reader(ast.NodeVisitor):
         first = _dotted(node.args[0]) if node.args else None
         if first and path.rpartition(".")[2] in ("Config", "Partial"):
             path = first  # run.Config(nl.MegatronStrategy, …) is a call that is made later
-        self.script.calls.append(Call(path.rpartition(".")[2], path, keywords))
+        plain = tuple(self.value(argument) for argument in node.args)
+        self.script.calls.append(Call(path.rpartition(".")[2], path, keywords, plain))
         for name, value in keywords.items():
             if isinstance(value, dict):
                 self.script.dictionaries.setdefault(name, value)

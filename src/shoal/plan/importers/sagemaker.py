@@ -1,6 +1,6 @@
-"""Import SageMaker's ``distribution`` dictionary: SMP v1 and v2, SMDDP, torchrun; with the estimator's other arguments.
+"""Import a SageMaker job: SDK 3's ``Torchrun`` and ``SMP``, or the ``distribution`` dictionary of SDK 2's estimator.
 
-``plan/export/sagemaker.py`` is the other way round.
+``plan/export/sagemaker.py`` is the other way round; what has SMP v1's names, SMDDP's or MPI's is read as well.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.plan.export.sagemaker import DEVICES, INSTANCES
 from shoal.plan.importers import trainer
+from shoal.plan.importers.python_file import Script
 from shoal.plan.importers.ranks import find_share, written_layout
 from shoal.plan.importers.reading import Reading
 
@@ -33,6 +34,19 @@ _OWN_WAY = (
     ),
     *(f"{_INSIDE}.{key}" for key in ("skip_tracing", "ddp_port", "delayed_parameter_initialization")),
 )
+
+
+def distribution(script: Script) -> dict[str, Any] | None:
+    """What a file for SDK 3 says, in the form of SDK 2's dictionary; None where it is no such file."""
+    calls = {
+        call.name: call.keywords for call in script.calls if call.name in ("ModelTrainer", "Torchrun", "SMP")
+    }
+    if "ModelTrainer" not in calls:
+        return None
+    found: dict[str, Any] = {"torch_distributed": {"enabled": "Torchrun" in calls}}
+    if "SMP" in calls:
+        found["smdistributed"] = {"modelparallel": {"enabled": True, "parameters": calls["SMP"]}}
+    return found
 
 
 def read(reading: Reading, world: int | None, estimator: dict[str, Any]) -> dict[str, Any]:

@@ -24,15 +24,16 @@ from shoal.facts.input.untrusted_files import (
     read_settings,
 )
 from shoal.facts.problem import BadInput
-from shoal.plan.importers import megatron
+from shoal.plan.importers import megatron, sagemaker, torchtitan
 from shoal.plan.importers.launch_line import LaunchLine, launch_lines
 from shoal.plan.importers.nemo import is_nemo
 from shoal.plan.importers.python_file import Script, read_python
 from shoal.plan.importers.shell_file import read_shell
 
 FORMS = (
-    "a DeepSpeed config (JSON, or a dictionary in Python), one of accelerate config (YAML), a torchtitan TOML, "
-    "Megatron's arguments (a shell script or the arguments alone), a NeMo script, or a SageMaker job (Python)"
+    "a DeepSpeed config (JSON, or a dictionary in Python), one of accelerate config (YAML), a torchtitan config "
+    "(Python, or TOML), Megatron's arguments (a shell script or the arguments alone), a NeMo script, or a "
+    "SageMaker job (Python)"
 )
 _YAML, _PYTHON, _SHELL = (
     (".yaml", ".yml"),
@@ -214,7 +215,13 @@ def _in_python(text: str, path: Path) -> list[ForeignSource]:
     for one in whole:
         if all(one.values != other.values for other in distinct):
             distinct.append(one)
-    return [*distinct, *([ForeignSource("nemo", {}, "", script)] if is_nemo(script) else [])]
+    if is_nemo(script):
+        distinct.append(ForeignSource("nemo", {}, "", script))
+    if (values := torchtitan.settings(script)) is not None:
+        distinct.append(ForeignSource("torchtitan", values, "", script))
+    if (values := sagemaker.distribution(script)) is not None:
+        distinct.append(ForeignSource("sagemaker", values, "", script))
+    return distinct
 
 
 def _inside(part: Any, whole: Any) -> bool:

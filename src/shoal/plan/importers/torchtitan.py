@@ -1,6 +1,7 @@
 """Import a torchtitan job config: ``plan/export/torchtitan.py`` the other way round.
 
-Versions before 0.2 had some keys in other tables; both are read.
+From 0.3 on it is Python; TOML of versions before that is read as well, and of those before 0.2, which had some keys in
+other tables.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ from typing import Any
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.problem import BadInput
 from shoal.plan.export.torchtitan import SCHEDULES, flavor_of
+from shoal.plan.importers.python_file import Script
 from shoal.plan.importers.ranks import find_share, written_layout
 from shoal.plan.importers.reading import Reading
 
 _SCHEDULES = {theirs.lower(): ours for ours, theirs in SCHEDULES.items()}
 _OWN_WAY = (
+    *(
+        "training.disable_cuda_graphs",
+        "parallelism.spmd_backend",
+        "parallelism.context_parallel_load_balancer",
+    ),
     *(
         "job.dump_folder",
         "job.description",
@@ -68,6 +75,60 @@ _OWN_WAY = (
         "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
     ),
 )
+
+
+# The table of each class of settings.
+_TABLES = {
+    "TrainingConfig": "training",
+    "ParallelismConfig": "parallelism",
+    "CompileConfig": "compile",
+    "DebugConfig": "debug",
+    "LRSchedulersContainer.Config": "lr_scheduler",
+    "CheckpointManager.Config": "checkpoint",
+    "MetricsProcessor.Config": "metrics",
+}
+_RECOMPUTES = {"SelectiveAC.Config": "selective", "FullAC.Config": "full"}
+
+
+def settings(script: Script) -> dict[str, Any] | None:
+    """The tables that a config in Python stands for; None where it is none."""
+    if not any(module.startswith("torchtitan") for module in script.imports.values()):
+        return None
+    tables: dict[str, Any] = {"activation_checkpoint": {"mode": "selective"}}  # its default
+    for call in script.calls:
+        if (table := _TABLES.get(call.path)) is not None:
+            tables.setdefault(table, {}).update(call.keywords)
+        elif call.path in _RECOMPUTES:
+            tables["activation_checkpoint"] = {"mode": _RECOMPUTES[call.path]}
+        elif call.name == "model_registry":
+            flavor = call.keywords.get("flavor", call.arguments[0] if call.arguments else None)
+            tables.setdefault("model", {}).update(name=_family(script, call.path), flavor=flavor)
+        elif call.name == "default_adamw":
+            tables["optimizer"] = {"name": "AdamW", **_optimizer(call.keywords)}
+        elif call.path.startswith("Float8LinearConverter"):
+            tables.setdefault("model", {})["converters"] = ["float8"]
+        elif call.path == "HuggingFaceTextDataLoader.Config" and "dataset" in call.keywords:
+            tables.setdefault("training", {})["dataset"] = call.keywords["dataset"]
+        elif call.path == "Trainer.Config" and call.keywords.get("activation_checkpoint", "") is None:
+            tables["activation_checkpoint"] = {"mode": "none"}
+    for path, value in script.attributes.items():  # config.training.steps = …
+        *_, table, key = path.split(".")
+        if table in ("training", "parallelism", "compile", "debug", "lr_scheduler"):
+            tables.setdefault(table, {})[key] = value
+    return tables if tables.keys() & {"training", "parallelism"} else None
+
+
+def _family(script: Script, path: str) -> str:
+    """The package whose models it lists: of ``llama3.model_registry``, or of what the name was imported from."""
+    return path.rpartition(".")[0] or script.imports.get("model_registry", "").rpartition(".")[2]
+
+
+def _optimizer(keywords: dict[str, Any]) -> dict[str, Any]:
+    found = dict(keywords)
+    betas = found.pop("betas", None)
+    if isinstance(betas, (list, tuple)) and len(betas) == 2:
+        found |= {"beta1": betas[0], "beta2": betas[1]}
+    return found
 
 
 def read(reading: Reading, world: int | None) -> dict[str, Any]:
@@ -137,6 +198,8 @@ def _degrees(reading: Reading) -> dict[str, Any]:
     cp = _axis(reading, "context_parallel_degree", "experimental")
     degrees: dict[str, Any] = {"tp": _axis(reading, "tensor_parallel_degree"), "cp": cp, "pp": pp}
     degrees["ep"] = _axis(reading, "expert_parallel_degree")
+    if reading.switch("parallelism.enable_sequence_parallel") is False and degrees["tp"] > 1:
+        degrees["sp"] = False
     etp = reading.count("parallelism.expert_tensor_parallel_degree") or 1
     if etp > 1:
         reading.note(
