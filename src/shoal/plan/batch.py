@@ -11,6 +11,8 @@ from shoal.plan.scale import best, resized
 
 # A batch that leaves less than this of what replicas would do holds the devices up.
 HELD_UP = 0.7
+# Another batch that gives less than this is not worth changing a recipe for.
+WORTH_IT = 0.02
 # Where a search takes long, other batches are named and not tried.
 MOST_DEVICES = 1024
 
@@ -79,11 +81,14 @@ class BatchAdvice:
 def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
     """None where every device can have sequences of its own, or the model wants several devices for each anyway."""
     batch, devices = asked.recipe.batch, plan.world
-    if devices == 1 or batch % devices == 0 or devices > MOST_DEVICES:
+    if batch in near(batch, devices) or devices > MOST_DEVICES:
         return None
     if batch < devices and plan.vs_ddp > HELD_UP:
         return None
-    offers = [offer for each in near(batch, devices) if (offer := _offer(asked, plan, each, devices))]
+    tried = (_offer(asked, plan, each, devices) for each in near(batch, devices))
+    offers = [offer for offer in tried if offer and offer.gain > WORTH_IT]
+    if not offers:
+        return None
     fewer = None
     node = asked.cluster.devices_per_node
     if batch < devices and devices > node:

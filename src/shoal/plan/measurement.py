@@ -118,7 +118,7 @@ def _link(name: str, command: str, kind: str) -> Quantity:
         other = link.model_copy(update={"bandwidth": link.bandwidth * factor})
         return cluster.model_copy(update={name: other})
 
-    return Quantity(f"the bandwidth of {kind}", 1.5, command, value, "GB/s per GPU", changed)
+    return Quantity(f"the bandwidth of {kind}", 1.5, command, value, "GB/s", changed)
 
 
 def _other_peaks(cluster: Cluster, factor: float) -> Cluster:
