@@ -173,7 +173,8 @@ def _below(found: PlanReport) -> None:
         )
     if found.measurement is not None:
         print_wrapped(f"what would change this: {found.measurement.text}", "  ")
-        print(f"measure: {found.measurement.command}")
+        if found.measurement.factor is not None:
+            print(f"measure: {found.measurement.command}")
     if chosen is not None and chosen.fits:
         print(f"next: {chosen.command}")
         if chosen.runs and chosen.nodes > 1:

@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.facts.cluster import default_per_node
 from shoal.facts.layout import Layout
+from shoal.plan.choose import replicas_only
 from shoal.plan.goodput import state_bytes
 from shoal.plan.judge import Plan
 from shoal.plan.request import PlanRequest, usual_batch
@@ -74,8 +75,14 @@ Tries = Callable[[int], tuple[PlanRequest, Plan] | None]
 
 
 def how_many(asked: PlanRequest) -> HowMany | None:
-    """For what was asked; None where no number up to ``MOST`` does."""
-    counts = sizes(asked)
+    """For what was asked; None where no number up to ``MOST`` does, and on a CPU, whose processes are no cluster.
+
+    As many at least as hold the states: fewer would train, from the host's memory or from disks, but not well.
+    """
+    if replicas_only(asked.cluster):
+        return None
+    at_least = state_bytes(asked.workload(Layout())) / asked.cluster.device.memory_bytes
+    counts = [count for count in sizes(asked) if count >= at_least]
 
     @cache
     def tries(devices: int) -> tuple[PlanRequest, Plan] | None:
@@ -183,10 +190,9 @@ def _priced(asked: PlanRequest, tries: Tries, devices: int) -> Priced | None:
 
 
 def _smallest(asked: PlanRequest, counts: list[int], tries: Tries) -> HowMany | None:
-    """The smallest on which something fits without offload: none smaller than the states."""
-    at_least = state_bytes(asked.workload(Layout())) / asked.cluster.device.memory_bytes
+    """The smallest on which something fits without offload."""
     looked: list[int] = []
-    for devices in (count for count in counts if count >= at_least):
+    for devices in counts:
         looked.append(devices)
         answer = tries(devices)
         if answer is not None and not answer[1].layout.offload:
