@@ -114,4 +114,4 @@ def test_a_giant_is_not_trained_from_disks_to_be_in_time() -> None:
 
 def test_a_number_that_is_nowhere_is_refused() -> None:
     with pytest.raises(BadInput, match="no number of them does"):
-        plan_report(plan_request("gpt2", "H100", seq=1024, batch=1, tokens="100T", deadline="1m"))
+        plan_report(plan_request("gpt2", "H100", seq=1024, batch=1, tokens="100T", deadline="1 minute"))

@@ -16,7 +16,7 @@ from shoal.facts.cluster import default_per_node
 from shoal.facts.layout import Layout
 from shoal.plan.choose import replicas_only
 from shoal.plan.goodput import state_bytes
-from shoal.plan.judge import Plan
+from shoal.plan.judge import Plan, engine_runs
 from shoal.plan.request import PlanRequest, usual_batch
 from shoal.plan.scale import Cost, best, cost, resized
 from shoal.predict.flops import flops_per_token
@@ -83,11 +83,12 @@ def how_many(asked: PlanRequest) -> HowMany | None:
         return None
     at_least = state_bytes(asked.workload(Layout())) / asked.cluster.device.memory_bytes
     counts = [count for count in sizes(asked) if count >= at_least]
+    runnable = engine_runs(asked.workload(Layout()))
 
     @cache
     def tries(devices: int) -> tuple[PlanRequest, Plan] | None:
         request = with_count(asked, devices)
-        plan = best(request, runnable=True) if request else None
+        plan = best(request, runnable) if request else None
         return (request, plan) if request and plan else None
 
     if asked.tokens is not None and asked.deadline is not None:

@@ -44,12 +44,12 @@ class PlanRequest:
     lora: Lora | None = None
     tokens: int | None = None  # of the whole run
     price: float | None = None  # of a GPU for an hour
+    tune: TuneSection = USUAL
+    compile: bool | None = None  # as compile.enabled
     deadline: float | None = None  # seconds that the run may take
     budget: float | None = None
     counted: bool = True  # whether the number of devices was given; if not, it is the question
     own_batch: bool = True  # whether the batch was given; if not, it is what is usual
-    tune: TuneSection = USUAL
-    compile: bool | None = None  # as compile.enabled
 
     def workload(self, layout: Layout) -> Workload:
         return Workload(
@@ -133,10 +133,10 @@ def plan_request(
         adapters,
         total,
         price,
-        seconds,
-        money,
-        counted,
-        own_batch,
+        deadline=seconds,
+        budget=money,
+        counted=counted,
+        own_batch=own_batch,
     )
 
 
