@@ -97,7 +97,7 @@ def plan_request(
     own_batch = batch is not None
     if batch is None and found_model and cluster and total and seq:
         batch = usual_batch(found_model, seq, total, cluster.devices)
-    problems += _open(counted, layout, own_batch, total, price, seconds, money)
+    problems += _open(counted, layout, own_batch, tokens is not None, price, deadline, budget)
     values = {
         "precision": "bf16",
         **recipe,
@@ -156,21 +156,21 @@ def _open(
     counted: bool,
     layout: str | Layout | None,
     own_batch: bool,
-    tokens: int | None,
+    length: bool,
     price: float | None,
-    deadline: float | None,
-    budget: float | None,
+    deadline: str | None,
+    budget: str | None,
 ) -> Iterator[Problem]:
     """What is left open, and what is needed to answer it."""
-    if not own_batch and tokens is None:
+    if not own_batch and not length:
         yield Problem("--batch is missing", "--batch 512; or --tokens 1T, for the batch that is usual then")
     if not counted and layout is not None:
         yield Problem("--layout needs the number of devices", "--on 8xH100")
-    if not counted and tokens is None and (deadline or budget):
+    if not counted and not length and (deadline or budget):
         yield Problem("--on without a number needs the length of the run", "--tokens 1T, or --on 64xH100")
     if budget is not None and price is None:
         yield Problem("--budget needs a price", "--price 2.5, per GPU-hour")
-    if price is not None and tokens is None and budget is None:
+    if price is not None and not length and budget is None:
         yield Problem("--price needs the length of the run in tokens", "--tokens 15T --price 2.5")
 
 
