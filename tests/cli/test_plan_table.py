@@ -91,3 +91,8 @@ def test_a_question_about_a_number_is_answered_with_one(capsys: Capture) -> None
         and "with the error bar of ±" in " ".join(out.split())
     )
     assert "deadline of 10 days: " in out and "compute-optimal: " in out and "what would change this: " in out
+
+
+def test_a_dry_run_needs_the_number(capsys: Capture) -> None:
+    code, _, err = shoal_(capsys, "dryrun", "llama3.2-1b", "--on", "H100", "--seq", "1024", "--batch", "8")
+    assert code == 2 and "the number of devices is missing" in err

@@ -36,5 +36,11 @@ def test_a_hundred_sequences_become_96_or_128() -> None:
     assert [offer["batch"] for offer in offers] == [96, 128] and all(offer["layout"] for offer in offers)
 
 
+def test_on_thousands_of_devices_another_batch_is_named() -> None:
+    advice = answered("llama3-8b", "2048xH100", 8192, 8).decision.batch
+    assert advice is not None and advice.offers == []
+    assert "the batch is the limit. Better: a batch of 2048." in advice.text
+
+
 def test_a_batch_that_is_no_limit_is_not_mentioned() -> None:
     assert answered("llama3-8b", "8xH100").decision.batch is None

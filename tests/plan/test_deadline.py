@@ -13,14 +13,25 @@ from shoal.plan.report import plan_report
 
 @pytest.mark.parametrize(
     ("text", "days"),
-    [("30d", 30), ("36h", 1.5), ("6w", 42), ("90 days", 90), ("1.5 weeks", 10.5), ("2 Hours", 1 / 12)],
+    [
+        ("30d", 30),
+        ("36h", 1.5),
+        ("6w", 42),
+        ("90 days", 90),
+        ("1.5 weeks", 10.5),
+        ("2 Hours", 1 / 12),
+        ("12 months", 365.25),
+        ("30 minutes", 1 / 48),
+    ],
 )
 def test_lengths_of_time(text: str, days: float) -> None:
     problems: list[Problem] = []
     assert read_deadline(text, problems) == pytest.approx(days * DAY) and problems == []
 
 
-@pytest.mark.parametrize("text", ["", "30", "d", "-3d", "3 fortnights", "1e9d", "999999y", "3dd"])
+@pytest.mark.parametrize(
+    "text", ["", "30", "d", "-3d", "3 fortnights", "1e9d", "999999y", "3dd", "3ds", "5m"]
+)
 def test_what_is_no_length_of_time(text: str) -> None:
     problems: list[Problem] = []
     assert read_deadline(text, problems) is None and "--deadline 30d" in problems[0].fix

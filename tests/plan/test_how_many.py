@@ -101,6 +101,17 @@ def test_what_is_missing_is_said(given: dict[str, object], said: str) -> None:
         plan_request("llama3.2-1b", "H100", seq=1024, **given)  # type: ignore[arg-type]
 
 
+def test_processes_on_a_cpu_are_no_cluster_to_be_sized() -> None:
+    late = plan("tiny", "2xcpu", seq=128, batch=16, tokens="1T", deadline="1h", precision="fp32")
+    (verdict,) = late.verdicts
+    assert verdict.verdict == "missed" and late.number is None
+
+
+def test_a_giant_is_not_trained_from_disks_to_be_in_time() -> None:
+    found = how_many(plan_request("llama2-13b", "A100-80GB", seq=2048, batch=64, tokens="1M", deadline="30d"))
+    assert found is not None and found.devices >= 2
+
+
 def test_a_number_that_is_nowhere_is_refused() -> None:
     with pytest.raises(BadInput, match="no number of them does"):
-        plan_report(plan_request("gpt2", "H100", seq=1024, batch=1, tokens="100T", deadline="1m"))
+        plan_report(plan_request("gpt2", "H100", seq=1024, batch=1, tokens="100T", deadline="1 minute"))

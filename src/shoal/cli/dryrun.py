@@ -179,6 +179,8 @@ def _of_model(
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     kind = precision or "bf16"
     asked = plan_request(model, on, seq=seq, batch=batch, layout=layout, visible=visible, precision=kind)
+    if not asked.counted:
+        raise BadInput(f"--on {on}: the number of devices is missing", f"--on 8x{asked.cluster.device.name}")
     config = Config(recipe=asked.recipe)
     chosen = asked.layout or choose(config, asked.cluster, asked.model)
     support.check(config, asked.model, chosen)

@@ -77,7 +77,8 @@ def plan(
         Time that the run may take, as in 30d: whether it is kept, how many GPUs would keep it, or, without --tokens,
         how many tokens it is enough for.
     budget
-        Money that the run may cost at --price, as in 2M; answered in the same way.
+        Money that the run may cost at --price, as in 2M: whether it is kept, which number of GPUs is fastest within it,
+        or, without --tokens, how many tokens it is enough for.
     top
         How many layouts to show.
     explain

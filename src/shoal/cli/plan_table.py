@@ -42,9 +42,7 @@ def show(found: PlanReport, explain: bool) -> None:
     _below(found)
 
 
-COMPARED = (
-    *("cluster", "s/step", "tokens/s/GPU", "tokens/day", "days", "GPU-hours", "cost", "kWh", "layout"),
-)
+COMPARED = ("cluster", "s/step", "tokens/s/GPU", "tokens/day", "days", "GPU-hours", "cost", "kWh", "layout")
 COMPARED_ARRANGED = (WIDE, [(0, 8), (1, 2, 3, 4, 5, 6, 7)])
 
 
@@ -52,9 +50,9 @@ def show_compared(rows: list[Compared]) -> None:
     """One line for each cluster."""
     asked = rows[0].found.asked
     length = f", {asked.tokens:,} tokens" if asked.tokens else ""
-    print(
-        f"{asked.model.name}, {asked.recipe.batch} sequences of {asked.recipe.seq} tokens per step{length}\n"
-    )
+    batches = {row.found.asked.recipe.batch for row in rows}
+    batch = counted(asked.recipe.batch, "sequence") if len(batches) == 1 else "a usual batch"
+    print(f"{asked.model.name}, {batch} of {asked.recipe.seq} tokens per step{length}\n")
     print_fitted([COMPARED, *map(_compared, rows)], COMPARED_ARRANGED)
     print()
     for said in best_of(rows):
@@ -66,7 +64,7 @@ def show_compared(rows: list[Compared]) -> None:
             print_wrapped(f"{row.found.asked.cluster}: {row.found.decision.text}", "  ")
     if asked.tokens is None:
         print("--tokens 1T adds days, GPU-hours and kWh; --price the cost")
-    print(
+    print_wrapped(
         "kWh at the GPUs' rated power, without hosts, network and cooling; each cluster alone has the reasons"
     )
 
@@ -173,7 +171,8 @@ def _below(found: PlanReport) -> None:
         )
     if found.measurement is not None:
         print_wrapped(f"what would change this: {found.measurement.text}", "  ")
-        print(f"measure: {found.measurement.command}")
+        if found.measurement.factor is not None:
+            print(f"measure: {found.measurement.command}")
     if chosen is not None and chosen.fits:
         print(f"next: {chosen.command}")
         if chosen.runs and chosen.nodes > 1:

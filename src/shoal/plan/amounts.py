@@ -8,15 +8,17 @@ from shoal.facts.problem import Problem
 from shoal.facts.recipe import read_count
 
 HOUR, DAY = 3600.0, 86400.0
-UNITS = {"m": 60.0, "h": HOUR, "d": DAY, "w": 7 * DAY, "y": 365.25 * DAY}
-WORDS = {"minute": "m", "hour": "h", "day": "d", "week": "w", "year": "y"}
-LONGEST = 100 * UNITS["y"]
+YEAR = 365.25 * DAY
+UNITS = {"minute": 60.0, "h": HOUR, "d": DAY, "w": 7 * DAY, "month": YEAR / 12, "y": YEAR}
+WORDS = {"hour": "h", "day": "d", "week": "w", "year": "y"}
+LONGEST = 100 * YEAR
 
 
 def read_deadline(text: str, problems: list[Problem]) -> float | None:
-    """Seconds: ``30d``, ``36h``, ``6w``, ``90 days``."""
+    """Seconds: ``30d``, ``36h``, ``6w``, ``90 days``, ``3 months``; ``m`` alone could be two of these."""
     match = re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*([a-z]+)\s*", text.lower())
-    unit = match and WORDS.get(match[2].removesuffix("s"), match[2])
+    word = match[2].removesuffix("s") if match and len(match[2]) > 2 else match and match[2]
+    unit = WORDS.get(word, word) if word else None
     seconds = float(match[1]) * UNITS[unit] if match and unit in UNITS else 0.0
     if not 0 < seconds <= LONGEST:
         problems.append(Problem(f"--deadline {text}: not a length of time", "--deadline 30d, 36h or 6w"))

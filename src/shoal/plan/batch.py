@@ -11,7 +11,9 @@ from shoal.plan.scale import best, resized
 
 # A batch that leaves less than this of what replicas would do holds the devices up.
 HELD_UP = 0.7
-# Where a search takes long, other batches are named and not tried.
+# Another batch that gives less than this is not worth changing a recipe for.
+WORTH_IT = 0.02
+# Where a search takes long, another batch is named and not tried.
 MOST_DEVICES = 1024
 
 
@@ -44,7 +46,7 @@ class BatchAdvice:
     batch: int
     devices: int
     data_ranks: int
-    offers: list[Offer]
+    offers: list[Offer]  # none where none was tried
     fewer: Offer | None  # the same batch on one node
 
     @property
@@ -55,8 +57,7 @@ class BatchAdvice:
         others = [
             f"{offer.batch} ({offer.plan.layout}: {offer.gain:+.0%} tokens/s/GPU)" for offer in self.offers
         ]
-        if others:
-            said += f" Better: a batch of {' or '.join(others)}."
+        said += f" Better: a batch of {' or '.join(others or map(str, near(self.batch, self.devices)))}."
         if self.fewer is not None:
             share = self.fewer.devices * (1 + self.fewer.gain) / self.devices
             said += (
@@ -79,11 +80,14 @@ class BatchAdvice:
 def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
     """None where every device can have sequences of its own, or the model wants several devices for each anyway."""
     batch, devices = asked.recipe.batch, plan.world
-    if devices == 1 or batch % devices == 0 or devices > MOST_DEVICES:
+    if batch in near(batch, devices) or (batch < devices and plan.vs_ddp > HELD_UP):
         return None
-    if batch < devices and plan.vs_ddp > HELD_UP:
+    if devices > MOST_DEVICES:
+        return BatchAdvice(batch, devices, plan.layout.data_ranks, [], None) if batch < devices else None
+    tried = (_offer(asked, plan, each, devices) for each in near(batch, devices))
+    offers = [offer for offer in tried if offer and offer.gain > WORTH_IT]
+    if not offers:
         return None
-    offers = [offer for each in near(batch, devices) if (offer := _offer(asked, plan, each, devices))]
     fewer = None
     node = asked.cluster.devices_per_node
     if batch < devices and devices > node:
@@ -103,7 +107,7 @@ def _offer(asked: PlanRequest, plan: Plan, batch: int, devices: int) -> Offer | 
     if request is None:
         return None
     recipe = asked.recipe.model_copy(update={"batch": batch})
-    found = best(replace(request, recipe=recipe), runnable=True)
+    found = best(replace(request, recipe=recipe), plan.runs)
     if found is None:
         return None
     return Offer(batch, devices, found, found.tokens_per_s_per_gpu / plan.tokens_per_s_per_gpu - 1)

@@ -56,12 +56,16 @@ def decide(asked: PlanRequest, plans: list[Plan], chosen: Chosen | None, remedie
 
 def _numbers(plan: Plan) -> str:
     memory = plan.memory
+    named = strategy(plan.layout, plan.workload.lora is not None).replace("one GPU", f"one {_device(plan)}")
     return (
-        f"{strategy(plan.layout, plan.workload.lora is not None)}, "
-        f"{duration(plan.step.seconds)}/step ± {plan.error_bar:.0%}, "
+        f"{named}, {duration(plan.step.seconds)}/step ± {plan.error_bar:.0%}, "
         f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {percent(plan.mfu)}, "
         f"{memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f} GiB; {binds(plan)}."
     )
+
+
+def _device(plan: Plan) -> str:
+    return "process on the CPU" if plan.workload.cluster.device.name == "cpu" else "GPU"
 
 
 def not_run(plan: Plan, plans: list[Plan]) -> list[str]:
@@ -87,7 +91,7 @@ def _unrun(plan: Plan, remedies: list[Remedy]) -> Iterator[str]:
 
 def _beside_ddp(plan: Plan) -> str:
     if plan.world == 1:
-        return "One GPU: nothing to distribute."
+        return f"One {_device(plan)}: nothing to distribute."
     if plan.ddp_fits:
         return f"Throughput is {plan.vs_ddp:.2f} times that of plain DDP, which also fits."
     return f"Plain DDP does not fit; if it did, this layout would be {plan.vs_ddp:.2f} times as fast."

@@ -14,8 +14,9 @@ from typing import Any
 
 from shoal.facts.cluster import default_per_node
 from shoal.facts.layout import Layout
+from shoal.plan.choose import replicas_only
 from shoal.plan.goodput import state_bytes
-from shoal.plan.judge import Plan
+from shoal.plan.judge import Plan, engine_runs
 from shoal.plan.request import PlanRequest, usual_batch
 from shoal.plan.scale import Cost, best, cost, resized
 from shoal.predict.flops import flops_per_token
@@ -74,13 +75,20 @@ Tries = Callable[[int], tuple[PlanRequest, Plan] | None]
 
 
 def how_many(asked: PlanRequest) -> HowMany | None:
-    """For what was asked; None where no number up to ``MOST`` does."""
-    counts = sizes(asked)
+    """For what was asked; None where no number up to ``MOST`` does, and on a CPU, whose processes are no cluster.
+
+    As many at least as hold the states: fewer would train, from the host's memory or from disks, but not well.
+    """
+    if replicas_only(asked.cluster):
+        return None
+    at_least = state_bytes(asked.workload(Layout())) / asked.cluster.device.memory_bytes
+    counts = [count for count in sizes(asked) if count >= at_least]
+    runnable = engine_runs(asked.workload(Layout()))
 
     @cache
     def tries(devices: int) -> tuple[PlanRequest, Plan] | None:
         request = with_count(asked, devices)
-        plan = best(request, runnable=True) if request else None
+        plan = best(request, runnable) if request else None
         return (request, plan) if request and plan else None
 
     if asked.tokens is not None and asked.deadline is not None:
@@ -183,10 +191,9 @@ def _priced(asked: PlanRequest, tries: Tries, devices: int) -> Priced | None:
 
 
 def _smallest(asked: PlanRequest, counts: list[int], tries: Tries) -> HowMany | None:
-    """The smallest on which something fits without offload: none smaller than the states."""
-    at_least = state_bytes(asked.workload(Layout())) / asked.cluster.device.memory_bytes
+    """The smallest on which something fits without offload."""
     looked: list[int] = []
-    for devices in (count for count in counts if count >= at_least):
+    for devices in counts:
         looked.append(devices)
         answer = tries(devices)
         if answer is not None and not answer[1].layout.offload:

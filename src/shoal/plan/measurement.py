@@ -61,10 +61,12 @@ def decisive(chosen: Chosen, plans: Sequence[Plan]) -> Measurement | None:
     plan = chosen.plan
     if replicas_only(plan.workload.cluster) or not plan.runs:
         return None
-    rivals = [
+    known = (
         each for each in (chosen.fastest, *plans) if each.layout != plan.layout and each.fits and each.runs
-    ]
-    rivals = list({str(each.layout): each for each in rivals}.values())[:RIVALS]
+    )
+    # What is faster beyond its error bar as it is was not chosen for other reasons, which no measurement changes.
+    open_to = {str(each.layout): each for each in known if plan.step.seconds <= each.limit}
+    rivals = list(open_to.values())[:RIVALS]
     found = [_memory(plan, rivals), *(_flips(each, plan, rivals) for each in _quantities(plan))]
     ranked = sorted((pair for pair in found if pair), key=lambda pair: pair[0])
     if ranked:
@@ -118,7 +120,7 @@ def _link(name: str, command: str, kind: str) -> Quantity:
         other = link.model_copy(update={"bandwidth": link.bandwidth * factor})
         return cluster.model_copy(update={name: other})
 
-    return Quantity(f"the bandwidth of {kind}", 1.5, command, value, "GB/s per GPU", changed)
+    return Quantity(f"the bandwidth of {kind}", 1.5, command, value, "GB/s", changed)
 
 
 def _other_peaks(cluster: Cluster, factor: float) -> Cluster:
@@ -170,7 +172,7 @@ def _wins(rival: Plan, plan: Plan, quantity: Quantity, factor: float) -> bool:
     for each in (rival, plan):
         workload = replace(each.workload, cluster=cluster)
         seconds.append(step(workload, cost_model(workload)).seconds)
-    return seconds[0] * (1 + rival.error_bar) < seconds[1]
+    return seconds[0] * (1 + rival.error_bar) < seconds[1]  # as Plan.limit
 
 
 def _memory(plan: Plan, rivals: Sequence[Plan]) -> tuple[float, Measurement] | None:

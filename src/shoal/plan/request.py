@@ -46,12 +46,12 @@ class PlanRequest:
     lora: Lora | None = None
     tokens: int | None = None  # of the whole run
     price: float | None = None  # of a GPU for an hour
+    tune: TuneSection = USUAL
+    compile: bool | None = None  # as compile.enabled
     deadline: float | None = None  # seconds that the run may take
     budget: float | None = None
     counted: bool = True  # whether the number of devices was given; if not, it is the question
     own_batch: bool = True  # whether the batch was given; if not, it is what is usual
-    tune: TuneSection = USUAL
-    compile: bool | None = None  # as compile.enabled
     stack: Stack = SHOAL  # whose constraints and constants hold
 
     def workload(self, layout: Layout) -> Workload:
@@ -104,7 +104,7 @@ def plan_request(
     own_batch = batch is not None
     if batch is None and found_model and cluster and total and seq:
         batch = usual_batch(found_model, seq, total, cluster.devices)
-    problems += _open(counted, layout, own_batch, total, price, seconds, money)
+    problems += _open(counted, layout, own_batch, tokens is not None, price, deadline, budget)
     wanted = recipe.pop("precision", None) or (precisions.usual(cluster.device) if cluster else "bf16")
     if cluster is not None:
         problems += precisions.refused(cluster.device, wanted)
@@ -154,11 +154,11 @@ def plan_request(
         adapters,
         total,
         price,
-        seconds,
-        money,
-        counted,
-        own_batch,
-        tune,
+        deadline=seconds,
+        budget=money,
+        counted=counted,
+        own_batch=own_batch,
+        tune=tune,
         stack=used,
     )
 
@@ -190,21 +190,21 @@ def _open(
     counted: bool,
     layout: str | Layout | None,
     own_batch: bool,
-    tokens: int | None,
+    length: bool,
     price: float | None,
-    deadline: float | None,
-    budget: float | None,
+    deadline: str | None,
+    budget: str | None,
 ) -> Iterator[Problem]:
     """What is left open, and what is needed to answer it."""
-    if not own_batch and tokens is None:
+    if not own_batch and not length:
         yield Problem("--batch is missing", "--batch 512; or --tokens 1T, for the batch that is usual then")
     if not counted and layout is not None:
         yield Problem("--layout needs the number of devices", "--on 8xH100")
-    if not counted and tokens is None and (deadline or budget):
+    if not counted and not length and (deadline or budget):
         yield Problem("--on without a number needs the length of the run", "--tokens 1T, or --on 64xH100")
     if budget is not None and price is None:
         yield Problem("--budget needs a price", "--price 2.5, per GPU-hour")
-    if price is not None and tokens is None and budget is None:
+    if price is not None and not length and budget is None:
         yield Problem("--price needs the length of the run in tokens", "--tokens 15T --price 2.5")
 
 
