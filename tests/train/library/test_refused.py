@@ -236,6 +236,7 @@ def test_the_face_is_stable() -> None:
         "Model",
         "Run",
         "launch",
+        "parity",
         "plan",
         "predict",
         "run",
