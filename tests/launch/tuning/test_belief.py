@@ -50,10 +50,10 @@ def test_a_step_that_was_held_up_changes_little() -> None:
     assert disturbed.spread <= 2 * steady.spread
 
 
-def test_more_samples_say_more_down_to_what_two_days_differ_by() -> None:
-    few, many = measured([0.9, 1.0, 1.1]), measured([0.9, 1.0, 1.1] * 30)
-    assert (
-        few.spread
-        > many.spread
-        == pytest.approx(max(LEAST_SPREAD, 0.1 * 1.4826 * 1.2533 / math.sqrt(90)), rel=0.01)
+def test_more_visits_say_more_down_to_what_two_days_differ_by() -> None:
+    once, thrice = (measured([0.9, 1.0, 1.1], visits) for visits in (1, 3))
+    assert once.spread == pytest.approx(0.1 * 1.4826) and thrice.spread == pytest.approx(
+        once.spread / math.sqrt(3)
     )
+    assert measured([0.9, 1.0, 1.1] * 30).spread == pytest.approx(once.spread)  # all of the same minute
+    assert measured([1.0] * 30, 3).spread == LEAST_SPREAD

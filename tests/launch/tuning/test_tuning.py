@@ -32,7 +32,7 @@ from shoal.train.files import read_rows
 from shoal.train.run_directory import RunDirectory
 
 # So many that every visit pays, however busy the machine: the run is stopped long before.
-MANY = 100_000
+MANY = 2_000
 STRICT = {
     "run__strict": True,
     "recipe__steps": MANY,
@@ -199,6 +199,7 @@ def test_a_short_run_stays_where_it_is_and_is_over_when_it_is_over(tune: Tune) -
     assert "cost more than expected to save" in found["why"] and found["net_s"] == 0
     again = tune("short", "fsdp=2", "dp=2", **options)
     assert again.report.code == FINISHED and again.rows == tuned.rows
+    assert again.report.tuning is not None and again.report.tuning["chosen"] == "fsdp=2"
     with pytest.raises(BadInput, match="too few to try layouts: two of them take 6 steps"):
         tune("shorter", "fsdp=2", "dp=2", **{**options, "recipe__steps": 2 * VISIT - 1})
 

@@ -53,6 +53,16 @@ def _begun(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows[places[-1] :] if places else []
 
 
+def last_decision(run: RunDirectory) -> dict[str, Any] | None:
+    """What a search came to, as it was when it was decided; None where there was none."""
+    found = [row for row in _begun(read_rows(run.tuning)) if row["kind"] == DECIDED]
+    return (
+        {key: value for key, value in found[-1].items() if key not in ("time", "kind", "layout")}
+        if found
+        else None
+    )
+
+
 class Tuning:
     """A run's search: its layouts as jobs, what is known of them, and the file that keeps it."""
 

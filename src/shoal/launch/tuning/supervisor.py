@@ -38,7 +38,7 @@ class TuningSupervisor(Supervisor):
     def __init__(self, tuning: Tuning, job: Job, *rest: Any) -> None:
         super().__init__(job, *rest)
         self.tuning, self.trials = tuning, tuning.trials
-        self._steps = Tail(self.run.metrics, self.run.step())
+        self._steps = Tail(self.run.metrics, self.run.step(), launch=f"{self.name}-")
         self._departed: _Departure | None = None
         self._stopped_for_it = False  # the workers ended because they were asked to
         self._over = False  # devices are gone, and with them the layouts

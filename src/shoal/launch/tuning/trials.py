@@ -41,7 +41,7 @@ class Trial:
 
     @property
     def belief(self) -> Belief | None:
-        return measured(self.samples) if self.samples else None
+        return measured(self.samples, self.visits) if self.samples else None
 
     @property
     def slow_starts(self) -> list[float]:
