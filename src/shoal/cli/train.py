@@ -88,6 +88,10 @@ def train(
         node=node_name(node) if together else None,
         nodes=together.most if together else 1,
     )
+    if job.config.tune.search and job.config.layout != "auto":
+        console.print(
+            "tune.search: the layout is named, so no other is tried; shoal tune begins in it and tries others"
+        )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     with given.located():
         job = local.fetched(job, console)

@@ -30,7 +30,7 @@ from shoal.launch.report import FINISHED, Report
 from shoal.launch.scratch import check_scratch, clear_scratch
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.launch.tuning.candidates import Tried
-from shoal.launch.tuning.record import Tuning, layouts_to_try
+from shoal.launch.tuning.record import Tuning, last_decision, layouts_to_try
 from shoal.plan.resolve import Job
 from shoal.predict.memory.states import rank_states
 from shoal.train.data.collection import Collection, gather
@@ -80,7 +80,7 @@ def train(
             layouts = layouts_to_try(job, None if fresh else run, tried, checked)
         start = prepare(job, run, fresh, console, dataset, held)
         if isinstance(start, Report):
-            return start
+            return replace(start, tuning=last_decision(run)) if tried is not None else start
         warm_workers([*PRELOAD, entrypoint.partition(":")[0]], job.config)
         attempt: Callable[..., Any] = load_attempt(SERVED if served else ATTEMPT if tried is None else TUNING)
         if tried is not None:

@@ -53,6 +53,7 @@ def _row(trial: Trial) -> dict[str, Any]:
     belief = trial.belief
     return {
         "layout": trial.layout,
+        "planned_step_s": trial.planned,
         "predicted_step_s": trial.predicted,
         "error_bar": trial.error_bar,
         "measured_step_s": belief.seconds if belief else None,

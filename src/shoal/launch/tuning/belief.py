@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-# Of a normal distribution: its deviation over its median absolute deviation, and a median's over a mean's.
-DEVIATION, OF_A_MEDIAN = 1.4826, 1.2533
+# Of a normal distribution: its deviation over its median absolute deviation.
+DEVIATION = 1.4826
 # Steps of the same layout at another time of the day differ by about as much, however alike they are among themselves.
 LEAST_SPREAD = 0.02
 
@@ -26,11 +26,14 @@ class Belief:
     spread: float
 
 
-def measured(samples: Sequence[float]) -> Belief:
-    """By their median: a step that something else held up counts as one step and no more."""
+def measured(samples: Sequence[float], visits: int = 1) -> Belief:
+    """By their median: a step that something else held up counts as one step and no more.
+
+    What holds up one step often holds up those beside it: it is visits that make a median more certain, not samples.
+    """
     middle = median(samples)
-    apart = median(abs(one - middle) for one in samples) * DEVIATION * OF_A_MEDIAN
-    return Belief(middle, max(apart / math.sqrt(len(samples)), LEAST_SPREAD * middle))
+    apart = median(abs(one - middle) for one in samples) * DEVIATION
+    return Belief(middle, max(apart / math.sqrt(max(1, visits)), LEAST_SPREAD * middle))
 
 
 def expected_saving(best: Belief, other: Belief) -> float:

@@ -9,6 +9,7 @@ from shoal.facts import support
 from shoal.facts.layout import Layout, nearest
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.recipe import Recipe
+from shoal.launch.tuning.expected import known_steps
 from shoal.launch.tuning.trials import VISIT
 from shoal.plan.resolve import Job
 from shoal.plan.search import searched
@@ -42,6 +43,8 @@ def candidates(job: Job, tried: Tried, check: Callable[[Job], None]) -> tuple[li
                 f"one layout only, {job.layout}: nothing to compare it with", '--layouts "dp=4;fsdp=4"'
             )
         return distinct, ""
+    if job.config.layout == "auto":
+        job = _fastest_known(job, check)
     plans = searched(replace(job.workload(), recipe=_smallest(job.config.recipe)), runnable=True).plans
     strict, rows = job.config.run.strict, job.config.recipe.loss_facts.rows
     found = [(plan.tie, plan.layout.replace(micro=rows) if strict else plan.layout) for plan in plans]
@@ -87,6 +90,12 @@ def in_layout(job: Job, layout: Layout, check: Callable[[Job], None], problems: 
             wrong = list(error.problems)
     problems.extend(replace(problem, where="--layouts") for problem in wrong)
     return None if wrong else found
+
+
+def _fastest_known(job: Job, check: Callable[[Job], None]) -> Job:
+    """In the layout that an earlier search found to be the fastest, where there was one of the same work."""
+    found = (in_layout(job, Layout.parse(name), check, []) for name in known_steps(job))
+    return next((one for one in found if one is not None), job)
 
 
 def _smallest(recipe: Recipe) -> Recipe:

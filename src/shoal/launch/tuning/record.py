@@ -14,8 +14,8 @@ from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput
 from shoal.launch.tuning.account import account
 from shoal.launch.tuning.candidates import Tried, candidates, in_layout
+from shoal.launch.tuning.expected import expected
 from shoal.launch.tuning.trials import LayoutMove, Trial, Trials, TuningChoice
-from shoal.plan.judge import judge
 from shoal.plan.resolve import Job
 from shoal.train.files import RowFile, read_rows, replace_text
 from shoal.train.run_directory import RunDirectory
@@ -53,6 +53,16 @@ def _begun(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows[places[-1] :] if places else []
 
 
+def last_decision(run: RunDirectory) -> dict[str, Any] | None:
+    """What a search came to, as it was when it was decided; None where there was none."""
+    found = [row for row in _begun(read_rows(run.tuning)) if row["kind"] == DECIDED]
+    return (
+        {key: value for key, value in found[-1].items() if key not in ("time", "kind", "layout")}
+        if found
+        else None
+    )
+
+
 class Tuning:
     """A run's search: its layouts as jobs, what is known of them, and the file that keeps it."""
 
@@ -72,17 +82,22 @@ class Tuning:
         begun: dict[str, Any] = self.rows[0] if self.rows else {"layouts": [], "step": 0}
         if [row["layout"] for row in begun["layouts"]] == [*self.jobs] and begun["step"] <= done:
             self.start = int(begun["step"])
-            rows = [(row["layout"], row["predicted_step_s"], row["error_bar"]) for row in begun["layouts"]]
-            self.trials = Trials([Trial(*row) for row in rows], self.recipe.steps)
+            named = ("layout", "predicted_step_s", "error_bar", "planned_step_s")
+            rows = [Trial(*(row[name] for name in named)) for row in begun["layouts"]]
+            self.trials = Trials(rows, self.recipe.steps)
             self._replay(done)
             return
         self.start, self.rows = done, []
-        plans = {name: judge(job.workload()) for name, job in self.jobs.items()}
-        found = [Trial(name, plan.step.seconds, plan.error_bar) for name, plan in plans.items()]
+        found = expected(jobs)
         self.trials = Trials(found, self.recipe.steps)
         self.trials.step = done
         told = [
-            {"layout": one.layout, "predicted_step_s": one.predicted, "error_bar": one.error_bar}
+            {
+                "layout": one.layout,
+                "predicted_step_s": one.predicted,
+                "error_bar": one.error_bar,
+                "planned_step_s": one.planned,
+            }
             for one in found
         ]
         self.note(BEGIN, step=done, layouts=told)

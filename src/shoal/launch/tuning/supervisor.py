@@ -17,6 +17,7 @@ from shoal.launch.rendezvous import REGROUP
 from shoal.launch.report import Report
 from shoal.launch.supervisor import Supervisor
 from shoal.launch.tuning.account import account
+from shoal.launch.tuning.expected import remember
 from shoal.launch.tuning.record import FAILED, MEASURED, MOVE, MOVED, Tuning
 from shoal.launch.tuning.trials import LayoutMove, TuningChoice
 from shoal.plan.resolve import Job
@@ -37,7 +38,7 @@ class TuningSupervisor(Supervisor):
     def __init__(self, tuning: Tuning, job: Job, *rest: Any) -> None:
         super().__init__(job, *rest)
         self.tuning, self.trials = tuning, tuning.trials
-        self._steps = Tail(self.run.metrics, self.run.step())
+        self._steps = Tail(self.run.metrics, self.run.step(), launch=f"{self.name}-")
         self._departed: _Departure | None = None
         self._stopped_for_it = False  # the workers ended because they were asked to
         self._over = False  # devices are gone, and with them the layouts
@@ -85,6 +86,7 @@ class TuningSupervisor(Supervisor):
         self._say(step, f"{here.layout}: {belief.seconds:.3g} s/step, the median of {samples}")
         if choice.final:
             self.tuning.decide(choice)
+            remember(self.job, trials)
             self._say(step, f"chosen: {choice.layout}, {choice.why}")
             self.run.note_layout(self.tuning.job, describe_plan(self.tuning.job))
         if choice.layout == here.layout:

@@ -27,11 +27,12 @@ MOVE_SECONDS = 2.0
 
 @dataclass
 class Trial:
-    """One layout: what was predicted, and what came of it."""
+    """One layout: what was expected of it, and what came of that."""
 
     layout: str
-    predicted: float  # seconds of a step
+    predicted: float  # seconds of a step, by the plan or by an earlier search
     error_bar: float  # of that, as a share
+    planned: float = 0.0  # by the plan alone
     samples: list[float] = field(default_factory=list)
     warm_ups: list[list[float]] = field(default_factory=list)  # the first steps of each visit
     steps: int = 0  # trained in it
@@ -40,7 +41,7 @@ class Trial:
 
     @property
     def belief(self) -> Belief | None:
-        return measured(self.samples) if self.samples else None
+        return measured(self.samples, self.visits) if self.samples else None
 
     @property
     def slow_starts(self) -> list[float]:
@@ -148,7 +149,7 @@ class Trials:
         belief = self.measured[best]
         saving = expected_saving(belief, other)
         slower = chance_slower(belief, other)
-        # Whoever is not in the best layout has a move before him in any case.
+        # From any layout but the best a move is due in any case.
         moves = slower + (best == self.current.layout)
         lost = saving + other.seconds - belief.seconds  # per step of the visit, where it is slower
         left = max(0, self.steps - self.step - VISIT)
