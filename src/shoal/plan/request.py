@@ -69,8 +69,8 @@ def plan_request(
 ) -> PlanRequest:
     """Names looked up, values checked; everything wrong is reported together.
 
-    ``recipe`` takes further fields of a recipe; bf16 unless said otherwise, or fp16 where a device has no bf16. ``lora`` is the rank of low-rank
-    additions, ``base`` what the frozen weights below them rest in.
+    ``recipe`` takes further fields of a recipe; bf16 unless said otherwise, fp16 where a device has none. ``lora`` is
+    the rank of low-rank additions, ``base`` what the frozen weights below them rest in.
     """
     problems: list[Problem] = []
     found_model = model if isinstance(model, Model) else seek("model", lambda: presets.find(model), problems)
@@ -90,7 +90,9 @@ def plan_request(
     if lora is not None and not 1 <= lora <= MOST_RANKS:
         problems.append(Problem(f"--lora {lora}: must be from 1 to {MOST_RANKS}", "--lora 16"))
     if base not in ("bf16", "nf4") or (base == "nf4" and lora is None):
-        problems.append(Problem(f"--base {base}: what frozen weights rest in", "--lora 16 --base nf4, or bf16"))
+        problems.append(
+            Problem(f"--base {base}: what frozen weights rest in", "--lora 16 --base nf4, or bf16")
+        )
     chosen: Layout | None = None
     if isinstance(layout, str):
         chosen = seek("", lambda: Layout.parse(layout), problems)

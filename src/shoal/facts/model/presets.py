@@ -184,7 +184,7 @@ def find(text: str) -> Model:
     if hub.is_hub_name(text):
         return _of_hub(text, f"{guess} presets: {', '.join(PRESETS)}; or ")
     advice = (
-        f"presets: {', '.join(PRESETS)}; or the path of a config.json, a Hub name (org/name), or a size such as 10B"
+        f"presets: {', '.join(PRESETS)}; or the path of a config.json, a Hub name (org/name), or a size: 10B"
     )
     raise BadInput(
         f"{text!r} is neither a preset nor a model on this machine",
