@@ -19,7 +19,7 @@ from predicted_tables import prose
 
 from shoal.facts import calibration
 from shoal.facts.cluster import stack
-from shoal.plan import evidence
+from shoal.plan import evidence, measured_kinds
 from shoal.plan.accuracy import AccuracyRow, judged
 from shoal.plan.published_runs import FITTED, fitted, read
 from shoal.predict.workload import Workload
@@ -179,14 +179,21 @@ def _memory(rows: list[AccuracyRow]) -> Iterator[str]:
 def _evidence() -> Iterator[str]:
     yield from prose(
         "Published rows with it. What is not listed has none (`cp`, `ep`, offload, `zb`, `zbv`, `dualpipev`, LoRA,",
-        f"fp8): a plan that uses it says so, and its error bar of {evidence.BASE:.0%} is wider by",
-        f"{evidence.UNMEASURED:.0%} for each.",
+        "fp8): a plan that uses it says so. An error bar is that of the nearest kind of rows below, wider by",
+        f"{measured_kinds.APART:.0%} for each step away from it (`plan/measured_kinds.py`).",
     )
     yield ""
     yield "| axis or policy | rows |"
     yield "|---|---|"
     for name, count in evidence.ROWS.items():
         yield f"| {name} | {count} |"
+    yield ""
+    yield "| kind | device | tp | pp | several nodes | rows | mean error | devices | hidden | seq |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for kind in measured_kinds.KINDS:
+        axes = " | ".join("yes" if has else "" for has in (kind.tp, kind.pp, kind.nodes))
+        sizes = f"{kind.devices:.0f} | {kind.hidden:.0f} | {kind.seq:.0f}"
+        yield f"| {kind.source} | {kind.device} | {axes} | {kind.rows} | {kind.error:.1%} | {sizes} |"
 
 
 def _constants() -> Iterator[str]:

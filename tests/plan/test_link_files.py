@@ -32,7 +32,7 @@ def log(
     named: bool = True,
 ) -> str:
     """As nccl-tests 2.13 print it; without the name of the operation as older ones do."""
-    ranks, others = len(hosts), (len(hosts) - 1) / len(hosts)
+    others = (len(hosts) - 1) / len(hosts)
     share = 2 * others if op == "all_reduce" else others
     lines = [f"# Collective test starting: {op}_perf"] if named else []
     lines += ["# nThread 1 nGpus 1 minBytes 4096 maxBytes 1073741824 step: 4(factor)", "#", "# Using devices"]

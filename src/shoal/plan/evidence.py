@@ -1,13 +1,14 @@
 """How well a prediction is supported by published runs, and the error bar that follows.
 
 Every axis and policy of a layout is a claim with a name. How many of the 908 published rows of Shoal's collection
-support each one is written down here; a test counts them again.
+support each one is written down here; a test counts them again. An error bar is that of the nearest rows.
 """
 
 from __future__ import annotations
 
 from shoal.facts import calibration
 from shoal.facts.layout import ContextKind, Offload, Recompute, Schedule, Zero
+from shoal.plan.measured_kinds import expected_error
 from shoal.predict.workload import Workload
 
 # Published rows that support a claim. What is not listed has none.
@@ -31,11 +32,6 @@ ROWS = {
     "zero=3": 116,
 }
 
-# What rows that were not fitted are off by, on average and with something to spare.
-BASE = 0.07
-# How much wider an error bar is for each claim that no row supports, and for a device kind that was never measured.
-UNMEASURED = 0.05
-UNKNOWN_DEVICE = 0.08
 WIDEST = 0.5
 
 # The largest published run, the longest sequences, and the shortest step in seconds.
@@ -110,10 +106,11 @@ def unmeasured(workload: Workload) -> list[str]:
 
 
 def error_bar(workload: Workload, seconds: float) -> float:
-    """By which share of itself a predicted step of so many seconds may be off.
+    """By which share of itself a predicted step of so many seconds may be off: see ``plan/measured_kinds.py``.
 
     Below the shortest that was ever published an error is taken to be as many milliseconds as there: such steps wait
     for the host, whose pace no two machines share.
     """
-    wider = sum(UNKNOWN_DEVICE if claim.startswith(DEVICE) else UNMEASURED for claim in unmeasured(workload))
-    return min(WIDEST, (BASE + wider) * max(1.0, SHORTEST / seconds))
+    known = calibration.find(workload.cluster).known
+    doubts = sum(not claim.startswith(DEVICE) for claim in unmeasured(workload))
+    return min(WIDEST, expected_error(workload, doubts, known) * max(1.0, SHORTEST / seconds))

@@ -69,9 +69,9 @@ def for_layout(asked: PlanRequest, layout: Layout) -> list[Remedy]:
                 tried.append((len(changes), Remedy(what, plan)))
     tried.sort(key=lambda pair: (not pair[1].plan.runs, pair[0], pair[1].plan.step.seconds))
     found = [remedy for _, remedy in tried[:NAMED]]
-    for what, changed in _leaner(asked):
-        if _legal(changed, layout):
-            plan = judge(changed.workload(layout))
+    for what, leaner in _leaner(asked):
+        if _legal(leaner, layout):
+            plan = judge(leaner.workload(layout))
             if plan.fits:
                 found.append(Remedy(what, plan))
     elsewhere = best(replace(asked, layout=None))

@@ -86,8 +86,8 @@ def plan_request(
 ) -> PlanRequest:
     """Names looked up, values checked; everything wrong is reported together.
 
-    ``recipe`` takes further fields of a recipe; bf16 unless said otherwise, or fp16 where a device has no bf16. ``lora`` is the rank of low-rank
-    additions, ``base`` what the frozen weights below them rest in.
+    ``recipe`` takes further fields of a recipe; bf16 unless said otherwise, fp16 where a device has none. ``lora`` is
+    the rank of low-rank additions, ``base`` what the frozen weights below them rest in.
     """
     problems: list[Problem] = []
     found_model = model if isinstance(model, Model) else seek("model", lambda: presets.find(model), problems)

@@ -39,8 +39,8 @@ class DeviceRates(Hardware):
     fused: AttentionRates  # the vendor's own, such as cuDNN's
     narrow: Share  # attention at head size 64, of what it reaches at 128
     batched: Share  # of the dense peak, of the batched products of attention that is not fused
-    # Devices of a kind do not all compute equally fast: the standard deviation, as a share. None was seen where the clock
-    # is fixed; where the power limit sets it, it differs from chip to chip.
+    # Devices of a kind do not all compute equally fast: the standard deviation, as a share. None was seen where the
+    # clock is fixed; where the power limit sets it, it differs from chip to chip.
     spread: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
     source: str
 

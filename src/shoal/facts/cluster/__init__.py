@@ -10,7 +10,7 @@ MOST_DEVICES = 10_000_000
 
 
 class Cluster(Hardware):
-    """Devices of one kind in equal nodes. The fast link is one device's, the network one adapter's; one way."""
+    """Devices of one kind in equal nodes. Of the links, in one direction, the fast one is a device's."""
 
     name: str  # as the user wrote it
     device: Device

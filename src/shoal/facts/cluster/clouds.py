@@ -1,8 +1,8 @@
 """Cloud instances by name: which devices one has, and the network adapters it comes with.
 
 From the providers' pages on accelerated instances (AWS EC2 instance types and SageMaker's ``ml.`` names, Google Cloud's
-GPU machine types, Azure's ND, NC and NCads series). A network is what devices use between instances: EFA, GPUDirect-TCPX
-or InfiniBand where there is one, else what the instance has at all.
+GPU machine types, Azure's ND, NC and NCads series). A network is what devices use between instances: EFA, InfiniBand or
+GPUDirect-TCPX where there is one, else what the instance has at all.
 """
 
 from __future__ import annotations
@@ -135,9 +135,12 @@ def find(name: str) -> Instance | None:
     return INSTANCES.get(words) or INSTANCES.get(f"standard_{words}")
 
 
-def resembles(name: str) -> bool:
-    """Whether someone meant an instance: its family is one of those above."""
-    words = name.strip().lower().removeprefix("ml.").removeprefix("standard_")
-    family = words.split(".")[0] if "." in words else words.rpartition("-")[0]
-    families = {known.split(".")[0] if "." in known else known.rpartition("-")[0] for known in INSTANCES}
-    return bool(family) and family in families
+def relatives(name: str) -> list[str]:
+    """The instances of its family, for a name that is none of them."""
+    family = _family(name.strip().lower().removeprefix("ml."))
+    return [known for known in INSTANCES if _family(known) == family]
+
+
+def _family(name: str) -> str:
+    """``p4d`` of ``p4d.24xlarge``, ``a3-highgpu`` of ``a3-highgpu-8g``."""
+    return name.split(".")[0] if "." in name else name.rpartition("-")[0] or name

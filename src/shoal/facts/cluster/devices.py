@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 # Who looks a device up also handles what it is made of.
 from shoal.facts.cluster.datasheets import CPU as CPU
-from shoal.facts.cluster.datasheets import DEVICES
+from shoal.facts.cluster.datasheets import DEVICES as DEVICES
 from shoal.facts.cluster.device import GIB as GIB
 from shoal.facts.cluster.device import Count as Count
-from shoal.facts.cluster.device import Device
+from shoal.facts.cluster.device import Device as Device
 from shoal.facts.cluster.device import Hardware as Hardware
 from shoal.facts.cluster.device import Latency as Latency
 from shoal.facts.cluster.device import Link as Link

@@ -103,8 +103,10 @@ def _from_cloud(text: str, nodes: str, name: str) -> Cluster:
 
 
 def _from_notation(text: str, first: str, second: str | None, device_name: str) -> Cluster:
-    if second is None and clouds.find(device_name) is not None:
-        return _from_cloud(text, first, device_name)
+    if (instance := clouds.find(device_name)) is not None:
+        if second is None:
+            return _from_cloud(text, first, device_name)
+        raise BadInput(f"{text!r}: {device_name} has {instance.devices} devices", f"{first}x{device_name}")
     device = devices.find(device_name)
     written = {"devices": first} if second is None else {"nodes": first, "devices a node": second}
     problems = [
@@ -112,11 +114,9 @@ def _from_notation(text: str, first: str, second: str | None, device_name: str) 
         for what, word in written.items()
         if not _is_count(word)
     ]
-    if device is None and clouds.resembles(device_name):
-        near = did_you_mean(device_name.strip().lower().removeprefix("ml."), clouds.INSTANCES)
-        problems.append(
-            Problem(f"{text!r}: there is no instance {device_name.strip()!r} in the catalogue", near)
-        )
+    if device is None and (relatives := clouds.relatives(device_name)):
+        what = f"{text!r}: there is no instance {device_name.strip()!r} in the catalogue"
+        problems.append(Problem(what, f"known of its family: {', '.join(relatives)}"))
     elif device is None:
         what, fix = devices.unknown(device_name)
         problems.append(Problem(f"{text!r}: {what}", fix))

@@ -2,7 +2,8 @@
 
 Llama's proportions: heads of 128 (64 below a billion parameters), groups of queries that share keys, a gated MLP 3.5
 times as wide as the stream, and about 128 of width for each layer. Width comes in steps that eight tensor ranks can
-share (four, of small ones), layers in steps of two, so that stages can be cut evenly.
+share (four, of small ones), layers in steps of two, so that stages can be cut
+evenly.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def _shaped(name: str, hidden: int, size: int) -> Model | None:
         tied=size < 3 * 10**9,
     )
     ends = _parameters(one) - 2 * _layer(one)
-    layers = max(2, 2 * round((size - ends) / _layer(one) / 2))
+    step = 2 if size >= 10**8 else 1
+    layers = max(2, step * round((size - ends) / _layer(one) / step))
     if not 0.4 <= hidden / layers / WIDTH_A_LAYER <= 2.5:
         return None
     return one.model_copy(update={"layers": layers})

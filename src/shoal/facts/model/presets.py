@@ -183,7 +183,9 @@ def find(text: str) -> Model:
     guess = did_you_mean(text.lower().rpartition("/")[2], PRESETS)
     if hub.is_hub_name(text):
         return _of_hub(text, f"{guess} presets: {', '.join(PRESETS)}; or ")
-    advice = f"presets: {', '.join(PRESETS)}; or the path of a config.json, a Hub name (org/name), or a size such as 10B"
+    advice = (
+        f"presets: {', '.join(PRESETS)}; or the path of a config.json, a Hub name (org/name), or a size: 10B"
+    )
     raise BadInput(
         f"{text!r} is neither a preset nor a model on this machine",
         f"{guess} {advice}" if guess.startswith("did you mean") else advice,
