@@ -28,6 +28,7 @@ from shoal.predict.workload import Workload
 
 LARGEST = 1 << 26
 MOST = 10**12  # of anything that a cell counts
+MOST_CHUNKS = 8  # of a rank, where a row does not say
 MAY_BE_ZERO = ("zero", "sp")
 BEYOND = "beyond the last column"
 NEEDED = ("id", "source", "arch", "layers", "hidden", "heads", "ffn", "vocab", "seq", "gpu", "gpus", "step_s")
@@ -150,9 +151,7 @@ def _layouts(row: dict[str, str], model: Model, batch: int) -> Iterator[Layout]:
     share = max(1, batch // data)
     micros = [micro] if micro else [size for size in divisors(share) if size <= 16]
     per_stage = model.layers // pp
-    chunks = (
-        [virtual] if virtual else ([1] if pp == 1 else [each for each in divisors(per_stage) if each <= 8])
-    )
+    chunks = [virtual] if virtual else _chunks(per_stage) if pp > 1 else [1]
     for each_micro, each_chunks in product(micros, chunks):
         degrees: dict[str, object] = {"dp": data} if zero == 0 else {"fsdp": data, "zero": zero}
         interleaved = {"schedule": "interleaved", "chunks": each_chunks} if each_chunks > 1 else {}
@@ -168,6 +167,12 @@ def _layouts(row: dict[str, str], model: Model, batch: int) -> Iterator[Layout]:
                 "recompute": row.get("recompute") or "none",
             }
         )
+
+
+def _chunks(layers: int) -> list[int]:
+    """Of a rank with so many layers: up to eight; where none of those divides them, a layer each."""
+    found = [each for each in divisors(layers) if each <= MOST_CHUNKS]
+    return found if len(found) > 1 or layers == 1 else [1, layers]
 
 
 def _model(row: dict[str, str]) -> Model:

@@ -1,4 +1,4 @@
-"""Exported, read back, exported again: what a stack's files can say comes back, for all six of them."""
+"""Exported, read back, exported again: what a stack's files can say comes back, for all seven of them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ FILES = {
     "accelerate": "launch.sh",
     "megatron": "megatron.sh",
     "torchtitan": "torchtitan_config.py",
+    "megatron-bridge": "bridge_run.py",
     "nemo": "nemo_run.py",
     "sagemaker": "sagemaker_job.py",
 }
@@ -32,6 +33,7 @@ LOST: dict[str, set[str]] = {
     "accelerate": {"seq", "reduce"},
     "megatron": set(),
     "torchtitan": set(),
+    "megatron-bridge": set(),
     "nemo": {"seed"},
     "sagemaker": {"seq", "reduce"},
 }
@@ -81,6 +83,17 @@ EXACT: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         ("llama3-8b", "fsdp=2,pp=4,schedule=interleaved,micro=2", {"schedule": "linear"}),
         ("qwen3-30b-a3b", "fsdp=8,ep=8,micro=2", {"schedule": "constant"}),
     ],
+    "megatron-bridge": [
+        ("llama3-8b", "dp=8,micro=2", {"optimizer": "sgd", "momentum": 0.5}),
+        (
+            "llama3.2-1b",
+            "dp=2,fsdp=4,micro=2,recompute=full",
+            {"schedule": "wsd", "decay": 30, "lr_min": 0.1},
+        ),
+        ("qwen3-8b", "fsdp=2,zero=1,tp=2,pp=2,micro=1", {"schedule": "constant"}),
+        ("llama2-7b", "fsdp=2,zero=1,pp=4,schedule=interleaved,micro=1", {"dropout": 0.1}),
+        ("mixtral-8x7b", "fsdp=8,ep=4,micro=1", {"precision": "fp8", "reduce": "bf16"}),
+    ],
     "nemo": [
         ("llama3-8b", "dp=8,micro=2", {}),
         ("llama3.2-1b", "dp=2,fsdp=4,micro=2,recompute=full", {"schedule": "linear", "lr_min": 0.1}),
@@ -113,7 +126,7 @@ def test_layout_recipe_and_model_come_back(
     assert config.layout == layout
     lost = LOST[stack]
     assert config.recipe.model_dump(exclude=lost) == workload.recipe.model_dump(exclude=lost)
-    if stack in ("megatron", "nemo", "torchtitan"):
+    if stack in ("megatron", "megatron-bridge", "nemo", "torchtitan"):
         assert found.tables["model"] == {"preset": model}
     if stack == "sagemaker":
         assert found.tables["cluster"] == {"on": "8xH100"}
@@ -164,7 +177,7 @@ def plain(text: str) -> list[str]:
     return [line for line in text.splitlines() if not re.match(r'(#|"""|description = )', line)]
 
 
-@pytest.mark.parametrize("stack", ["megatron", "nemo"])
+@pytest.mark.parametrize("stack", ["megatron", "megatron-bridge", "nemo"])
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_every_preset_is_known_again(tmp_path: Path, stack: str, name: str) -> None:
     model = presets.PRESETS[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.facts.problem import BadInput, did_you_mean
-from shoal.plan.export import accelerate, deepspeed, megatron, nemo, sagemaker, torchtitan
+from shoal.plan.export import accelerate, bridge, deepspeed, megatron, nemo, sagemaker, torchtitan
 from shoal.plan.export.shared import Exported
 from shoal.predict.workload import Workload
 
@@ -12,6 +12,7 @@ _WRITERS = {
     "accelerate": accelerate.write,
     "megatron": megatron.write,
     "torchtitan": torchtitan.write,
+    "megatron-bridge": bridge.write,
     "nemo": nemo.write,
     "sagemaker": sagemaker.write,
 }

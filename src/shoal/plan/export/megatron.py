@@ -165,7 +165,7 @@ def _recipe(workload: Workload) -> Iterator[list[str]]:
     yield ["--micro-batch-size", str(workload.micro), "--global-batch-size", str(recipe.batch)]
     yield ["--seq-length", str(recipe.seq), "--train-iters", str(recipe.steps)]
     yield ["--calculate-per-token-loss"]
-    yield ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]
+    yield ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native"]
     if recipe.optimizer == "adamw":
         yield ["--optimizer", "adam", "--adam-beta1", str(recipe.beta1), "--adam-beta2", str(recipe.beta2)]
         yield ["--adam-eps", str(recipe.eps)]

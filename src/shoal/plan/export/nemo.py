@@ -36,7 +36,7 @@ def _script(workload: Workload) -> str:
     calls = {
         "strategy": call("nl.MegatronStrategy", _strategy(workload)),
         "trainer": call("nl.Trainer", _trainer(workload)),
-        "config": call(f"llm.{shape}", _shape(workload)),
+        "config": call(f"llm.{shape}", shape_of(workload)),
         "data": call(
             "llm.MockDataModule",  # in its place, your own: llm.PreTrainingDataModule(paths=…)
             {
@@ -48,7 +48,7 @@ def _script(workload: Workload) -> str:
         "optimizer": call(
             "MegatronOptimizerModule",
             {
-                "config": Code(call("OptimizerConfig", _optimizer(workload), depth=1)),
+                "config": Code(call("OptimizerConfig", optimizer_of(workload), depth=1)),
                 "lr_scheduler": Code(call(scheduler, schedule, depth=1)),
             },
         ),
@@ -78,12 +78,12 @@ def _strategy(workload: Workload) -> dict[str, Any]:
         "context_parallel_size": layout.cp,
         "pipeline_model_parallel_size": layout.pp,
         "expert_model_parallel_size": layout.ep,
-        "ddp": Code(call("DistributedDataParallelConfig", _data_ranks(workload), depth=1)),
+        "ddp": Code(call("DistributedDataParallelConfig", data_ranks(workload), depth=1)),
     }
     if workload.model.experts is not None:
         given["expert_tensor_parallel_size"] = 1
     if layout.pp > 1:
-        given["pipeline_dtype"] = Code(f"torch.{_dtype(workload)}")
+        given["pipeline_dtype"] = Code(f"torch.{dtype_of(workload)}")
         stages = megatron.stage_layout(workload)
         if stages is not None:
             given["pipeline_model_parallel_layout"] = stages
@@ -96,7 +96,7 @@ def _strategy(workload: Workload) -> dict[str, Any]:
     return given
 
 
-def _data_ranks(workload: Workload) -> dict[str, Any]:
+def data_ranks(workload: Workload) -> dict[str, Any]:
     layout, zero = workload.layout, sharding(workload)
     given: dict[str, Any] = {
         "grad_reduce_in_fp32": workload.recipe.reduce == "fp32",
@@ -142,7 +142,7 @@ def _classes(workload: Workload) -> tuple[str, str]:
     return "GPTModel", "GPTConfig"
 
 
-def _shape(workload: Workload) -> dict[str, Any]:
+def shape_of(workload: Workload) -> dict[str, Any]:
     model, recipe, layout = workload.model, workload.recipe, workload.layout
     activation = "silu" if model.gated else "gelu"
     given: dict[str, Any] = {
@@ -246,7 +246,7 @@ def _kept(workload: Workload) -> dict[str, Any]:
     return {}
 
 
-def _optimizer(workload: Workload) -> dict[str, Any]:
+def optimizer_of(workload: Workload) -> dict[str, Any]:
     recipe, waiting = workload.recipe, offloads(workload)
     given: dict[str, Any] = {
         "optimizer": "adam" if recipe.optimizer == "adamw" else "sgd",
@@ -278,7 +278,7 @@ def _schedule(workload: Workload) -> tuple[str, dict[str, Any]]:
     return "CosineAnnealingScheduler", given | {"constant_steps": 0}
 
 
-def _dtype(workload: Workload) -> str:
+def dtype_of(workload: Workload) -> str:
     return {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}.get(
         workload.recipe.precision, "float32"
     )

@@ -1,6 +1,7 @@
-"""Import a NeMo 2 script, from its calls and assignments: ``plan/export/nemo.py`` the other way round.
+"""Import a script of NeMo 2 or of Megatron-Bridge, from its calls and assignments.
 
-NeMo runs on Megatron's core and has its words with underscores, so that what it says is read as Megatron's options.
+``plan/export/nemo.py`` and ``plan/export/bridge.py`` are the other way round. Both run on Megatron's core and have its
+words with underscores, so that what they say is read as Megatron's options.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _SETTINGS = (
     "Scheduler",
     "DataModule",
     "MixedPrecision",
+    *("TrainingConfig", "SchedulerConfig", "RNGConfig", "MixedPrecisionConfig", "ModelProvider"),
 )
 _SHAPE = re.compile(r"(GPT|Llama|Mistral|Mixtral|Qwen|DeepSeek|Nemotron|Gemma|Phi|Starcoder)\w*Config\w*")
 # NeMo's words for Megatron's, where they differ by more than underscores.
@@ -36,6 +38,7 @@ _NAMES = {
     "virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
     "fp8": "fp8-format",
     "old_context_len": "original-max-position-embeddings",
+    "rope_scaling": "use-rope-scaling",
 }
 _SCHEDULERS = {
     "CosineAnnealingScheduler": "cosine",
@@ -44,6 +47,7 @@ _SCHEDULERS = {
     "WarmupHoldPolicyScheduler": "constant",
 }
 _OWN_WAY = (
+    *("fp32", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "multi_latent_attention"),
     *(
         "accelerator",
         "strategy",
@@ -98,7 +102,8 @@ _OWN_WAY = (
 def is_nemo(script: Script) -> bool:
     names = {call.name for call in script.calls} | {path.rpartition(".")[2] for path in script.attributes}
     recipe = any(re.search(r"\bllm\.\w+\.(pretrain|finetune)_recipe$", call.path) for call in script.calls)
-    return "MegatronStrategy" in names or recipe
+    bridge = any(module.startswith("megatron.bridge") for module in script.imports.values())
+    return "MegatronStrategy" in names or recipe or (bridge and "ConfigContainer" in names)
 
 
 def read(
@@ -112,7 +117,7 @@ def read(
             options["lr-decay-style"] = _SCHEDULERS[call.name]
             spelled["lr-decay-style"] = call.name
     reading = Reading(options, source, outer.problems, spell=lambda key: spelled.get(key, key))
-    tables, shape = megatron.read(reading, world or _ranks(said))
+    tables, shape = megatron.read(reading, world or _ranks({**script.values, **said}))
     if "model" not in tables and (preset := _preset(script)) is not None:
         # A class of this name has a shape of its own, which the keywords change.
         tables["model"], shape = {"preset": preset}, None

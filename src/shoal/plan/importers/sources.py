@@ -32,8 +32,8 @@ from shoal.plan.importers.shell_file import read_shell
 
 FORMS = (
     "a DeepSpeed config (JSON, or a dictionary in Python), one of accelerate config (YAML), a torchtitan config "
-    "(Python, or TOML), Megatron's arguments (a shell script or the arguments alone), a NeMo script, or a "
-    "SageMaker job (Python)"
+    "(Python, or TOML), Megatron's arguments (a shell script or the arguments alone), or a script of NeMo, "
+    "Megatron-Bridge or SageMaker (Python)"
 )
 _YAML, _PYTHON, _SHELL = (
     (".yaml", ".yml"),
@@ -169,7 +169,7 @@ CALLED: dict[Kind, str] = {
     "accelerate": "Accelerate's config",
     "megatron": "Megatron's arguments",
     "torchtitan": "torchtitan's config",
-    "nemo": "NeMo's strategy",
+    "nemo": "NeMo's or Megatron-Bridge's script",
     "sagemaker": "SageMaker's distribution",
     "arguments": "Hugging Face's TrainingArguments",
     "model": "a model's config.json",
