@@ -38,6 +38,10 @@ def test_the_document_has_every_field_that_is_promised(capsys: Capture) -> None:
     found = document(capsys, *SMALL, "--top", "3", "--tokens", "1B", "--price", "2")
     promised = {"model", "cluster", "recipe", "plans", "chosen", "rejected", "searched", "proven", "seconds"}
     assert promised <= found.keys()
+    assert {"how_many", "deadline", "budget", "affordable", "compute_optimal", "measurement"} <= found.keys()
+    assert {"goodput", "kwh", "tokens_per_day", "training_seconds", "days"} <= found["plans"][0][
+        "cost"
+    ].keys()
     assert found["proven"] is True  # so small a space is searched to its end
     best = found["plans"][0]
     of_a_plan = """layout degrees world fits memory step tokens_per_s_per_gpu model_tflops_per_gpu mfu vs_ddp traffic

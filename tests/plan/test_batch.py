@@ -44,3 +44,8 @@ def test_on_thousands_of_devices_another_batch_is_named() -> None:
 
 def test_a_batch_that_is_no_limit_is_not_mentioned() -> None:
     assert answered("llama3-8b", "8xH100").decision.batch is None
+
+
+def test_long_sequences_are_cut_and_the_batch_is_no_limit() -> None:
+    found = answered("llama3-8b", "64xH100", 131072, 8)
+    assert found.choice is not None and found.choice.layout.cp > 1 and found.decision.batch is None

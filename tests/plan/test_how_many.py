@@ -9,8 +9,9 @@ from tests.plan.planning import asked
 
 from shoal.facts.problem import BadInput
 from shoal.plan.how_many import how_many, sizes, with_count
+from shoal.plan.left_open import pretraining_batch
 from shoal.plan.report import plan, plan_report
-from shoal.plan.request import plan_request, usual_batch
+from shoal.plan.request import plan_request
 from shoal.plan.scale import best, cost
 
 
@@ -77,9 +78,9 @@ def test_a_missed_deadline_says_how_many_would_keep_it() -> None:
 def test_a_batch_of_its_own_is_shared_out() -> None:
     """DeepSeek LLM 67B on 2T tokens: 4608 sequences of 4096."""
     model = asked("llama3-70b", "8xH100").model
-    assert usual_batch(model, 4096, 2 * 10**12, 2048) == 4096
+    assert pretraining_batch(model, 4096, 2 * 10**12, 2048) == 4096
     for devices in (1, 8, 24, 40, 56, 3072):
-        batch = usual_batch(model, 8192, 15 * 10**12, devices)
+        batch = pretraining_batch(model, 8192, 15 * 10**12, devices)
         odd = devices & -devices
         assert batch % (devices // odd) == 0 and 2000 < batch < 9500
 

@@ -82,6 +82,8 @@ def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
     batch, devices = asked.recipe.batch, plan.world
     if batch in near(batch, devices) or (batch < devices and plan.vs_ddp > HELD_UP):
         return None
+    if plan.layout.cp > 1:  # sequences so long that several devices share one
+        return None
     if devices > MOST_DEVICES:
         return BatchAdvice(batch, devices, plan.layout.data_ranks, [], None) if batch < devices else None
     tried = (_offer(asked, plan, each, devices) for each in near(batch, devices))

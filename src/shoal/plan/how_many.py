@@ -17,7 +17,8 @@ from shoal.facts.layout import Layout
 from shoal.plan.choose import replicas_only
 from shoal.plan.goodput import state_bytes
 from shoal.plan.judge import Plan, engine_runs
-from shoal.plan.request import PlanRequest, usual_batch
+from shoal.plan.left_open import pretraining_batch
+from shoal.plan.request import PlanRequest
 from shoal.plan.scale import Cost, best, cost, resized
 from shoal.predict.flops import flops_per_token
 
@@ -113,7 +114,7 @@ def with_count(asked: PlanRequest, devices: int) -> PlanRequest | None:
     request = resized(asked, devices)
     if request is None or asked.own_batch or asked.tokens is None:
         return replace(request, counted=True) if request else None
-    batch = usual_batch(asked.model, asked.recipe.seq, asked.tokens, devices)
+    batch = pretraining_batch(asked.model, asked.recipe.seq, asked.tokens, devices)
     return replace(request, counted=True, recipe=asked.recipe.model_copy(update={"batch": batch}))
 
 

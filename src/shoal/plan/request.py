@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from shoal.facts.cluster import Cluster, devices, notation, precisions
+from shoal.facts.cluster import Cluster, notation, precisions
 from shoal.facts.cluster.stack import SHOAL, STACKS, Stack
 from shoal.facts.config import MOST_RANKS, Config, Lora, TuneSection
 from shoal.facts.config.check import explain
@@ -22,6 +21,7 @@ from shoal.facts.problem import BadInput, Problem, did_you_mean, seek
 from shoal.facts.recipe import Recipe, read_count
 from shoal.plan import compute_optimal
 from shoal.plan.amounts import read_budget, read_deadline
+from shoal.plan.left_open import device_alone, lacking, pretraining_batch, pretraining_seq
 from shoal.predict.workload import USUAL, Workload
 
 # The default learning rate suits the tiny model; wide networks diverge at it. It changes no cost, but is written into
@@ -30,8 +30,6 @@ WIDE = 1024
 RATE_OF_WIDE = 3e-4
 
 TOKENS = "a whole count such as --tokens 15T or --tokens 300M; or --tokens optimal"
-# Sequences where none are asked for: as long as the model takes, and no longer than pretraining usually has them.
-USUAL_SEQ = 8192
 
 
 @dataclass(frozen=True)
@@ -91,29 +89,26 @@ def plan_request(
     """
     problems: list[Problem] = []
     found_model = model if isinstance(model, Model) else seek("model", lambda: presets.find(model), problems)
-    counted = isinstance(on, Cluster) or devices.find(on) is None or devices.find(on) is devices.CPU
-    named = on if isinstance(on, Cluster) or counted else f"1x{on.strip()}"
-    cluster = (
-        named if isinstance(named, Cluster) else seek("--on", lambda: notation.find(named, visible), problems)
-    )
+    counted = isinstance(on, Cluster) or not device_alone(on)
+    on = on if isinstance(on, Cluster) or counted else f"1x{on.strip()}"
+    cluster = on if isinstance(on, Cluster) else seek("--on", lambda: notation.find(on, visible), problems)
     total = _tokens(tokens, found_model, problems)
     seconds = read_deadline(deadline, problems) if deadline is not None else None
     money = read_budget(budget, problems) if budget is not None else None
-    if found_model is not None:
-        seq = min(found_model.max_positions, USUAL_SEQ) if seq is None else seq
+    problems += lacking(counted, layout, batch, tokens, price, deadline, budget)
     own_batch = batch is not None
-    if batch is None and found_model and cluster and total and seq:
-        batch = usual_batch(found_model, seq, total, cluster.devices)
-    problems += _open(counted, layout, own_batch, tokens is not None, price, deadline, budget)
+    if seq is None:
+        seq = pretraining_seq(found_model) if found_model else 1
+    if batch is None:
+        batch = (
+            pretraining_batch(found_model, seq, total, cluster.devices)
+            if found_model and cluster and total
+            else 1
+        )
     wanted = recipe.pop("precision", None) or (precisions.usual(cluster.device) if cluster else "bf16")
     if cluster is not None:
         problems += precisions.refused(cluster.device, wanted)
-    values = {
-        **recipe,
-        "precision": wanted,
-        "seq": 1 if seq is None else seq,
-        "batch": 1 if batch is None else batch,
-    }
+    values = {**recipe, "precision": wanted, "seq": seq, "batch": batch}
     if found_model is not None and found_model.hidden >= WIDE:
         values.setdefault("lr", RATE_OF_WIDE)
     if total is not None:
@@ -172,40 +167,6 @@ def unsupported(stack: str, recipe: Recipe, lora: Lora | None) -> Iterator[Probl
         yield Problem(
             f"--stack {stack}: it has no adapters of its own", "--stack deepspeed, or without --lora"
         )
-
-
-def usual_batch(model: Model, seq: int, tokens: int, devices: int) -> int:
-    """Sequences per step of a run of so many tokens, in a number that as many devices share out.
-
-    DeepSeek LLM (2024), equation 1: 0.2920 · C^0.3271 tokens, for C FLOPs in all.
-    """
-    wanted = 0.2920 * (6.0 * active_parameter_count(model) * tokens) ** 0.3271 / seq
-    odd = devices
-    while odd % 2 == 0:
-        odd //= 2
-    return int(odd * 2 ** max(0, round(math.log2(max(1.0, wanted / odd)))))
-
-
-def _open(
-    counted: bool,
-    layout: str | Layout | None,
-    own_batch: bool,
-    length: bool,
-    price: float | None,
-    deadline: str | None,
-    budget: str | None,
-) -> Iterator[Problem]:
-    """What is left open, and what is needed to answer it."""
-    if not own_batch and not length:
-        yield Problem("--batch is missing", "--batch 512; or --tokens 1T, for the batch that is usual then")
-    if not counted and layout is not None:
-        yield Problem("--layout needs the number of devices", "--on 8xH100")
-    if not counted and not length and (deadline or budget):
-        yield Problem("--on without a number needs the length of the run", "--tokens 1T, or --on 64xH100")
-    if budget is not None and price is None:
-        yield Problem("--budget needs a price", "--price 2.5, per GPU-hour")
-    if price is not None and not length and budget is None:
-        yield Problem("--price needs the length of the run in tokens", "--tokens 15T --price 2.5")
 
 
 def _recipe(values: dict[str, Any], problems: list[Problem]) -> Recipe | None:
