@@ -32,8 +32,8 @@ def test_qlora_where_lora_does_not_fit() -> None:
     adapters = found["QLoRA"].plan.workload.lora
     assert adapters is not None and (adapters.rank, adapters.base) == (16, "nf4")
     words = ask(found["QLoRA"].plan.workload).split()
-    assert words[words.index("--lora") :] == ["--lora", "16", "--base", "nf4"]
-    again = plan_request("llama3-70b", "1xH100", seq=2048, batch=8, lora=16, base="nf4")
+    assert words[words.index("--lora") :] == ["--lora", "16", "--nf4"]
+    again = plan_request("llama3-70b", "1xH100", seq=2048, batch=8, lora=16, nf4=True)
     assert again.lora == adapters
 
 

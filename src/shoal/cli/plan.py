@@ -40,8 +40,9 @@ def plan(
     states: str = "fp32",
     reduce: str = "fp32",
     lora: int | None = None,
+    dora: Annotated[bool, Parameter(negative=())] = False,
+    nf4: Annotated[bool, Parameter(negative=())] = False,
     stack: str = "shoal",
-    base: str = "bf16",
     links: Path | None = None,
     calibration: bool = True,
     json: Annotated[bool, Parameter(negative=())] = False,
@@ -106,8 +107,10 @@ def plan(
         Precision of the gradient reduction: fp32 or bf16.
     lora
         Train LoRA adapters of this rank instead of the weights.
-    base
-        What the frozen weights below --lora rest in: bf16, or nf4 (QLoRA).
+    dora
+        With --lora: train the lengths of the weights' rows too, apart from their directions.
+    nf4
+        With --lora: the frozen weights of blocks rest in 4 bits (QLoRA).
     stack
         Search and price under another stack's constraints and constants: shoal, megatron, torchtitan or deepspeed.
     links
@@ -141,7 +144,8 @@ def plan(
             batch=batch,
             layout=layout,
             lora=lora,
-            base=base,
+            dora=dora,
+            nf4=nf4,
             tokens=tokens,
             price=None if price is None else price[place % len(price)],
             deadline=deadline,

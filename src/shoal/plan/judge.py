@@ -218,7 +218,9 @@ def ask(workload: Workload, called: str | None = None) -> str:
         if (asked := getattr(recipe, flag)) != usual:
             words += f" --{flag} {asked}"
     if workload.lora is not None:
-        words += f" --lora {workload.lora.rank}" + (" --base nf4" if workload.lora.base == "nf4" else "")
+        words += f" --lora {workload.lora.rank}"
+        words += " --dora" if workload.lora.kind == "dora" else ""
+        words += " --nf4" if workload.lora.base == "nf4" else ""
     return words
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,8 @@ def plan_request(
     batch: int | None = None,
     layout: str | Layout | None = None,
     lora: int | None = None,
-    base: str = "bf16",
+    dora: bool = False,
+    nf4: bool = False,
     tokens: str | int | None = None,
     price: float | None = None,
     deadline: str | None = None,
@@ -85,7 +87,7 @@ def plan_request(
     """Names looked up, values checked; everything wrong is reported together.
 
     ``recipe`` takes further fields of a recipe; bf16 unless said otherwise, fp16 where a device has none. ``lora`` is
-    the rank of low-rank additions, ``base`` what the frozen weights below them rest in.
+    the rank of low-rank additions; ``dora`` trains the lengths of rows too, ``nf4`` has the frozen weights in 4 bits.
     """
     problems: list[Problem] = []
     found_model = model if isinstance(model, Model) else seek("model", lambda: presets.find(model), problems)
@@ -120,10 +122,11 @@ def plan_request(
         problems.append(Problem(f"--lora {lora}: must be from 1 to {MOST_RANKS}", "--lora 16"))
     if stack not in STACKS:
         problems.append(Problem(f"--stack {stack}: unknown stack", did_you_mean(stack, tuple(STACKS))))
-    if base not in ("bf16", "nf4") or (base == "nf4" and lora is None):
-        problems.append(
-            Problem(f"--base {base}: what frozen weights rest in", "--lora 16 --base nf4, or bf16")
-        )
+    problems += [
+        Problem(f"--{flag} is of adapters, and there are none", f"--lora 16 --{flag}")
+        for flag, given in (("dora", dora), ("nf4", nf4))
+        if given and lora is None
+    ]
     chosen: Layout | None = None
     if isinstance(layout, str):
         chosen = seek("", lambda: Layout.parse(layout), problems)
@@ -134,7 +137,10 @@ def plan_request(
     if problems or found_model is None or cluster is None or found_recipe is None:
         raise BadInput(problems)
     name = model if isinstance(model, str) else model.name
-    adapters = Lora(rank=lora, alpha=2.0 * lora, base="nf4" if base == "nf4" else "bf16") if lora else None
+    adapters = None
+    if lora:
+        kind, base = "dora" if dora else "lora", "nf4" if nf4 else "bf16"
+        adapters = Lora.model_validate({"rank": lora, "alpha": 2.0 * lora, "kind": kind, "base": base})
     used = STACKS[stack]
     if refused := list(unsupported(stack, found_recipe, adapters)):
         raise BadInput(refused)

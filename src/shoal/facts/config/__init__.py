@@ -202,6 +202,9 @@ class DataSection(Section):
     )
     cache: str = Field("~/.cache/shoal", min_length=1, description="directory for tokenised data")
     workers: int = Field(0, ge=0, le=4096, description="tokenizer processes; 0: one per core")
+    ray: str | None = Field(
+        None, min_length=1, description="tokenise on a Ray cluster: its address, HOST:PORT, or auto"
+    )
 
     @model_validator(mode="before")
     @classmethod
