@@ -140,6 +140,21 @@ def test_from_a_bad_first_layout_to_the_fastest(tune: Tune, train: Train, tmp_pa
     assert not tuned.directory.faults.exists() or "restart" not in tuned.directory.faults.read_text()
 
 
+@pytest.mark.long
+def test_the_choice_is_the_fastest_as_measured_alone(tune: Tune, train: Train, tmp_path: Path) -> None:
+    """Each is run by itself, in turns. What a busy machine adds to all of them in one turn is not judged."""
+    with stopped_when(lambda: settled(tmp_path / "tuned")):
+        tuned = tune("tuned", *LAYOUTS, **STRICT)
+    alone: dict[str, list[float]] = {}
+    for turn in range(2):
+        for number, layout in enumerate(LAYOUTS):
+            rows = train(f"{number}-{turn}", layout, **{**STRICT, "recipe__steps": 20}).rows
+            alone.setdefault(rows[0]["layout"], []).append(medians(rows)[rows[0]["layout"]])
+    fastest = min(min(times) for times in alone.values())
+    assert tuned.report.tuning is not None
+    assert min(alone[tuned.report.tuning["chosen"]]) <= 1.2 * fastest, alone
+
+
 def test_a_killed_launcher_goes_on_with_what_was_measured(
     tune: Tune, train: Train, settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:
