@@ -158,8 +158,8 @@ def test_the_choice_is_the_fastest_as_measured_alone(tune: Tune, train: Train, t
 def test_a_killed_launcher_goes_on_with_what_was_measured(
     tune: Tune, train: Train, settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    run = tmp_path / "killed"
-    words = [word for one in settings(**STRICT, fault__stall=0) for word in ("--set", one)]
+    run, options = tmp_path / "killed", {**STRICT, "checkpoint__every": 2}
+    words = [word for one in settings(**options) for word in ("--set", one)]
     command = [
         sys.executable,
         "-m",
@@ -173,18 +173,22 @@ def test_a_killed_launcher_goes_on_with_what_was_measured(
     ]
     launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        # In the midst of the second layout.
-        while len({row["attempt"] for row in read_rows(run / "metrics.jsonl")}) < 2:
+        # In the midst of a move.
+        while "move" not in [row["kind"] for row in read_rows(run / "tuning.jsonl")]:
             assert launcher.poll() is None, launcher.communicate()[1]
             time.sleep(0.02)
     finally:
         launcher.kill()
         launcher.communicate()
+    (asked,) = [row for row in read_rows(run / "tuning.jsonl") if row["kind"] == "move"]
     with stopped_when(lambda: settled(run)):
-        tuned = tune("killed", *LAYOUTS, **STRICT)
+        tuned = tune("killed", *LAYOUTS, **options)
     assert tuned.report.code == STOPPED, tuned.report.message
     check_same_run(tuned, train, tmp_path, **STRICT)
     assert len(kinds(tuned, "begin")) == 1
+    # The move is made by the next launcher, and not asked for again.
+    assert [row["to"] for row in kinds(tuned, "moved", "move")[:2]] == [asked["to"]] * 2
+    assert kinds(tuned, "moved", "move")[1]["kind"] == "moved"
     (decided,) = kinds(tuned, "decided")
     found = {row["layout"]: row["measured_step_s"] for row in decided["layouts"] if row["samples"]}
     assert found == pytest.approx(medians([row for row in tuned.rows if row["step"] <= decided["step"]]))
