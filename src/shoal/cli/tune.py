@@ -14,6 +14,9 @@ from shoal.launch.screen import Console
 if TYPE_CHECKING:
     from shoal.facts.layout import Layout
 
+# Columns that a table may take, so that no layout is cut; it takes as many as it needs.
+UNBROKEN = 1000
+
 
 def tune(
     config: Path | None = None,
@@ -124,7 +127,7 @@ def print_tuning(found: dict[str, Any], console: Console) -> None:
         seconds = f"{row['measured_step_s']:.3g} s" if row["measured_step_s"] else "not tried"
         bar = f"{row['predicted_step_s']:.3g} s ±{row['error_bar']:.0%}"
         table.add_row(mark, bar, "failed" if row["failed"] else seconds, str(row["steps"]), row["layout"])
-    console.print(table, soft_wrap=False, width=max(80, console.width))
+    console.print(table, soft_wrap=False, width=UNBROKEN)
     cost, gain = found["cost"], found["gain"]
     chosen = f"chosen: {found['chosen']}, " if found["chosen"] else ""
     console.print(f"{chosen}{found['why']}", markup=False)

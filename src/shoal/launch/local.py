@@ -86,6 +86,8 @@ def train(
         if tried is not None:
             with private_files():
                 tuning = Tuning(run, *layouts)
+            if tuning.job.layout != job.layout:
+                console.print(f"tuning: going on in {tuning.job.layout}", markup=False)
             job, attempt = tuning.job, partial(attempt, tuning)
         count = partial(devices_here, job, visible)
         with begun(job, run, console, start):

@@ -45,7 +45,8 @@ def candidates(job: Job, tried: Tried, check: Callable[[Job], None]) -> tuple[li
         return distinct, ""
     if job.config.layout == "auto":
         job = _fastest_known(job, check)
-    plans = searched(replace(job.workload(), recipe=_smallest(job.config.recipe)), runnable=True).plans
+    recipe, compile = _smallest(job.config.recipe), job.config.compile.enabled
+    plans = searched(replace(job.workload(), recipe=recipe, compile=compile), runnable=True).plans
     strict, rows = job.config.run.strict, job.config.recipe.loss_facts.rows
     found = [(plan.tie, plan.layout.replace(micro=rows) if strict else plan.layout) for plan in plans]
     legal = [(tie, in_layout(job, layout, check, [])) for tie, layout in found]

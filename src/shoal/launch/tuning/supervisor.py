@@ -15,6 +15,7 @@ from shoal.launch.manifest import describe_plan
 from shoal.launch.progress import Tail
 from shoal.launch.rendezvous import REGROUP
 from shoal.launch.report import Report
+from shoal.launch.scratch import clear_scratch
 from shoal.launch.supervisor import Supervisor
 from shoal.launch.tuning.account import account
 from shoal.launch.tuning.expected import remember
@@ -39,13 +40,21 @@ class TuningSupervisor(Supervisor):
         super().__init__(job, *rest)
         self.tuning, self.trials = tuning, tuning.trials
         self._steps = Tail(self.run.metrics, self.run.step(), launch=f"{self.name}-")
-        self._departed: _Departure | None = None
+        self._departed = self._on_the_way()
         self._stopped_for_it = False  # the workers ended because they were asked to
         self._over = False  # devices are gone, and with them the layouts
         self._last_row = time.monotonic()
 
+    def _on_the_way(self) -> _Departure | None:
+        """A move that the launcher before this one has begun, and did not live to end."""
+        source, target = self.trials.current.layout, str(self.job.layout)
+        if source == target:
+            return None
+        return _Departure(source, TuningChoice(target, "begun before", final=self.trials.decided is not None))
+
     def run_to_end(self) -> Report:
         report = super().run_to_end()
+        clear_scratch(self.job, self.run.path)
         self._read_steps()
         return replace(report, tuning=account(self.trials))
 
@@ -114,11 +123,14 @@ class TuningSupervisor(Supervisor):
         outcomes = [] if self.result is None else list(self.result.return_values.values())
         stopped = bool(outcomes) and all(one is not None and one.stopped for one in outcomes)
         self._stopped_for_it = stopped and self._departed is not None and not self.asked
+        if self._stopped_for_it:
+            self.agent.forget_restarts()
         return self._stopped_for_it
 
     def _before_round(self, number: int) -> None:
         job = self._next_job(number - 1) if number > 1 else self.job
         if job.layout != self.job.layout:
+            clear_scratch(self.job, self.run.path)
             self.run.note_plan(describe_plan(job))
         self._assign(job, number)
 

@@ -163,10 +163,11 @@ class Trials:
         """Where to go now that the present layout is known well enough; None: stay for another step."""
         if self.decided is not None or not self.enough:
             return None
+        best = self._best()
         worth = {
-            trial.layout: self.net_saving(trial)
-            for trial in self.of.values()
-            if trial is not self.current and not trial.failed and trial.visits < MOST_VISITS
+            name: self.net_saving(trial)
+            for name, trial in self.of.items()
+            if name not in (best, self.current.layout) and not trial.failed and trial.visits < MOST_VISITS
         }
         most = max(worth, key=lambda name: worth[name], default=None)
         if most is not None and worth[most] > 0:
