@@ -91,7 +91,7 @@ def test_what_the_engine_runs_is_said() -> None:
 
 def test_error_bars_widen_with_what_was_never_measured() -> None:
     usual = judged("dp=8,micro=1,recompute=full")
-    assert usual.unmeasured == [] and usual.error_bar == evidence.BASE
+    assert usual.unmeasured == [] and 0.05 < usual.error_bar < 0.12
     assert judged("fsdp=4,cp=2,recompute=full").unmeasured == ["cp_kind=ring"]
     assert judged("fsdp=4,cp=2,recompute=full").error_bar > usual.error_bar
     unknown = judged("dp=8,micro=1,recompute=full", on="8xB200")

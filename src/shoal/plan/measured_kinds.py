@@ -70,17 +70,17 @@ GENERATIONS = (
 
 # What makes a workload differ from a kind, in steps: other software, a device of the same generation or of another, an
 # axis that only one of them has, something that no row has.
-OTHER_SOFTWARE = 0.5
-SAME_GENERATION, OTHER_DEVICE = 0.5, 1.5
+OTHER_SOFTWARE = 0.3
+SAME_GENERATION, OTHER_DEVICE = 0.3, 1.5
 ONE_AXIS = 0.5
-UNMEASURED = 1.0
+UNMEASURED = 2.0
 # And how many times as large it is, for one step: eight times as many devices, four times as long sequences, a stream
 # three times as wide.
 DEVICES, SEQUENCE, WIDTH = 3.0, 2.0, 1.6
 
-# How much wider an error bar is for one step. Fitted without a source or a width of models, a step or so away, its rows
-# are off by two to six points more (docs/accuracy.md).
-APART = 0.04
+# How much wider an error bar is for one step. Fitted without a source or a width of models, about a step away, rows of it
+# are off by up to six points more (docs/accuracy.md).
+APART = 0.065
 # A mean becomes a bar that most rows are within.
 MOST_ROWS = 1.25
 # A kind of few rows is taken to be as all are: so many rows of the mean over all of them count beside its own.
