@@ -26,15 +26,34 @@ PACKAGES = {
     "accelerate": (["accelerate"], "load_config_from_file, ParallelismConfig"),
     "deepspeed": (["deepspeed", "hjson", "einops", "msgpack", "py-cpuinfo", "psutil"], "DeepSpeedConfig"),
     "torchtitan": (
-        ["torchtitan==0.2.2", "tyro", "docstring-parser", "shtab", "typeguard", "tensorboard", "triton"],
-        "ConfigManager, ParallelDims",
+        [
+            *("torchtitan", "tyro", "docstring-parser", "shtab", "typeguard", "rich", "triton", "einops"),
+            *(
+                "spmd_types==0.2.3",
+                "torchdata",
+                "torch_checkpointing",
+                "datasets<4.8",
+                "dill",
+                "multiprocess",
+            ),
+            *("xxhash", "pyarrow", "pandas", "python-dateutil", "six", "httpx", "tensorboard", "protobuf"),
+            "absl-py",
+        ],
+        "ConfigManager and its checks; fp8 needs torchao, which is not here",
     ),
     "megatron": (
         ["megatron-core"],
         "PipelineParallelLayerLayout; names of arguments are held by a unit test",
     ),
+    "megatron-bridge": (
+        ["megatron-bridge", "megatron-core"],
+        "keywords against the classes' source, not imported",
+    ),
     "nemo": (["nemo-toolkit==2.4.1", "megatron-core"], "keywords against the classes' source, not imported"),
-    "sagemaker": (["sagemaker==2.251.0"], "validate_distribution, SMP"),
+    "sagemaker": (
+        ["sagemaker>=3"],
+        "ModelTrainer's parts: SMP, Torchrun, Compute, SourceCode; the image's address",
+    ),
 }
 WITH_DEPENDENCIES = ("sagemaker",)  # it uses nothing of ours
 
@@ -160,22 +179,19 @@ def deepspeed(place: Path) -> Check:
 def torchtitan(place: Path) -> Check:
     from torch.distributed.pipelining.schedules import get_schedule_class
     from torchtitan.config import ConfigManager
-    from torchtitan.distributed import ParallelDims
 
     def load(folder: Path, world: int) -> None:
-        config = ConfigManager().parse_args(["--job.config_file", str(folder / "torchtitan.toml")])
+        text = (folder / "torchtitan_config.py").read_text("utf-8")
+        if "Float8" in text:
+            return  # its converter asks for torchao as it is made
+        name = f"exported_{folder.name}"  # a module is imported once
+        (place / f"{name}.py").write_text(text, encoding="utf-8")
+        config = ConfigManager().parse_args(["--module", name, "--config", "run"])
         axes = config.parallelism
         get_schedule_class(axes.pipeline_parallel_schedule)
-        ParallelDims(
-            dp_replicate=axes.data_parallel_replicate_degree,
-            dp_shard=axes.data_parallel_shard_degree,
-            cp=axes.context_parallel_degree,
-            tp=axes.tensor_parallel_degree,
-            pp=axes.pipeline_parallel_degree,
-            ep=axes.expert_parallel_degree,
-            etp=axes.expert_tensor_parallel_degree,
-            world_size=world,
-        )
+        ranks = axes.data_parallel_replicate_degree * axes.data_parallel_shard_degree
+        inner = axes.tensor_parallel_degree * axes.context_parallel_degree * axes.pipeline_parallel_degree
+        expect(ranks * inner == world, "world size")
 
     return load
 
@@ -209,31 +225,53 @@ def nemo(place: Path) -> Check:
         "nemo/collections/llm/gpt/model/base.py",
         "nemo/collections/llm/gpt/model/llama.py",
         "nemo/collections/llm/gpt/model/deepseek.py",
-        "megatron/core/distributed/distributed_data_parallel_config.py",
-        "megatron/core/optimizer/optimizer_config.py",
-        "megatron/core/transformer/transformer_config.py",
-        "megatron/core/model_parallel_config.py",
+        *CORE,
     ]
-    classes = {
-        node.name: node
-        for source in sources
-        for node in ast.parse((place / source).read_text("utf-8")).body
-        if isinstance(node, ast.ClassDef)
-    }
+    return by_source([place / source for source in sources], "nemo_run.py")
 
-    def accepted(name: str) -> Iterator[str]:
-        """Arguments of a constructor, or fields of a dataclass and of those it extends."""
-        node = classes.get(name)
-        for part in node.body if node else []:
-            if isinstance(part, ast.FunctionDef) and part.name == "__init__":
-                yield from (argument.arg for argument in (*part.args.args, *part.args.kwonlyargs))
-            elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
-                yield part.target.id
-        for base in node.bases if node else []:
-            yield from accepted(ast.unparse(base).rpartition(".")[2])
+
+def bridge(place: Path) -> Check:
+    """So does Megatron-Bridge."""
+    parts = ["training/config.py", "training/comm_overlap.py", "training/mixed_precision.py"]
+    parts += ["models/gpt_provider.py", "models/mla_provider.py", "models/transformer_config.py"]
+    parts += ["training/tokenizers/config.py"]
+    core = [place / source for source in CORE]
+    return by_source([*core, *(place / "megatron" / "bridge" / part for part in parts)], "bridge_run.py")
+
+
+CORE = (
+    "megatron/core/distributed/distributed_data_parallel_config.py",
+    "megatron/core/optimizer/optimizer_config.py",
+    "megatron/core/transformer/transformer_config.py",
+    "megatron/core/model_parallel_config.py",
+    "megatron/core/datasets/gpt_dataset.py",
+    "megatron/core/datasets/blended_megatron_dataset_config.py",
+)
+
+
+def by_source(sources: list[Path], file: str) -> Check:
+    """Every keyword of a script is a field or an argument of the class that it is given to, or of those it extends."""
+    classes: dict[str, list[ast.ClassDef]] = {}
+    for source in sources:
+        for node in ast.parse(source.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(node)
+
+    def accepted(name: str, seen: frozenset[str] = frozenset()) -> Iterator[str]:
+        """Bridge's classes extend the core's of the same name, which they import under another."""
+        for node in classes.get(name, ()):
+            for part in node.body:
+                if isinstance(part, ast.FunctionDef) and part.name == "__init__":
+                    yield from (argument.arg for argument in (*part.args.args, *part.args.kwonlyargs))
+                elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                    yield part.target.id
+            for base in node.bases:
+                plain = ast.unparse(base).partition("[")[0].rpartition(".")[2].removeprefix("MCore")
+                if plain != name and plain not in seen:
+                    yield from accepted(plain, seen | {name})
 
     def load(folder: Path, world: int) -> None:
-        for node in ast.walk(ast.parse((folder / "nemo_run.py").read_text("utf-8"))):
+        for node in ast.walk(ast.parse((folder / file).read_text("utf-8"))):
             name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
             if isinstance(node, ast.Call) and name in classes:
                 unknown = {word.arg or "" for word in node.keywords} - set(accepted(name))
@@ -245,23 +283,27 @@ def nemo(place: Path) -> Check:
 def sagemaker(place: Path) -> Check:
     import runpy
 
-    from sagemaker.fw_utils import validate_distribution
-    from sagemaker.modules.distributed import SMP
+    from sagemaker.core import image_uris
+    from sagemaker.train import configs, distributed
+
+    made = {"SMP": distributed.SMP, "Compute": configs.Compute, "SourceCode": configs.SourceCode}
 
     def load(folder: Path, world: int) -> None:
         path = folder / "sagemaker_job.py"
-        distribution = runpy.run_path(str(path))["distribution"]
-        calls = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call))
-        (estimator,) = (call for call in calls if ast.unparse(call.func) == "PyTorch")
-        given: dict[str, Any] = {
-            word.arg or "": word.value.value
-            for word in estimator.keywords
-            if isinstance(word.value, ast.Constant)
-        }
-        versions = (given["framework_version"], given["py_version"])
-        validate_distribution(distribution, None, "pytorch", *versions, None, given)
+        expect(callable(runpy.run_path(str(path))["trainer"]), "a trainer")
+        calls = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
+        given: dict[str, Any] = {}
+        for call in calls:
+            name = ast.unparse(call.func)
+            if name in made:
+                keywords = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
+                given |= keywords
+                made[name](**keywords)
+            if name == "image_uris.retrieve":
+                first, _ = call.args
+                words = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
+                image_uris.retrieve(ast.literal_eval(first), "us-west-2", **words)
         expect(given["instance_count"] == -(-world // 8), "instance_count")
-        SMP(**distribution.get("smdistributed", {}).get("modelparallel", {}).get("parameters", {}))
 
     return load
 
@@ -271,6 +313,7 @@ CHECKS: dict[str, Callable[[Path], Check]] = {
     "deepspeed": deepspeed,
     "torchtitan": torchtitan,
     "megatron": megatron,
+    "megatron-bridge": bridge,
     "nemo": nemo,
     "sagemaker": sagemaker,
 }

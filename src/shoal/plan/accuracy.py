@@ -88,7 +88,7 @@ def _row(run: PublishedRun) -> AccuracyRow:
 def _chosen(run: PublishedRun) -> tuple[Workload, Ledger, StepTime]:
     """What a row leaves open the planner chooses: the fastest that fits; where none does, the fastest.
 
-    It ran, so if no choice fits it is the ledger that is off, and whoever ran it chose for speed.
+    A row was run: where no choice fits, the ledger is off, and people choose for speed.
 
     Of several stacks the likeliest counts, unless only another one's run would have fitted.
     """

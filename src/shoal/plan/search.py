@@ -31,7 +31,7 @@ TOP = 10
 REJECTED = 20
 # Work that a hunt does at most (``plan/best_first.py``). Layouts of large clusters come by the million within a few
 # percent of one another; a hunt that is broken off says what it may have missed.
-EFFORT = 9500
+EFFORT = 12500
 # One that has found nothing that fits goes on for up to so many times as long.
 PATIENCE = 16
 # A space of so many layouts is gone through to its end, or nearly.

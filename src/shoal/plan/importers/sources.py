@@ -217,10 +217,10 @@ def _in_python(text: str, path: Path) -> list[ForeignSource]:
             distinct.append(one)
     if is_nemo(script):
         distinct.append(ForeignSource("nemo", {}, "", script))
-    if (values := torchtitan.settings(script)) is not None:
-        distinct.append(ForeignSource("torchtitan", values, "", script))
-    if (values := sagemaker.distribution(script)) is not None:
-        distinct.append(ForeignSource("sagemaker", values, "", script))
+    if (settings := torchtitan.settings(script)) is not None:
+        distinct.append(ForeignSource("torchtitan", settings, "", script))
+    if (distribution := sagemaker.distribution(script)) is not None:
+        distinct.append(ForeignSource("sagemaker", distribution, "", script))
     return distinct
 
 
