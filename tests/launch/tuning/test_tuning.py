@@ -223,6 +223,27 @@ def test_a_short_run_stays_where_it_is_and_is_over_when_it_is_over(tune: Tune) -
         tune("shorter", "fsdp=2", "dp=2", **{**options, "recipe__steps": 2 * VISIT - 1})
 
 
+def test_a_run_is_tuned_from_where_it_stands_and_stays_in_what_was_chosen(
+    tune: Tune, train: Train, tmp_path: Path
+) -> None:
+    options = {"recipe__steps": 40, "cluster__on": "2xcpu"}
+    with after_steps(tmp_path / "late", 5, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        begun = train("late", "dp=2", **options)
+    assert begun.report.code == STOPPED
+    with stopped_when(lambda: settled(tmp_path / "late")):
+        tuned = tune("late", "fsdp=2", "dp=2", **options)
+    assert tuned.report.tuning is not None
+    assert sum(row["steps"] for row in tuned.report.tuning["layouts"]) == len(tuned.rows) - len(begun.rows)
+    assert kinds(tuned, "begin")[0]["step"] == len(begun.rows)
+    chosen = tuned.report.tuning["chosen"]
+    assert chosen and {row["layout"] for row in tuned.rows[: len(begun.rows)]} == {"dp=2"}
+    # Whatever the search is told to begin in: it is over.
+    ended = tune("late", "dp=2" if chosen == "fsdp=2" else "fsdp=2", chosen, **options)
+    assert ended.report.code == FINISHED and len(ended.rows) == 40
+    assert {row["layout"] for row in ended.rows[len(tuned.rows) :]} <= {chosen}
+    assert [row["step"] for row in ended.rows] == list(range(1, 41)) and len(kinds(ended, "decided")) == 1
+
+
 def test_auto_with_search_tries_what_the_plan_cannot_tell_apart(train: Train) -> None:
     options = {"recipe__steps": 2 * VISIT, "cluster__on": "2xcpu"}
     tuned = train("auto", "auto", tune__search=True, **options)
