@@ -116,7 +116,9 @@ def test_a_model_that_fits_nowhere_is_told_how_many_gpus_would_do(tmp_path: Path
     workload = asked("llama3.2-1b", str(file), seq=1024, batch=8)
     found = answered("llama3.2-1b", str(file), 1024, 8)
     assert not any(plan.fits for plan in found.plans)
-    more = [remedy for remedy in found.remedies if remedy.what.endswith("GPUs") and "these" not in remedy.what]
+    more = [
+        remedy for remedy in found.remedies if remedy.what.endswith("GPUs") and "these" not in remedy.what
+    ]
     assert len(more) == 1 and more[0].plan.fits and more[0].plan.world > 1
     assert "Nothing fits" in found.decision.text or "does not fit" in found.decision.text
     assert str(found.remedies[0]) in found.decision.text
