@@ -78,7 +78,7 @@ UNMEASURED = 2.0
 # three times as wide.
 DEVICES, SEQUENCE, WIDTH = 3.0, 2.0, 1.6
 
-# How much wider an error bar is for one step. Fitted without a source or a width of models, about a step away, rows of it
+# How much wider an error bar is for one step. Fitted without a source or a width of models, about a step away, its rows
 # are off by up to six points more (docs/accuracy.md).
 APART = 0.065
 # A mean becomes a bar that most rows are within.
