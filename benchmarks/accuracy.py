@@ -149,7 +149,8 @@ def _cross_validated() -> Iterator[str]:
     yield from prose(
         "Without vtrain-single nothing tells how long the host of that stack takes: its other rows are",
         "models too large",
-        "to wait for it. Few of torchtitan's rows are fitted, most of those are 4096 wide.",
+        "to wait for it. Few of torchtitan's rows are fitted, most of those are 4096 wide. Recorded with the links as",
+        "they were priced before adapters were a cluster's.",
     )
 
 

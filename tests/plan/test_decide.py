@@ -111,7 +111,7 @@ def test_what_is_faster_and_not_run_yet_is_named_and_not_chosen() -> None:
 
 @pytest.mark.usefixtures("without_params")
 def test_where_nothing_that_runs_fits_the_choice_is_marked() -> None:
-    found = answered.__wrapped__("llama3-70b", "4xA100-40GB", 4096, 16)
+    found = answered.__wrapped__("llama3-70b", "2xA100-40GB", 4096, 16)
     assert found.chosen is not None and not found.chosen.plan.runs and found.chosen.plan.layout.offload
     assert "It is priced but not run by the engine yet (layout: offload=" in found.decision.text
     assert found.as_json()["chosen"]["runs"] is False

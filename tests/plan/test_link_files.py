@@ -31,7 +31,7 @@ def log(
     op: str = "all_reduce",
     named: bool = True,
 ) -> str:
-    """As nccl-tests 2.13 print it; without the name of the operation as older ones do."""
+    """As nccl-tests 2.13 print it; older ones name neither the operation nor a root. Long times are whole numbers."""
     others = (len(hosts) - 1) / len(hosts)
     share = 2 * others if op == "all_reduce" else others
     lines = [f"# Collective test starting: {op}_perf"] if named else []
@@ -40,14 +40,15 @@ def log(
         f"#  Rank {rank:2} Group  0 Pid {300 + rank} on {host} device {rank % 8} [0x{rank:02x}] {gpu}"
         for rank, host in enumerate(hosts)
     ]
-    lines += ["#       size         count      type   redop    root     time   algbw   busbw #wrong"]
+    root = "    root" if named else ""
+    lines += [f"#       size         count      type   redop{root}     time   algbw   busbw #wrong"]
     lines += ["#        (B)    (elements)                               (us)  (GB/s)  (GB/s)"]
     for size in SIZES:
         seconds = latency + share * size / bandwidth
         rate, bus = size / seconds / 1e9, share * size / seconds / 1e9
         word = "sum" if op == "all_reduce" else "none"
-        times = f"{seconds * 1e6:.2f} {rate:.2f} {bus:.2f}      0"
-        lines.append(f"  {size}  {size // 4}  float  {word}  -1  {times}  {times}")
+        times = f"{seconds * 1e6:.{2 if seconds < 1e-3 else 0}f} {rate:.2f} {bus:.2f}      0"
+        lines.append(f"  {size}  {size // 4}  float  {word}  {'-1  ' if named else ''}{times}  {times}")
     return "\n".join([*lines, "# Out of bounds values : 0 OK", "# Avg bus bandwidth : 99.1", ""])
 
 
@@ -103,6 +104,7 @@ def test_several_logs_in_one_file(tmp_path: Path) -> None:
 def test_an_old_log_does_not_name_its_operation(op: str) -> None:
     (found,) = read_logs(log(["a"] * 8, op=op, named=False))
     assert {call.op for call in found.calls} == {op} and len(found.calls) == len(SIZES)
+    assert found.calls[-1].bus_bandwidth == pytest.approx(300e9, rel=0.05)
 
 
 def test_what_bench_comm_stored(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ SHORTEST = 0.058149
 DEVICE = "device "
 # Stacks whose constants no row was fitted on.
 UNFITTED = ("megatron", "deepspeed", "transformers")
+SIZES = ("sequences over", "more than")
 
 
 def claims(workload: Workload) -> list[str]:
@@ -112,5 +113,6 @@ def error_bar(workload: Workload, seconds: float) -> float:
     for the host, whose pace no two machines share.
     """
     known = calibration.find(workload.cluster).known
-    doubts = sum(not claim.startswith(DEVICE) for claim in unmeasured(workload))
+    # Devices and sizes are what kinds are near or far by.
+    doubts = sum(not claim.startswith((DEVICE, *SIZES)) for claim in unmeasured(workload))
     return min(WIDEST, expected_error(workload, doubts, known) * max(1.0, SHORTEST / seconds))

@@ -30,11 +30,14 @@ WANTED = (
 
 # ``#  Rank  3 Group  0 Pid  316 on worker-0 device  3 [0x5d] NVIDIA H100 80GB HBM3``; older ones have no group.
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s+(.+?)\s*$")
-# ``size count type redop root time algbw busbw error``; what is not reduced has no redop, older ones no root.
-_NUMBER = r"\d+(?:\.\d+)?"
-_ROW = re.compile(
-    rf"(?:^|\s)(\d+)\s+(\d+)\s+([a-z]\w*)\s+(?:([a-z]+)\s+)?(?:-?\d+\s+)?({_NUMBER})\s+({_NUMBER})\s+({_NUMBER})\s"
-)
+# ``size count type redop root time algbw busbw error``: what is not reduced may have no redop, older ones have no root.
+_HEADER = re.compile(r"#\s+size\s+count\s+type\b.*\bbusbw\b")
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_FIRST = r"(?:^|\s)(\d+)\s+\d+\s+[a-z]\w*\s+(?:([a-z]+)\s+)?"
+_ROWS = {
+    rooted: re.compile(_FIRST + (r"-?\d+\s+" if rooted else "") + rf"{_NUMBER}\s+{_NUMBER}\s+{_NUMBER}\s")
+    for rooted in (True, False)
+}
 _NAME = re.compile(r"\b(all_reduce|all_gather|reduce_scatter|broadcast|reduce|alltoall|sendrecv)_perf\b")
 _OURS = {"alltoall": "all_to_all", "sendrecv": "send"}
 
@@ -79,8 +82,10 @@ def read_logs(text: str) -> Iterator[LinkLog]:
     """Rank 0 begins a log; its operation is the last that was named before, if any was."""
     hosts: list[str] = []
     calls: list[TimedCollective] = []
-    device, named, upcoming = "", None, None
+    device, named, upcoming, rooted = "", None, None, True
     for line in text.splitlines():
+        if _HEADER.search(line):
+            rooted = "root" in line
         if (found := _NAME.search(line)) and "concluded" not in line:
             upcoming = _OURS.get(found[1], found[1])
         if rank := _RANK.search(line):
@@ -90,9 +95,9 @@ def read_logs(text: str) -> Iterator[LinkLog]:
                 hosts, calls, named, upcoming = [], [], upcoming, None
             hosts.append(rank[2])
             device = rank[3]
-        elif "#" not in line and len(hosts) > 1 and (row := _ROW.search(line)):
-            size, microseconds = int(row[1]), float(row[5])
-            op = named or _operation(row[4], float(row[6]), float(row[7]), len(hosts))
+        elif "#" not in line and len(hosts) > 1 and (row := _ROWS[rooted].search(line)):
+            size, microseconds = int(row[1]), float(row[3])
+            op = named or _operation(row[2], float(row[4]), float(row[5]), len(hosts))
             if size and microseconds and op:
                 calls.append(TimedCollective(op, len(hosts), size, microseconds * 1e-6))
     if hosts:

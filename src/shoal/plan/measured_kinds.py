@@ -74,12 +74,12 @@ OTHER_SOFTWARE = 0.3
 SAME_GENERATION, OTHER_DEVICE = 0.3, 1.5
 ONE_AXIS = 0.5
 UNMEASURED = 2.0
-# And how many times as large it is, for one step: eight times as many devices, four times as long sequences, a stream
+# And how many times as large it is, for one step: sixteen times as many devices, four times as long sequences, a stream
 # three times as wide.
-DEVICES, SEQUENCE, WIDTH = 3.0, 2.0, 1.6
+DEVICES, SEQUENCE, WIDTH = 4.0, 2.0, 1.6
 
-# How much wider an error bar is for one step. Fitted without a source or a width of models, about a step away, rows
-# of it are off by up to six points more (docs/accuracy.md).
+# How much wider an error bar is for one step. Fitted without a source or a width of models, about a step away, its rows
+# are off by up to six points more (docs/accuracy.md).
 APART = 0.065
 # A mean becomes a bar that most rows are within.
 MOST_ROWS = 1.25

@@ -186,10 +186,10 @@ DEVICES: dict[str, DeviceRates] = {
 # Of these only datasheets and public benchmarks are known. AMD's libraries reach about half of the peak, where Hopper's
 # reach 0.7, and their attention less; before Ampere there is no FlashAttention-2.
 JUDGED: dict[str, DeviceRates] = {
-    "A800": AMPERE,
+    "A800": _judged(AMPERE, 108, AMPERE.matmul),
     "A100-PCIe-80GB": _judged(AMPERE, 108, 0.75),
-    "H800": HOPPER,
-    "GH200": HOPPER,
+    "H800": _judged(HOPPER, 132, HOPPER.matmul),
+    "GH200": _judged(HOPPER, 132, HOPPER.matmul),
     "H100-PCIe": _judged(HOPPER, 114, 0.62),
     "H100-NVL": _judged(HOPPER, 132, 0.6),
     "H20": _judged(HOPPER, 78, 0.92),

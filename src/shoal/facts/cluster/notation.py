@@ -99,7 +99,10 @@ def _from_cloud(text: str, nodes: str, name: str) -> Cluster:
     device = devices.find(instance.device) if instance else None
     if instance is None or device is None or not _is_count(nodes):
         raise BadInput(f"{text!r}: {nodes!r} is not a number of instances", f"1 to {MOST_DEVICES}: 2x{name}")
-    return assemble(text, device, int(nodes), instance.devices, network=instance.network, nics=instance.nics)
+    # An instance with more devices than the usual node has them on one switch all the same.
+    domain = instance.devices if device.fast and instance.devices > device.fast_domain > 2 else None
+    network, nics = instance.network, instance.nics
+    return assemble(text, device, int(nodes), instance.devices, domain, network=network, nics=nics)
 
 
 def _from_notation(text: str, first: str, second: str | None, device_name: str) -> Cluster:

@@ -165,8 +165,10 @@ def described(found: DetectedDevice, host_memory: int) -> Device:
 
 
 def _joined(device: Device, count: int) -> int:
-    """The devices of this machine that the fast link joins: all of them, where there is one."""
-    return count if device.fast else 1
+    """The devices of this machine that the fast link joins: all of them, but for bridges, which join pairs."""
+    if device.fast is None:
+        return 1
+    return device.fast_domain if count % device.fast_domain == 0 else count
 
 
 def processor(memory_bytes: int) -> Device:
