@@ -532,7 +532,7 @@ def test_an_option_given_twice(read: Any) -> None:
     assert "given twice with two values: --micro-batch-size" in said(found)
 
 
-TITAN = """
+TITAN_PYTHON = """
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.trainer import Trainer
 
@@ -555,7 +555,7 @@ config.training.steps = 200
 
 def test_a_torchtitan_config_in_python(tmp_path: Path) -> None:
     path = tmp_path / "config_registry.py"
-    path.write_text(TITAN)
+    path.write_text(TITAN_PYTHON)
     found = read_foreign(path)
     assert found.tables["layout"] == "fsdp=4,tp=2,micro=2"
     assert found.tables["model"] == {"preset": "llama3-8b"}
@@ -564,6 +564,6 @@ def test_a_torchtitan_config_in_python(tmp_path: Path) -> None:
 
 def test_a_file_of_many_torchtitan_configs_is_not_read_as_one(tmp_path: Path) -> None:
     path = tmp_path / "config_registry.py"
-    path.write_text(TITAN + TITAN.partition("\n\n\n")[2].replace("small", "large"))
+    path.write_text(TITAN_PYTHON + TITAN_PYTHON.partition("\n\n\n")[2].replace("small", "large"))
     with pytest.raises(BadInput, match="2 configs of torchtitan"):
         read_foreign(path)

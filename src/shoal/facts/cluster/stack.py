@@ -104,10 +104,10 @@ MEGATRON = Stack(
     fusion=0.976,
     overlap=0.0,
 )
-# Megatron Core with Transformer Engine, as its own recipes switch it on: cuDNN attention, fused norms, SwiGLU and rotary
-# positions, gradients summed and weights gathered beside the computation, tensor ranks' exchange beside the products
-# (``--tp-comm-overlap``). Its host is taken to be as quick as that of others; the other three numbers were set by hand
-# on what was published of it (``tests/plan/test_other_stacks.py``): too few rows to leave most of them out.
+# Megatron Core with Transformer Engine, as its own recipes switch it on: cuDNN attention, fused norms, SwiGLU and
+# rotary positions, gradients summed and weights gathered beside the computation, tensor ranks' exchange beside the
+# products (``--tp-comm-overlap``). Its host is taken to be as quick as that of others; the other three numbers were set
+# by hand on what was published of it (``tests/plan/test_other_stacks.py``): too few rows to leave most of them out.
 MEGATRON_CORE = Stack(
     "megatron",
     weights="master",
