@@ -200,7 +200,11 @@ def _constants() -> Iterator[str]:
     yield ""
     yield "| stack | host s | fusion | overlap | fitted on |"
     yield "|---|---|---|---|---|"
-    on = {"megatron 2022": "vtrain-single, vtrain-multi", "llm-foundry": "llm-foundry", "shoal": "own H200 rows"}
+    on = {
+        "megatron 2022": "vtrain-single, vtrain-multi",
+        "llm-foundry": "llm-foundry",
+        "shoal": "own H200 rows",
+    }
     for one in (stack.SHOAL, stack.MEGATRON, stack.FOUNDRY, stack.TITAN, stack.TITAN_COMPILED):
         rows = on.get(one.name, "torchtitan")
         yield f"| {one.name} | {one.host:.2e} | {one.fusion:.2f} | {one.overlap:.2f} | {rows} |"
