@@ -51,7 +51,7 @@ PACKAGES = {
     ),
     "nemo": (["nemo-toolkit==2.4.1", "megatron-core"], "keywords against the classes' source, not imported"),
     "sagemaker": (
-        ["sagemaker>=3"],
+        ["sagemaker"],
         "ModelTrainer's parts: SMP, Torchrun, Compute, SourceCode; the image's address",
     ),
 }

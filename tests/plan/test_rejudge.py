@@ -10,7 +10,7 @@ from tests.plan.exporting import ask, questions
 from shoal.facts.cluster.stack import DEEPSPEED, MEGATRON_CORE, TITAN_CHUNKED, TRANSFORMERS
 from shoal.facts.layout import Layout
 from shoal.facts.layout.legality import violations
-from shoal.facts.layout.stack_limits import runs
+from shoal.facts.layout.stack_limits import gaps
 from shoal.facts.problem import BadInput
 from shoal.plan.export import STACKS, export
 from shoal.plan.export.rejudge import nearest_that_fits, rejudged
@@ -35,7 +35,8 @@ def test_what_is_judged_is_legal_and_run_there(workload: Workload, target: str) 
     assert there.stack in TARGETS[target]
     assert there.layout.world == workload.layout.world
     assert violations(there.layout, there.model, there.recipe, there.cluster) == []
-    assert runs(there.stack.name, asked_of(there))
+    # What no other layout could put right is said, and refused where it is exported.
+    assert all(gap.changes is None for gap in gaps(there.stack.name, asked_of(there)))
     assert export(target, workload).checked
 
 
@@ -81,6 +82,15 @@ def test_disks_do_not_reach_megatron() -> None:
     exported, verdict = rejudged("megatron", planned)
     assert verdict.there.memory.nvme == 0 and verdict.there.memory.host > 0
     assert any("NVMe" in gap for gap in exported.cannot)
+
+
+def test_what_the_target_does_not_run_at_all_is_refused() -> None:
+    planned = judge(ask("fsdp=2,tp=2,pp=2,micro=1,recompute=full", batch=64))
+    with pytest.raises(BadInput) as caught:
+        rejudged("deepspeed", planned)
+    assert "PipelineModule goes with neither" in str(caught.value) and "--layout " in str(caught.value)
+    _, verdict = rejudged("deepspeed", planned, free=True)
+    assert verdict.there.runs and verdict.there.fits
 
 
 def test_states_that_are_wider_there_are_judged_as_wide() -> None:

@@ -66,6 +66,11 @@ def test_too_few_sequences_for_a_pipeline_are_no_layouts_fault() -> None:
     assert gap.changes is None and "fewer than stages" in gap.what
 
 
+def test_a_pipeline_of_deepspeed_goes_with_no_other_split() -> None:
+    (gap,) = gaps("deepspeed", asked("dp=2,tp=2,sp=0,pp=2,micro=1"))
+    assert gap.changes is None and "PipelineModule" in gap.what
+
+
 def test_experts_and_adapters() -> None:
     assert nearest("megatron", asked("fsdp=4,tp=2,sp=0", "mixtral-8x7b"))[0].sp
     assert runs("megatron", asked("fsdp=4,tp=2,sp=0"))

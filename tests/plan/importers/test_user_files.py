@@ -530,3 +530,40 @@ def test_an_option_given_twice(read: Any) -> None:
     found = read("--micro-batch-size 1 --bf16 --micro-batch-size 2", "m.sh", gpus=2)
     assert found.tables["layout"] == "dp=2,micro=2"
     assert "given twice with two values: --micro-batch-size" in said(found)
+
+
+TITAN_PYTHON = """
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.trainer import Trainer
+
+from torchtitan.models.llama3 import model_registry
+
+
+def small():
+    return Trainer.Config(
+        model_spec=model_registry("8B"),
+        training=TrainingConfig(local_batch_size=2, seq_len=4096, steps=100),
+        parallelism=ParallelismConfig(data_parallel_shard_degree=4, tensor_parallel_degree=2),
+        activation_checkpoint=None,
+    )
+
+
+config = small()
+config.training.steps = 200
+"""
+
+
+def test_a_torchtitan_config_in_python(tmp_path: Path) -> None:
+    path = tmp_path / "config_registry.py"
+    path.write_text(TITAN_PYTHON)
+    found = read_foreign(path)
+    assert found.tables["layout"] == "fsdp=4,tp=2,micro=2"
+    assert found.tables["model"] == {"preset": "llama3-8b"}
+    assert found.tables["recipe"]["steps"] == 200 and found.tables["recipe"]["batch"] == 8
+
+
+def test_a_file_of_many_torchtitan_configs_is_not_read_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "config_registry.py"
+    path.write_text(TITAN_PYTHON + TITAN_PYTHON.partition("\n\n\n")[2].replace("small", "large"))
+    with pytest.raises(BadInput, match="2 configs of torchtitan"):
+        read_foreign(path)

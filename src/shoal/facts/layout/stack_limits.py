@@ -291,6 +291,15 @@ def _deepspeed_schedule(asked: Asked) -> Gap | None:
     return Gap(what, "1f1b", {"schedule": "1f1b", "chunks": 1})
 
 
+def _deepspeed_both(asked: Asked) -> Gap | None:
+    """Its pipeline is a model of its own making, which AutoTP does not split and Ulysses does not know."""
+    layout = asked.layout
+    if layout.pp == 1 or layout.tp * layout.cp == 1:
+        return None
+    what = f"pp={layout.pp} beside tp or cp: PipelineModule goes with neither"
+    return Gap(what, "without one of them", None)
+
+
 def _deepspeed_tensor(asked: Asked) -> Gap | None:
     """0.19.8 is the first that takes stage 3 there; those before it refuse to start."""
     layout = asked.layout
@@ -398,6 +407,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         _deepspeed_offload_from,
         _deepspeed_pipeline,
         _deepspeed_schedule,
+        _deepspeed_both,
         _deepspeed_tensor,
         _deepspeed_sequence,
         _deepspeed_context,

@@ -52,13 +52,16 @@ class Rejudged:
 def rejudged(target: str, planned: Plan, free: bool = False) -> tuple[Exported, Rejudged]:
     """An export, and what it is there. ``free``: another layout may take the place of one that does not fit there.
 
-    Raise ``BadInput`` with the nearest that the target can run where it would run out of memory.
+    Raise ``BadInput`` with the nearest that the target can run where it would not run, or run out of memory.
     """
     exported = export(target, planned.workload)
     there = judge(exported.runs_as)
-    if there.fits:
+    refused = there.lacks if there.workload.stack.name in RULES and not there.runs else ""
+    if there.fits and not refused:
         return exported, Rejudged(target, planned, there)
     what = f"as {target} runs it, {there.layout} does not fit: {lacks(there.memory)}"
+    if refused:
+        what = f"{target} does not run {there.layout} ({refused})"
     found = nearest_that_fits(exported.runs_as)
     if found is None:
         raise BadInput(

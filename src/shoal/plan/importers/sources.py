@@ -217,10 +217,14 @@ def _in_python(text: str, path: Path) -> list[ForeignSource]:
             distinct.append(one)
     if is_nemo(script):
         distinct.append(ForeignSource("nemo", {}, "", script))
-    if (settings := torchtitan.settings(script)) is not None:
-        distinct.append(ForeignSource("torchtitan", settings, "", script))
-    if (distribution := sagemaker.distribution(script)) is not None:
-        distinct.append(ForeignSource("sagemaker", distribution, "", script))
+    if (titan := torchtitan.settings(script)) is not None:
+        if (count := torchtitan.configs(script)) > 1:
+            raise BadInput(
+                f"{path} holds {count} configs of torchtitan", "keep one of them in a file of its own"
+            )
+        distinct.append(ForeignSource("torchtitan", titan, "", script))
+    if (job := sagemaker.distribution(script)) is not None:
+        distinct.append(ForeignSource("sagemaker", job, "", script))
     return distinct
 
 

@@ -118,6 +118,11 @@ def settings(script: Script) -> dict[str, Any] | None:
     return tables if tables.keys() & {"training", "parallelism"} else None
 
 
+def configs(script: Script) -> int:
+    """How many a file makes: one that lists a model's has many, and they are not to be read as one."""
+    return sum(call.path == "Trainer.Config" for call in script.calls)
+
+
 def _family(script: Script, path: str) -> str:
     """The package whose models it lists: of ``llama3.model_registry``, or of what the name was imported from."""
     return path.rpartition(".")[0] or script.imports.get("model_registry", "").rpartition(".")[2]
