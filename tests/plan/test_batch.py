@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.plan.planning import answered
+from tests.plan.planning import answered, asked, judged
 
-from shoal.plan.batch import near
+from shoal.plan.batch import batch_advice, near
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,13 @@ def test_on_thousands_of_devices_another_batch_is_named() -> None:
 
 def test_a_batch_that_is_no_limit_is_not_mentioned() -> None:
     assert answered("llama3-8b", "8xH100").decision.batch is None
+
+
+def test_a_giant_shares_devices_whatever_the_batch() -> None:
+    """Llama 3's: 16 sequences for each pipeline of 16 stages, of 128 pipelines."""
+    plan = judged("fsdp=128,tp=8,pp=16,recompute=full", "llama3-405b", "16384xH100", 8192, 2048)
+    request = asked("llama3-405b", "16384xH100", 8192, 2048)
+    assert plan.vs_ddp < 0.9 and batch_advice(request, plan) is None
 
 
 def test_long_sequences_are_cut_and_the_batch_is_no_limit() -> None:

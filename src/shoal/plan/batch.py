@@ -80,9 +80,11 @@ class BatchAdvice:
 def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
     """None where every device can have sequences of its own, or the model wants several devices for each anyway."""
     batch, devices = asked.recipe.batch, plan.world
-    if batch in near(batch, devices) or (batch < devices and plan.vs_ddp > HELD_UP):
+    if (
+        batch in near(batch, devices) or plan.layout.cp > 1
+    ):  # sequences so long that several devices share one
         return None
-    if plan.layout.cp > 1:  # sequences so long that several devices share one
+    if batch < devices and not _starved(plan):
         return None
     if devices > MOST_DEVICES:
         return BatchAdvice(batch, devices, plan.layout.data_ranks, [], None) if batch < devices else None
@@ -95,6 +97,13 @@ def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
     if batch < devices and devices > node:
         fewer = _offer(asked, plan, batch, node)
     return BatchAdvice(batch, devices, plan.layout.data_ranks, offers, fewer)
+
+
+def _starved(plan: Plan) -> bool:
+    """Whether data ranks have one sequence each, or too few for their pipeline, and it shows."""
+    layout = plan.layout
+    each = plan.workload.recipe.batch // layout.data_ranks
+    return (each == 1 or each < layout.pp) and plan.vs_ddp < HELD_UP
 
 
 def near(batch: int, devices: int) -> list[int]:
