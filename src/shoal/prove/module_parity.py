@@ -96,7 +96,7 @@ def _train(
     torch.manual_seed(0)
     model = build().double()
     prepared = run.prepare(model, optimizer(model.parameters()), **options)
-    losses = [float(run.step(prepared[0], _rows(batch, run), loss=loss)) for batch in batches]
+    losses = [float(run.step(prepared[0], own_rows(batch, run, _widened), loss=loss)) for batch in batches]
     parts = []
     for piece in run.updated:
         gradient, begin = run.updated[piece].grad, 0
@@ -108,8 +108,8 @@ def _train(
     return _Trained(losses, parts)
 
 
-def _rows(batch: Any, run: Run) -> Any:
-    """Of every tensor of a batch this data rank's rows."""
+def own_rows(batch: Any, run: Run, made: Callable[[Tensor], Tensor]) -> Any:
+    """This data rank's rows of every tensor of a batch, and what is ``made`` of them."""
     ranks, index = run.layout.data_ranks, run.mesh.data_index
 
     def share(tensor: Any) -> Any:
@@ -119,10 +119,13 @@ def _rows(batch: Any, run: Run) -> Any:
             raise BadInput(
                 f"a batch of {tensor.shape[0]} rows does not divide by {ranks} data ranks", "another batch"
             )
-        rows = tensor.chunk(ranks)[index]
-        return rows.double() if rows.is_floating_point() else rows
+        return made(tensor.chunk(ranks)[index])
 
     return _pytree.tree_map(share, batch)
+
+
+def _widened(rows: Tensor) -> Tensor:
+    return rows.double() if rows.is_floating_point() else rows
 
 
 def _compare(layout: str, whole: _Trained, ranks: list[_Trained], tolerance: float) -> ModuleVerdict:
