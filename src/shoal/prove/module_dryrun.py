@@ -1,7 +1,7 @@
 """Dry run of a module that Shoal did not build: one rank of a world of any size, on tensors without data.
 
 The module is built, placed and stepped by the code that trains it: its collectives are those of the real run, and its
-peak is what the same operators hold. Of a module whose shape nobody told there is no prediction to set them against.
+peak is what the same operators hold. There is no prediction beside them: Shoal does not know the shape of the module.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class FakeRun(Run):
 
 
 def _stay() -> None:
-    """The world is left by whoever made it."""
+    """``fake_rank`` leaves the world."""
 
 
 def _mark(tracker: MemoryTracker, run: Run) -> None:

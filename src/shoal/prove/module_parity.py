@@ -1,6 +1,6 @@
 """Parity of a module that Shoal did not build: the same steps in each layout and on one process, in fp64.
 
-The check for whoever teaches Shoal an architecture: a plan that splits a layer which it should not, or forgets to sum a
+The check of an architecture that Shoal was taught: a plan that splits a layer which it should not, or forgets to sum a
 gradient, trains without an error and learns something else.
 """
 
