@@ -1,4 +1,4 @@
-"""Shoal's library interface: ``run`` and ``launch`` to train, ``parity`` to prove, ``plan`` and ``predict`` to plan."""
+"""The library: ``run`` and ``launch`` train, ``parity`` and ``dryrun`` prove, ``plan`` and ``predict`` plan."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shoal.facts.model import Model
     from shoal.facts.problem import BadInput
     from shoal.launch.library import run
+    from shoal.prove.module_dryrun import dryrun
     from shoal.prove.module_parity import parity
     from shoal.train.library.run import Run
 
@@ -23,6 +24,7 @@ __all__ = [
     "Model",
     "Run",
     "__version__",
+    "dryrun",
     "launch",
     "parity",
     "plan",
@@ -38,6 +40,7 @@ _PLACES = {
     "Layout": "shoal.facts.layout",
     "Model": "shoal.facts.model",
     "Run": "shoal.train.library.run",
+    "dryrun": "shoal.prove.module_dryrun",
     "launch": "shoal.launch",
     "parity": "shoal.prove.module_parity",
     "plan": "shoal.plan",

@@ -1,11 +1,12 @@
 """Parity of a module that Shoal did not build: the same steps in each layout and on one process, in fp64.
 
-The check for whoever teaches Shoal an architecture: a plan that splits a layer which it should not, or forgets to sum a
+The check of an architecture that Shoal was taught: a plan that splits a layer which it should not, or forgets to sum a
 gradient, trains without an error and learns something else.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +97,7 @@ def _train(
     torch.manual_seed(0)
     model = build().double()
     prepared = run.prepare(model, optimizer(model.parameters()), **options)
-    losses = [float(run.step(prepared[0], _rows(batch, run), loss=loss)) for batch in batches]
+    losses = [float(run.step(prepared[0], own_rows(batch, run, _widened), loss=loss)) for batch in batches]
     parts = []
     for piece in run.updated:
         gradient, begin = run.updated[piece].grad, 0
@@ -108,8 +109,8 @@ def _train(
     return _Trained(losses, parts)
 
 
-def _rows(batch: Any, run: Run) -> Any:
-    """Of every tensor of a batch this data rank's rows."""
+def own_rows(batch: Any, run: Run, made: Callable[[Tensor], Tensor]) -> Any:
+    """This data rank's rows of every tensor of a batch, and what is ``made`` of them."""
     ranks, index = run.layout.data_ranks, run.mesh.data_index
 
     def share(tensor: Any) -> Any:
@@ -119,20 +120,24 @@ def _rows(batch: Any, run: Run) -> Any:
             raise BadInput(
                 f"a batch of {tensor.shape[0]} rows does not divide by {ranks} data ranks", "another batch"
             )
-        rows = tensor.chunk(ranks)[index]
-        return rows.double() if rows.is_floating_point() else rows
+        return made(tensor.chunk(ranks)[index])
 
     return _pytree.tree_map(share, batch)
 
 
+def _widened(rows: Tensor) -> Tensor:
+    return rows.double() if rows.is_floating_point() else rows
+
+
 def _compare(layout: str, whole: _Trained, ranks: list[_Trained], tolerance: float) -> ModuleVerdict:
     losses = max(
-        abs(one - other) / max(abs(other), SMALLEST)
+        _known(abs(one - other) / max(abs(other), SMALLEST))
         for rank in ranks
         for one, other in zip(rank.losses, whole.losses, strict=True)
     )
     expected = {part.name: part for part in whole.parts}
-    largest = max(float(one.gradient.abs().max()) for one in whole.parts if one.gradient is not None)
+    made = [one.gradient for one in whole.parts if one.gradient is not None and one.gradient.numel()]
+    largest = max((_known(float(one.abs().max())) for one in made), default=0.0)
     gradients, values = _Worst(OF_LARGEST * largest), _Worst(SMALLEST)
     for part in (part for rank in ranks for part in rank.parts):
         other = expected[part.name]
@@ -146,6 +151,11 @@ def _compare(layout: str, whole: _Trained, ranks: list[_Trained], tolerance: flo
     return ModuleVerdict(layout, ranks[0].losses, losses, gradients.difference, values.difference, worst, ok)
 
 
+def _known(difference: float) -> float:
+    """What is not a number would be neither more nor less than any, and so get lost among others."""
+    return math.inf if math.isnan(difference) else difference
+
+
 class _Worst:
     def __init__(self, least: float) -> None:
         """``least``: what differences are relative to, at least."""
@@ -157,6 +167,6 @@ class _Worst:
         if found is not None and whole is not None:
             part = whole.view(box.whole)[box.slices].reshape(-1)
             scale = max(float(whole.abs().max()), self.least) if whole.numel() else 1.0
-            difference = float((found - part).abs().max()) / scale if part.numel() else 0.0
-        if not difference <= self.difference:  # not a number, too
+            difference = _known(float((found - part).abs().max()) / scale) if part.numel() else 0.0
+        if difference > self.difference:
             self.difference, self.name = difference, name

@@ -235,6 +235,7 @@ def test_the_face_is_stable() -> None:
         "Layout",
         "Model",
         "Run",
+        "dryrun",
         "launch",
         "parity",
         "plan",

@@ -24,13 +24,13 @@ class HostStates:
         first = offloaded([piece.stop - piece.start for piece in pieces], fraction)
         memory = HostMemory(device)
         self.copies: dict[Shard, nn.Parameter] = {}
-        self._gradients: dict[Shard, torch.Tensor] = {}
+        self.gradients: dict[Shard, torch.Tensor] = {}
         for piece in pieces[first:]:
             size = piece.tensor.numel() * piece.tensor.element_size()
             values, gradient = (
                 memory.take(size).bytes.view(piece.tensor.dtype).view(piece.tensor.shape) for _ in range(2)
             )
-            self.copies[piece], self._gradients[piece] = nn.Parameter(values), gradient
+            self.copies[piece], self.gradients[piece] = nn.Parameter(values), gradient
         self.follow()
 
     @torch.no_grad()
@@ -44,7 +44,7 @@ class HostStates:
         """Gradients of this step go to the host, and take no room on the device any longer."""
         for piece, copy in self.copies.items():
             found = piece.tensor.grad
-            copy.grad = None if found is None else self._gradients[piece].copy_(found, non_blocking=True)
+            copy.grad = None if found is None else self.gradients[piece].copy_(found, non_blocking=True)
         self._wait()
         for piece in self.copies:
             piece.tensor.grad = None
