@@ -141,7 +141,11 @@ def test_help_has_examples(capfd: Capture) -> None:
         ([*TINY, "--layout", "fsdp=2", "--rank", "-1"], "--rank -1: the layout fsdp=2 has 2", "--rank 1"),
         ([*TINY, "--layout", "pp=2", "--rank", "0", "--stages"], "mutually exclusive", "use one of them"),
         ([*TINY, "--set", "recipe.lr=1"], "--set without a config", "--layout"),
-        ([*TINY, "--layout", "fsdp=2,offload=params@nvme"], "does not train with it", "offload=none"),
+        (
+            [*TINY, "--layout", "fsdp=2,offload=optimizer+params@nvme"],
+            "does not train with it",
+            "optimizer@nvme",
+        ),
         ([*TINY, "--layout", "dp=3"], "batch=4 does not divide by dp·fsdp = 3", "dp=2"),
         ([*TINY, "--layout", "dp=two"], "dp=two", "dp=1"),
         ([*TINY, "--precision", "fp7"], 'recipe.precision = "fp7"', "fp8"),

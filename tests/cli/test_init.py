@@ -128,20 +128,24 @@ def test_a_model_that_no_preset_has_is_written_beside(capsys: Capture) -> None:
 def test_what_the_engine_will_refuse_is_said_and_marked(capsys: Capture) -> None:
     settings = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/scratch"}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "nvme", "nvme_path": "/scratch"},
+        },
         "wall_clock_breakdown": True,
     }
     Path("ds.json").write_text(json.dumps(settings), encoding="utf-8")
     code, out, err = shoal_(capsys, "init", "--from", "ds.json", "--on", "8xH100", "--model", "llama3-8b")
     assert code == 0 and "put right what is refused" in out
     assert (
-        "the engine will refuse: layout: offload=params@nvme: this version of Shoal does not train with it"
-        in err
+        "the engine will refuse: layout: offload=params@nvme with optimizer states in memory: this version of Shoal "
+        "does not train with it" in err
     )
     assert "note: wall_clock_breakdown = True: no counterpart, left out" in err.splitlines()
     text = Path("shoal.toml").read_text("utf-8")
     assert "# REFUSED: layout: offload=params@nvme" in text
-    assert load(Path("shoal.toml")).config.layout == "fsdp=8,micro=1,offload=params@nvme"
+    assert load(Path("shoal.toml")).config.layout == "fsdp=8,micro=1,offload=optimizer+params@nvme"
     _, out, _ = shoal_(capsys, "init", "--from", "ds.json", "--on", "8xH100", "--force", "--json")
     shown = json.loads(out)
     assert shown["written"] == ["shoal.toml"]

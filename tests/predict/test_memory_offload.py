@@ -10,7 +10,7 @@ import pytest
 from shoal.facts.cluster.notation import find
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
-from shoal.facts.layout.offload import RING
+from shoal.facts.layout.offload import RING, STAGED, STAGES
 from shoal.facts.ledger import Ledger
 from shoal.facts.model.parameters import block_parameters, parameter_count
 from shoal.facts.model.presets import PRESETS
@@ -67,8 +67,10 @@ def test_parameters_that_are_away_leave_two_blocks_on_the_device() -> None:
     assert params.host == optimizer.host + 2 * COUNT
     assert optimizer.peak_allocated - params.peak_allocated == 2 * (COUNT - 2 * BLOCK)
     on_disk = held("micro=1,recompute=full,offload=params@nvme")
-    assert on_disk.nvme == 14 * COUNT
-    assert on_disk.host == 4 * COUNT + 2 * BLOCK * (2 + 2) + 12 * RING
+    assert on_disk.nvme == (12 + 4 + 2) * COUNT
+    # A ring of states and gradients, and buffers; twice as many where gradients add up.
+    assert on_disk.host == (12 + 4) * RING + 2 * STAGES * STAGED
+    assert on_disk.peak_allocated == params.peak_allocated
 
 
 def test_a_fraction_is_cut_between_tensors() -> None:

@@ -167,6 +167,16 @@ CASES += [
     ("micro=4,recompute=full,offload=activations@nvme", {"layers": 6}, {"precision": "bf16"}, 0),
     ("fsdp=2,recompute=selective,offload=activations:0.5@nvme", {"layers": 6}, {}, 0),
     ("pp=2,micro=1,recompute=full,offload=optimizer+activations@nvme", {"layers": 8}, {"batch": 8}, 0),
+    # Weights in files, and gradients while they wait.
+    ("micro=4,offload=params@nvme", {"layers": 4}, {"precision": "bf16"}, 0),
+    ("micro=1,recompute=full,offload=params@nvme", {"layers": 6, "tied": True}, {"precision": "bf16"}, 0),
+    ("micro=2,offload=optimizer@nvme+params:0.5@nvme", {"layers": 4}, {}, 0),
+    ("dp=2,offload=params@nvme", {"layers": 4}, {"precision": "bf16"}, 0),
+    ("fsdp=2,micro=1,offload=params@nvme", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
+    ("fsdp=2,zero=1,offload=params:0.5@nvme", {"layers": 4}, {}, 0),
+    ("fsdp=2,zero=2,micro=1,offload=params@nvme", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
+    ("tp=2,recompute=full,offload=params@nvme+activations@nvme", {"layers": 6}, {"precision": "bf16"}, 0),
+    ("pp=2,micro=1,offload=params@nvme", {"layers": 4}, {"precision": "bf16", "batch": 8}, 0),
     # Weights rest with the host, and are fetched.
     ("micro=4,offload=params", {"layers": 4}, {"precision": "bf16"}, 0),
     ("micro=2,offload=optimizer+params", {"layers": 4, "tied": True}, {"precision": "bf16"}, 0),

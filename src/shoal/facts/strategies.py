@@ -25,6 +25,9 @@ class Strategy:
     resets: tuple[str, ...] = ()  # other strategies' keys, whose values need not be legal without it
     file: str = ""  # where it lives; empty: the engine does not run it yet
     unrun: tuple[str, ...] = ()  # of ``offload``, the parts that the engine does not run yet
+    asked_for: bool = (
+        False  # only where a layout names it: ``auto`` does not choose it, for some recipes refuse it
+    )
     # A policy's value with its own file.
     elsewhere: dict[tuple[str, object], str] = field(default_factory=dict)
     off: str = "1"  # how a layout says that it is not wanted
@@ -128,7 +131,7 @@ STRATEGIES = (
         "offload",
         "offload",
         file="parallel/offload/activations.py",
-        unrun=("params@nvme",),
+        asked_for=True,
         off="none",
         memory=HOST,
         made_in=("parallel/offload/host_memory.py",),

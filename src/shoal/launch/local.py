@@ -188,10 +188,13 @@ def check_memory(job: Job, nodes: int = 1) -> None:
     """
     on_cpu = job.cluster.device.name == "cpu"
     states = rank_states(job.model, job.config.recipe, job.layout)
-    away = waiting(job.layout.offload, "optimizer")
+    away, resting = (waiting(job.layout.offload, what) for what in ("optimizer", "params"))
+    in_files = resting is not None and resting.nvme  # then gradients are there too
     if away is not None and (away.nvme or not on_cpu):
-        for kind in ("optimizer",) if on_cpu else ("optimizer", "grads"):
+        for kind in ("optimizer",) if on_cpu and not in_files else ("optimizer", "grads"):
             states[kind] = round(states[kind] * (1 - away.fraction))
+    if resting is not None and (resting.nvme or not on_cpu):
+        states["params"] = round(states["params"] * (1 - resting.fraction))
     needed = sum(states.values()) * (job.layout.world // nodes if on_cpu else 1)
     if needed > job.cluster.device.memory_bytes:
         raise BadInput(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from shoal.facts.layout.offload import waiting
 from shoal.facts.problem import BadInput
 from shoal.parallel.offload.scratch import remove_leftovers, scratch_problems
 from shoal.plan.resolve import Job
@@ -19,7 +20,8 @@ def check_scratch(job: Job, run: Path, nodes: int = 1) -> None:
         return
     # Of every stage its ranks; nodes are filled stage by stage, so the fullest has at most this.
     each = max(one.nvme for one in ledgers(job.workload()))
-    if any(part.nvme and part.what == "optimizer" for part in job.layout.offload):
+    updated = waiting(job.layout.offload, "optimizer")
+    if updated is not None and updated.nvme:
         # A commit's copy is there too until it is written: one for each place that commits go to.
         each *= 2 if job.config.checkpoint.memory == 0 else 3
     needed = each * -(-job.layout.world // nodes)

@@ -23,6 +23,13 @@ class Slice(NamedTuple):
     local: Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
+    # Reads the values where these are in a file, and ``local`` has a shape alone.
+    read: Callable[[], Tensor] | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """To be looked at."""
+        return self.local if self.read is None else self.read()
 
 
 # Called with what a rank updates, to give it its first values: canonical names, and the boxes of those parameters.
@@ -54,7 +61,7 @@ def initialise(
 @torch.no_grad()
 def fill(slices: Iterable[tuple[str, Slice]], model: Model, seed: int) -> None:
     """As ``initialise``, for the parts that are here of the parameters of these names."""
-    for name, (local, global_shape, offset) in slices:
+    for name, (local, global_shape, offset, _) in slices:
         if name.endswith(("bias", f"{LORA_FACTORS[1]}.weight")):
             local.zero_()
         elif name.endswith(f"{LORA_FACTORS[0]}.weight"):

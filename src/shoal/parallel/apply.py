@@ -35,6 +35,7 @@ from shoal.parallel.offload.activations import ActivationOffload
 from shoal.parallel.offload.direct_files import Files
 from shoal.parallel.offload.host_memory import HostMemory
 from shoal.parallel.offload.params import ParameterFetcher, make_homes, resting_names
+from shoal.parallel.offload.staged_files import StagedFiles
 from shoal.parallel.offload.states import OffloadedStates
 from shoal.parallel.packed import fill_packed, pack_weights
 from shoal.parallel.pipeline import my_stages
@@ -258,10 +259,15 @@ def apply(
                 parameter.grad_dtype = compute if one_pass and not strict else states
     float8 = None if fp8 is None else Float8Scales(blocks, fp8, mesh, sharded=fully)
     in_float8 = gather_in_float8(blocks, fp8, layout.shards) if fp8 is not None and fully else []
-    # Offload: weights that rest in the host's memory come from there as they are used.
-    homes = make_homes(segments, names, memory)
+    # Offload: weights that rest off the device come from there as they are used.
+    staged = None
+    if resting is not None and resting.nvme and files is not None:
+        staged = StagedFiles(files, memory)
+    homes = make_homes(segments, names, memory, staged)
     fetched = None if resting is None else ParameterFetcher(segments, homes, mesh.device)
-    every = held_parameters(segments, model, mesh, group_of, states, away is not None, homes)
+    every = held_parameters(
+        segments, model, mesh, group_of, states, away is not None, homes.tensors, homes.files
+    )
     held, still = (
         [one for one in every if one.parameter.requires_grad == trained] for trained in (True, False)
     )
@@ -307,7 +313,7 @@ def apply(
     offloaded = None
     if away is not None:
         in_files = files if away.nvme else None
-        offloaded = OffloadedStates(gradients.pieces, memory, away.fraction, states, in_files)
+        offloaded = OffloadedStates(gradients.pieces, memory, away.fraction, states, in_files, staged)
         if layout.pp == 1:
             for _, part in parts:
                 _leave_early(part, offloaded, shared, compute)

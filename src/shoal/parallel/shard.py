@@ -194,7 +194,7 @@ class FullyShard:
             for module in self._modules():
                 module.set_all_reduce_hook(self.landing)
         # The first gathering makes FSDP pad its rows, into tensors that it keeps from then on.
-        homes = {one.parameter: one.home for one in held if one.home is not None}
+        homes = {one.parameter: one for one in held if one.home is not None}
         gathered = (_gather_once(root, homes) for root in roots.values())
         found = {label: weight for of_root in gathered for label, weight in of_root.items()}
         self.gathered = [found[one.label] for one in held]
@@ -260,7 +260,7 @@ class FullyShard:
         return [module for root in self.roots.values() for module in _sharded_modules(root)]
 
 
-def _gather_once(root: ShardedRoot, homes: Mapping[nn.Parameter, Tensor]) -> dict[str, nn.Parameter]:
+def _gather_once(root: ShardedRoot, homes: Mapping[nn.Parameter, HeldParameter]) -> dict[str, nn.Parameter]:
     """The parameters that the network computes with, by name: FSDP makes them once, and only their storage goes.
 
     Of those that rest at ``homes``, from then on no rank's rows are on the device but while they are gathered.
@@ -278,8 +278,8 @@ def _gather_once(root: ShardedRoot, homes: Mapping[nn.Parameter, Tensor]) -> dic
         module.reshard()
         for one in resting:
             # Private: FSDP asks this very tensor, and looks for what it can be asked when it first pads it.
-            rows, home = one.sharded_param._local_tensor, homes[one.sharded_param]
-            GatheredFromHome(rows, one.padded_sharded_param_size, home)
+            rows, held = one.sharded_param._local_tensor, homes[one.sharded_param]
+            GatheredFromHome(rows, one.padded_sharded_param_size, held)
             one._init_extensions()
     return found
 
@@ -332,7 +332,13 @@ def _packed_rows(held: HeldParameter, mesh: Mesh) -> Slice:
 def _slice(piece: Shard) -> Slice:
     first = piece.start // math.prod(piece.box.shape[1:])
     values = piece.tensor.data if piece.working is None else piece.working
-    return Slice(values, piece.box.whole, (piece.box.offset[0] + first, *piece.box.offset[1:]))
+    in_file = piece.held.home_file
+    return Slice(
+        values,
+        piece.box.whole,
+        (piece.box.offset[0] + first, *piece.box.offset[1:]),
+        None if in_file is None else in_file.read,
+    )
 
 
 def _reduce_now(root: FSDPModule) -> None:

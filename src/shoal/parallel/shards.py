@@ -24,6 +24,7 @@ from shoal.facts.model.parameters import EMBEDDING, HEAD, Parameter, by_name
 from shoal.facts.model.tensor_split import Box, TensorPart, range_boxes, tensor_part
 from shoal.models.initial import Slice
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.offload.direct_files import FileTransfer
 from shoal.parallel.stage_module import StageModule
 
 GroupOf = Callable[[Parameter], ParameterGroup]
@@ -41,8 +42,11 @@ class HeldParameter:
     copied: bool  # a head's own copy of a tied embedding
     states: torch.dtype | None = None  # what the optimizer keeps it in; None: as it is
     placed_later: bool = False  # whether a master copy is made when it is known where it will be
-    # Where it rests in the host's memory (``parallel/offload/params.py``): all of it, or this rank's rows. None: here.
+    # Where it rests off the device (``parallel/offload/params.py``): all of it, or this rank's rows. None: here.
     home: Tensor | None = None
+    home_file: WeightFile | None = (
+        None  # where that tensor has no values: those of all of it are in this file
+    )
 
     @property
     def label(self) -> str:
@@ -107,6 +111,18 @@ class AwayGradient(Protocol):
     def arrived(self) -> Tensor | None: ...
 
 
+class WeightFile(Protocol):
+    """Where a parameter rests that is in a file. What goes there, or comes from there, is under way on return."""
+
+    def fetch(self, into: Tensor) -> FileTransfer: ...
+
+    def send(self, values: Tensor) -> FileTransfer: ...
+
+    def read(self) -> Tensor: ...
+
+    def start_write(self, start: int, values: Tensor) -> FileTransfer: ...
+
+
 class FiledStates(Protocol):
     """What files have of a piece, state by state."""
 
@@ -137,12 +153,13 @@ def held_parameters(
     states: torch.dtype | None = None,
     masters: bool = False,
     homes: Mapping[nn.Parameter, Tensor] | None = None,
+    home_files: Mapping[nn.Parameter, WeightFile] | None = None,
 ) -> list[HeldParameter]:
     """Every parameter of the segments on this rank, in forward order.
 
     ``group_of``: other groups than the layout's. ``states``: what those that FSDP does not hold are updated in, and
-    with ``masters`` those that it holds as well; where they will be is decided later. ``homes``: of those that rest in
-    the host's memory.
+    with ``masters`` those that it holds as well; where they will be is decided later. ``homes``: of those that rest off
+    the device; ``home_files``: of those whose values are in files.
     """
     canonical, groups = (
         by_name(model),
@@ -156,7 +173,8 @@ def held_parameters(
         part = tensor_part(whole, tp, index, ep.size, mesh.index_in(ep))
         rest = None if isinstance(parameter, DTensor) and not masters else states
         home = None if homes is None else homes.get(parameter)
-        return HeldParameter(name, stage, parameter, part, group, copied, rest, masters, home)
+        in_file = None if home_files is None else home_files.get(parameter)
+        return HeldParameter(name, stage, parameter, part, group, copied, rest, masters, home, in_file)
 
     return [
         held(name, segment.stage.index, parameter, copied)
@@ -265,8 +283,12 @@ def write_working(pieces: Iterable[Shard]) -> None:
     copied = [piece for piece in pieces if piece.working is not None]
     masters = [piece for piece in copied if piece.away is None]
     for piece in copied:
-        if piece.away is not None and piece.working is not None:
+        if piece.away is None or piece.working is None:
+            continue
+        if piece.held.home_file is None:
             piece.working.copy_(weight(piece).detach())
+        elif (rests := goes_home(piece)) is not None:
+            rests.send(weight(piece).detach()).result()
     if masters:
         working: list[Any] = [piece.working for piece in masters]
         torch._foreach_copy_(working, [piece.tensor.detach() for piece in masters])
@@ -330,13 +352,23 @@ class ComposedReducer:
         return [found[one.label] for one in self.held]
 
 
+def goes_home(piece: Shard) -> WeightFile | None:
+    """The file that a piece's new weights belong in; None where there is none, or where data ranks that share a
+    parameter out have to gather each other's first."""
+    group = piece.held.group
+    return piece.held.home_file if group.fully_sharded or group.sharded.size == 1 else None
+
+
 def whole_weights(held: Iterable[HeldParameter]) -> list[tuple[str, Slice]]:
     """Parameters that are not sharded further."""
     return [
         (
             one.name,
             Slice(
-                one.parameter.data if one.home is None else one.home, one.part.box.whole, one.part.box.offset
+                one.parameter.data if one.home is None else one.home,
+                one.part.box.whole,
+                one.part.box.offset,
+                None if one.home_file is None else one.home_file.read,
             ),
         )
         for one in held

@@ -26,7 +26,7 @@ from shoal.facts.layout.buckets import buckets_by_kind, chunk_ranges, even_share
 from shoal.models.initial import Slice
 from shoal.parallel.bucket_reducer import BucketReducer
 from shoal.parallel.mesh import Mesh
-from shoal.parallel.shards import HeldParameter, Shard, counts, gradient_bytes, hand, whole_weights
+from shoal.parallel.shards import HeldParameter, Shard, counts, gradient_bytes, hand, weight, whole_weights
 
 
 class ShardedBucket:
@@ -118,10 +118,16 @@ class ShardedBucket:
         own = values[self.owned]
         for piece, place in self.placed:
             assert piece.working is not None
-            own[place].copy_(piece.working)
+            own[place].copy_(piece.working if piece.held.home_file is None else weight(piece))
         all_gather_single(values, own, group=group, async_op=True).wait()
+        going = []
         for one, view in zip(self.held, self.views(values), strict=True):
-            _rest(one).copy_(view)
+            if one.home_file is None:
+                _rest(one).copy_(view)
+            else:
+                going.append(one.home_file.send(view))
+        for transfer in going:
+            transfer.result()
         return None
 
     def free(self) -> None:

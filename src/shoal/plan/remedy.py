@@ -88,7 +88,7 @@ def for_model(asked: PlanRequest, runnable: bool = False) -> list[Remedy]:
             found.append(Remedy(f"LoRA with rank {Lora().rank} on these GPUs", plan))
     more = more_devices(asked, runnable)
     if more:
-        resting = " without offload" if runnable and not OWNERS["offload"].runs else ""
+        resting = " without offload" if runnable and OWNERS["offload"].asked_for else ""
         found.append(Remedy(f"{more.world} GPUs{resting}", more))
     return _run_first(found)
 

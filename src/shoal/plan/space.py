@@ -291,7 +291,8 @@ class Space:
         return [ep for ep in divisors(experts.count) if split.data * split.cp % ep == 0]
 
     def _searched(self, key: str) -> bool:
-        return OWNERS[key].runs or not self.runnable
+        owner = OWNERS[key]
+        return (owner.runs and not owner.asked_for) or not self.runnable
 
     def _legal(self, layout: Layout) -> bool:
         case = Case.of(layout, self.model, self.recipe)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from shoal.facts.layout import Layout
 from shoal.facts.layout.offload import offloaded, waiting
 from shoal.facts.layout.parameter_groups import DENSE, EXPERTS
+from shoal.facts.layout.ranks import stride
+from shoal.facts.layout.updates import updated_ranges
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import block_of
+from shoal.predict.optimizer_matrices import sharing_of
 from shoal.predict.rank_parameters import (
     ShardDegrees,
     expert_tensors,
@@ -30,19 +34,63 @@ def share_away(workload: Workload, what: str, stage: int = 0) -> float:
     adapters = workload.lora is not None and what == "optimizer"
     if part.fraction == 1.0 or what == "activations" or adapters:
         return part.fraction
+    if what == "optimizer":
+        pieces = _updated(workload, stage)
+        return sum(_away(workload, stage)) / sum(size for _, size in pieces)
+    held = _held(workload, stage)
+    sizes = [size for _, size in held]
+    return sum(sizes[offloaded(sizes, part.fraction) :]) / sum(sizes)
+
+
+def largest_piece(workload: Workload, stage: int) -> int:
+    """Elements of the largest piece whose states are offloaded, of those that pipeline rank ``stage`` updates."""
+    return max(_away(workload, stage), default=0)
+
+
+def _away(workload: Workload, stage: int) -> list[int]:
+    """Sizes of the pieces that the host updates: of a fraction the last, and of parameters that rest away all."""
+    part, resting = (waiting(workload.layout.offload, what) for what in ("optimizer", "params"))
+    assert part is not None
+    pieces, home = _updated(workload, stage), frozenset[str]()
+    first = offloaded([size for _, size in pieces], part.fraction)
+    if resting is not None and _in_chunks(workload):
+        held = _held(workload, stage)
+        home = frozenset(
+            label for label, _ in held[offloaded([size for _, size in held], resting.fraction) :]
+        )
+    return [size for number, (label, size) in enumerate(pieces) if number >= first or label in home]
+
+
+def _in_chunks(workload: Workload) -> bool:
+    """Whether data ranks update chunks of buckets, which cut parameters anywhere."""
+    dense = workload.groups[DENSE]
+    return dense.sharded.size > 1 and not dense.fully_sharded
+
+
+def _updated(workload: Workload, stage: int) -> Sequence[tuple[str, int]]:
+    """What a rank updates, piece by piece in forward order."""
+    if _in_chunks(workload) and workload.lora is None:
+        ranges = updated_ranges(sharing_of(workload), stage * stride("pp", workload.layout))
+        place = {label: number for number, (label, _) in enumerate(_held(workload, stage))}
+        pieces = ((one.label, one.stop - one.start) for one in ranges)
+        return sorted(pieces, key=lambda piece: place[piece[0]])
+    return _held(workload, stage, updated=True)
+
+
+def _held(workload: Workload, stage: int, updated: bool = False) -> Sequence[tuple[str, int]]:
+    """What a rank holds of the parameters, in forward order; ``updated``: of those that it updates, its share."""
     layout, groups = workload.layout, workload.groups
     dense, routed = groups[DENSE], groups.get(EXPERTS, groups[DENSE])
     shards = dense.sharded.size, routed.sharded.size
-    if what == "params" and not dense.fully_sharded:
+    if not updated and not dense.fully_sharded:
         shards = 1, 1
-    degrees = ShardDegrees(layout.tp, layout.ep, *shards)
-    return _cut(workload.model, degrees, layout, workload.cut_by, stage, part.fraction)
+    return _sizes(workload.model, ShardDegrees(layout.tp, layout.ep, *shards), layout, workload.cut_by, stage)
 
 
 @lru_cache(maxsize=4096)
-def _cut(
-    model: Model, degrees: ShardDegrees, layout: Layout, seq: int | None, stage: int, fraction: float
-) -> float:
+def _sizes(
+    model: Model, degrees: ShardDegrees, layout: Layout, seq: int | None, stage: int
+) -> tuple[tuple[str, int], ...]:
     here = rank_parameters(layout, model, seq, stage)
     sizes = []
     for one in here.stages:
@@ -52,8 +100,8 @@ def _cut(
         ]
         # Routed experts come after the other parameters of their block.
         whole.sort(key=lambda pair: _layer(pair[0].label, model.layers))
-        sizes += [padded_size(tensor, ranks) // ranks for tensor, ranks in whole]
-    return sum(sizes[offloaded(sizes, fraction) :]) / sum(sizes)
+        sizes += [(tensor.label, padded_size(tensor, ranks) // ranks) for tensor, ranks in whole]
+    return tuple(sizes)
 
 
 def _layer(name: str, layers: int) -> int:

@@ -92,6 +92,10 @@ FULL = (
     "fsdp=2,micro=1,offload=optimizer@nvme",
     "fsdp=2,zero=2,offload=optimizer:0.5@nvme",
     "tp=2,recompute=full,offload=optimizer@nvme+activations@nvme",
+    "dp=2,micro=1,offload=params@nvme",
+    "fsdp=2,offload=params:0.5@nvme",
+    "fsdp=2,zero=2,micro=1,offload=optimizer@nvme+params:0.5@nvme",
+    "pp=2,offload=params@nvme",
     # weights that rest in the host's memory
     "dp=2,offload=params",
     "fsdp=2,offload=params:0.5",

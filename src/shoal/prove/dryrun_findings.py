@@ -116,7 +116,7 @@ def in_memory(
         yield Finding("memory", f"{category}: {_off(found, wanted)}{made}")
     if abs(seen.host - predicted.host) > max(TOLERANCE * predicted.host, floor):
         yield Finding("memory", f"host: {_off(seen.host, predicted.host)}")
-    if seen.nvme != predicted.nvme:
+    if abs(seen.nvme - predicted.nvme) > TOLERANCE * predicted.nvme:
         yield Finding("memory", f"nvme: {_off(seen.nvme, predicted.nvme)}")
     if abs(seen.peak_allocated - predicted.peak_allocated) > max(TOLERANCE * predicted.peak_allocated, floor):
         moment = f"{seen.instant}; predicted: {predicted.instant}"

@@ -24,6 +24,7 @@ from shoal.facts.layout import Layout
 from shoal.observe.attribution import current_node
 from shoal.observe.subclasses import takes_itself_apart
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.offload.direct_files import FilePart
 from shoal.parallel.offload.host_memory import HostBuffer, HostMemory
 from shoal.prove.shape_cache import ShapeCache
 
@@ -82,6 +83,13 @@ class SizesAlone:
     def read(self, name: str, tensor: torch.Tensor, start: int = 0) -> SizesAlone:
         assert start + tensor.nbytes <= self._sizes[name]
         return self
+
+    def each(self, name: str, move: Callable[[FilePart], None]) -> SizesAlone:
+        assert name in self._sizes
+        return self
+
+    def remove(self, name: str) -> None:
+        del self._sizes[name]
 
     def mapped(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)

@@ -98,7 +98,7 @@ class _Watch:
         if self.watching:
             return
         for name, part in self.training.program.placed.weights:
-            self._look("weight", name, part.local)
+            self._look("weight", name, part.values)
         self.seen.samples = self._samples(step)
         for segment in self.training.program.placed.segments:
             for name, block in segment.network.model.layers.items():

@@ -26,6 +26,7 @@ from shoal.facts.model.parameters import block_of
 from shoal.parallel.apply import Placed
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.offload.host_memory import HostThread
+from shoal.parallel.offload.state_files import GRADIENT, new_weights
 from shoal.parallel.offload.states import OffloadedStates
 from shoal.parallel.shards import Shard
 from shoal.train import host_adamw
@@ -81,7 +82,9 @@ class HostUpdate:
         known = norm.detach().to("cpu", torch.float64, non_blocking=True)
         event = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         self._reached = min(self.groups, default=0) - 1.0  # nothing of the host's comes before
-        arriving = {piece: state.arriving() for piece, state in self.offloaded.away.items()}
+        arriving = {
+            piece: state.arriving() for piece, state in self.offloaded.away.items() if state.filed is None
+        }
         if isinstance(self.optimizer, AdamW):
             # Also where this update is refused, as all are in a dry run.
             for piece in self.offloaded.pieces:
@@ -150,7 +153,7 @@ class HostUpdate:
             scale = ((norm + CLIP_EPS) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
             for number, pieces in self.groups.items():
                 for piece in pieces:
-                    self._update_piece(piece, arriving[piece](), scale)
+                    self._update_piece(piece, arriving.get(piece), scale)
                 self._pass(number)
             if self.offloaded.filed is not None:
                 self.offloaded.filed.finish()
@@ -165,17 +168,21 @@ class HostUpdate:
             self._reached = number
             self._passed.notify_all()
 
-    def _update_piece(self, piece: Shard, gradient: Tensor, scale: Tensor) -> None:
-        working = piece.working
+    def _update_piece(self, piece: Shard, arriving: Callable[[], Tensor] | None, scale: Tensor) -> None:
+        """``arriving``: gives the gradient; None where it comes from a file, with the states."""
+        if arriving is None:
+            self._update_filed(piece, scale)
+            return
+        working, gradient = piece.working, arriving().view(-1)
         assert working is not None
-        returned, gradient = self.offloaded.away[piece].way_back(working), gradient.view(-1)
-        update = self._in_one_pass(piece, gradient.dtype, returned.dtype, scale) or self._in_parts(
-            piece, scale
-        )
+        returned = self.offloaded.away[piece].way_back(working)
+        # New weights take the gradient's place, or that of the old ones where these rest.
+        apart = self.offloaded.away[piece].rests
+        update = self._update_of(piece, gradient.dtype, returned.dtype, scale, apart)
         for start, states in self._lent(piece):
             part = slice(start, start + states["weight"].numel())
             update(states, start, gradient[part], returned[part])
-        if self.offloaded.away[piece].rests:
+        if apart:
             return  # the next pass fetches it
         if (back := self.offloaded.streams.back) is None:
             working.copy_(returned.view_as(working))
@@ -183,6 +190,27 @@ class HostUpdate:
         # All that has read the weights as they were has ended: the norm came after it.
         with torch.cuda.stream(back):
             working.copy_(returned.view_as(working), non_blocking=True)
+
+    def _update_filed(self, piece: Shard, scale: Tensor) -> None:
+        working, update = piece.working, None
+        assert working is not None
+        for start, states in self._lent(piece):
+            gradient = states.pop(GRADIENT)
+            returned = new_weights(piece, gradient)
+            if update is None:
+                update = self._update_of(piece, gradient.dtype, returned.dtype, scale, apart=False)
+            update(states, start, gradient, returned)
+            if piece.held.home is None:
+                self._return(working.view(-1)[start : start + returned.numel()], returned)
+
+    def _return(self, working: Tensor, returned: Tensor) -> None:
+        """New weights to the device, before their place is used again."""
+        if (back := self.offloaded.streams.back) is None:
+            working.copy_(returned)
+            return
+        with torch.cuda.stream(back):
+            working.copy_(returned, non_blocking=True)
+            back.record_event().synchronize()
 
     def _lent(self, piece: Shard) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """A piece's states by name; from files some elements after others, each time with the first one's number."""
@@ -193,8 +221,14 @@ class HostUpdate:
         states = {kind: one.view(-1) for kind, one in kept if isinstance(one, Tensor) and one.ndim}
         yield 0, {**states, "weight": piece.tensor.detach().view(-1)}
 
+    def _update_of(
+        self, piece: Shard, read: torch.dtype, written: torch.dtype, scale: Tensor, apart: bool
+    ) -> StretchUpdate:
+        """``apart``: new weights are not written where the gradient is."""
+        return self._in_one_pass(piece, read, written, scale, apart) or self._in_parts(piece, scale)
+
     def _in_one_pass(
-        self, piece: Shard, read: torch.dtype, written: torch.dtype, scale: Tensor
+        self, piece: Shard, read: torch.dtype, written: torch.dtype, scale: Tensor, apart: bool
     ) -> StretchUpdate | None:
         """Count an update, and give what does it; None where it goes by parts."""
         optimizer = self.optimizer
@@ -205,9 +239,8 @@ class HostUpdate:
         state = optimizer.started(piece.tensor)
         state["step"] += 1
         settings = host_adamw.settings_of(self.options[piece], int(state["step"]), float(scale))
-        # New weights take the gradient's place, or that of the old ones where these rest. Narrower ones would overtake
-        # the gradient.
-        whole, room = written == read or self.offloaded.away[piece].rests, self._room.view(written)
+        # In the gradient's place narrower ones would overtake it.
+        whole, room = written == read or apart, self._room.view(written)
 
         def update(states: dict[str, Tensor], start: int, gradient: Tensor, returned: Tensor) -> None:
             length = gradient.numel()

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from shoal.facts.layout import Layout, Offload
 from shoal.facts.layout.offload import (
     RING,
+    STAGED,
+    STAGES,
     OffDevice,
     away_bytes,
     leaves_early,
@@ -113,10 +115,18 @@ def test_an_update_moves_28_bytes_a_parameter() -> None:
 
 def test_where_they_wait() -> None:
     each = away_bytes(Recipe(precision="bf16"), ALONE, 1)
-    assert off_device(each, 1000, 100, nvme=False, adds_up=False) == OffDevice(14_000, 0)
-    # Of states in files a quarter is in memory at once, of many a bounded number; what is one piece all together.
-    assert off_device(each, 1000, 100, nvme=True, adds_up=False) == OffDevice(2000 + 250 * 12, 12_000)
-    assert off_device(each, 1000, 100, True, False, largest=600) == OffDevice(2000 + 600 * 12, 12_000)
-    assert off_device(each, 2**31, 100, True, False, largest=2**30).host == 2**32 + RING * 12
+    memory, disk = (Offload(what="optimizer", nvme=nvme) for nvme in (False, True))
+    assert off_device(each, 1600, 100, memory, False, 0, False) == OffDevice(1600 * 14, 0)
+    # Of states in files a sixteenth is in memory at once, of many a bounded number; what is one piece all together.
+    assert off_device(each, 1600, 100, disk, False, 0, False) == OffDevice(3200 + 100 * 12, 1600 * 12)
+    assert off_device(each, 1600, 100, disk, False, 600, False) == OffDevice(3200 + 600 * 12, 1600 * 12)
+    assert off_device(each, 2**31, 100, disk, False, 2**30, False).host == 2**32 + RING * 12
     summed = away_bytes(Recipe(precision="bf16"), ALONE, 4)
-    assert off_device(summed, 1000, 100, nvme=False, adds_up=True) == OffDevice(16_000 + 200 * 2, 0)
+    assert off_device(summed, 1600, 100, memory, True, 0, False) == OffDevice(1600 * 16 + 200 * 2, 0)
+    # With weights gradients are there too, and nothing but buffers in memory.
+    assert off_device(each, 1600, 100, disk, False, 0, True) == OffDevice(
+        STAGES * STAGED + 100 * 14, 1600 * 14
+    )
+    assert off_device(summed, 1600, 100, disk, True, 0, True) == OffDevice(
+        2 * STAGES * STAGED + 100 * 16, 1600 * 16
+    )

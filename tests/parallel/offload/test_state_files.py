@@ -76,10 +76,17 @@ def trained(step: Step) -> tuple[list[float], list[Tensor]]:
         ("offload=optimizer@nvme", {"optimizer": "sgd"}),
         ("micro=2,offload=optimizer@nvme", {"precision": "bf16"}),
         ("offload=optimizer@nvme", {"precision": "bf16", "states": "bf16"}),  # rounded by where an element is
+        # Weights too, and gradients while they wait.
+        ("offload=params@nvme", {}),
+        ("offload=optimizer@nvme+params:0.5@nvme", {"precision": "bf16"}),
+        # Squares of gradients that add up in files are summed in another order: without clipping.
+        ("micro=1,recompute=full,offload=params:0.4@nvme", {"optimizer": "sgd", "clip": 0.0}),
+        ("micro=2,offload=params@nvme", {"precision": "bf16", "clip": 0.0}),
+        ("offload=params@nvme", {"precision": "bf16", "states": "bf16"}),
     ],
     ids=str,
 )
-def test_not_a_bit_differs_from_states_in_memory(files: DirectFiles, layout: str, recipe: Any) -> None:
+def test_not_a_bit_differs_from_what_is_in_memory(files: DirectFiles, layout: str, recipe: Any) -> None:
     expected = trained(made(layout.replace("@nvme", ""), **recipe))
     step = made(layout, files, **recipe)
     losses, kept = trained(step)

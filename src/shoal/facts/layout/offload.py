@@ -2,7 +2,8 @@
 
 ``offload=optimizer`` gives the host the master copies, the optimizer's states and the update. The network's weights
 stay on the device in the compute precision; gradients leave it as they are summed. ``offload=params`` sends the
-weights away as well, and with them their update. ``@nvme`` keeps what only an update reads in files.
+weights away as well, and with them their update. ``optimizer@nvme`` keeps what only an update reads in files;
+``params@nvme`` keeps weights there, and gradients too while they wait for the norm.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from shoal.facts.recipe import Recipe
 IN_FLIGHT = 2
 # Elements whose states are in memory at once where they rest in files, at most: read ahead, updated, written behind.
 # And the share of a rank's that are, at most, in stretches of a quarter of that.
-RING, RING_SHARE, STRETCHES = 2**25, 4, 4
+RING, RING_SHARE, STRETCHES = 2**25, 16, 4
+# Buffers between files and other memory, and bytes of each: what several threads read or write at once.
+STAGES, STAGED = 4, 8 << 20
 
 
 def offloaded(sizes: Sequence[int], fraction: float) -> int:
@@ -112,6 +115,11 @@ class OffDevice(NamedTuple):
     nvme: float
 
 
+def staged_bytes(adds_up: bool) -> int:
+    """Between files and other memory; as much again where something is added to what is in a file."""
+    return STAGES * STAGED * (1 + adds_up)
+
+
 def ring_elements(elements: float, largest: float) -> float:
     """Of so many elements whose states rest in files, those that are in memory at once. ``largest``: of the pieces.
 
@@ -121,15 +129,25 @@ def ring_elements(elements: float, largest: float) -> float:
 
 
 def off_device(
-    each: AwayBytes, elements: float, block: float, nvme: bool, adds_up: bool, largest: float = 0.0
+    each: AwayBytes,
+    elements: float,
+    block: float,
+    part: Offload,
+    adds_up: bool,
+    largest: float,
+    all_filed: bool,
 ) -> OffDevice:
-    """Of so many offloaded parameters of a rank, of which its largest block has ``block``, its largest end ``largest``.
+    """Of so many offloaded parameters of a rank, of which a block has at most ``block``, a piece ``largest``.
 
     Gradients that are yet to be added up where they rest pass through buffers for two blocks, larger pieces in parts;
-    states on their way from a file and back through a ring.
+    states on their way from a file and back through a ring. ``all_filed``: so do gradients, which came there through
+    buffers of their own (``params@nvme``).
     """
+    ring = ring_elements(elements, min(largest, elements))
+    if all_filed:
+        filed = each.states + each.gradient
+        return OffDevice(staged_bytes(adds_up) + ring * filed, elements * filed)
     landing = IN_FLIGHT * min(block, elements) * each.travelling if adds_up else 0.0
-    if nvme:
-        ring = ring_elements(elements, min(largest, elements)) * each.states
-        return OffDevice(elements * each.gradient + landing + ring, elements * each.states)
+    if part.nvme:
+        return OffDevice(elements * each.gradient + landing + ring * each.states, elements * each.states)
     return OffDevice(elements * (each.gradient + each.states) + landing, 0.0)

@@ -12,9 +12,10 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -22,12 +23,12 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from shoal.facts.layout.offload import STAGED, STAGES
 from shoal.parallel.offload.host_memory import HostBuffer, HostMemory, whole_pages
 from shoal.parallel.offload.scratch import BLOCK, Scratch
 
 # What is hashed, read and written at once.
-PIECE = 8 << 20
-THREADS = 4
+PIECE, THREADS = STAGED, STAGES
 
 
 class FileTransfer(Protocol):
@@ -37,6 +38,19 @@ class FileTransfer(Protocol):
 
     def result(self) -> None:
         """Wait for its end; raises what went wrong."""
+
+
+class FilePart(Protocol):
+    """What is read or written at once: bytes ``start`` to ``stop`` of a tensor's file."""
+
+    start: int
+    stop: int
+
+    def read(self, buffer: Tensor) -> None:
+        """Into the beginning of an aligned buffer. Raises what went wrong."""
+
+    def write(self, buffer: Tensor) -> None:
+        """From there."""
 
 
 class Files(Protocol):
@@ -56,6 +70,11 @@ class Files(Protocol):
     ) -> FileTransfer: ...
 
     def read(self, name: str, tensor: Tensor, start: int = 0) -> FileTransfer: ...
+
+    def each(self, name: str, move: Callable[[FilePart], None]) -> FileTransfer:
+        """All parts of a file, a few at a time; what is asked of one later comes later."""
+
+    def remove(self, name: str) -> None: ...
 
     def mapped(self, size: int) -> Tensor:
         """So many bytes on the disk that are used as memory is; they go with the tensor."""
@@ -77,6 +96,21 @@ class DirectFile:
     hashes: list[bytes | None]  # of every piece; None: never written
     # The last transfer of every piece: the next one waits for it.
     last: list[Future[None] | None] = field(default_factory=list)
+
+
+class DiskPart:
+    """One of a file's pieces."""
+
+    def __init__(self, file: DirectFile, number: int) -> None:
+        self._file, self._number = file, number
+        self.start = number * PIECE
+        self.stop = min(file.size, self.start + PIECE)
+
+    def read(self, buffer: Tensor) -> None:
+        _read_piece(self._file, self._number, _memory(buffer[: self.stop - self.start]))
+
+    def write(self, buffer: Tensor) -> None:
+        _write_piece(self._file, self._number, _memory(buffer[: self.stop - self.start]))
 
 
 class DiskTransfer:
@@ -148,14 +182,26 @@ class DirectFiles:
 
         Up to the file's end or in whole pieces. ``after``: returns when the tensor has its values.
         """
-        return self._start(name, tensor, start, self._write_piece, after)
+        return self._start(name, tensor, start, _write_piece, after)
 
     def read(self, name: str, tensor: Tensor, start: int = 0) -> DiskTransfer:
         """Read it back, into an aligned buffer."""
         file = self._files[name]
         if any(file.last[number] is None for number in _pieces(file, tensor, start)):
             raise ValueError(f"{name} was never written")
-        return self._start(name, tensor, start, self._read_piece)
+        return self._start(name, tensor, start, _read_piece)
+
+    def each(self, name: str, move: Callable[[FilePart], None]) -> DiskTransfer:
+        file = self._files[name]
+        moves = {number: partial(move, DiskPart(file, number)) for number in range(len(file.last))}
+        return self._submit(file, moves)
+
+    def remove(self, name: str) -> None:
+        """A file that nothing will be asked of, when what was has ended."""
+        file = self._files.pop(name)
+        wait([one for one in file.last if one is not None])
+        os.close(file.handle)
+        file.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Wait for what runs, and let go of the files; their directory removes them."""
@@ -175,28 +221,35 @@ class DirectFiles:
         after: Callable[[], None] | None = None,
     ) -> DiskTransfer:
         file = self._files[name]
-        numbers, view = _pieces(file, tensor, start), _memory(tensor)
-        started = []
-        for number in numbers:
+        view, moves = _memory(tensor), {}
+        for number in _pieces(file, tensor, start):
             piece = view[number * PIECE - start : (number + 1) * PIECE - start]
-            job = self._pool.submit(_after, file.last[number], after, move, file, number, piece)
-            file.last[number] = job
-            started.append(job)
-        return DiskTransfer(started)
+            moves[number] = partial(move, file, number, piece)
+        return self._submit(file, moves, after)
 
-    @staticmethod
-    def _write_piece(file: DirectFile, number: int, memory: memoryview) -> None:
-        file.hashes[number] = _hash(file, number, memory)
-        _move(os.pwritev, file, number * PIECE, memory)
+    def _submit(
+        self,
+        file: DirectFile,
+        moves: Mapping[int, Callable[[], None]],
+        after: Callable[[], None] | None = None,
+    ) -> DiskTransfer:
+        for number, move in moves.items():
+            file.last[number] = self._pool.submit(_after, file.last[number], after, move)
+        return DiskTransfer([job for number in moves if (job := file.last[number]) is not None])
 
-    @staticmethod
-    def _read_piece(file: DirectFile, number: int, memory: memoryview) -> None:
-        _move(os.preadv, file, number * PIECE, memory)
-        if _hash(file, number, memory) != file.hashes[number]:
-            raise ScratchDamaged(
-                f"{file.path} gave back other bytes than were written to it, from byte {number * PIECE:,} on: "
-                "the disk is failing; offload.scratch = a directory on another one"
-            )
+
+def _write_piece(file: DirectFile, number: int, memory: memoryview) -> None:
+    file.hashes[number] = _hash(file, number, memory)
+    _move(os.pwritev, file, number * PIECE, memory)
+
+
+def _read_piece(file: DirectFile, number: int, memory: memoryview) -> None:
+    _move(os.preadv, file, number * PIECE, memory)
+    if _hash(file, number, memory) != file.hashes[number]:
+        raise ScratchDamaged(
+            f"{file.path} gave back other bytes than were written to it, from byte {number * PIECE:,} on: "
+            "the disk is failing; offload.scratch = a directory on another one"
+        )
 
 
 def aligned(size: int, device: torch.device) -> Tensor:
@@ -207,17 +260,14 @@ def aligned(size: int, device: torch.device) -> Tensor:
 def _after(
     before: Future[None] | None,
     after: Callable[[], None] | None,
-    move: Callable[[DirectFile, int, memoryview], None],
-    file: DirectFile,
-    number: int,
-    memory: memoryview,
+    move: Callable[[], None],
 ) -> None:
     """What was asked for earlier of the same piece comes first: it was started before, so it is under way."""
     if before is not None:
         wait([before])
     if after is not None:
         after()
-    move(file, number, memory)
+    move()
 
 
 def _move(call: Callable[..., int], file: DirectFile, start: int, memory: memoryview) -> None:

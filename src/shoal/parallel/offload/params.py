@@ -1,4 +1,4 @@
-"""Offload of parameters: weights rest in the host's memory, and are on the device while they are used.
+"""Offload of parameters: weights rest in the host's memory or in files, and are on the device while they are used.
 
 A block's weights are fetched while the block before it computes, in the forward pass and again, from the other end, in
 the backward pass; so the device has those of two blocks, and of each of the network's ends as its turn comes. What is
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from shoal.facts.layout.offload import offloaded
 from shoal.facts.model.parameters import CORRECTION
+from shoal.parallel.offload.direct_files import FileTransfer
 from shoal.parallel.offload.host_memory import HostMemory
+from shoal.parallel.offload.staged_files import StagedFiles
+from shoal.parallel.offload.weight_files import FiledWeight
+from shoal.parallel.shards import HeldParameter, WeightFile
 from shoal.parallel.stage_module import (
     StageModule,
     before_backward,
@@ -41,26 +45,38 @@ def resting_names(segments: Sequence[StageModule], fraction: float) -> frozenset
     return frozenset(name for name, _ in named[first:] if not name.endswith(CORRECTION))
 
 
+class Homes(NamedTuple):
+    """Where parameters rest that do not rest on the device."""
+
+    tensors: dict[nn.Parameter, Tensor]
+    files: dict[nn.Parameter, FiledWeight]  # of those whose tensor has no values
+
+
 def make_homes(
-    segments: Sequence[StageModule], names: frozenset[str], memory: HostMemory
-) -> dict[nn.Parameter, Tensor]:
-    """Where the parameters of these names rest. Those of them that FSDP does not hold have given up their storage."""
-    homes: dict[nn.Parameter, Tensor] = {}
+    segments: Sequence[StageModule], names: frozenset[str], memory: HostMemory, staged: StagedFiles | None
+) -> Homes:
+    """For the parameters of these names. Those of them that FSDP does not hold have given up their storage."""
+    homes = Homes({}, {})
     for segment in segments:
         for name, parameter in segment.network.named_parameters():
             if name in names:
                 rows = local_tensor(parameter)
-                room = memory.take(rows.numel() * rows.element_size()).bytes
-                homes[parameter] = room.view(rows.dtype).view(rows.shape)
+                if staged is None:
+                    room = memory.take(rows.numel() * rows.element_size()).bytes
+                    homes.tensors[parameter] = room.view(rows.dtype).view(rows.shape)
+                else:
+                    made = FiledWeight(len(homes.files), rows, staged)
+                    homes.tensors[parameter], homes.files[parameter] = made.stands, made
     return homes
 
 
 class GatheredFromHome:
-    """How FSDP gathers one parameter, of which this rank's rows rest in the host's memory."""
+    """How FSDP gathers one parameter, of which this rank's rows rest off the device."""
 
-    def __init__(self, rows: Tensor, padded: torch.Size, home: Tensor) -> None:
+    def __init__(self, rows: Tensor, padded: torch.Size, held: HeldParameter) -> None:
         """``rows``: FSDP's, whose storage goes. ``padded``: their shape as they travel."""
-        self.padded, self.home, self.device = padded, home, rows.device
+        assert held.home is not None
+        self.padded, self.home, self.file, self.device = padded, held.home, held.home_file, rows.device
         told: Any = rows
         told.fsdp_pre_all_gather, told.fsdp_post_all_gather = self.before, self.after
         empty_storage(rows)
@@ -70,7 +86,11 @@ class GatheredFromHome:
     ) -> tuple[tuple[Tensor, ...], None]:
         """What is sent. FSDP asks in the stream that it will read it in."""
         sent = torch.empty(self.padded, dtype=self.home.dtype, device=self.device)
-        sent[: self.home.shape[0]].copy_(self.home, non_blocking=True)
+        rows = sent[: self.home.shape[0]]
+        if self.file is None:
+            rows.copy_(self.home, non_blocking=True)
+        else:
+            self.file.fetch(rows).result()
         return (sent,), None
 
     def after(
@@ -87,14 +107,13 @@ NOTHING: Fetched = {}
 class ParameterFetcher:
     """The weights of a rank that are on the device: those in use, and those that will be next."""
 
-    def __init__(
-        self, segments: Sequence[StageModule], homes: Mapping[nn.Parameter, Tensor], device: torch.device
-    ) -> None:
+    def __init__(self, segments: Sequence[StageModule], homes: Homes, device: torch.device) -> None:
         """From now on these parameters are there whenever the network uses them."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # Each with the end of its copy.
-        self._here: dict[nn.Parameter, torch.cuda.Event | None] = {}
-        self.homes = {one: home for one, home in homes.items() if not isinstance(one, DTensor)}
+        self._here: dict[nn.Parameter, torch.cuda.Event | FileTransfer | None] = {}
+        self.homes = {one: home for one, home in homes.tensors.items() if not isinstance(one, DTensor)}
+        self._files: Mapping[nn.Parameter, WeightFile] = homes.files
         for segment in segments:
             self._watch(segment)
 
@@ -149,6 +168,9 @@ class ParameterFetcher:
             fill_storage(parameter)
         arrived = None
         # By way of ``data``: for autograd a weight is the one that it has saved, and it is.
+        if self._files:
+            self._here.update({one: self._files[one].fetch(one.data) for one in missing})
+            return
         if (stream := self._stream) is None:
             for parameter in missing:
                 parameter.data.copy_(unit[parameter])
@@ -161,9 +183,11 @@ class ParameterFetcher:
             arrived = stream.record_event()
         self._here.update(dict.fromkeys(missing, arrived))
 
-    def _wait_for(self, arrived: torch.cuda.Event | None) -> None:
-        if arrived is not None:
+    def _wait_for(self, arrived: torch.cuda.Event | FileTransfer | None) -> None:
+        if isinstance(arrived, torch.cuda.Event):
             torch.cuda.current_stream().wait_event(arrived)
+        elif arrived is not None:
+            arrived.result()
 
 
 def _before(module: nn.Module, use: partial[None]) -> None:

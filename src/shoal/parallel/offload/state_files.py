@@ -1,5 +1,7 @@
 """States in files: master copies and moments of offloaded pieces on a local disk (``offload=optimizer@nvme``).
 
+With ``offload=params@nvme`` their gradients are there too while they wait for the norm, and come back with them.
+
 An update goes through them in the order of the forward pass, a stretch at a time: read ahead, updated, written behind,
 through a ring of the host's memory, so that the disk works while the host's cores do and memory holds a bounded part of
 the states. Everyone else (checkpoints, guards, proofs) asks for a piece's state by its name and gets a copy that is its
@@ -23,14 +25,21 @@ from shoal.facts.layout.offload import RING, STRETCHES, ring_elements
 from shoal.parallel.offload.direct_files import PIECE, Files, FileTransfer
 from shoal.parallel.offload.host_memory import HostBuffer, HostMemory
 from shoal.parallel.offload.scratch import BLOCK
-from shoal.parallel.shards import Shard
+from shoal.parallel.shards import Shard, goes_home
 
 WEIGHT = "weight"
+GRADIENT = "gradient"
 
 
 def absent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A tensor of the host's without memory of its own."""
     return torch.full((), math.nan, dtype=dtype, device="cpu").expand(shape)
+
+
+def new_weights(piece: Shard, gradient: Tensor) -> Tensor:
+    """Of a piece, as the network reads them: they take the place of the gradient that made them, which is as wide."""
+    assert piece.working is not None
+    return gradient.view(torch.uint8).view(piece.working.dtype)[: gradient.numel()]
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ class FiledPiece:
 
     def __init__(self, piece: Shard, number: int, files: Files) -> None:
         """From now on its master copy is in a file; its values are yet to come."""
-        self.kinds: list[str] = []
+        self.kinds: dict[str, torch.dtype] = {}
         self._files, self._number = files, number
         self._shape, self._dtype = piece.tensor.shape, piece.tensor.dtype
         self.size = piece.tensor.numel()
@@ -73,23 +82,35 @@ class FiledPiece:
 
     def begin(self, kind: str) -> Tensor:
         """A state of zeros; what stands for it here."""
+        return self._begin(kind, self._dtype)
+
+    def begin_gradient(self, dtype: torch.dtype) -> str:
+        """The name of the file that a gradient of this type is to be sent to."""
+        if self.kinds.get(GRADIENT, dtype) != dtype:
+            self._files.remove(self._name(GRADIENT))
+            del self.kinds[GRADIENT]
+        self._begin(GRADIENT, dtype)
+        self._written[GRADIENT] = self.size
+        return self._name(GRADIENT)
+
+    def _begin(self, kind: str, dtype: torch.dtype) -> Tensor:
         if kind not in self.kinds:
-            self.kinds.append(kind)
-            self._files.make(self._name(kind), self.size * self._dtype.itemsize)
+            self.kinds[kind] = dtype
+            self._files.make(self._name(kind), self.size * dtype.itemsize)
         self._written[kind] = 0
-        return absent(self._shape, self._dtype)
+        return absent(self._shape, dtype)
 
     def read(self, kind: str) -> Tensor:
         """A copy of a state, its reader's own."""
         if not self._written[kind]:
-            return torch.zeros(self._shape, dtype=self._dtype, device="cpu")
-        values = self._room()
+            return torch.zeros(self._shape, dtype=self.kinds[kind], device="cpu")
+        values = self._room(kind)
         self._files.read(self._name(kind), values).result()
         return values
 
     def write(self, kind: str, values: Tensor) -> None:
         """New values of a state."""
-        there = self._room()
+        there = self._room(kind)
         there.copy_(values.detach())
         self._files.write(self._name(kind), there).result()
         self._written[kind] = self.size
@@ -102,15 +123,16 @@ class FiledPiece:
         if start >= self._written[kind]:
             into.zero_()
             return []
-        return [self._files.read(self._name(kind), into, start * self._dtype.itemsize)]
+        return [self._files.read(self._name(kind), into, start * into.element_size())]
 
     def start_write(self, kind: str, start: int, values: Tensor) -> FileTransfer:
         self._written[kind] = max(self._written[kind], start + values.numel())
-        return self._files.write(self._name(kind), values, start * self._dtype.itemsize)
+        return self._files.write(self._name(kind), values, start * values.element_size())
 
-    def _room(self) -> Tensor:
-        room = self._files.room(HostMemory(torch.device("cpu")), self.size * self._dtype.itemsize)
-        return room.bytes.view(self._dtype).view(self._shape)
+    def _room(self, kind: str) -> Tensor:
+        dtype = self.kinds[kind]
+        room = self._files.room(HostMemory(torch.device("cpu")), self.size * dtype.itemsize)
+        return room.bytes.view(dtype).view(self._shape)
 
     def _name(self, kind: str) -> str:
         return f"{self._number:05d}.{kind}"
@@ -135,14 +157,18 @@ class StateFiles:
         """An update is about to come: read ahead."""
         self.finish()
         self._next = 0
-        if self._ring is None:
-            self._ring = self.files.room(self._memory, self._ring_bytes())
+        size = self._ring_bytes()
+        if self._ring is None or self._ring.bytes.numel() < size:
+            if self._ring is not None:
+                self._memory.release(self._ring)
+            self._ring = self.files.room(self._memory, size)
         self._read_ahead()
 
     def lent(self, piece: Shard) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """A piece's states, some elements after others, each time with the number of the first. Then they are written.
 
-        All pieces are to be asked for, in order.
+        All pieces are to be asked for, in order. A gradient that is among them has its new weights in its place then,
+        and these go where the weights rest.
         """
         for stretch in self._cut(piece):
             while not any(one.stretch == stretch for one in self._held):
@@ -150,11 +176,17 @@ class StateFiles:
                 self._read_ahead()
             section = next(one for one in self._held if one.stretch == stretch)
             section.settle()
-            yield stretch.start, section.values
-            filed = self.filed[piece]
+            yield stretch.start, dict(section.values)
+            filed, rests = self.filed[piece], goes_home(piece)
             section.moving = [
-                filed.start_write(kind, stretch.start, values) for kind, values in section.values.items()
+                filed.start_write(kind, stretch.start, values)
+                for kind, values in section.values.items()
+                if kind != GRADIENT
             ]
+            if rests is not None:
+                section.moving.append(
+                    rests.start_write(stretch.start, new_weights(piece, section.values[GRADIENT]))
+                )
             section.updated = True
             self._read_ahead()
 
@@ -164,22 +196,22 @@ class StateFiles:
             self._held.popleft().settle()
 
     def _cut(self, piece: Shard) -> Iterator[FileStretch]:
-        """Between what is hashed at once."""
-        each = PIECE // piece.tensor.element_size()
+        """Between what is hashed at once, of the narrowest file too."""
+        assert piece.working is not None
+        each = PIECE // min(piece.tensor.element_size(), piece.working.element_size())
         step = max(each, RING // STRETCHES // each * each)
         size = self.filed[piece].size
         for start in range(0, size, step):
             yield FileStretch(piece, start, min(start + step, size))
 
     def _bytes(self, stretch: FileStretch) -> int:
-        size = (stretch.stop - stretch.start) * stretch.piece.tensor.element_size()
-        return len(self.filed[stretch.piece].kinds) * -(-size // BLOCK) * BLOCK
+        count, kinds = stretch.stop - stretch.start, self.filed[stretch.piece].kinds
+        return sum(-(-count * dtype.itemsize // BLOCK) * BLOCK for dtype in kinds.values())
 
     def _ring_bytes(self) -> int:
         elements = sum(filed.size for filed in self.filed.values())
-        each = max(len(filed.kinds) for filed in self.filed.values())
-        width = max(piece.tensor.element_size() for piece in self.filed)
-        wanted = int(min(RING, ring_elements(elements, 0))) * each * width
+        each = max(sum(dtype.itemsize for dtype in filed.kinds.values()) for filed in self.filed.values())
+        wanted = int(min(RING, ring_elements(elements, 0))) * each
         return max(wanted // BLOCK * BLOCK, *map(self._bytes, self._stretches))
 
     def _read_ahead(self) -> None:
@@ -207,10 +239,10 @@ class StateFiles:
 
     def _start(self, stretch: FileStretch, start: int) -> FileSection:
         assert self._ring is not None
-        filed, dtype = self.filed[stretch.piece], stretch.piece.tensor.dtype
+        filed = self.filed[stretch.piece]
         count, at = stretch.stop - stretch.start, start
         section = FileSection(stretch, start, start + self._bytes(stretch), {})
-        for kind in filed.kinds:
+        for kind, dtype in filed.kinds.items():
             values = self._ring.bytes[at : at + count * dtype.itemsize].view(dtype)
             section.values[kind] = values
             section.moving += filed.start_read(kind, stretch.start, values)

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from shoal.facts.layout.offload import IN_FLIGHT, offloaded
 from shoal.facts.model.parameters import CORRECTION, block_of
 from shoal.parallel.offload.activations import CopyStreams
-from shoal.parallel.offload.direct_files import Files
+from shoal.parallel.offload.direct_files import Files, FileTransfer
 from shoal.parallel.offload.host_memory import HostBuffer, HostMemory, HostThread
-from shoal.parallel.offload.state_files import StateFiles
+from shoal.parallel.offload.staged_files import StagedFiles
+from shoal.parallel.offload.state_files import GRADIENT, FiledPiece, StateFiles
 from shoal.parallel.shards import Shard
 from shoal.parallel.shards import gradient as gradient_of
 from shoal.parallel.stage_module import local_tensor
@@ -38,7 +39,7 @@ class Leaving(NamedTuple):
     unit: object  # what it came with
     gradient: Tensor
     stream: torch.cuda.Stream | None  # that it was made in
-    left: torch.cuda.Event | None
+    left: torch.cuda.Event | FileTransfer | None
 
 
 class AwayState:
@@ -64,6 +65,8 @@ class AwayState:
         self.early = False  # whether they leave in the backward pass
         self.landing: Future[None] | None = None
         self.left: torch.cuda.Event | None = None
+        self.filed: FiledPiece | None = None  # where the gradient waits in a file
+        self.squares: dict[int, float] = {}  # of one that adds up there, of each part
 
     def room_for(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Where its gradient waits, made when the first one leaves."""
@@ -85,7 +88,9 @@ class AwayState:
         return self.room.bytes.view(working.dtype)[: working.numel()]
 
     def arrived(self) -> Tensor | None:
-        """The gradient, when all of it is here; None where none has left."""
+        """The gradient, when all of it is here; None where none has left. A copy, where it is in a file."""
+        if self.filed is not None:
+            return self.filed.read(GRADIENT) if self.times else None
         return self.arriving()() if self.times else None
 
     def arriving(self) -> Callable[[], Tensor]:
@@ -140,8 +145,9 @@ class OffloadedStates:
         fraction: float,
         states: torch.dtype,
         files: Files | None = None,
+        staged: StagedFiles | None = None,
     ) -> None:
-        """``files``: where states rest that are not to take the host's memory either."""
+        """``files``: where states rest that are not to take the host's memory either. ``staged``: gradients too."""
         self.memory, self.states = memory, states
         self.streams = CopyStreams(memory)
         first = offloaded([piece.stop - piece.start for piece in pieces], fraction)
@@ -158,6 +164,10 @@ class OffloadedStates:
                 _make_here(piece)
         self.away = {piece: AwayState(piece, memory, files is not None) for piece in self.pieces}
         self.filed = StateFiles(self.pieces, files, memory) if files is not None else None
+        self.staged = staged if self.filed is not None else None
+        if self.filed is not None and staged is not None:
+            for piece, state in self.away.items():
+                state.filed = self.filed.filed[piece]
         self.several = False  # whether gradients are added up on the host
         sizes: Counter[int] = Counter()
         for piece in self.pieces:
@@ -185,6 +195,7 @@ class OffloadedStates:
         self.several = micro_batches > 1
         for piece, state in self.away.items():
             state.times, state.landing, state.left = 0, None, None
+            state.squares.clear()
             piece.squares = None
 
     def leave(self, piece: Shard, gradient: Tensor, complete: bool = False, together: object = None) -> None:
@@ -202,9 +213,10 @@ class OffloadedStates:
             assert piece.working is not None
             if gradient.element_size() < piece.working.element_size():
                 gradient = gradient.to(piece.tensor.dtype)  # its new weight would have no room in its place
-            room = state.room_for(gradient, gradient.dtype)
-            state.left = self._copy(gradient, room, gradient)
-        else:
+            if not self._send_to_file(state, gradient):
+                room = state.room_for(gradient, gradient.dtype)
+                state.left = self._copy(gradient, room, gradient)
+        elif not self._send_to_file(state, gradient, adds_up=True):
             self._add(state, gradient)
         state.times += 1
 
@@ -215,6 +227,11 @@ class OffloadedStates:
                 self.leave(piece, gradient_of(piece), complete=True)
                 piece.summed = None
         self.let_go()
+        for piece, state in self.away.items():
+            if piece.squares is None and state.squares:
+                # Measured as they were added up.
+                total = sum(state.squares.values())
+                piece.squares = torch.tensor(total, dtype=torch.float64, device=self.memory.device)
 
     def let_go(self, *_: object) -> None:
         """Of what has left; to be called before the fullest moment of a pass, its loss."""
@@ -269,9 +286,23 @@ class OffloadedStates:
         self._leaving.append(Leaving(self._coming, gradient, stream, left))
         return left
 
+    def _send_to_file(self, state: AwayState, gradient: Tensor, adds_up: bool = False) -> bool:
+        """Whether it goes there. It is held until it has gone."""
+        if self.staged is None or state.filed is None:
+            return False
+        if adds_up:
+            name, first = state.filed.begin_gradient(self.states), state.times == 0
+            left = self.staged.add(name, gradient, self.states, first, state.squares)
+        else:
+            left = self.staged.send(state.filed.begin_gradient(gradient.dtype), gradient)
+        self._leaving.append(Leaving(self._coming, gradient, None, left))
+        return True
+
     def _let_go(self) -> None:
         gone = self._leaving.popleft()
-        if gone.stream is not None and gone.left is not None:
+        if gone.left is not None and not isinstance(gone.left, torch.cuda.Event):
+            gone.left.result()
+        elif gone.stream is not None and gone.left is not None:
             # In the stream that it was made in, whose memory it is: FSDP has one of its own.
             gone.stream.wait_event(gone.left)
 

@@ -25,6 +25,10 @@ class LeavingGradients(RankGradients):
         self.stay, self.handed_on = 1.0 - rank.offloaded("optimizer"), self.hold.compute
         self.away = self.total.trained * rank.offloaded("optimizer")
 
+    def blocks_looked_at(self, run: BlockRun, done: int) -> list[int]:
+        """Beside the second the whole of a block's gradients is on its way, beside the first the head's."""
+        return sorted({*super().blocks_looked_at(run, done), min(1, run.layers - 1)})
+
     def held(self, moment: Moment, done: int | None, made: int = 0) -> float:
         return max(0.0, super().held(moment, done, made) - self.width * self.away)
 

@@ -215,7 +215,7 @@ class ShardedGradients(RankGradients):
         """
         last = run.layers - 1
         found = {0, 1, last - 1, (self.one.layers - 1 - done) % self.unit}
-        if self.unit > 1 or self.cast_sums:
+        if self.unit > 1 or self.cast_sums or self.leaving:
             found |= {2, last}
         return sorted({max(0, min(one, last)) for one in found})
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from shoal.facts.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
-from shoal.facts.layout.offload import IN_FLIGHT, OffDevice, away_bytes, leaves_early, off_device, waiting
+from shoal.facts.layout.offload import OffDevice, away_bytes, leaves_early, off_device, waiting
 from shoal.facts.layout.parameter_groups import DENSE
 from shoal.facts.model import Model
 from shoal.facts.model.parameters import parameter_count
 from shoal.facts.recipe import Recipe
 from shoal.predict.memory.inventory import RankInventory
 from shoal.predict.memory.update import own_states
+from shoal.predict.offload_cut import largest_piece
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,12 @@ def elsewhere(rank: RankInventory) -> OffDevice:
     if optimizer is not None:
         away, adds_up = rank.offloaded("optimizer") * updated, workload.accumulation > 1
         adds_up = adds_up and leaves_early(workload.layout)
-        ends = (rank.ends.embedding.trained_share, rank.ends.head.trained_share)
-        host, nvme = off_device(each, away, block, optimizer.nvme, adds_up, max(ends))
+        all_filed = params is not None and params.nvme
+        largest = largest_piece(workload, rank.number) if optimizer.nvme else 0
+        host, nvme = off_device(each, away, block, optimizer, adds_up, largest, all_filed)
     if params is not None:
         weights = rank.offloaded("params") * (_weights(rank) + _frozen(rank))
-        if params.nvme:
-            largest = max(run.block.share if rank.sharded else run.block.whole for run in rank.stages[0].runs)
-            nvme, host = nvme + weights, host + IN_FLIGHT * largest * rank.hold.compute
-        else:
-            host += weights
+        host, nvme = (host, nvme + weights) if params.nvme else (host + weights, nvme)
     return OffDevice(host, nvme)
 
 

@@ -67,11 +67,19 @@ def transfer(
     layout, times = workload.layout, workload.accumulation
     each = away_bytes(workload.recipe, layout, times, workload.stack)
     elements, layers = has.updated * away.optimizer, max(1, has.layers)
+    in_files = _on_nvme(workload, "params")
     leaving = elements * each.travelling / rates.link
     adding = elements * each.added / rates.update if times > 1 else 0.0
-    fetching = has.weights * away.params / _slower(rates.link, rates.disk_read, _on_nvme(workload, "params"))
+    if in_files:
+        # What adds up is read and written for every micro-batch.
+        adds_up = times > 1 and leaves_early(layout)
+        leaving = max(leaving, elements * each.gradient / rates.disk_write)
+        leaving += elements * each.gradient / rates.disk_read if adds_up else 0.0
+    fetching = has.weights * away.params / _slower(rates.link, rates.disk_read, in_files)
     # Ranks that update shards of whole weights gather each other's on the device, and all of it goes home from there.
     resting = fetching if layout.shards > 1 and layout.zero < 3 else 0.0
+    if in_files and resting:
+        resting = has.weights * away.params / min(rates.link, rates.disk_write)
     if layout.shards > 1 and layout.zero == 3 and layout.pp > 1:
         fetching /= 2 * times  # gathered once a step, for all passes
     kept, on_disk = has.activations * away.activations, _on_nvme(workload, "activations")
@@ -83,6 +91,10 @@ def transfer(
     through_disk = 0.0
     if _on_nvme(workload, "optimizer"):
         through_disk = elements * each.states * (1 / rates.disk_read + 1 / rates.disk_write)
+    if in_files:
+        # Gradients are read as they are used, new weights written as they are made.
+        through_disk += elements * each.gradient / rates.disk_read
+        through_disk += has.updated * away.params * each.back / rates.disk_write
     ready = max(elements * each.updated / rates.update, through_disk, back) + back / layers
     if away.optimizer == 1.0:
         ready += has.embedding * each.travelling / rates.link

@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -24,7 +24,7 @@ from shoal.comm.renamed import all_gather_single
 from shoal.facts.model.parameters import EMBEDDING, Parameter, by_name
 from shoal.facts.model.tensor_split import tensor_part
 from shoal.facts.traffic import name_ranks
-from shoal.parallel.shards import FiledStates, Shard
+from shoal.parallel.shards import Shard
 from shoal.train.guard.digest import BLOCK, Digests, digest, prepare
 from shoal.train.step import Step
 
@@ -75,8 +75,7 @@ class GuardedTensor:
     elements: tuple[Any, ...]  # two ranks with the same ones hold the same
     kept_as: str
     values: Tensor
-    filed: FiledStates | None = None  # where the values are, if not there
-    kind: str = ""  # and under which name
+    read: Callable[[], Tensor] | None = None  # them, where they are in a file
 
     @property
     def key(self) -> str:
@@ -139,16 +138,16 @@ class CorruptionGuard:
 
     def _digest(self, kept: list[GuardedTensor]) -> Digests:
         """Of what rests in files copies, one at a time."""
-        here = digest([one.values for one in kept if one.filed is None], self.mesh.device)
-        if all(one.filed is None for one in kept):
+        here = digest([one.values for one in kept if one.read is None], self.mesh.device)
+        if all(one.read is None for one in kept):
             return here
         mine = zip(here.blocks.split(here.counts), here.counts, here.totals, strict=True)
         every = []
         for one in kept:
-            if one.filed is None:
+            if one.read is None:
                 every.append(next(mine))
             else:
-                found = digest([one.filed.read(one.kind)], self.mesh.device)
+                found = digest([one.read()], self.mesh.device)
                 every.append((found.blocks, found.counts[0], found.totals[0]))
         blocks, counts, totals = zip(*every, strict=True)
         return Digests(torch.cat(blocks), counts, torch.stack(totals))
@@ -242,7 +241,7 @@ class CorruptionGuard:
         for piece, elements, kept_as in self._pieces:
             if piece.held.has_master or piece.away is not None:
                 yield GuardedTensor(
-                    MASTER, piece.name, elements, kept_as, piece.tensor, piece.filed, "weight"
+                    MASTER, piece.name, elements, kept_as, piece.tensor, _reads(piece, "weight")
                 )
             for kind, values in sorted(self.optimizer.state.get(piece.tensor, {}).items()):
                 if isinstance(values, Tensor) and values.dim() == 0:
@@ -250,7 +249,7 @@ class CorruptionGuard:
                         (piece, values)
                     )
                 elif isinstance(values, Tensor):
-                    yield GuardedTensor(kind, piece.name, elements, kept_as, values, piece.filed, kind)
+                    yield GuardedTensor(kind, piece.name, elements, kept_as, values, _reads(piece, kind))
         for kept_as, some in counts.items():
             # One tensor of them: each alone would take as long as a small parameter.
             pieces = tuple((piece.name, piece.box.offset, piece.start, piece.stop) for piece, _ in some)
@@ -269,9 +268,8 @@ class CorruptionGuard:
             copies = tensor_part(canonical[name], tp, index).copies
             embeddings += name == EMBEDDING
             kept_as = _kept_as(canonical[name], copies, tp, second=embeddings == 2)
-            found.append(
-                GuardedTensor(WEIGHT, name, (part.offset, tuple(part.local.shape)), kept_as, part.local)
-            )
+            elements = part.offset, tuple(part.local.shape)
+            found.append(GuardedTensor(WEIGHT, name, elements, kept_as, part.local, part.read))
         return found
 
     @cached_property
@@ -288,6 +286,10 @@ class CorruptionGuard:
             )
             for piece in self.placed.gradients.pieces
         ]
+
+
+def _reads(piece: Shard, kind: str) -> Callable[[], Tensor] | None:
+    return None if piece.filed is None else partial(piece.filed.read, kind)
 
 
 def odd_ones(parties: Sequence[Sequence[int]]) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
