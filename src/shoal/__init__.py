@@ -1,4 +1,4 @@
-"""Shoal's library interface: ``run`` and ``launch`` to train, ``plan`` and ``predict`` to plan."""
+"""The library: ``run`` and ``launch`` train, ``parity`` and ``dryrun`` prove, ``plan`` and ``predict`` plan."""
 
 from __future__ import annotations
 
@@ -13,9 +13,24 @@ if TYPE_CHECKING:
     from shoal.facts.model import Model
     from shoal.facts.problem import BadInput
     from shoal.launch.library import run
+    from shoal.prove.module_dryrun import dryrun
+    from shoal.prove.module_parity import parity
     from shoal.train.library.run import Run
 
-__all__ = ["BadInput", "Cluster", "Layout", "Model", "Run", "__version__", "launch", "plan", "predict", "run"]
+__all__ = [
+    "BadInput",
+    "Cluster",
+    "Layout",
+    "Model",
+    "Run",
+    "__version__",
+    "dryrun",
+    "launch",
+    "parity",
+    "plan",
+    "predict",
+    "run",
+]
 
 # Imported when they are first asked for, so that ``import shoal`` costs nothing. ``launch``, ``plan`` and ``predict``
 # are packages that can be called (facts/callable_package.py).
@@ -25,7 +40,9 @@ _PLACES = {
     "Layout": "shoal.facts.layout",
     "Model": "shoal.facts.model",
     "Run": "shoal.train.library.run",
+    "dryrun": "shoal.prove.module_dryrun",
     "launch": "shoal.launch",
+    "parity": "shoal.prove.module_parity",
     "plan": "shoal.plan",
     "predict": "shoal.predict",
     "run": "shoal.launch.library",

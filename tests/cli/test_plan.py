@@ -54,6 +54,15 @@ def test_the_document_has_every_field_that_is_promised(capsys: Capture) -> None:
     assert found["recipe"]["precision"] == "bf16" and found["recipe"]["optimizer"] == "adamw"
 
 
+def test_adapters_in_four_bits_and_with_lengths(capsys: Capture) -> None:
+    asked = (*SMALL[:1], "--on", "1xH100", *SMALL[3:], "--layout", "micro=1", "--lora", "8")
+    plain, quantised = (document(capsys, *asked, *more) for more in ((), ("--nf4", "--dora")))
+    assert quantised["lora"]["base"] == "nf4" and quantised["lora"]["kind"] == "dora"
+    ours, theirs = (one["plans"][0] for one in (quantised, plain))
+    assert ours["memory"]["params"] < 0.7 * theirs["memory"]["params"]
+    assert " --lora 8 --dora --nf4 " in ours["command"]
+
+
 def test_every_number_of_the_table_is_in_the_document(capsys: Capture) -> None:
     found = document(capsys, *SMALL, "--top", "3")
     _, shown, _ = plan(capsys, *SMALL, "--top", "3")
@@ -100,6 +109,7 @@ def test_an_illegal_layout_is_refused_with_all_reasons_and_the_nearest(capsys: C
         ([*SMALL, "--top", "0"], ["--top 0"]),
         ([*SMALL, "--export", "deepsped", "--save", "x.toml"], ["--export deepsped"]),
         ([*SMALL, "--precision", "bf61"], ['recipe.precision = "bf61"', 'recipe.precision = "bf16"']),
+        ([*SMALL, "--nf4", "--dora"], ["--lora 16 --nf4", "--lora 16 --dora"]),
         ([*SMALL, "--lora", "0", "--tokens", "0", "--states", "fp4"], ["--lora 0", "--tokens 0", "states"]),
         (
             ["tiny", "--on", "2xH1000", *SMALL[3:]],

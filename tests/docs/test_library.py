@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.ranks import run_ranks
 
@@ -51,4 +52,19 @@ def test_every_shoal_form_runs(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
         "step-00000003",
         "step-00000006",
+    ]
+
+
+def test_the_plan_of_the_page_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    import shoal
+
+    (proof,) = re.findall(
+        r"^```python\n(# From one process: [^\n]*\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL
+    )
+    (taught,) = [form.split("\n\n\nwith ")[0] for form in FORMS if "class Mlp" in form]
+    names: dict[str, Any] = {"shoal": shoal, "torch": torch, "__name__": "script"}
+    exec(f"{taught}\n\n\n{proof}", names)
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
+        ["tp=2", "True"],
+        ["fsdp=2,offload=optimizer", "True"],
     ]

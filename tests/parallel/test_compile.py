@@ -18,11 +18,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import RECOMPUTES, Layout, Recompute
 from shoal.facts.layout.kept import kept_tensors
-from shoal.facts.model import Model
+from shoal.facts.model import Adapters, Model
 from shoal.models.attention import attend
 from shoal.models.decoder import build
 from shoal.models.documents import Documents
 from shoal.models.initial import fill
+from shoal.models.lora import add_adapters
 from shoal.models.rotary import tables
 from shoal.observe.memory import MemoryTracker
 from shoal.parallel.apply import Placed, apply
@@ -72,6 +73,8 @@ def place(
     compute: torch.dtype | None = None,
 ) -> Placed:
     network = build(model, dropout, compute=compute or dtype, dtype=dtype)
+    if model.adapters is not None:
+        add_adapters(network, model.adapters)
     mesh = Mesh(Layout.parse(layout), 0, torch.device("cpu"))
     return apply(network, mesh, TuneSection(), partial(fill, model=model, seed=0), SEQ, compile_with=backend)
 
@@ -148,6 +151,26 @@ def test_an_evaluation_in_the_midst_of_training_is_compiled_too() -> None:
     assert all(
         a is b for a, b in zip((one.grad for one in placed.gradients.computed_with()), held, strict=True)
     )
+
+
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_adapters_drop_the_same_compiled(kind: str) -> None:
+    adapters = Adapters(rank=4, alpha=8, targets=("q_proj", "o_proj", "down_proj"), dropout=0.3)
+    model = Model(**SHAPE, adapters=adapters)
+
+    def placed(backend: str | None) -> Placed:
+        found = place(model, backend, f"recompute={kind}")
+        for piece in found.gradients.pieces:  # B begins at zero, and A would have no gradient
+            piece.tensor.data.copy_(torch.linspace(-1, 1, piece.tensor.numel()).view_as(piece.tensor))
+        return found
+
+    expected, undropped = (step(placed(None), [rows(model, dropout=one)]) for one in (True, False))
+    assert not any(map(torch.allclose, undropped[1], expected[1]))
+    ours = placed("aot_eager")
+    found = step(ours, [rows(model, dropout=True)])
+    compiled(ours)
+    for some, theirs in zip(found, expected, strict=True):
+        assert_close(some, theirs, 1e-5)
 
 
 def test_what_cannot_be_compiled_runs_eager() -> None:

@@ -121,6 +121,29 @@ def test_memory_is_what_is_predicted(layout: str, targets: list[str], precision:
         assert seen.differences(0) == []
 
 
+DROPPED = [
+    ("micro=4", EVERY, "bf16"),
+    ("pp=2,micro=1,schedule=zb", EVERY, "bf16"),
+    ("tp=2,sp=0,micro=2,recompute=full", EVERY, "bf16"),
+    ("fsdp=2,micro=2", ["q_proj", "v_proj"], "bf16"),
+    ("pp=2,micro=1,recompute=full", ["down_proj"], "fp32"),
+    ("micro=4,recompute=selective", ["up_proj"], "bf16"),
+    ("dp=2,micro=2", ["o_proj"], "bf16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "targets", "precision"), thinned(DROPPED, 3), ids=lambda value: str(value).replace("_proj", "")
+)
+def test_memory_and_traffic_with_dropout_are_what_is_predicted(
+    layout: str, targets: list[str], precision: str
+) -> None:
+    lora = Lora(rank=8, alpha=16, targets=targets, dropout=0.1)
+    workload = replace(ask(layout, {"layers": 4}, precision=precision, batch=8), lora=lora)
+    for stage in {0, workload.layout.pp - 1}:
+        assert dryrun(workload, first_rank(workload.layout, stage)).differences(0) == []
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_layout_changes_the_run(make_prover: Callable[..., Prover], layout: str) -> None:
     lora = f"{{rank=3, alpha=6, targets={EVERY}}}".replace("'", '"')
@@ -137,6 +160,26 @@ OF_DORA = ("dp=2,micro=2", "fsdp=2", "tp=2,recompute=full", "tp=4,sp=0", "pp=2",
 def test_no_layout_changes_a_run_of_dora(make_prover: Callable[..., Prover], layout: str) -> None:
     lora = f'{{kind="dora", rank=3, alpha=6, targets={EVERY}}}'.replace("'", '"')
     (verdict,) = make_prover("fp64", model__lora=lora).prove([Layout.parse(layout)]).verdicts
+    assert verdict.ok, verdict
+    assert verdict.max_grad_diff <= 1e-12
+
+
+# Whatever cuts tokens, rows or features: the masks of what adapters read are cut with them.
+OF_DROPOUT = (
+    "dp=2,micro=1",
+    "fsdp=2,recompute=full",
+    "tp=2",
+    "tp=4,sp=0,recompute=selective",
+    "cp=2",
+    "pp=2",
+)
+
+
+@pytest.mark.parametrize("layout", thinned(OF_DROPOUT, 3))
+def test_no_layout_changes_a_run_with_dropout(make_prover: Callable[..., Prover], layout: str) -> None:
+    lora = f"{{rank=3, alpha=6, dropout=0.2, targets={EVERY}}}".replace("'", '"')
+    prover = make_prover("fp64", model__lora=lora, recipe__dropout=0)
+    (verdict,) = prover.prove([Layout.parse(layout)]).verdicts
     assert verdict.ok, verdict
     assert verdict.max_grad_diff <= 1e-12
 

@@ -36,6 +36,8 @@ def plan(
     states: str = "fp32",
     reduce: str = "fp32",
     lora: int | None = None,
+    dora: Annotated[bool, Parameter(negative=())] = False,
+    nf4: Annotated[bool, Parameter(negative=())] = False,
     calibration: bool = True,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -89,6 +91,10 @@ def plan(
         Precision of the gradient reduction: fp32 or bf16.
     lora
         Train LoRA adapters of this rank instead of the weights.
+    dora
+        With --lora: train the lengths of the weights' rows too, apart from their directions.
+    nf4
+        With --lora: the frozen weights of blocks rest in 4 bits (QLoRA).
     calibration
         Use the rates that shoal profile --calibrate measured for this kind of device, if there are any.
     json
@@ -115,6 +121,8 @@ def plan(
         batch=batch,
         layout=layout,
         lora=lora,
+        dora=dora,
+        nf4=nf4,
         tokens=tokens,
         price=price,
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),

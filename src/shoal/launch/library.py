@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -99,10 +100,7 @@ def launch(
     known = set(inspect.signature(run).parameters) - {"layout"}
     if unknown := options.keys() - known:
         raise BadInput(f"shoal.launch has no option {min(unknown)!r}", did_you_mean(min(unknown), known))
-    # Found again by its name in a new process; what a notebook or another function has defined is there only in a copy
-    # of this one.
-    found = getattr(sys.modules.get(fn.__module__), fn.__qualname__, None) is fn
-    importable = found and (fn.__module__ != "__main__" or hasattr(sys.modules["__main__"], "__file__"))
+    importable = all(_importable(one) for one in (fn, *arguments) if isinstance(one, FunctionType | type))
     if not importable and torch.cuda.is_initialized():
         raise BadInput(
             "this process has used a GPU, and its copies could not",
@@ -113,6 +111,13 @@ def launch(
         return run_ranks(wanted.world, _work, given, timeout, "forkserver" if importable else "fork")
     except RankFailed as failure:
         raise RuntimeError(f"rank {failure.rank} of shoal.launch failed:\n{failure.text}") from None
+
+
+def _importable(one: FunctionType | type) -> bool:
+    """Whether a new process finds it again by its name; what a notebook or another function has defined is there only
+    in a copy of this one."""
+    found = getattr(sys.modules.get(one.__module__), one.__qualname__, None) is one
+    return found and (one.__module__ != "__main__" or hasattr(sys.modules["__main__"], "__file__"))
 
 
 def _work(

@@ -350,6 +350,7 @@ def _prepared_source(data: DataSection, cache: Path, console: Console, key: str)
             heldout=data.heldout,
             max_bad_rows=data.max_bad_rows,
             workers=data.workers,
+            ray=data.ray,
             keep=data.window if data.shuffle == "window" else 0,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
             key=key,

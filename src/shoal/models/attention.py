@@ -89,16 +89,17 @@ class Attention(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         positions: Tensor,
         documents: Documents | None,
+        noise: Tensor | None = None,
     ) -> Tensor:
-        query = self.heads(self.q_proj(x), self.q_norm)
-        key = self.heads(self.k_proj(x), self.k_norm)
-        value = self.heads(self.v_proj(x), None)
+        query = self.heads(self.q_proj(x, positions, noise), self.q_norm)
+        key = self.heads(self.k_proj(x, positions, noise), self.k_norm)
+        value = self.heads(self.v_proj(x, positions, noise), None)
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
         mixed = self.attend(
             *(query, key, value, positions, documents), scale=self.scale, window=self.window, cap=self.cap
         )
-        output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2), positions, noise)
         return output
 
     def heads(self, projected: Tensor, norm: RMSNorm | None) -> Tensor:

@@ -56,7 +56,7 @@ class Block(nn.Module):
         noise: Tensor | None,
     ) -> Tensor:
         after, read = self.attended(hidden, rotation, positions, documents, noise)
-        return self.added(after, self.mlp(read), positions, noise)
+        return self.added(after, self.mlp(read, positions, noise), positions, noise)
 
     def attended(
         self,
@@ -67,7 +67,7 @@ class Block(nn.Module):
         noise: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """The stream after attention, and what the MLP reads."""
-        attended: Tensor = self.self_attn(self.input_layernorm(hidden), rotation, positions, documents)
+        attended: Tensor = self.self_attn(self.input_layernorm(hidden), rotation, positions, documents, noise)
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
         after: Tensor = hidden + self.attention_dropout(attended, positions, noise)

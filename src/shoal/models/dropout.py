@@ -23,6 +23,8 @@ class Dropout(nn.Module):
         self.salt = random.key(0, 0, name)
         # Bits below this are dropped. An integer comparison makes p exact and needs no floating point.
         self.threshold = int(p * 2**64) - 2**63
+        # Where tensor ranks split features: the first of those that are here.
+        self.first = 0
 
     def forward(self, x: Tensor, positions: Tensor, noise: Tensor | None) -> Tensor:
         """x [B, T, features], positions [B, T], noise [B]: one hashed key for each sequence."""
@@ -33,10 +35,10 @@ class Dropout(nn.Module):
         scale = 1 / (1 - self.p)
         if torch.compiler.is_compiling():
             # One kernel: the bits stay in its registers.
-            features = torch.arange(x.shape[-1], device=x.device)
+            features = torch.arange(self.first, self.first + x.shape[-1], device=x.device)
             kept = random.bits(tokens[:, :, None], features) >= self.threshold
             return torch.where(kept, x * scale, 0)
-        dropped: Tensor = _Drop.apply(x, below(tokens, x.shape[-1], self.threshold), scale)
+        dropped: Tensor = _Drop.apply(x, below(tokens, x.shape[-1], self.threshold, self.first), scale)
         return dropped
 
     def extra_repr(self) -> str:
@@ -60,11 +62,11 @@ class _Drop(torch.autograd.Function):
 
 # One operator, so that a dry run does not go through its many small ones.
 @torch.library.custom_op("shoal::dropped", mutates_args=())
-def below(tokens: Tensor, width: int, threshold: int) -> Tensor:
-    """Which of ``width`` features of each token [B, T] are dropped, [B, T, width]."""
+def below(tokens: Tensor, width: int, threshold: int, first: int = 0) -> Tensor:
+    """Which of ``width`` features, from ``first`` on, of each token [B, T] are dropped, [B, T, width]."""
     mask = torch.empty(*tokens.shape, width, dtype=torch.bool, device=tokens.device)
     rows, keys = mask.view(-1, width), tokens.reshape(-1, 1)
-    features = torch.arange(width, device=tokens.device)
+    features = torch.arange(first, first + width, device=tokens.device)
     # Some rows at a time: the bits, eight bytes a feature, stay in a cache.
     chunk = random.CHUNK_CPU if tokens.device.type == "cpu" else random.CHUNK
     at_once = max(1, chunk // width)
@@ -75,5 +77,5 @@ def below(tokens: Tensor, width: int, threshold: int) -> Tensor:
 
 
 @below.register_fake
-def _(tokens: Tensor, width: int, threshold: int) -> Tensor:
+def _(tokens: Tensor, width: int, threshold: int, first: int = 0) -> Tensor:
     return torch.empty(*tokens.shape, width, dtype=torch.bool, device=tokens.device)

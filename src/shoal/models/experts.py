@@ -178,7 +178,8 @@ class MixtureOfExperts(nn.Module):
         self.enter: Callable[[Tensor, Routing], tuple[Tensor, Routing]] = _as_they_are
         self.leave: Callable[[Tensor], Tensor] = _as_it_is
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
+        """``positions`` and ``noise`` are for adapters, which experts have none of."""
         tokens, (x, weights, order) = self.route(x)
         arriving, sent = self.travel.send(tokens, order.ends)
         del tokens  # what has left takes no room

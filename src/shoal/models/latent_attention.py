@@ -56,12 +56,17 @@ class LatentAttention(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         positions: Tensor,
         documents: Documents | None,
+        noise: Tensor | None = None,
     ) -> Tensor:
         assert rotation is not None
         latent = self.latent
-        query, turning = self._heads(self._queries(x)).split([latent.nope_dim, latent.rope_dim], dim=-1)
-        narrow, shared = self.kv_a_proj_with_mqa(x).split([latent.kv_rank, latent.rope_dim], dim=-1)
-        wide = self.kv_b_proj(self.kv_a_layernorm(narrow))
+        query, turning = self._heads(self._queries(x, positions, noise)).split(
+            [latent.nope_dim, latent.rope_dim], dim=-1
+        )
+        narrow, shared = self.kv_a_proj_with_mqa(x, positions, noise).split(
+            [latent.kv_rank, latent.rope_dim], dim=-1
+        )
+        wide = self.kv_b_proj(self.kv_a_layernorm(narrow), positions, noise)
         key, value = self._heads(wide, latent.nope_dim + latent.value_dim).split(
             [latent.nope_dim, latent.value_dim], dim=-1
         )
@@ -73,15 +78,17 @@ class LatentAttention(nn.Module):
         mixed = self.attend(
             query, key, F.pad(value, (0, padding)), positions, documents, scale=self.scale, window=None
         )
-        output: Tensor = self.o_proj(mixed[..., : latent.value_dim].transpose(1, 2).flatten(2))
+        values = mixed[..., : latent.value_dim].transpose(1, 2).flatten(2)
+        output: Tensor = self.o_proj(values, positions, noise)
         return output
 
-    def _queries(self, x: Tensor) -> Tensor:
+    def _queries(self, x: Tensor, positions: Tensor, noise: Tensor | None) -> Tensor:
         if self.q_proj is not None:
-            direct: Tensor = self.q_proj(x)
+            direct: Tensor = self.q_proj(x, positions, noise)
             return direct
         assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
-        projected: Tensor = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        narrow = self.q_a_layernorm(self.q_a_proj(x, positions, noise))
+        projected: Tensor = self.q_b_proj(narrow, positions, noise)
         return projected
 
     def _heads(self, projected: Tensor, width: int | None = None) -> Tensor:

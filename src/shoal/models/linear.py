@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.models.dropout import Dropout
 from shoal.models.float8 import WeightScales
 from shoal.models.nf4 import PACKED, PackedProduct, unpack
 
@@ -80,8 +81,9 @@ class Linear(nn.Linear):
     1. ``product``: how x·Wᵀ and its two gradients are computed.
     2. ``defer``: is offered a weight's gradient before it is computed, and takes it (True) to have it computed later.
     3. ``lora_A``, ``lora_B``: a low-rank pair beside a frozen weight (``models/lora.py``), whose output for the same x
-       is added, times ``lora_scale``. With ``lora_magnitude_vector`` (DoRA) every output is then divided by the length
-       of its row of the sum of both, and multiplied by a trained one.
+       is added, times ``lora_scale``. In training the first of them reads x with some features dropped
+       (``lora_dropout``): which, follows from the tokens' positions and noise. With ``lora_magnitude_vector`` (DoRA)
+       every output is then divided by the length of its row of the sum of both, and multiplied by a trained one.
     4. ``reduce``: makes a whole of the result where the weight is one rank's part. The bias, which is whole, comes
        after it.
 
@@ -99,6 +101,7 @@ class Linear(nn.Linear):
         self.lora_A: Linear | None = None
         self.lora_B: Linear | None = None
         self.lora_scale = 1.0
+        self.lora_dropout: Dropout | None = None
         self.lora_magnitude_vector: nn.Parameter | None
         self.register_parameter("lora_magnitude_vector", None)
         # Kept true, whenever weights change, by what sets a product that needs them.
@@ -109,26 +112,32 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """No values yet: ``initial.initialise`` or a checkpoint gives them."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
+        """``positions``, ``noise``: those of the tokens x, where an adapter drops features of them."""
+        if self.lora_dropout is None or positions is None:
+            read = x
+        else:
+            read = self.lora_dropout(x, positions, noise)
         if self.reduce is None and self.lora_magnitude_vector is None:
-            return self.multiply(x, self.bias)
-        output = self.multiply(x, None)
+            return self.multiply(x, read, self.bias)
+        output = self.multiply(x, read, None)
         if self.reduce is not None:
             output = self.reduce(output)
         return output if self.bias is None else output + self.bias.to(x.dtype)
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, read: Tensor, bias: Tensor | None) -> Tensor:
+        """``read``: what adapters have of x."""
         bias = None if bias is None else bias.to(x.dtype)
         if self.weight.dtype == PACKED:
             output = PackedProduct.apply(x, self.weight, bias)
-            return self.adapt(x, output, self.weight)
+            return self.adapt(read, output, self.weight)
         weight = self.weight.to(x.dtype)
         if self.defer is None and isinstance(self.product, PlainProduct):
             output = self.product(x, weight, bias)  # autograd's own parts cost the host less
         else:
             scales = self.weight_scales or (None, None)
             output = _InParts.apply(x, weight, bias, self, *scales, self.rounded_weight)
-        return self.adapt(x, output, weight)
+        return self.adapt(read, output, weight)
 
     def adapt(self, x: Tensor, output: Tensor, weight: Tensor) -> Tensor:
         """What adapters make of x, added."""

@@ -10,6 +10,7 @@ import torch
 
 from shoal.facts.model import Adapters
 from shoal.models.decoder import Network
+from shoal.models.dropout import Dropout
 from shoal.models.linear import Linear
 
 
@@ -25,6 +26,8 @@ def add_adapters(network: Network, adapters: Adapters) -> None:
                     out = Linear(adapters.rank, module.out_features, bias=False)
                 module.lora_A, module.lora_B = into.to(dtype), out.to(dtype)
                 module.lora_scale = adapters.scale
+                if adapters.dropout:
+                    module.lora_dropout = Dropout(f"{name}.lora", adapters.dropout)
                 if adapters.kind == "dora":
                     lengths = torch.empty(module.out_features, dtype=dtype, device="meta")
                     module.lora_magnitude_vector = torch.nn.Parameter(lengths)

@@ -28,10 +28,10 @@ class MLP(nn.Module):
         self.down_proj = Linear(width, model.hidden, bias=model.mlp_bias)
         self.activation = ACTIVATIONS[model.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
         if self.gate_proj is None:
-            inner = self.activation(self.up_proj(x))
+            inner = self.activation(self.up_proj(x, positions, noise))
         else:
-            inner = self.activation(self.gate_proj(x)) * self.up_proj(x)
-        output: Tensor = self.down_proj(inner)
+            inner = self.activation(self.gate_proj(x, positions, noise)) * self.up_proj(x, positions, noise)
+        output: Tensor = self.down_proj(inner, positions, noise)
         return output

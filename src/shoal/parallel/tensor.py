@@ -53,6 +53,8 @@ def cut_parameters(network: Network, model: Model, tp: int, index: int) -> None:
         setattr(owner, leaf, nn.Parameter(whole.new_empty(box.shape), requires_grad=whole.requires_grad))
         if isinstance(owner, Linear):
             owner.out_features, owner.in_features = owner.weight.shape
+            if leaf == "weight" and owner.lora_dropout is not None:
+                owner.lora_dropout.first = box.offset[1]
 
 
 def split_block(block: Block, stream: TensorRegion) -> None:

@@ -196,7 +196,11 @@ def ask(workload: Workload, called: str | None = None) -> str:
     ):
         if (asked := getattr(recipe, flag)) != usual:
             words += f" --{flag} {asked}"
-    return words + (f" --lora {workload.lora.rank}" if workload.lora is not None else "")
+    if workload.lora is not None:
+        words += f" --lora {workload.lora.rank}"
+        words += " --dora" if workload.lora.kind == "dora" else ""
+        words += " --nf4" if workload.lora.base == "nf4" else ""
+    return words
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -61,6 +61,8 @@ def plan_request(
     batch: int,
     layout: str | Layout | None = None,
     lora: int | None = None,
+    dora: bool = False,
+    nf4: bool = False,
     tokens: str | int | None = None,
     price: float | None = None,
     visible: str | None = None,
@@ -68,7 +70,8 @@ def plan_request(
 ) -> PlanRequest:
     """Names looked up, values checked; everything wrong is reported together.
 
-    ``recipe`` takes further fields of a recipe; bf16 unless said otherwise. ``lora`` is the rank of low-rank additions.
+    ``recipe`` takes further fields of a recipe; bf16 unless said otherwise. ``lora`` is the rank of low-rank additions,
+    ``dora`` trains the lengths of rows too, ``nf4`` has the frozen weights rest in 4 bits.
     """
     problems: list[Problem] = []
     found_model = model if isinstance(model, Model) else seek("model", lambda: presets.find(model), problems)
@@ -84,6 +87,11 @@ def plan_request(
         problems.append(Problem(f"--price {price}: must be above 0", "--price 2.5, per GPU-hour"))
     if lora is not None and not 1 <= lora <= MOST_RANKS:
         problems.append(Problem(f"--lora {lora}: must be from 1 to {MOST_RANKS}", "--lora 16"))
+    problems += [
+        Problem(f"--{flag} is of adapters, and there are none", f"--lora 16 --{flag}")
+        for flag, given in (("dora", dora), ("nf4", nf4))
+        if given and lora is None
+    ]
     chosen: Layout | None = None
     if isinstance(layout, str):
         chosen = seek("", lambda: Layout.parse(layout), problems)
@@ -94,7 +102,10 @@ def plan_request(
     if problems or found_model is None or cluster is None or found_recipe is None:
         raise BadInput(problems)
     name = model if isinstance(model, str) else model.name
-    adapters = Lora(rank=lora, alpha=2.0 * lora) if lora else None
+    adapters = None
+    if lora:
+        kind, base = "dora" if dora else "lora", "nf4" if nf4 else "bf16"
+        adapters = Lora.model_validate({"rank": lora, "alpha": 2.0 * lora, "kind": kind, "base": base})
     return PlanRequest(found_model, name, cluster, found_recipe, chosen, adapters, total, price)
 
 

@@ -74,6 +74,7 @@ class ShapeCache:
         if made is None:
             return func(*args, **kwargs)
         if rule == "writes":
+            args[0].constant = None  # the number that it was made of, if it was
             return args[0]
         with no_dispatch():
             first = args[0] if args else None

@@ -111,6 +111,8 @@ class Step:
         self.scale = scale
         self.pieces = placed.gradients.pieces
         self.measures = placed.measures
+        adapters = placed.segments[0].network.shape.adapters
+        self.draws = recipe.dropout > 0 or (adapters is not None and adapters.dropout > 0)  # masks, in a step
         self.routed = REPORTED + len(self.measures)  # where, among a step's numbers, those of routers begin
         self.host: HostUpdate | None = None  # of what is offloaded
         if placed.offloaded is not None:
@@ -239,7 +241,7 @@ class Step:
 
     def _noise(self, step: int, batch: Batch) -> Tensor | None:
         """One key a sequence for its dropout masks: a hash of (seed, step, its place in the global batch)."""
-        if self.recipe.dropout == 0:
+        if not self.draws:
             return None
         keys = [key(self.recipe.seed, step, f"row {row}") for row in batch.rows.tolist()]
         return to_device(torch.tensor(keys, dtype=torch.int64), self.mesh.device)

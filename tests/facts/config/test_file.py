@@ -312,7 +312,7 @@ def test_unknown_keys(text: str, line: int, key: str, fix: str, file: File) -> N
             "model.lora = 3",
             1,
             "model.lora = 3: must be a table",
-            "[model.lora] holds kind, rank, alpha, targets",
+            "[model.lora] holds kind, rank, alpha, dropout, targets",
         ),
         ("[model]\nlora = {rank = 0}", 2, "model.lora.rank = 0: must be at least 1", "rank of the adapters"),
         ("model.lora.targets = 'q'", 1, 'model.lora.targets = "q": must be a list', "projections"),

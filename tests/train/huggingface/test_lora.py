@@ -105,6 +105,24 @@ def test_an_adapter_goes_on_as_in_a_plain_loop_and_back(
     assert manifest.identity["model.init_from"] == str(base)
 
 
+def test_dropout_is_of_training_alone(train: Train, tmp_path: Path) -> None:
+    """Two layouts draw the same masks; what is written knows none, but for PEFT's own note of it."""
+    base, adapter = tmp_path / "model", tmp_path / "adapter"
+    save_adapter(save_random("llama", base), adapter, lora_dropout=0.5)
+    values = options(base, adapter)
+    without = train("without", **values)
+    values["model__lora"] = values["model__lora"].replace("rank", "dropout = 0.2, rank")
+    alone, run = train("alone", **values), train("run", "tp=2", **values)
+    assert run.losses == pytest.approx(alone.losses, abs=1e-5)
+    assert all(abs(one - other) > 1e-4 for one, other in zip(run.losses, without.losses, strict=True))
+
+    assert export(run.directory.path, tmp_path / "peft", "peft") == 0
+    assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["lora_dropout"] == 0.2
+    assert export(run.directory.path, tmp_path / "merged") == 0
+    found = logits(with_adapter(load(base), tmp_path / "peft")), logits(load(tmp_path / "merged"))
+    assert (found[0] - found[1]).abs().max() < 1e-5
+
+
 def test_lengths_of_rows_begin_as_those_of_the_frozen_weights(train: Train, tmp_path: Path) -> None:
     base = tmp_path / "model"
     model = save_random("qwen2", base)

@@ -171,7 +171,8 @@ def pieces_of(run: shoal.Run) -> list[Piece]:
     found = []
     for piece in run.placed.pieces:
         boxes = [box for box, _ in piece_boxes(piece, 0, piece.stop - piece.start)]
-        gradient = None if piece.tensor.grad is None else piece.tensor.grad.reshape(-1).clone()
+        made = run.updated[piece].grad
+        gradient = None if made is None else made.reshape(-1).clone()
         found.append(
             Piece(piece.name, boxes, piece.counted, piece.tensor.detach().reshape(-1).clone(), gradient)
         )

@@ -8,7 +8,11 @@ from tests.train.library.small import BATCH, ROWS, Case, Result, assert_same, pl
 
 from shoal.train.data.order import sample_index
 
-WORLD_1 = [Case("gpt2", "dp=1,micro=2"), Case("vision", "dp=1", clip=0.05)]
+WORLD_1 = [
+    Case("gpt2", "dp=1,micro=2"),
+    Case("gpt2", "dp=1,micro=2,recompute=full,offload=optimizer", clip=0.5),
+    Case("vision", "dp=1", clip=0.05),
+]
 MEANS = Case("gpt2", "dp=2,micro=2", own="mean")
 SHUFFLED = Case("gpt2", "fsdp=2", shuffle=True)
 WORLD_2 = [
@@ -28,6 +32,9 @@ WORLD_2 = [
     Case("batchnorm", "fsdp=2"),
     Case("llama", "tp=2,micro=4", clip=0.5),
     Case("qwen3", "tp=2,recompute=full"),
+    Case("llama", "fsdp=2,micro=2,offload=optimizer:0.5", clip=0.5),
+    Case("vision", "fsdp=2,zero=1,offload=optimizer", clip=0.05),
+    Case("llama", "tp=2,micro=4,offload=optimizer"),
     Case("vision", "tp=2", plan=(("head", "colwise_gather_output"),)),
 ]
 WORLD_4 = [

@@ -34,7 +34,13 @@ def test_a_world_that_was_not_started() -> None:
         shoal.run("fdsp=2")
 
 
-@pytest.mark.parametrize("layout, word", [("dp=1,offload=params", "offload")], ids=["offload"])
+@pytest.mark.parametrize(
+    "layout, word",
+    [
+        ("dp=1,offload=params", "a network that Shoal built"),
+        ("dp=1,offload=optimizer@nvme", "offload=optimizer: the host's memory"),
+    ],
+)
 def test_what_a_foreign_module_has_no_part_for(layout: str, word: str) -> None:
     model = Vision()
     with shoal.run(layout) as run, pytest.raises(BadInput, match=word):
@@ -229,7 +235,9 @@ def test_the_face_is_stable() -> None:
         "Layout",
         "Model",
         "Run",
+        "dryrun",
         "launch",
+        "parity",
         "plan",
         "predict",
         "run",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.ranks import run_ranks
 from tests.train.library.small import (
     BATCH,
@@ -14,14 +15,17 @@ from tests.train.library.small import (
     Result,
     assert_same,
     build,
+    image_loss,
     optimizer_of,
     pieces_of,
     plain,
     rows,
     schedule_of,
 )
+from transformers import AutoModelForCausalLM
 
 import shoal
+from shoal.cli.main import main
 from shoal.facts.problem import BadInput
 from shoal.train.checkpoint.listing import list_checkpoints
 from shoal.train.checkpoint.read import Checkpoint
@@ -31,7 +35,7 @@ CHAIN = [
     (2, "fsdp=2", 2),
     (2, "fsdp=2,zero=1,micro=2", 3),
     (4, "dp=2,fsdp=2", 4),
-    (2, "dp=2", 5),
+    (2, "dp=2,offload=optimizer:0.5", 5),
     (1, "dp=1,micro=4", 7),
 ]
 
@@ -102,6 +106,41 @@ def test_tensor_ranks_save_for_all_others(tmp_path: Path) -> None:
     assert_same([Result(*expected[:2], one[-1].pieces) for one in results], expected)
 
 
+def export_each(rank: int, world: int, into: Path) -> None:
+    for kind, layout in (
+        ("llama", "tp=2"),
+        ("qwen3", "fsdp=2,offload=optimizer"),
+        ("vision", "fsdp=2,zero=1"),
+    ):
+        with shoal.run(layout, dir=into / f"run-{kind}", batch=BATCH) as run:
+            model = build(kind)
+            model, _, loader = run.prepare(model, optimizer_of(model), rows(kind))
+            for batch in run.steps(loader, total=2):
+                run.step(model, batch, loss=image_loss if kind == "vision" else None)
+            place = run.export(into / kind)
+            if kind != "vision":
+                run.export(into / f"{kind}-bf16", dtype=torch.bfloat16)
+            with pytest.raises(BadInput, match="not empty"):  # on every rank
+                run.export(place)
+
+
+def test_a_run_is_exported_for_transformers(tmp_path: Path) -> None:
+    run_ranks(2, export_each, tmp_path)
+    for kind in ("llama", "qwen3"):
+        values = plain(Case(kind, ""), 2)[2]
+        for place, tolerance in ((tmp_path / kind, 1e-12), (tmp_path / f"{kind}-bf16", 1e-2)):
+            loaded = AutoModelForCausalLM.from_pretrained(place)
+            assert loaded.config.use_cache and loaded.config.architectures == [type(build(kind)).__name__]
+            assert loaded.dtype == (torch.float64 if tolerance < 1e-3 else torch.bfloat16)
+            found = dict(loaded.named_parameters())
+            assert found.keys() == values.keys()
+            for name, value in values.items():
+                assert (found[name].double() - value).abs().max() <= tolerance * value.abs().max(), name
+    vision, values = load_file(tmp_path / "vision" / "model.safetensors"), plain(Case("vision", ""), 2)[2]
+    assert sorted(one.name for one in (tmp_path / "vision").iterdir()) == ["model.safetensors"]
+    assert all(torch.allclose(vision[name], value, rtol=0, atol=1e-12) for name, value in values.items())
+
+
 def test_every_byte_is_accounted_for(chained: tuple[Path, list[list[Result]]]) -> None:
     """As a checkpoint of ``shoal train``: listed and verified by the same command."""
     found = list_checkpoints(chained[0])
@@ -110,6 +149,15 @@ def test_every_byte_is_accounted_for(chained: tuple[Path, list[list[Result]]]) -
     checkpoint.verify()
     assert checkpoint.states == {"weight", "exp_avg", "exp_avg_sq"}
     assert set(checkpoint.manifest.shapes) == {name for name, _ in build("gpt2").named_parameters()}
+
+
+def test_only_its_script_can_export_it(
+    chained: tuple[Path, list[list[Result]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for to in ("hf", "peft"):
+        with pytest.raises(SystemExit) as ended:
+            main(["checkpoint", "export", str(chained[0]), str(tmp_path / to), "--to", to])
+        assert ended.value.code == 2 and "run.export(DIR)" in capsys.readouterr().err
 
 
 def test_another_model_is_refused(chained: tuple[Path, list[list[Result]]]) -> None:

@@ -72,6 +72,7 @@ class Lora(Section):
     )
     rank: int = Field(16, ge=1, le=MOST_RANKS, description="rank of the adapters")
     alpha: float = Field(32.0, gt=0, description="adapters are scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability of what adapters read")
     targets: list[str] = Field(
         ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1, description="projections that get an adapter"
     )
@@ -88,7 +89,12 @@ class Lora(Section):
     @property
     def adapters(self) -> Adapters:
         return Adapters(
-            rank=self.rank, alpha=self.alpha, targets=tuple(self.targets), kind=self.kind, base=self.base
+            rank=self.rank,
+            alpha=self.alpha,
+            targets=tuple(self.targets),
+            kind=self.kind,
+            base=self.base,
+            dropout=self.dropout,
         )
 
 
@@ -107,7 +113,7 @@ class ModelSection(Section):
     )
     lora: Lora | None = Field(
         None,
-        description="train LoRA adapters instead of the weights: a table of kind, rank, alpha, targets, base",
+        description="train LoRA adapters instead of the weights: a table of kind, rank, alpha, dropout, targets, base",
     )
 
     @model_validator(mode="before")
@@ -196,6 +202,9 @@ class DataSection(Section):
     )
     cache: str = Field("~/.cache/shoal", min_length=1, description="directory for tokenised data")
     workers: int = Field(0, ge=0, le=4096, description="tokenizer processes; 0: one per core")
+    ray: str | None = Field(
+        None, min_length=1, description="tokenise on a Ray cluster: its address, HOST:PORT, or auto"
+    )
 
     @model_validator(mode="before")
     @classmethod

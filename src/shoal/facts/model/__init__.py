@@ -113,6 +113,7 @@ class Adapters(Shape):
     targets: tuple[str, ...]  # last names of the projections
     kind: AdapterKind = "lora"
     base: FrozenBase = "bf16"
+    dropout: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.0  # of what A reads
 
     @property
     def scale(self) -> float:

@@ -75,19 +75,24 @@ def adapted_activations(
     opening = kept.all + stream + gathered + max(inner, unpacked("down_proj", inner))
     moments = [BlockPeak(held - kept.product + stream + (1 + ways_in) * inner, 1)]
     if has("down_proj"):
-        # The weight and the first factor both make a gradient of what they read; and the sum of the two.
-        moments.insert(0, BlockPeak(held - kept.product + stream + 3 * inner, 1))
+        # The weight and the first factor both make a gradient of what they read; and the sum of the two, or, before
+        # it, what dropout leaves of one.
+        mask = inner / c - narrow if adapters.dropout else 0.0
+        moments.insert(0, BlockPeak(held - kept.product + mask + stream + 3 * inner, 1))
     if work.recompute != "none":
         # The end of the repeated forward pass, beside the gradient that enters: what is yet to be let go of.
         repeated = kept.all + stream + gathered + (whole if has("down_proj") else inner)
-        repeated += (0.0 if any(map(has, INTO_MLP)) else whole) + (stream if work.sp else 0.0)
+        # With dropout adapters keep none of what is read, which is there as long as its projections are computed.
+        apart = adapters.dropout > 0
+        repeated += (0.0 if any(map(has, INTO_MLP)) and not apart else whole) + (stream if work.sp else 0.0)
+        repeated += inner if has("down_proj") and apart else 0.0
         repeated += 0.0 if kept.has_input else stream
         moments.insert(0, BlockPeak(repeated, 0))
         if adapters.base == "nf4":
             # Of the last product, which selective recomputation has kept, there is nothing yet.
             made = whole if has("down_proj") and work.recompute == "full" else 0.0
             moments.insert(0, BlockPeak(repeated - made + unpacked("down_proj", whole), 0))
-    read = whole if any(map(has, INTO_MLP)) else 0.0
+    read = _read(adapters, INTO_MLP, c, whole)
     # The last way in, beside what the others made of their gradients; its adapter has made its own.
     last = max(whole, unpacked("up_proj", whole))
     later = [held - kept.mlp + read + stream + inner + whole + last]
@@ -108,7 +113,7 @@ def adapted_activations(
         moments.insert(0, BlockPeak(kept.all + stream + 2 * gathered, 0))
     put_off = inner if has("down_proj") else 0.0
     # First factors alone have gradients that can wait: for what they read.
-    deferred = put_off + read + (whole if any(map(has, INTO_ATTENTION)) else 0.0)
+    deferred = put_off + sum(_read(adapters, names, c, whole, False) for names in (INTO_ATTENTION, INTO_MLP))
     deferred += c * tokens * query if has("o_proj") else 0.0
     deferred += narrow * sum(map(has, _projections(model)))
     return BlockActivations(
@@ -137,6 +142,16 @@ def _unpacked(model: Model, adapters: Adapters, work: BlockWorkload, name: str, 
     return max(unpacking, used + result)
 
 
+def _read(adapters: Adapters, names: tuple[str, ...], compute: int, read: float, flows: bool = True) -> float:
+    """What adapters of these keep of the ``read`` bytes that all of them read.
+
+    It is one tensor, but with dropout: there each has its own of what is left, and, where a gradient goes on from it
+    (``flows``), a mask of a byte a value.
+    """
+    found = sum(name in adapters.targets for name in names)
+    return found * (read + flows * read / compute) if adapters.dropout else min(found, 1) * read
+
+
 def _projections(model: Model) -> tuple[str, ...]:
     gate = ("gate_proj",) if model.gated else ()
     return (*INTO_ATTENTION, "o_proj", *gate, "up_proj", "down_proj")
@@ -149,11 +164,13 @@ def _kept(model: Model, window: bool, entry: bool, adapters: Adapters, work: Blo
     query, inner = projected_widths(model, work.tp)[0], float(c * tokens * even_share(model.ffn, work.tp))
     norm = norm_keeps(model, work) * work.stream
     has_input = model.norm == "layer" or work.stack.norms == "fused" or c >= 4
-    into, ways_in = any(map(has, INTO_ATTENTION)), any(map(has, INTO_MLP))
+    into = any(map(has, INTO_ATTENTION))
     attended = not entry or into
-    attention = whole if into else 0.0
+    attention = _read(adapters, INTO_ATTENTION, c, whole, not entry)
     attention += attention_keeps(model, window, work) if attended else 0.0
-    if has("o_proj"):
+    if has("o_proj") and adapters.dropout:
+        attention += _read(adapters, ("o_proj",), c, float(c * tokens * query), attended)
+    elif has("o_proj"):
         # Its input is attention's result, or a copy of it. Without a copy it is kept once.
         attention += turned_copy(model, window, work) or (0.0 if attended else float(c * tokens * query))
     attention += narrow * sum(map(has, (*INTO_ATTENTION, "o_proj")))
@@ -165,10 +182,10 @@ def _kept(model: Model, window: bool, entry: bool, adapters: Adapters, work: Blo
         mlp = inner * (2 * gate + up)
     else:
         mlp = inner * up * (0 if model.activation == "relu" else 1)
-    product = inner if has("down_proj") else 0.0
+    product = _read(adapters, ("down_proj",), c, inner, gate or up)
     if not model.gated and model.activation == "relu" and up:
-        product = inner  # it is its own result
-    mlp += product + (whole if ways_in else 0.0)
+        product = inner + (product if adapters.dropout else 0.0)  # it is its own result
+    mlp += product + _read(adapters, INTO_MLP if model.gated else ("up_proj",), c, whole, streamed)
     mlp += narrow * sum(map(has, (*(("gate_proj",) if model.gated else ()), "up_proj", "down_proj")))
     if adapters.kind == "dora":
         # What a row's trained length multiplies.

@@ -79,11 +79,19 @@ def encode_all(
     end_token: str | None,
     workers: int,
     progress: Callable[[int, int], None] | None,
+    ray: str | None = None,
 ) -> list[Encoded]:
-    """Every task's result, in the order of the tasks. Small work is done in this process."""
+    """Every task's result, in the order of the tasks. Small work is done in this process.
+
+    ``ray``: the address of a Ray cluster, whose nodes do it instead.
+    """
     total, done = sum(task.bytes for task in tasks), 0
     results: dict[int, Encoded] = {}
-    if workers <= 1 or len(tasks) == 1 or total <= INLINE_BYTES:
+    if ray is not None:
+        from shoal.train.data.ray_engine import encode_on_ray
+
+        encoded = encode_on_ray(tasks, tokenizer, tokenizer_text, end_token, ray)
+    elif workers <= 1 or len(tasks) == 1 or total <= INLINE_BYTES:
         encoded = ((task, encode(task, tokenizer)) for task in tasks)
     else:
         encoded = _encode_in_pool(tasks, min(workers, len(tasks)), tokenizer_text, end_token)
@@ -232,11 +240,11 @@ def _join(batch: _Batch, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, 
 
 
 # A worker opens its tokenizer once, not once a task.
-_open_once = functools.cache(open_tokenizer)
+open_once = functools.cache(open_tokenizer)
 
 
 def _encode_in_worker(task: EncodeTask, tokenizer_text: str, end_token: str | None) -> Encoded:
-    return encode(task, _open_once(tokenizer_text, end_token))
+    return encode(task, open_once(tokenizer_text, end_token))
 
 
 def _start_worker() -> None:

@@ -59,6 +59,7 @@ def prepare(
     heldout: float = 0.01,
     max_bad_rows: float = 0.01,
     workers: int = 0,
+    ray: str | None = None,
     keep: int = 0,
     progress: Callable[[int, int], None] | None = None,
     key: str = "data.source",
@@ -66,7 +67,8 @@ def prepare(
     """The directory of the tokenised source, made now or found.
 
     ``source`` is ``stdlib``, a path, a glob, a URL, or a directory made by an earlier call. ``heldout`` and
-    ``max_bad_rows`` are fractions of all documents and of all rows; ``workers`` = 0 means one a core;
+    ``max_bad_rows`` are fractions of all documents and of all rows; ``workers`` = 0 means one a core; ``ray``: on the
+    nodes of a Ray cluster instead;
     ``progress`` gets the bytes done and the bytes in all. ``keep``: of a directory behind a URL, how many shards are to
     be here at a time; 0: all. ``key``: what named the source, for messages.
     """
@@ -82,7 +84,18 @@ def prepare(
 
     reading = row_format(opened, end_token, field, format, template, loss_on)
     job = _Preparation(
-        source, tokenizer, end_token, opened, reading, cache, heldout, max_bad_rows, workers, progress, key
+        source,
+        tokenizer,
+        end_token,
+        opened,
+        reading,
+        cache,
+        heldout,
+        max_bad_rows,
+        workers,
+        ray,
+        progress,
+        key,
     )
     return job.from_url() if is_remote(source) else job.from_files()
 
@@ -100,6 +113,7 @@ class _Preparation:
     heldout: float
     max_bad_rows: float
     workers: int
+    ray: str | None
     progress: Callable[[int, int], None] | None
     key: str
 
@@ -149,7 +163,9 @@ class _Preparation:
         spool.mkdir()
         tasks = list(group((piece for file in files for piece in cut(file)), spool, self.reading))
         workers = self.workers or usable_threads()
-        results = encode_all(tasks, self.opened, self.tokenizer, self.end_token, workers, self.progress)
+        results = encode_all(
+            tasks, self.opened, self.tokenizer, self.end_token, workers, self.progress, self.ray
+        )
         _refuse_changed(files)
         bad = count_bad_rows(tasks, results)
         refuse_too_many(bad, self.max_bad_rows, self.source)

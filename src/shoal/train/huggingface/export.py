@@ -25,7 +25,7 @@ from shoal.facts.optimizers import AVERAGE
 from shoal.facts.problem import BadInput
 from shoal.models.initial import Fill, Slice
 from shoal.train.checkpoint.listing import ListedCheckpoint
-from shoal.train.checkpoint.manifest import check_agrees
+from shoal.train.checkpoint.manifest import MODULE, check_agrees
 from shoal.train.checkpoint.read import Checkpoint, Wanted
 from shoal.train.files import sync_directory
 from shoal.train.first_weights import check_average, merged_weights
@@ -73,9 +73,10 @@ def export(
     ``dtype``: one of ``DTYPES``; None: as the checkpoint has them. No file gets larger than ``file_bytes``, but for one
     that holds a single tensor. ``average``: of the weights, which ``recipe.ema`` keeps, in their place.
     """
-    _check_free(into)
+    check_free(into)
     checkpoint = Checkpoint(found.place, found.step)
     check_agrees(checkpoint.manifest, found.name, found.of_run)
+    _check_built_here(checkpoint, found.name)
     if average:
         check_average(checkpoint)
     state = AVERAGE if average else "weight"
@@ -91,7 +92,7 @@ def export(
     ]
     files = cut_into_files(entries, file_bytes)
     aside = into.with_name(f".{into.name}.unfinished-{os.getpid()}")
-    _make(aside)
+    make_aside(aside)
     try:
         write_side_files(aside, model, named, origin)
         if len(files) > 1:
@@ -106,12 +107,20 @@ def export(
     return ExportedModel(into, found.step, sum(one.bytes for one in entries), len(entries), len(files), named)
 
 
-def _check_free(into: Path) -> None:
+def _check_built_here(checkpoint: Checkpoint, name: str) -> None:
+    if (module := checkpoint.manifest.identity.get(MODULE)) is not None:
+        raise BadInput(
+            f"{name} is of {module}, a module of a script's own, and only that has its config",
+            "run.export(DIR) in the script, which continues from there with dir=",
+        )
+
+
+def check_free(into: Path) -> None:
     if into.exists() and (not into.is_dir() or any(into.iterdir())):
         raise BadInput(f"{into} exists and is not empty", "name a directory that does not exist yet")
 
 
-def _make(aside: Path) -> None:
+def make_aside(aside: Path) -> None:
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
         aside.mkdir()
@@ -139,9 +148,10 @@ def export_adapters(
     found: ListedCheckpoint, into: Path, origin: Origin, dtype: str | None = None, average: bool = False
 ) -> ExportedModel:
     """The adapters alone, as PEFT has them; all or nothing."""
-    _check_free(into)
+    check_free(into)
     checkpoint = Checkpoint(found.place, found.step)
     check_agrees(checkpoint.manifest, found.name, found.of_run)
+    _check_built_here(checkpoint, found.name)
     if average:
         check_average(checkpoint)
     model = checkpoint.manifest.parsed_model

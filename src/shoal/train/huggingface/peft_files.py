@@ -141,7 +141,7 @@ def write_peft(
         "base_model_name_or_path": base,
         "r": model.adapters.rank,
         "lora_alpha": model.adapters.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": model.adapters.dropout,
         "target_modules": list(model.adapters.targets),
         "inference_mode": True,
         "init_lora_weights": True,

@@ -17,6 +17,8 @@ from shoal.train.files import sync_directory
 
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+# Of buffers.
+ITEM_BYTES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 ALIGNMENT = 8  # of the tensors: readers map them into memory
 _WRITTEN_AT_ONCE = 1 << 26
 

@@ -59,9 +59,11 @@ def check_optimizer(optimizer: Any, module: nn.Module, sharded: bool) -> None:
             )
 
 
-def take_over(optimizer: torch.optim.Optimizer, names: dict[Tensor, str], pieces: list[Shard]) -> None:
-    """``names``: of the parameters that it was made of. Of each, what is here takes its place."""
-    by_name = {piece.name: piece.tensor for piece in pieces}
+def take_over(
+    optimizer: torch.optim.Optimizer, names: dict[Tensor, str], updated: dict[Shard, nn.Parameter]
+) -> None:
+    """``names``: of the parameters that it was made of. Of each, what is ``updated`` here takes its place."""
+    by_name = {piece.name: tensor for piece, tensor in updated.items()}
     for group in optimizer.param_groups:
         own = [names[parameter] for parameter in group["params"]]
         group["params"] = [by_name[name] for name in own if name in by_name]
@@ -80,6 +82,10 @@ def _guard(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_pre_hook(refuse)
 
 
+def _devices(tensors: list[Tensor]) -> list[torch.device]:
+    return list(dict.fromkeys(one.device for one in tensors))
+
+
 def fused(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it can be told on the device to scale gradients, or to do nothing."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -87,15 +93,17 @@ def fused(optimizer: torch.optim.Optimizer) -> bool:
 
 @torch.no_grad()
 def update(
-    optimizer: torch.optim.Optimizer, pieces: list[Shard], divisor: Tensor | float, sound: Tensor
+    optimizer: torch.optim.Optimizer, updated: list[nn.Parameter], divisor: Tensor | float, sound: Tensor
 ) -> bool | None:
     """One update with the gradients divided by ``divisor``, unless they are not ``sound``.
 
     Whether there was one; None where the device alone knows.
     """
-    gradients = [piece.tensor.grad for piece in pieces if piece.tensor.grad is not None]
+    gradients = [one.grad for one in updated if one.grad is not None]
     steered: Any = optimizer
-    on_device = fused(optimizer) and not any(one.dtype == torch.float64 for one in gradients)
+    on_device = fused(optimizer) and not any(
+        one.dtype == torch.float64 or one.device != sound.device for one in gradients
+    )
     known: bool | None = None
     if on_device:
         steered.found_inf = (~sound).float()
@@ -106,7 +114,11 @@ def update(
         if not known:
             return False
         if gradients and not (isinstance(divisor, float) and divisor == 1.0):
-            torch._foreach_div_(gradients, divisor)
+            for here in (
+                [one for one in gradients if one.device == device] for device in _devices(gradients)
+            ):
+                number = divisor.to(here[0].device) if isinstance(divisor, Tensor) else divisor
+                torch._foreach_div_(here, number)
     steered._shoal_updates = True
     try:
         optimizer.step()

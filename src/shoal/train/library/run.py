@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
+from shoal.facts.layout.offload import waiting
 from shoal.facts.model.tensor_split import TensorPart
 from shoal.facts.problem import BadInput
 from shoal.models.random import key
@@ -24,11 +26,15 @@ from shoal.parallel.mesh import Mesh
 from shoal.parallel.module_blocks import Wrap, find_blocks
 from shoal.parallel.module_tensor import check_plan, plan_of, split_module
 from shoal.parallel.place_module import PlacedModule, place_module, take_in, tensors_of
+from shoal.parallel.shards import Shard
 from shoal.parallel.signed_store import SignedStore
+from shoal.train.checkpoint.read import Checkpoint
 from shoal.train.checkpoint.storage import DirectoryStorage
 from shoal.train.library import given_optimizer
 from shoal.train.library.batches import Share, StepLoader, micro_batches, to_device
 from shoal.train.library.choose import choose_layout
+from shoal.train.library.export_module import check_tokenizer, class_name, export_module
+from shoal.train.library.host_states import HostStates
 from shoal.train.library.losses import Loss, count_targets, given_loss, own_loss, with_labels
 from shoal.train.library.saved_state import ModuleState
 from shoal.train.optimizer import CLIP_EPS, squared_norm
@@ -70,6 +76,8 @@ class Run:
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         self.state: ModuleState | None = None
+        self.updated: dict[Shard, nn.Parameter] = {}  # by pieces, what the optimizer knows
+        self.host: HostStates | None = None  # where its states are the host's
         self._ranks, self._batch = ranks, batch
         self._layout, self._mesh = layout, None if layout is None else self._join(layout)
         self._loaders: list[StepLoader] = []
@@ -78,6 +86,7 @@ class Run:
         self._scale = 1.0
         self._sums: list[Tensor] = []  # of losses of this step
         self._count = self._passes = 0
+        self._cached = False  # whether the model's config says so, outside of training
         self._closed_step = False  # whether the last backward pass of a step has been
 
     # What this process is.
@@ -154,7 +163,8 @@ class Run:
         _check_scheduler(scheduler, optimizer)
         loader = None if data is None else self._loader(data, shuffle, collate)
         config: Any = getattr(model, "config", None)
-        if getattr(config, "use_cache", False) is True:
+        self._cached = getattr(config, "use_cache", False) is True
+        if self._cached:
             config.use_cache = False  # keys and values of a training step are of no further use
         # Made of the parameters as they are now; FSDP puts others in their place.
         arrived: set[Tensor] = set()
@@ -165,13 +175,17 @@ class Run:
             parts, summed = split_module(model, ways, mesh)
         self.placed = place_module(model, mesh, blocks, self.tune, parts, arrived, summed)
         self.optimizer, self.scheduler = optimizer, scheduler
+        self.updated = {piece: piece.tensor for piece in self.placed.pieces}
+        if (away := waiting(mesh.layout.offload, "optimizer")) is not None:
+            self.host = HostStates(self.placed.pieces, away.fraction, self.device)
+            self.updated |= self.host.copies
         if optimizer is not None:
-            given_optimizer.take_over(optimizer, names, self.placed.pieces)
-        self.state = ModuleState(
-            self.placed, optimizer, scheduler, mesh, type(model).__name__.removeprefix("FSDP")
-        )
+            given_optimizer.take_over(optimizer, names, self.updated)
+        self.state = ModuleState(self.placed, optimizer, scheduler, mesh, class_name(model), self.updated)
         if self.directory is not None:
             self.done = self.state.restore(self._place())
+            if self.host is not None:
+                self.host.follow()
             if self.done:
                 self.print(f"shoal: continues after step {self.done} of {self.directory}")
         for each in self._loaders:
@@ -260,7 +274,11 @@ class Run:
         divisor: float | Tensor = counted / self._scale
         if self.clip:
             divisor = divisor * ((norm + CLIP_EPS) / self.clip).clamp(min=1.0)
-        given_optimizer.update(self.optimizer, placed.pieces, divisor, torch.isfinite(norm))
+        if self.host is not None:
+            self.host.leave()
+        given_optimizer.update(self.optimizer, list(self.updated.values()), divisor, torch.isfinite(norm))
+        if self.host is not None:
+            self.host.come_back()
         placed.after_update()
         self.grad_norm, self._scale = norm, float(counted)
         self.done += 1
@@ -283,6 +301,32 @@ class Run:
         rows = self._loaders[0].share.batch if self._loaders else 0
         self.state.save(place, self.done, self.done * rows)
         return place.at(self.done)
+
+    def export(self, dir: str | Path, *, tokenizer: Any = None, dtype: torch.dtype | None = None) -> Path:
+        """Write the model as a directory that ``transformers`` loads; of a plain module, its weights as safetensors.
+
+        From the commit of the last step, which is made where there is none. ``tokenizer``: is saved beside it.
+        ``dtype``: of the weights, None for their own.
+        """
+        check_tokenizer(tokenizer)
+        module, into = self._placed().module, Path(dir)
+        if (
+            self.directory is None
+            or self._told(lambda: str(self.done not in self._place().committed())) == "True"
+        ):
+            self.save()
+        place = self._place()
+
+        def write() -> str:
+            try:
+                export_module(Checkpoint(place, self.done), module, into, tokenizer, dtype, self._cached)
+            except BadInput as error:
+                return json.dumps([error.problems[0].what, error.problems[0].fix])
+            return ""
+
+        if problem := self._told(write):
+            raise BadInput(*json.loads(problem))
+        return into
 
     def mean(self, total: float | Tensor, count: float | Tensor = 1) -> float:
         """Of a measurement on all data ranks: the sum of all totals over the sum of all counts."""
@@ -323,6 +367,10 @@ class Run:
     def _join(self, layout: Layout) -> Mesh:
         ranks = self._ranks
         return Mesh(layout, ranks.rank, ranks.device, ranks.store, nodes=ranks.nodes)
+
+    def _told(self, work: Callable[[], str]) -> str:
+        """What ``work`` says on the first rank, which alone does it."""
+        return self.mesh.hosts.broadcast(work() if self.first else "")
 
     def _place(self, dir: str | Path | None = None) -> DirectoryStorage:
         directory = self.directory if dir is None else Path(dir)
@@ -391,9 +439,16 @@ def _check_layout(layout: Layout) -> None:
                 f"{axis}=1 here; shoal train has it for the architectures that Shoal builds",
             )
     for part in layout.offload:
-        raise BadInput(
-            f"offload={part.what} is not there for a module of one's own", "leave it out, or zero=3"
-        )
+        if part.what != "optimizer":
+            raise BadInput(
+                f"offload={part.what} needs a network that Shoal built",
+                "offload=optimizer, zero=3 or recompute=full here; shoal train has it",
+            )
+        if part.nvme:
+            raise BadInput(
+                "offload=optimizer@nvme: the states of a script's own optimizer are in memory",
+                "offload=optimizer: the host's memory",
+            )
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:

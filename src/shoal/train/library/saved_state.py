@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.facts.model.checkpoint_views import View
@@ -50,6 +50,7 @@ class ModuleState:
         scheduler: LRScheduler | None,
         mesh: Mesh,
         name: str,
+        updated: dict[Shard, nn.Parameter] | None = None,
     ) -> None:
         self.placed, self.optimizer, self.scheduler, self.mesh, self.name = (
             placed,
@@ -59,6 +60,8 @@ class ModuleState:
             name,
         )
         self.pieces = [*placed.pieces, *placed.kept]
+        # What the optimizer knows a piece by.
+        self.updated = {piece: piece.tensor for piece in placed.pieces} if updated is None else updated
         self.shapes = placed.shapes
         self.views = {
             name: [View(name, (0,) * len(shape), name, (0,) * len(shape), shape)]
@@ -149,7 +152,7 @@ class ModuleState:
         kinds: dict[str, set[str]] = {}
         numbers: dict[str, float] = {}
         for piece in self.placed.pieces:
-            state = {} if self.optimizer is None else self.optimizer.state.get(piece.tensor, {})
+            state = {} if self.optimizer is None else self.optimizer.state.get(self.updated[piece], {})
             for kind, value in state.items():
                 if value is None:
                     continue
@@ -167,7 +170,8 @@ class ModuleState:
 
     def _state(self, kind: str, piece: Shard) -> Tensor | None:
         assert self.optimizer is not None
-        found = self.optimizer.state.get(piece.tensor, {}).get(kind)
+        # What nothing updates has no states.
+        found = self.optimizer.state.get(self.updated.get(piece, piece.tensor), {}).get(kind)
         return found if isinstance(found, Tensor) and found.shape == piece.tensor.shape else None
 
     def _states_to_fill(self, checkpoint: Checkpoint) -> Iterator[tuple[str, str, Slice]]:
@@ -178,24 +182,23 @@ class ModuleState:
             for piece in self.placed.pieces:
                 if piece.name in names:
                     dtype = checkpoint.dtype(kind, piece.name)
-                    state = torch.zeros_like(piece.tensor, dtype=dtype, requires_grad=False)
-                    self.optimizer.state[piece.tensor][kind] = state
+                    state = torch.zeros_like(self.updated[piece], dtype=dtype, requires_grad=False)
+                    self.optimizer.state[self.updated[piece]][kind] = state
                     for part in piece_slices(piece, state):
                         yield kind, piece.name, part
 
     def _restore_numbers(self, piece: Shard, scalars: dict[str, float]) -> None:
         assert self.optimizer is not None
-        groups = (
-            group for group in self.optimizer.param_groups if any(p is piece.tensor for p in group["params"])
-        )
+        own = self.updated[piece]
+        groups = (group for group in self.optimizer.param_groups if any(p is own for p in group["params"]))
         group = next(groups, {})
         on_device = bool(group.get("fused") or group.get("capturable"))
         for key, value in scalars.items():
             kind, found, name = key.partition(" of ")
             if found and name == piece.name:
-                device = piece.tensor.device if on_device else torch.device("cpu")
+                device = own.device if on_device else torch.device("cpu")
                 number = torch.tensor(value, dtype=torch.float32, device=device)
-                self.optimizer.state[piece.tensor][kind] = number
+                self.optimizer.state[own][kind] = number
 
     def _newest(self, place: DirectoryStorage) -> int:
         """On the first rank: damaged ones are set aside."""

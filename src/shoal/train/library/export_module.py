@@ -1,0 +1,101 @@
+"""Export a module of the user's own from a checkpoint: its weights as safetensors, and what `transformers` loads it by.
+
+A checkpoint has the module's own names, as its state dict has. Tensor by tensor, so that no process holds the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.facts.problem import BadInput
+from shoal.train.checkpoint.read import Checkpoint
+from shoal.train.files import sync_directory
+from shoal.train.huggingface.export import check_free, make_aside
+from shoal.train.huggingface.weights_file import (
+    INDEX,
+    TensorEntry,
+    cut_into_files,
+    index_of,
+    write_weights_file,
+)
+
+FILE_BYTES = 5 * 10**9
+# How a safetensors header calls them. Beyond floats, what buffers count and mark with.
+HEADERS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def export_module(
+    checkpoint: Checkpoint, module: Any, into: Path, tokenizer: Any, dtype: torch.dtype | None, cached: bool
+) -> None:
+    """On one rank; all or nothing. ``cached``: whether the model used its cache of keys before it was trained.
+
+    ``dtype``: of floating-point tensors; None: as they are. ``tokenizer``: whatever has ``save_pretrained``.
+    """
+    check_free(into)
+
+    def written(name: str) -> torch.dtype:
+        held = checkpoint.dtype("weight", name)
+        return dtype if dtype is not None and held.is_floating_point else held
+
+    entries = [
+        TensorEntry(name, HEADERS[written(name)], shape) for name, shape in checkpoint.manifest.shapes.items()
+    ]
+    files = cut_into_files(entries, FILE_BYTES)
+    aside = into.with_name(f".{into.name}.unfinished-{os.getpid()}")
+    make_aside(aside)
+
+    def contents(tensors: list[TensorEntry]) -> Iterator[memoryview]:
+        for one in tensors:
+            values = checkpoint.tensor("weight", one.name).to(written(one.name))
+            yield values.reshape(-1).view(torch.uint8).numpy().data
+
+    try:
+        for name, tensors in files.items():
+            write_weights_file(aside / name, tensors, contents(tensors))
+        if len(files) > 1:
+            (aside / INDEX).write_text(index_of(files), encoding="utf-8")
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "save_pretrained"):
+            told = copy.deepcopy(config)
+            told.use_cache = cached
+            told.architectures = [class_name(module)]
+            told.dtype = next(written(one.name) for one in entries if written(one.name).is_floating_point)
+            told.save_pretrained(aside)
+        for other in (getattr(module, "generation_config", None), tokenizer):
+            if other is not None:
+                other.save_pretrained(aside)
+        sync_directory(aside)
+        aside.rename(into)
+        sync_directory(into.absolute().parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def class_name(module: Any) -> str:
+    """FSDP makes a class of its own of a module's."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise BadInput(
+            f"{type(tokenizer).__name__} cannot be saved beside the model", "tokenizer= one of transformers'"
+        )
