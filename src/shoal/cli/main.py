@@ -33,6 +33,11 @@ for command, place, does in (
     ("plan", "shoal.cli.plan:plan", "What fits, what is fastest, and why not the others."),
     ("train", "shoal.cli.train:train", "Train; resume where the run left off."),
     (
+        "tune",
+        "shoal.cli.tune:tune",
+        "Train; try the plan's best layouts on the first steps and keep the fastest.",
+    ),
+    (
         "dryrun",
         "shoal.cli.dryrun:dryrun",
         "Run one rank of any layout without hardware and check the prediction.",

@@ -72,41 +72,27 @@ def train(
     json
         Print one JSON document on standard output, everything else on standard error.
     """
-    from shoal.cli.show import measured_rates, print_json, use_calibration, warn_of_length
+    from shoal.cli.show import print_json, use_calibration
     from shoal.facts.config.file import load
-    from shoal.facts.config.implied import kept
     from shoal.launch import local
-    from shoal.launch.manifest import predicted_time
     from shoal.launch.nodes import train as on_nodes
     from shoal.launch.nodes.count import NodeCount, node_name
-    from shoal.plan.resolve import resolve
-    from shoal.train.run_directory import RunDirectory
 
     use_calibration(calibration)
     given = load(config, set, layout)
-    loaded = given.config
-    notes = _notes(given)
     together = NodeCount.parse(nodes) if nodes is not None else None
-    path = run or Path(loaded.run.dir).expanduser() / loaded.run.slug
-    directory = RunDirectory(path, node_name(node)) if together else RunDirectory(path)
-    if not fresh and directory.begun:
-        loaded, notes = kept(loaded, given.origins, path), []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    with given.located():
-        job = resolve(loaded, visible, together.most if together else 1)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    where = f"{job.cluster.device.name}, layout {job.layout}, run {directory.path}"
-    console.print(f"{job.model.name} on {where}", markup=False)
-    warn_of_length(job.model, loaded.recipe.seq)
-    for note in notes:
-        console.print(note, markup=False)
-    console.print(predicted_time(job), markup=False)
-    if rates := measured_rates(job.cluster):
-        console.print(rates, markup=False)
-    if job.cluster.device.name == "cpu" and loaded.recipe.precision in ("bf16", "fp16"):
+    job, directory, console = announced(
+        given,
+        run,
+        fresh,
+        node=node_name(node) if together else None,
+        nodes=together.most if together else 1,
+    )
+    if job.config.tune.search and job.config.layout != "auto":
         console.print(
-            f"note: {loaded.recipe.precision} is very slow on CPUs without native support; use fp32"
+            "tune.search: the layout is named, so no other is tried; shoal tune begins in it and tries others"
         )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     with given.located():
         job = local.fetched(job, console)
         job, directory = _further(job, directory, extend, branch, fresh, together is not None, console)
@@ -123,11 +109,45 @@ def train(
                 "message": report.message,
                 "heldout_loss": report.heldout_loss,
                 "last": report.row,
+                **({"tuning": report.tuning} if report.tuning is not None else {}),
             }
         )
     else:
-        _summary(report, Console(highlight=False, soft_wrap=True, stderr=report.code == FAILED))
+        summary(report, Console(highlight=False, soft_wrap=True, stderr=report.code == FAILED))
     return report.code
+
+
+def announced(
+    given: Loaded, run: Path | None, fresh: bool, node: str | None = None, nodes: int = 1
+) -> tuple[Job, RunDirectory, Console]:
+    """The job of a config and its run, with what a user is told before anything is computed."""
+    from shoal.cli.show import measured_rates, warn_of_length
+    from shoal.facts.config.implied import kept
+    from shoal.launch.manifest import predicted_time
+    from shoal.plan.resolve import resolve
+    from shoal.train.run_directory import RunDirectory
+
+    loaded, notes = given.config, _notes(given)
+    path = run or Path(loaded.run.dir).expanduser() / loaded.run.slug
+    directory = RunDirectory(path, node) if node is not None else RunDirectory(path)
+    if not fresh and directory.begun:
+        loaded, notes = kept(loaded, given.origins, path), []
+    with given.located():
+        job = resolve(loaded, os.environ.get("CUDA_VISIBLE_DEVICES"), nodes)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    where = f"{job.cluster.device.name}, layout {job.layout}, run {directory.path}"
+    console.print(f"{job.model.name} on {where}", markup=False)
+    warn_of_length(job.model, loaded.recipe.seq)
+    for note in notes:
+        console.print(note, markup=False)
+    console.print(predicted_time(job), markup=False)
+    if rates := measured_rates(job.cluster):
+        console.print(rates, markup=False)
+    if job.cluster.device.name == "cpu" and loaded.recipe.precision in ("bf16", "fp16"):
+        console.print(
+            f"note: {loaded.recipe.precision} is very slow on CPUs without native support; use fp32"
+        )
+    return job, directory, console
 
 
 def _notes(given: Loaded) -> list[str]:
@@ -186,11 +206,15 @@ def _further(
     return job, run
 
 
-def _summary(report: Report, console: Console) -> None:
+def summary(report: Report, console: Console) -> None:
     from shoal.facts.losses import mean_over
     from shoal.train.run_directory import RunDirectory
 
     console.print(report.message, markup=False)
+    if report.tuning is not None:
+        from shoal.cli.tune import print_tuning
+
+        print_tuning(report.tuning, console)
     if report.code != FINISHED:
         return
     if report.row:

@@ -128,6 +128,10 @@ class Agent(LocalElasticAgent):
         self.kill()
         super()._shutdown(*given, **named)
 
+    def forget_restarts(self) -> None:
+        """Workers that start next do so because the last ones ended well: no restart. torch has no public count."""
+        self._remaining_restarts = self._worker_group.spec.max_restarts
+
     def processes(self) -> Mapping[int, int]:
         """The process ids of the present attempt's workers by rank; none while they are being started."""
         return {rank: process.pid for rank, process in self.crew.processes.items() if process.pid is not None}

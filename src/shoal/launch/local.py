@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,8 @@ from shoal.launch.manifest import describe_plan, describe_run
 from shoal.launch.report import FINISHED, Report
 from shoal.launch.scratch import check_scratch, clear_scratch
 from shoal.launch.signals import STOP_SIGNALS, stoppable
+from shoal.launch.tuning.candidates import Tried
+from shoal.launch.tuning.record import Tuning, last_decision, layouts_to_try
 from shoal.plan.resolve import Job
 from shoal.predict.memory.states import rank_states
 from shoal.train.data.collection import Collection, gather
@@ -43,6 +45,7 @@ WORKER = "shoal.launch.worker:work"
 ATTEMPT = "shoal.launch.supervisor:Supervisor"
 # With a parameter server workers are started beside the agent, which has the servers.
 SERVED, SERVED_WORKER = "shoal.launch.served:ServedSupervisor", "shoal.launch.server:work_for_servers"
+TUNING = "shoal.launch.tuning.supervisor:TuningSupervisor"
 # What workers find imported. torch's optimizers import its compiler on first use, which takes two seconds.
 PRELOAD = ("shoal.launch.worker", "torch._dynamo")
 
@@ -54,11 +57,12 @@ def train(
     console: Console,
     visible: str | None = None,
     entrypoint: str | None = None,
+    tried: Tried | None = None,
 ) -> Report:
     """Train ``job`` in ``run`` to its end, from wherever it stands. Bad input raises before anything is spawned.
 
     ``visible`` is what CUDA_VISIBLE_DEVICES says; ``entrypoint`` ("module:function") what a rank's process calls, or
-    that of a parameter server's worker.
+    that of a parameter server's worker. ``tried``: which layouts the first steps are to try.
     """
     served = job.config.server.servers > 0
     entrypoint = entrypoint or (SERVED_WORKER if served else WORKER)
@@ -68,14 +72,33 @@ def train(
             held.enter_context(run.held())
         dataset = tokenised(job, console)
         job = with_length(job, dataset)
+        if tried is None and job.config.tune.search and job.config.layout == "auto":
+            tried = Tried()
+        layouts: tuple[list[Job], str] = ([job], "")
+        if tried is not None:
+            checked = partial(_check_layout, run=run, visible=visible)
+            layouts = layouts_to_try(job, None if fresh else run, tried, checked)
         start = prepare(job, run, fresh, console, dataset, held)
         if isinstance(start, Report):
-            return start
+            return replace(start, tuning=last_decision(run)) if tried is not None else start
         warm_workers([*PRELOAD, entrypoint.partition(":")[0]], job.config)
-        attempt = load_attempt(SERVED if served else ATTEMPT)
+        attempt: Callable[..., Any] = load_attempt(SERVED if served else ATTEMPT if tried is None else TUNING)
+        if tried is not None:
+            with private_files():
+                tuning = Tuning(run, *layouts)
+            if tuning.job.layout != job.layout:
+                console.print(f"tuning: going on in {tuning.job.layout}", markup=False)
+            job, attempt = tuning.job, partial(attempt, tuning)
         count = partial(devices_here, job, visible)
         with begun(job, run, console, start):
             return attempt(job, run, dataset.path, console, entrypoint, count).run_to_end()
+
+
+def _check_layout(job: Job, run: RunDirectory, visible: str | None) -> None:
+    """Refuse a layout of a job that cannot be trained here."""
+    check_devices(job, visible)
+    check_memory(job)
+    check_scratch(job, run.path)
 
 
 def check(job: Job, run: RunDirectory, visible: str | None, nodes: int = 1) -> None:

@@ -190,9 +190,10 @@ class Tail:
     A resume replaces the file; the new one is read from its start, and what was shown is not shown again.
     """
 
-    def __init__(self, path: Path, step: int, since: float = 0.0) -> None:
+    def __init__(self, path: Path, step: int, since: float = 0.0, launch: str = "") -> None:
+        """``launch``: only rows of attempts of this name; those of an earlier one may still be undone by a resume."""
         self.path = path
-        self.since = since
+        self.since, self.launch = since, launch
         self._inode = 0
         self._offset = 0
         self._step = step
@@ -210,7 +211,8 @@ class Tail:
             return []
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
-        rows = [row for line in whole.splitlines() if (row := _parse(line)) is not None]
+        parsed = [row for line in whole.splitlines() if (row := _parse(line)) is not None]
+        rows = [row for row in parsed if str(row.get("attempt", "")).startswith(self.launch)]
         fresh = [row for row in rows if self._is_fresh(row)]
         self._step = max([self._step, *(row.get("step", 0) for row in rows)])
         return fresh

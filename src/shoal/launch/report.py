@@ -20,3 +20,4 @@ class Report:
     row: dict[str, Any] | None  # the last step's metrics
     heldout_loss: float | None
     skipped: int = 0  # updates of this call, for gradients that were not finite
+    tuning: dict[str, Any] | None = None  # where layouts were tried: what that cost and gained

@@ -85,6 +85,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
         self.faults = path / "faults.jsonl"
+        self.tuning = path / "tuning.jsonl"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self._untold: list[bytes] = []
@@ -387,6 +388,12 @@ class RunDirectory:
         """The plan of a layout that the run has changed to."""
         with contextlib.suppress(OSError):
             replace_text(self.plan, json.dumps(redact_values(plan), indent=2) + "\n")
+
+    def note_layout(self, job: Job, plan: dict[str, Any]) -> None:
+        """The layout that was found to be the fastest, from now on the run's own."""
+        self.note_plan(plan)
+        with contextlib.suppress(OSError):
+            replace_text(self.config, configfile.write(self._resolved(job)))
 
     def note_measured(self, measured: dict[str, Any]) -> None:
         """Put into the manifest what came of the plan."""

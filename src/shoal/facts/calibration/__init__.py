@@ -13,6 +13,7 @@ from typing import Annotated
 
 from pydantic import Field, FiniteFloat
 
+from shoal.facts.calibration import steps
 from shoal.facts.calibration.measurements import Measurements, Seconds
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.devices import Device, Hardware, Positive
@@ -184,6 +185,7 @@ def forget() -> None:
     """Back to what comes with Shoal."""
     _installed.clear()
     _installed_links.clear()
+    steps.forget()
 
 
 def find(cluster: Cluster) -> Calibration:

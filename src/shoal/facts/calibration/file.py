@@ -1,7 +1,7 @@
 """Measured calibrations on disk: one JSON file per kind of device in ``calibration/`` of Shoal's cache.
 
 Links have files of their own in ``calibration/links/``: ``shoal profile --calibrate`` and ``shoal bench comm`` both
-measure them, and what was measured last counts.
+measure them, and what was measured last counts. ``shoal tune`` keeps whole steps in ``calibration/steps/``.
 
 Predictions read none of these by themselves. A command that predicts calls ``use`` at its start, once in every
 process that predicts; from then on ``calibration.find`` knows what the files say. A library or a test that does not
@@ -19,8 +19,9 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from shoal.facts import calibration
-from shoal.facts.calibration import Calibration, DeviceRates, LinkRates
+from shoal.facts.calibration import Calibration, DeviceRates, LinkRates, steps
 from shoal.facts.calibration.measurements import Measurements
+from shoal.facts.calibration.steps import StoredSteps
 from shoal.facts.cluster.devices import Hardware
 from shoal.facts.input.untrusted_files import first_fault, read_bytes
 
@@ -59,7 +60,7 @@ class StoredLinks(Hardware):
     network: LinkRates | None = None  # between nodes
 
 
-File = TypeVar("File", Stored, StoredLinks)
+File = TypeVar("File", Stored, StoredLinks, StoredSteps)
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -90,6 +91,17 @@ def links_file(folder: Path, device: str) -> Path:
 def read_links(path: Path) -> StoredLinks:
     """Raises ``ValueError`` as ``read`` does."""
     stored = _checked(path, StoredLinks)
+    _check_name(path, stored.device)
+    return stored
+
+
+def steps_file(folder: Path, device: str) -> Path:
+    return file_of(folder / "steps", device)
+
+
+def read_steps(path: Path) -> StoredSteps:
+    """Raises ``ValueError`` as ``read`` does."""
+    stored = _checked(path, StoredSteps)
     _check_name(path, stored.device)
     return stored
 
@@ -127,6 +139,13 @@ def use(folder: Path | None) -> list[str]:
     """
     calibration.forget()
     warnings = []
+    for path in sorted((folder / "steps").glob("*.json")) if folder is not None else ():
+        try:
+            steps.install(read_steps(path))
+        except ValueError as error:
+            warnings.append(
+                f"measured steps {path} are not used: {error}; run shoal tune, or delete the file"
+            )
     for path in sorted((folder / "links").glob("*.json")) if folder is not None else ():
         try:
             links = read_links(path)

@@ -359,6 +359,11 @@ class TuneSection(Section):
         description="update a parameter as soon as its gradient is complete, so that gradients never all exist; "
         "needs recipe.clip = 0 and one micro-batch a step",
     )
+    search: bool = Field(
+        False,
+        description='with layout = "auto": train the first steps in the layouts within the error bar of the plan\'s '
+        "best, and the rest in the fastest of them",
+    )
 
 
 class OffloadSection(Section):

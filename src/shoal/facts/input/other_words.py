@@ -163,9 +163,7 @@ SENTENCES: Mapping[str, str] = {
 }
 
 # What is promised for later, and what to write until then. A key leaves this table on the day that the schema has it.
-LATER: Mapping[str, str] = {
-    "tune.search": 'layout = "auto" takes what shoal plan puts first',
-}
+LATER: Mapping[str, str] = {}
 
 # Commands that are promised for later, and what to do until then.
 _IN_METRICS = "a run's metrics.jsonl and samples.jsonl have every step and what the model wrote"
@@ -173,7 +171,6 @@ LATER_COMMANDS: Mapping[str, str] = {
     "generate": "evaluate.samples has a run write texts at each evaluation: samples.jsonl",
     "evaluate": "evaluate.every has a run evaluate itself; its results are in metrics.jsonl",
     "replay": "shoal parity compares layouts step by step",
-    "tune": 'shoal plan ranks layouts, and layout = "auto" takes what it puts first',
     "launch": "shoal train trains here; on several machines, shoal train --nodes N on each",
     "report": _IN_METRICS,
     "watch": _IN_METRICS,

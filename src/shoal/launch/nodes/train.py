@@ -79,6 +79,11 @@ def check_even(job: Job, nodes: NodeCount) -> None:
             f"server.servers = {job.config.server.servers} with --nodes: a parameter server and its workers are on one",
             "--nodes 1, or server.servers = 0",
         )
+    if job.config.tune.search and job.config.layout == "auto":
+        raise BadInput(
+            "tune.search = true with --nodes: layouts are tried on one machine",
+            "--set tune.search=false, or a layout by name",
+        )
     if job.layout.world % nodes.most:
         raise BadInput(
             f"layout {job.layout} has {job.layout.world} ranks, which are not as many on each of {nodes.most} nodes",

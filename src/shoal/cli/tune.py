@@ -1,0 +1,141 @@
+"""``shoal tune``: train, and find the fastest layout on the way."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from shoal.launch.report import FAILED
+from shoal.launch.screen import Console
+
+if TYPE_CHECKING:
+    from shoal.facts.layout import Layout
+
+# Columns that a table may take, so that no layout is cut; it takes as many as it needs.
+UNBROKEN = 1000
+
+
+def tune(
+    config: Path | None = None,
+    /,
+    *,
+    layouts: str | None = None,
+    most: int = 4,
+    set: Annotated[list[str] | None, Parameter(negative=())] = None,
+    layout: str | None = None,
+    run: Path | None = None,
+    fresh: Annotated[bool, Parameter(negative=())] = False,
+    calibration: bool = True,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Train; try the plan's best layouts on the first steps and keep the fastest.
+
+    Example: shoal tune examples/tiny.toml --layouts "dp=2;fsdp=2;pp=2" --set recipe.steps=200
+
+    Every layout computes the same run, so no step is wasted: each is trained once, in one layout or another. A layout
+    is tried only where what it is expected to save over the steps that are left pays for the moves to it and back.
+    tuning.jsonl in the run directory keeps layouts, moves and the decision; the same command resumes: docs/tune.md.
+
+    Parameters
+    ----------
+    config
+        A TOML file; without one the embedded default is trained.
+    layouts
+        Layouts to try, separated by ";"; the run begins in the first unless --layout says otherwise. By default those
+        within the error bar of the plan's best.
+    most
+        How many of the plan's layouts to try at most, that which the run begins in included.
+    set
+        Override one value, as in recipe.lr=0.001. May be given several times.
+    layout
+        The layout that the run begins in, as in dp=2, or auto.
+    run
+        The run directory itself; by default [run] dir and name.
+    fresh
+        Start over; an old run in the same directory is moved aside.
+    calibration
+        Predict with the rates that shoal profile --calibrate measured here, if there are any.
+    json
+        Print one JSON document on standard output, everything else on standard error.
+    """
+    from shoal.cli.show import print_json, use_calibration
+    from shoal.cli.train import announced, summary
+    from shoal.facts.config.file import load
+    from shoal.launch import local
+    from shoal.launch.tuning.candidates import Tried
+
+    use_calibration(calibration)
+    named = _parsed(layouts)
+    first = layout or (str(named[0]) if named else None)
+    given = load(config, [*(set or []), "tune.search=true"], first)
+    job, directory, console = announced(given, run, fresh)
+    with given.located():
+        job = local.fetched(job, console)
+        tried = Tried(tuple(named), most)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        report = local.train(job, directory, fresh, console, visible, tried=tried)
+    if json:
+        print_json(
+            {
+                "run": str(report.run),
+                "step": report.step,
+                "exit_code": report.code,
+                "message": report.message,
+                **(report.tuning or {}),
+            }
+        )
+    else:
+        summary(report, Console(highlight=False, soft_wrap=True, stderr=report.code == FAILED))
+    return report.code
+
+
+def _parsed(text: str | None) -> list[Layout]:
+    """Every layout that is wrong is told at once."""
+    from dataclasses import replace
+
+    from shoal.facts.layout import Layout
+    from shoal.facts.problem import BadInput, Problem
+
+    if text is None:
+        return []
+    problems: list[Problem] = []
+    found: list[Layout] = []
+    for part in text.split(";"):
+        try:
+            found += [Layout.parse(part)] if part.strip() else []
+        except BadInput as error:
+            problems += [replace(problem, where="--layouts") for problem in error.problems]
+    if not found and not problems:
+        problems.append(Problem("--layouts is empty", '--layouts "dp=4;fsdp=4"'))
+    if problems:
+        raise BadInput(problems)
+    return found
+
+
+def print_tuning(found: dict[str, Any], console: Console) -> None:
+    """What was tried, as a table, then what that cost beside what it gained."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="")
+    for name in ("", "predicted", "measured", "steps", "layout"):
+        table.add_column(name, justify="left" if name in ("", "layout") else "right", no_wrap=True)
+    for row in found["layouts"]:
+        mark = "✓" if row["layout"] == found["chosen"] else "✗" if row["failed"] else ""
+        seconds = f"{row['measured_step_s']:.3g} s" if row["measured_step_s"] else "not tried"
+        bar = f"{row['predicted_step_s']:.3g} s ±{row['error_bar']:.0%}"
+        table.add_row(mark, bar, "failed" if row["failed"] else seconds, str(row["steps"]), row["layout"])
+    console.print(table, soft_wrap=False, width=UNBROKEN)
+    cost, gain = found["cost"], found["gain"]
+    chosen = f"chosen: {found['chosen']}, " if found["chosen"] else ""
+    console.print(f"{chosen}{found['why']}", markup=False)
+    moves = f"{len(found['moves'])} move{'s' * (len(found['moves']) != 1)} {cost['moves_s']:.1f} s"
+    rest = f"slow first steps {cost['warm_up_s']:.1f} s, slower layouts {cost['slower_steps_s']:.1f} s"
+    console.print(f"cost: {moves}, {rest}", markup=False)
+    ahead = f", {gain['expected_s']:.1f} s more expected" if found["step"] < found["steps"] else ""
+    console.print(
+        f"gain over {found['first']}: {gain['saved_s']:.1f} s{ahead}; net {found['net_s']:+.1f} s",
+        markup=False,
+    )

@@ -1,0 +1,196 @@
+"""Which layout to train the next steps in: measured so far, still worth a visit, or decided. Needs no torch.
+
+Layouts drop out one after the other: one is visited, or visited again, only where what it is expected to save over the
+steps that are left pays for the moves and for the slower steps that it may take.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from statistics import median
+
+from shoal.launch.tuning.belief import Belief, chance_slower, expected_saving, measured
+
+# Steps of a process that are not samples. The first makes optimizer states, compiles and loads kernels; the second may
+# be observed.
+WARM_UP = 2
+# Samples of a visit, at least; where steps are short, as many as take some time, or a share of the run.
+SAMPLES, SAMPLED_SECONDS, SHARE_OF_RUN = 4, 1.0, 20
+# A visit takes at least so many steps.
+VISIT = WARM_UP + SAMPLES
+# A layout that three visits cannot tell from the fastest is as fast.
+MOST_VISITS = 3
+# What a move is taken to cost before the first one: workers end, others are forked and read a commit.
+MOVE_SECONDS = 2.0
+
+
+@dataclass
+class Trial:
+    """One layout: what was expected of it, and what came of that."""
+
+    layout: str
+    predicted: float  # seconds of a step, by the plan or by an earlier search
+    error_bar: float  # of that, as a share
+    planned: float = 0.0  # by the plan alone
+    samples: list[float] = field(default_factory=list)
+    warm_ups: list[list[float]] = field(default_factory=list)  # the first steps of each visit
+    steps: int = 0  # trained in it
+    visits: int = 0
+    failed: str = ""  # why it is not tried again
+
+    @property
+    def belief(self) -> Belief | None:
+        return measured(self.samples, self.visits) if self.samples else None
+
+    @property
+    def slow_starts(self) -> list[float]:
+        """For each visit, seconds by which its first steps took longer than the others."""
+        usual = median(self.samples) if self.samples else 0.0
+        return [sum(max(0.0, one - usual) for one in steps) for steps in self.warm_ups] if usual else []
+
+
+@dataclass(frozen=True)
+class LayoutMove:
+    """A change of layout between two steps."""
+
+    after: int  # the last step before it
+    source: str
+    target: str
+    seconds: float  # from the end of one step to the start of the next
+
+
+@dataclass(frozen=True)
+class TuningChoice:
+    """Where the run goes next, and why."""
+
+    layout: str
+    why: str
+    final: bool  # nothing else is worth trying
+
+
+class Trials:
+    """All that is known of the layouts, fed with the rows of a run's steps."""
+
+    def __init__(self, trials: list[Trial], steps: int) -> None:
+        """The first of them is the one that the run begins in. ``steps``: of the whole run."""
+        self.of = {trial.layout: trial for trial in trials}
+        self.first = trials[0]
+        self.steps = steps
+        self.step = 0  # the last one done
+        self.moves: list[LayoutMove] = []
+        self.decided: TuningChoice | None = None
+        self._current: Trial | None = None
+        self._here = 0  # samples of the present visit
+        self._starting = ""  # the attempt that the present visit began with
+        self._rows: Counter[str] = Counter()
+
+    @property
+    def current(self) -> Trial:
+        return self._current or self.first
+
+    @property
+    def measured(self) -> dict[str, Belief]:
+        """What was tried and did not fail, the first one first."""
+        every = {name: trial.belief for name, trial in self.of.items() if not trial.failed}
+        return {name: belief for name, belief in every.items() if belief is not None}
+
+    def add(self, step: int, layout: str, attempt: str, seconds: float, comparable: bool = True) -> None:
+        """A step that was done. ``attempt``: by which start of the workers. Not ``comparable``: of another batch."""
+        trial = self.of.get(layout)
+        self.step = max(self.step, step)
+        if trial is None:  # what devices are left after a fault
+            return
+        trial.steps += 1
+        if trial is not self._current:
+            self._current, self._here, self._starting = trial, 0, attempt
+            trial.visits += 1
+            trial.warm_ups.append([])
+        self._rows[attempt] += 1
+        if self._rows[attempt] <= WARM_UP:
+            if attempt == self._starting:  # a restart after a fault is no part of a visit
+                trial.warm_ups[-1].append(seconds)
+        elif comparable and self.decided is None:
+            trial.samples.append(seconds)
+            self._here += 1
+
+    def moved(self, move: LayoutMove) -> None:
+        self.moves.append(move)
+
+    def fail(self, layout: str, why: str) -> None:
+        self.of[layout].failed = why
+
+    @property
+    def enough(self) -> bool:
+        """Whether this visit has told what it can."""
+        if self._here < SAMPLES:
+            return False
+        most = max(SAMPLES, self.steps // SHARE_OF_RUN)
+        return self._here >= most or sum(self.current.samples[-self._here :]) >= SAMPLED_SECONDS
+
+    @property
+    def move_seconds(self) -> float:
+        """What a move is expected to cost, slow first steps included. Those of the first layout were as slow."""
+        taken = [move.seconds for move in self.moves]
+        starts = [seconds for trial in self.of.values() for seconds in trial.slow_starts]
+        return (median(taken) if taken else MOVE_SECONDS) + (median(starts) if starts else 0.0)
+
+    def believed(self, trial: Trial) -> Belief:
+        """Of a layout that was not tried, by its prediction: right on average, as far as those were that were tried."""
+        if (known := trial.belief) is not None:
+            return known
+        ratios = [belief.seconds / self.of[name].predicted for name, belief in self.measured.items()]
+        seconds = trial.predicted * (median(ratios) if ratios else 1.0)
+        return Belief(seconds, seconds * trial.error_bar)
+
+    def net_saving(self, trial: Trial) -> float:
+        """Seconds of the run that a visit to this layout is expected to save, less what it is expected to cost."""
+        best, other = self._best(), self.believed(trial)
+        belief = self.measured[best]
+        saving = expected_saving(belief, other)
+        slower = chance_slower(belief, other)
+        # From any layout but the best a move is due in any case.
+        moves = slower + (best == self.current.layout)
+        lost = saving + other.seconds - belief.seconds  # per step of the visit, where it is slower
+        left = max(0, self.steps - self.step - VISIT)
+        return saving * left - moves * self.move_seconds - VISIT * lost
+
+    def _best(self) -> str:
+        known = self.measured
+        return min(known, key=lambda name: known[name].seconds)
+
+    def next(self) -> TuningChoice | None:
+        """Where to go now that the present layout is known well enough; None: stay for another step."""
+        if self.decided is not None or not self.enough:
+            return None
+        best = self._best()
+        worth = {
+            name: self.net_saving(trial)
+            for name, trial in self.of.items()
+            if name not in (best, self.current.layout) and not trial.failed and trial.visits < MOST_VISITS
+        }
+        most = max(worth, key=lambda name: worth[name], default=None)
+        if most is not None and worth[most] > 0:
+            return TuningChoice(most, f"expected to save {worth[most]:.1f} s of the run", final=False)
+        return self._decide()
+
+    def fall_back(self, layout: str) -> str | None:
+        """Where to go from a layout that does not run: the fastest that does, else the one predicted to be."""
+        left = [trial for trial in self.of.values() if not trial.failed and trial.layout != layout]
+        known = [trial for trial in left if trial.samples]
+        return min(known or left, key=lambda trial: self.believed(trial).seconds).layout if left else None
+
+    def _decide(self) -> TuningChoice:
+        best, here = self._best(), self.current.layout
+        seconds, left = self.measured, self.steps - self.step
+        untried = [trial for trial in self.of.values() if not trial.samples and not trial.failed]
+        rest = f"; {_count(len(untried), 'other')} would cost more than expected to save" if untried else ""
+        saved = (seconds[here].seconds - seconds[best].seconds) * left
+        if best != here and saved <= self.move_seconds:
+            why = f"a move to {best} costs about {self.move_seconds:.1f} s and would save {saved:.1f}"
+            return TuningChoice(here, why, final=True)
+        return TuningChoice(best, f"the fastest of {_count(len(seconds), 'layout')} tried{rest}", final=True)
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
