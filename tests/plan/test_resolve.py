@@ -96,7 +96,7 @@ def test_a_model_from_a_directory_called_like_a_preset(
 
 def test_problems_of_several_sources_come_together() -> None:
     found = problems(
-        layout="dp=3,tp=3,cp=2,offload=params@nvme",
+        layout="dp=3,tp=3,cp=2",
         run={"strict": True},
         model={"preset": "mixtral-8x7b", "lora": {}},
         track={"wandb": True},
@@ -105,7 +105,6 @@ def test_problems_of_several_sources_come_together() -> None:
     said = "\n".join(found)
     for part in (
         'recipe.precision = "fp8" with the experts of mixtral-8x7b: this version of Shoal does not train with it',
-        "layout: offload=params@nvme: this version of Shoal does not train with it",
         "model.lora",
         "track.wandb",
         'recipe.precision = "fp8"',
@@ -118,8 +117,8 @@ def test_problems_of_several_sources_come_together() -> None:
 
 
 def test_layouts_that_are_named_are_run() -> None:
-    found = problems(layout="dp=3,cp=3,offload=params@nvme", run={"strict": True})
-    assert found["layout dp=3,cp=3,micro=1,offload=params@nvme is not legal here"] == (
+    found = problems(layout="dp=3,cp=3", run={"strict": True})
+    assert found["layout dp=3,cp=3,micro=1 is not legal here"] == (
         "nearest legal layouts: dp=4,micro=1; dp=2,micro=1; dp=8,micro=1"
     )
     for layout in ("dp=4,micro=1", "dp=2,micro=1", "dp=8,micro=1"):
@@ -138,14 +137,13 @@ def test_an_unknown_model_and_cluster_do_not_hide_the_rest() -> None:
         model={"preset": "tinny"},
         cluster={"on": "8xH1000"},
         track={"wandb": True},
-        layout="offload=params@nvme",
+        layout="dp=3",
     )
     said = "\n".join(found)
     for part in (
         "'tinny' is neither a preset",
         "the device 'H1000' is not in the catalogue",
         "track.wandb",
-        "layout: offload=params@nvme",
     ):
         assert part in said
     # Without a cluster nothing is said of a layout that we would have had to choose.
@@ -156,7 +154,6 @@ def test_an_unknown_model_and_cluster_do_not_hide_the_rest() -> None:
 @pytest.mark.parametrize(
     ("tables", "what", "fix"),
     [
-        ({"layout": "offload=params:0.5@nvme"}, "layout: offload=params:0.5@nvme", "offload=none"),
         ({"recipe": {"states": "int8", "optimizer": "lion"}}, "recipe.states", 'recipe.states = "bf16"'),
         ({"track": {"mlflow": True}}, "track.mlflow", "metrics.jsonl"),
     ],

@@ -63,7 +63,11 @@ NEAREST: list[tuple[str, str, dict[str, Any]]] = [
     ),
     # Strict, and only what the engine runs.
     ("dp=2,tp=2", "dp=2,micro=1; dp=4,micro=1; dp=2,fsdp=2,micro=1", {"strict": True, "micro": 1}),
-    ("dp=3,cp=2,offload=params@nvme", "dp=4,cp=2; dp=2,cp=2; dp=8,cp=2", {"wanted": support.runs}),
+    (
+        "dp=3,cp=2,offload=params",
+        "dp=4,cp=2,offload=params; dp=2,cp=2,offload=params; dp=8,cp=2,offload=params",
+        {"wanted": support.runs},
+    ),
     ("dp=8,ep=3", "dp=8,ep=4; dp=8,ep=2; dp=8,ep=8", {"model": MIXTRAL}),
     # A recipe that no layout takes, and a cluster that this batch and model cannot fill.
     ("cp=3", "", {"model": GPT2, "seq": 2000}),
