@@ -81,9 +81,11 @@ def test_a_plan_that_forgets_a_sum_is_named() -> None:
 
 
 def test_what_is_not_a_number_is_no_parity() -> None:
-    broken = [(tokens, scale * math.nan) for tokens, scale in batches()[:1]]
+    """Of one row of one batch: a rank that has others, and losses before it, do not hide it."""
+    first, (tokens, scale) = batches()
+    broken = [first, (tokens, scale * torch.tensor([1, 1, 1, math.nan]))]
     (verdict,) = shoal.parity(Taught, broken, "dp=2")
-    assert not verdict.ok
+    assert not verdict.ok and verdict.max_loss_diff == math.inf
 
 
 def test_what_cannot_be_proved_is_said_before_anything_starts() -> None:

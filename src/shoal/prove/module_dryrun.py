@@ -1,7 +1,7 @@
 """Dry run of a module that Shoal did not build: one rank of a world of any size, on tensors without data.
 
-The module is built, placed and stepped by the code that trains it, so its peak and its collectives are those of the
-real run, operator by operator. Of a module whose shape nobody told there is no prediction to set them against.
+The module is built, placed and stepped by the code that trains it: its collectives are those of the real run, and its
+peak is what the same operators hold. There is no prediction beside them: Shoal does not know the shape of the module.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.facts.layout import Layout
@@ -24,7 +25,7 @@ from shoal.observe.collectives import CollectiveCounter
 from shoal.observe.memory import MemoryTracker, live_bytes
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.place_module import PlacedModule
-from shoal.prove.fake_world import fake_rank, without_data
+from shoal.prove.fake_world import SumsInPlace, fake_rank, without_data
 from shoal.prove.module_parity import own_rows
 from shoal.train.library.run import JoinedRanks, Run
 
@@ -63,6 +64,10 @@ def dryrun(
         raise BadInput(
             f"rank={rank}: layout {wanted} has {wanted.world} rank(s)", f"rank=0 to {wanted.world - 1}"
         )
+    if dist.is_initialized():
+        raise BadInput(
+            "a dry run in a process that is a rank already", "shoal.dryrun in a process of its own"
+        )
     began = time.perf_counter()
     with fake_rank(wanted, rank, "gloo") as mesh, without_data():
         run = FakeRun(mesh)
@@ -77,7 +82,8 @@ def dryrun(
         with origins, CollectiveCounter(mesh.names, mesh.purposes) as counter, tracker:
             _mark(tracker, run)
             tracker.reset_peak()
-            run.step(prepared[0], rows, loss=loss)
+            with SumsInPlace():
+                run.step(prepared[0], rows, loss=loss)
             _mark(tracker, run)
         held = dict(tracker.peak_by_category())
         host = live_bytes(_waiting(run))
@@ -103,7 +109,7 @@ class FakeRun(Run):
 
 
 def _stay() -> None:
-    """The world is left by whoever made it."""
+    """``fake_rank`` leaves the world."""
 
 
 def _mark(tracker: MemoryTracker, run: Run) -> None:

@@ -1,11 +1,12 @@
 """Parity of a module that Shoal did not build: the same steps in each layout and on one process, in fp64.
 
-The check for whoever teaches Shoal an architecture: a plan that splits a layer which it should not, or forgets to sum a
+The check of an architecture that Shoal was taught: a plan that splits a layer which it should not, or forgets to sum a
 gradient, trains without an error and learns something else.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -130,12 +131,13 @@ def _widened(rows: Tensor) -> Tensor:
 
 def _compare(layout: str, whole: _Trained, ranks: list[_Trained], tolerance: float) -> ModuleVerdict:
     losses = max(
-        abs(one - other) / max(abs(other), SMALLEST)
+        _known(abs(one - other) / max(abs(other), SMALLEST))
         for rank in ranks
         for one, other in zip(rank.losses, whole.losses, strict=True)
     )
     expected = {part.name: part for part in whole.parts}
-    largest = max(float(one.gradient.abs().max()) for one in whole.parts if one.gradient is not None)
+    made = [one.gradient for one in whole.parts if one.gradient is not None and one.gradient.numel()]
+    largest = max((_known(float(one.abs().max())) for one in made), default=0.0)
     gradients, values = _Worst(OF_LARGEST * largest), _Worst(SMALLEST)
     for part in (part for rank in ranks for part in rank.parts):
         other = expected[part.name]
@@ -149,6 +151,11 @@ def _compare(layout: str, whole: _Trained, ranks: list[_Trained], tolerance: flo
     return ModuleVerdict(layout, ranks[0].losses, losses, gradients.difference, values.difference, worst, ok)
 
 
+def _known(difference: float) -> float:
+    """What is not a number would be neither more nor less than any, and so get lost among others."""
+    return math.inf if math.isnan(difference) else difference
+
+
 class _Worst:
     def __init__(self, least: float) -> None:
         """``least``: what differences are relative to, at least."""
@@ -160,6 +167,6 @@ class _Worst:
         if found is not None and whole is not None:
             part = whole.view(box.whole)[box.slices].reshape(-1)
             scale = max(float(whole.abs().max()), self.least) if whole.numel() else 1.0
-            difference = float((found - part).abs().max()) / scale if part.numel() else 0.0
-        if not difference <= self.difference:  # not a number, too
+            difference = _known(float((found - part).abs().max()) / scale) if part.numel() else 0.0
+        if difference > self.difference:
             self.difference, self.name = difference, name

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,24 @@ def encode_on_ray(
     tasks: list[EncodeTask], tokenizer: Tokenizer, tokenizer_text: str, end_token: str | None, address: str
 ) -> Generator[tuple[EncodeTask, Encoded]]:
     """Each task as it is done, its files spooled here."""
-    ray, data = _joined(address)
+    ray, data, began = _joined(address)
     given = ray.put((tasks, tokenizer_text, end_token, tokenizer.fingerprint, __version__))
 
     def work(row: dict[str, Any]) -> dict[str, Any]:
         return encode_away(int(row["id"]), *ray.get(given))
 
     # A row a block: nodes are given tasks as they finish others.
-    done: Iterator[dict[str, Any]] = (
-        data.range(len(tasks), override_num_blocks=len(tasks)).map(work).iter_rows()
-    )
+    each = data.range(len(tasks), override_num_blocks=len(tasks)).map(work)
+    try:
+        yield from _spooled(tasks, each.iter_rows())
+    finally:
+        if began:
+            ray.shutdown()
+
+
+def _spooled(
+    tasks: list[EncodeTask], done: Iterable[dict[str, Any]]
+) -> Generator[tuple[EncodeTask, Encoded]]:
     for row in done:
         if row["problem"]:
             raise BadInput(str(row["problem"]), SHARED)
@@ -86,13 +94,14 @@ def _other_than_there(
     return "" if found == fingerprint else f"data.ray: the node {node} has another tokenizer"
 
 
-def _joined(address: str) -> tuple[Any, Any]:
-    """Ray and Ray Data, in the cluster."""
+def _joined(address: str) -> tuple[Any, Any, bool]:
+    """Ray and Ray Data, in the cluster; and whether this process was not in it before."""
     try:
         import ray
         import ray.data as data
     except ImportError as error:
         raise BadInput(f"data.ray needs Ray Data: {error}", INSTALL) from None
+    began = not ray.is_initialized()
     try:
         ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -103,4 +112,4 @@ def _joined(address: str) -> tuple[Any, Any]:
         ) from None
     context = data.DataContext.get_current()
     context.enable_progress_bars = False
-    return ray, data
+    return ray, data, began

@@ -20,7 +20,7 @@ from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.layout.offload import waiting
 from shoal.facts.model.tensor_split import TensorPart
-from shoal.facts.problem import BadInput
+from shoal.facts.problem import BadInput, first_line
 from shoal.models.random import key
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.module_blocks import Wrap, find_blocks
@@ -322,6 +322,8 @@ class Run:
                 export_module(Checkpoint(place, self.done), module, into, tokenizer, dtype, self._cached)
             except BadInput as error:
                 return json.dumps([error.problems[0].what, error.problems[0].fix])
+            except Exception as error:  # of whatever saves itself: other ranks wait to hear of it
+                return json.dumps([f"the export to {into} failed: {first_line(error)}", "see what it says"])
             return ""
 
         if problem := self._told(write):
