@@ -143,6 +143,8 @@ def test_bad_input_writes_nothing(settings: Settings, tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "file").touch()
         profiled(tmp_path / "other", "dp=1", settings())
+    with pytest.raises(BadInput, match="no-such-disk does not exist"):
+        profiled(place, "offload=optimizer@nvme", settings(offload__scratch=tmp_path / "no-such-disk"))
     assert not place.exists()
 
 

@@ -18,6 +18,7 @@ from shoal.facts.ledger import CATEGORIES
 from shoal.facts.problem import BadInput
 from shoal.facts.strategies import PIPELINE, purpose_of
 from shoal.launch import local
+from shoal.launch.scratch import check_scratch
 from shoal.observe.kinds import COPIES
 from shoal.plan.judge import Plan, as_json, judge
 from shoal.plan.resolve import Job
@@ -270,6 +271,7 @@ def profile(
     local.check_devices(job, visible)
     local.check_memory(job)
     run.check_place()
+    check_scratch(job, run.path)
     plan = judge(job.workload())
     with ExitStack() as held:
         if run.path.exists():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +20,7 @@ from shoal.facts.config.file import load
 from shoal.facts.problem import BadInput
 from shoal.launch import local
 from shoal.launch.ranks import run_ranks
+from shoal.launch.scratch import check_scratch
 from shoal.plan.resolve import Job, resolve
 from shoal.prove.replay_rank import NotFinite, RankFindings, ReplayRequest, SampleLoss, run_replay_rank
 from shoal.train.branch import branch
@@ -102,6 +103,7 @@ def replay(path: Path, step: int, layout: str, visible: str | None, console: Con
     last = target.step if target is not None else step
     job = _job(run, layout, visible)
     local.check_devices(job, visible)
+    check_scratch(job, Path(gettempdir()))
     if start is None:
         local.check_weights(job, None)
     dataset = local.tokenised(job, console)

@@ -117,16 +117,16 @@ def test_where_they_wait() -> None:
     each = away_bytes(Recipe(precision="bf16"), ALONE, 1)
     memory, disk = (Offload(what="optimizer", nvme=nvme) for nvme in (False, True))
     assert off_device(each, 1600, 100, memory, False, 0, False) == OffDevice(1600 * 14, 0)
-    # Of states in files a sixteenth is in memory at once, of many a bounded number; what is one piece all together.
-    assert off_device(each, 1600, 100, disk, False, 0, False) == OffDevice(3200 + 100 * 12, 1600 * 12)
+    # Of states in files a 32nd is in memory at once, of many a bounded number; what is one piece all together.
+    assert off_device(each, 1600, 100, disk, False, 0, False) == OffDevice(3200 + 50 * 12, 1600 * 12)
     assert off_device(each, 1600, 100, disk, False, 600, False) == OffDevice(3200 + 600 * 12, 1600 * 12)
     assert off_device(each, 2**31, 100, disk, False, 2**30, False).host == 2**32 + RING * 12
     summed = away_bytes(Recipe(precision="bf16"), ALONE, 4)
     assert off_device(summed, 1600, 100, memory, True, 0, False) == OffDevice(1600 * 16 + 200 * 2, 0)
     # With weights gradients are there too, and nothing but buffers in memory.
     assert off_device(each, 1600, 100, disk, False, 0, True) == OffDevice(
-        STAGES * STAGED + 100 * 14, 1600 * 14
+        STAGES * STAGED + 50 * 14, 1600 * 14
     )
     assert off_device(summed, 1600, 100, disk, True, 0, True) == OffDevice(
-        2 * STAGES * STAGED + 100 * 16, 1600 * 16
+        2 * STAGES * STAGED + 50 * 16, 1600 * 16
     )

@@ -20,7 +20,7 @@ from shoal.facts.recipe import Recipe
 IN_FLIGHT = 2
 # Elements whose states are in memory at once where they rest in files, at most: read ahead, updated, written behind.
 # And the share of a rank's that are, at most, in stretches of a quarter of that.
-RING, RING_SHARE, STRETCHES = 2**25, 16, 4
+RING, RING_SHARE, STRETCHES = 2**25, 32, 4
 # Buffers between files and other memory, and bytes of each: what several threads read or write at once.
 STAGES, STAGED = 4, 8 << 20
 

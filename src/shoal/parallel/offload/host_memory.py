@@ -7,6 +7,7 @@ and then registered with CUDA. On a CPU a buffer is ordinary memory, and all els
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+M_MMAP_THRESHOLD = -3  # of <malloc.h>
 
 
 class HostThread:
@@ -88,6 +91,16 @@ class HostMemory:
 
     def give_back(self, buffer: HostBuffer) -> None:
         self._free.setdefault((buffer.bytes.numel(), buffer.in_whole_pages), []).append(buffer)
+
+
+def give_back_large_blocks() -> None:
+    """From now on what this process frees of 1 MiB or more goes back to the system at once.
+
+    glibc would keep it: where weights come and go, small tensors that stay settle in the holes that these leave, and a
+    process grows by what it has freed. Other libraries of C have no such setting.
+    """
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def pinned(size: int, device: torch.device, in_whole_pages: bool = False) -> Tensor:

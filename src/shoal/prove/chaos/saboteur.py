@@ -186,10 +186,15 @@ def _wrong(training: Training, order: FaultOrder) -> None:
     piece = numbers.choice(pieces)
     place = numbers.randrange(piece.tensor.numel())
     if order.kind == "bit flip in a weight":
-        # What rests in a file is not in memory; what the network reads is.
+        # What rests in a file is not in memory; what the network reads is, unless it is in a file too.
         values = piece.tensor if piece.filed is None or piece.working is None else piece.working
+        in_file = piece.held.home_file
+        if in_file is not None:
+            values = in_file.read()
         bits = values.detach().view(-1).view(torch.int32)
         bits[place] ^= 1 << numbers.randrange(31)
+        if in_file is not None:
+            in_file.send(values).result()
     elif order.kind == "NaN in a gradient":
         shared = training.step.placed.shared
         original = shared.sum
@@ -200,6 +205,9 @@ def _wrong(training: Training, order: FaultOrder) -> None:
             gradient(piece).view(-1)[place] = float("nan")
             if piece.squares is not None:  # it has left the device, which had measured it
                 piece.squares.fill_(float("nan"))
+            elif piece.away is not None and piece.away.times:  # or is in a file, and was measured on its way
+                device = training.step.mesh.device
+                piece.squares = torch.full((), float("nan"), dtype=torch.float64, device=device)
 
         _put(shared, "sum", spoiled)
     elif order.kind == "loader crash":
