@@ -242,7 +242,7 @@ class Space:
         most = -(-self.model.layers // split.pp)
         return tuple(unit for unit in UNITS if unit <= most)
 
-    @cached_property
+    @property
     def offloads(self) -> tuple[tuple[Offload, ...], ...]:
         if not self.apart or not self._searched("offload"):
             return ()
