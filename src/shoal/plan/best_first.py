@@ -241,7 +241,8 @@ class BestFirst(Walk):
         It is never faster: a host updates at a small part of the rate of a device's own memory, and all else only adds.
         """
         key = split, share, order, ways
-        if not self.space.offloads or key in self._offloaded:
+        known = self.space.offloads
+        if not known or key in self._offloaded:
             return
         self._offloaded.add(key)
         self._worked += 1
@@ -249,7 +250,7 @@ class BestFirst(Walk):
             return
         worked = self.bounds.of_order(split, share, order)
         for offload in ways:
-            if offload not in self.space.offloads or not has_activations(offload, order.recompute):
+            if offload not in known or not has_activations(offload, order.recompute):
                 continue
             if self._may_hold(split, share, order, offload):
                 bound = self.bounds.of_offload(split, share, order, offload, worked)

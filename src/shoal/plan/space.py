@@ -246,6 +246,8 @@ class Space:
     def offloads(self) -> tuple[tuple[Offload, ...], ...]:
         if not self.apart or not self._searched("offload"):
             return ()
+        if not self._others:
+            return OFFLOADS
         # Of another stack, what it offloads of some layout: most of all where everything is shared out.
         return tuple(
             offload
