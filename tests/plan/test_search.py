@@ -127,7 +127,7 @@ def test_what_is_searched_for_the_engine_is_what_it_runs(monkeypatch: pytest.Mon
     space = Space(MIXED, recipe(LONG, 4), 4, runnable=True)
     assert used(space) == {"cp", "ep"}
     with monkeypatch.context() as patch:
-        patch.setitem(OWNERS, "offload", replace(OWNERS["offload"], unrun=()))
+        patch.setitem(OWNERS, "offload", replace(OWNERS["offload"], asked_for=False))
         assert used(space) == {"cp", "ep", "offload"}
 
 

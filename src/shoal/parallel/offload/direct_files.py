@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -136,6 +137,9 @@ class DirectFiles:
     def __init__(self, directory: Path, threads: int = THREADS, scratch: Scratch | None = None) -> None:
         """``scratch``: whose directory it is; it goes with the files."""
         self.directory, self._scratch = directory, scratch
+        # One is open for each tensor: up to five for a parameter, where a process may often have 1,024 unless it asks.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._files: dict[str, DirectFile] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="scratch")
 
