@@ -36,6 +36,7 @@ def plan(
     states: str = "fp32",
     reduce: str = "fp32",
     lora: int | None = None,
+    headroom: str | None = None,
     calibration: bool = True,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -89,6 +90,9 @@ def plan(
         Precision of the gradient reduction: fp32 or bf16.
     lora
         Train LoRA adapters of this rank instead of the weights.
+    headroom
+        Device memory that every plan leaves free, as a fraction (0.1) or a size (8GiB). Unless given, only what is
+        chosen leaves a tenth.
     calibration
         Use the rates that shoal profile --calibrate measured for this kind of device, if there are any.
     json
@@ -115,6 +119,7 @@ def plan(
         batch=batch,
         layout=layout,
         lora=lora,
+        headroom=headroom,
         tokens=tokens,
         price=price,
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),

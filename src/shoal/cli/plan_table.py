@@ -5,11 +5,13 @@ from __future__ import annotations
 from shoal.cli.show import counted, print_columns
 from shoal.plan.decide import duration
 from shoal.plan.explain import GIB, against, binds, percent
+from shoal.plan.headroom import chance
 from shoal.plan.judge import Plan
 from shoal.plan.report import PlanReport
 from shoal.plan.scale import Point
 
 HEAD = ("", "GiB", "s/step", "tokens/s/GPU", "MFU", "vs DDP", "binds", "engine", "layout")
+ANSWERS = ("answer", "s/step", "GiB free", "out of memory", "unmeasured", "layout")
 CURVE = ("GPUs", "seq", "batch", "s/step", "tokens/s", "speed-up", "efficiency", "GPU-hours", "layout")
 
 
@@ -21,6 +23,9 @@ def show(found: PlanReport, explain: bool) -> None:
     print(found.decision.text)
     for reason in found.decision.reasons:
         print(f"- {reason}")
+    if found.chosen is not None:
+        print()
+        print_columns([ANSWERS, *(_answer(name, each) for name, each in found.chosen.answers.items())])
     if found.plans:
         print()
         print_columns([HEAD, *(_row(found, each) for each in found.plans)])
@@ -48,6 +53,18 @@ def _row(found: PlanReport, plan: Plan) -> tuple[str, ...]:
         f"{plan.vs_ddp:.2f}",
         binds(plan),
         "runs" if plan.runs else "not yet",
+        str(plan.layout),
+    )
+
+
+def _answer(name: str, plan: Plan) -> tuple[str, ...]:
+    memory = plan.memory
+    return (
+        name,
+        f"{plan.step.seconds:.4g} ± {plan.error_bar:.0%}",
+        f"{(memory.capacity - memory.device_total) / GIB:.1f}",
+        chance(plan.out_of_memory),
+        str(len(plan.unmeasured)),
         str(plan.layout),
     )
 
@@ -102,13 +119,13 @@ def _below(found: PlanReport) -> None:
     asked = found.asked
     if asked.layout is None:
         print(
-            f"searched {counted(found.searched, 'layout')} in {found.seconds:.2f} s: {found.evaluated:,} priced, "
-            "the rest pruned by bounds"
-            + (
-                ""
-                if found.at_best is None
-                else f" or left unsearched (none can be faster than {found.at_best:.4g} s/step)"
+            (
+                f"proven best of {counted(found.searched, 'layout')}"
+                if found.proven
+                else f"searched {counted(found.searched, 'layout')}, none of which can be faster than "
+                f"{found.at_best or 0:.4g} s/step"
             )
+            + f", in {found.seconds:.2f} s: {found.evaluated:,} priced, the rest ruled out by bounds"
         )
     if chosen is not None and chosen.fits:
         print(f"next: {chosen.command}")

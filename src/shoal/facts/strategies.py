@@ -36,14 +36,14 @@ class Strategy:
 
     @property
     def runs(self) -> bool:
-        """Whether the engine runs it, with all of its parts."""
-        return bool(self.file) and not self.unrun
+        """Whether the engine runs it; of ``offload`` all but what ``unrun`` names."""
+        return bool(self.file)
 
     def lacks(self, layout: Layout) -> bool:
         """Whether a layout asks for something of it that the engine does not run."""
-        if not self.works(layout) or self.runs:
+        if not self.works(layout):
             return False
-        return not self.file or any(set(part.kinds) & set(self.unrun) for part in layout.offload)
+        return not self.runs or any(set(part.kinds) & set(self.unrun) for part in layout.offload)
 
     def works(self, layout: Layout) -> bool:
         """Whether it is at work in a layout."""

@@ -9,7 +9,6 @@ from typing import Any
 from shoal.facts.config import Lora
 from shoal.facts.layout import Layout, divisors
 from shoal.facts.layout.legality import Case, broken
-from shoal.facts.strategies import OWNERS
 from shoal.plan.explain import GIB
 from shoal.plan.judge import UNRUN, Plan, judge
 from shoal.plan.request import PlanRequest
@@ -88,7 +87,7 @@ def for_model(asked: PlanRequest, runnable: bool = False) -> list[Remedy]:
             found.append(Remedy(f"LoRA with rank {Lora().rank} on these GPUs", plan))
     more = more_devices(asked, runnable)
     if more:
-        resting = " without offload" if runnable and not OWNERS["offload"].runs else ""
+        resting = " without offload" if runnable and not more.layout.offload else ""
         found.append(Remedy(f"{more.world} GPUs{resting}", more))
     return _run_first(found)
 

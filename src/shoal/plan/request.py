@@ -16,6 +16,7 @@ from shoal.facts.layout.legality import violations
 from shoal.facts.model import Model, presets
 from shoal.facts.problem import BadInput, Problem, seek
 from shoal.facts.recipe import Recipe, read_count
+from shoal.plan.headroom import Headroom, read_headroom
 from shoal.predict.workload import USUAL, Workload
 
 # The default learning rate suits the tiny model; wide networks diverge at it. It changes no cost, but is written into
@@ -40,6 +41,7 @@ class PlanRequest:
     price: float | None = None  # of a GPU for an hour
     tune: TuneSection = USUAL
     compile: bool | None = None  # as compile.enabled
+    headroom: Headroom | None = None  # that every plan leaves; None: the usual, of what is chosen
 
     def workload(self, layout: Layout) -> Workload:
         return Workload(
@@ -64,11 +66,13 @@ def plan_request(
     tokens: str | int | None = None,
     price: float | None = None,
     visible: str | None = None,
+    headroom: str | float | Headroom | None = None,
     **recipe: Any,
 ) -> PlanRequest:
     """Names looked up, values checked; everything wrong is reported together.
 
-    ``recipe`` takes further fields of a recipe; bf16 unless said otherwise. ``lora`` is the rank of low-rank additions.
+    ``recipe`` takes further fields of a recipe; bf16 unless said otherwise. ``lora`` is the rank of low-rank additions,
+    ``headroom`` device memory that stays free: a share of it, or a size such as ``8GiB``.
     """
     problems: list[Problem] = []
     found_model = model if isinstance(model, Model) else seek("model", lambda: presets.find(model), problems)
@@ -84,6 +88,11 @@ def plan_request(
         problems.append(Problem(f"--price {price}: must be above 0", "--price 2.5, per GPU-hour"))
     if lora is not None and not 1 <= lora <= MOST_RANKS:
         problems.append(Problem(f"--lora {lora}: must be from 1 to {MOST_RANKS}", "--lora 16"))
+    keep: Headroom | None = None
+    if isinstance(headroom, Headroom):
+        keep = headroom
+    elif headroom is not None:
+        keep = seek("", lambda: read_headroom(str(headroom)), problems)
     chosen: Layout | None = None
     if isinstance(layout, str):
         chosen = seek("", lambda: Layout.parse(layout), problems)
@@ -95,7 +104,9 @@ def plan_request(
         raise BadInput(problems)
     name = model if isinstance(model, str) else model.name
     adapters = Lora(rank=lora, alpha=2.0 * lora) if lora else None
-    return PlanRequest(found_model, name, cluster, found_recipe, chosen, adapters, total, price)
+    return PlanRequest(
+        found_model, name, cluster, found_recipe, chosen, adapters, total, price, headroom=keep
+    )
 
 
 def _recipe(values: dict[str, Any], problems: list[Problem]) -> Recipe | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from shoal.facts import support
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL, Stack
 from shoal.facts.config import Lora, TuneSection
@@ -17,8 +16,9 @@ from shoal.facts.layout import Layout, divisors
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.plan import explain
-from shoal.plan.best_first import BestFirst, Priced, StrategyKey
-from shoal.plan.choose import Chosen, choose, planned
+from shoal.plan.best_first import BestFirst, Priced, Prices, StrategyKey, balanced
+from shoal.plan.choose import Chosen, choose, planned, replicas_alone, replicas_only
+from shoal.plan.headroom import NONE, USUAL, Headroom
 from shoal.plan.judge import Plan, Replicas, replicas
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import Space
@@ -28,13 +28,10 @@ from shoal.predict.workload import Workload
 
 TOP = 10
 REJECTED = 20
-# Work that a hunt does at most (``plan/best_first.py``). Layouts of large clusters come by the million within a few
-# percent of one another; a hunt that is broken off says what it may have missed.
-EFFORT = 9500
-# One that has found nothing that fits goes on for up to so many times as long.
-PATIENCE = 16
-# A space of so many layouts is gone through to its end, or nearly.
-SMALL = 100_000
+# Work that a hunt does at most (``plan/best_first.py``); one that is broken off says what it may have missed.
+EFFORT = 12_000_000
+# And one for one more strategy to list, which is at most so much slower than the fastest.
+LISTING, FARTHEST = 300_000, 1.5
 
 
 @dataclass(frozen=True)
@@ -86,41 +83,54 @@ def search(
     devices: int | None = None,
     compile: bool | None = None,
     effort: int | None = EFFORT,
+    headroom: Headroom | None = None,
 ) -> SearchResult:
     """The fastest layout of each of the ``top`` best strategies, and among them one that the engine runs.
 
     ``runnable``: only what the engine runs. ``devices``: how many of the cluster's to use, all unless said.
+    ``headroom``: what every plan leaves free; unless said, the chosen one leaves the usual, if there is one that does.
     ``effort``: how much work to do at most, in bounds; None: as much as it takes.
     """
     started = time.perf_counter()
     asked = Workload(model, cluster, recipe, Layout(), stack, tune or TuneSection(), lora, compile)
     count_of_devices = devices or cluster.devices
-    tools = (
-        TimeBound(cost_model(asked), asked.tune, lora, count_of_devices, compile),
-        MemoryBound(model, cluster, recipe, stack, lora, compile),
-    )
-    space = Space(model, recipe, count_of_devices, runnable=True)
-    hunts: list[BestFirst] = []
-    if space.runs or runnable:
-        hunts += _hunted(BestFirst(asked, *tools, space, top), effort)
-    able = any(hunt.accepted for hunt in hunts)
-    chosen_from = [*hunts]
-    if not runnable:
-        before, settled = (hunts[0].plans(), {*hunts[0].settled}) if hunts else ({}, set())
-        space = replace(space, runnable=False, apart=cluster.device.name != "cpu")
-        whole = BestFirst(asked, *tools, space, top, before=before, settled=settled)
-        beyond = _hunted(whole, effort and 3 * effort, frugal_first=space.size() > SMALL)
-        chosen_from = chosen_from if able else beyond
-        hunts += beyond
-    against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), tools[0].on)
-    plans = _ranked(hunts, top, against)
-    chosen = choose(asked, tools[0], tools[1], chosen_from, against)
-    at_best = min((hunt.at_best for hunt in hunts if hunt.at_best is not None), default=None)
+    space = Space(model, recipe, count_of_devices, apart=cluster.device.name != "cpu", lora=lora)
+    bounds = TimeBound(cost_model(asked), asked.tune, lora, count_of_devices, space.pipelines, compile)
+    room = MemoryBound(model, cluster, recipe, stack, lora, bounds, compile, headroom or NONE)
+    prices = Prices(asked, bounds)
+    against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
+    # The fastest of all, and of what the engine runs.
+    able = space.runs
+    runs = replace(space, runnable=able or runnable)
+    hunts = [BestFirst(prices, room, runs)]
+    fastest = hunts[0].run(effort)
+    if not runnable and {*space.offloads} - {*runs.offloads} or not able:
+        hunts.append(BestFirst(prices, room, space, best=fastest))
+        hunts[-1].run(effort)
+    # What may be chosen. Where nothing leaves the usual headroom, what leaves less.
+    chosen = None
+    if replicas_only(cluster):
+        chosen = replicas_alone(prices, count_of_devices, against, room.headroom)
+    elif best := next((hunt.best for hunt in hunts if hunt.best), None):
+        fastest = fastest or best
+        among = replace(runs if hunts[0].best else space, tried=True)
+        for choosing in (room,) if headroom else (replace(room, headroom=USUAL), room):
+            hunts.append(BestFirst(prices, choosing, among))
+            if rival := hunts[-1].run(effort):
+                chosen = choose(prices, choosing, among, rival, fastest, against)
+                break
+        else:
+            chosen = choose(prices, room, replace(among, tried=False), fastest, fastest, against)
+    found = _ranked(prices, room, space, hunts, top)
+    plans = [planned(one, against) for one in found]
+    for plan in plans:
+        plan.tie = plan.step.seconds <= plans[0].limit
+    at_best = min((hunt.at_best for hunt in hunts[:2] if hunt.at_best is not None), default=None)
     return SearchResult(
         plans,
-        _rejected(hunts, plans),
+        _rejected(prices, hunts, plans),
         space.size(),
-        sum(hunt.evaluated for hunt in hunts),
+        prices.evaluated,
         time.perf_counter() - started,
         complete=at_best is None,
         at_best=at_best,
@@ -128,7 +138,9 @@ def search(
     )
 
 
-def searched(workload: Workload, top: int = TOP, runnable: bool = False) -> SearchResult:
+def searched(
+    workload: Workload, top: int = TOP, runnable: bool = False, headroom: Headroom | None = None
+) -> SearchResult:
     """A search for any layout of a workload but its own, on as many devices as there is use for.
 
     Broken off empty-handed it is carried to its end: that nothing fits is said only when it is certain.
@@ -146,6 +158,7 @@ def searched(workload: Workload, top: int = TOP, runnable: bool = False) -> Sear
                 devices=devices,
                 compile=workload.compile,
                 effort=effort,
+                headroom=headroom,
             )
             if found.plans:
                 return found
@@ -164,56 +177,43 @@ def usable(cluster: Cluster, batch: int) -> list[int]:
     return [count for count in reversed(divisors(max(1, batch))) if count <= cluster.devices]
 
 
-def _hunted(whole: BestFirst, effort: int | None, frugal_first: bool = False) -> list[BestFirst]:
-    """A hunt through a space. If it is broken off empty-handed, another goes through what needs little memory.
-
-    ``frugal_first``: that one at once. Of all that could be fast on a large cluster most does not fit, and no hunt
-    comes to an end of it; what is left out is then bounded, and no more.
-    """
-    if effort is None:
-        whole.run(None)
-        return [whole]
-    frugal = BestFirst(
-        whole.asked, whole.bounds, whole.room, replace(whole.space, frugal=True), whole.top,
-        before={**whole.before}, settled={*whole.settled},
-    )  # fmt: skip
-    if frugal_first:
-        frugal.run(effort)
-        whole.before = frugal.plans()
-    whole.run(0 if frugal_first else effort)
-    turns = [(frugal, PATIENCE), (whole, PATIENCE)]
-    for hunt, times in turns if frugal_first else [(whole, 1), *turns]:
-        if whole.at_best is not None and not whole.plans() and not frugal.plans():
-            hunt.run(times * effort, until_one_fits=True)
-            hunt.run(effort // 4)
-    frugal.at_best = None  # what it leaves out is among what the whole leaves out
-    return [whole, frugal]
-
-
-def _ranked(hunts: list[BestFirst], top: int, against: Replicas) -> list[Plan]:
-    """The best of all hunts; if none of several runs, the best that does takes the last place."""
+def _ranked(prices: Prices, room: MemoryBound, space: Space, hunts: list[BestFirst], top: int) -> list[Priced]:
+    """The fastest layout of each strategy, and the fastest of all first."""
     best: dict[StrategyKey, Priced] = {}
-    for one in sorted((one for hunt in hunts for one in hunt.accepted), key=lambda one: one.step.seconds):
-        best.setdefault(one.strategy, one)
-    ranked = list(best.values())
-    shown = ranked[:top]
-    first_that_runs = next((one for one in ranked if support.runs(one.workload.layout)), None)
-    if top > 1 and first_that_runs is not None and first_that_runs not in shown:
-        shown[-1] = first_that_runs
-    plans = [planned(one, against) for one in shown]
-    for plan in plans:
-        plan.tie = plan.step.seconds <= plans[0].limit
-    return plans
+
+    def take(one: Priced) -> None:
+        if one.strategy not in best or one.step.seconds < best[one.strategy].step.seconds:
+            best[one.strategy] = one
+
+    for hunt in hunts:
+        if hunt.best and hunt.room is room:
+            take(balanced(hunt, hunt.best))
+    for one in [*prices.known.values()]:
+        if one.memory is not None and room.headroom.left_by(one.memory):
+            take(one)
+    if not best:
+        return []
+    fastest = min(one.step.seconds for one in best.values())
+    while len(best) < top:
+        # Whatever is slower than all that are listed already is as good as the next.
+        others = BestFirst(prices, room, space, settled={*best, *((*one[:-1], True) for one in best)})
+        found = others.run(LISTING, FARTHEST * fastest)
+        hunts.append(others)
+        others.at_best = None
+        if found is None:
+            break
+        take(balanced(others, found))
+    return sorted(best.values(), key=lambda one: one.step.seconds)[:top]
 
 
-def _rejected(hunts: list[BestFirst], plans: list[Plan]) -> list[Rejected]:
+def _rejected(prices: Prices, hunts: list[BestFirst], plans: list[Plan]) -> list[Rejected]:
     """Layouts that were priced and lost, the fastest first; one of each strategy that fits, and one that does not."""
     if not plans:
         return []
     taken = {plan.layout for plan in plans}
     nearest: dict[tuple[StrategyKey, bool], Priced] = {}
-    losers = [one for hunt in hunts for one in (*hunt.lost, *hunt.accepted)]
-    for one in sorted(losers, key=lambda one: one.step.seconds):
+    known = (one for one in prices.known.values() if one.memory is not None)
+    for one in sorted(known, key=lambda one: one.step.seconds):
         if one.workload.layout not in taken:
             fits = one.memory is None or one.memory.fits
             nearest.setdefault((one.strategy, fits), one)

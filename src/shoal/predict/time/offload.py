@@ -13,7 +13,8 @@ a device's share of its node's (``facts/calibration``).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from shoal.facts.calibration import NodeRates
 from shoal.facts.layout.offload import away_bytes, leaves_early, waiting
@@ -64,47 +65,92 @@ def transfer(
     A step never gets faster: where a host's update hides entirely, what it spares the device is not counted as gained.
     That has not been measured, and the search relies on it (``plan/best_first.py``).
     """
-    layout, times = workload.layout, workload.accumulation
-    each = away_bytes(workload.recipe, layout, times, workload.stack)
-    elements, layers = has.updated * away.optimizer, max(1, has.layers)
-    leaving = elements * each.travelling / rates.link
-    adding = elements * each.added / rates.update if times > 1 else 0.0
-    fetching = has.weights * away.params / _slower(rates.link, rates.disk_read, _on_nvme(workload, "params"))
+    seconds = added(how(workload, rates), rates, beside, has, away, update, workload.accumulation)
+    return Transfer(seconds, 1 - away.optimizer)
+
+
+class Ways(NamedTuple):
+    """How a layout moves what it offloads. Bytes of a parameter, rates, and whether something happens: 1 or 0."""
+
+    travelling: float  # a gradient on its way
+    added: float  # what the host moves to add it up
+    updated: float  # and to update
+    back: float  # the new weight
+    states: float  # what goes through files: nothing, where states rest in memory
+    fetches: float  # bytes a second, of weights
+    sends: float  # of activations
+    returns: float
+    whole: float  # ranks update shards of whole weights, and each gathers the others'
+    gathered_once: float  # weights are fetched once a step, for all passes
+    early: float  # gradients leave in every backward pass
+
+
+def how(workload: Workload, rates: NodeRates) -> Ways:
+    layout = workload.layout
+    each = away_bytes(workload.recipe, layout, workload.accumulation, workload.stack)
+    shared, on_disk = layout.shards > 1, _on_nvme(workload, "activations")
+    return Ways(
+        each.travelling,
+        each.added,
+        each.updated,
+        each.back,
+        each.states if _on_nvme(workload, "optimizer") else 0.0,
+        _slower(rates.link, rates.disk_read, _on_nvme(workload, "params")),
+        _slower(rates.link, rates.disk_write, on_disk),
+        _slower(rates.link, rates.disk_read, on_disk),
+        float(shared and layout.zero < 3),
+        float(shared and layout.zero == 3 and layout.pp > 1),
+        float(leaves_early(layout)),
+    )
+
+
+def added(
+    ways: Ways,
+    rates: NodeRates,
+    beside: Beside,
+    has: Offloadable,
+    away: Shares,
+    update: Any,
+    times: Any,
+    most: Callable[[Any, Any], Any] = max,
+    least: Callable[[Any, Any], Any] = min,
+) -> Any:
+    """Seconds of a step that offload adds. A search asks about many layouts at once, in columns: ``most`` and ``least``
+    are then those of columns.
+    """
+
+    def exposed(transferred: Any, computed: Any) -> Any:
+        """What a pass takes longer with a transfer beside it."""
+        return most(0.0, transferred - computed) + SLOWED * least(transferred, computed)
+
+    elements, layers = has.updated * away.optimizer, most(1, has.layers)
+    leaving = elements * ways.travelling / rates.link
+    adding = elements * ways.added / rates.update * (times > 1)
+    fetching = has.weights * away.params / ways.fetches
     # Ranks that update shards of whole weights gather each other's on the device, and all of it goes home from there.
-    resting = fetching if layout.shards > 1 and layout.zero < 3 else 0.0
-    if layout.shards > 1 and layout.zero == 3 and layout.pp > 1:
-        fetching /= 2 * times  # gathered once a step, for all passes
-    kept, on_disk = has.activations * away.activations, _on_nvme(workload, "activations")
-    sending = kept / _slower(rates.link, rates.disk_write, on_disk)
-    returning = kept / _slower(rates.link, rates.disk_read, on_disk)
+    resting = fetching * ways.whole
+    fetching = fetching / (1 + ways.gathered_once * (2 * times - 1))
+    kept = has.activations * away.activations
+    sending, returning = kept / ways.sends, kept / ways.returns
 
     # The new weights: of what rests elsewhere they are fetched in any case.
-    back = max(0.0, elements - has.updated * away.params) * each.back / rates.link
-    through_disk = 0.0
-    if _on_nvme(workload, "optimizer"):
-        through_disk = elements * each.states * (1 / rates.disk_read + 1 / rates.disk_write)
-    ready = max(elements * each.updated / rates.update, through_disk, back) + back / layers
-    if away.optimizer == 1.0:
-        ready += has.embedding * each.travelling / rates.link
+    back = most(0.0, elements - has.updated * away.params) * ways.back / rates.link
+    through_disk = elements * ways.states * (1 / rates.disk_read + 1 / rates.disk_write)
+    ready = most(most(elements * ways.updated / rates.update, through_disk), back) + back / layers
+    ready = ready + (away.optimizer == 1.0) * has.embedding * ways.travelling / rates.link
 
     # Elsewhere gradients leave together, once a step.
-    at_once = times if leaves_early(layout) else 0
-    after = resting + (0.0 if at_once else leaving)
-    beside_backward = max(fetching + returning, max(leaving, adding) if at_once else 0.0)
-    beside_forward = max(fetching, sending)
-    waits = times * _exposed(beside_backward, beside.backward)
-    waits += (times - 1) * _exposed(beside_forward, beside.forward) + times * fetching / layers
+    after = resting + (1 - ways.early) * leaving
+    beside_backward = most(fetching + returning, ways.early * most(leaving, adding))
+    beside_forward = most(fetching, sending)
+    waits = times * exposed(beside_backward, beside.backward)
+    waits = waits + (times - 1) * exposed(beside_forward, beside.forward) + times * fetching / layers
     # The last block's forward pass comes after its update, and then the head with its loss. What the device updates
     # itself takes its time meanwhile.
     first = beside.blocks * (1 - 1 / layers)
-    own = (1 - away.optimizer) * update if away.optimizer else 0.0
-    waits += max(_exposed(max(beside_forward, back), beside.forward), ready - first - own, 0.0)
-    return Transfer(max(after + waits, away.optimizer * update), 1 - away.optimizer)
-
-
-def _exposed(transferred: float, computed: float) -> float:
-    """What a pass takes longer with a transfer beside it."""
-    return max(0.0, transferred - computed) + SLOWED * min(transferred, computed)
+    own = (1 - away.optimizer) * update * (away.optimizer > 0)
+    late = most(exposed(most(beside_forward, back), beside.forward), ready - first - own)
+    return most(after + waits + most(late, 0.0), away.optimizer * update)
 
 
 def _on_nvme(workload: Workload, what: str) -> bool:
