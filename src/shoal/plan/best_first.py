@@ -1,9 +1,9 @@
 """Best-first search of the layout space: always expand the part that may hold the fastest layout.
 
 The space is cut into splits, these into blocks (``plan/block.py``). Whatever is undecided, ``plan/time_bound.py`` says
-how long a step takes at least and ``plan/memory_bound.py`` how much memory it needs at least. What cannot fit, or cannot
-be faster than what is known to fit, is dropped. A layout whose exact time comes out on top is better than all that is
-left.
+how long a step takes at least and ``plan/memory_bound.py`` how much memory it needs at least. What cannot fit, or
+cannot be faster than what is known to fit, is dropped. A layout whose exact time comes out on top is better than all
+that is left.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from shoal.predict.workload import Workload
 BOUNDED = 1500
 PRICED = 6000
 COUNTED = 15000
-# While nothing is known to fit, orders are opened that take up to so much longer than the fastest may.
-AHEAD = 1.02
+# Of a block, orders are opened together that take up to so much longer than the fastest may.
+AHEAD = 1.1
 # And of what is then found, so many are tried at once.
 TRIED = 2
 
@@ -134,11 +134,15 @@ class Walk:
 
 @dataclass
 class BestFirst(Walk):
-    """The fastest layout that fits; ``settled`` strategies are passed over."""
+    """The fastest layout that fits, or that of each of several strategies (``top``)."""
 
     best: Priced | None = None
+    top: int = 1
     at_best: float | None = None  # where it was broken off: what is left takes at least so long
-    settled: set[StrategyKey] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.found: dict[StrategyKey, Priced] = {}
 
     def run(self, effort: int | None, until: float = inf) -> Priced | None:
         """To the end, or until so much work is done; None: to the end. Nothing slower than ``until`` is asked for."""
@@ -149,7 +153,7 @@ class BestFirst(Walk):
         for split in self.space.splits():
             heap.append((prices.bounds.of_split(split), next(number), split))
         heapq.heapify(heap)
-        while heap and heap[0][0] < self._limit:
+        while heap and heap[0][0] < self._limit and not self._settled(heap[0][0]):
             if enough is not None and prices.worked >= enough:
                 self.at_best = heap[0][0]
                 return self.best
@@ -161,14 +165,22 @@ class BestFirst(Walk):
                 block, found, place = item
                 self._try(block, found, place)
                 if place + 1 < len(found.seconds):
-                    heapq.heappush(heap, (float(found.seconds[place + 1]), next(number), (block, found, place + 1)))
+                    heapq.heappush(
+                        heap, (float(found.seconds[place + 1]), next(number), (block, found, place + 1))
+                    )
             else:
                 self._open(heap, number, bound, *item)
         return self.best
 
-    def _open(self, heap: list[tuple[float, int, Any]], number: Any, bound: float, block: Block, after: float) -> None:
+    def _settled(self, bound: float) -> bool:
+        """Whether what is left, which takes at least so long, cannot be among the ``top``."""
+        return sum(one.step.seconds <= bound for one in self.found.values()) >= self.top
+
+    def _open(
+        self, heap: list[tuple[float, int, Any]], number: Any, bound: float, block: Block, after: float
+    ) -> None:
         """The orders of a block that may take up to so many seconds, all that may be fast enough if that is known."""
-        upto = self._limit if self._limit < inf else bound * AHEAD
+        upto = min(self._limit, bound * AHEAD)
         orders = (block.seconds > after) & (block.seconds <= upto)
         found = block.open(orders, self.room, self.tables, self._limit)
         self.prices.worked += int(orders.sum())
@@ -189,17 +201,27 @@ class BestFirst(Walk):
 
     def _try(self, block: Block, found: Found, place: int) -> None:
         """Layouts of all units."""
-        least = block.candidate(found, place, 1)
-        if strategy_of(least.split, least.share, least.states) in self.settled or self.too_large(least):
+        least, bound = block.candidate(found, place, 1), float(found.seconds[place])
+        strategy = strategy_of(least.split, least.share, least.states)
+        # With something offloaded a strategy is another only where it does not fit without.
+        known = [self.found[key] for key in (strategy, (*strategy[:-1], False)) if key in self.found]
+        limit = min((self._limit, *(one.step.seconds for one in known)))
+        if bound >= limit or self.too_large(least):
             return
         for unit in self.space.units(least.split, least.states):
             candidate = least._replace(unit=unit)
             if self.too_large(candidate):
                 continue
             priced = self.prices.priced(candidate)
-            if priced.step.seconds < self._limit and self.fits(priced):
-                self.best, self._limit = priced, priced.step.seconds
-            elif unit == 1 and priced.step.seconds < self._limit:
+            if priced.step.seconds >= limit:
+                continue
+            if self.fits(priced):
+                self.found[strategy], limit = priced, priced.step.seconds
+                if self.best is None or limit < self.best.step.seconds:
+                    self.best = priced
+                if self.top == 1:
+                    self._limit = limit
+            elif unit == 1:
                 return
 
 

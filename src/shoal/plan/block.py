@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,6 @@ from shoal.facts.layout import RECOMPUTES
 from shoal.plan import complexity, evidence
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.pipelines import Columns
-from shoal.plan.state_columns import StateColumns, StateTables
 from shoal.plan.space import (
     Candidate,
     ModelSplit,
@@ -26,11 +25,12 @@ from shoal.plan.space import (
     has_activations,
     placed,
 )
+from shoal.plan.state_columns import StateColumns, StateTables
 from shoal.plan.time_bound import Rows, TimeBound
 
 # Bounds are sums in another order than what they bound.
 ROUNDING = 1 - 1e-9
-Places = NDArray[np.intp]
+Places = NDArray[Any]
 
 
 class Complexities(NamedTuple):
@@ -50,7 +50,7 @@ class Found(NamedTuple):
     seconds: Columns  # of a step, at least
 
     def at(self, places: Places | NDArray[np.bool_]) -> Found:
-        return Found(Rows(*(column[places] for column in self.rows)), self.states, self.seconds[places])
+        return Found(Rows._make(column[places] for column in self.rows), self.states, self.seconds[places])
 
 
 @dataclass
@@ -61,7 +61,9 @@ class Block:
     batch: int
 
     def __post_init__(self) -> None:
-        self.least = float(self.bounds.of_orders(self.split, self.shares, again=False).seconds.min()) * ROUNDING
+        self.least = (
+            float(self.bounds.of_orders(self.split, self.shares, again=False).seconds.min()) * ROUNDING
+        )
         share, split = self.shares[0], self.split
         self.parts = complexity.of_split(split) + complexity.of_share(share)
         self.unmeasured = _doubts(evidence.of_share(split.cp, share.cp_kind, share.ep))
@@ -118,13 +120,13 @@ class Block:
             if not len(place[0]):
                 return None
             row, column = np.nonzero(offloaded[place[1]][:, frugal.owner])
-            rows = Rows(*(axis[row] for axis in place), column)
+            rows = Rows._make((*(axis[row] for axis in place), column))
             fits = room.of_states(split, shares, rows, frugal, least=True) <= room.most(split)
             row, column = row[fits], column[fits]
             if len(np.unique(row)) < len(place[0]):
                 kept, row = np.unique(row, return_inverse=True)
                 place = tuple(axis[kept] for axis in place)
-        rows = Rows(*(axis[row] for axis in place), column)
+        rows = Rows._make((*(axis[row] for axis in place), column))
         if not len(row):
             return None
         fast = self.bounds.of_states(split, shares, rows, frugal, exchanged=False) * ROUNDING <= limit
@@ -132,17 +134,17 @@ class Block:
         row, chosen = np.divmod(pairs, len(frugal.offloads))
         # And who keeps which states.
         pair, column = np.nonzero(chosen[:, None] == states.owner)
-        rows = Rows(*(axis[row[pair]] for axis in place), column)
+        rows = Rows._make((*(axis[row[pair]] for axis in place), column))
         if not len(pair):
             return None
         seconds = self.bounds.of_states(split, shares, rows, states) * ROUNDING
-        kept = seconds <= limit
-        rows, seconds = Rows(*(axis[kept] for axis in rows)), seconds[kept]
+        fast = seconds <= limit
+        rows, seconds = Rows._make(axis[fast] for axis in rows), seconds[fast]
         if not len(seconds):
             return None
-        kept = room.of_states(split, shares, rows, states) <= room.most(split)
-        kept &= room.of_host(split, shares, rows, states) <= room.host
-        rows, seconds = Rows(*(axis[kept] for axis in rows)), seconds[kept]
+        fits = room.of_states(split, shares, rows, states) <= room.most(split)
+        fits &= room.of_host(split, shares, rows, states) <= room.host
+        rows, seconds = Rows._make(axis[fits] for axis in rows), seconds[fits]
         return Found(rows, states, seconds) if len(seconds) else None
 
     def counted(self, found: Found) -> Complexities:
@@ -152,7 +154,9 @@ class Block:
             [
                 (
                     complexity.of_states(split, share, one),
-                    _doubts(evidence.of_states(one.dp, placed(split, one).sharded.size, one.zero, one.offload)),
+                    _doubts(
+                        evidence.of_states(one.dp, placed(split, one).sharded.size, one.zero, one.offload)
+                    ),
                     one.dp > 1 and one.fsdp > 1,
                     complexity.replicas_alone(split, share, one),
                 )

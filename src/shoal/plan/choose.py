@@ -18,7 +18,7 @@ from shoal.facts.cluster import Cluster
 from shoal.facts.layout import Layout
 from shoal.plan.best_first import Priced, Prices
 from shoal.plan.complexity import parts, plain
-from shoal.plan.headroom import Headroom, chance, free, out_of_memory
+from shoal.plan.headroom import GIB, Headroom, chance, free, out_of_memory
 from shoal.plan.judge import Plan, Replicas
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.simplest import Simplest
@@ -87,7 +87,7 @@ class Chosen:
             gains = list(_safer(safest, self.plan))
             said.append(
                 f"Safest: {safest.layout}, {_faster(self.plan, safest, 'slower')}, which "
-                f"{' and '.join(gains) or 'is as safe'}."
+                f"{' and '.join(gains) or 'has fewer parts'}."
             )
         return said
 
@@ -123,6 +123,9 @@ def _safer(plan: Plan, other: Plan) -> Iterator[str]:
     risk, more = out_of_memory(plan.memory), out_of_memory(other.memory)
     if chance(risk) != chance(more):
         yield f"runs out of memory with a probability of {chance(risk)} instead of {chance(more)}"
+    left, less = (one.memory.capacity - one.memory.device_total for one in (plan, other))
+    if left - less > GIB:
+        yield f"leaves {left / GIB:.1f} GiB free instead of {less / GIB:.1f}"
     if unsure := [claim for claim in other.unmeasured if claim not in plan.unmeasured]:
         yield f"does not depend on {_listed(unsure)}, which no published run has measured"
 
@@ -141,7 +144,9 @@ def replicas_only(cluster: Cluster) -> bool:
     return cluster.device.name == "cpu"
 
 
-def choose(prices: Prices, room: MemoryBound, space: Space, rival: Priced, fastest: Priced, against: Replicas) -> Chosen:
+def choose(
+    prices: Prices, room: MemoryBound, space: Space, rival: Priced, fastest: Priced, against: Replicas
+) -> Chosen:
     """What is simpler than ``rival``, the fastest of what may be chosen in this space and room, and as fast; what is
     better founded; and the ``fastest`` of all.
     """
@@ -150,8 +155,8 @@ def choose(prices: Prices, room: MemoryBound, space: Space, rival: Priced, faste
     slower = max(within, SLOWER * rival.step.seconds)
     likely = replace(room, headroom=Headroom(share=max(room.headroom.share, SAFE), size=room.headroom.size))
     founded = Simplest(prices, likely, space, slower, simplest, founded=True).run(EFFORT)
-    plans = (planned(one, against) for one in (simplest, fastest, founded, rival))
-    return Chosen(*plans, room.headroom)
+    chosen, first, safest, over = (planned(one, against) for one in (simplest, fastest, founded, rival))
+    return Chosen(chosen, first, safest, over, room.headroom)
 
 
 def replicas_alone(prices: Prices, devices: int, against: Replicas, headroom: Headroom) -> Chosen:

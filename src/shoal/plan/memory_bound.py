@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -115,7 +115,12 @@ class MemoryBound:
             + table.head * sizes.head
         )[rows.pipeline]
         # By states.
-        dense_ranks, expert_ranks, zero, copies = states.ranks, states.expert_ranks, states.zero, states.copies
+        dense_ranks, expert_ranks, zero, copies = (
+            states.ranks,
+            states.expert_ranks,
+            states.zero,
+            states.copies,
+        )
         shared = dense_ranks > 1
         sharded = shared & ((zero == 3) | (self.stack.unsharded != "buckets"))
         scattered = sharded | (shared & (zero == 2))
@@ -123,17 +128,17 @@ class MemoryBound:
         away = states.away[owner]
 
         def column(of_kinds: Columns) -> Columns:
-            return of_kinds[kind][:, None]
+            return np.asarray(of_kinds[kind][:, None])
 
         in_rank = (whole - routed) / column(dense_ranks) + routed / column(expert_ranks)
         alone = np.where(column(expert_ranks) == 1, routed, 0.0)  # experts that no other rank of a copy holds
         trains = self.lora is None and not self.recipe.freezes
         trained, trained_share = (whole, in_rank) if trains else (0.0 * whole, 0.0 * in_rank)
-        host_updates, fetched, sent = (away[:, place][:, None] for place in range(3))
+        host_updates, fetched = away[:, 0][:, None], away[:, 1][:, None]
         in_shards_now = column(sharded) & (host_updates == 0)  # what rests in shards is as wide as its states
 
         def width(name: str) -> Columns:
-            return np.where(in_shards_now, getattr(in_shards, name), getattr(hold, name))
+            return np.asarray(np.where(in_shards_now, getattr(in_shards, name), getattr(hold, name)))
 
         each = width("weight")
         if self.lora is not None:
@@ -142,7 +147,9 @@ class MemoryBound:
             each = np.minimum(each, width("frozen"))
         weight = each * np.where(column(sharded), in_rank, whole)
         # Experts that are whole rest as they do without shards; what their masters take besides is left out.
-        weight = weight - np.where(column(sharded), np.maximum(0.0, width("weight") - hold.weight) * alone, 0.0)
+        weight = weight - np.where(
+            column(sharded), np.maximum(0.0, width("weight") - hold.weight) * alone, 0.0
+        )
         piece = sizes.largest / column(np.minimum(dense_ranks, expert_ranks))
         in_one = np.where(column(sharded), piece, sizes.largest)
         weight = self._stays(weight, fetched, each * in_one)
@@ -218,24 +225,26 @@ class MemoryBound:
             in_shards = width * trained_share if begun else 0.0 * whole
         lean = (zero == 2) & (not piped)
         of_shared = np.where(lean, hold.gradient * trained_share - late, hold.gradient * trained - late)
-        of_whole = hold.gradient * trained - late if begun else np.where(copies, hold.gradient * trained - late, 0.0)
+        of_whole = (
+            hold.gradient * trained - late if begun else np.where(copies, hold.gradient * trained - late, 0.0)
+        )
         found = np.where(sharded, in_shards, np.where(shared, of_shared, of_whole))
         if not piped:
             found = np.where(away, 0.0, found)  # gradients follow the states
         return found
 
-    def _kept(
-        self, split: ModelSplit, shares: Sequence[WorkShare], rows: Rows
-    ) -> tuple[Columns, Columns]:
-        """Activations in the backward pass of the last block: at the fullest moment before there are gradients, and with
-        them. By how much is sent away, row and rank.
+    def _kept(self, split: ModelSplit, shares: Sequence[WorkShare], rows: Rows) -> tuple[Columns, Columns]:
+        """Activations in the backward pass of the last block: at the fullest moment before there are gradients, and
+        with them. By how much is sent away, row and rank.
         """
         table, share = self.time.pipelines(split.pp), shares[0]
         filled = self.time.filled(split, shares)
         micro = np.array([one.micro for one in shares], dtype=float)[rows.share][:, None]
         blocks = self._activations(split, share)[rows.recompute, table.compiled[rows.pipeline]]
         resting, deferred, fullest = np.moveaxis(blocks, -1, 0)  # by row and kind
-        here = np.stack([table.held_dense, table.held_sparse], axis=-1)[rows.pipeline] > 0  # by row, rank and kind
+        here = (
+            np.stack([table.held_dense, table.held_sparse], axis=-1)[rows.pipeline] > 0
+        )  # by row, rank and kind
         working = np.maximum(0.0, micro * np.where(here, fullest[:, None, :], np.inf).min(axis=-1))
         tokens = micro * self.recipe.seq // split.cp
         times = self.time.times(split, shares)[rows.share][:, None]
@@ -253,7 +262,9 @@ class MemoryBound:
             (filled.half_dense, filled.half_sparse),
             (filled.rest_dense, filled.rest_sparse),
         ):
-            flying = fixed[:, :, None] + np.maximum(0.0, always + dense[place] * each[0] + sparse[place] * each[1])
+            flying = fixed[:, :, None] + np.maximum(
+                0.0, always + dense[place] * each[0] + sparse[place] * each[1]
+            )
             before.append(np.maximum(fixed, np.where(begun == 0, flying, 0.0).max(axis=-1)))
             later.append(np.where(begun == 1, flying, 0.0).max(axis=-1))
         return np.stack(before), np.stack(later)
@@ -264,9 +275,11 @@ class MemoryBound:
         sizes = self._sizes(split.tp, shares[0].ep)
         weights = self.hold.compute * np.array([sizes.dense, sizes.sparse])
         place = rows.share, rows.pipeline
-        held = np.nan_to_num(filled.dense[place] * weights[0] + filled.sparse[place] * weights[1]).min(axis=-1)
+        held = np.nan_to_num(filled.dense[place] * weights[0] + filled.sparse[place] * weights[1]).min(
+            axis=-1
+        )
         eager = (rows.recompute == 0) & (table.compiled[rows.pipeline] == 0)
-        return np.maximum(0.0, held - weights.max()) * eager[:, None]
+        return np.asarray(np.maximum(0.0, held - weights.max()) * eager[:, None])
 
     def _activations(self, split: ModelSplit, share: WorkShare) -> Columns:
         """Of one block and one sequence: by what is computed again, whether blocks are compiled, and whether they have
@@ -288,14 +301,18 @@ class MemoryBound:
         """Bytes in the host's memory, of states that an update reads alone."""
         if not states.away[:, 0].any() or self.lora is not None:
             return np.zeros(len(rows.share))
-        elements, _, _ = self.time.on_first_rank(split, shares[0])
+        # Of the rank that has the least: which one is the fullest is not known.
+        numbers = range(len(self.time.pipelines(split.pp).names))
+        elements = np.array(
+            [min(map(sum, self.time.elements(split, shares[0], one))) for one in numbers], dtype=float
+        )
         # Of gradients nothing is counted.
         each = (np.where(states.in_files, 0.0, self.away.states) * states.away[:, 0])[states.owner]
         each = each / states.ranks[states.kind]
         found: Columns = elements[rows.pipeline] * each[rows.states]
         return found
 
-    @property
+    @cached_property
     def _layers(self) -> tuple[int, int]:
         """Without experts and with them."""
         sparse = sum(self.model.has_experts(number) for number in range(self.model.layers))
@@ -306,8 +323,18 @@ class MemoryBound:
         dense, sparse = self._layers
         ends = end_counts(self.model, degrees)
         routed = expert_elements(self.model, tp, ep) if sparse else 0
-        blocks = [block_count(self.model, kind, degrees, None).whole if count else 0 for kind, count in ((False, dense), (True, sparse))]
-        return Sizes(*blocks, routed, ends.embedding.whole, ends.head.whole, max(*blocks, ends.embedding.whole))
+        blocks = [
+            block_count(self.model, kind, degrees, None).whole if count else 0
+            for kind, count in ((False, dense), (True, sparse))
+        ]
+        return Sizes(
+            blocks[0],
+            blocks[1],
+            routed,
+            ends.embedding.whole,
+            ends.head.whole,
+            max(*blocks, ends.embedding.whole),
+        )
 
     def _workload(self, layout: Layout) -> Workload:
         return Workload(
@@ -322,7 +349,9 @@ class MemoryBound:
         known = self._blocks.get(key)
         if known is None:
             workload = replace(self._workload(one_sequence(split, share, recompute)), compile=compiled)
-            alike = [one for kind, one in micro_batch_bytes(workload).blocks.items() if kind.experts == experts]
+            alike = [
+                one for kind, one in micro_batch_bytes(workload).blocks.items() if kind.experts == experts
+            ]
             known = self._blocks[key] = min(alike, key=lambda one: one.resting)
         return known
 

@@ -7,7 +7,7 @@ schedule with its chunks, both need a few numbers, which depend on nothing else 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from shoal.predict.rank_parameters import stages_here
 from shoal.predict.time.bubble import idle
 from shoal.predict.time.step import stage_kinds
 
-Columns = NDArray[np.float64]
+Columns = NDArray[Any]
 
 
 class Pipelines(NamedTuple):
@@ -65,14 +65,16 @@ class Filled(NamedTuple):
 
 
 class PipelineTables:
-    """Of one model. What is asked once is kept, by what it depends on and not by the model, whose hash takes a while."""
+    """Of one model. What is asked once is kept, by what it depends on: the model's own hash takes a while."""
 
     def __init__(self, model: Model, seq: int | None) -> None:
         self.model, self.seq = model, seq
         self._blocks: dict[tuple[object, ...], tuple[tuple[int, int], ...]] = {}
         self._moments: dict[tuple[object, ...], list[tuple[float, ...]]] = {}
 
-    def pipelines(self, pp: int, names: Sequence[tuple[Schedule, int]], compiled: Sequence[bool]) -> Pipelines:
+    def pipelines(
+        self, pp: int, names: Sequence[tuple[Schedule, int]], compiled: Sequence[bool]
+    ) -> Pipelines:
         model = self.model
         kinds = [stage_kinds(model, pp, chunks, schedule, self.seq) for schedule, chunks in names]
         of_kinds = np.zeros((len(names), max(map(len, kinds)), 5))
@@ -120,7 +122,9 @@ class PipelineTables:
     def _stages(self, pp: int, schedule: Schedule, chunks: int, rank: int) -> tuple[Stage, ...]:
         return stages_here(self.model, pp, chunks, schedule, self.seq, rank)
 
-    def moments(self, pp: int, schedule: Schedule, chunks: int, rank: int, times: int) -> list[tuple[float, ...]]:
+    def moments(
+        self, pp: int, schedule: Schedule, chunks: int, rank: int, times: int
+    ) -> list[tuple[float, ...]]:
         """As ``Filled`` has them."""
         # Beyond it a pipeline is as full as it gets, but for gpipe's.
         times = times if schedule == "gpipe" else min(times, 2 * pp)
@@ -137,7 +141,10 @@ class PipelineTables:
                         # Which kind stays is not looked at.
                         held[2 * place] += count * max(0, dense - away)
                         held[2 * place + 1] += count * max(0, sparse - away)
-                late = [float(sum(one[kind] * count for one, count in zip(blocks, put_off, strict=True))) for kind in (0, 1)]
+                late = [
+                    float(sum(one[kind] * count for one, count in zip(blocks, put_off, strict=True)))
+                    for kind in (0, 1)
+                ]
                 # What a stage sends on stays with it; the last stage sends nothing.
                 stages = sum(kept) - (kept[-1] if schedule in V_SHAPED or rank else 0)
                 known.append((*held, float(stages * (pp > 1)), *late, float(begun)))

@@ -19,7 +19,7 @@ from shoal.plan import explain
 from shoal.plan.best_first import BestFirst, Priced, Prices, StrategyKey, balanced
 from shoal.plan.choose import Chosen, choose, planned, replicas_alone, replicas_only
 from shoal.plan.headroom import NONE, USUAL, Headroom
-from shoal.plan.judge import Plan, Replicas, replicas
+from shoal.plan.judge import Plan, replicas
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import Space
 from shoal.plan.time_bound import TimeBound
@@ -30,8 +30,8 @@ TOP = 10
 REJECTED = 20
 # Work that a hunt does at most (``plan/best_first.py``); one that is broken off says what it may have missed.
 EFFORT = 12_000_000
-# And one for one more strategy to list, which is at most so much slower than the fastest.
-LISTING, FARTHEST = 300_000, 1.5
+# And one for further strategies to list, which are at most so much slower than the fastest.
+LISTING, FARTHEST = 2_000_000, 1.5
 
 
 @dataclass(frozen=True)
@@ -99,37 +99,39 @@ def search(
     room = MemoryBound(model, cluster, recipe, stack, lora, bounds, compile, headroom or NONE)
     prices = Prices(asked, bounds)
     against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
-    # The fastest of all, and of what the engine runs.
-    able = space.runs
-    runs = replace(space, runnable=able or runnable)
-    hunts = [BestFirst(prices, room, runs)]
-    fastest = hunts[0].run(effort)
-    if not runnable and {*space.offloads} - {*runs.offloads} or not able:
-        hunts.append(BestFirst(prices, room, space, best=fastest))
-        hunts[-1].run(effort)
-    # What may be chosen. Where nothing leaves the usual headroom, what leaves less.
+    # What may be chosen: of what the engine runs, if that is anything. Where nothing leaves the usual headroom, what
+    # leaves less.
+    able = space.runs or runnable
+    runs = replace(space, runnable=able)
+    hunts: list[BestFirst] = []
+    rival: Priced | None = None
+    choosing = room
+    for choosing in (room,) if headroom else (replace(room, headroom=USUAL), room):
+        hunts.append(BestFirst(prices, choosing, replace(runs, tried=True)))
+        if rival := hunts[-1].run(effort):
+            break
+    # The fastest of that, and of all.
+    whole = [BestFirst(prices, room, runs, best=rival)]
+    fastest = whole[0].run(effort)
+    if not runnable and len(space.offloads) > len(runs.offloads):
+        whole.append(BestFirst(prices, room, space, best=fastest))
+        whole[-1].run(effort)
+    hunts += whole
     chosen = None
     if replicas_only(cluster):
         chosen = replicas_alone(prices, count_of_devices, against, room.headroom)
-    elif best := next((hunt.best for hunt in hunts if hunt.best), None):
-        fastest = fastest or best
-        among = replace(runs if hunts[0].best else space, tried=True)
-        for choosing in (room,) if headroom else (replace(room, headroom=USUAL), room):
-            hunts.append(BestFirst(prices, choosing, among))
-            if rival := hunts[-1].run(effort):
-                chosen = choose(prices, choosing, among, rival, fastest, against)
-                break
-        else:
-            chosen = choose(prices, room, replace(among, tried=False), fastest, fastest, against)
+    elif best := fastest or whole[-1].best:
+        among = replace(runs if fastest else space, tried=rival is not None)
+        chosen = choose(prices, choosing, among, rival or best, best, against)
     found = _ranked(prices, room, space, hunts, top)
     plans = [planned(one, against) for one in found]
     for plan in plans:
         plan.tie = plan.step.seconds <= plans[0].limit
-    at_best = min((hunt.at_best for hunt in hunts[:2] if hunt.at_best is not None), default=None)
+    at_best = min((hunt.at_best for hunt in whole if hunt.at_best is not None), default=None)
     return SearchResult(
         plans,
         _rejected(prices, hunts, plans),
-        space.size(),
+        (runs if runnable else space).size(),
         prices.evaluated,
         time.perf_counter() - started,
         complete=at_best is None,
@@ -177,7 +179,9 @@ def usable(cluster: Cluster, batch: int) -> list[int]:
     return [count for count in reversed(divisors(max(1, batch))) if count <= cluster.devices]
 
 
-def _ranked(prices: Prices, room: MemoryBound, space: Space, hunts: list[BestFirst], top: int) -> list[Priced]:
+def _ranked(
+    prices: Prices, room: MemoryBound, space: Space, hunts: list[BestFirst], top: int
+) -> list[Priced]:
     """The fastest layout of each strategy, and the fastest of all first."""
     best: dict[StrategyKey, Priced] = {}
 
@@ -191,18 +195,11 @@ def _ranked(prices: Prices, room: MemoryBound, space: Space, hunts: list[BestFir
     for one in [*prices.known.values()]:
         if one.memory is not None and room.headroom.left_by(one.memory):
             take(one)
-    if not best:
-        return []
-    fastest = min(one.step.seconds for one in best.values())
-    while len(best) < top:
-        # Whatever is slower than all that are listed already is as good as the next.
-        others = BestFirst(prices, room, space, settled={*best, *((*one[:-1], True) for one in best)})
-        found = others.run(LISTING, FARTHEST * fastest)
-        hunts.append(others)
-        others.at_best = None
-        if found is None:
-            break
-        take(balanced(others, found))
+    if best and len(best) < top:
+        others = BestFirst(prices, room, space, top=top)
+        others.run(LISTING, FARTHEST * min(one.step.seconds for one in best.values()))
+        for one in others.found.values():
+            take(balanced(others, one))
     return sorted(best.values(), key=lambda one: one.step.seconds)[:top]
 
 

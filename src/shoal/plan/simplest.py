@@ -1,9 +1,9 @@
 """Find the simplest layout that is fast enough, or the best founded: the space in another order.
 
 What has the fewest parts is taken up first (``plan/complexity.py``); of as many parts, what rests on the best evidence;
-of as good evidence, what has the fewest axes; and then the fastest. For the best founded, evidence comes before parts. A
-decision adds parts or none, so the first whole layout that comes out on top, within the time and the memory that there
-are, is simpler than all that is left.
+of as good evidence, what has the fewest axes; and then the fastest. For the best founded, evidence comes before parts.
+A decision adds parts or none, so the first whole layout that comes out on top, within the time and the memory that
+there are, is simpler than all that is left.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Simplest(Walk):
             elif isinstance(item[1], Found):
                 block, found, keys, place, unit = item
                 if unit == 1 and place + 1 < len(keys):
-                    heapq.heappush(heap, (tuple(keys[place + 1]), next(number), (block, found, keys, place + 1, 1)))
+                    heapq.heappush(
+                        heap, (tuple(keys[place + 1]), next(number), (block, found, keys, place + 1, 1))
+                    )
                 candidate = block.candidate(found, place, unit)
                 if self.too_large(candidate):
                     continue
@@ -108,12 +110,12 @@ class Simplest(Walk):
         for more, unsure in kinds:
             alike = fast & (parts == more) & (doubts == unsure)
             least = float(block.seconds[alike].min())
-            key = self._key(
-                block.parts + more, self._known + block.unmeasured + unsure, 0, block.axes, least
-            )
+            key = self._key(block.parts + more, self._known + block.unmeasured + unsure, 0, block.axes, least)
             heapq.heappush(heap, (key, next(number), (block, alike)))
 
-    def _open(self, heap: list[tuple[tuple[float, ...], int, Any]], number: Any, block: Block, orders: Any) -> None:
+    def _open(
+        self, heap: list[tuple[tuple[float, ...], int, Any]], number: Any, block: Block, orders: Any
+    ) -> None:
         self.prices.worked += int(orders.sum())
         found = block.open(orders, self.room, self.tables, self.limit)
         if found is None:
@@ -121,7 +123,9 @@ class Simplest(Walk):
         self.prices.worked += len(found.seconds)
         counted = block.counted(found)
         keys = np.array(
-            self._key(counted.parts, counted.unmeasured + self._known, counted.keys, counted.axes, found.seconds)
+            self._key(
+                counted.parts, counted.unmeasured + self._known, counted.keys, counted.axes, found.seconds
+            )
         )
         order = np.lexsort(keys[::-1])
         found, keys = found.at(order), keys[:, order].T

@@ -19,7 +19,7 @@ class StateColumns:
 
     def __init__(self, cp: int, ep: int, states: Iterable[StateSharding]) -> None:
         self.states = list(states)
-        numbers: dict[tuple[int, int, int], int] = {}
+        numbers: dict[tuple[int, int, Zero], int] = {}
         offloads: dict[int, int] = {}
         parts: list[tuple[Offload, ...]] = []
         kind, owner = [], []
@@ -34,7 +34,9 @@ class StateColumns:
         self.kind, self.owner = np.array(kind), np.array(owner)
         # By kind.
         self.ranks = np.array([placement(1, cp, one.fsdp, one.dp).sharded.size for one in self.kinds])
-        self.expert_ranks = np.array([placement(1, cp, one.fsdp, one.dp, ep).sharded.size for one in self.kinds])
+        self.expert_ranks = np.array(
+            [placement(1, cp, one.fsdp, one.dp, ep).sharded.size for one in self.kinds]
+        )
         self.zero = np.array([one.zero for one in self.kinds])
         self.copies = np.array([one.dp > 1 for one in self.kinds])
         # By what is offloaded: how much of optimizer, parameters and activations.
@@ -46,7 +48,7 @@ class StateColumns:
         return len(self.states)
 
     def greatest(self, allowed: NDArray[np.bool_]) -> int | None:
-        """Of the offloads that are allowed, the one that leaves no more of anything than any other; None: there is none."""
+        """Of the offloads that are allowed, the one that leaves no more of anything than any other, if there is one."""
         most = int(np.where(allowed, self.away.sum(axis=1), -1.0).argmax())
         return most if (self.away[most] >= self.away[allowed]).all() else None
 

@@ -16,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.facts.config import Lora, TuneSection
-from shoal.facts.layout import RECOMPUTES, Layout, Offload, Recompute, Schedule, accumulation
+from shoal.facts.layout import RECOMPUTES, Layout, Offload, Recompute, Schedule, Zero, accumulation
 from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.parameter_groups import Placement
 from shoal.facts.precision import compute_width, reduce_width, weight_width
 from shoal.facts.recipe import Recipe
 from shoal.plan.pipelines import Columns, Filled, Pipelines, PipelineTables
-from shoal.plan.state_columns import StateColumns
 from shoal.plan.space import (
     UNITS,
     ModelSplit,
@@ -32,6 +31,7 @@ from shoal.plan.space import (
     one_sequence,
     placed,
 )
+from shoal.plan.state_columns import StateColumns
 from shoal.predict.collective_call import CollectiveCall
 from shoal.predict.flops import matrix_parameters
 from shoal.predict.memory.micro_batch import micro_batch_bytes
@@ -44,13 +44,12 @@ from shoal.predict.rank_parameters import (
 from shoal.predict.time import context, host, layer
 from shoal.predict.time import expert as experts
 from shoal.predict.time.layer import Passes
-from shoal.predict.time.offload import Beside, Offloadable, Shares, Ways, added, how
 from shoal.predict.time.measured_kernels import MeasuredKernels
+from shoal.predict.time.offload import Beside, Offloadable, Shares, Ways, added, how
 from shoal.predict.time.step import (
     ALWAYS,
     CostModel,
     resting_bytes,
-    stage_kinds,
     update_seconds,
 )
 from shoal.predict.traffic import expert, tensor
@@ -84,12 +83,14 @@ class OrderTimes(NamedTuple):
     """By share, by what is computed again, by pipeline."""
 
     seconds: Columns  # of a step, at least
-    # Of the slowest rank and a micro-batch: its layers forward, and backward with what is computed again; and with ends.
+    # Of the slowest rank and a micro-batch: its layers forward, and backward with what is computed again; with ends.
     forward: Columns
     backward: Columns
     ahead: Columns
     back: Columns
-    slowest: NDArray[np.intp]  # which kind of ranks that is; ``ANY`` where it is not known: the above is the most then
+    slowest: NDArray[
+        np.intp
+    ]  # which kind of ranks that is; ``ANY`` where it is not known: the above is the most then
 
     def at(self, place: tuple[NDArray[np.intp], ...]) -> tuple[Columns, ...]:
         return tuple(column[place] for column in self)
@@ -131,6 +132,7 @@ class TimeBound:
         self._compiles = cache(self._compiled_blocks)
         self._transfers: dict[tuple[int, int, int], tuple[Columns, StateColumns]] = {}
         self._moves: dict[tuple[object, ...], Ways] = {}
+        self._orders: dict[tuple[object, ...], OrderTimes] = {}
         self._filled: dict[tuple[int, tuple[int, ...]], Filled] = {}
         self._updates: dict[tuple[float, bool], float] = {}
         self._costs: dict[tuple[object, ...], tuple[float, ...]] = {}
@@ -162,9 +164,25 @@ class TimeBound:
         ``held``: what is moved of weights for every micro-batch, once states say that. ``again``: also of what is
         computed again, which takes no less than without.
         """
+        moved = tuple(
+            layer.NONE if held is None else self.handled(split, one, held == "sharded") for one in shares
+        )
+        key = split, shares[0], len(shares), moved, again
+        known = self._orders.get(key)
+        if known is None:
+            known = self._orders[key] = self._of_orders(split, shares, moved, again)
+        return known
+
+    def _of_orders(
+        self, split: ModelSplit, shares: Sequence[WorkShare], held: Sequence[Passes], again: bool
+    ) -> OrderTimes:
         table, times = self.pipelines(split.pp), self.times(split, shares)
-        costs = self._columns(split, shares, held, RECOMPUTES if again else RECOMPUTES[:1])[:, :, table.compiled]
-        columns = np.moveaxis(costs, -1, 0)[..., None]  # by number, share, recomputation, pipeline, kind of rank
+        costs = self._columns(split, shares, held, RECOMPUTES if again else RECOMPUTES[:1])[
+            :, :, table.compiled
+        ]
+        columns = np.moveaxis(costs, -1, 0)[
+            ..., None
+        ]  # by number, share, recomputation, pipeline, kind of rank
         dense, sparse, first, last = columns[:6], columns[6:12], columns[12:17], columns[17:]
         passes = [
             (dense[way] + dense[way + 3]) * table.dense
@@ -186,13 +204,13 @@ class TimeBound:
         )
         often = times[:, None, None]
         if split.pp == 1:
-            return OrderTimes(often * slowest, *beside, which)
+            return OrderTimes._make((often * slowest, *beside, which))
         found = self.filled(split, shares)
         wait = (found.work / (split.pp - 1))[:, None]
         # Where a rank's own work counts for less than its wait for others, the bound holds with all work on one rank.
         worked = np.where(often >= wait, often * slowest + wait * (total - slowest), often * total)
         sends = np.array([self._message(split, share) for share in shares])
-        return OrderTimes(worked + found.messages[:, None] * sends[:, None, None], *beside, which)
+        return OrderTimes._make((worked + found.messages[:, None] * sends[:, None, None], *beside, which))
 
     @property
     def _sure(self) -> bool:
@@ -200,7 +218,7 @@ class TimeBound:
         return self._trains and not isinstance(self.on.kernels, MeasuredKernels)
 
     def _with_host(self, split: ModelSplit, table: Pipelines, passes: list[Columns]) -> Columns:
-        """Passes forward, backward and again, and of the ends, each as long as the device and its host take together."""
+        """Passes forward, backward and again, and of the ends: each as long as device and host take together."""
         layers, there = (table.dense + table.sparse) * host.spread(split.tp), table.ranks > 0
         counted = self._hosts[: passes[0].shape[1]]
         hosts = [way[:, table.compiled][..., None] * layers for way in np.moveaxis(counted, -1, 0)]
@@ -233,11 +251,9 @@ class TimeBound:
             worked, forward, backward, ahead, back, which = (whole or in_shards).at(place)  # type: ignore[union-attr]
         else:
             pairs = zip(in_shards.at(place), whole.at(place), strict=True)
-            worked, forward, backward, ahead, back, which = (
-                np.where(sharded[kind], *pair) for pair in pairs
-            )
+            worked, forward, backward, ahead, back, which = (np.where(sharded[kind], *pair) for pair in pairs)
         times = self.times(split, shares)[rows.share]
-        seconds = worked
+        seconds: Columns = worked
         if exchanged:
             # It hides behind every micro-batch's pass, and once more what comes at the end of a step; in a pipeline
             # behind one pass.
@@ -248,39 +264,49 @@ class TimeBound:
             overlap, behind = self.stack.overlap, times + 1 if split.pp == 1 else 1.0
             seconds = seconds + found[:, 2]
             for column, computed in ((0, forward), (1, backward)):
-                seconds = seconds + found[:, column] - overlap * np.minimum(found[:, column], behind * computed)
+                seconds = (
+                    seconds + found[:, column] - overlap * np.minimum(found[:, column], behind * computed)
+                )
         elements, resting, here = self.on_first_rank(split, share)
         owned = elements[:, None] / shards
-        updates = np.array([[self._updated(one, zero) for one, zero in zip(row, lean, strict=True)] for row in owned])
+        updates = np.array(
+            [[self._updated(one, zero) for one, zero in zip(row, lean, strict=True)] for row in owned]
+        )
         update = updates[rows.pipeline, kind]
         owner = states.owner[rows.states]
         away = states.away[owner]
         if not away.any():
-            return seconds + update
+            return np.asarray(seconds + update)
         several = [int(count > 1) for count in self.times(split, shares)]
         ways = self._ways(split, states)
-        kept = np.array([[self._kept(split, share, again, some) for some in (False, True)] for again in RECOMPUTES])
+        kept = np.array(
+            [[self._kept(split, share, again, some) for some in (False, True)] for again in RECOMPUTES]
+        )
         micro = np.array([one.micro for one in shares], dtype=float)[rows.share]
-        has = Offloadable(
-            owned[rows.pipeline, kind],
-            np.zeros(len(times)),
-            (resting[:, None] / np.where(lean, 1, shards))[rows.pipeline, kind],
-            here[rows.pipeline] * micro * kept[rows.recompute, table.compiled[rows.pipeline]],
-            here[rows.pipeline],
+        has = Offloadable._make(
+            (
+                owned[rows.pipeline, kind],
+                np.zeros(len(times)),
+                (resting[:, None] / np.where(lean, 1, shards))[rows.pipeline, kind],
+                here[rows.pipeline] * micro * kept[rows.recompute, table.compiled[rows.pipeline]],
+                here[rows.pipeline],
+            )
         )
         # The longer a step computes, the more hides behind it: at most so long.
-        beside = Beside(ahead, back, forward)
-        how_moved = Ways(*np.moveaxis(ways[np.array(several)[rows.share], kind, owner], -1, 0))
+        beside = Beside._make((ahead, back, forward))
+        how_moved = Ways._make(np.moveaxis(ways[np.array(several)[rows.share], kind, owner], -1, 0))
         # Tensors are cut so that at least the fraction is offloaded; what arrives last is left out.
-        shares_away = Shares(*away.T)
+        shares_away = Shares._make(away.T)
         moved = added(
             how_moved, self.on.node, beside, has, shares_away, update, times, np.maximum, np.minimum
         )
         offloads = away.any(axis=1)
-        return seconds + np.where(offloads, moved + (1 - shares_away.optimizer) * update, update)
+        return np.asarray(seconds + np.where(offloads, moved + (1 - shares_away.optimizer) * update, update))
 
     def times(self, split: ModelSplit, shares: Sequence[WorkShare]) -> Columns:
-        return np.array([accumulation(self.recipe.batch, split.data, one.micro) for one in shares], dtype=float)
+        return np.array(
+            [accumulation(self.recipe.batch, split.data, one.micro) for one in shares], dtype=float
+        )
 
     def filled(self, split: ModelSplit, shares: Sequence[WorkShare]) -> Filled:
         times = tuple(accumulation(self.recipe.batch, split.data, one.micro) for one in shares)
@@ -308,13 +334,16 @@ class TimeBound:
         return np.array(found)
 
     def _columns(
-        self, split: ModelSplit, shares: Sequence[WorkShare], held: Held, recomputes: Sequence[Recompute]
+        self,
+        split: ModelSplit,
+        shares: Sequence[WorkShare],
+        held: Sequence[Passes],
+        recomputes: Sequence[Recompute],
     ) -> Columns:
         """Costs by share, by what is computed again, by whether blocks are compiled: those that a pipeline has."""
         compiled = sorted({*self.pipelines(split.pp).compiled.tolist()})
         found = np.zeros((len(shares), len(recomputes), 2, 2 * len(NO_LAYER) + 2 * len(NO_END)))
-        for row, share in enumerate(shares):
-            moved = layer.NONE if held is None else self.handled(split, share, held == "sharded")
+        for row, (share, moved) in enumerate(zip(shares, held, strict=True)):
             for column, again in enumerate(recomputes):
                 for some in compiled:
                     found[row, column, some] = self.costs(split, share, again, moved, bool(some))
@@ -330,8 +359,10 @@ class TimeBound:
         once = np.zeros_like(each)
         known: dict[tuple[int, int], tuple[Columns, Columns]] = {}
         for row in wanted:
-            kinds = [elements for elements in self._elements(split, share, row)]
-            for column, elements in enumerate([*kinds, (min(one[0] for one in kinds), min(one[1] for one in kinds))]):
+            kinds = self.elements(split, share, row)
+            for column, elements in enumerate(
+                [*kinds, (min(one[0] for one in kinds), min(one[1] for one in kinds))]
+            ):
                 if elements not in known:
                     found = [
                         np.array([self._exchange(split, share, *elements, one, passes) for one in states])
@@ -356,23 +387,28 @@ class TimeBound:
         key = id(states), min(2, split.pp), min(2, split.cp)
         known = self._transfers.get(key)
         if known is None:
+            # Whether ranks are several matters, not how many.
+            few = [(min(2, one.dp), min(2, one.fsdp), one.zero) for one in states.kinds]
+            classes = list(dict.fromkeys(few))
             found = [
-                [[self._how(split, one, offload, times) for offload in states.offloads] for one in states.kinds]
+                [[self._how(split, one, offload, times) for offload in states.offloads] for one in classes]
                 for times in (1, 2)
             ]
-            known = self._transfers[key] = np.array(found), states  # kept, so that no others have its number
+            by_kind = np.array(found)[:, [classes.index(one) for one in few]]
+            known = self._transfers[key] = by_kind, states  # kept, so that no others have its number
         return known[0]
 
-    def _how(self, split: ModelSplit, states: StateSharding, offload: tuple[Offload, ...], times: int) -> Ways:
-        """Whether ranks are several matters, not how many."""
-        degrees = {"dp": states.dp, "fsdp": states.fsdp, "cp": split.cp, "pp": split.pp}
-        few = {axis: min(2, degree) for axis, degree in degrees.items()}
-        key = *few.values(), states.zero, id(offload), times
+    def _how(
+        self, split: ModelSplit, few: tuple[int, int, Zero], offload: tuple[Offload, ...], times: int
+    ) -> Ways:
+        dp, fsdp, zero = few
+        cp, pp = min(2, split.cp), min(2, split.pp)
+        key = *few, cp, pp, id(offload), times
         known = self._moves.get(key)
         if known is None:
-            layout = layout_of(**few, zero=states.zero, micro=1, offload=offload)
-            recipe = self._with_batch(few["dp"] * few["fsdp"] * times)
-            known = self._moves[key] = how(replace(self._workload(layout), recipe=recipe), self.on.node)
+            layout = layout_of(dp=dp, fsdp=fsdp, zero=zero, cp=cp, pp=pp, micro=1, offload=offload)
+            workload = replace(self._workload(layout), recipe=self._with_batch(dp * fsdp * times))
+            known = self._moves[key] = how(workload, self.on.node)
         return known
 
     def handled(self, split: ModelSplit, share: WorkShare, sharded: bool) -> Passes:
@@ -412,7 +448,7 @@ class TimeBound:
         body = self._body(split.tp, share.sp)
         within = self._by_phase(workload, tensor.calls(workload, body))
         routed = self._by_phase(workload, expert.tokens(workload, body))
-        layers = [NO_LAYER, NO_LAYER]
+        layers: list[tuple[float, ...]] = [NO_LAYER, NO_LAYER]
         for place, count in ((0, body.dense), (1, body.sparse)):
             if not count:
                 continue
@@ -421,8 +457,14 @@ class TimeBound:
                 recipe.dropout > 0,
             )  # fmt: skip
             one = self.on.layer(part)
-            shared = context.waits(workload, self.on, body, part)
-            sent = experts.waits(workload, self.on, body, part) if place else {}
+            shared = {
+                str(phase): waits for phase, waits in context.waits(workload, self.on, body, part).items()
+            }
+            sent = (
+                {str(phase): waits for phase, waits in experts.waits(workload, self.on, body, part).items()}
+                if place
+                else {}
+            )
             again = {"none": 0.0, "selective": one.again, "full": one.full}[recompute]
             exchanged = (
                 (within.get(phase, 0.0) + shared.get(phase, 0.0)) / body.layers
@@ -432,12 +474,12 @@ class TimeBound:
             layers[place] = one.forward, one.input + self._trains * one.weight, again, *exchanged
         rows = -(-model.vocab // split.tp)
         ends = []
-        for name, found in (
-            ("first", self.on.embedding(tokens, rows, held)),
-            ("last", self.on.head(tokens, rows, held)),
+        for end, found in (
+            (replace(body, first=True), self.on.embedding(tokens, rows, held)),
+            (replace(body, last=True), self.on.head(tokens, rows, held)),
         ):
             computed = found.forward, found.input + self._trains * found.weight
-            more = self._by_phase(workload, tensor.calls(workload, replace(body, **{name: True})))
+            more = self._by_phase(workload, tensor.calls(workload, end))
             ends.append((*computed, *(more.get(phase, 0.0) - within.get(phase, 0.0) for phase in ALWAYS)))
         return Costs(layers[0], layers[1], *ends)
 
@@ -468,12 +510,15 @@ class TimeBound:
         # Beside adapters the first block's backward pass stops early.
         return replace(whole, first=self.lora is not None, last=False)
 
-    def _elements(self, split: ModelSplit, share: WorkShare, pipeline: int) -> list[tuple[int, int]]:
+    def elements(self, split: ModelSplit, share: WorkShare, pipeline: int) -> list[tuple[int, int]]:
         """Of every kind of ranks: parameters that all data ranks have, and experts. Ends are left out."""
         body, table = self._body(split.tp, share.sp), self.pipelines(split.pp)
         routed = expert_elements(self.model, split.tp, share.ep) if self.model.experts else 0
         return [
-            (int(dense) * body.dense_block.elements + int(sparse) * body.sparse_block.elements, int(sparse) * routed)
+            (
+                int(dense) * body.dense_block.elements + int(sparse) * body.sparse_block.elements,
+                int(sparse) * routed,
+            )
             for dense, sparse, ranks in zip(
                 table.dense[pipeline], table.sparse[pipeline], table.ranks[pipeline], strict=True
             )
@@ -481,7 +526,13 @@ class TimeBound:
         ]
 
     def _exchange(
-        self, split: ModelSplit, share: WorkShare, elements: int, routed: int, states: StateSharding, passes: int
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        elements: int,
+        routed: int,
+        states: StateSharding,
+        passes: int,
     ) -> Exchange:
         """Each rank's blocks as one message, so often a step; in a pipeline everything is exchanged once."""
         found = self._exchanged(elements, placed(split, states), passes, split.pp > 1, states.zero)
