@@ -20,19 +20,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
 from shoal.facts.cluster import Cluster, notation
-from shoal.facts.cluster.stack import SHOAL
+from shoal.facts.cluster.stack import SHOAL, Stack
 from shoal.facts.config import Lora, TuneSection
-from shoal.facts.layout import RECOMPUTES, Layout
+from shoal.facts.layout import Layout
 from shoal.facts.ledger import Ledger
 from shoal.facts.model import Model, presets
 from shoal.facts.recipe import Recipe
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import NOTHING, Candidate, Space, StateSharding
-from shoal.plan.state_columns import StateColumns, StateTables
-from shoal.plan.time_bound import Rows, TimeBound
+from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import cost_model, step
 from shoal.predict.workload import Workload as Question
@@ -72,14 +69,12 @@ class Workload:
     @cached_property
     def bounds(self) -> TimeBound:
         asked = self.asked
-        return TimeBound(
-            cost_model(asked), asked.tune, asked.lora, asked.cluster.devices, self.space.pipelines
-        )
+        return TimeBound(cost_model(asked), asked.tune, asked.lora, asked.cluster.devices)
 
     @cached_property
     def room(self) -> MemoryBound:
         asked = self.asked
-        return MemoryBound(asked.model, asked.cluster, asked.recipe, asked.stack, asked.lora, self.bounds)
+        return MemoryBound(asked.model, asked.cluster, asked.recipe, asked.stack, asked.lora)
 
     @cached_property
     def space(self) -> Space:
@@ -154,26 +149,19 @@ def too_high(case: Workload, one: Candidate) -> Iterator[str]:
     bounds, room = case.bounds, case.room
     seconds = case.seconds(one)
     # Time, from the first decision to the last.
-    shares = next(alike for alike in case.space.shares_by_size(split) if share in alike)
-    pipeline = bounds.pipelines(split.pp).names.index((order.schedule, order.chunks))
-    place = shares.index(share), RECOMPUTES.index(order.recompute), pipeline
-    this = StateColumns(split.cp, share.ep, [states])
-    every = StateTables(case.space).frugal(split, share.ep)
-    frugal = [number for number, each in enumerate(every.states) if each.offload == states.offload]
-    rows, of_frugal = _rows(place, [0]), _rows(place, frugal)
-    decided = bounds.of_states(split, shares, rows, this)
+    handled = bounds.handled(split, share, states)
+    worked = bounds.of_order(split, share, order, handled, played=True)
     times = {
         "of_split": bounds.of_split(split),
-        "of_orders without recomputation": float(
-            bounds.of_orders(split, shares, again=False).seconds[place[0], 0, pipeline]
-        ),
-        "of_orders": float(bounds.of_orders(split, shares).seconds[place]),
-        "of_states before the exchange": float(
-            bounds.of_states(split, shares, of_frugal, every, exchanged=False).min()
-        ),
-        "of_states": float(decided[0]),
+        "of_share": bounds.of_share(split, share),
+        "of_share with recompute": bounds.of_share(split, share, order.recompute),
+        "of_order": bounds.of_order(split, share, order),
+        "of_order played": worked,
+        "of_states": bounds.of_states(split, share, order, states, worked),
     }
     if states.offload:
+        undecided = bounds.of_order(split, share, order)
+        times["of_offload"] = bounds.of_offload(split, share, order, states.offload, undecided)
         kept = case.seconds(one._replace(states=states._replace(offload=NOTHING)))
         if kept > seconds * ROUNDING:
             yield f"offload is faster: {kept:.6g} s without it, {seconds:.6g} s with it"
@@ -185,18 +173,19 @@ def too_high(case: Workload, one: Candidate) -> Iterator[str]:
     # Memory.
     memory = case.memory(one)
     peak = memory.peak_allocated * ROUNDING
+    resting, at_update = room.of_split(split, share.ep, states.offload)
     needs = {
-        "of_states at the least": float(room.of_states(split, shares, of_frugal, every, least=True).min()),
-        "of_states": float(room.of_states(split, shares, rows, this)[0]),
+        "of_split": at_update,
+        "of_share": room.of_share(split, share, resting),
+        "of_order": room.of_order(split, share, order, states.offload),
+        "of_states": room.of_states(split, share, order, states),
     }
     for name, bound in needs.items():
         if bound > peak:
             yield f"memory {name}: {bound / 2**20:.3f} MiB, predicted {memory.peak_allocated / 2**20:.3f} MiB"
-    if room.of_host(split, shares, rows, this)[0] > memory.host + memory.nvme:
-        yield f"memory of_host: more than {memory.host / 2**20:.3f} MiB"
     # What fits is not dropped, whatever the device's size: this one fits exactly.
-    exactly = replace(room, cluster=_sized(case.asked.cluster, memory.device_p90))
-    if memory.peak_allocated > exactly.most(split):
+    exactly = MemoryBound(case.asked.model, _sized(case.asked.cluster, memory.device_p90), *_rest(case.asked))
+    if not exactly.fits(split, memory.peak_allocated):
         yield f"memory fits: {memory.device_p90} bytes are not enough for a plan that needs as many"
     if share.ep > 1:
         return  # experts that no other rank of a copy holds are gathered from nowhere
@@ -221,8 +210,8 @@ def _sized(cluster: Cluster, size: int) -> Cluster:
     return cluster.model_copy(update={"device": device})
 
 
-def _rows(place: tuple[int, int, int], states: list[int]) -> Rows:
-    return Rows(*(np.full(len(states), one) for one in place), np.array(states))
+def _rest(asked: Question) -> tuple[Recipe, Stack, Lora | None]:
+    return asked.recipe, asked.stack, asked.lora
 
 
 def found(seed: int, cases: int, each: int = 20) -> Iterator[str]:

@@ -12,7 +12,7 @@ from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.model import presets
 from shoal.facts.recipe import Recipe
-from shoal.plan.best_first import Prices, Walk
+from shoal.plan.best_first import Walk
 from shoal.plan.space import Candidate, ModelSplit, PipelineOrder, StateSharding, WorkShare
 from shoal.predict.workload import Workload as Question
 
@@ -69,8 +69,7 @@ def test_where_small_units_stay_gathered_a_larger_one_may_still_fit() -> None:
     assert case.memory(large).device_p90 < between < case.memory(small).device_p90
     device = case.asked.cluster.device.model_copy(update={"memory_bytes": between})
     asked = replace(case.asked, cluster=case.asked.cluster.model_copy(update={"device": device}))
-    prices = Prices(asked, case.bounds)
-    walk = Walk(prices, case.room, case.space)
-    assert not walk.fits(prices.priced(small))
-    assert walk.too_large(small) and not walk.too_large(large)
-    assert walk.fits(prices.priced(large))
+    walk = Walk(asked, case.bounds, case.room, case.space)
+    assert not walk._fits(walk._priced(small))
+    assert walk._too_large(small) and not walk._too_large(large)
+    assert walk._fits(walk._priced(large))

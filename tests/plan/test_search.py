@@ -6,12 +6,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from benchmarks.plan_bounds import Workload as Bounded
-from benchmarks.plan_bounds import candidate, too_high
 
 from shoal.facts.cluster import Cluster, notation
 from shoal.facts.cluster.stack import SHOAL
-from shoal.facts.config import Lora
+from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.layout.legality import Case, broken
 from shoal.facts.losses import LossName
@@ -19,8 +17,10 @@ from shoal.facts.model import Model, presets
 from shoal.facts.recipe import Recipe
 from shoal.facts.strategies import OWNERS
 from shoal.plan.judge import Plan, judge
+from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.search import search
-from shoal.plan.space import LONG, NOTHING, OFFLOADS, Space
+from shoal.plan.space import LONG, NOTHING, OFFLOADS, Candidate, Space
+from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import cost_model, step
 from shoal.predict.workload import Workload
@@ -71,13 +71,37 @@ def recipe(seq: int, batch: int) -> Recipe:
 def test_bounds_are_never_above_what_they_bound(
     name: str, on: str, seq: int, batch: int, loss: LossName
 ) -> None:
-    asked = recipe(seq, batch).model_copy(update={"loss": loss})
+    model, cluster, asked = presets.find(name), notation.find(on), recipe(seq, batch)
+    asked = asked.model_copy(update={"loss": loss})
     chance = random.Random(0)
     for stack in (SHOAL, replace(SHOAL, host=3e-4, overlap=0.7)):
-        case = Bounded(Workload(presets.find(name), notation.find(on), asked, Layout(), stack))
+        space = Space(model, asked, cluster.devices)
+        at = cost_model(Workload(model, cluster, asked, Layout(), stack))
+        bounds, room = (
+            TimeBound(at, TuneSection(), None, cluster.devices),
+            MemoryBound(model, cluster, asked, stack, None),
+        )
+        splits = list(space.splits())
         for _ in range(40):
-            one = candidate(chance, case.space)
-            assert one is not None and list(too_high(case, one)) == []
+            split = chance.choice(splits)
+            share, order = chance.choice(list(space.shares(split))), chance.choice(space.orders(split))
+            states = chance.choice(list(space.states(split, share.ep, chance.choice((NOTHING, *OFFLOADS)))))
+            unit = chance.choice(space.units(split, states))
+            layout = Candidate(split, share, order, states, unit).layout()
+            workload = Workload(model, cluster, asked, layout, stack)
+            seconds = step(workload, at).seconds * (1 + 1e-9)
+            assert bounds.of_split(split) <= seconds, layout
+            assert bounds.of_share(split, share) <= seconds, layout
+            worked = bounds.of_order(split, share, order, bounds.handled(split, share, states), played=True)
+            assert bounds.of_order(split, share, order) <= worked * (1 + 1e-9), layout
+            assert bounds.of_states(split, share, order, states, worked) <= seconds, layout
+            if order.chunks * split.pp <= 16:  # deeper ones take long to play through
+                peak = ledger(workload).peak_allocated * (1 + 1e-9)
+                resting, at_update = room.of_split(split, share.ep, states.offload)
+                assert at_update <= peak, layout
+                assert room.of_share(split, share, resting) <= peak, layout
+                assert room.of_order(split, share, order, states.offload) <= peak, layout
+                assert room.of_states(split, share, order, states) <= peak, layout
 
 
 # Of 12 data ranks, 6 can share one copy and 4 divide the experts, but not both.
@@ -104,34 +128,25 @@ def test_what_is_searched_for_the_engine_is_what_it_runs() -> None:
     assert used(space) == {"cp", "ep", "offload"}
     assert {part.nvme for one in space.offloads for part in one if part.what == "params"} == {False}
     assert any(part.nvme for one in space.offloads for part in one if part.what == "optimizer")
-    every = Space(MIXED, recipe(LONG, 4), 4)
-    assert len(every.offloads) == len(space.offloads) + 1
-    adapters = Space(MIXED, recipe(LONG, 4), 4, runnable=True, lora=Lora())
-    assert adapters.offloads == ()
+    assert len(Space(MIXED, recipe(LONG, 4), 4).offloads) == len(space.offloads) + 1
+    assert Space(MIXED, recipe(LONG, 4), 4, runnable=True, lora=Lora()).offloads == ()
 
 
 @pytest.mark.parametrize(
-    ("seq", "degrees", "tried"),
-    [
-        (LONG // 2, {1}, True),
-        (LONG, {1, 2, 4, 8}, True),
-        (4 * LONG, {1, 2, 4, 8, 16}, True),
-        (4096, {1, 2, 4}, False),
-    ],
+    ("seq", "degrees"), [(LONG // 2, {1}), (LONG, {1, 2, 4, 8}), (4 * LONG, {1, 2, 4, 8, 16})]
 )
 def test_context_ranks_are_for_long_sequences_and_have_many_tokens_of_each(
-    seq: int, degrees: set[int], tried: bool
+    seq: int, degrees: set[int]
 ) -> None:
-    space = Space(MIXED, recipe(seq, 16), 16, tried=tried)
-    assert {split.cp for split in space.splits()} == degrees
+    assert {split.cp for split in Space(MIXED, recipe(seq, 16), 16).splits()} == degrees
 
 
 def brute_force(model: Model, cluster: Cluster, asked: Recipe, runnable: bool) -> float | None:
     """The least time of all layouts that fit, looking at every one of them."""
     at = cost_model(Workload(model, cluster, asked, Layout()))
     best = None
-    for one in Space(model, asked, cluster.devices, runnable).everything():
-        workload = Workload(model, cluster, asked, one.layout())
+    for candidate in Space(model, asked, cluster.devices, runnable).everything():
+        workload = Workload(model, cluster, asked, candidate.layout())
         seconds = step(workload, at).seconds
         if (best is None or seconds < best) and ledger(workload).fits:
             best = seconds

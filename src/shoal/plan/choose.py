@@ -2,11 +2,10 @@
 devices.
 
 Three answers stand side by side. The fastest is the one that is predicted to be. The simplest is what is chosen: of the
-layouts that leave the headroom and cut no sequences shorter than published runs do, all that is within the error bar of
-the fastest is as fast as far as can be told; of these the one with the fewest parts, then the one on the best evidence,
-then the one with the fewest axes, then the fastest. The safest is the one that most likely does what is predicted: it
-hardly ever runs out of memory, rests on the best evidence, and is then the fastest. What the engine does not run is
-chosen only where nothing that it runs fits.
+layouts that leave the headroom, all that is within the error bar of the fastest is as fast as far as can be told; of
+these the one with the fewest parts, then the one on the best evidence, then the one with the fewest axes, then the
+fastest. The safest, of those that were found on the way, hardly ever runs out of memory, rests on the best evidence and
+has the fewest parts. What the engine does not run is chosen only where nothing that it runs fits.
 """
 
 from __future__ import annotations
@@ -14,22 +13,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from shoal.facts import support
 from shoal.facts.cluster import Cluster
 from shoal.facts.layout import Layout
-from shoal.plan.best_first import Priced, Prices
+from shoal.plan import evidence
+from shoal.plan.best_first import BestFirst, Priced
 from shoal.plan.complexity import parts, plain
 from shoal.plan.headroom import GIB, Headroom, chance, free, out_of_memory
 from shoal.plan.judge import Plan, Replicas
 from shoal.plan.memory_bound import MemoryBound
-from shoal.plan.simplest import Simplest
-from shoal.plan.space import Space, context_tried
+from shoal.plan.simplest import Simplest, rank_of
+from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import step
+from shoal.predict.workload import Workload
 
-# Work that looking for a simpler layout takes at most, as ``plan/best_first.py`` counts it.
-EFFORT = 1_500_000
-# The safest may take so much longer than the fastest, and leaves at least so much of the memory free.
-SLOWER, SAFE = 1.5, 0.15
+# Work that looking for a simpler layout takes at most, in bounds (``plan/best_first.py``): a few tenths of a second.
+EFFORT = 10000
+# Strategies that the choice is made among, the fastest first.
+POOL = 10
+# A probability of running out of memory that is as good as none.
+UNLIKELY = 0.001
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,6 @@ class Chosen:
             of_all += " and that the engine runs"
         if rival.layout != self.fastest.layout:
             of_all = f"the fastest layout that leaves {self.headroom} of the memory free"
-            if not context_tried(self.fastest.workload.recipe.seq, self.fastest.layout.cp):
-                of_all += " and cuts no short sequences"
         if self.plan.layout == rival.layout:
             return f"It is {of_all}; no layout within {within} has fewer parts."
         return (
@@ -96,9 +98,6 @@ class Chosen:
         if not self.headroom.left_by(fastest.memory):
             risk = out_of_memory(fastest.memory)
             yield f"it leaves {free(fastest.memory)} and runs out of memory with a probability of {chance(risk)}"
-        cp, seq = fastest.layout.cp, fastest.workload.recipe.seq
-        if not context_tried(seq, cp):
-            yield f"it cuts sequences of {seq} tokens over {cp} ranks, which no published run has measured"
 
     def _better(self) -> Iterator[str]:
         mine, others = _parts(self.plan), _parts(self.rival)
@@ -145,25 +144,49 @@ def replicas_only(cluster: Cluster) -> bool:
 
 
 def choose(
-    prices: Prices, room: MemoryBound, space: Space, rival: Priced, fastest: Priced, against: Replicas
-) -> Chosen:
-    """What is simpler than ``rival``, the fastest of what may be chosen in this space and room, and as fast; what is
-    better founded; and the ``fastest`` of all.
+    asked: Workload,
+    bounds: TimeBound,
+    room: MemoryBound,
+    hunts: Sequence[BestFirst],
+    others: Sequence[BestFirst],
+    against: Replicas,
+) -> Chosen | None:
+    """Among what ``hunts`` have found, and what is simpler than that; None where nothing fits. ``others``: those that
+    went beyond what may be chosen, for the fastest of all.
     """
-    within = planned(rival, against).limit
-    simplest = Simplest(prices, room, space, within, rival).run(EFFORT)
-    slower = max(within, SLOWER * rival.step.seconds)
-    likely = replace(room, headroom=Headroom(share=max(room.headroom.share, SAFE), size=room.headroom.size))
-    founded = Simplest(prices, likely, space, slower, simplest, founded=True).run(EFFORT)
-    chosen, first, safest, over = (planned(one, against) for one in (simplest, fastest, founded, rival))
-    return Chosen(chosen, first, safest, over, room.headroom)
+    if replicas_only(asked.cluster):
+        workload = replace(asked, layout=Layout(dp=bounds.devices))
+        plan = Plan(workload, ledger(workload), step(workload, bounds.on), against)
+        return Chosen(plan, plan, plan, plan, room.headroom)
+    # However many are shown, the choice is made among as many.
+    pool = [one for hunt in hunts for one in hunt.accepted[:POOL]]
+    if not pool:
+        return None
+    first = min(pool, key=_seconds)
+    rival = planned(first, against)
+    known = min((one for one in pool if one.step.seconds <= rival.limit), key=rank_of)
+    simplest = Simplest(asked, bounds, room, hunts[0].space, rival.limit, known).run(EFFORT)
+    runs = support.runs(first.workload.layout)
+    beyond = (one for hunt in others for one in hunt.accepted[:POOL])
+    able = (one for one in beyond if support.runs(one.workload.layout) or not runs)
+    fastest, safest = min((first, *able), key=_seconds), min((*pool, simplest), key=_risk)
+    plans = [planned(one, against) for one in (simplest, fastest, safest)]
+    return Chosen(plans[0], plans[1], plans[2], rival, room.headroom)
 
 
-def replicas_alone(prices: Prices, devices: int, against: Replicas, headroom: Headroom) -> Chosen:
-    """On a CPU."""
-    workload = replace(prices.asked, layout=Layout(dp=devices))
-    plan = Plan(workload, ledger(workload), step(workload, prices.bounds.on), against)
-    return Chosen(plan, plan, plan, plan, headroom)
+def _seconds(one: Priced) -> float:
+    return one.step.seconds
+
+
+def _risk(one: Priced) -> tuple[bool, int, int, float]:
+    """The least of these is the safest."""
+    memory, workload = one.memory or ledger(one.workload), one.workload
+    return (
+        out_of_memory(memory) > UNLIKELY,
+        len(evidence.unmeasured(workload)),
+        len(parts(workload)),
+        one.step.seconds,
+    )
 
 
 def planned(one: Priced, against: Replicas) -> Plan:

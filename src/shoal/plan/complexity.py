@@ -44,12 +44,9 @@ def of_share(share: WorkShare) -> int:
 
 def of_order(split: ModelSplit, share: WorkShare, order: PipelineOrder, batch: int) -> int:
     """With the micro-batch: what is usual depends on the schedule."""
-    return of_policies(order) + (share.micro != usual_micro(split, order, batch))
-
-
-def of_policies(order: PipelineOrder) -> int:
     chunks = order.chunks != DEFAULT_CHUNKS.get(order.schedule, 1)
-    return (order.schedule != "1f1b") + chunks + (order.recompute != "none")
+    policies = (order.schedule != "1f1b") + chunks + (order.recompute != "none")
+    return policies + (share.micro != usual_micro(split, order, batch))
 
 
 def of_states(split: ModelSplit, share: WorkShare, states: StateSharding) -> int:

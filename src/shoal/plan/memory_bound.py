@@ -1,4 +1,4 @@
-"""Lower bounds on a rank's memory, of many layouts at once.
+"""Lower bounds on a rank's memory for a partially decided layout.
 
 The first rank of a pipeline is looked at, and the last one where weight gradients are put off, which it does the most:
 in the backward pass of the last block, and at the update. Of a ledger's parts those are counted that are cheap to say:
@@ -7,63 +7,74 @@ states, kept activations, gathered or cast weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import product
+from operator import mul
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from shoal.facts.bytes_per_parameter import bytes_per_parameter
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import Stack
 from shoal.facts.config import Lora
-from shoal.facts.layout import RECOMPUTES, Layout, Recompute
+from shoal.facts.layout import RECOMPUTES, V_SHAPED, Layout, Offload, Recompute, Schedule, Zero, accumulation
 from shoal.facts.layout.float8 import gathered_width
-from shoal.facts.layout.offload import away_bytes
+from shoal.facts.layout.offload import waiting
+from shoal.facts.layout.parameter_groups import placement
 from shoal.facts.model import Model
 from shoal.facts.nf4 import WIDTH
 from shoal.facts.recipe import Recipe
+from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.plan.headroom import NONE, Headroom
-from shoal.plan.pipelines import Columns
-from shoal.plan.space import PLAIN, ModelSplit, WorkShare, layout_of, one_sequence
-from shoal.plan.state_columns import StateColumns
-from shoal.plan.time_bound import Rows, TimeBound
+from shoal.plan.space import (
+    ModelSplit,
+    PipelineOrder,
+    StateSharding,
+    WorkShare,
+    layout_of,
+    one_sequence,
+    placed,
+)
 from shoal.predict.memory.block_workload import BlockActivations
-from shoal.predict.memory.device import host_share, on_top
+from shoal.predict.memory.device import on_top
 from shoal.predict.memory.micro_batch import micro_batch_bytes
 from shoal.predict.memory.peaks import BATCH_BYTES
-from shoal.predict.rank_parameters import ShardDegrees, block_count, end_counts, expert_elements
+from shoal.predict.rank_parameters import (
+    ParameterCount,
+    ShardDegrees,
+    block_count,
+    end_counts,
+    expert_elements,
+    stages_here,
+    total,
+)
 from shoal.predict.workload import Workload
 
-# Optimizers that keep as many bytes of every parameter.
-ALIKE = ("adamw", "sgd", "lion")
 
-
-class Sizes(NamedTuple):
-    """Elements on a tensor rank: of a block without experts and with them, of its experts, of the ends; and of the
-    largest piece that is offloaded or stays as a whole.
-    """
+class Blocks(NamedTuple):
+    """A rank's blocks, or one chunk of them."""
 
     dense: int
     sparse: int
-    routed: int
-    embedding: int
-    head: int
-    largest: int
+
+
+class KeptActivations(NamedTuple):
+    """Bytes of activations at the fullest moment before there are gradients, and with them."""
+
+    before: float
+    later: float
 
 
 @dataclass
 class MemoryBound:
-    """Of one model on one kind of device. ``time`` has the tables of pipelines."""
+    """Of one model on one kind of device."""
 
     model: Model
     cluster: Cluster
     recipe: Recipe
     stack: Stack
     lora: Lora | None
-    time: TimeBound
     compile: bool | None = None
     headroom: Headroom = NONE
 
@@ -73,19 +84,23 @@ class MemoryBound:
         self.hold = bytes_per_parameter(self.recipe, self.stack, one_pass=alone)
         self.in_shards = bytes_per_parameter(self.recipe, self.stack, sharded=True)
         self.capacity = self.cluster.device.memory_bytes
-        self.host = host_share(self.cluster)
-        self.away = away_bytes(self.recipe, PLAIN, 1, self.stack)
+        self.cut_by = None if self.stack.even_stages else self.recipe.seq
         # By what each depends on, and not by the model, whose hash takes a while.
         self._most = cache(self._allocated)
-        self._sizes = cache(self._counted)
+        self._compiled = cache(self._compiles)
+        self._part = cache(self._block_count)
+        self._activations = cache(self._counted)
+        self._chunks_of = cache(self._cut)
         self._blocks: dict[tuple[object, ...], BlockActivations] = {}
+        self._least: dict[tuple[object, ...], float] = {}
+        self._sized: dict[tuple[object, ...], ParameterCount] = {}
 
-    def most(self, split: ModelSplit) -> float:
-        """The most that a device has room for, with as few communicators as this split can have."""
-        return self._most(split)
+    def fits(self, split: ModelSplit, peak: float) -> bool:
+        """Whether so many bytes may fit, with as few communicators as this split can have."""
+        return peak <= self._most(split)
 
     def _allocated(self, split: ModelSplit) -> float:
-        """What comes on top grows in proportion; a few bytes are for rounding."""
+        """The most that a device has room for; what comes on top grows in proportion, a few bytes are for rounding."""
         layout = layout_of(fsdp=split.data, tp=split.tp, cp=split.cp, pp=split.pp)
         none, much = (on_top(self._workload(layout), size) for size in (0, 2**40))
         free = self.headroom.bytes(self.capacity)
@@ -93,252 +108,257 @@ class MemoryBound:
         expected = (self.capacity - free - none.total) / (much.total - none.total)
         return min(at_p90, expected) * 2**40 + 16
 
-    def of_states(
-        self,
-        split: ModelSplit,
-        shares: Sequence[WorkShare],
-        rows: Rows,
-        states: StateColumns,
-        least: bool = False,
-    ) -> Columns:
-        """Bytes of whole layouts but for their units. ``least``: also where the same states are over fewer ranks."""
-        share, table = shares[0], self.time.pipelines(split.pp)
-        ep, piped = share.ep, split.pp > 1
-        sizes = self._sizes(split.tp, ep)
-        hold, in_shards = self.hold, self.in_shards
-        # By pipeline and rank: elements, of these routed experts.
-        routed = (table.held_sparse * sizes.routed)[rows.pipeline]
-        whole = (
-            table.held_dense * sizes.dense
-            + table.held_sparse * sizes.sparse
-            + table.embedding * sizes.embedding
-            + table.head * sizes.head
-        )[rows.pipeline]
-        # By states.
-        dense_ranks, expert_ranks, zero, copies = (
-            states.ranks,
-            states.expert_ranks,
-            states.zero,
-            states.copies,
+    def holds(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, ways: list[StateSharding]
+    ) -> bool:
+        """Whether ``of_states`` of one of these may fit; they differ in ``zero`` alone."""
+        return all(
+            self.fits(split, self._of_rank(split, share, order, ways, rank))
+            for rank in _looked_at(split, order)
         )
-        shared = dense_ranks > 1
-        sharded = shared & ((zero == 3) | (self.stack.unsharded != "buckets"))
-        scattered = sharded | (shared & (zero == 2))
-        kind, owner = states.kind[rows.states], states.owner[rows.states]
-        away = states.away[owner]
 
-        def column(of_kinds: Columns) -> Columns:
-            return np.asarray(of_kinds[kind][:, None])
-
-        in_rank = (whole - routed) / column(dense_ranks) + routed / column(expert_ranks)
-        alone = np.where(column(expert_ranks) == 1, routed, 0.0)  # experts that no other rank of a copy holds
-        trains = self.lora is None and not self.recipe.freezes
-        trained, trained_share = (whole, in_rank) if trains else (0.0 * whole, 0.0 * in_rank)
-        host_updates, fetched = away[:, 0][:, None], away[:, 1][:, None]
-        in_shards_now = column(sharded) & (host_updates == 0)  # what rests in shards is as wide as its states
-
-        def width(name: str) -> Columns:
-            return np.asarray(np.where(in_shards_now, getattr(in_shards, name), getattr(hold, name)))
-
-        each = width("weight")
-        if self.lora is not None:
-            each = width("frozen") if self.lora.base != "nf4" else np.full_like(each, float(WIDTH))
-        elif self.recipe.freezes:
-            each = np.minimum(each, width("frozen"))
-        weight = each * np.where(column(sharded), in_rank, whole)
-        # Experts that are whole rest as they do without shards; what their masters take besides is left out.
-        weight = weight - np.where(
-            column(sharded), np.maximum(0.0, width("weight") - hold.weight) * alone, 0.0
-        )
-        piece = sizes.largest / column(np.minimum(dense_ranks, expert_ranks))
-        in_one = np.where(column(sharded), piece, sizes.largest)
-        weight = self._stays(weight, fetched, each * in_one)
-        moments = width("moments") * (self.recipe.optimizer in ALIKE and not self.recipe.blockwise)
-        optimizer = (moments + width("master")) * trained_share
-        optimizer = self._stays(optimizer, host_updates, (moments + width("master")) * piece)
-        leaves = (host_updates > 0) & (column(scattered) | (not piped))
-        gradient = width("gradient") * np.where(column(scattered), trained_share, trained)
-        gradient = np.where(leaves, 0.0, gradient)
-
-        begun, before = (
-            self._gradients(
-                split, whole, routed, alone, trained, trained_share, begun,
-                column(sharded), column(shared), column(zero), column(copies), host_updates > 0,
-                column(expert_ranks), least,
-            )
-            for begun in (True, False)
-        )  # fmt: skip
-        # By what is sent away: nothing, half, all.
-        orders, at = _orders(rows, len(table.names))
-        kept = self._kept(split, shares, orders)
-        part = np.ceil(2 * away[:, 2]).astype(np.intp)
-        kept_before, kept_later = (one[part, at] for one in kept)
-        if self.hold.cast and self.lora is None:
-            # Weights that autograd keeps in a cast.
-            casts = self._casts(split, shares, rows) * ~column(sharded)
-            kept_before, kept_later = kept_before + casts, kept_later + casts * (kept_later > 0)
-        once = (self.time.times(split, shares)[rows.share] == 1)[:, None]
-        full = np.maximum(gradient, np.maximum(kept_before + before, np.where(once, before, begun)))
-        full = np.maximum(full, np.where(kept_later > 0, kept_later + begun, 0.0))
-        found: Columns = (weight + optimizer + full).max(axis=1)
-        return found
-
-    def _stays(self, size: Columns, fraction: Columns, largest: Columns) -> Columns:
-        """What is left on the device: cut between tensors, a piece at most goes that need not."""
-        return np.where(fraction > 0, np.maximum(0.0, (1 - fraction) * size - largest), size)
-
-    def _gradients(
-        self,
-        split: ModelSplit,
-        whole: Columns,
-        routed: Columns,
-        alone: Columns,
-        trained: Columns,
-        trained_share: Columns,
-        begun: bool,
-        sharded: Columns,
-        shared: Columns,
-        zero: Columns,
-        copies: Columns,
-        away: Columns,
-        expert_ranks: Columns,
-        least: bool,
-    ) -> Columns:
-        """Gradients and gathered weights in the backward pass: before gradients are there, and with them.
-
-        Experts that are ``alone`` are gathered from nowhere; before the first pass their gradients may not be there.
-        """
-        hold, piped = self.hold, split.pp > 1
-        late = 0.0 if begun else hold.gradient * alone
-        if piped:
-            there = alone
-            if least:
-                # Over fewer ranks experts may be whole: then they rest as narrow as they are used, and nowhere else.
-                narrower = self.in_shards.weight / hold.compute * routed / expert_ranks
-                there = np.maximum(alone, np.minimum(routed, narrower))
-            in_shards = gathered_width(self.recipe) * (whole - there)
-            if begun:
-                in_shards = in_shards + hold.reduce * trained
-        else:
-            # Replicas of shards add up in the precision that their sums travel in.
-            width = np.where(copies, min(hold.gradient, hold.reduce), hold.gradient)
-            in_shards = width * trained_share if begun else 0.0 * whole
-        lean = (zero == 2) & (not piped)
-        of_shared = np.where(lean, hold.gradient * trained_share - late, hold.gradient * trained - late)
-        of_whole = (
-            hold.gradient * trained - late if begun else np.where(copies, hold.gradient * trained - late, 0.0)
-        )
-        found = np.where(sharded, in_shards, np.where(shared, of_shared, of_whole))
-        if not piped:
-            found = np.where(away, 0.0, found)  # gradients follow the states
-        return found
-
-    def _kept(self, split: ModelSplit, shares: Sequence[WorkShare], rows: Rows) -> tuple[Columns, Columns]:
-        """Activations in the backward pass of the last block: at the fullest moment before there are gradients, and
-        with them. By how much is sent away, row and rank.
-        """
-        table, share = self.time.pipelines(split.pp), shares[0]
-        filled = self.time.filled(split, shares)
-        micro = np.array([one.micro for one in shares], dtype=float)[rows.share][:, None]
-        blocks = self._activations(split, share)[rows.recompute, table.compiled[rows.pipeline]]
-        resting, deferred, fullest = np.moveaxis(blocks, -1, 0)  # by row and kind
-        here = (
-            np.stack([table.held_dense, table.held_sparse], axis=-1)[rows.pipeline] > 0
-        )  # by row, rank and kind
-        working = np.maximum(0.0, micro * np.where(here, fullest[:, None, :], np.inf).min(axis=-1))
-        tokens = micro * self.recipe.seq // split.cp
-        times = self.time.times(split, shares)[rows.share][:, None]
-        fixed = BATCH_BYTES * tokens * times + working
-        stream = (tokens / split.tp if share.sp else tokens) * self.model.hidden * self.hold.compute
-        place = rows.share, rows.pipeline
-        each = (micro * resting).T[..., None, None]
-        late = (micro * deferred).T[..., None, None]
-        always = filled.stages[place] * stream[:, :, None]
-        always = always + filled.late_dense[place] * late[0] + filled.late_sparse[place] * late[1]
-        begun = filled.begun[place]
-        before, later = [], []
-        for dense, sparse in (
-            (filled.dense, filled.sparse),
-            (filled.half_dense, filled.half_sparse),
-            (filled.rest_dense, filled.rest_sparse),
-        ):
-            flying = fixed[:, :, None] + np.maximum(
-                0.0, always + dense[place] * each[0] + sparse[place] * each[1]
-            )
-            before.append(np.maximum(fixed, np.where(begun == 0, flying, 0.0).max(axis=-1)))
-            later.append(np.where(begun == 1, flying, 0.0).max(axis=-1))
-        return np.stack(before), np.stack(later)
-
-    def _casts(self, split: ModelSplit, shares: Sequence[WorkShare], rows: Rows) -> Columns:
-        """Weights in the compute precision, of all micro-batches that are held but for the block that is computed."""
-        table, filled = self.time.pipelines(split.pp), self.time.filled(split, shares)
-        sizes = self._sizes(split.tp, shares[0].ep)
-        weights = self.hold.compute * np.array([sizes.dense, sizes.sparse])
-        place = rows.share, rows.pipeline
-        held = np.nan_to_num(filled.dense[place] * weights[0] + filled.sparse[place] * weights[1]).min(
-            axis=-1
-        )
-        eager = (rows.recompute == 0) & (table.compiled[rows.pipeline] == 0)
-        return np.asarray(np.maximum(0.0, held - weights.max()) * eager[:, None])
-
-    def _activations(self, split: ModelSplit, share: WorkShare) -> Columns:
-        """Of one block and one sequence: by what is computed again, whether blocks are compiled, and whether they have
-        experts; what rests, what is left where weight gradients are put off, and the most of a backward pass.
-        """
-        found = np.zeros((len(RECOMPUTES), 2, 2, 3))
-        used = {*self.time.pipelines(split.pp).compiled.tolist()}
-        for row, again in enumerate(RECOMPUTES):
-            for some in used:
-                for kind, count in enumerate(self._layers):
-                    if count:
-                        one = self._block(split, share, again, kind == 1, bool(some))
-                        found[row, some, kind] = one.resting, one.deferred, one.fullest
-        return found
-
-    def of_host(
-        self, split: ModelSplit, shares: Sequence[WorkShare], rows: Rows, states: StateColumns
-    ) -> Columns:
-        """Bytes in the host's memory, of states that an update reads alone."""
-        if not states.away[:, 0].any() or self.lora is not None:
-            return np.zeros(len(rows.share))
-        # Of the rank that has the least: which one is the fullest is not known.
-        numbers = range(len(self.time.pipelines(split.pp).names))
-        elements = np.array(
-            [min(map(sum, self.time.elements(split, shares[0], one))) for one in numbers], dtype=float
-        )
-        # Of gradients nothing is counted.
-        each = (np.where(states.in_files, 0.0, self.away.states) * states.away[:, 0])[states.owner]
-        each = each / states.ranks[states.kind]
-        found: Columns = elements[rows.pipeline] * each[rows.states]
-        return found
-
-    @cached_property
-    def _layers(self) -> tuple[int, int]:
-        """Without experts and with them."""
-        sparse = sum(self.model.has_experts(number) for number in range(self.model.layers))
-        return self.model.layers - sparse, sparse
-
-    def _counted(self, tp: int, ep: int) -> Sizes:
-        degrees = ShardDegrees(tp, ep, 1, 1)
+    def of_split(self, split: ModelSplit, ep: int, offload: tuple[Offload, ...]) -> tuple[float, float]:
+        """Of a pipeline's average rank, with states shared out as far as they can be: what rests, and at the update."""
         dense, sparse = self._layers
-        ends = end_counts(self.model, degrees)
-        routed = expert_elements(self.model, tp, ep) if sparse else 0
-        blocks = [
-            block_count(self.model, kind, degrees, None).whole if count else 0
-            for kind, count in ((False, dense), (True, sparse))
-        ]
-        return Sizes(
-            blocks[0],
-            blocks[1],
-            routed,
-            ends.embedding.whole,
-            ends.head.whole,
-            max(*blocks, ends.embedding.whole),
+        sizes = self._sizes(split, ep, split.data, Blocks(dense, sparse))
+        whole = self._whole_experts(split, ep, split.data, sparse)
+        weight, optimizer, gradient = self._resting(
+            sizes, whole, sharded=True, scattered=True, offload=offload, piped=split.pp > 1
         )
+        return (weight + optimizer) / split.pp, (weight + optimizer + gradient) / split.pp
+
+    def of_share(self, split: ModelSplit, share: WorkShare, resting: float) -> float:
+        """The backward pass of one block comes on top of what rests.
+
+        Its activations are there then, also where others wait elsewhere. It grows with the micro-batch: where one is
+        too large, so are all that are larger.
+        """
+        key = split.tp, split.cp, share.sp, share.cp_kind, split.pp > 1, share.ep > 1
+        least = self._least.get(key)
+        if least is None:
+            least = float("inf")
+            # The schedule is not known yet, and with it whether blocks are compiled.
+            ways = {self._compiled(split.pp, schedule, share.ep) for schedule in ("1f1b", "zb")}
+            for recompute, compiled in product(RECOMPUTES, ways):
+                kinds = [
+                    self._block(split, share, recompute, experts, compiled)
+                    for experts, count in zip((False, True), self._layers, strict=True)
+                    if count
+                ]
+                least = min(least, min(one.resting for one in kinds) + min(one.fullest for one in kinds))
+            self._least[key] = least
+        return resting + max(0.0, share.micro * least)
+
+    def frugal(self, split: ModelSplit, offload: tuple[Offload, ...]) -> list[StateSharding]:
+        """States over as many ranks as there are need the least, whichever of them are shared out."""
+        zeros: tuple[Zero, ...] = (3, 2, 1) if split.data * split.cp > 1 else (3,)
+        return [StateSharding(1, split.data, zero, offload) for zero in zeros]
+
+    def of_order(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, offload: tuple[Offload, ...]
+    ) -> float:
+        ways = self.frugal(split, offload)
+        return max(self._of_rank(split, share, order, ways, rank) for rank in _looked_at(split, order))
+
+    def of_states(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
+    ) -> float:
+        return max(self._of_rank(split, share, order, [states], rank) for rank in _looked_at(split, order))
+
+    def _of_rank(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, ways: list[StateSharding], rank: int
+    ) -> float:
+        """With the most frugal of several ways, each part by itself; they differ in ``zero`` alone."""
+        shards, offload = placed(split, ways[0]).sharded.size, ways[0].offload
+        sizes = self._on_rank(split, share, order, ways[0].fsdp, rank)
+        sparse = sum(chunk.sparse for chunk in self._chunks_of(split.pp, order, rank))
+        whole = self._whole_experts(split, share.ep, ways[0].fsdp, sparse)
+        any_sharded = any_scattered = False
+        before = later = float("inf")
+        for states in ways:
+            sharded = shards > 1 and (states.zero == 3 or self.stack.unsharded != "buckets")
+            any_sharded = any_sharded or sharded
+            any_scattered = any_scattered or sharded or (shards > 1 and states.zero == 2)
+            there = whole
+            if sharded and split.pp > 1 and len(ways) > 1:
+                # Over fewer ranks experts may be whole: then they rest as narrow as they are used, and nowhere else.
+                routed = sparse * expert_elements(self.model, split.tp, share.ep) if share.ep > 1 else 0
+                ranks = placement(split.tp, split.cp, ways[0].fsdp, 1, share.ep).sharded.size
+                in_shards = self.in_shards.weight / self.hold.compute * routed / ranks
+                there = max(whole, min(routed, round(in_shards)))
+            before = min(before, self._during(split, sizes, there, sharded, states, False))
+            later = min(later, self._during(split, sizes, there, sharded, states, True))
+        weight, optimizer, gradient = self._resting(
+            sizes, whole, any_sharded, any_scattered, offload, split.pp > 1
+        )
+        kept = self._kept(split, share, order, offload, not any_sharded, rank)
+        # The last backward pass of all finds everyone's gradients, whatever little else is left.
+        once = accumulation(self.recipe.batch, split.data, share.micro) == 1
+        full = max(gradient, kept.before + before, before if once else later)
+        if kept.later:
+            full = max(full, kept.later + later)
+        return weight + optimizer + full
+
+    def _during(
+        self,
+        split: ModelSplit,
+        sizes: ParameterCount,
+        whole: int,
+        sharded: bool,
+        states: StateSharding,
+        begun: bool,
+    ) -> float:
+        """Gradients and gathered weights in the backward pass.
+
+        ``whole`` experts are gathered from nowhere; before the first pass their gradients may not be there.
+        """
+        hold = self.hold
+        late = 0 if begun else hold.gradient * whole
+        if sharded and split.pp > 1:
+            gathered = gathered_width(self.recipe) * (sizes.whole - whole)
+            return gathered + (hold.reduce * sizes.trained if begun else 0.0)
+        if split.pp == 1 and waiting(states.offload, "optimizer"):
+            return 0.0  # gradients follow the states
+        if sharded:
+            # Replicas of shards add up in the precision that their sums travel in.
+            width = min(hold.gradient, hold.reduce) if states.dp > 1 else hold.gradient
+            return width * sizes.trained_share if begun else 0.0
+        if placed(split, states).sharded.size > 1:
+            if states.zero == 2 and split.pp == 1:
+                return hold.gradient * sizes.trained_share - late
+            return hold.gradient * sizes.trained - late
+        return hold.gradient * sizes.trained - late if states.dp > 1 or begun else 0.0
+
+    def _whole_experts(self, split: ModelSplit, ep: int, fsdp: int, sparse: int) -> int:
+        """Of so many layers the experts of a rank that no other rank of a copy holds."""
+        routed = placement(split.tp, split.cp, fsdp, split.data // fsdp, ep)
+        return sparse * expert_elements(self.model, split.tp, ep) if routed.sharded.size == 1 else 0
+
+    def _resting(
+        self,
+        sizes: ParameterCount,
+        whole: int,
+        sharded: bool,
+        scattered: bool,
+        offload: tuple[Offload, ...],
+        piped: bool,
+    ) -> tuple[float, float, float]:
+        """Bytes of weights, of the optimizer's states, and of gradients at the update.
+
+        Of what is offloaded in part, nothing is counted: how much of it stays depends on where it is cut.
+        """
+        updated_away = waiting(offload, "optimizer") is not None
+        hold = self.in_shards if sharded and not updated_away else self.hold
+        each = hold.weight if self.lora is None else hold.frozen if self.lora.base != "nf4" else float(WIDTH)
+        weight = each * (sizes.share if sharded else sizes.whole)
+        if waiting(offload, "params"):
+            weight = 0.0
+        elif sharded:
+            # Experts that are whole rest as they do without shards; what their masters take besides is left out.
+            weight -= max(0.0, hold.weight - self.hold.weight) * whole
+        if updated_away and (scattered or not piped):
+            return weight, 0.0, 0.0
+        optimizer = 0.0 if updated_away else (hold.moments + hold.master) * sizes.trained_share
+        return weight, optimizer, hold.gradient * (sizes.trained_share if scattered else sizes.trained)
+
+    def _on_rank(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, fsdp: int, rank: int
+    ) -> ParameterCount:
+        key = split.tp, split.cp, split.pp, share.ep, order.schedule, order.chunks, fsdp, rank
+        known = self._sized.get(key)
+        if known is None:
+            chunks = self._chunks_of(split.pp, order, rank)
+            blocks = Blocks(sum(chunk.dense for chunk in chunks), sum(chunk.sparse for chunk in chunks))
+            last = rank == (0 if order.schedule in V_SHAPED else split.pp - 1)
+            head = last and not (self.model.tied and split.pp == 1)
+            known = self._sized[key] = self._sizes(split, share.ep, fsdp, blocks, rank == 0, head)
+        return known
+
+    def _sizes(
+        self,
+        split: ModelSplit,
+        ep: int,
+        fsdp: int,
+        blocks: Blocks,
+        embedding: bool = False,
+        head: bool = False,
+    ) -> ParameterCount:
+        dense, routed = (placement(split.tp, split.cp, fsdp, split.data // fsdp, each) for each in (1, ep))
+        key = ShardDegrees(split.tp, ep, dense.sharded.size, routed.sharded.size)
+        blocks_here = ((False, blocks.dense), (True, blocks.sparse))
+        counts = [self._part(experts, key).times(count) for experts, count in blocks_here if count]
+        ends = end_counts(self.model, key)
+        counts += [ends.embedding] * embedding + [ends.head] * head
+        found = total(counts)
+        # Adapters are next to nothing.
+        return found if self.lora is None else found._replace(trained=0, trained_share=0)
+
+    def _block_count(self, experts: bool, split: ShardDegrees) -> ParameterCount:
+        return block_count(self.model, experts, split, None)
+
+    def _kept(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        order: PipelineOrder,
+        offload: tuple[Offload, ...],
+        cast: bool,
+        rank: int,
+    ) -> KeptActivations:
+        """Activations in the backward pass of the last block, with the weights that autograd keeps in a cast."""
+        stay = not any(one.what == "activations" for one in offload)
+        cast = cast and self.hold.cast and self.lora is None and order.recompute == "none"
+        return self._activations(split, share, order, stay, cast, rank)
+
+    def _counted(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, stay: bool, cast: bool, rank: int
+    ) -> KeptActivations:
+        chunks = self._chunks_of(split.pp, order, rank)
+        times = accumulation(self.recipe.batch, split.data, share.micro)
+        part = ShardDegrees(split.tp, share.ep, 1, 1)
+        each, put_off, largest, working = [], [], 0.0, float("inf")
+        compiled = self._compiled(split.pp, order.schedule, share.ep)
+        cast = cast and not compiled
+        for blocks in chunks:
+            held = late = 0.0
+            for experts, count in ((False, blocks.dense), (True, blocks.sparse)):
+                if not count:
+                    continue
+                one = self._block(split, share, order.recompute, experts, compiled)
+                held += count * share.micro * one.resting * stay
+                late += count * share.micro * one.deferred
+                working = min(working, share.micro * one.fullest)
+                if cast:
+                    size = self.hold.compute * self._part(experts, part).whole
+                    held, largest = held + count * size, max(largest, size)
+            each.append(held)
+            put_off.append(late)
+        tokens = share.micro * self.recipe.seq // split.cp
+        if split.pp > 1:
+            # What a stage sends on stays with it; the last stage sends nothing.
+            stream = (tokens / split.tp if share.sp else tokens) * self.model.hidden * self.hold.compute
+            each = [held + stream for held in each]
+            if order.schedule in V_SHAPED or rank:
+                each[-1] -= stream
+        fixed = BATCH_BYTES * tokens * times + max(0.0, working)
+        most = [fixed, 0.0]
+        for held_of, put_off_of, begun in _fullest(order, split.pp, times, rank):
+            flying = sum(map(mul, each, held_of)) + sum(map(mul, put_off, put_off_of)) - largest
+            most[begun] = max(most[begun], fixed + max(0.0, flying))
+        return KeptActivations(*most)
+
+    def _compiles(self, pp: int, schedule: Schedule, ep: int) -> bool:
+        return self._workload(layout_of(pp=pp, schedule=schedule, ep=ep)).compiled
 
     def _workload(self, layout: Layout) -> Workload:
         return Workload(
-            self.model, self.cluster, self.recipe, layout, self.stack, lora=self.lora, compile=self.compile
+            self.model,
+            self.cluster,
+            self.recipe,
+            layout,
+            self.stack,
+            lora=self.lora,
+            compile=self.compile,
         )
 
     def _block(
@@ -355,10 +375,50 @@ class MemoryBound:
             known = self._blocks[key] = min(alike, key=lambda one: one.resting)
         return known
 
+    def _cut(self, pp: int, order: PipelineOrder, rank: int) -> tuple[Blocks, ...]:
+        """The chunks of a rank."""
+        stages = stages_here(self.model, pp, order.chunks, order.schedule, self.cut_by, rank)
+        sparse = [sum(self.model.has_experts(number) for number in stage.layers) for stage in stages]
+        return tuple(
+            Blocks(len(stage.layers) - routed, routed) for stage, routed in zip(stages, sparse, strict=True)
+        )
 
-def _orders(rows: Rows, pipelines: int) -> tuple[Rows, NDArray[np.intp]]:
-    """The orders among these rows, and which one each has."""
-    number = (rows.share * len(RECOMPUTES) + rows.recompute) * pipelines + rows.pipeline
-    orders, at = np.unique(number, return_inverse=True)
-    share, recompute = np.divmod(orders // pipelines, len(RECOMPUTES))
-    return Rows(share, recompute, orders % pipelines, np.zeros_like(share)), at
+    @cached_property
+    def _layers(self) -> tuple[int, int]:
+        """Without experts and with them."""
+        sparse = sum(self.model.has_experts(number) for number in range(self.model.layers))
+        return self.model.layers - sparse, sparse
+
+
+def _looked_at(split: ModelSplit, order: PipelineOrder) -> tuple[int, ...]:
+    """The first rank, and the last one where weight gradients are put off."""
+    return (0, split.pp - 1) if split.pp > 1 and order.schedule in SPLIT_BACKWARD else (0,)
+
+
+def _fullest(
+    order: PipelineOrder, pp: int, times: int, rank: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], bool]]:
+    """Moments of the first or the last rank: of each chunk, micro-batches that are kept, and of which only weight
+    gradients are left to compute; and whether an earlier backward pass has left gradients.
+
+    A schedule holds at least as much at one of its moments (``predict/memory/in_flight.py`` plays them one by one).
+    """
+    chunks = order.chunks
+    none, reached = (0,) * chunks, min(times, pp)
+    if pp == 1:
+        yield (1,), none, times > 1
+    elif order.schedule == "gpipe":
+        yield (times,), none, False
+    elif rank == 0 and order.schedule in V_SHAPED:
+        yield (min(times, 2 * pp - 1), 1), none, times >= 2 * pp
+    elif rank == 0:
+        first = min(times, 2 * pp - 1) if order.schedule == "interleaved" else reached
+        yield (first, *(reached,) * (chunks - 1)), none, times >= 2 * pp
+    elif order.schedule == "zb":
+        # Weights' gradients are put off until as many are waiting: of several chunks, for a whole round.
+        begun = times > pp if chunks == 1 else times >= 2 * pp
+        yield (*(reached,) * (chunks - 1), 1), (*none[1:], reached - 1), begun
+    else:
+        yield (reached, reached), none, times > pp
+        if order.schedule == "zbv" and times >= 2 * pp:
+            yield (1, 0), (rank, rank), True

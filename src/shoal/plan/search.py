@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
+from shoal.facts import support
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL, Stack
 from shoal.facts.config import Lora, TuneSection
@@ -16,10 +17,10 @@ from shoal.facts.layout import Layout, divisors
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.plan import explain
-from shoal.plan.best_first import BestFirst, Priced, Prices, StrategyKey, balanced
-from shoal.plan.choose import Chosen, choose, planned, replicas_alone, replicas_only
+from shoal.plan.best_first import BestFirst, Priced, StrategyKey
+from shoal.plan.choose import Chosen, choose, planned
 from shoal.plan.headroom import NONE, USUAL, Headroom
-from shoal.plan.judge import Plan, replicas
+from shoal.plan.judge import Plan, Replicas, replicas
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import Space
 from shoal.plan.time_bound import TimeBound
@@ -28,10 +29,13 @@ from shoal.predict.workload import Workload
 
 TOP = 10
 REJECTED = 20
-# Work that a hunt does at most (``plan/best_first.py``); one that is broken off says what it may have missed.
-EFFORT = 12_000_000
-# And one for further strategies to list, which are at most so much slower than the fastest.
-LISTING, FARTHEST = 2_000_000, 1.5
+# Work that a hunt does at most (``plan/best_first.py``). Layouts of large clusters come by the million within a few
+# percent of one another; a hunt that is broken off says what it may have missed.
+EFFORT = 9500
+# One that has found nothing that fits goes on for up to so many times as long.
+PATIENCE = 16
+# A space of so many layouts is gone through to its end, or nearly.
+SMALL = 100_000
 
 
 @dataclass(frozen=True)
@@ -94,45 +98,36 @@ def search(
     started = time.perf_counter()
     asked = Workload(model, cluster, recipe, Layout(), stack, tune or TuneSection(), lora, compile)
     count_of_devices = devices or cluster.devices
-    space = Space(model, recipe, count_of_devices, apart=cluster.device.name != "cpu", lora=lora)
-    bounds = TimeBound(cost_model(asked), asked.tune, lora, count_of_devices, space.pipelines, compile)
-    room = MemoryBound(model, cluster, recipe, stack, lora, bounds, compile, headroom or NONE)
-    prices = Prices(asked, bounds)
-    against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
-    # What may be chosen: of what the engine runs, if that is anything. Where nothing leaves the usual headroom, what
-    # leaves less.
-    able = space.runs or runnable
-    runs = replace(space, runnable=able)
+    bounds = TimeBound(cost_model(asked), asked.tune, lora, count_of_devices, compile)
+    room = MemoryBound(model, cluster, recipe, stack, lora, compile, headroom or NONE)
+    apart = cluster.device.name != "cpu"
+    space = Space(model, recipe, count_of_devices, runnable=True, apart=apart, lora=lora)
     hunts: list[BestFirst] = []
-    rival: Priced | None = None
     choosing = room
-    for choosing in (room,) if headroom else (replace(room, headroom=USUAL), room):
-        hunts.append(BestFirst(prices, choosing, replace(runs, tried=True)))
-        if rival := hunts[-1].run(effort):
-            break
-    # The fastest of that, and of all.
-    whole = [BestFirst(prices, room, runs, best=rival)]
-    fastest = whole[0].run(effort)
-    if not runnable and len(space.offloads) > len(runs.offloads):
-        whole.append(BestFirst(prices, room, space, best=fastest))
-        whole[-1].run(effort)
-    hunts += whole
-    chosen = None
-    if replicas_only(cluster):
-        chosen = replicas_alone(prices, count_of_devices, against, room.headroom)
-    elif best := fastest or whole[-1].best:
-        among = replace(runs if fastest else space, tried=rival is not None)
-        chosen = choose(prices, choosing, among, rival or best, best, against)
-    found = _ranked(prices, room, space, hunts, top)
-    plans = [planned(one, against) for one in found]
-    for plan in plans:
-        plan.tie = plan.step.seconds <= plans[0].limit
-    at_best = min((hunt.at_best for hunt in whole if hunt.at_best is not None), default=None)
+    if space.runs or runnable:
+        # What may be chosen. Where nothing leaves the usual headroom, what leaves less.
+        for choosing in (room,) if headroom else (replace(room, headroom=USUAL), room):
+            hunts = _hunted(BestFirst(asked, bounds, choosing, space, top), effort)
+            if any(hunt.accepted for hunt in hunts):
+                break
+    able = any(hunt.accepted for hunt in hunts)
+    chosen_from = [*hunts]
+    # Everything.
+    space = replace(space, runnable=runnable)
+    whole = BestFirst(asked, bounds, room, space, top)
+    beyond = _hunted(whole, effort and 3 * effort, frugal_first=space.size() > SMALL)
+    if not able:
+        chosen_from, choosing = beyond, room
+    against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
+    plans = _ranked([*hunts, *beyond], top, against)
+    chosen = choose(asked, bounds, choosing, chosen_from, [*hunts, *beyond], against)
+    hunts = beyond
+    at_best = min((hunt.at_best for hunt in hunts if hunt.at_best is not None), default=None)
     return SearchResult(
         plans,
-        _rejected(prices, hunts, plans),
-        (runs if runnable else space).size(),
-        prices.evaluated,
+        _rejected(hunts, plans),
+        space.size(),
+        sum(hunt.evaluated for hunt in hunts),
         time.perf_counter() - started,
         complete=at_best is None,
         at_best=at_best,
@@ -179,38 +174,56 @@ def usable(cluster: Cluster, batch: int) -> list[int]:
     return [count for count in reversed(divisors(max(1, batch))) if count <= cluster.devices]
 
 
-def _ranked(
-    prices: Prices, room: MemoryBound, space: Space, hunts: list[BestFirst], top: int
-) -> list[Priced]:
-    """The fastest layout of each strategy, and the fastest of all first."""
+def _hunted(whole: BestFirst, effort: int | None, frugal_first: bool = False) -> list[BestFirst]:
+    """A hunt through a space. If it is broken off empty-handed, another goes through what needs little memory.
+
+    ``frugal_first``: that one at once. Of all that could be fast on a large cluster most does not fit, and no hunt
+    comes to an end of it; what is left out is then bounded, and no more.
+    """
+    if effort is None:
+        whole.run(None)
+        return [whole]
+    frugal = BestFirst(
+        whole.asked, whole.bounds, whole.room, replace(whole.space, frugal=True), whole.top,
+        before={**whole.before}, settled={*whole.settled},
+    )  # fmt: skip
+    if frugal_first:
+        frugal.run(effort)
+        whole.before = frugal.plans()
+    whole.run(0 if frugal_first else effort)
+    turns = [(frugal, PATIENCE), (whole, PATIENCE)]
+    for hunt, times in turns if frugal_first else [(whole, 1), *turns]:
+        if whole.at_best is not None and not whole.plans() and not frugal.plans():
+            hunt.run(times * effort, until_one_fits=True)
+            hunt.run(effort // 4)
+    frugal.at_best = None  # what it leaves out is among what the whole leaves out
+    return [whole, frugal]
+
+
+def _ranked(hunts: list[BestFirst], top: int, against: Replicas) -> list[Plan]:
+    """The best of all hunts; if none of several runs, the best that does takes the last place."""
     best: dict[StrategyKey, Priced] = {}
-
-    def take(one: Priced) -> None:
-        if one.strategy not in best or one.step.seconds < best[one.strategy].step.seconds:
-            best[one.strategy] = one
-
-    for hunt in hunts:
-        if hunt.best and hunt.room is room:
-            take(balanced(hunt, hunt.best))
-    for one in [*prices.known.values()]:
-        if one.memory is not None and room.headroom.left_by(one.memory):
-            take(one)
-    if best and len(best) < top:
-        others = BestFirst(prices, room, space, top=top)
-        others.run(LISTING, FARTHEST * min(one.step.seconds for one in best.values()))
-        for one in others.found.values():
-            take(balanced(others, one))
-    return sorted(best.values(), key=lambda one: one.step.seconds)[:top]
+    for one in sorted((one for hunt in hunts for one in hunt.accepted), key=lambda one: one.step.seconds):
+        best.setdefault(one.strategy, one)
+    ranked = list(best.values())
+    shown = ranked[:top]
+    first_that_runs = next((one for one in ranked if support.runs(one.workload.layout)), None)
+    if top > 1 and first_that_runs is not None and first_that_runs not in shown:
+        shown[-1] = first_that_runs
+    plans = [planned(one, against) for one in shown]
+    for plan in plans:
+        plan.tie = plan.step.seconds <= plans[0].limit
+    return plans
 
 
-def _rejected(prices: Prices, hunts: list[BestFirst], plans: list[Plan]) -> list[Rejected]:
+def _rejected(hunts: list[BestFirst], plans: list[Plan]) -> list[Rejected]:
     """Layouts that were priced and lost, the fastest first; one of each strategy that fits, and one that does not."""
     if not plans:
         return []
     taken = {plan.layout for plan in plans}
     nearest: dict[tuple[StrategyKey, bool], Priced] = {}
-    known = (one for one in prices.known.values() if one.memory is not None)
-    for one in sorted(known, key=lambda one: one.step.seconds):
+    losers = [one for hunt in hunts for one in (*hunt.lost, *hunt.accepted)]
+    for one in sorted(losers, key=lambda one: one.step.seconds):
         if one.workload.layout not in taken:
             fits = one.memory is None or one.memory.fits
             nearest.setdefault((one.strategy, fits), one)

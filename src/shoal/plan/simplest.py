@@ -1,24 +1,34 @@
-"""Find the simplest layout that is fast enough, or the best founded: the space in another order.
+"""Find the simplest layout that is fast enough: the walk of ``plan/best_first.py`` in another order.
 
-What has the fewest parts is taken up first (``plan/complexity.py``); of as many parts, what rests on the best evidence;
-of as good evidence, what has the fewest axes; and then the fastest. For the best founded, evidence comes before parts.
-A decision adds parts or none, so the first whole layout that comes out on top, within the time and the memory that
-there are, is simpler than all that is left.
+What has the fewest parts is taken up first (``plan/complexity.py``); of as many parts, what rests on the best
+evidence; of as good evidence, what has the fewest axes; and then the fastest. A decision adds parts or none, so the
+first whole layout that comes out on top, within the time and the memory that there are, is simpler than all that is
+left.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from shoal.plan import complexity, evidence
 from shoal.plan.best_first import Priced, Walk
-from shoal.plan.block import Block, Found
-from shoal.plan.space import ModelSplit, layout_of
+from shoal.plan.space import (
+    NOTHING,
+    Candidate,
+    ModelSplit,
+    PipelineOrder,
+    StateSharding,
+    WorkShare,
+    has_activations,
+    layout_of,
+    placed,
+)
+
+# What is usual for a micro-batch depends on whether a pipeline's stages run down the ranks or down and back.
+FILLING, FOLDED = PipelineOrder("1f1b", 1, "none"), PipelineOrder("zbv", 2, "none")
 
 
 class Complexity(NamedTuple):
@@ -29,6 +39,23 @@ class Complexity(NamedTuple):
     keys: int  # plain replicas have no part, but a key to write: it decides where the rest is equal
     axes: int  # an axis is more than a policy: it has ranks of its own to place
     seconds: float
+
+    def more(self, parts: int, unmeasured: int, seconds: float, keys: int = 0, axes: int = 0) -> Complexity:
+        """After one more decision."""
+        return Complexity(
+            self.parts + parts, self.unmeasured + unmeasured, self.keys + keys, self.axes + axes, seconds
+        )
+
+
+class SimplestNode(NamedTuple):
+    """Some decisions; what is None is still open."""
+
+    split: ModelSplit
+    share: WorkShare | None = None
+    few: int = 0  # of what is decided next, those that add so many parts; those that add more come later
+    order: PipelineOrder | None = None
+    states: StateSharding | None = None
+    unit: int = 1
 
 
 def rank_of(priced: Priced) -> Complexity:
@@ -45,95 +72,121 @@ def rank_of(priced: Priced) -> Complexity:
 
 @dataclass
 class Simplest(Walk):
-    """``limit``: seconds that a step may take. ``best``: a layout within it that fits, and is to be beaten.
-    ``founded``: evidence comes first.
-    """
+    """``limit``: seconds that a step may take. ``best``: a layout within it that fits, and is to be beaten."""
 
     limit: float
     best: Priced
-    founded: bool = False
     complete: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        asked = self.prices.asked
+        self._to_beat = rank_of(self.best)
+        self._orders: dict[tuple[int, bool, bool], dict[int, list[PipelineOrder]]] = {}
+        # With offload only as it is known to fit, or less of it: where it is needed, that is a search of its own.
+        away = self.best.candidate.states.offload
+        known_to_fit = {part.what for part in away}
+        less = [one for one in self.space.offloads if {part.what for part in one} < known_to_fit]
+        self._offloads = dict.fromkeys((NOTHING, *less, away))
         # The model, the device and the recipe are as well known whatever the layout.
-        self._known = len(evidence.unmeasured(replace(asked, layout=layout_of(dp=self.space.devices))))
+        known = evidence.unmeasured(replace(self.asked, layout=layout_of(dp=self.space.devices)))
+        for split in self.space.splits():
+            bound = self.bounds.of_split(split)
+            axes = sum(degree > 1 for degree in split)
+            self._push(
+                Complexity(complexity.of_split(split), len(known), 0, axes, bound), SimplestNode(split)
+            )
 
     def run(self, effort: int | None) -> Priced:
-        """The simplest; where so much work does not suffice, the simplest so far."""
-        prices, number = self.prices, count()
-        enough = None if effort is None else prices.worked + effort
-        heap: list[tuple[tuple[float, ...], int, Any]] = []
-        for split in self.space.splits():
-            if (bound := prices.bounds.of_split(split)) <= self.limit:
-                first = self._key(complexity.of_split(split), self._known, 0, 0, bound)
-                heap.append((first, next(number), split))
-        heapq.heapify(heap)
-        to_beat = self._rank(self.best)
-        while heap and heap[0][0] < to_beat:
-            if enough is not None and prices.worked >= enough:
+        """The simplest; where so much work does not suffice, the one that was to be beaten."""
+        while self._heap:
+            if effort is not None and self._worked >= effort:
                 self.complete = False
                 break
-            _, _, item = heapq.heappop(heap)
-            if isinstance(item, ModelSplit):
-                for block in prices.blocks(self.space, item):
-                    if block.least <= self.limit:
-                        self._blocks(heap, number, block)
-            elif isinstance(item[1], Found):
-                block, found, keys, place, unit = item
-                if unit == 1 and place + 1 < len(keys):
-                    heapq.heappush(
-                        heap, (tuple(keys[place + 1]), next(number), (block, found, keys, place + 1, 1))
-                    )
-                candidate = block.candidate(found, place, unit)
-                if self.too_large(candidate):
-                    continue
-                priced = prices.priced(candidate)
-                if priced.step.seconds > self.limit:
-                    if unit == 1:
-                        for larger in self.space.units(candidate.split, candidate.states)[1:]:
-                            more = self._key(1, 0, 0, 0, 0.0)
-                            key = tuple(a + b for a, b in zip(keys[place], more, strict=True))
-                            heapq.heappush(heap, (key, next(number), (block, found, keys, place, larger)))
-                elif (rank := self._rank(priced)) < to_beat and self.fits(priced):
-                    self.best, to_beat = priced, rank
-            else:
-                self._open(heap, number, *item)
+            rank, _, item = heapq.heappop(self._heap)
+            if not isinstance(item, Priced):
+                self._open(rank, item)
+            elif not self._too_large(item.candidate) and self._fits(item):
+                return item
         return self.best
 
-    def _blocks(self, heap: list[tuple[tuple[float, ...], int, Any]], number: Any, block: Block) -> None:
-        """The orders of a block, by what speaks against them."""
-        parts, doubts = block.of_orders
-        fast = block.seconds <= self.limit
-        kinds = {*zip(parts[fast].tolist(), doubts[fast].tolist(), strict=True)}
-        for more, unsure in kinds:
-            alike = fast & (parts == more) & (doubts == unsure)
-            least = float(block.seconds[alike].min())
-            key = self._key(block.parts + more, self._known + block.unmeasured + unsure, 0, block.axes, least)
-            heapq.heappush(heap, (key, next(number), (block, alike)))
+    def _push(self, bound: Complexity, item: SimplestNode | Priced) -> None:
+        if bound.seconds <= self.limit and bound < self._to_beat:
+            super()._push(bound, item)
+        else:
+            self._worked += 1
 
-    def _open(
-        self, heap: list[tuple[tuple[float, ...], int, Any]], number: Any, block: Block, orders: Any
+    def _open(self, rank: Complexity, node: SimplestNode) -> None:
+        """One more decision."""
+        split, share, few, order, states, unit = node
+        if share is None:
+            self._open_split(rank, node)
+        elif order is None:
+            orders = self._orders_of(split, share)
+            for each in orders[few]:
+                doubts = _doubts(evidence.of_order(split.pp, each.schedule, each.recompute))
+                bound = self.bounds.of_order(split, share, each)
+                self._push(rank.more(0, doubts, bound), node._replace(order=each))
+            self._later(rank, node, orders)
+        elif states is None:
+            self._open_order(rank, node, share, order)
+        elif not self._too_large(candidate := Candidate(split, share, order, states, unit)):
+            priced = self._priced(candidate)
+            self._push(rank._replace(seconds=priced.step.seconds), priced)
+
+    def _open_split(self, rank: Complexity, node: SimplestNode) -> None:
+        split = node.split
+        ways = list(self.space.shares_by_size(split))
+        for shares in ways:
+            first = shares[0]
+            if complexity.of_share(first) != node.few:
+                continue
+            doubts = _doubts(evidence.of_share(split.cp, first.cp_kind, first.ep))
+            for share in self._may_fit(split, shares, self._offloads):
+                bound = self.bounds.of_share(split, share)
+                fewest = min(self._orders_of(split, share))
+                routed = int(share.ep > 1)
+                self._push(rank.more(fewest, doubts, bound, axes=routed), SimplestNode(split, share, fewest))
+        self._later(rank, node, [complexity.of_share(shares[0]) for shares in ways])
+
+    def _later(self, rank: Complexity, node: SimplestNode, numbers: Iterable[int]) -> None:
+        """What adds more parts waits until it has its turn."""
+        if further := [number for number in numbers if number > node.few]:
+            more = min(further)
+            self._push(rank.more(more - node.few, 0, rank.seconds), node._replace(few=more))
+
+    def _orders_of(self, split: ModelSplit, share: WorkShare) -> dict[int, list[PipelineOrder]]:
+        """By the parts that each adds."""
+        batch = self.asked.recipe.batch
+        usual = [share.micro == complexity.usual_micro(split, order, batch) for order in (FILLING, FOLDED)]
+        key = split.pp, usual[0], usual[1]
+        known = self._orders.get(key)
+        if known is None:
+            known = self._orders[key] = {}
+            for order in self.space.orders(split):
+                known.setdefault(complexity.of_order(split, share, order, batch), []).append(order)
+        return known
+
+    def _open_order(
+        self, rank: Complexity, node: SimplestNode, share: WorkShare, order: PipelineOrder
     ) -> None:
-        self.prices.worked += int(orders.sum())
-        found = block.open(orders, self.room, self.tables, self.limit)
-        if found is None:
-            return
-        self.prices.worked += len(found.seconds)
-        counted = block.counted(found)
-        keys = np.array(
-            self._key(
-                counted.parts, counted.unmeasured + self._known, counted.keys, counted.axes, found.seconds
-            )
-        )
-        order = np.lexsort(keys[::-1])
-        found, keys = found.at(order), keys[:, order].T
-        heapq.heappush(heap, (tuple(keys[0]), next(number), (block, found, keys, 0, 1)))
+        split = node.split
+        for offload in self._offloads:
+            self._worked += 2
+            if not has_activations(offload, order.recompute) or not self._may_hold(
+                split, share, order, offload
+            ):
+                continue
+            for alike in self.space.sharings(split, share.ep, offload):
+                for states, bound in self._states(split, share, order, alike):
+                    shards = placed(split, states).sharded.size
+                    doubts = _doubts(evidence.of_states(states.dp, shards, states.zero, states.offload))
+                    added = complexity.of_states(split, share, states)
+                    alone = complexity.replicas_alone(split, share, states)
+                    both = int(states.dp > 1 and states.fsdp > 1)
+                    for unit in self.space.units(split, states):
+                        more = rank.more(added + complexity.of_unit(unit), doubts, bound, alone, both)
+                        self._push(more, node._replace(states=states, unit=unit))
 
-    def _key(self, parts: Any, unmeasured: Any, keys: Any, axes: Any, seconds: Any) -> tuple[Any, ...]:
-        first = (unmeasured, parts) if self.founded else (parts, unmeasured)
-        return (*first, keys, axes, seconds)
 
-    def _rank(self, priced: Priced) -> tuple[float, ...]:
-        return self._key(*rank_of(priced))
+def _doubts(claims: list[str]) -> int:
+    return sum(claim not in evidence.ROWS for claim in claims)

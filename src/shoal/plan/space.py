@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import product
 from typing import Any, NamedTuple
 
 from shoal.facts import support
 from shoal.facts.config import Config, Lora, ModelSection
 from shoal.facts.layout import (
     CONTEXT_KINDS,
-    OFFLOADABLE,
     ONE_CHUNK,
     RECOMPUTES,
     SCHEDULES,
@@ -37,38 +35,29 @@ from shoal.facts.recipe import Recipe
 from shoal.facts.strategies import OWNERS
 
 # Where a key has no natural end, these values are searched.
-CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8)
+CHUNKS = (1, 2, 3, 4, 6, 8)
 UNITS = (1, 2, 4, 8)
-# Published runs have context ranks for sequences from this length on, with at least so many tokens of each (Llama 3
-# 405B leaves twice as many: 131,072 over 16); what attention to fewer at a time costs has not been measured.
+# Context ranks are for sequences from this length on, and have at least so many tokens of each. Published runs cut no
+# shorter ones and leave a rank twice as many (Llama 3 405B: 131,072 over 16); what attention to fewer at a time costs
+# has not been measured.
 LONG, LEAST_TOKENS = 32768, 4096
-# Ones with fewer tokens than this are not searched at all.
-FEWEST_TOKENS = 1024
+OFFLOADED: tuple[tuple[str, ...], ...] = (
+    ("optimizer",),
+    ("optimizer", "params"),
+    ("activations",),
+    ("optimizer", "params", "activations"),
+    ("optimizer@nvme",),
+    ("optimizer@nvme", "params@nvme"),
+    ("optimizer:0.5",),
+)
 NOTHING: tuple[Offload, ...] = ()
-
-
-def _offloads() -> Iterator[tuple[Offload, ...]]:
-    """None, half or all of each. What is fetched for its use is updated where it rests, so no less of the optimizer is
-    offloaded than of the parameters; in files where a host has no room.
-    """
-    halves = (0.0, 0.5, 1.0)
-    for sent, fetched, updated in product(halves, repeat=3):
-        if fetched <= updated and (sent or updated):
-            named = zip(OFFLOADABLE, (updated, fetched, sent), strict=True)
-            yield tuple(Offload(what=what, fraction=part) for what, part in named if part)
-    yield (Offload(what="optimizer", nvme=True),)
-    yield Offload(what="optimizer", nvme=True), Offload(what="params", nvme=True)
-
-
-OFFLOADS = tuple(_offloads())
+OFFLOADS = tuple(Layout.parse(f"offload={'+'.join(parts)}").offload for parts in OFFLOADED)
+EVERYTHING = OFFLOADS[3]
+# The same on NVMe: as much memory on the device, slower, and for what a host has no room for.
+ON_NVME = {OFFLOADS[0]: OFFLOADS[4], OFFLOADS[1]: OFFLOADS[5]}
 # Fractions of the optimizer that are tried of a layout that fits with some of it offloaded: those that need less of the
 # host's time, up to the one at which device and host are done together (``plan/best_first.py``).
 FRACTIONS = tuple(round(part / 20, 2) for part in range(1, 21))
-
-
-def context_tried(seq: int, cp: int) -> bool:
-    """Whether published runs have cut sequences of this length over so many ranks, or nearly."""
-    return cp == 1 or seq >= max(LONG, cp * LEAST_TOKENS)
 
 
 def has_activations(offload: tuple[Offload, ...], recompute: Recompute) -> bool:
@@ -160,7 +149,9 @@ class Space:
     devices: int
     runnable: bool = False
     apart: bool = True  # whether devices have a host beside them, where states can wait
-    tried: bool = False  # context ranks only where published runs have had them
+    frugal: bool = (
+        False  # only what needs little memory: small micro-batches, nothing kept, states over all ranks
+    )
     lora: Lora | None = None
 
     def __post_init__(self) -> None:
@@ -175,17 +166,12 @@ class Space:
             if not self._legal(Layout(tp=tp, sp=False)):
                 continue
             for cp in divisors(self.devices // tp) if self._searched("cp") else (1,):
-                if not self._context(cp) or not self._ways(tp, cp):
+                if (cp > 1 and self.recipe.seq < max(LONG, cp * LEAST_TOKENS)) or not self._ways(tp, cp):
                     continue
                 for pp in divisors(self.devices // (tp * cp)):
                     data = self.devices // (tp * cp * pp)
                     if self._sequences % data == 0 and pp <= self.model.layers:
                         yield ModelSplit(tp, cp, pp, data)
-
-    def _context(self, cp: int) -> bool:
-        if self.tried:
-            return context_tried(self.recipe.seq, cp)
-        return cp == 1 or self.recipe.seq >= cp * FEWEST_TOKENS
 
     def shares(self, split: ModelSplit) -> Iterator[WorkShare]:
         for alike in self.shares_by_size(split):
@@ -200,21 +186,22 @@ class Space:
 
     def _micros(self, split: ModelSplit) -> tuple[int, ...]:
         rows = self.recipe.loss_facts.rows
-        return tuple(rows * micro for micro in divisors(self._sequences // split.data))
+        micros = divisors(self._sequences // split.data)[: 1 if self.frugal else None]
+        return tuple(rows * micro for micro in micros)
 
     @property
     def _sequences(self) -> int:
         """Of a batch: those that belong together count once."""
         return max(1, self.recipe.batch // self.recipe.loss_facts.rows)
 
-    def orders(self, split: ModelSplit) -> list[PipelineOrder]:
-        return self._orders(split.pp)
+    def orders(self, split: ModelSplit, recompute: Recompute | None = None) -> list[PipelineOrder]:
+        return self._orders(split.pp, recompute)
 
-    def _orders_of(self, pp: int) -> list[PipelineOrder]:
+    def _orders_of(self, pp: int, recompute: Recompute | None) -> list[PipelineOrder]:
         return [
             PipelineOrder(schedule, chunks, again)
-            for schedule, chunks in self.pipelines(pp)
-            for again in RECOMPUTES
+            for schedule, chunks in self._pipelines[pp]
+            for again in ((recompute,) if recompute else RECOMPUTES)
         ]
 
     def sharings(
@@ -226,7 +213,8 @@ class Space:
     def _sharings_of(
         self, data: int, cp: int, ep: int, offload: tuple[Offload, ...]
     ) -> list[list[StateSharding]]:
-        shared = [fsdp for fsdp in reversed(divisors(data)) if fsdp * cp > 1 and experts_fit(ep, fsdp * cp)]
+        degrees = divisors(data)[::-1][: 1 if self.frugal else None]
+        shared = [fsdp for fsdp in degrees if fsdp * cp > 1 and experts_fit(ep, fsdp * cp)]
         zeros: tuple[Zero, ...] = (3, 2, 1) if shared else ()
         found = [[StateSharding(data // fsdp, fsdp, zero, offload) for fsdp in shared] for zero in zeros]
         return [*found, [StateSharding(data, 1, 3, offload)]] if cp == 1 else found
@@ -291,16 +279,18 @@ class Space:
             if self._legal(Layout(tp=tp, sp=sp, cp=cp, cp_kind=kind))
         ]
 
-    def pipelines(self, pp: int) -> list[tuple[Schedule, int]]:
-        """Schedules with their chunks."""
-        if pp == 1:
-            return [("1f1b", 1)]
-        return [
-            (schedule, chunks)
-            for schedule in SCHEDULES
-            for chunks in _chunks(schedule)
-            if pp * chunks <= self.model.layers
-        ]
+    @cached_property
+    def _pipelines(self) -> dict[int, list[tuple[Schedule, int]]]:
+        """Schedules with their chunks, by depth."""
+        found: dict[int, list[tuple[Schedule, int]]] = {1: [("1f1b", 1)]}
+        for pp in divisors(self.devices)[1:]:
+            found[pp] = [
+                (schedule, chunks)
+                for schedule in SCHEDULES
+                for chunks in _chunks(schedule)
+                if pp * chunks <= self.model.layers
+            ]
+        return found
 
     def _expert_degrees(self, split: ModelSplit) -> list[int]:
         experts = self.model.experts
