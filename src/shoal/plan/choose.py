@@ -5,7 +5,8 @@ Three answers stand side by side. The fastest is the one that is predicted to be
 layouts that leave the headroom, all that is within the error bar of the fastest is as fast as far as can be told; of
 these the one with the fewest parts, then the one on the best evidence, then the one with the fewest axes, then the
 fastest. The safest, of those that were found on the way, hardly ever runs out of memory, rests on the best evidence and
-has the fewest parts. What the engine does not run is chosen only where nothing that it runs fits.
+has the fewest parts. Something is offloaded only where nothing fits without. What the engine does not run is chosen
+only where nothing that it runs fits.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class Chosen:
             of_all += " and that the engine runs"
         if rival.layout != self.fastest.layout:
             of_all = f"the fastest layout that leaves {self.headroom} of the memory free"
+            if self.fastest.layout.offload and not rival.layout.offload:
+                of_all += " and offloads nothing"
         if self.plan.layout == rival.layout:
             return f"It is {of_all}; no layout within {within} has fewer parts."
         return (
@@ -98,6 +101,8 @@ class Chosen:
         if not self.headroom.left_by(fastest.memory):
             risk = out_of_memory(fastest.memory)
             yield f"it leaves {free(fastest.memory)} and runs out of memory with a probability of {chance(risk)}"
+        if fastest.layout.offload and not self.plan.layout.offload:
+            yield "it offloads what fits on the devices"
 
     def _better(self) -> Iterator[str]:
         mine, others = _parts(self.plan), _parts(self.rival)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from itertools import product
 
 from shoal.facts import support
 from shoal.facts.cluster import Cluster
@@ -105,9 +106,11 @@ def search(
     hunts: list[BestFirst] = []
     choosing = room
     if space.runs or runnable:
-        # What may be chosen. Where nothing leaves the usual headroom, what leaves less.
-        for choosing in (room,) if headroom else (replace(room, headroom=USUAL), room):
-            hunts = _hunted(BestFirst(asked, bounds, choosing, space, top), effort)
+        # What may be chosen. Something is offloaded only where nothing fits without; where nothing leaves the usual
+        # headroom, less is left.
+        rooms = (room,) if headroom else (replace(room, headroom=USUAL), room)
+        for choosing, away in product(rooms, (False, True) if apart else (False,)):
+            hunts = _hunted(BestFirst(asked, bounds, choosing, replace(space, apart=away), top), effort)
             if any(hunt.accepted for hunt in hunts):
                 break
     able = any(hunt.accepted for hunt in hunts)
