@@ -133,7 +133,7 @@ def _not_to_distribute(asked: PlanRequest, plan: Plan) -> tuple[bool, list[str]]
         return False, []
     alone = resized(asked, 1)
     one = best(alone, runnable=True) if alone else None
-    if one is None:
+    if one is None or one.layout.offload:  # what waits for its host is no reason to stay on one GPU
         return True, [*_slow_network(asked, plan), *_lora(asked)]
     faster = plan.tokens_per_s / one.tokens_per_s
     if faster <= 1:
