@@ -195,6 +195,8 @@ def too_high(case: Workload, one: Candidate) -> Iterator[str]:
     exactly = MemoryBound(case.asked.model, _sized(case.asked.cluster, memory.device_p90), *_rest(case.asked))
     if not exactly.fits(split, memory.peak_allocated):
         yield f"memory fits: {memory.device_p90} bytes are not enough for a plan that needs as many"
+    if share.ep > 1:
+        return  # experts that no other rank of a copy holds are gathered from nowhere
     # Where small units stay gathered, larger ones may need less.
     smallest = one._replace(unit=1) if case.asked.tune.persist_below == 0 else one
     for other in (smallest, smallest._replace(states=_frugal(one))):

@@ -104,14 +104,14 @@ def measured() -> list[dict[str, Any]]:
 
 def rows(kind: Kind) -> list[Row]:
     """Measured rows of a kind beside their predictions, with the rates that are in use."""
-    return [_row(one) for one in measured() if ("families" if "said" in one else one["kind"]) == kind]
+    return [row_of(one) for one in measured() if ("families" if "said" in one else one["kind"]) == kind]
 
 
 def _name(case: dict[str, Any]) -> str:
     return json.dumps([case.get(field, False) for field in Case.__dataclass_fields__], sort_keys=True)
 
 
-def _row(found: dict[str, Any]) -> Row:
+def row_of(found: dict[str, Any]) -> Row:
     case = Case(**{field: found[field] for field in Case.__dataclass_fields__ if field in found})
     ranks = found["ranks"]
     workload = case.workload(f"1x{len(ranks)}x{DEVICE}")

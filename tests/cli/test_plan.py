@@ -75,7 +75,7 @@ def test_every_number_of_the_table_is_in_the_document(
     _, shown, _ = plan(capsys, *SMALL, "--top", "3")
     assert found["decision"]["text"] in shown
     assert all(reason in shown for reason in found["decision"]["reasons"])
-    assert f"searched {found['searched']:,} layouts" in shown
+    assert found["proven"] and f"proven best of {found['searched']:,} layouts" in shown
     for one in found["plans"]:
         (row,) = [line for line in shown.splitlines() if line.endswith(f"  {one['layout']}")]
         sizes = [

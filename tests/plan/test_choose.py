@@ -137,7 +137,7 @@ def test_what_an_expert_would_run(model: str, on: str, seq: int, batch: int, deg
     assert chosen is not None
     layout = chosen.plan.layout
     assert {axis: degree for axis, degree in layout.degrees.items() if degree > 1} == degrees
-    assert set(layout.written()) <= {*degrees, "micro"}, "nothing that is not needed"
+    assert set(layout.written()) <= {*degrees, "micro", "recompute"}, "nothing that is not needed"
 
 
 # Also where devices stay idle, where the batch divides over none of them, and where a sequence is long.

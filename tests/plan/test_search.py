@@ -9,7 +9,7 @@ import pytest
 
 from shoal.facts.cluster import Cluster, notation
 from shoal.facts.cluster.stack import SHOAL
-from shoal.facts.config import TuneSection
+from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.layout.legality import Case, broken
 from shoal.facts.losses import LossName
@@ -119,16 +119,17 @@ def test_every_layout_of_the_space_is_legal_canonical_and_there_once(on: str, ex
         assert not list(broken(Case.of(layout, model, asked, cluster)))
 
 
-def test_what_is_searched_for_the_engine_is_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_searched_for_the_engine_is_what_it_runs() -> None:
     def used(space: Space) -> set[str]:
         every = [candidate.layout() for candidate in space.everything()]
         return {key for key in ("cp", "ep", "offload") if any(OWNERS[key].works(layout) for layout in every)}
 
     space = Space(MIXED, recipe(LONG, 4), 4, runnable=True)
-    assert used(space) == {"cp", "ep"}
-    with monkeypatch.context() as patch:
-        patch.setitem(OWNERS, "offload", replace(OWNERS["offload"], asked_for=False))
-        assert used(space) == {"cp", "ep", "offload"}
+    assert used(space) == {"cp", "ep", "offload"}
+    assert {part.nvme for one in space.offloads for part in one if part.what == "params"} == {False}
+    assert any(part.nvme for one in space.offloads for part in one if part.what == "optimizer")
+    assert len(Space(MIXED, recipe(LONG, 4), 4).offloads) == len(space.offloads) + 1
+    assert Space(MIXED, recipe(LONG, 4), 4, runnable=True, lora=Lora()).offloads == ()
 
 
 @pytest.mark.parametrize(

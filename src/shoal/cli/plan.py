@@ -44,6 +44,7 @@ def plan(
     nf4: Annotated[bool, Parameter(negative=())] = False,
     stack: str = "shoal",
     links: Path | None = None,
+    headroom: str | None = None,
     calibration: bool = True,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -115,6 +116,9 @@ def plan(
         Search and price under another stack's constraints and constants: shoal, megatron, torchtitan or deepspeed.
     links
         Price collectives as this file shows them: what nccl-tests print, or what shoal bench comm stored.
+    headroom
+        Device memory that every plan leaves free, as a fraction (0.1) or a size (8GiB). Unless given, only what is
+        chosen leaves a tenth.
     calibration
         Use the rates that shoal profile --calibrate measured for this kind of device, if there are any.
     json
@@ -156,6 +160,7 @@ def plan(
             states=states,
             reduce=reduce,
             stack=stack,
+            headroom=headroom,
         )
         for place, one in enumerate(on)
     ]

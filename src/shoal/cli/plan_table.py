@@ -8,6 +8,7 @@ from shoal.plan.compare import Compared, best_of
 from shoal.plan.decide import duration
 from shoal.plan.explain import GIB, against, binds, percent
 from shoal.plan.goodput import in_words
+from shoal.plan.headroom import chance
 from shoal.plan.judge import Plan
 from shoal.plan.report import PlanReport
 from shoal.plan.scale import Cost, Point
@@ -16,6 +17,8 @@ HEAD = ("", "GiB", "s/step", "tokens/s/GPU", "MFU", "vs DDP", "engine", "binds",
 # All in one line; the layout above; the layout above and what binds below.
 WIDE = [(0, 1, 2, 3, 4, 5, 6, 7, 8)]
 ARRANGED = (WIDE, [(0, 8), (1, 2, 3, 4, 5, 6, 7)], [(0, 8), (1, 2, 3, 4, 5, 6), (7,)])
+ANSWERS = ("answer", "s/step", "GiB free", "out of memory", "unmeasured", "layout")
+ANSWERS_ARRANGED = ([(0, 1, 2, 3, 4, 5)], [(0, 5), (1, 2, 3, 4)])
 CURVE = ("GPUs", "seq", "batch", "s/step", "tokens/s", "speed-up", "efficiency", "GPU-hours", "layout")
 CURVE_ARRANGED = (WIDE, [(8,), (0, 1, 2, 3, 4, 5, 6, 7)])
 
@@ -30,6 +33,10 @@ def show(found: PlanReport, explain: bool) -> None:
     print_wrapped(found.decision.text)
     for reason in found.decision.reasons:
         print_wrapped(f"- {reason}", "  ")
+    if found.chosen is not None:
+        print()
+        answers = [_answer(name, each) for name, each in found.chosen.answers.items()]
+        print_fitted([ANSWERS, *answers], ANSWERS_ARRANGED)
     if found.plans:
         print()
         print_fitted([HEAD, *(_row(found, each) for each in found.plans)], ARRANGED)
@@ -106,6 +113,18 @@ def _row(found: PlanReport, plan: Plan) -> tuple[str, ...]:
     )
 
 
+def _answer(name: str, plan: Plan) -> tuple[str, ...]:
+    memory = plan.memory
+    return (
+        name,
+        f"{plan.step.seconds:.4g} ± {plan.error_bar:.0%}",
+        f"{(memory.capacity - memory.device_total) / GIB:.1f}",
+        chance(plan.out_of_memory),
+        str(len(plan.unmeasured)),
+        str(plan.layout),
+    )
+
+
 def _point(point: Point) -> tuple[str, ...]:
     plan = point.plan
     where = (str(point.devices), str(point.seq), str(point.batch))
@@ -159,14 +178,14 @@ def _below(found: PlanReport) -> None:
         print_wrapped(f"not covered by published runs (wider error bar): {', '.join(found.unmeasured)}", "  ")
     asked = found.asked
     if asked.layout is None:
+        best = (
+            f"proven best of {counted(found.searched, 'layout')}"
+            if found.proven
+            else f"searched {counted(found.searched, 'layout')}, none of which can be faster than "
+            f"{found.at_best or 0:.4g} s/step"
+        )
         print_wrapped(
-            f"searched {counted(found.searched, 'layout')} in {found.seconds:.2f} s: {found.evaluated:,} priced, "
-            "the rest pruned by bounds"
-            + (
-                ""
-                if found.at_best is None
-                else f" or left unsearched (none can be faster than {found.at_best:.4g} s/step)"
-            ),
+            f"{best}, in {found.seconds:.2f} s: {found.evaluated:,} priced, the rest ruled out by bounds",
             "  ",
         )
     if found.measurement is not None:

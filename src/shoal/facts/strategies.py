@@ -25,9 +25,6 @@ class Strategy:
     resets: tuple[str, ...] = ()  # other strategies' keys, whose values need not be legal without it
     file: str = ""  # where it lives; empty: the engine does not run it yet
     unrun: tuple[str, ...] = ()  # of ``offload``, the parts that the engine does not run yet
-    asked_for: bool = (
-        False  # only where a layout names it: ``auto`` does not choose it, for some recipes refuse it
-    )
     # A policy's value with its own file.
     elsewhere: dict[tuple[str, object], str] = field(default_factory=dict)
     off: str = "1"  # how a layout says that it is not wanted
@@ -39,14 +36,14 @@ class Strategy:
 
     @property
     def runs(self) -> bool:
-        """Whether the engine runs it, with all of its parts."""
-        return bool(self.file) and not self.unrun
+        """Whether the engine runs it; of ``offload`` all but what ``unrun`` names."""
+        return bool(self.file)
 
     def lacks(self, layout: Layout) -> bool:
         """Whether a layout asks for something of it that the engine does not run."""
-        if not self.works(layout) or self.runs:
+        if not self.works(layout):
             return False
-        return not self.file or any(set(part.kinds) & set(self.unrun) for part in layout.offload)
+        return not self.runs or any(set(part.kinds) & set(self.unrun) for part in layout.offload)
 
     def works(self, layout: Layout) -> bool:
         """Whether it is at work in a layout."""
@@ -131,7 +128,6 @@ STRATEGIES = (
         "offload",
         "offload",
         file="parallel/offload/activations.py",
-        asked_for=True,
         off="none",
         memory=HOST,
         made_in=("parallel/offload/host_memory.py",),

@@ -143,17 +143,20 @@ class Walk:
         self._worked += COUNTED
         priced.memory = ledger(priced.workload)
         alike = self._alike(candidate)
-        if not priced.memory.fits and alike[-1] == candidate.unit:
+        fits = self.room.headroom.left_by(priced.memory)
+        if not fits and alike[-1] == candidate.unit:
             self._failed[alike] = max(candidate.states.fsdp, self._failed.get(alike, 0))
-        return priced.memory.fits
+        return fits
 
     def _alike(self, candidate: Candidate) -> tuple[object, ...]:
         """What is the same in layouts that differ only in how many ranks share states, and in units. Last, of those the
-        unit that needs the least memory; where small units stay gathered, each may.
+        unit that needs the least memory; where small units stay gathered, each may. Experts that no other rank of a
+        copy holds are gathered from nowhere, so over fewer ranks these may need less.
         """
         split, share, order, states, unit = candidate
         least = unit if self.asked.tune.persist_below else 1
-        return split, share, order, strategy_of(split, share, states)[4], states.offload, least
+        ranks = states.fsdp if share.ep > 1 else 0
+        return split, share, order, strategy_of(split, share, states)[4], states.offload, ranks, least
 
 
 @dataclass
@@ -306,8 +309,8 @@ class BestFirst(Walk):
             return one
 
         def fits(fraction: float) -> bool:
-            memory = tried(fraction).memory
-            return memory is not None and memory.fits and self.space.admits(tried(fraction).candidate)
+            candidate, memory = tried(fraction).candidate, tried(fraction).memory
+            return memory is not None and self.room.headroom.left_by(memory) and self.space.admits(candidate)
 
         fitting = FRACTIONS[bisect_left(FRACTIONS, True, key=fits) :]
         if not fitting:

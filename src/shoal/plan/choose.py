@@ -1,8 +1,12 @@
-"""Choose the layout to run: one rule for ``shoal plan``, ``layout = "auto"`` and runs that have lost devices.
+"""Choose the layout to run: one rule for ``shoal plan``, ``shoal init``, ``layout = "auto"`` and runs that have lost
+devices.
 
-Of the layouts within the error bar of the fastest, the one with the fewest parts, then the one on the best evidence,
-then the one with the fewest axes, then the fastest. What the engine does not run is chosen only where nothing that it
-runs fits.
+Three answers stand side by side. The fastest is the one that is predicted to be. The simplest is what is chosen: of the
+layouts that leave the headroom, all that is within the error bar of the fastest is as fast as far as can be told; of
+these the one with the fewest parts, then the one on the best evidence, then the one with the fewest axes, then the
+fastest. The safest, of those that were found on the way, hardly ever runs out of memory, rests on the best evidence and
+has the fewest parts. Something is offloaded only where nothing fits without. What the engine does not run is chosen
+only where nothing that it runs fits.
 """
 
 from __future__ import annotations
@@ -10,11 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from shoal.facts import support
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
+from shoal.plan import evidence
 from shoal.plan.best_first import BestFirst, Priced
 from shoal.plan.complexity import parts, plain
+from shoal.plan.headroom import GIB, Headroom, chance, free, out_of_memory
 from shoal.plan.judge import Plan, Replicas
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.simplest import Simplest, rank_of
@@ -27,50 +34,106 @@ from shoal.predict.workload import Workload
 EFFORT = 10000
 # Strategies that the choice is made among, the fastest first.
 POOL = 10
+# A probability of running out of memory that is as good as none.
+UNLIKELY = 0.001
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A layout to run, and the fastest that it was chosen over: itself, where nothing as fast is simpler."""
+    """The three answers, the first of which is run. ``rival``: the fastest of those that it was chosen among, itself
+    where nothing as fast is simpler. ``headroom``: what all of these leave free.
+    """
 
     plan: Plan
     fastest: Plan
+    safest: Plan
+    rival: Plan
+    headroom: Headroom
 
     @property
-    def slower(self) -> float:
-        return self.plan.step.seconds / self.fastest.step.seconds - 1
+    def simplest(self) -> Plan:
+        return self.plan
+
+    @property
+    def answers(self) -> dict[str, Plan]:
+        return {"simplest": self.simplest, "fastest": self.fastest, "safest": self.safest}
 
     @property
     def why(self) -> str:
         """Within which error bar, and what it saves."""
-        fastest, within = self.fastest, f"its error bar of ±{self.fastest.error_bar:.0%}"
-        stack = self.plan.workload.stack
-        of_all = (
-            f"the fastest layout that fits and that {'the engine' if stack is SHOAL else stack.name} runs"
-            if fastest.runs
-            else "the fastest layout that fits"
-        )
+        rival, within = self.rival, f"its error bar of ±{self.rival.error_bar:.0%}"
         if replicas_only(self.plan.workload.cluster):
             return "On a CPU, every process is a plain replica."
-        if self.plan.layout == fastest.layout:
+        of_all = "the fastest layout that fits"
+        if rival.runs:
+            stack = self.plan.workload.stack
+            of_all += f" and that {'the engine' if stack is SHOAL else stack.name} runs"
+        if rival.layout != self.fastest.layout:
+            of_all = f"the fastest layout that leaves {self.headroom} of the memory free"
+            if self.fastest.layout.offload and not rival.layout.offload:
+                of_all += " and offloads nothing"
+        if self.plan.layout == rival.layout:
             return f"It is {of_all}; no layout within {within} has fewer parts."
-        faster = f"{self.slower:.1%} faster" if self.slower >= 0.0005 else "equally fast"
         return (
-            f"{of_all[0].upper()}{of_all[1:]}, {fastest.layout}, is predicted to be {faster}, within {within}; "
-            f"this one {' and '.join(self._better())}."
+            f"{of_all[0].upper()}{of_all[1:]}, {rival.layout}, is predicted to be {_faster(rival, self.plan)}, "
+            f"within {within}; this one {' and '.join(self._better())}."
         )
 
+    @property
+    def differ(self) -> list[str]:
+        """Why the fastest and the safest are others than what is chosen, in a sentence each."""
+        said = []
+        fastest, safest = self.fastest, self.safest
+        if fastest.layout not in (self.plan.layout, self.rival.layout):
+            against = list(self._against(fastest))
+            said.append(
+                f"Fastest: {fastest.layout}, predicted to be {_faster(fastest, self.plan)}, but "
+                f"{' and '.join(against) or 'it has more parts'}."
+            )
+        if safest.layout != self.plan.layout:
+            gains = list(_safer(safest, self.plan))
+            said.append(
+                f"Safest: {safest.layout}, {_faster(self.plan, safest, 'slower')}, which "
+                f"{' and '.join(gains) or 'has fewer parts'}."
+            )
+        return said
+
+    def _against(self, fastest: Plan) -> Iterator[str]:
+        """What keeps the fastest of all from being chosen."""
+        if not self.headroom.left_by(fastest.memory):
+            risk = out_of_memory(fastest.memory)
+            yield f"it leaves {free(fastest.memory)} and runs out of memory with a probability of {chance(risk)}"
+        if fastest.layout.offload and not self.plan.layout.offload:
+            yield "it offloads what fits on the devices"
+
     def _better(self) -> Iterator[str]:
-        mine, others = _parts(self.plan), _parts(self.fastest)
+        mine, others = _parts(self.plan), _parts(self.rival)
         # Replicas are no part by themselves, and yet not saved where they are all there is.
         if saved := [part for part in others if part not in mine and part not in self.plan.layout.written()]:
             added = [part for part in mine if part not in others]
             instead = f", using {_listed(added)} instead" if added else ""
             yield f"needs no {_listed(saved, 'or')}{instead}"
-        if unsure := [claim for claim in self.fastest.unmeasured if claim not in self.plan.unmeasured]:
+        if unsure := [claim for claim in self.rival.unmeasured if claim not in self.plan.unmeasured]:
             yield f"does not depend on {_listed(unsure)}, which no published run has measured"
         if len(mine) >= len(others) and not unsure:
             yield "has fewer axes or fewer keys"
+
+
+def _faster(plan: Plan, other: Plan, word: str = "faster") -> str:
+    by = other.step.seconds / plan.step.seconds - 1
+    return f"{by:.1%} {word}" if by >= 0.0005 else "equally fast"
+
+
+def _safer(plan: Plan, other: Plan) -> Iterator[str]:
+    """What makes one plan safer than another."""
+    risk, more = out_of_memory(plan.memory), out_of_memory(other.memory)
+    if chance(risk) != chance(more):
+        yield f"runs out of memory with a probability of {chance(risk)} instead of {chance(more)}"
+    left, less = (one.memory.capacity - one.memory.device_total for one in (plan, other))
+    if left - less > GIB:
+        yield f"leaves {left / GIB:.1f} GiB free instead of {less / GIB:.1f}"
+    if unsure := [claim for claim in other.unmeasured if claim not in plan.unmeasured]:
+        yield f"does not depend on {_listed(unsure)}, which no published run has measured"
 
 
 def _parts(plan: Plan) -> list[str]:
@@ -88,21 +151,49 @@ def replicas_only(cluster: Cluster) -> bool:
 
 
 def choose(
-    asked: Workload, bounds: TimeBound, room: MemoryBound, hunts: Sequence[BestFirst], against: Replicas
+    asked: Workload,
+    bounds: TimeBound,
+    room: MemoryBound,
+    hunts: Sequence[BestFirst],
+    others: Sequence[BestFirst],
+    against: Replicas,
 ) -> Chosen | None:
-    """Among what these have found, and what is simpler than that; None where nothing fits."""
+    """Among what ``hunts`` have found, and what is simpler than that; None where nothing fits. ``others``: those that
+    went beyond what may be chosen, for the fastest of all.
+    """
     if replicas_only(asked.cluster):
         workload = replace(asked, layout=Layout(dp=bounds.devices))
         plan = Plan(workload, ledger(workload), step(workload, bounds.on), against)
-        return Chosen(plan, plan)
+        return Chosen(plan, plan, plan, plan, room.headroom)
     # However many are shown, the choice is made among as many.
     pool = [one for hunt in hunts for one in hunt.accepted[:POOL]]
     if not pool:
         return None
-    fastest = planned(min(pool, key=lambda one: one.step.seconds), against)
-    known = min((one for one in pool if one.step.seconds <= fastest.limit), key=rank_of)
-    simplest = Simplest(asked, bounds, room, hunts[0].space, fastest.limit, known).run(EFFORT)
-    return Chosen(planned(simplest, against), fastest)
+    first = min(pool, key=_seconds)
+    rival = planned(first, against)
+    known = min((one for one in pool if one.step.seconds <= rival.limit), key=rank_of)
+    simplest = Simplest(asked, bounds, room, hunts[0].space, rival.limit, known).run(EFFORT)
+    runs = support.runs(first.workload.layout)
+    beyond = (one for hunt in others for one in hunt.accepted[:POOL])
+    able = (one for one in beyond if support.runs(one.workload.layout) or not runs)
+    fastest, safest = min((first, *able), key=_seconds), min((*pool, simplest), key=_risk)
+    plans = [planned(one, against) for one in (simplest, fastest, safest)]
+    return Chosen(plans[0], plans[1], plans[2], rival, room.headroom)
+
+
+def _seconds(one: Priced) -> float:
+    return one.step.seconds
+
+
+def _risk(one: Priced) -> tuple[bool, int, int, float]:
+    """The least of these is the safest."""
+    memory, workload = one.memory or ledger(one.workload), one.workload
+    return (
+        out_of_memory(memory) > UNLIKELY,
+        len(evidence.unmeasured(workload)),
+        len(parts(workload)),
+        one.step.seconds,
+    )
 
 
 def planned(one: Priced, against: Replicas) -> Plan:

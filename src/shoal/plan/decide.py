@@ -14,6 +14,7 @@ from shoal.plan.amounts import DAY, HOUR
 from shoal.plan.batch import BatchAdvice, batch_advice
 from shoal.plan.choose import Chosen
 from shoal.plan.explain import GIB, binds, lacks, percent, strategy
+from shoal.plan.headroom import chance, free
 from shoal.plan.judge import UNRUN, Plan
 from shoal.plan.remedy import Remedy
 from shoal.plan.request import PlanRequest
@@ -46,7 +47,8 @@ def decide(asked: PlanRequest, plans: list[Plan], chosen: Chosen | None, remedie
     if chosen is None:  # a layout is judged alone, without a look at others or at other numbers of GPUs
         sentences = [f"{plan.layout} fits: {_numbers(plan)}", _beside_ddp(plan), *_unrun(plan, remedies)]
         return Decision(" ".join(sentences), plan.world > 1, _input(plan))
-    sentences = [f"Run {plan.layout}: {_numbers(plan)}", chosen.why, *not_run(plan, plans), _beside_ddp(plan)]
+    run = f"Run {plan.layout}: {_numbers(plan)}"
+    sentences = [run, chosen.why, *chosen.differ, *not_run(plan, plans), _beside_ddp(plan)]
     distribute, reasons = _not_to_distribute(asked, plan)
     text = " ".join([*sentences, *_unrun(plan, remedies)])
     advice = batch_advice(asked, plan)
@@ -60,7 +62,8 @@ def _numbers(plan: Plan) -> str:
     return (
         f"{named}, {duration(plan.step.seconds)}/step ± {plan.error_bar:.0%}, "
         f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {percent(plan.mfu)}, "
-        f"{memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f} GiB; {binds(plan)}."
+        f"{memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f} GiB ({free(memory)}, out of memory "
+        f"{chance(plan.out_of_memory)}); {binds(plan)}."
     )
 
 
@@ -148,7 +151,7 @@ def _not_to_distribute(asked: PlanRequest, plan: Plan) -> tuple[bool, list[str]]
         return False, []
     alone = resized(asked, 1)
     one = best(alone, runnable=True) if alone else None
-    if one is None:
+    if one is None or one.layout.offload:  # what waits for its host is no reason to stay on one GPU
         return True, [*_slow_network(asked, plan), *_lora(asked)]
     faster = plan.tokens_per_s / one.tokens_per_s
     if faster <= 1:

@@ -15,6 +15,7 @@ from shoal.facts.layout.stack_limits import RULES, Asked, gaps
 from shoal.facts.ledger import Ledger
 from shoal.facts.traffic import Traffic
 from shoal.plan import evidence
+from shoal.plan.headroom import out_of_memory
 from shoal.predict.flops import flops_per_token, in_conventions, matrix_parameters
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import CostModel, StepTime, cost_model, step
@@ -123,6 +124,11 @@ class Plan:
     def unmeasured(self) -> list[str]:
         short = [f"steps under {evidence.SHORTEST:.2g} s"] if self.step.seconds < evidence.SHORTEST else []
         return [*evidence.unmeasured(self.workload), *short]
+
+    @property
+    def out_of_memory(self) -> float:
+        """The probability that it runs out of memory."""
+        return out_of_memory(self.memory)
 
     @cached_property
     def support(self) -> str:
@@ -244,6 +250,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "error_bar": plan.error_bar,
         "unmeasured": plan.unmeasured,
         "tie": plan.tie,
+        "headroom": plan.memory.capacity - plan.memory.device_total,
+        "out_of_memory": plan.out_of_memory,
         "support": plan.support,
         "command": plan.command,
         "why": plan.why,

@@ -26,6 +26,7 @@ from shoal.facts.model import Model
 from shoal.facts.nf4 import WIDTH
 from shoal.facts.recipe import Recipe
 from shoal.facts.schedules.programs import SPLIT_BACKWARD
+from shoal.plan.headroom import NONE, Headroom
 from shoal.plan.space import (
     ModelSplit,
     PipelineOrder,
@@ -75,6 +76,7 @@ class MemoryBound:
     stack: Stack
     lora: Lora | None
     compile: bool | None = None
+    headroom: Headroom = NONE
 
     def __post_init__(self) -> None:
         # One device may work through all of a batch at once.
@@ -100,8 +102,11 @@ class MemoryBound:
     def _allocated(self, split: ModelSplit) -> float:
         """The most that a device has room for; what comes on top grows in proportion, a few bytes are for rounding."""
         layout = layout_of(fsdp=split.data, tp=split.tp, cp=split.cp, pp=split.pp)
-        none, much = (on_top(self._workload(layout), size).p90 for size in (0, 2**40))
-        return (self.capacity - none) / (much - none) * 2**40 + 16
+        none, much = (on_top(self._workload(layout), size) for size in (0, 2**40))
+        free = self.headroom.bytes(self.capacity)
+        at_p90 = (self.capacity - none.p90) / (much.p90 - none.p90)
+        expected = (self.capacity - free - none.total) / (much.total - none.total)
+        return min(at_p90, expected) * 2**40 + 16
 
     def holds(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, ways: list[StateSharding]

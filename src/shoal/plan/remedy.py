@@ -12,7 +12,6 @@ from shoal.facts.config import Lora
 from shoal.facts.layout import Layout, divisors
 from shoal.facts.layout.legality import Case, broken
 from shoal.facts.recipe import Recipe
-from shoal.facts.strategies import OWNERS
 from shoal.plan.explain import GIB
 from shoal.plan.judge import UNRUN, Plan, judge
 from shoal.plan.request import PlanRequest
@@ -88,7 +87,7 @@ def for_model(asked: PlanRequest, runnable: bool = False) -> list[Remedy]:
     found = on_these(asked)
     more = more_devices(asked, runnable)
     if more:
-        resting = " without offload" if runnable and OWNERS["offload"].asked_for else ""
+        resting = " without offload" if runnable and not more.layout.offload else ""
         found.append(Remedy(f"{more.world} GPUs{resting}", more))
     return _run_first(found)
 

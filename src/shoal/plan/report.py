@@ -127,7 +127,7 @@ def plan_report(asked: PlanRequest, top: int = 10, curve: bool = False) -> PlanR
         remedies = [] if plans[0].fits else for_layout(asked, asked.layout)
     else:
         # How much is looked at must not depend on how much is shown.
-        found = search.searched(asked.workload(Layout()), max(top, search.TOP))
+        found = search.searched(asked.workload(Layout()), max(top, search.TOP), headroom=asked.headroom)
         searched, evaluated, at_best, chosen = found.searched, found.evaluated, found.at_best, found.chosen
         proven = found.proven
         plans = _shown(found.plans, chosen, top)
@@ -238,12 +238,16 @@ def _chosen(found: PlanReport) -> dict[str, Any]:
         plan = found.best if found.best and found.best.fits else None
         layout = str(plan.layout) if plan else None
         why = "It is the layout you asked for." if plan else found.decision.text
-        return {"layout": layout, "why": why, "fastest": layout, "runs": plan is not None and plan.runs}
+        names = dict.fromkeys(("simplest", "fastest", "safest"), layout)
+        return {"layout": layout, "why": why, **names, "runs": plan is not None and plan.runs}
     return {
         "layout": str(chosen.plan.layout),
         "why": " ".join([chosen.why, *not_run(chosen.plan, found.plans)]),
-        "fastest": str(chosen.fastest.layout),
+        **{name: str(plan.layout) for name, plan in chosen.answers.items()},
         "runs": chosen.plan.runs,
+        "differ": chosen.differ,
+        "headroom": chosen.headroom.bytes(chosen.plan.memory.capacity),
+        "answers": {name: plan_json(plan) for name, plan in chosen.answers.items()},
     }
 
 

@@ -22,6 +22,7 @@ from shoal.facts.problem import BadInput, Problem, did_you_mean, seek
 from shoal.facts.recipe import Recipe, read_count
 from shoal.plan import compute_optimal
 from shoal.plan.amounts import read_budget, read_deadline
+from shoal.plan.headroom import Headroom, read_headroom
 from shoal.plan.left_open import device_alone, lacking, pretraining_batch, pretraining_seq
 from shoal.predict.workload import USUAL, Workload
 
@@ -52,6 +53,7 @@ class PlanRequest:
     counted: bool = True  # whether the number of devices was given; if not, it is the question
     own_batch: bool = True  # whether the batch was given; if not, it is what is usual
     stack: Stack = SHOAL  # whose constraints and constants hold
+    headroom: Headroom | None = None  # that every plan leaves; None: the usual, of what is chosen
 
     def workload(self, layout: Layout) -> Workload:
         return Workload(
@@ -82,12 +84,14 @@ def plan_request(
     budget: str | None = None,
     visible: str | None = None,
     stack: str = "shoal",
+    headroom: str | float | Headroom | None = None,
     **recipe: Any,
 ) -> PlanRequest:
     """Names looked up, values checked; everything wrong is reported together.
 
     ``recipe`` takes further fields of a recipe; bf16 unless said otherwise, fp16 where a device has none. ``lora`` is
     the rank of low-rank additions; ``dora`` trains the lengths of rows too, ``nf4`` has the frozen weights in 4 bits.
+    ``headroom``: device memory that stays free, a share of it or a size such as ``8GiB``.
     """
     problems: list[Problem] = []
     found_model = model if isinstance(model, Model) else seek("model", lambda: presets.find(model), problems)
@@ -127,6 +131,11 @@ def plan_request(
         for flag, given in (("dora", dora), ("nf4", nf4))
         if given and lora is None
     ]
+    keep: Headroom | None = None
+    if isinstance(headroom, Headroom):
+        keep = headroom
+    elif headroom is not None:
+        keep = seek("", lambda: read_headroom(str(headroom)), problems)
     chosen: Layout | None = None
     if isinstance(layout, str):
         chosen = seek("", lambda: Layout.parse(layout), problems)
@@ -161,6 +170,7 @@ def plan_request(
         own_batch=own_batch,
         tune=tune,
         stack=used,
+        headroom=keep,
     )
 
 

@@ -101,7 +101,7 @@ def best(asked: PlanRequest, runnable: bool = False) -> Plan | None:
 
     ``runnable``: nothing but what the engine runs.
     """
-    chosen = searched(asked.workload(Layout()), 1, runnable).chosen
+    chosen = searched(asked.workload(Layout()), 1, runnable, asked.headroom).chosen
     return chosen.plan if chosen else None
 
 

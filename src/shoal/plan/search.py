@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from itertools import product
 
 from shoal.facts import support
 from shoal.facts.cluster import Cluster
@@ -20,6 +21,7 @@ from shoal.facts.recipe import Recipe
 from shoal.plan import explain
 from shoal.plan.best_first import BestFirst, Priced, StrategyKey
 from shoal.plan.choose import Chosen, choose, planned
+from shoal.plan.headroom import NONE, USUAL, Headroom
 from shoal.plan.judge import Plan, Replicas, replicas
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import Space
@@ -87,40 +89,45 @@ def search(
     devices: int | None = None,
     compile: bool | None = None,
     effort: int | None = EFFORT,
+    headroom: Headroom | None = None,
 ) -> SearchResult:
     """The fastest layout of each of the ``top`` best strategies, and among them one that the engine runs.
 
     ``runnable``: only what the engine runs. ``devices``: how many of the cluster's to use, all unless said.
+    ``headroom``: what every plan leaves free; unless said, the chosen one leaves the usual, if there is one that does.
     ``effort``: how much work to do at most, in bounds; None: as much as it takes.
     """
     started = time.perf_counter()
     asked = Workload(model, cluster, recipe, Layout(), stack, tune or TuneSection(), lora, compile)
     count_of_devices = devices or cluster.devices
-    tools = (
-        TimeBound(cost_model(asked), asked.tune, lora, count_of_devices, compile),
-        MemoryBound(model, cluster, recipe, stack, lora, compile),
-    )
-    space = Space(model, recipe, count_of_devices, runnable=True)
+    bounds = TimeBound(cost_model(asked), asked.tune, lora, count_of_devices, compile)
+    room = MemoryBound(model, cluster, recipe, stack, lora, compile, headroom or NONE)
+    apart = cluster.device.name != "cpu"
+    ours = stack.name not in RULES  # what another stack does not run is of no use to anyone
+    space = Space(model, recipe, count_of_devices, runnable=ours, apart=apart, lora=lora)
+    space = space if ours else replace(space, stack=stack.name)
     hunts: list[BestFirst] = []
-    if stack.name in RULES:  # what another stack does not run is of no use to anyone
-        space = replace(space, runnable=False, apart=cluster.device.name != "cpu", stack=stack.name)
-        whole = BestFirst(asked, *tools, space, top)
-        hunts += _hunted(whole, effort and 3 * effort, frugal_first=space.size() > SMALL)
-        runnable = True
-    elif space.runs or runnable:
-        hunts += _hunted(BestFirst(asked, *tools, space, top), effort)
+    choosing = room
+    if space.runs or runnable or not ours:
+        # What may be chosen. Something is offloaded only where nothing fits without; where nothing leaves the usual
+        # headroom, less is left.
+        rooms = (room,) if headroom else (replace(room, headroom=USUAL), room)
+        for choosing, away in product(rooms, (False, True) if apart else (False,)):
+            hunts = _hunted(BestFirst(asked, bounds, choosing, replace(space, apart=away), top), effort)
+            if any(hunt.accepted for hunt in hunts):
+                break
     able = any(hunt.accepted for hunt in hunts)
     chosen_from = [*hunts]
-    if not runnable:
-        before, settled = (hunts[0].plans(), {*hunts[0].settled}) if hunts else ({}, set())
-        space = replace(space, runnable=False, apart=cluster.device.name != "cpu")
-        whole = BestFirst(asked, *tools, space, top, before=before, settled=settled)
-        beyond = _hunted(whole, effort and 3 * effort, frugal_first=space.size() > SMALL)
-        chosen_from = chosen_from if able else beyond
-        hunts += beyond
-    against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), tools[0].on)
-    plans = _ranked(hunts, top, against)
-    chosen = choose(asked, tools[0], tools[1], chosen_from, against)
+    # Everything.
+    space = replace(space, runnable=runnable and ours)
+    whole = BestFirst(asked, bounds, room, space, top)
+    beyond = _hunted(whole, effort and 3 * effort, frugal_first=space.size() > SMALL)
+    if not able:
+        chosen_from, choosing = beyond, room
+    against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
+    plans = _ranked([*hunts, *beyond], top, against)
+    chosen = choose(asked, bounds, choosing, chosen_from, [*hunts, *beyond], against)
+    hunts = beyond
     at_best = min((hunt.at_best for hunt in hunts if hunt.at_best is not None), default=None)
     return SearchResult(
         plans,
@@ -134,7 +141,9 @@ def search(
     )
 
 
-def searched(workload: Workload, top: int = TOP, runnable: bool = False) -> SearchResult:
+def searched(
+    workload: Workload, top: int = TOP, runnable: bool = False, headroom: Headroom | None = None
+) -> SearchResult:
     """A search for any layout of a workload but its own, on as many devices as there is use for.
 
     Broken off empty-handed it is carried to its end: that nothing fits is said only when it is certain.
@@ -153,6 +162,7 @@ def searched(workload: Workload, top: int = TOP, runnable: bool = False) -> Sear
                 devices=devices,
                 compile=workload.compile,
                 effort=effort,
+                headroom=headroom,
             )
             if found.plans:
                 return found

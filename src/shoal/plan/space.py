@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from shoal.facts import support
-from shoal.facts.config import Config
+from shoal.facts.config import Config, Lora, ModelSection
 from shoal.facts.layout import (
     CONTEXT_KINDS,
     ONE_CHUNK,
@@ -158,6 +158,7 @@ class Space:
         False  # only what needs little memory: small micro-batches, nothing kept, states over all ranks
     )
     stack: str = "shoal"
+    lora: Lora | None = None
 
     def __post_init__(self) -> None:
         self._orders = cache(self._orders_of)
@@ -242,19 +243,24 @@ class Space:
         most = -(-self.model.layers // split.pp)
         return tuple(unit for unit in UNITS if unit <= most)
 
-    @property
+    @cached_property
     def offloads(self) -> tuple[tuple[Offload, ...], ...]:
-        if not self.apart or not self._searched("offload"):
+        if not self.apart:
             return ()
-        if not self._others:
-            return OFFLOADS
-        # Of another stack, what it offloads of some layout: most of all where everything is shared out.
-        return tuple(
-            offload
-            for offload in OFFLOADS
-            if self._by_stack(offload=offload, recompute="full", fsdp=2, zero=3, micro=1)
-            or self._by_stack(offload=offload, recompute="full", fsdp=2, zero=1, micro=1)
-        )
+        if self._others:
+            # Of another stack, what it offloads of some layout: most of all where everything is shared out.
+            return tuple(
+                offload
+                for offload in OFFLOADS
+                if self._by_stack(offload=offload, recompute="full", fsdp=2, zero=3, micro=1)
+                or self._by_stack(offload=offload, recompute="full", fsdp=2, zero=1, micro=1)
+            )
+        return tuple(one for one in OFFLOADS if not self.runnable or self._runs(one))
+
+    def _runs(self, offload: tuple[Offload, ...]) -> bool:
+        """Whether the engine runs it with this model and this recipe; activations go with recomputation."""
+        config = Config(recipe=self.recipe, model=ModelSection(lora=self.lora))
+        return not support.missing(config, self.model, Layout(recompute="full", offload=offload))
 
     def offloads_of(self, recompute: Recompute) -> tuple[tuple[Offload, ...], ...]:
         return tuple(offload for offload in self.offloads if has_activations(offload, recompute))
@@ -316,7 +322,7 @@ class Space:
 
     def _searched(self, key: str) -> bool:
         owner = OWNERS[key]
-        return (owner.runs and not owner.asked_for) or not self.runnable
+        return owner.runs or not self.runnable
 
     def _legal(self, layout: Layout) -> bool:
         case = Case.of(layout, self.model, self.recipe)

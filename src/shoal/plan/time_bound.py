@@ -273,7 +273,8 @@ class TimeBound:
     def _all_layers(self, tp: int, sp: bool) -> RankParameters:
         """Without the ends."""
         whole = rank_parameters(layout_of(tp=tp, sp=sp), self.model, self.cut_by, 0)
-        return replace(whole, first=False, last=False)
+        # Beside adapters the first block's backward pass stops early.
+        return replace(whole, first=self.lora is not None, last=False)
 
     def _exchange(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding

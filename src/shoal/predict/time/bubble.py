@@ -66,6 +66,7 @@ def full(schedule: str, pp: int, chunks: int, micro_batches: int) -> Idle:
     return Idle(work, float(messages[schedule]))
 
 
+@cache
 def played(schedule: str, pp: int, chunks: int, micro_batches: int) -> Idle:
     order = compute_order(schedule, pp, chunks, micro_batches)
     busy = 3.0 * chunks * micro_batches

@@ -1,0 +1,97 @@
+"""Headroom: device memory that a plan leaves free, and how likely the run needs more than there is all the same.
+
+A peak is predicted as bytes that tensors hold. What the allocator then reserved, over what was predicted, is known of
+every rank that ``benchmarks/predicted.py`` measured: the error of the prediction and the fragments together. Those with
+20 GiB and more say how likely a plan runs out; a test counts them again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shoal.facts.ledger import Ledger
+from shoal.facts.problem import BadInput
+from shoal.predict.memory.device import FRAGMENTED
+
+GIB = 2**30
+# Of so many measured ranks, the share of those that reserved more than so many times what was predicted.
+RANKS, LEAST = 59, 20 * GIB
+MORE_THAN = ((1.0, 1.0), (1.0058, 0.95), (1.0202, 0.75), (1.0303, 0.5), (1.0568, 0.25))
+# And by how much more than the last of these, on average, those did that reserved more. Beyond it the share falls as
+# that of an exponential distribution does.
+BEYOND = 0.0133
+
+FIX = "a fraction of the device's memory, as in --headroom 0.1, or a size, as in --headroom 8GiB"
+UNITS = {"": None, "%": None, "gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6}
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """So many bytes, or such a share of a device's memory; by what is expected, and not at a percentile."""
+
+    share: float = 0.0
+    size: int = 0
+
+    def bytes(self, capacity: int) -> int:
+        return self.size + round(self.share * capacity)
+
+    def left_by(self, memory: Ledger) -> bool:
+        """Whether a plan fits and leaves as much."""
+        return memory.fits and memory.capacity - memory.device_total >= self.bytes(memory.capacity)
+
+    def __str__(self) -> str:
+        return f"{self.size / GIB:.3g} GiB" if self.size else f"{self.share:.0%}"
+
+
+# What a plan is chosen with that nobody asked for another: of peaks as they were measured, one in thousands is larger.
+USUAL = Headroom(share=0.1)
+NONE = Headroom()
+
+
+def read_headroom(text: str) -> Headroom:
+    """``0.1``, ``10%``, ``8GiB``; raises ``BadInput``."""
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([A-Za-z%]*)", text.strip())
+    unit = match[2].lower() if match else ""
+    if match is None or unit not in UNITS:
+        raise BadInput(f"--headroom {text}: it is not understood", FIX)
+    value, size = float(match[1]), UNITS[unit]
+    if size is not None:
+        return Headroom(size=round(value * size))
+    share = value / 100 if unit == "%" else value
+    if share >= 1:
+        raise BadInput(f"--headroom {text}: nothing is left to train in", FIX)
+    return Headroom(share=share)
+
+
+def out_of_memory(memory: Ledger) -> float:
+    """The probability that a run in this layout needs more memory than its devices have."""
+    if memory.reserved == memory.peak_allocated:  # a CPU's allocator gives back what is freed
+        return 0.0 if memory.fits else 1.0
+    beside = memory.device_total - memory.reserved
+    return more_than((memory.capacity - beside) / (memory.reserved / FRAGMENTED))
+
+
+def more_than(times: float) -> float:
+    """The probability that more than so many times what was predicted is reserved."""
+    last, share = MORE_THAN[-1]
+    if times >= last:
+        return share * math.exp((last - times) / BEYOND)
+    for (low, high_share), (high, low_share) in pairwise(MORE_THAN):
+        if low <= times:
+            found = high_share + (low_share - high_share) * (times - low) / (high - low)
+    return found if times >= MORE_THAN[0][0] else 1.0
+
+
+def free(memory: Ledger) -> str:
+    """What is expected to stay free, in words."""
+    return f"{(memory.capacity - memory.device_total) / GIB:.1f} GiB free"
+
+
+def chance(probability: float) -> str:
+    """``9%``, ``0.4%``, ``<0.1%``."""
+    if probability < 0.001:
+        return "<0.1%"
+    return f"{probability:.0%}" if probability >= 0.1 else f"{probability:.1%}"
