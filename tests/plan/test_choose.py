@@ -73,7 +73,7 @@ def test_the_rule_by_brute_force(
         return
     assert chosen is not None and chosen.plan.runs and chosen.plan.fits
     assert chosen.fastest.step.seconds == fastest.seconds
-    limit = fastest.seconds * (1 + chosen.fastest.error_bar)
+    limit = chosen.rival.limit
     assert chosen.plan.step.seconds <= limit
     mine = chosen.plan
     keys, unmeasured = len(str(mine.layout).split(",")), len(evidence.unmeasured(mine.workload))

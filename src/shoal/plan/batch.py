@@ -107,8 +107,9 @@ def _starved(plan: Plan) -> bool:
 
 
 def near(batch: int, devices: int) -> list[int]:
-    """The nearest below and above that half of the devices, or all of them, share out evenly."""
-    unit = devices // 2 if devices % 2 == 0 and batch > devices else devices
+    """The nearest below and above that half of the devices share out evenly; if it is so already, all of them."""
+    half = devices // 2
+    unit = half if devices % 2 == 0 and batch > devices and batch % half else devices
     below, above = batch // unit * unit, -(-batch // unit) * unit
     return [each for each in (below, above) if each]
 

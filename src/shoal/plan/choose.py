@@ -25,6 +25,7 @@ from shoal.plan.headroom import GIB, Headroom, chance, free, out_of_memory
 from shoal.plan.judge import Plan, Replicas
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.simplest import Simplest, rank_of
+from shoal.plan.space import Space
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import step
@@ -165,8 +166,11 @@ def choose(
         workload = replace(asked, layout=Layout(dp=bounds.devices))
         plan = Plan(workload, ledger(workload), step(workload, bounds.on), against)
         return Chosen(plan, plan, plan, plan, room.headroom)
-    # However many are shown, the choice is made among as many.
+    # However many are shown, the choice is made among as many. A hunt that was broken off may have missed what another
+    # has found.
+    space = hunts[0].space if hunts else None
     pool = [one for hunt in hunts for one in hunt.accepted[:POOL]]
+    pool += [one for hunt in others for one in hunt.accepted[:POOL] if space and _may_be(one, space, room)]
     if not pool:
         return None
     first = min(pool, key=_seconds)
@@ -179,6 +183,14 @@ def choose(
     fastest, safest = min((first, *able), key=_seconds), min((*pool, simplest), key=_risk)
     plans = [planned(one, against) for one in (simplest, fastest, safest)]
     return Chosen(plans[0], plans[1], plans[2], rival, room.headroom)
+
+
+def _may_be(one: Priced, space: Space, room: MemoryBound) -> bool:
+    """Whether it could have been found by a hunt through this space."""
+    layout = one.workload.layout
+    if (layout.offload and not space.apart) or (space.runnable and not support.runs(layout)):
+        return False
+    return room.headroom.left_by(one.memory or ledger(one.workload))
 
 
 def _seconds(one: Priced) -> float:

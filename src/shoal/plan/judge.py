@@ -25,6 +25,8 @@ from shoal.predict.workload import Workload
 RUNS = "runs"
 PLANNED = "planned only: "
 # What stands beside everything that is only planned.
+# The widest error bar that lets a slower layout count as equally fast.
+WIDEST = 0.2
 UNRUN = "priced but not run by the engine yet"
 
 
@@ -117,8 +119,11 @@ class Plan:
 
     @property
     def limit(self) -> float:
-        """What takes no more seconds than this is within the error bar: as fast, as far as can be told."""
-        return self.step.seconds * (1 + self.error_bar)
+        """What takes no more seconds than this is as fast, as far as can be told: it is within the error bar.
+
+        Where that is wide, little is known of either; then no more than a fifth is given up for a simpler layout.
+        """
+        return self.step.seconds * (1 + min(self.error_bar, WIDEST))
 
     @cached_property
     def unmeasured(self) -> list[str]:
