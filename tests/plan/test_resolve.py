@@ -59,7 +59,7 @@ def test_auto_on_a_named_cluster_uses_all_of_it_also_where_the_batch_does_not_di
     found = answered("tiny", "8xH100", 128, 12, precision="fp32")
     assert str(job.layout) == found.as_json()["chosen"]["layout"]
     assert any(
-        "The batch of 12 does not divide evenly over the 8 GPUs" in reason and "a batch of 8 (" in reason
+        "The batch of 12 does not divide evenly over the 8 GPUs" in reason and "a batch of 16 (" in reason
         for reason in found.decision.reasons
     )
 
