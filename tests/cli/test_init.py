@@ -94,7 +94,8 @@ def train(config: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("stack", [pytest.param("megatron", marks=pytest.mark.long), "deepspeed"])
+@pytest.mark.long
+@pytest.mark.parametrize("stack", ["megatron", "deepspeed"])
 def test_a_converted_config_trains(capsys: Capture, stack: str) -> None:
     workload = ask("fsdp=2,micro=1", "tiny", "2xcpu", seq=32, batch=4, steps=2, precision="fp32", lr=1e-2)
     for name, text in export(stack, workload).files.items():

@@ -108,7 +108,7 @@ def give_values(network: Network, slice_of: Callable[[str, nn.Parameter], Slice]
     initialise(network, network.shape, 0, slice_of)
     for name, parameter in network.named_parameters():
         if parameter.dim() == 1:
-            local, whole, offset = slice_of(name, parameter)
+            local, whole, offset, *_ = slice_of(name, parameter)
             numbers = torch.linspace(-0.4, 0.6, whole[0], dtype=local.dtype)
             local.add_(numbers[offset[0] : offset[0] + len(local)])
 

@@ -168,6 +168,7 @@ def test_plan_and_train_agree(model: str, on: str, seq: int, batch: int, precisi
     ]
 
 
+@pytest.mark.long
 def test_nothing_is_recommended_that_fragments_would_push_out() -> None:
     """The 90th percentile of what was measured is 7.1 % on top of what tensors hold."""
     found = [

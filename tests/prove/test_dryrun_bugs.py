@@ -205,6 +205,7 @@ def test_a_stage_that_forgets_a_message() -> None:
 # Messages of another strategy: not the pipeline's business.
 
 
+@pytest.mark.long
 def test_a_ring_beside_a_pipeline_is_not_taken_for_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = "tp=2,pp=2,micro=1"
     usual = [clean(layout, rank) for rank in (0, 2)]

@@ -313,8 +313,15 @@ def test_the_pairs_are_of_every_value() -> None:
     }
 
 
+# An update that rounds to bf16 states goes through a parameter in parts, all of which a dry run repeats.
+TWINS = sorted(enumerate((*PAIRS, *OTHERS)), key=lambda one: "bf16 bf16" in one[1].precisions)
+ROUNDED = sum("bf16 bf16" in twin.precisions for _, twin in TWINS)
+
+
 @pytest.mark.parametrize(
-    ("number", "twin"), thinned(enumerate((*PAIRS, *OTHERS)), 3), ids=map(str, (*PAIRS, *OTHERS))
+    ("number", "twin"),
+    [*thinned(TWINS[:-ROUNDED], 3), *thinned(TWINS[-ROUNDED:], 10)],
+    ids=[str(twin) for _, twin in TWINS],
 )
 def test_a_twin_costs_what_is_predicted(number: int, twin: Twin) -> None:
     workload = twin.workload()

@@ -1,4 +1,4 @@
-"""Workers of a parameter server: one that takes three times as long as it needs; one that dies between two pushes."""
+"""Workers of a parameter server: one that takes three times as long as it needs; one that dies between two pushes; one that hangs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from shoal.observe.flight_recorder import COMMIT, STEP
 from shoal.parallel.server import PUSH, ServerLink
 
 TIMES = 3
-PUSHES = 10
 
 
 class Slowed:
@@ -34,18 +33,32 @@ def work(assignment: Assignment, number: int, incarnation: int, address: str, po
         work_for_servers(assignment, number, incarnation, address, port)
 
 
+def signalled_at_push(count: int, number: signal.Signals) -> None:
+    """This process gets a signal when it is about to push for the so manieth time."""
+    tell, told = ServerLink.tell, []
+
+    def counted(self: ServerLink, kind: float, *others: float) -> None:
+        told.extend([kind] if kind == PUSH else [])
+        if len(told) == count:
+            os.kill(os.getpid(), number)
+        tell(self, kind, *others)
+
+    ServerLink.tell = counted  # type: ignore[method-assign]
+
+
 def dies_between_pushes(
     assignment: Assignment, number: int, incarnation: int, address: str, port: int
 ) -> None:
     """The last worker, at first: of two servers one has its fifth gradient and the other will not."""
     if number == assignment.job.layout.world - 1 and incarnation == 1:
-        tell, told = ServerLink.tell, []
+        signalled_at_push(10, signal.SIGKILL)
+    work_for_servers(assignment, number, incarnation, address, port)
 
-        def counted(self: ServerLink, kind: float, *others: float) -> None:
-            told.extend([kind] if kind == PUSH else [])
-            if len(told) == PUSHES:
-                os.kill(os.getpid(), signal.SIGKILL)
-            tell(self, kind, *others)
 
-        ServerLink.tell = counted  # type: ignore[method-assign]
+def hangs_with_an_item(
+    assignment: Assignment, number: int, incarnation: int, address: str, port: int
+) -> None:
+    """The last worker, at first: it holds an item that no other gets while it is waited for."""
+    if number == assignment.job.layout.world - 1 and incarnation == 1:
+        signalled_at_push(9, signal.SIGSTOP)
     work_for_servers(assignment, number, incarnation, address, port)

@@ -138,13 +138,17 @@ def test_a_gradient_that_one_server_has_and_the_other_not_is_used_once(
         same(Run(report), train("whole", "dp=2", **options), 1e-10)
 
 
-def test_a_worker_that_hangs_is_given_up(train: Train, tmp_path: Path) -> None:
+def test_a_worker_that_hangs_is_given_up(settings: Callable[..., list[str]], tmp_path: Path) -> None:
     options = {"recipe__steps": 40, "checkpoint__every": 0, "fault__timeout": 20}
-    with after_steps(tmp_path / "hangs", 5, lambda: signal_worker(1, signal.SIGSTOP)):
-        run = train("hangs", "dp=2", server__servers=2, server__mode="async", **options)
-    assert run.report.code == FINISHED, run.report.message
-    (fault,) = read_rows(run.directory.faults)
+    served = {"server__servers": 2, "server__mode": "async", **options}
+    job = resolve(load(None, settings(**served), "dp=2").config)
+    run = RunDirectory(tmp_path / "hangs")
+    hangs = "tests.train.slowed:hangs_with_an_item"
+    report = local.train(job, run, False, Console(stderr=True), entrypoint=hangs)
+    assert report.code == FINISHED, report.message
+    (fault,) = read_rows(run.faults)
     assert fault["kind"] == "worker lost" and fault["rank"] == 1
+    assert [row["step"] for row in read_rows(run.metrics)] == list(range(1, 41))
 
 
 def test_a_lost_server_is_restarted_from_the_last_commit(train: Train, tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ def test_the_choice_is_the_fastest_as_measured_alone(tune: Tune, train: Train, t
     assert min(alone[tuned.report.tuning["chosen"]]) <= 1.2 * fastest, alone
 
 
+@pytest.mark.long
 def test_a_killed_launcher_goes_on_with_what_was_measured(
     tune: Tune, train: Train, settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:

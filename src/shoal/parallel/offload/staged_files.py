@@ -91,7 +91,7 @@ class StagedFiles:
     def _copy(
         self, source: Tensor, into: Tensor, stream: torch.cuda.Stream | None, ready: torch.cuda.Event | None
     ) -> None:
-        """As many bytes as both have. Done when it returns: whoever waits for a transfer need not know of streams."""
+        """As many bytes as both have. Done when it returns: what waits for a transfer need not know of streams."""
         count = min(source.numel(), into.numel())
         if stream is None:
             # Not by torch, which would start its threads in each of the files' own; nor by numpy, for which a storage

@@ -8,6 +8,7 @@ file system that all share, and are refused where they find other ones.
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import tempfile
 from collections.abc import Generator, Iterable
@@ -103,7 +104,7 @@ def _joined(address: str) -> tuple[Any, Any, bool]:
         raise BadInput(f"data.ray needs Ray Data: {error}", INSTALL) from None
     began = not ray.is_initialized()
     try:
-        ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         first = str(error).strip().splitlines()
         raise BadInput(
