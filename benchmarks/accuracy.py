@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from statistics import fmean, median
 
 import predicted_tables
 from predicted_tables import prose
@@ -20,7 +21,7 @@ from predicted_tables import prose
 from shoal.facts import calibration
 from shoal.facts.cluster import stack
 from shoal.plan import evidence, measured_kinds
-from shoal.plan.accuracy import AccuracyRow, judged
+from shoal.plan.accuracy import AccuracyRow, judged, ratios
 from shoal.plan.published_runs import FITTED, fitted, read
 from shoal.predict.workload import Workload
 
@@ -44,6 +45,10 @@ def page() -> str:
             *_sources(rows, chosen),
             "",
             *_scatter(rows, chosen, layouts),
+            "",
+            "## Two layouts against each other",
+            "",
+            *_compared(ratios(runs, rows)),
             "",
             "## A source or a model that no constant has seen",
             "",
@@ -99,6 +104,15 @@ def _sources(rows: list[AccuracyRow], chosen: set[str]) -> Iterator[str]:
         fit = sum(row.fits for row in rows if row.source == source)
         every = sum(row.source == source for row in rows)
         yield f"| {source} | {count} | {mean:.1%} | {wanted} | {bias:+.1%} | {worst:.0%} | {fit} of {every} |"
+
+
+def _compared(off: list[float]) -> Iterator[str]:
+    yield from prose(
+        f"Advice compares layouts. Of {len(off):,} pairs that one source ran of one model with one batch on as many",
+        f"devices, the ratio of the predictions is off by {fmean(off):.0%} on average and by {median(off):.0%} at the",
+        "median: errors of a model and a device cancel, those of axes and policies do not. The planner gives up no more",
+        "than that for a simpler layout (`WIDEST` of `plan/judge.py`).",
+    )
 
 
 def _scatter(rows: list[AccuracyRow], chosen: set[str], layouts: dict[str, Workload]) -> Iterator[str]:

@@ -283,10 +283,10 @@ def _simplest(document: Document, plan: Document) -> Iterator[Broken]:
         and (each["degrees"]["cp"] == 1 or seq >= max(32768, 4096 * each["degrees"]["cp"]))
     ]
     fastest = min([plan, *rivals], key=lambda each: float(each["step"]["seconds"]))
-    limit = fastest["step"]["seconds"] * (1 + fastest["error_bar"])
+    limit = fastest["step"]["seconds"] * (1 + fastest["told_apart"])
     if plan["step"]["seconds"] > limit:
         yield "simplest within the bar", f"{fastest['layout']} is faster by more than its error bar"
-    asked = plan_request("tiny", "1xH100", seq=seq, batch=batch)
+    asked = plan_request(document["model"]["name"], document["cluster"]["name"], seq=seq, batch=batch)
 
     def count(layout: str) -> int:
         return len(parts(asked.workload(Layout.parse(layout))))

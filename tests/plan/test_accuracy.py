@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 
 import pytest
 
 from shoal.facts.problem import BadInput
-from shoal.plan.accuracy import as_json, judged, sources, worst
+from shoal.plan.accuracy import as_json, judged, ratios, sources, worst
 from shoal.plan.published_runs import read
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import step
@@ -119,3 +120,13 @@ def test_all_that_is_wrong_with_a_table_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(BadInput) as caught:
         read(path)
     assert len(caught.value.problems) == 2
+
+
+def test_layouts_are_compared_that_ran_the_same_on_as_many_devices(tmp_path: Path) -> None:
+    split = {"id": "two", "dp": "4", "tp": "2", "step_s": "3.0"}
+    others = {"id": "three", "gpus": "4", "dp": "4"}, {"id": "four", "global_batch": "128"}
+    runs = read(table(tmp_path, {}, split, *others))
+    rows = judged(runs)
+    (off,) = ratios(runs, rows)
+    predicted = rows[0].predicted_step_s / rows[1].predicted_step_s
+    assert off == pytest.approx(abs(math.log(predicted / (2.0 / 3.0))))

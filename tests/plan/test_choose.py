@@ -95,7 +95,8 @@ def test_parts_are_counted_while_a_layout_is_decided(model: Model, devices: int,
     candidates = list(Space(model, recipe, devices).everything())
     for candidate in random.Random(0).sample(candidates, 400):
         layout = candidate.layout()
-        assert count(candidate, batch) == len(parts(Workload(model, cluster, recipe, layout))), layout
+        workload = Workload(model, cluster, recipe, layout)
+        assert count(candidate, workload) == len(parts(workload)), layout
         same = plain(layout, batch)
         assert same.micro_batch(batch) == layout.micro and same.replace(micro=layout.micro) == layout
 

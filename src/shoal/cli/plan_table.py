@@ -99,7 +99,7 @@ def _row(found: PlanReport, plan: Plan) -> tuple[str, ...]:
     sizes = (
         f"{memory.peak_allocated / GIB:.1f} … {memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f}"
     )
-    mark = "✓" if plan is found.choice else "=" if plan.tie else ""
+    mark = "✓" if plan is found.choice and not found.nothing_runs else "=" if plan.tie else ""
     return (
         mark if plan.fits else "✗",
         sizes,
@@ -171,7 +171,8 @@ def _below(found: PlanReport) -> None:
     if found.asked.tokens is not None and found.asked.lora is None:
         print_wrapped(found.optimal.text, "  ")
     for remedy in found.remedies:
-        print_wrapped(f"alternative: {remedy}" if chosen and chosen.fits else f"would fit: {remedy}", "  ")
+        fits = chosen is not None and chosen.fits and not found.nothing_runs
+        print_wrapped(f"{'alternative' if fits else 'would fit'}: {remedy}", "  ")
     if ties := sum(plan.tie and plan is not chosen for plan in found.plans):
         print(f"{counted(ties, 'layout')} (=) within the error bar of the fastest")
     if found.unmeasured:
@@ -192,6 +193,8 @@ def _below(found: PlanReport) -> None:
         print_wrapped(f"what would change this: {found.measurement.text}", "  ")
         if found.measurement.factor is not None:
             print(f"measure: {found.measurement.command}")
+    if found.nothing_runs and found.remedies:
+        chosen = found.remedies[0].plan
     if chosen is not None and chosen.fits:
         print(f"next: {chosen.command}")
         if chosen.runs and chosen.nodes > 1:

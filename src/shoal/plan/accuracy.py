@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import combinations
+from math import log
 from typing import Any
 
 from shoal.facts.ledger import Ledger
@@ -59,6 +61,23 @@ def worst(rows: Iterable[AccuracyRow], count: int) -> list[AccuracyRow]:
     """Those that are furthest off, the worst first."""
     timed = [(abs(row.error), row) for row in rows if row.error is not None]
     return [row for _, row in sorted(timed, key=lambda pair: -pair[0])[:count]]
+
+
+def ratios(runs: Iterable[PublishedRun], rows: Iterable[AccuracyRow]) -> list[float]:
+    """How far the ratio of two predictions is off, of every two layouts that one source ran of one model with one batch
+    on as many devices of one kind.
+    """
+    errors = {row.id: row.error for row in rows if row.error is not None}
+    alike: dict[tuple[object, ...], list[tuple[str, float]]] = {}
+    for run in runs:
+        if run.id in errors:
+            one = run.workloads[0]
+            same = run.source, one.model, one.recipe.seq, one.recipe.batch, one.cluster.devices
+            alike.setdefault((*same, one.cluster.device.name), []).append((str(one.layout), errors[run.id]))
+    pairs = (pair for same in alike.values() for pair in combinations(same, 2))
+    return [
+        abs(log((1 + mine) / (1 + others))) for (layout, mine), (other, others) in pairs if layout != other
+    ]
 
 
 def as_json(rows: list[AccuracyRow]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from shoal.facts import support
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
-from shoal.plan import evidence
+from shoal.plan import evidence, practice
 from shoal.plan.best_first import BestFirst, Priced
 from shoal.plan.complexity import parts, plain
 from shoal.plan.headroom import GIB, Headroom, chance, free, out_of_memory
@@ -63,6 +63,8 @@ class Chosen:
     def why(self) -> str:
         """Within which error bar, and what it saves."""
         rival, within = self.rival, f"its error bar of ±{self.rival.error_bar:.0%}"
+        if rival.told_apart < rival.error_bar:
+            within = f"the {rival.told_apart:.0%} below which layouts are not told apart"
         if replicas_only(self.plan.workload.cluster):
             return "On a CPU, every process is a plain replica."
         of_all = "the fastest layout that fits"
@@ -108,7 +110,10 @@ class Chosen:
             yield "it offloads what fits on the devices"
 
     def _better(self) -> Iterator[str]:
-        mine, others = _parts(self.plan), _parts(self.rival)
+        departs = practice.departures(self.rival.workload)
+        mine, others = (
+            [part for part in _parts(one) if part not in practice.NAMES] for one in (self.plan, self.rival)
+        )
         # Replicas are no part by themselves, and yet not saved where they are all there is.
         if saved := [part for part in others if part not in mine and part not in self.plan.layout.written()]:
             added = [part for part in mine if part not in others]
@@ -116,7 +121,9 @@ class Chosen:
             yield f"needs no {_listed(saved, 'or')}{instead}"
         if unsure := [claim for claim in self.rival.unmeasured if claim not in self.plan.unmeasured]:
             yield f"does not depend on {_listed(unsure)}, which no published run has measured"
-        if len(mine) >= len(others) and not unsure:
+        if better := [name for name in departs if name not in practice.departures(self.plan.workload)]:
+            yield f"does as published runs do, without {_listed(better)}"
+        if len(mine) >= len(others) and not unsure and not better:
             yield "has fewer axes or fewer keys"
 
 

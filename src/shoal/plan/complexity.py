@@ -1,14 +1,21 @@
 """What a layout is made of: the parts that its user has to understand, tune and debug.
 
 Plain replicas have none. Every other axis is a part, replicas beside it too, and so is every policy that differs from
-its default: a schedule, chunks, units, a stage of ZeRO, a micro-batch of one's own, recomputation, each offload.
+its default: a schedule, chunks, units, a stage of ZeRO, a micro-batch of one's own, recomputation, each offload. Tensor
+parallelism beyond a node counts twice: every layer then waits for the network, and for whatever slows it down. What
+departs from the practice of published runs is one more thing to explain (``plan/practice.py``).
 """
 
 from __future__ import annotations
 
+from shoal.facts.cluster import Cluster
 from shoal.facts.layout import DEFAULT_CHUNKS, DEGREES, Layout
+from shoal.facts.model import Model
+from shoal.plan import practice
 from shoal.plan.space import Candidate, ModelSplit, PipelineOrder, StateSharding, WorkShare, layout_of
 from shoal.predict.workload import Workload
+
+ACROSS = "tp across nodes"
 
 
 def parts(workload: Workload) -> list[str]:
@@ -17,7 +24,13 @@ def parts(workload: Workload) -> list[str]:
     if not any(axis in written for axis in DEGREES if axis != "dp"):
         written.pop("dp", None)
     offload = written.pop("offload", ())
-    return [*written, *(f"offload={part}" for part in offload)]
+    across = [ACROSS] if crosses(workload.layout.tp, workload.cluster) else []
+    return [*written, *across, *(f"offload={part}" for part in offload), *practice.departures(workload)]
+
+
+def crosses(tp: int, cluster: Cluster) -> bool:
+    """Whether tensor ranks are not all joined by a node's own links."""
+    return tp > practice.fast_links(cluster)
 
 
 def plain(layout: Layout, batch: int) -> Layout:
@@ -32,14 +45,16 @@ def plain(layout: Layout, batch: int) -> Layout:
 # sum over those that were made is a lower bound, and over all of them the number of parts.
 
 
-def of_split(split: ModelSplit) -> int:
+def of_split(split: ModelSplit, model: Model, cluster: Cluster) -> int:
     """At least: whether data ranks are replicas or shards is still open."""
     axes = (split.tp > 1) + (split.cp > 1) + (split.pp > 1)
-    return axes + (axes > 0 and split.data > 1)
+    departs = practice.of_split(split, model, cluster)
+    return axes + (axes > 0 and split.data > 1) + crosses(split.tp, cluster) + departs
 
 
-def of_share(share: WorkShare) -> int:
-    return (not share.sp) + (share.cp_kind != "ring") + (share.ep > 1)
+def of_share(split: ModelSplit, share: WorkShare, model: Model) -> int:
+    policies = (not share.sp) + (share.cp_kind != "ring") + (share.ep > 1)
+    return policies + practice.of_share(split, share, model)
 
 
 def of_order(split: ModelSplit, share: WorkShare, order: PipelineOrder, batch: int) -> int:
@@ -67,10 +82,11 @@ def of_unit(unit: int) -> int:
     return int(unit > 1)
 
 
-def count(candidate: Candidate, batch: int) -> int:
+def count(candidate: Candidate, asked: Workload) -> int:
     """As many as ``parts`` names."""
     split, share, order, states, unit = candidate
-    decided = of_split(split) + of_share(share) + of_order(split, share, order, batch)
+    decided = of_split(split, asked.model, asked.cluster) + of_share(split, share, asked.model)
+    decided += of_order(split, share, order, asked.recipe.batch)
     return decided + of_states(split, share, states) + of_unit(unit)
 
 

@@ -22,6 +22,8 @@ from shoal.plan.scale import best, cost, resized
 
 # From this share of a step on, communication is looked at: would fewer GPUs do as well?
 MUCH = 0.25
+# Nodes that do this share of what as many alone would do scale well.
+WELL = 0.75
 # Steps shorter than this leave little time to read a batch.
 HASTY = 0.1
 
@@ -44,6 +46,8 @@ def decide(asked: PlanRequest, plans: list[Plan], chosen: Chosen | None, remedie
     plan = chosen.plan if chosen else next(iter(plans), None)
     if plan is None or not plan.fits:
         return Decision(_nothing_fits(asked, plans, remedies), True, [])
+    if chosen is None and asked.layout is None:
+        return Decision(_nothing_runs(asked, plan, remedies), True, [])
     if chosen is None:  # a layout is judged alone, without a look at others or at other numbers of GPUs
         sentences = [f"{plan.layout} fits: {_numbers(plan)}", _beside_ddp(plan), *_unrun(plan, remedies)]
         return Decision(" ".join(sentences), plan.world > 1, _input(plan))
@@ -143,6 +147,15 @@ def _nothing_fits(asked: PlanRequest, plans: list[Plan], remedies: list[Remedy])
     return f"{text} None of the changes tried makes it fit."
 
 
+def _nothing_runs(asked: PlanRequest, plan: Plan, remedies: list[Remedy]) -> str:
+    """Something fits, but nothing that the engine runs."""
+    text = (
+        f"No layout of {asked.model.name} on {asked.cluster} that the engine runs fits in memory. {plan.layout} would "
+        f"fit ({duration(plan.step.seconds)}/step), but is {UNRUN} ({plan.lacks}); --export writes it for another stack."
+    )
+    return f"{text} Smallest change that fits: {remedies[0]}." if remedies else text
+
+
 # When not to distribute.
 
 
@@ -195,6 +208,8 @@ def _slow_network(asked: PlanRequest, plan: Plan) -> list[str]:
         return [
             f"One node alone is {1 / faster:.2f} times as fast: the network ({cluster.network.kind}) is too slow."
         ]
+    if faster > WELL * cluster.nodes:
+        return []
     return [
         f"{cluster.nodes} nodes are only {faster:.1f} times as fast as one: the network is the bottleneck."
     ]

@@ -34,7 +34,7 @@ class PlanReport:
 
     asked: PlanRequest
     plans: list[Plan]
-    chosen: Chosen | None  # None where nothing fits, or nothing is left to choose
+    chosen: Chosen | None  # None where nothing fits that can be run, or nothing is left to choose
     rejected: list[tuple[str, str]]  # layout and reason, the nearest first
     searched: int
     evaluated: int  # priced one by one
@@ -56,6 +56,11 @@ class PlanReport:
     def choice(self) -> Plan | None:
         """What the decision says to run; a layout that was asked for, in any case."""
         return self.chosen.plan if self.chosen else self.best
+
+    @property
+    def nothing_runs(self) -> bool:
+        """Whether something fits, but nothing that the engine runs."""
+        return self.chosen is None and self.asked.layout is None and self.best is not None
 
     @property
     def unmeasured(self) -> list[str]:
@@ -131,12 +136,13 @@ def plan_report(asked: PlanRequest, top: int = 10, curve: bool = False) -> PlanR
         searched, evaluated, at_best, chosen = found.searched, found.evaluated, found.at_best, found.chosen
         proven = found.proven
         plans = _shown(found.plans, chosen, top)
+        # Where the engine runs the model but nothing that fits, nothing is chosen: it could not be trained.
+        unrun = chosen is not None and not chosen.plan.runs and engine_runs(chosen.plan.workload)
+        chosen = None if unrun else chosen
         rejected = [(str(loser.layout), loser.reason) for loser in found.rejected]
         remedies = []
         if chosen is None:
-            remedies = for_model(asked)
-        elif not chosen.plan.runs and engine_runs(chosen.plan.workload):
-            remedies = for_model(asked, runnable=True)
+            remedies = for_model(asked, runnable=unrun)
         elif chosen.plan.layout.offload:
             remedies = on_these(asked, resting=True)
     for plan in plans:
@@ -235,7 +241,7 @@ def _chosen(found: PlanReport) -> dict[str, Any]:
     """What ``layout = "auto"`` trains, where the engine runs it."""
     chosen = found.chosen
     if chosen is None:
-        plan = found.best if found.best and found.best.fits else None
+        plan = found.best if found.asked.layout and found.best and found.best.fits else None
         layout = str(plan.layout) if plan else None
         why = "It is the layout you asked for." if plan else found.decision.text
         names = dict.fromkeys(("simplest", "fastest", "safest"), layout)

@@ -1,7 +1,7 @@
 """Find the simplest layout that is fast enough: the walk of ``plan/best_first.py`` in another order.
 
-What has the fewest parts is taken up first (``plan/complexity.py``); of as many parts, what rests on the best
-evidence; of as good evidence, what has the fewest axes; and then the fastest. A decision adds parts or none, so the
+What has the fewest parts is taken up first (``plan/complexity.py``); of as many parts, what follows the practice of
+published runs and then what rests on the best evidence; of as good evidence, what has the fewest axes; and then the fastest. A decision adds parts or none, so the
 first whole layout that comes out on top, within the time and the memory that there are, is simpler than all that is
 left.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shoal.plan import complexity, evidence
+from shoal.plan import complexity, evidence, practice
 from shoal.plan.best_first import Priced, Walk
 from shoal.plan.space import (
     NOTHING,
@@ -35,15 +35,23 @@ class Complexity(NamedTuple):
     """What speaks against a layout, the weightiest first."""
 
     parts: int
+    departures: int  # of these, from the practice of published runs
     unmeasured: int  # claims that no published run supports
     keys: int  # plain replicas have no part, but a key to write: it decides where the rest is equal
     axes: int  # an axis is more than a policy: it has ranks of its own to place
     seconds: float
 
-    def more(self, parts: int, unmeasured: int, seconds: float, keys: int = 0, axes: int = 0) -> Complexity:
+    def more(
+        self, parts: int, unmeasured: int, seconds: float, keys: int = 0, axes: int = 0, departures: int = 0
+    ) -> Complexity:
         """After one more decision."""
         return Complexity(
-            self.parts + parts, self.unmeasured + unmeasured, self.keys + keys, self.axes + axes, seconds
+            self.parts + parts,
+            self.departures + departures,
+            self.unmeasured + unmeasured,
+            self.keys + keys,
+            self.axes + axes,
+            seconds,
         )
 
 
@@ -62,7 +70,8 @@ def rank_of(priced: Priced) -> Complexity:
     """Of a whole layout."""
     workload, candidate = priced.workload, priced.candidate
     return Complexity(
-        complexity.count(candidate, workload.recipe.batch),
+        complexity.count(candidate, workload),
+        len(practice.departures(workload)),
         len(evidence.unmeasured(workload)),
         complexity.replicas_alone(candidate.split, candidate.share, candidate.states),
         sum(degree > 1 for degree in workload.layout.degrees.values()),
@@ -92,9 +101,9 @@ class Simplest(Walk):
         for split in self.space.splits():
             bound = self.bounds.of_split(split)
             axes = sum(degree > 1 for degree in split)
-            self._push(
-                Complexity(complexity.of_split(split), len(known), 0, axes, bound), SimplestNode(split)
-            )
+            where = split, self.asked.model, self.asked.cluster
+            parts, departs = complexity.of_split(*where), practice.of_split(*where)
+            self._push(Complexity(parts, departs, len(known), 0, axes, bound), SimplestNode(split))
 
     def run(self, effort: int | None) -> Priced:
         """The simplest; where so much work does not suffice, the one that was to be beaten."""
@@ -136,19 +145,21 @@ class Simplest(Walk):
             self._push(rank._replace(seconds=priced.step.seconds), priced)
 
     def _open_split(self, rank: Complexity, node: SimplestNode) -> None:
-        split = node.split
+        split, model = node.split, self.asked.model
         ways = list(self.space.shares_by_size(split))
         for shares in ways:
             first = shares[0]
-            if complexity.of_share(first) != node.few:
+            if complexity.of_share(split, first, model) != node.few:
                 continue
+            departs = practice.of_share(split, first, model)
             doubts = _doubts(evidence.of_share(split.cp, first.cp_kind, first.ep))
             for share in self._may_fit(split, shares, self._offloads):
                 bound = self.bounds.of_share(split, share)
                 fewest = min(self._orders_of(split, share))
                 routed = int(share.ep > 1)
-                self._push(rank.more(fewest, doubts, bound, axes=routed), SimplestNode(split, share, fewest))
-        self._later(rank, node, [complexity.of_share(shares[0]) for shares in ways])
+                more = rank.more(fewest, doubts, bound, axes=routed, departures=departs)
+                self._push(more, SimplestNode(split, share, fewest))
+        self._later(rank, node, [complexity.of_share(split, shares[0], model) for shares in ways])
 
     def _later(self, rank: Complexity, node: SimplestNode, numbers: Iterable[int]) -> None:
         """What adds more parts waits until it has its turn."""
