@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -72,7 +72,7 @@ def train(
     json
         Print one JSON document on standard output, everything else on standard error.
     """
-    from shoal.cli.show import print_json, use_calibration
+    from shoal.cli.show import use_calibration
     from shoal.facts.config.file import load
     from shoal.launch import local
     from shoal.launch.nodes import train as on_nodes
@@ -100,21 +100,8 @@ def train(
             report = on_nodes.train(job, directory, together, fresh, console, visible)
         else:
             report = local.train(job, directory, fresh, console, visible)
-    if json:
-        print_json(
-            {
-                "run": str(report.run),
-                "step": report.step,
-                "exit_code": report.code,
-                "message": report.message,
-                "heldout_loss": report.heldout_loss,
-                "last": report.row,
-                **({"tuning": report.tuning} if report.tuning is not None else {}),
-            }
-        )
-    else:
-        summary(report, Console(highlight=False, soft_wrap=True, stderr=report.code == FAILED))
-    return report.code
+    tuning = {"tuning": report.tuning} if report.tuning is not None else {}
+    return answer(report, json, {"heldout_loss": report.heldout_loss, "last": report.row, **tuning})
 
 
 def announced(
@@ -206,7 +193,24 @@ def _further(
     return job, run
 
 
-def summary(report: Report, console: Console) -> None:
+def answer(report: Report, json: bool, more: dict[str, Any]) -> int:
+    """How a call ended, for a program or for a person; its exit code. ``more``: what the document adds."""
+    from shoal.cli.show import print_json
+
+    if json:
+        ended = {
+            "run": str(report.run),
+            "step": report.step,
+            "exit_code": report.code,
+            "message": report.message,
+        }
+        print_json({**ended, **more})
+    else:
+        _summary(report, Console(highlight=False, soft_wrap=True, stderr=report.code == FAILED))
+    return report.code
+
+
+def _summary(report: Report, console: Console) -> None:
     from shoal.facts.losses import mean_over
     from shoal.train.run_directory import RunDirectory
 

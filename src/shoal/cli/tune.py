@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from shoal.launch.report import FAILED
 from shoal.launch.screen import Console
-
-if TYPE_CHECKING:
-    from shoal.facts.layout import Layout
+from shoal.launch.tuning.trials import MOST_LAYOUTS
 
 # Columns that a table may take, so that no layout is cut; it takes as many as it needs.
 UNBROKEN = 1000
@@ -23,7 +20,7 @@ def tune(
     /,
     *,
     layouts: str | None = None,
-    most: int = 4,
+    most: int = MOST_LAYOUTS,
     set: Annotated[list[str] | None, Parameter(negative=())] = None,
     layout: str | None = None,
     run: Path | None = None,
@@ -61,14 +58,18 @@ def tune(
     json
         Print one JSON document on standard output, everything else on standard error.
     """
-    from shoal.cli.show import print_json, use_calibration
-    from shoal.cli.train import announced, summary
+    from shoal.cli.show import use_calibration
+    from shoal.cli.train import announced, answer
     from shoal.facts.config.file import load
+    from shoal.facts.layout import parse_layouts
+    from shoal.facts.problem import BadInput
     from shoal.launch import local
     from shoal.launch.tuning.candidates import Tried
 
     use_calibration(calibration)
-    named = _parsed(layouts)
+    named = parse_layouts(layouts or "")
+    if layouts is not None and not named:
+        raise BadInput("--layouts is empty", '--layouts "dp=4;fsdp=4"')
     first = layout or (str(named[0]) if named else None)
     given = load(config, [*(set or []), "tune.search=true"], first)
     job, directory, console = announced(given, run, fresh)
@@ -77,42 +78,7 @@ def tune(
         tried = Tried(tuple(named), most)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         report = local.train(job, directory, fresh, console, visible, tried=tried)
-    if json:
-        print_json(
-            {
-                "run": str(report.run),
-                "step": report.step,
-                "exit_code": report.code,
-                "message": report.message,
-                **(report.tuning or {}),
-            }
-        )
-    else:
-        summary(report, Console(highlight=False, soft_wrap=True, stderr=report.code == FAILED))
-    return report.code
-
-
-def _parsed(text: str | None) -> list[Layout]:
-    """Every layout that is wrong is told at once."""
-    from dataclasses import replace
-
-    from shoal.facts.layout import Layout
-    from shoal.facts.problem import BadInput, Problem
-
-    if text is None:
-        return []
-    problems: list[Problem] = []
-    found: list[Layout] = []
-    for part in text.split(";"):
-        try:
-            found += [Layout.parse(part)] if part.strip() else []
-        except BadInput as error:
-            problems += [replace(problem, where="--layouts") for problem in error.problems]
-    if not found and not problems:
-        problems.append(Problem("--layouts is empty", '--layouts "dp=4;fsdp=4"'))
-    if problems:
-        raise BadInput(problems)
-    return found
+    return answer(report, json, report.tuning or {})
 
 
 def print_tuning(found: dict[str, Any], console: Console) -> None:

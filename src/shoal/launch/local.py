@@ -94,18 +94,16 @@ def train(
             return attempt(job, run, dataset.path, console, entrypoint, count).run_to_end()
 
 
-def _check_layout(job: Job, run: RunDirectory, visible: str | None) -> None:
-    """Refuse a layout of a job that cannot be trained here."""
-    check_devices(job, visible)
-    check_memory(job)
-    check_scratch(job, run.path)
+def _check_layout(job: Job, run: RunDirectory, visible: str | None, nodes: int = 1) -> None:
+    """Refuse a layout of a job that cannot be trained here, or there."""
+    check_devices(job, visible, nodes)
+    check_memory(job, nodes)
+    check_scratch(job, run.path, nodes)
 
 
 def check(job: Job, run: RunDirectory, visible: str | None, nodes: int = 1) -> None:
     """Refuse what cannot be trained here, or there. Nothing is created."""
-    check_devices(job, visible, nodes)
-    check_memory(job, nodes)
-    check_scratch(job, run.path, nodes)
+    _check_layout(job, run, visible, nodes)
     address_of(job.config.cluster.interface)
     run.check_place()
     run.keep_in(job.config.checkpoint.to)

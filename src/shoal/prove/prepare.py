@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
 
 from rich.console import Console
 
-from shoal.facts.layout import Layout
+from shoal.facts.layout import Layout, parse_layouts
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.support import refuse_servers
 from shoal.launch import local
@@ -37,19 +36,10 @@ def layouts(text: str, job: Job) -> list[Layout]:
                 "--set cluster.share=true (ranks share a GPU), --set cluster.on=4xcpu, or a larger recipe.batch",
             )
         return chosen
-    parts = [part for part in text.split(";") if part.strip()]
-    if not parts:
+    named = parse_layouts(text)
+    if not named:
         raise BadInput("--layouts is empty", '--layouts "dp=2;fsdp=2", or quick, 4d or full')
-    parsed: list[Layout] = []
-    problems: list[Problem] = []
-    for part in parts:
-        try:
-            parsed.append(Layout.parse(part))
-        except BadInput as error:
-            problems.extend(replace(problem, where="--layouts") for problem in error.problems)
-    if problems:
-        raise BadInput(problems)
-    return parsed
+    return named
 
 
 def ready(

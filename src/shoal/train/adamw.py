@@ -20,6 +20,7 @@ from torch.optim.adamw import adamw
 from shoal.models.in_triton import in_triton
 from shoal.models.random import FIRST, GOLDEN, SECOND
 from shoal.train.rounding import MEAN, SQUARE, WEIGHT, Noise, StochasticRounding, parts, settle_rounded
+from shoal.train.steered import with_gradients
 
 # Whether the kernel rounds stochastically where it is asked to. If not, torch's operators do, on a GPU too: slowly.
 ROUNDS_IN_KERNEL = True
@@ -150,41 +151,35 @@ class AdamW(torch.optim.AdamW):
         return torch.ones_like(self.found_inf) if self.grad_scale is None else self.grad_scale
 
     def _step_rounded(self, rounding: StochasticRounding) -> None:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                state = self.started(weight)
-                state["step"] += 1 - self.found_inf
-                _rounded(
-                    weight.detach().view(-1),
-                    weight.grad.reshape(-1),
-                    state["exp_avg"].view(-1),
-                    state["exp_avg_sq"].view(-1),
-                    corrections_of(group, state["step"]),
-                    self._scale(),
-                    self.found_inf,
-                    group,
-                    rounding.noise(weight),
-                )
+        for weight, group in with_gradients(self):
+            state = self.started(weight)
+            state["step"] += 1 - self.found_inf
+            _rounded(
+                weight.detach().view(-1),
+                weight.grad.reshape(-1),
+                state["exp_avg"].view(-1),
+                state["exp_avg_sq"].view(-1),
+                corrections_of(group, state["step"]),
+                self._scale(),
+                self.found_inf,
+                group,
+                rounding.noise(weight),
+            )
 
     def _step_one_by_one(self) -> None:
         """Torch's own takes no gradient that is narrower than its weight: widened, for one weight at a time."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                state, gradient = self.started(weight), weight.grad.to(weight.dtype)
-                self._fused(
-                    weight,
-                    gradient,
-                    state["exp_avg"],
-                    state["exp_avg_sq"],
-                    state["step"],
-                    group,
-                    grad_scale=self.grad_scale,
-                    found_inf=self.found_inf,
-                )
+        for weight, group in with_gradients(self):
+            state, gradient = self.started(weight), weight.grad.to(weight.dtype)
+            self._fused(
+                weight,
+                gradient,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                state["step"],
+                group,
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
+            )
 
     @staticmethod
     def _fused(

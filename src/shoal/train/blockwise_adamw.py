@@ -20,6 +20,7 @@ from shoal.models.random import FIRST, GOLDEN, SECOND
 from shoal.train.adamw import AdamW, corrections_of
 from shoal.train.blockwise import LEAST, MEAN, MOST, SQUARE, MomentCode, decode, encode, scales
 from shoal.train.rounding import WEIGHT, Noise, StochasticRounding, parts, settle_rounded
+from shoal.train.steered import with_gradients
 
 # Elements of a program of the kernel, and its warps.
 PROGRAM, WARPS = 1024, 4
@@ -44,16 +45,13 @@ class BlockwiseAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None or not weight.numel():
-                    continue
+        update = self._in_kernel if self.writes_copies else self._in_operators
+        for weight, group in with_gradients(self):
+            if weight.numel():
                 state = self.started(weight)
                 state["step"] += 1 - self.found_inf
                 corrections = corrections_of(group, state["step"])
-                (self._in_kernel if self.writes_copies else self._in_operators)(
-                    weight, state, corrections, group
-                )
+                update(weight, state, corrections, group)
 
     def _in_operators(
         self, weight: Tensor, state: dict[str, Any], corrections: Tensor, group: dict[str, Any]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.facts.optimizers import LION_ELEMENTS
-from shoal.train.steered import SteeredOptimizer, wide
+from shoal.train.steered import SteeredOptimizer, wide, with_gradients
 
 
 class Lion(SteeredOptimizer):
@@ -22,11 +22,9 @@ class Lion(SteeredOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    for start in range(0, weight.numel(), LION_ELEMENTS):
-                        self._move(weight, slice(start, start + LION_ELEMENTS), group)
+        for weight, group in with_gradients(self):
+            for start in range(0, weight.numel(), LION_ELEMENTS):
+                self._move(weight, slice(start, start + LION_ELEMENTS), group)
 
     def _move(self, weight: Tensor, where: slice, group: dict[str, Any]) -> None:
         lr, (share, decay) = group["lr"], group["betas"]

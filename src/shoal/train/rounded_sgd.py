@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.train.rounding import parts
-from shoal.train.steered import SteeredOptimizer, wide
+from shoal.train.steered import SteeredOptimizer, wide, with_gradients
 
 
 class RoundedSGD(SteeredOptimizer):
@@ -20,12 +20,9 @@ class RoundedSGD(SteeredOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                for part in parts(weight.numel()):
-                    self._move(weight, part, group)
+        for weight, group in with_gradients(self):
+            for part in parts(weight.numel()):
+                self._move(weight, part, group)
 
     def _move(self, weight: Tensor, part: slice, group: dict[str, Any]) -> None:
         """Sums and products by themselves, as in AdamW: the same bits wherever a layout cuts."""

@@ -6,6 +6,7 @@ wait for them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,6 +48,14 @@ class SteeredOptimizer(torch.optim.Optimizer):
             self.settle(old, new)
         else:
             settle_weight(old, new, self.rounding.noise(weight).after(where.start), self.refused)
+
+
+def with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The weights that an update changes, each with the options of its group."""
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if weight.grad is not None:
+                yield weight, group
 
 
 def wide(values: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from shoal.facts.layout import (
     Offload,
     accumulation,
     divisors,
+    parse_layouts,
 )
 from shoal.facts.problem import BadInput
 
@@ -232,6 +233,15 @@ def test_everything_wrong_is_reported_at_once() -> None:
         "offload=cpu+params",
         "'schedule' has no value",
     ]
+
+
+def test_of_several_layouts_too() -> None:
+    assert parse_layouts(" dp=2; ;tp=2,dp=2;") == [Layout(dp=2), Layout(dp=2, tp=2)]
+    assert parse_layouts(";") == []
+    with pytest.raises(BadInput) as caught:
+        parse_layouts("dp=0;fsdp=2;pd=2")
+    found = [(problem.what.split(":")[1].strip(), problem.where) for problem in caught.value.problems]
+    assert found == [("dp=0", "--layouts"), ("unknown key 'pd'", "--layouts")]
 
 
 @given(st.text())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from shoal.launch import worker
 from shoal.launch.assignment import Assignment
-from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
 from shoal.train.loop import train
 from shoal.train.outcome import Outcome
@@ -18,7 +18,7 @@ def work(assignment: Assignment) -> Outcome | None:
     return worker.work(assignment, main=_train)
 
 
-def _train(job: Job, run: object, dataset: object, mesh: Mesh, *rest: object) -> Outcome:
+def _train(job: Job, *rest: Any) -> Outcome:
     if job.layout.fsdp > 1 and int(os.environ["RANK"]) == 1:
         raise ValueError(UNABLE)
-    return train(job, run, dataset, mesh, *rest)  # type: ignore[arg-type]
+    return train(job, *rest)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -79,9 +79,7 @@ def file_of(folder: Path, device: str) -> Path:
 
 def read(path: Path) -> Stored:
     """Raises ``ValueError`` in one line where the file is not a calibration that this version knows."""
-    stored = _checked(path, Stored)
-    _check_name(path, stored.measured.device)
-    return stored
+    return _checked(path, Stored, lambda stored: stored.measured.device)
 
 
 def links_file(folder: Path, device: str) -> Path:
@@ -90,9 +88,7 @@ def links_file(folder: Path, device: str) -> Path:
 
 def read_links(path: Path) -> StoredLinks:
     """Raises ``ValueError`` as ``read`` does."""
-    stored = _checked(path, StoredLinks)
-    _check_name(path, stored.device)
-    return stored
+    return _checked(path, StoredLinks, lambda stored: stored.device)
 
 
 def steps_file(folder: Path, device: str) -> Path:
@@ -101,12 +97,10 @@ def steps_file(folder: Path, device: str) -> Path:
 
 def read_steps(path: Path) -> StoredSteps:
     """Raises ``ValueError`` as ``read`` does."""
-    stored = _checked(path, StoredSteps)
-    _check_name(path, stored.device)
-    return stored
+    return _checked(path, StoredSteps, lambda stored: stored.device)
 
 
-def _checked(path: Path, kind: type[File]) -> File:
+def _checked(path: Path, kind: type[File], device_of: Callable[[File], str]) -> File:
     try:
         stored = kind.model_validate_json(read_bytes(path))
     except ValidationError as error:
@@ -115,12 +109,9 @@ def _checked(path: Path, kind: type[File]) -> File:
         raise ValueError(error.strerror or str(error)) from None
     if stored.format != FORMAT:
         raise ValueError(f"format {stored.format}, this version of Shoal reads {FORMAT}")
-    return stored
-
-
-def _check_name(path: Path, device: str) -> None:
-    if file_of(path.parent, device) != path:
+    if file_of(path.parent, device := device_of(stored)) != path:
         raise ValueError(f"is about {device}, which its name does not say")
+    return stored
 
 
 def with_link(folder: Path, device: str, kind: str, rates: LinkRates) -> StoredLinks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from decimal import Decimal
 from math import isqrt
 from typing import Annotated, Any, Literal
@@ -193,6 +194,20 @@ class Layout(BaseModel):
         if problems:
             raise BadInput(problems)
         return cls(**fields)
+
+
+def parse_layouts(text: str) -> list[Layout]:
+    """What ``--layouts`` names: layouts separated by ";". Everything wrong with any of them is reported together."""
+    found: list[Layout] = []
+    problems: list[Problem] = []
+    for part in text.split(";"):
+        try:
+            found += [Layout.parse(part)] if part.strip() else []
+        except BadInput as error:
+            problems += [replace(problem, where="--layouts") for problem in error.problems]
+    if problems:
+        raise BadInput(problems)
+    return found
 
 
 def accumulation(batch: int, data_ranks: int, micro: int) -> int:

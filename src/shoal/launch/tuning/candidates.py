@@ -10,12 +10,9 @@ from shoal.facts.layout import Layout, nearest
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.recipe import Recipe
 from shoal.launch.tuning.expected import known_steps
-from shoal.launch.tuning.trials import VISIT
+from shoal.launch.tuning.trials import MOST_LAYOUTS, VISIT
 from shoal.plan.resolve import Job
 from shoal.plan.search import searched
-
-# Layouts that are tried at most, that which the run begins in included: the plan's best few.
-MOST = 4
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,7 @@ class Tried:
     """What a search was asked to try beside the layout that the run begins in: what the plan says, unless named."""
 
     named: tuple[Layout, ...] = ()
-    most: int = MOST
+    most: int = MOST_LAYOUTS
 
 
 def candidates(job: Job, tried: Tried, check: Callable[[Job], None]) -> tuple[list[Job], str]:
@@ -71,7 +68,7 @@ def _check(job: Job, most: int) -> None:
             f"--set recipe.steps={2 * VISIT} or more, or shoal train without tune.search",
         )
     if most < 2:
-        raise BadInput(f"--most {most}: nothing to compare", f"--most {MOST}, or any number from 2")
+        raise BadInput(f"--most {most}: nothing to compare", f"--most {MOST_LAYOUTS}, or any number from 2")
 
 
 def in_layout(job: Job, layout: Layout, check: Callable[[Job], None], problems: list[Problem]) -> Job | None:

@@ -12,6 +12,8 @@ from statistics import median
 
 from shoal.launch.tuning.belief import Belief, chance_slower, expected_saving, measured
 
+# Layouts that are tried at most, that which the run begins in included: the plan's best few.
+MOST_LAYOUTS = 4
 # Steps of a process that are not samples. The first makes optimizer states, compiles and loads kernels; the second may
 # be observed.
 WARM_UP = 2

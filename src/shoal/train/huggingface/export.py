@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from shoal.train.first_weights import check_average, merged_weights
 from shoal.train.huggingface.peft_files import write_peft
 from shoal.train.huggingface.side_files import Origin, write_side_files
 from shoal.train.huggingface.weights_file import (
+    FILE_BYTES,
     INDEX,
     TensorEntry,
     cut_into_files,
@@ -39,9 +41,21 @@ from shoal.train.huggingface.weights_file import (
     write_weights_file,
 )
 
-# How each dtype is called on the command line, in config.json and in a safetensors header.
+# How each dtype is called on the command line.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_HEADER = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+# How a safetensors header calls them. Beyond floats, what buffers count and mark with.
+HEADERS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 # Elements in memory at a time; a checkpoint's pieces have up to an eighth of that.
 AT_ONCE = 1 << 26
 # Gives a tensor some rows at a time.
@@ -65,21 +79,15 @@ def export(
     into: Path,
     origin: Origin,
     dtype: str | None = None,
-    file_bytes: int = 5 * 10**9,
+    file_bytes: int = FILE_BYTES,
     average: bool = False,
 ) -> ExportedModel:
-    """All or nothing: written under another name, and renamed when it is whole and on disk.
+    """All or nothing.
 
     ``dtype``: one of ``DTYPES``; None: as the checkpoint has them. No file gets larger than ``file_bytes``, but for one
     that holds a single tensor. ``average``: of the weights, which ``recipe.ema`` keeps, in their place.
     """
-    check_free(into)
-    checkpoint = Checkpoint(found.place, found.step)
-    check_agrees(checkpoint.manifest, found.name, found.of_run)
-    _check_built_here(checkpoint, found.name)
-    if average:
-        check_average(checkpoint)
-    state = AVERAGE if average else "weight"
+    checkpoint, state = _opened(found, into, average)
     model = checkpoint.manifest.parsed_model
     source: TensorSource = partial(_parts, checkpoint, state)
     if model.adapters is not None:
@@ -88,31 +96,31 @@ def export(
     target = DTYPES[dtype] if dtype is not None else held
     named = str(target).removeprefix("torch.")
     entries = [
-        TensorEntry(one.name, _HEADER[_dtype_of(one.name, target)], one.shape) for one in parameters(model)
+        TensorEntry(one.name, HEADERS[_dtype_of(one.name, target)], one.shape) for one in parameters(model)
     ]
     files = cut_into_files(entries, file_bytes)
-    aside = into.with_name(f".{into.name}.unfinished-{os.getpid()}")
-    make_aside(aside)
-    try:
+    with written_aside(into) as aside:
         write_side_files(aside, model, named, origin)
         if len(files) > 1:
             (aside / INDEX).write_text(index_of(files), encoding="utf-8")
         for name, tensors in files.items():
             write_weights_file(aside / name, tensors, _contents(source, tensors, target))
-        sync_directory(aside)
-        aside.rename(into)  # replaces an empty directory
-        sync_directory(into.absolute().parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return ExportedModel(into, found.step, sum(one.bytes for one in entries), len(entries), len(files), named)
 
 
-def _check_built_here(checkpoint: Checkpoint, name: str) -> None:
+def _opened(found: ListedCheckpoint, into: Path, average: bool) -> tuple[Checkpoint, str]:
+    """A checkpoint that can be exported, and which of its states has the weights."""
+    check_free(into)
+    checkpoint = Checkpoint(found.place, found.step)
+    check_agrees(checkpoint.manifest, found.name, found.of_run)
     if (module := checkpoint.manifest.identity.get(MODULE)) is not None:
         raise BadInput(
-            f"{name} is of {module}, a module of a script's own, and only that has its config",
+            f"{found.name} is of {module}, a module of a script's own, and only that has its config",
             "run.export(DIR) in the script, which continues from there with dir=",
         )
+    if average:
+        check_average(checkpoint)
+    return checkpoint, AVERAGE if average else "weight"
 
 
 def check_free(into: Path) -> None:
@@ -120,12 +128,22 @@ def check_free(into: Path) -> None:
         raise BadInput(f"{into} exists and is not empty", "name a directory that does not exist yet")
 
 
-def make_aside(aside: Path) -> None:
+@contextmanager
+def written_aside(into: Path) -> Iterator[Path]:
+    """A directory to write to, under another name; renamed when it is whole and on disk."""
+    aside = into.with_name(f".{into.name}.unfinished-{os.getpid()}")
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
         aside.mkdir()
     except OSError as error:
         raise BadInput(f"cannot write to {aside.parent}: {error.strerror}", "another directory") from None
+    try:
+        yield aside
+        sync_directory(aside)
+        aside.rename(into)  # replaces an empty directory
+        sync_directory(into.absolute().parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _dtype_of(name: str, target: torch.dtype) -> torch.dtype:
@@ -148,18 +166,13 @@ def export_adapters(
     found: ListedCheckpoint, into: Path, origin: Origin, dtype: str | None = None, average: bool = False
 ) -> ExportedModel:
     """The adapters alone, as PEFT has them; all or nothing."""
-    check_free(into)
-    checkpoint = Checkpoint(found.place, found.step)
-    check_agrees(checkpoint.manifest, found.name, found.of_run)
-    _check_built_here(checkpoint, found.name)
-    if average:
-        check_average(checkpoint)
+    checkpoint, state = _opened(found, into, average)
     model = checkpoint.manifest.parsed_model
     if model.adapters is None:
         raise BadInput(f"{found.name} has no adapters: all weights were trained", "--to hf")
     target = DTYPES[dtype] if dtype is not None else checkpoint.dtype("weight")
     base = next((str(path) for path in origin.models), None)
-    written = write_peft(into, checkpoint, model, base, target, AVERAGE if average else "weight")
+    written = write_peft(into, checkpoint, model, base, target, state)
     named = str(target).removeprefix("torch.")
     return ExportedModel(into, found.step, sum(one.nbytes for one in written), len(written), 1, named)
 

@@ -19,6 +19,7 @@ INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 # Of buffers.
 ITEM_BYTES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+FILE_BYTES = 5 * 10**9  # that a file has at most, unless it is told otherwise
 ALIGNMENT = 8  # of the tensors: readers map them into memory
 _WRITTEN_AT_ONCE = 1 << 26
 

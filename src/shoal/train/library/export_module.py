@@ -6,8 +6,6 @@ A checkpoint has the module's own names, as its state dict has. Tensor by tensor
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,30 +14,15 @@ import torch
 
 from shoal.facts.problem import BadInput
 from shoal.train.checkpoint.read import Checkpoint
-from shoal.train.files import sync_directory
-from shoal.train.huggingface.export import check_free, make_aside
+from shoal.train.huggingface.export import HEADERS, check_free, written_aside
 from shoal.train.huggingface.weights_file import (
+    FILE_BYTES,
     INDEX,
     TensorEntry,
     cut_into_files,
     index_of,
     write_weights_file,
 )
-
-FILE_BYTES = 5 * 10**9
-# How a safetensors header calls them. Beyond floats, what buffers count and mark with.
-HEADERS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def export_module(
@@ -59,15 +42,13 @@ def export_module(
         TensorEntry(name, HEADERS[written(name)], shape) for name, shape in checkpoint.manifest.shapes.items()
     ]
     files = cut_into_files(entries, FILE_BYTES)
-    aside = into.with_name(f".{into.name}.unfinished-{os.getpid()}")
-    make_aside(aside)
 
     def contents(tensors: list[TensorEntry]) -> Iterator[memoryview]:
         for one in tensors:
             values = checkpoint.tensor("weight", one.name).to(written(one.name))
             yield values.reshape(-1).view(torch.uint8).numpy().data
 
-    try:
+    with written_aside(into) as aside:
         for name, tensors in files.items():
             write_weights_file(aside / name, tensors, contents(tensors))
         if len(files) > 1:
@@ -82,11 +63,6 @@ def export_module(
         for other in (getattr(module, "generation_config", None), tokenizer):
             if other is not None:
                 other.save_pretrained(aside)
-        sync_directory(aside)
-        aside.rename(into)
-        sync_directory(into.absolute().parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def class_name(module: Any) -> str:

@@ -82,10 +82,6 @@ def _guard(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_pre_hook(refuse)
 
 
-def _devices(tensors: list[Tensor]) -> list[torch.device]:
-    return list(dict.fromkeys(one.device for one in tensors))
-
-
 def fused(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it can be told on the device to scale gradients, or to do nothing."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -105,20 +101,18 @@ def update(
         one.dtype == torch.float64 or one.device != sound.device for one in gradients
     )
     known: bool | None = None
+    plain = isinstance(divisor, float) and divisor == 1.0
     if on_device:
         steered.found_inf = (~sound).float()
-        plain = isinstance(divisor, float) and divisor == 1.0
         steered.grad_scale = None if plain else torch.as_tensor(divisor, device=sound.device).float()
     else:
         known = bool(sound)
         if not known:
             return False
-        if gradients and not (isinstance(divisor, float) and divisor == 1.0):
-            for here in (
-                [one for one in gradients if one.device == device] for device in _devices(gradients)
-            ):
-                number = divisor.to(here[0].device) if isinstance(divisor, Tensor) else divisor
-                torch._foreach_div_(here, number)
+        if not plain:
+            for device in {one.device for one in gradients}:
+                number = divisor.to(device) if isinstance(divisor, Tensor) else divisor
+                torch._foreach_div_([one for one in gradients if one.device == device], number)
     steered._shoal_updates = True
     try:
         optimizer.step()
