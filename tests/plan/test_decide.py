@@ -86,12 +86,13 @@ def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> Non
     assert duration(seconds) == said
 
 
-def test_the_reason_names_the_error_bar_and_what_is_saved() -> None:
+def test_the_reason_names_what_cannot_be_told_apart_and_what_is_saved() -> None:
     found = answered("llama3-8b", "8xH100")
     assert found.chosen is not None
     chosen, fastest = found.chosen.plan, found.chosen.fastest
     assert chosen.layout.degrees["fsdp"] == 8 and fastest.layout.pp > 1
-    assert f"within its error bar of ±{fastest.error_bar:.0%}" in found.decision.text
+    assert fastest.error_bar > fastest.told_apart == 0.1
+    assert "within the 10% below which layouts are not told apart" in found.decision.text
     assert "this one needs no unit, pp, schedule or chunks" in found.decision.text
     assert found.chosen.why in found.decision.text
     document = found.as_json()["chosen"]
@@ -110,12 +111,17 @@ def test_what_is_faster_and_not_run_yet_is_named_and_not_chosen() -> None:
 
 
 @pytest.mark.usefixtures("without_params")
-def test_where_nothing_that_runs_fits_the_choice_is_marked() -> None:
+def test_where_nothing_that_runs_fits_nothing_is_chosen() -> None:
     found = answered.__wrapped__("llama3-70b", "2xA100-40GB", 4096, 16)
-    assert found.chosen is not None and not found.chosen.plan.runs and found.chosen.plan.layout.offload
-    assert "It is priced but not run by the engine yet (layout: offload=" in found.decision.text
-    assert found.as_json()["chosen"]["runs"] is False
+    assert found.chosen is None and found.nothing_runs
+    planned = found.plans[0]
+    assert planned.fits and not planned.runs and planned.layout.offload
+    assert found.decision.text.startswith("No layout of llama3-70b on 2xA100-40GB that the engine runs fits")
+    assert f"{planned.layout} would fit" in found.decision.text
+    document = found.as_json()["chosen"]
+    assert document["layout"] is None and document["runs"] is False and document["why"] == found.decision.text
     assert found.remedies[0].plan.runs, "what can be trained with now comes first"
+    assert f"Smallest change that fits: {found.remedies[0]}" in found.decision.text
 
 
 def test_a_batch_that_is_the_limit_is_said_to_be() -> None:
