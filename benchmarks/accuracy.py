@@ -110,8 +110,8 @@ def _compared(off: list[float]) -> Iterator[str]:
     yield from prose(
         f"Advice compares layouts. Of {len(off):,} pairs that one source ran of one model with one batch on as many",
         f"devices, the ratio of the predictions is off by {fmean(off):.0%} on average and by {median(off):.0%} at the",
-        "median: errors of a model and a device cancel, those of axes and policies do not. The planner gives up no more",
-        "than that for a simpler layout (`WIDEST` of `plan/judge.py`).",
+        "median: errors of a model and a device cancel, those of axes and policies do not. The planner gives up no",
+        "more than that for a simpler layout (`WIDEST` of `plan/judge.py`).",
     )
 
 

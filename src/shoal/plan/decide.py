@@ -150,8 +150,9 @@ def _nothing_fits(asked: PlanRequest, plans: list[Plan], remedies: list[Remedy])
 def _nothing_runs(asked: PlanRequest, plan: Plan, remedies: list[Remedy]) -> str:
     """Something fits, but nothing that the engine runs."""
     text = (
-        f"No layout of {asked.model.name} on {asked.cluster} that the engine runs fits in memory. {plan.layout} would "
-        f"fit ({duration(plan.step.seconds)}/step), but is {UNRUN} ({plan.lacks}); --export writes it for another stack."
+        f"No layout of {asked.model.name} on {asked.cluster} that the engine runs fits in memory. {plan.layout} "
+        f"would fit ({duration(plan.step.seconds)}/step), but is {UNRUN} ({plan.lacks}); --export writes it for "
+        "another stack."
     )
     return f"{text} Smallest change that fits: {remedies[0]}." if remedies else text
 

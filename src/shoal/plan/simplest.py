@@ -1,9 +1,9 @@
 """Find the simplest layout that is fast enough: the walk of ``plan/best_first.py`` in another order.
 
 What has the fewest parts is taken up first (``plan/complexity.py``); of as many parts, what follows the practice of
-published runs and then what rests on the best evidence; of as good evidence, what has the fewest axes; and then the fastest. A decision adds parts or none, so the
-first whole layout that comes out on top, within the time and the memory that there are, is simpler than all that is
-left.
+published runs; of these, what rests on the best evidence; of as good evidence, what has the fewest axes; and then the
+fastest. A decision adds parts or none, so the first whole layout that comes out on top, within the time and the memory
+that there are, is simpler than all that is left.
 """
 
 from __future__ import annotations
