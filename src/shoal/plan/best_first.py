@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect, bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 from math import inf
 from typing import Any, NamedTuple
 
-from shoal.facts.layout import RECOMPUTES, Offload, Recompute
+from shoal.facts.layout import Offload
 from shoal.facts.ledger import Ledger
 from shoal.plan.memory_bound import MemoryBound
+from shoal.plan.orders import Ordered, Orders
 from shoal.plan.space import (
     EVERYTHING,
     FRACTIONS,
@@ -40,10 +41,11 @@ from shoal.predict.time.step import StepTime, step
 from shoal.predict.workload import Workload
 
 # Work is counted in bounds of about 30 microseconds, and not in seconds: the same workload has the same answer on
-# every machine. So many go into pricing a new share, a whole layout, and its memory.
-PRICED_SHARE = 4
-PRICED = 15
-COUNTED = 30
+# every machine. So many go into pricing a whole layout, and its memory.
+PRICED = 30
+COUNTED = 100
+# Once the fastest layout is known, so many go into the fastest ones of further strategies.
+OTHERS = 6000
 # What is offloaded to a host's memory; NVMe is asked where that has no room.
 NEAR = tuple(offload for offload in OFFLOADS if offload not in ON_NVME.values())
 
@@ -52,14 +54,14 @@ StrategyKey = tuple[int, int, int, int, int, bool]
 
 
 class SearchNode(NamedTuple):
-    """Some decisions; what is None is still open."""
+    """Some decisions; what is None is still open. ``alike``: states that differ in the number of their ranks alone."""
 
     split: ModelSplit
-    share: WorkShare | None = None
-    recompute: Recompute | None = None
-    order: PipelineOrder | None = None
-    states: StateSharding | None = None
+    share: WorkShare
+    order: PipelineOrder
     offload: tuple[Offload, ...] = NOTHING
+    alike: tuple[StateSharding, ...] | None = None
+    states: StateSharding | None = None
 
 
 @dataclass(slots=True)
@@ -79,15 +81,18 @@ class Priced:
 
 @dataclass
 class Walk:
-    """What every way through the space has in common: the queue of what comes next, and what may fit of it."""
+    """What every way through the space has in common: the queue of what comes next, and what may fit of it.
+
+    ``known``: layouts with their price, shared by all walks of a search.
+    """
 
     asked: Workload
     bounds: TimeBound
     room: MemoryBound
     space: Space
+    known: dict[Candidate, Priced] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
-        self.evaluated = 0
         self._heap: list[tuple[Any, int, Any]] = []
         self._number = count()
         self._worked = 0
@@ -97,30 +102,25 @@ class Walk:
         self._worked += 1
         heapq.heappush(self._heap, (bound, next(self._number), item))
 
-    def _may_fit(
-        self, split: ModelSplit, shares: list[WorkShare], offloads: Iterable[tuple[Offload, ...]]
-    ) -> list[WorkShare]:
-        """Of shares that differ only in the micro-batch: what rests may fit, and a backward pass beside it."""
-        room = self.room
-        needs = [room.of_split(split, shares[0].ep, offload) for offload in offloads]
-        resting = min((rest for rest, peak in needs if room.fits(split, peak)), default=inf)
-        fitting = bisect(shares, 0, key=lambda one: not room.fits(split, room.of_share(split, one, resting)))
-        self._worked += PRICED_SHARE * fitting
-        return shares[:fitting]
-
     def _states(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, alike: list[StateSharding]
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, alike: Sequence[StateSharding]
     ) -> Iterator[tuple[StateSharding, float]]:
         """Those that may fit, each with how long a step takes at least. Over fewer ranks they need more."""
-        held = self.bounds.handled(split, share, alike[0])
         worked = None
         for states in alike:
             self._worked += 1
             if not self.room.holds(split, share, order, [states]):
                 return
             if worked is None:
-                worked = self.bounds.of_order(split, share, order, held, played=True)
+                worked = self._worked_at_least(split, share, order, states)
             yield states, self.bounds.of_states(split, share, order, states, worked)
+
+    def _worked_at_least(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
+    ) -> float:
+        """The bound of an order, with what these states move of weights."""
+        held = self.bounds.handled(split, share, states)
+        return self.bounds.of_order(split, share, order, held, played=True)
 
     def _may_hold(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, offload: tuple[Offload, ...]
@@ -128,10 +128,18 @@ class Walk:
         return self.room.holds(split, share, order, self.room.frugal(split, offload))
 
     def _priced(self, candidate: Candidate) -> Priced:
-        workload = replace(self.asked, layout=candidate.layout())
-        self.evaluated += 1
-        self._worked += PRICED
-        return Priced(candidate, workload, step(workload, self.bounds.on))
+        priced = self.known.get(candidate)
+        if priced is None:
+            workload = replace(self.asked, layout=candidate.layout())
+            self._worked += PRICED
+            priced = self.known[candidate] = Priced(candidate, workload, step(workload, self.bounds.on))
+        return priced
+
+    def _memory(self, priced: Priced) -> Ledger:
+        if priced.memory is None:
+            self._worked += COUNTED
+            priced.memory = ledger(priced.workload)
+        return priced.memory
 
     def _too_large(self, candidate: Candidate) -> bool:
         """Whether something that needs no more memory did not fit."""
@@ -139,11 +147,8 @@ class Walk:
 
     def _fits(self, priced: Priced) -> bool:
         """If not, neither do states over fewer ranks, or larger units."""
-        candidate = priced.candidate
-        self._worked += COUNTED
-        priced.memory = ledger(priced.workload)
-        alike = self._alike(candidate)
-        fits = self.room.headroom.left_by(priced.memory)
+        candidate, alike = priced.candidate, self._alike(priced.candidate)
+        fits = self.room.headroom.left_by(self._memory(priced))
         if not fits and alike[-1] == candidate.unit:
             self._failed[alike] = max(candidate.states.fsdp, self._failed.get(alike, 0))
         return fits
@@ -161,11 +166,11 @@ class Walk:
 
 @dataclass
 class BestFirst(Walk):
-    """One search on its way."""
+    """One search on its way, through ``orders`` and what each of them leaves open."""
 
+    orders: Orders
     top: int
-    before: dict[StrategyKey, float] = field(default_factory=dict)  # strategies with a plan already: its time
-    settled: set[StrategyKey] = field(default_factory=set)  # those that cannot get a better one
+    settled: set[StrategyKey] = field(default_factory=set)  # strategies that cannot get a better plan
     at_best: float | None = None  # where it was broken off: what is left takes at least so long
     accepted: list[Priced] = field(default_factory=list)
     lost: list[Priced] = field(default_factory=list)
@@ -174,66 +179,83 @@ class BestFirst(Walk):
         super().__post_init__()
         self._offloaded: set[tuple[object, ...]] = set()
         self._tried: set[tuple[object, ...]] = set()
-        for split in self.space.splits():
-            self._push(self.bounds.of_split(split), SearchNode(split))
+        self._place = 0
 
-    def run(self, effort: int | None, until_one_fits: bool = False) -> None:
-        """To the end, or until so much work is done; None: to the end. It can be called again, and goes on."""
+    def run(self, effort: int | None) -> None:
+        """Until the fastest of all is known, or so much work is done; None: however much it takes. Then the fastest of
+        further strategies, as far as a little more work finds them. It can be called again, and goes on.
+        """
         self.at_best = None
-        enough = None if effort is None else self._worked + effort
-        while self._heap and not self._enough():
-            if (enough is not None and self._worked >= enough) or (until_one_fits and self.accepted):
-                self.at_best = self._heap[0][0]
-                return
-            _, _, item = heapq.heappop(self._heap)
-            if isinstance(item, Priced):
+        enough = inf if effort is None else self._spent + effort
+        while not self.accepted and (bound := self._bound()) is not None:
+            if self._spent >= enough:
+                self.at_best = bound
+                break
+            self._next(bound)
+        self._find_others()
+
+    def _find_others(self) -> None:
+        enough = self._spent + OTHERS
+        while len(self.accepted) < self.top and self._spent < enough and (bound := self._bound()) is not None:
+            self._next(bound)
+        # What is priced by now and was not reached.
+        for _, _, item in sorted(one for one in self._heap if isinstance(one[2], Priced)):
+            if len(self.accepted) < self.top:
                 self._decide(item)
-            else:
-                self._open(item)
+        self._heap = [one for one in self._heap if not isinstance(one[2], Priced)]
+        heapq.heapify(self._heap)
+        self.accepted.sort(key=lambda one: one.step.seconds)
 
-    def _enough(self) -> bool:
-        """Whether so many strategies have plans that nothing that is left can be among the best."""
-        if len(self.accepted) + len(self.before) < self.top:
-            return False
-        bound: float = self._heap[0][0]
-        return len(self.accepted) + sum(seconds <= bound for seconds in self.before.values()) >= self.top
+    @property
+    def _spent(self) -> int:
+        return self._worked + self.orders.worked
 
-    def plans(self) -> dict[StrategyKey, float]:
-        """The time of every strategy that has a plan by now."""
-        return self.before | {one.strategy: one.step.seconds for one in self.accepted}
+    def _bound(self) -> float | None:
+        """What all that is left takes at least; None where nothing is."""
+        ordered = self.orders.at(self._place)
+        least = [one for one in (ordered and ordered.seconds, self._heap and self._heap[0][0]) if one]
+        return min(least) if least else None
 
-    def _open(self, node: SearchNode) -> None:
-        """One more decision."""
-        split, share, recompute, order, states, _ = node
-        if share is None:
-            for shares in self.space.shares_by_size(split):
-                for one in self._may_fit(split, shares, (NOTHING, *self.space.offloads)):
-                    self._push(self.bounds.of_share(split, one), SearchNode(split, one))
-        elif recompute is None:
-            for again in RECOMPUTES:
-                self._push(self.bounds.of_share(split, share, again), SearchNode(split, share, again))
-        elif order is None:
-            for each in self.space.orders(split, recompute):
-                self._push(
-                    self.bounds.of_order(split, share, each), SearchNode(split, share, recompute, each)
-                )
-        elif states is None:
-            self._open_order(node, share, order)
+    def _next(self, bound: float) -> None:
+        """Whatever may be the fastest."""
+        ordered = self.orders.at(self._place)
+        if ordered is not None and ordered.seconds <= bound:
+            self._place += 1
+            self._open_order(ordered)
+            return
+        _, _, item = heapq.heappop(self._heap)
+        if isinstance(item, Priced):
+            self._decide(item)
+        elif item.states is not None:
+            self._price(item.split, item.share, item.order, item.states)
+        elif item.alike is not None:
+            self._open_alike(item, item.alike)
         else:
-            self._price(split, share, order, states)
+            self._open_states(item)
 
-    def _open_order(self, node: SearchNode, share: WorkShare, order: PipelineOrder) -> None:
-        split, offload = node.split, node.offload
-        self._worked += 2
-        fits = self._may_hold(split, share, order, offload)
-        for alike in self.space.sharings(split, share.ep, offload) if fits else ():
-            if strategy_of(split, share, alike[0]) in self.settled:
-                continue
-            found = list(self._states(split, share, order, alike))
-            for states, bound in found:
-                self._push(bound, node._replace(states=states))
-            fits = fits and len(found) == len(alike)
-        if not fits and not offload:
+    def _open_order(self, one: Ordered) -> None:
+        _, split, share, order = one
+        self._worked += 1
+        if self._may_hold(split, share, order, NOTHING):
+            self._open_states(SearchNode(split, share, order))
+        else:
+            self._offload(split, share, order, NEAR)
+
+    def _open_states(self, node: SearchNode) -> None:
+        split, share, order, offload, _, _ = node
+        for alike in self.space.sharings(split, share.ep, offload):
+            if strategy_of(split, share, alike[0]) not in self.settled:
+                bound = self._worked_at_least(split, share, order, alike[0])
+                self._push(bound, node._replace(alike=tuple(alike)))
+
+    def _open_alike(self, node: SearchNode, alike: tuple[StateSharding, ...]) -> None:
+        split, share, order, offload, _, _ = node
+        if strategy_of(split, share, alike[0]) in self.settled:
+            return
+        found = list(self._states(split, share, order, alike))
+        for states, bound in found:
+            self._push(bound, node._replace(states=states))
+        if len(found) < len(alike) and not offload:
             self._offload(split, share, order, NEAR)
 
     def _offload(
@@ -257,7 +279,7 @@ class BestFirst(Walk):
                 continue
             if self._may_hold(split, share, order, offload):
                 bound = self.bounds.of_offload(split, share, order, offload, worked)
-                self._push(bound, SearchNode(split, share, order.recompute, order, None, offload))
+                self._push(bound, SearchNode(split, share, order, offload))
 
     def _price(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
@@ -285,7 +307,6 @@ class BestFirst(Walk):
             self.lost.append(priced)
         elif not self._too_large(priced.candidate) and self._fits(priced):
             self.accepted.append(self._balanced(priced))
-            self.before.pop(strategy, None)
             self.settled |= {strategy, (*strategy[:-1], True)}
 
     def _balanced(self, priced: Priced) -> Priced:
@@ -303,14 +324,11 @@ class BestFirst(Walk):
         def tried(fraction: float) -> Priced:
             part = offload["optimizer"].model_copy(update={"fraction": fraction})
             parts = tuple({**offload, "optimizer": part}.values())
-            one = self._priced(candidate._replace(states=candidate.states._replace(offload=parts)))
-            self._worked += COUNTED
-            one.memory = ledger(one.workload)
-            return one
+            return self._priced(candidate._replace(states=candidate.states._replace(offload=parts)))
 
         def fits(fraction: float) -> bool:
-            candidate, memory = tried(fraction).candidate, tried(fraction).memory
-            return memory is not None and self.room.headroom.left_by(memory) and self.space.admits(candidate)
+            one = tried(fraction)
+            return self.room.headroom.left_by(self._memory(one)) and self.space.admits(one.candidate)
 
         fitting = FRACTIONS[bisect_left(FRACTIONS, True, key=fits) :]
         if not fitting:

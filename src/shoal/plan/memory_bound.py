@@ -21,6 +21,7 @@ from shoal.facts.config import Lora
 from shoal.facts.layout import RECOMPUTES, V_SHAPED, Layout, Offload, Recompute, Schedule, Zero, accumulation
 from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.offload import waiting
+from shoal.facts.layout.offload_activations import blocks_away
 from shoal.facts.layout.parameter_groups import placement
 from shoal.facts.model import Model
 from shoal.facts.nf4 import WIDTH
@@ -57,6 +58,8 @@ class Blocks(NamedTuple):
 
     dense: int
     sparse: int
+    first: bool = False  # of the network
+    last: bool = False
 
 
 class KeptActivations(NamedTuple):
@@ -306,12 +309,12 @@ class MemoryBound:
         rank: int,
     ) -> KeptActivations:
         """Activations in the backward pass of the last block, with the weights that autograd keeps in a cast."""
-        stay = not any(one.what == "activations" for one in offload)
+        sent = waiting(offload, "activations")
         cast = cast and self.hold.cast and self.lora is None and order.recompute == "none"
-        return self._activations(split, share, order, stay, cast, rank)
+        return self._activations(split, share, order, sent.fraction if sent else 0.0, cast, rank)
 
     def _counted(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, stay: bool, cast: bool, rank: int
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, sent: float, cast: bool, rank: int
     ) -> KeptActivations:
         chunks = self._chunks_of(split.pp, order, rank)
         times = accumulation(self.recipe.batch, split.data, share.micro)
@@ -321,11 +324,15 @@ class MemoryBound:
         cast = cast and not compiled
         for blocks in chunks:
             held = late = 0.0
+            away = (
+                len(blocks_away(blocks.dense + blocks.sparse, sent, blocks.first, blocks.last)) if sent else 0
+            )
             for experts, count in ((False, blocks.dense), (True, blocks.sparse)):
                 if not count:
                     continue
                 one = self._block(split, share, order.recompute, experts, compiled)
-                held += count * share.micro * one.resting * stay
+                # Which kind stays is not looked at.
+                held += max(0, count - away) * share.micro * one.resting
                 late += count * share.micro * one.deferred
                 working = min(working, share.micro * one.fullest)
                 if cast:
@@ -380,7 +387,8 @@ class MemoryBound:
         stages = stages_here(self.model, pp, order.chunks, order.schedule, self.cut_by, rank)
         sparse = [sum(self.model.has_experts(number) for number in stage.layers) for stage in stages]
         return tuple(
-            Blocks(len(stage.layers) - routed, routed) for stage, routed in zip(stages, sparse, strict=True)
+            Blocks(len(stage.layers) - routed, routed, stage.first, stage.last)
+            for stage, routed in zip(stages, sparse, strict=True)
         )
 
     @cached_property

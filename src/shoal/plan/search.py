@@ -24,7 +24,8 @@ from shoal.plan.choose import Chosen, choose, planned
 from shoal.plan.headroom import NONE, USUAL, Headroom
 from shoal.plan.judge import Plan, Replicas, replicas
 from shoal.plan.memory_bound import MemoryBound
-from shoal.plan.space import Space
+from shoal.plan.orders import Orders
+from shoal.plan.space import Candidate, Space
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.time.step import cost_model
 from shoal.predict.workload import Workload
@@ -36,8 +37,6 @@ REJECTED = 20
 EFFORT = 12500
 # One that has found nothing that fits goes on for up to so many times as long.
 PATIENCE = 16
-# A space of so many layouts is gone through to its end, or nearly.
-SMALL = 100_000
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class SearchResult:
     searched: int  # layouts of the space; all of them are decided where the search is complete
     evaluated: int  # of these, how many were priced one by one
     seconds: float
-    complete: bool  # whether the search came to its end; if not, ``at_best`` is what it may have missed
+    complete: bool  # whether the fastest is known, or that nothing fits; if not, ``at_best`` is what it may have missed
     at_best: float | None = None  # seconds of a step that no layout left out can be faster than
     chosen: Chosen | None = None  # what to run
 
@@ -101,29 +100,51 @@ def search(
     asked = Workload(model, cluster, recipe, Layout(), stack, tune or TuneSection(), lora, compile)
     count_of_devices = devices or cluster.devices
     bounds = TimeBound(cost_model(asked), asked.tune, lora, count_of_devices, compile)
-    room = MemoryBound(model, cluster, recipe, stack, lora, compile, headroom or NONE)
+    most = MemoryBound(model, cluster, recipe, stack, lora, compile, headroom or NONE)
     apart = cluster.device.name != "cpu"
     ours = stack.name not in RULES  # what another stack does not run is of no use to anyone
     space = Space(model, recipe, count_of_devices, runnable=ours, apart=apart, lora=lora)
     space = space if ours else replace(space, stack=stack.name)
+    lists: dict[tuple[object, ...], Orders] = {}
+    known: dict[Candidate, Priced] = {}
+
+    def hunted(room: MemoryBound, space: Space, effort: int | None) -> list[BestFirst]:
+        """A hunt through a space. Broken off empty-handed, it is followed by one through what needs little memory."""
+
+        def hunt(space: Space) -> BestFirst:
+            orders = lists.get(space.key)
+            if orders is None:
+                orders = lists[space.key] = Orders(bounds, most, replace(space, apart=apart))
+            return BestFirst(asked, bounds, room, space, orders, top, known=known)
+
+        whole = hunt(space)
+        whole.run(effort)
+        if effort is None or whole.accepted or whole.at_best is None:
+            return [whole]
+        frugal = hunt(replace(space, frugal=True))
+        frugal.run(PATIENCE * effort)
+        frugal.at_best = None  # what it leaves out is among what the whole leaves out
+        if not frugal.accepted:
+            whole.run(PATIENCE * effort)
+        return [whole, frugal]
+
     hunts: list[BestFirst] = []
-    choosing = room
+    choosing = most
     if space.runs or runnable or not ours:
         # What may be chosen. Something is offloaded only where nothing fits without; where nothing leaves the usual
         # headroom, less is left.
-        rooms = (room,) if headroom else (replace(room, headroom=USUAL), room)
+        rooms = (most,) if headroom else (replace(most, headroom=USUAL), most)
         for choosing, away in product(rooms, (False, True) if apart else (False,)):
-            hunts = _hunted(BestFirst(asked, bounds, choosing, replace(space, apart=away), top), effort)
+            hunts = hunted(choosing, replace(space, apart=away), effort)
             if any(hunt.accepted for hunt in hunts):
                 break
     able = any(hunt.accepted for hunt in hunts)
     chosen_from = [*hunts]
     # Everything.
     space = replace(space, runnable=runnable and ours)
-    whole = BestFirst(asked, bounds, room, space, top)
-    beyond = _hunted(whole, effort and 3 * effort, frugal_first=space.size() > SMALL)
+    beyond = hunted(most, space, effort)
     if not able:
-        chosen_from, choosing = beyond, room
+        chosen_from, choosing = beyond, most
     against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
     plans = _ranked([*hunts, *beyond], top, against)
     chosen = choose(asked, bounds, choosing, chosen_from, [*hunts, *beyond], against)
@@ -133,7 +154,7 @@ def search(
         plans,
         _rejected(hunts, plans),
         space.size(),
-        sum(hunt.evaluated for hunt in hunts),
+        len(known),
         time.perf_counter() - started,
         complete=at_best is None,
         at_best=at_best,
@@ -179,32 +200,6 @@ def usable(cluster: Cluster, batch: int) -> list[int]:
     if cluster.name != "local" and cluster.device.name != "cpu":
         return [cluster.devices]
     return [count for count in reversed(divisors(max(1, batch))) if count <= cluster.devices]
-
-
-def _hunted(whole: BestFirst, effort: int | None, frugal_first: bool = False) -> list[BestFirst]:
-    """A hunt through a space. If it is broken off empty-handed, another goes through what needs little memory.
-
-    ``frugal_first``: that one at once. Of all that could be fast on a large cluster most does not fit, and no hunt
-    comes to an end of it; what is left out is then bounded, and no more.
-    """
-    if effort is None:
-        whole.run(None)
-        return [whole]
-    frugal = BestFirst(
-        whole.asked, whole.bounds, whole.room, replace(whole.space, frugal=True), whole.top,
-        before={**whole.before}, settled={*whole.settled},
-    )  # fmt: skip
-    if frugal_first:
-        frugal.run(effort)
-        whole.before = frugal.plans()
-    whole.run(0 if frugal_first else effort)
-    turns = [(frugal, PATIENCE), (whole, PATIENCE)]
-    for hunt, times in turns if frugal_first else [(whole, 1), *turns]:
-        if whole.at_best is not None and not whole.plans() and not frugal.plans():
-            hunt.run(times * effort, until_one_fits=True)
-            hunt.run(effort // 4)
-    frugal.at_best = None  # what it leaves out is among what the whole leaves out
-    return [whole, frugal]
 
 
 def _ranked(hunts: list[BestFirst], top: int, against: Replicas) -> list[Plan]:

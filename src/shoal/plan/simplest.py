@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from shoal.plan import complexity, evidence, practice
 from shoal.plan.best_first import Priced, Walk
+from shoal.plan.orders import PRICED_SHARE, may_fit
 from shoal.plan.space import (
     NOTHING,
     Candidate,
@@ -153,7 +154,9 @@ class Simplest(Walk):
                 continue
             departs = practice.of_share(split, first, model)
             doubts = _doubts(evidence.of_share(split.cp, first.cp_kind, first.ep))
-            for share in self._may_fit(split, shares, self._offloads):
+            fitting = may_fit(self.room, split, shares, self._offloads)
+            self._worked += PRICED_SHARE * len(fitting)
+            for share in fitting:
                 bound = self.bounds.of_share(split, share)
                 fewest = min(self._orders_of(split, share))
                 routed = int(share.ep > 1)

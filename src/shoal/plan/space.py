@@ -165,6 +165,11 @@ class Space:
         self._sharings = cache(self._sharings_of)
         self._ways = cache(self._ways_of)
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What splits, shares and orders depend on, of what one search may ask for in several ways."""
+        return self.frugal, *(self._searched(key) for key in ("cp", "ep"))
+
     def splits(self) -> Iterator[ModelSplit]:
         if not self._legal(Layout()):
             return  # a sequence that is longer than learned positions

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from math import inf
 from typing import NamedTuple
 
 from shoal.facts.config import Lora, TuneSection
@@ -39,26 +40,34 @@ from shoal.predict.rank_parameters import (
 from shoal.predict.time import context, host, layer
 from shoal.predict.time import expert as experts
 from shoal.predict.time.bubble import Idle, follows, idle
-from shoal.predict.time.layer import Passes
+from shoal.predict.time.layer import Passes, Seconds
 from shoal.predict.time.offload import Beside, Offloadable, Shares, transfer
 from shoal.predict.time.step import (
+    ALWAYS,
     CostModel,
     RankKind,
     beside_products,
     resting_bytes,
     stage_kinds,
     update_seconds,
+    within_pass,
 )
 from shoal.predict.traffic import expert, tensor
 from shoal.predict.workload import Workload
+
+NO_END = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Exchange(NamedTuple):
     """Seconds that data ranks exchange in a step, by what they do it beside."""
 
-    forward: float
-    backward: float
-    alone: float
+    forward: float = 0.0  # for every micro-batch, beside its passes
+    backward: float = 0.0
+    bare_forward: float = 0.0  # of these, what has nothing to hide behind: a block's, of each micro-batch
+    bare_backward: float = 0.0
+    once_forward: float = 0.0  # once, beside one micro-batch's passes
+    once_backward: float = 0.0
+    alone: float = 0.0
 
 
 class Costs(NamedTuple):
@@ -66,10 +75,19 @@ class Costs(NamedTuple):
 
     dense: float  # a layer, there and back, with what it repeats and what it exchanges within
     sparse: float  # and a layer with experts
-    first: float  # the embedding
-    last: float  # the head and the loss
+    first: Seconds  # the embedding
+    last: Seconds  # the head and the loss
+    dense_computed: float  # the same layers without exchange
+    sparse_computed: float
     forward: float  # the slower kind of layer, without exchange
     backward: float
+
+    def ends(self, kind: RankKind) -> float:
+        """Of the embedding and the head, what a rank has; weight gradients are counted with their inputs'."""
+        first, last = self.first, self.last
+        return (first.forward + first.input if kind.first else 0.0) + (
+            last.forward + last.input if kind.last else 0.0
+        )
 
 
 @dataclass
@@ -89,6 +107,12 @@ class TimeBound:
         self._body = cache(self._all_layers)
         self._compiles = cache(self._compiled_blocks)
         self._offloading = cache(self._with_offload)
+        self._hosts = cache(self._host_of_layer)
+        # Frozen weights have no gradients; where some are, that of the others is left out.
+        self.frozen = self.lora is not None or self.recipe.freezes
+        # A step waits for the slowest of all devices, and once for the host.
+        self.behind = host.slowest(self.devices, self.on.rates.device.spread)
+        self.once = host.at_least_once(self.on)
         self.cut_by = None if self.stack.even_stages else self.recipe.seq
         self._costs: dict[tuple[object, ...], Costs] = {}
         self._first: dict[tuple[object, ...], tuple[float, float, int]] = {}
@@ -106,7 +130,7 @@ class TimeBound:
 
     @cached_property
     def _products(self) -> float:
-        each = 4 if self.lora else 6
+        each = 4 if self.frozen else 6
         flops = float(each) * matrix_parameters(self.model) * self.recipe.batch * self.recipe.seq
         if self.model.experts is not None:
             flops /= 2  # a rank's tokens do not spread evenly over its experts, and rows are rounded down
@@ -116,9 +140,9 @@ class TimeBound:
         """All computation and exchange within layers, evenly over the pipeline."""
         costs = self.costs(split, share, recompute, layer.NONE)
         (whole,) = self.kinds(1, 1, "1f1b")
-        total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.first + costs.last
+        total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.ends(whole)
         times = accumulation(self.recipe.batch, split.data, share.micro)
-        return times * total / split.pp
+        return times * total / split.pp + self.once
 
     def of_order(
         self,
@@ -134,20 +158,22 @@ class TimeBound:
         that never fills, whose waiting has no formula and takes a while to find.
         """
         costs = self.costs(split, share, order.recompute, held, self._compiled(split, order))
-        hosts = sum(host.of_layer(self.on, order.recompute, self._compiled(split, order)))
+        hosts = self._hosts(order.recompute, self._compiled(split, order))
         total = slowest = 0.0
-        for dense, sparse, first, last, ranks, _ in self.kinds(split.pp, order.chunks, order.schedule):
-            seconds = dense * costs.dense + sparse * costs.sparse
-            if first:
-                seconds += costs.first
-            if last:
-                seconds += costs.last
+        computed = inf
+        for kind in self.kinds(split.pp, order.chunks, order.schedule):
+            dense, sparse, first, last, ranks, _ = kind
+            ends = costs.ends(kind) if first or last else 0.0
+            seconds = dense * costs.dense + sparse * costs.sparse + ends
             seconds = max(seconds, hosts * (dense + sparse))
             total += ranks * seconds
             slowest = max(slowest, seconds)
+            # Whichever rank turns out to be the slowest, its devices compute as long.
+            computed = min(computed, dense * costs.dense_computed + sparse * costs.sparse_computed + ends)
         times = accumulation(self.recipe.batch, split.data, share.micro)
+        always = times * self.behind * computed + self.once
         if split.pp == 1:
-            return times * slowest
+            return times * slowest + always
         waits = Idle((split.pp - 1) / (3 * order.chunks), 0.0)  # the least that any schedule can have
         if played or follows(order.schedule, split.pp, order.chunks, times):
             waits = idle(order.schedule, split.pp, order.chunks, times)
@@ -158,9 +184,8 @@ class TimeBound:
         if split.tp > 1 and (share.sp or self.stack.parts_messages):
             tokens //= split.tp
         size = tokens * self.model.hidden * compute_width(self.recipe)
-        return worked + waits.messages * self.on.links.seconds(
-            "send", size, split.pp, self.devices // split.pp
-        )
+        message = self.on.links.seconds("send", size, split.pp, self.devices // split.pp)
+        return worked + waits.messages * message + always
 
     def of_offload(
         self,
@@ -183,11 +208,19 @@ class TimeBound:
         held = self.handled(split, share, states)
         costs = self.costs(split, share, order.recompute, held, self._compiled(split, order))
         layers = max(kind.dense + kind.sparse for kind in self.kinds(split.pp, order.chunks, order.schedule))
-        # It hides behind every micro-batch's pass, and once more what comes at the end of a step.
-        overlap, passes = self.stack.overlap, (times + 1) * layers
-        left = exchange.forward - overlap * min(exchange.forward, passes * costs.forward)
-        left += exchange.backward - overlap * min(exchange.backward, passes * costs.backward)
-        return worked + left + exchange.alone + self._update(split, share, order, states)
+        forward, backward = layers * costs.forward, layers * costs.backward
+        left = exchange.alone
+        for seconds, bare, beside in (
+            (exchange.forward, exchange.bare_forward, times * forward),
+            (exchange.backward, exchange.bare_backward, times * backward),
+            (exchange.once_forward, 0.0, forward),
+            (exchange.once_backward, 0.0, backward),
+        ):
+            left += seconds - self.stack.overlap * min(seconds - bare, beside)
+        return worked + left + self._update(split, share, order, states)
+
+    def _host_of_layer(self, recompute: Recompute, compiled: bool) -> float:
+        return sum(host.of_layer(self.on, recompute, compiled))
 
     def handled(self, split: ModelSplit, share: WorkShare, states: StateSharding) -> Passes:
         sharded = states.zero == 3 and placed(split, states).sharded.size > 1
@@ -235,7 +268,7 @@ class TimeBound:
         routed = sum(
             self._seconds(workload, call) for call in expert.tokens(workload, body) if call.group != "ep"
         )
-        seconds, forwards, backwards = [0.0, 0.0], [0.0], [0.0]
+        seconds, computed, forwards, backwards = [0.0, 0.0], [0.0, 0.0], [0.0], [0.0]
         for place, count in ((0, body.dense), (1, body.sparse)):
             if not count:
                 continue
@@ -248,9 +281,10 @@ class TimeBound:
             if place:
                 routed += sum(experts.waits(workload, self.on, body, part).values())
             again = {"none": 0.0, "selective": one.again, "full": one.full}[recompute]
-            backward = one.input + (0.0 if self.lora else one.weight) + again
+            backward = one.input + (0.0 if self.frozen else one.weight) + again
+            computed[place] = one.forward + backward
             seconds[place] = (
-                one.forward + backward + shared + within / body.layers + (routed / count if place else 0.0)
+                computed[place] + shared + within / body.layers + (routed / count if place else 0.0)
             )
             forwards.append(one.forward)
             backwards.append(backward)
@@ -258,14 +292,17 @@ class TimeBound:
         embedding = self.on.embedding(tokens, rows, held)
         head = self.on.head(tokens, rows, held)
         first, last = (
-            end.forward + end.input + (0.0 if self.lora else end.weight) for end in (embedding, head)
+            end if self.frozen else end._replace(input=end.backward, weight=0.0) for end in (embedding, head)
         )
-        return Costs(seconds[0], seconds[1], first, last, max(forwards), max(backwards))
+        return Costs(*seconds, first, last, *computed, max(forwards), max(backwards))
 
     def _seconds(self, workload: Workload, call: CollectiveCall) -> float:
         ranks = workload.ranks_of(call.group)
-        left = beside_products(self.stack, workload.layout.sp, call)
-        return call.count * left * self.on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
+        if call.phase in ALWAYS:
+            each = within_pass(self.on, workload, call, ranks)
+        else:
+            each = self.on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
+        return call.count * beside_products(self.stack, workload.layout.sp, call) * each
 
     def _stage_kinds(self, pp: int, chunks: int, schedule: str) -> tuple[RankKind, ...]:
         return stage_kinds(self.model, pp, chunks, schedule, self.cut_by)
@@ -279,45 +316,71 @@ class TimeBound:
     def _exchange(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
     ) -> Exchange:
-        """Each rank's blocks as one message; embedding and head are left out."""
+        """Each rank's parameters as one message."""
         body = self._body(split.tp, share.sp)
         kinds = self.kinds(split.pp, order.chunks, order.schedule)
         times = accumulation(self.recipe.batch, split.data, share.micro)
         elements = min(
-            kind.dense * body.dense_block.elements + kind.sparse * body.sparse_block.elements
+            kind.dense * body.dense_block.elements
+            + kind.sparse * body.sparse_block.elements
+            + kind.first * body.embedding.elements
+            + kind.last * body.head.elements
             for kind in kinds
         )
-        passes = 1 if split.pp > 1 else times  # in a pipeline everything is exchanged once a step
-        found = self._exchanged(elements, placed(split, states), passes, split.pp > 1, states.zero)
+        passes = 0 if split.pp > 1 else times  # in a pipeline everything is exchanged once a step
+        blocks = [one.elements for one in (body.dense_block, body.sparse_block) if one.elements]
+        ends = body.embedding.elements + body.head.elements
+        found = self._exchanged(elements, placed(split, states), passes, states.zero, ends, min(blocks))
         routed = min(kind.sparse for kind in kinds) * expert_elements(self.model, split.tp, share.ep)
         if not routed:
             return found
-        more = self._exchanged(routed, placed(split, states, share.ep), passes, split.pp > 1, states.zero)
+        more = self._exchanged(routed, placed(split, states, share.ep), passes, states.zero)
         return Exchange(*(a + b for a, b in zip(found, more, strict=True)))
 
-    def _exchanged(self, elements: int, where: Placement, passes: int, piped: bool, zero: int) -> Exchange:
-        """Of so many parameters on a rank: all of a kind as one message, ``passes`` times a step."""
+    def _exchanged(
+        self, elements: int, where: Placement, passes: int, zero: int, ends: int = 0, block: int = 0
+    ) -> Exchange:
+        """Of so many parameters on a rank: all of a kind as one message, ``passes`` times a step; 0: once, for all.
+
+        ``ends``: of these, those of embedding and head. ``block``: those of the smallest block.
+        """
         recipe, seconds = self.recipe, self.on.links.seconds
         (_, shards, stride), (_, copies, copies_stride) = where
-        reduced = 0 if self.lora else elements * reduce_width(recipe)
-        backward = 0.0
-        if reduced:
-            backward = seconds("all_reduce", reduced // shards, copies, copies_stride)
+        reduced = 0 if self.frozen else elements * reduce_width(recipe)
+        summed = seconds("all_reduce", reduced // shards, copies, copies_stride) if reduced else 0.0
         if shards == 1:
-            return Exchange(0.0, backward, 0.0)
+            return Exchange(once_backward=summed)
         scattered = seconds("reduce_scatter", reduced, shards, stride) if reduced else 0.0
         if zero == 3:
-            gathered = passes * seconds("all_gather", elements * gathered_width(recipe), shards, stride)
+            gathered = seconds("all_gather", elements * gathered_width(recipe), shards, stride)
+            if not passes:
+                return Exchange(once_forward=gathered, once_backward=summed + scattered)
             # The last group of blocks stays gathered for the backward pass; so may those that are told to persist.
             again = 0.0
-            if not piped and not self.tune.persist_below:
-                again = gathered * max(0.0, 1 - UNITS[-1] / self.model.layers)
-            return Exchange(gathered, again + backward + passes * scattered, 0.0)
+            if not self.tune.persist_below:
+                left = int((elements - ends) * max(0.0, 1 - UNITS[-1] / self.model.layers))
+                again = seconds("all_gather", left * gathered_width(recipe), shards, stride) if left else 0.0
+            bare = block * reduce_width(recipe) if reduced else 0
+            return Exchange(
+                passes * gathered,
+                passes * (again + scattered),
+                passes * seconds("all_gather", block * gathered_width(recipe), shards, stride)
+                if block
+                else 0.0,
+                passes * seconds("reduce_scatter", bare, shards, stride) if bare else 0.0,
+                once_backward=summed,
+            )
         if not reduced:
-            return Exchange(0.0, 0.0, 0.0)
+            return Exchange()
+        each_time = scattered if zero == 2 and passes else 0.0
         updated = seconds("all_gather", int(elements * weight_width(recipe)), shards, stride)
-        summed = backward + (passes if zero == 2 else 1) * scattered
-        return Exchange(updated, summed, 0.0) if self.stack.gathers_ahead else Exchange(0.0, summed, updated)
+        ahead = self.stack.gathers_ahead
+        return Exchange(
+            backward=passes * each_time,
+            once_forward=updated if ahead else 0.0,
+            once_backward=summed + scattered - each_time,
+            alone=0.0 if ahead else updated,
+        )
 
     def _update(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
@@ -334,9 +397,14 @@ class TimeBound:
         # The longer a step computes, the more hides behind it: at most so long.
         held = self.handled(split, share, states)
         costs = self.costs(split, share, order.recompute, held, self._compiled(split, order))
-        most = max(kind.dense + kind.sparse for kind in self.kinds(split.pp, order.chunks, order.schedule))
-        ends = costs.first + costs.last
-        beside = Beside(most * costs.forward + ends, most * costs.backward + ends, most * costs.forward)
+        forward = backward = blocks = 0.0
+        for kind in self.kinds(split.pp, order.chunks, order.schedule):
+            here = kind.dense + kind.sparse
+            first, last = costs.first if kind.first else NO_END, costs.last if kind.last else NO_END
+            blocks = max(blocks, here * costs.forward)
+            forward = max(forward, here * costs.forward + first.forward + last.forward)
+            backward = max(backward, here * costs.backward + first.input + last.input)
+        beside = Beside(forward, backward, blocks)
         # Tensors are cut so that at least the fraction is offloaded; what arrives last is left out.
         parts = (waiting(states.offload, what) for what in Shares._fields)
         away = Shares(*(part.fraction if part else 0.0 for part in parts))

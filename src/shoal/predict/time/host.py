@@ -92,6 +92,11 @@ def once(workload: Workload, on: CostModel, optimizer: float) -> float:
     return seen.once + max(0.0, tensors * seen.tensor - optimizer)
 
 
+def at_least_once(on: CostModel) -> float:
+    """What ``once`` is in every layout."""
+    return HOST_ONCE * on.stack.host if (seen := _seen(on)) is None else seen.once
+
+
 Pass = tuple[float, float]  # seconds of the device, and of the host that starts it
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shoal.facts.cluster.stack import Stack
 from shoal.facts.layout import Layout
-from shoal.facts.layout.parameter_groups import DENSE
+from shoal.facts.layout.parameter_groups import DENSE, RankGroup
 from shoal.facts.model import Model
 from shoal.facts.optimizers import ITERATIONS
 from shoal.facts.precision import MOMENT_BYTES, compute_width, state_width
@@ -274,11 +274,10 @@ def _communicated(workload: Workload, on: CostModel, stage: int) -> tuple[Spent,
         if call.phase in ("message", "control") or call.group in ("cp", "ep"):
             continue  # of context ranks see ``context``, of experts' ``expert``
         ranks = workload.ranks_of(call.group)
-        each = on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
         if call.phase in ALWAYS:
-            each += on.stack.arrival * (on.links.neighbours(ranks.size, ranks.stride) - 1)
-            if on.stack.copies_sequence and workload.micro > 1 and call.op in SEQUENCE_OPS:
-                each += on.kernels.moved(2 * call.bytes)
+            each = within_pass(on, workload, call, ranks)
+        else:
+            each = on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
         seconds = call.count * each * beside_products(on.stack, workload.layout.sp, call)
         place, divided = _place(call, each_time, workload.layout)
         if call.phase == "update" and call.op == "all_gather" and on.stack.gathers_ahead:
@@ -288,6 +287,15 @@ def _communicated(workload: Workload, on: CostModel, stage: int) -> tuple[Spent,
         if place in alone:
             alone[place] = max(alone[place], each)
     return spent, once, alone
+
+
+def within_pass(on: CostModel, workload: Workload, call: CollectiveCall, ranks: RankGroup) -> float:
+    """One exchange that a pass waits for: ranks arrive apart, and some sort out what they were sent."""
+    each = on.links.seconds(call.op, call.bytes, ranks.size, ranks.stride)
+    each += on.stack.arrival * (on.links.neighbours(ranks.size, ranks.stride) - 1)
+    if on.stack.copies_sequence and workload.micro > 1 and call.op in SEQUENCE_OPS:
+        each += on.kernels.moved(2 * call.bytes)
+    return each
 
 
 def beside_products(stack: Stack, sp: bool, call: CollectiveCall) -> float:
