@@ -272,7 +272,7 @@ def leaves_headroom(memory: Document) -> bool:
 
 
 def _simplest(document: Document, plan: Document) -> Iterator[Broken]:
-    """Of all plans that are shown, run, leave the headroom and cut no short sequences."""
+    """Of all plans that are shown, run, leave the headroom, cut no short sequences and offload nothing needlessly."""
     seq, batch = document["recipe"]["seq"], document["recipe"]["batch"]
     rivals = [
         each
@@ -280,6 +280,7 @@ def _simplest(document: Document, plan: Document) -> Iterator[Broken]:
         if each["fits"]
         and each["support"] == "runs"
         and leaves_headroom(each["memory"])
+        and ("offload=" in plan["layout"] or "offload=" not in each["layout"])
         and (each["degrees"]["cp"] == 1 or seq >= max(32768, 4096 * each["degrees"]["cp"]))
     ]
     fastest = min([plan, *rivals], key=lambda each: float(each["step"]["seconds"]))

@@ -116,7 +116,7 @@ def test_parts_have_the_names_of_their_keys() -> None:
         "unit",
     ]
     assert named("dp=2,tp=4,sp=0") == ["dp", "tp", "sp"]
-    assert named("fsdp=4,pp=2,schedule=zb,chunks=4") == ["fsdp", "pp", "schedule", "chunks"]
+    assert named("fsdp=4,pp=2,schedule=interleaved,chunks=4") == ["fsdp", "pp", "schedule", "chunks"]
     assert named("fsdp=8,offload=optimizer+params") == ["fsdp", "offload=optimizer", "offload=params"]
 
 

@@ -12,9 +12,16 @@ from shoal.facts.layout import Layout
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.plan.accuracy import judged, ratios
-from shoal.plan.complexity import ACROSS, parts
+from shoal.plan.complexity import parts
 from shoal.plan.judge import WIDEST
-from shoal.plan.practice import EXPERTS_EVERYWHERE, STAGES_FIRST, departures
+from shoal.plan.practice import (
+    ACROSS_NODES,
+    EXPERTS_EVERYWHERE,
+    NAMES,
+    RARE_SCHEDULE,
+    STAGES_FIRST,
+    departures,
+)
 from shoal.plan.published_runs import read
 from shoal.predict.workload import Workload
 
@@ -30,6 +37,7 @@ def asked(layout: str, model: str = "gpt3-175b", on: str = "64xA100-80GB") -> Wo
     [
         ("fsdp=2,tp=4,pp=8", "gpt3-175b", "64xA100-80GB", [STAGES_FIRST]),
         ("tp=8,pp=8", "gpt3-175b", "64xA100-80GB", []),
+        ("dp=4,tp=16", "gpt3-175b", "64xA100-80GB", [ACROSS_NODES]),
         ("fsdp=16,tp=4", "gpt3-175b", "64xA100-80GB", []),  # no stages
         ("fsdp=8,pp=8", "gpt3-175b", "64xA100-80GB", []),  # no tensor ranks
         ("tp=2,pp=2", "gpt3-175b", "2x2xA100-80GB", []),  # a node holds no more
@@ -37,16 +45,14 @@ def asked(layout: str, model: str = "gpt3-175b", on: str = "64xA100-80GB") -> Wo
         ("fsdp=64,ep=8", "mixtral-8x7b", "64xH100", []),
         ("tp=4,pp=2", "mixtral-8x7b", "8xH100", [STAGES_FIRST]),  # no data rank that could hold other experts
         ("fsdp=64", "llama3-8b", "64xH100", []),
+        ("fsdp=8,pp=8,schedule=interleaved", "llama3-8b", "64xH100", []),
+        ("fsdp=8,pp=8,schedule=zb", "llama3-8b", "64xH100", [RARE_SCHEDULE]),
     ],
 )
 def test_departures(layout: str, model: str, on: str, expected: list[str]) -> None:
     workload = asked(layout, model, on)
     assert departures(workload) == expected
-    assert [part for part in parts(workload) if part in (STAGES_FIRST, EXPERTS_EVERYWHERE)] == expected
-
-
-def test_tensor_ranks_beyond_a_node_count_twice() -> None:
-    assert ACROSS in parts(asked("dp=4,tp=16")) and ACROSS not in parts(asked("dp=8,tp=8"))
+    assert [part for part in parts(workload) if part in NAMES] == expected
 
 
 def test_what_is_given_up_is_what_comparisons_are_off_by() -> None:

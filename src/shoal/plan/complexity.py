@@ -1,8 +1,7 @@
 """What a layout is made of: the parts that its user has to understand, tune and debug.
 
 Plain replicas have none. Every other axis is a part, replicas beside it too, and so is every policy that differs from
-its default: a schedule, chunks, units, a stage of ZeRO, a micro-batch of one's own, recomputation, each offload. Tensor
-parallelism beyond a node counts twice: every layer then waits for the network, and for whatever slows it down. What
+its default: a schedule, chunks, units, a stage of ZeRO, a micro-batch of one's own, recomputation, each offload. What
 departs from the practice of published runs is one more thing to explain (``plan/practice.py``).
 """
 
@@ -15,8 +14,6 @@ from shoal.plan import practice
 from shoal.plan.space import Candidate, ModelSplit, PipelineOrder, StateSharding, WorkShare, layout_of
 from shoal.predict.workload import Workload
 
-ACROSS = "tp across nodes"
-
 
 def parts(workload: Workload) -> list[str]:
     """By the name of their key, in the order in which a layout is printed."""
@@ -24,13 +21,7 @@ def parts(workload: Workload) -> list[str]:
     if not any(axis in written for axis in DEGREES if axis != "dp"):
         written.pop("dp", None)
     offload = written.pop("offload", ())
-    across = [ACROSS] if crosses(workload.layout.tp, workload.cluster) else []
-    return [*written, *across, *(f"offload={part}" for part in offload), *practice.departures(workload)]
-
-
-def crosses(tp: int, cluster: Cluster) -> bool:
-    """Whether tensor ranks are not all joined by a node's own links."""
-    return tp > practice.fast_links(cluster)
+    return [*written, *(f"offload={part}" for part in offload), *practice.departures(workload)]
 
 
 def plain(layout: Layout, batch: int) -> Layout:
@@ -49,7 +40,7 @@ def of_split(split: ModelSplit, model: Model, cluster: Cluster) -> int:
     """At least: whether data ranks are replicas or shards is still open."""
     axes = (split.tp > 1) + (split.cp > 1) + (split.pp > 1)
     departs = practice.of_split(split, model, cluster)
-    return axes + (axes > 0 and split.data > 1) + crosses(split.tp, cluster) + departs
+    return axes + (axes > 0 and split.data > 1) + departs
 
 
 def of_share(split: ModelSplit, share: WorkShare, model: Model) -> int:
@@ -61,7 +52,7 @@ def of_order(split: ModelSplit, share: WorkShare, order: PipelineOrder, batch: i
     """With the micro-batch: what is usual depends on the schedule."""
     chunks = order.chunks != DEFAULT_CHUNKS.get(order.schedule, 1)
     policies = (order.schedule != "1f1b") + chunks + (order.recompute != "none")
-    return policies + (share.micro != usual_micro(split, order, batch))
+    return policies + (share.micro != usual_micro(split, order, batch)) + practice.of_order(split, order)
 
 
 def of_states(split: ModelSplit, share: WorkShare, states: StateSharding) -> int:

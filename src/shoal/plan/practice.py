@@ -5,8 +5,11 @@ measured such runs at length settled on a few rules, which stand for what a cost
 from them where it is faster by more than that; otherwise it has to be explained, and so a departure counts as a part
 (``plan/complexity.py``).
 
-- Tensor ranks fill a node before there are pipeline stages: Narayanan et al., "Efficient Large-Scale Language Model
-  Training on GPU Clusters Using Megatron-LM" (SC 2021), takeaway 1; so do Korthikanti et al. (2022) and Llama 3 405B.
+- Tensor ranks stay within a node: beyond it every layer waits for the network, and for whatever slows that down. And
+  they fill it before there are pipeline stages: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+  Clusters Using Megatron-LM" (SC 2021), takeaway 1; so do Korthikanti et al. (2022) and Llama 3 405B.
+- Stages follow 1F1B, plain or interleaved: every published row of Shoal's collection that has stages does, and so did
+  Llama 3 405B. What leaves fewer bubbles than these has been reported by its authors.
 - Experts are spread over ranks rather than gathered on each: GShard (2020), Mixtral in Megatron-Core's recipes,
   DeepSeek-V3.
 """
@@ -14,13 +17,17 @@ from them where it is faster by more than that; otherwise it has to be explained
 from __future__ import annotations
 
 from shoal.facts.cluster import Cluster
+from shoal.facts.layout import Schedule
 from shoal.facts.model import Model
-from shoal.plan.space import ModelSplit, WorkShare
+from shoal.plan.space import ModelSplit, PipelineOrder, WorkShare
 from shoal.predict.workload import Workload
 
+ACROSS_NODES = "tensor ranks across nodes"
 STAGES_FIRST = "pipeline stages before tensor ranks fill a node"
 EXPERTS_EVERYWHERE = "every expert on every rank"
-NAMES = STAGES_FIRST, EXPERTS_EVERYWHERE
+RARE_SCHEDULE = "a schedule that few have run"
+NAMES = ACROSS_NODES, STAGES_FIRST, EXPERTS_EVERYWHERE, RARE_SCHEDULE
+USUAL_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved")
 
 
 def fast_links(cluster: Cluster) -> int:
@@ -29,19 +36,27 @@ def fast_links(cluster: Cluster) -> int:
 
 
 def of_split(split: ModelSplit, model: Model, cluster: Cluster) -> int:
-    return int(_stages_first(split.tp, split.pp, model, cluster))
+    return (split.tp > fast_links(cluster)) + _stages_first(split.tp, split.pp, model, cluster)
 
 
 def of_share(split: ModelSplit, share: WorkShare, model: Model) -> int:
     return int(_everywhere(share.ep, split.data * split.cp, model))
 
 
+def of_order(split: ModelSplit, order: PipelineOrder) -> int:
+    return int(_rare(split.pp, order.schedule))
+
+
 def departures(workload: Workload) -> list[str]:
     """By name."""
     layout, model, cluster = workload.layout, workload.model, workload.cluster
-    found = [STAGES_FIRST] if _stages_first(layout.tp, layout.pp, model, cluster) else []
+    found = [ACROSS_NODES] if layout.tp > fast_links(cluster) else []
+    if _stages_first(layout.tp, layout.pp, model, cluster):
+        found.append(STAGES_FIRST)
     if _everywhere(layout.ep, layout.data_ranks * layout.cp, model):
         found.append(EXPERTS_EVERYWHERE)
+    if _rare(layout.pp, layout.schedule):
+        found.append(RARE_SCHEDULE)
     return found
 
 
@@ -53,3 +68,7 @@ def _stages_first(tp: int, pp: int, model: Model, cluster: Cluster) -> bool:
 
 def _everywhere(ep: int, ranks: int, model: Model) -> bool:
     return model.experts is not None and ep == 1 and ranks > 1
+
+
+def _rare(pp: int, schedule: Schedule) -> bool:
+    return pp > 1 and schedule not in USUAL_SCHEDULES

@@ -135,7 +135,8 @@ class Simplest(Walk):
             for each in orders[few]:
                 doubts = _doubts(evidence.of_order(split.pp, each.schedule, each.recompute))
                 bound = self.bounds.of_order(split, share, each)
-                self._push(rank.more(0, doubts, bound), node._replace(order=each))
+                departs = practice.of_order(split, each)
+                self._push(rank.more(0, doubts, bound, departures=departs), node._replace(order=each))
             self._later(rank, node, orders)
         elif states is None:
             self._open_order(rank, node, share, order)
