@@ -9,9 +9,8 @@ from tests.docs.questions import RULES, Question
 # What is not so yet, by question: what is broken of it. A question that keeps its rules has no place here, and one that
 # breaks another rule than said fails.
 BROKEN: dict[str, set[str]] = {
-    # Experts across nodes: the engine sends a token once for each of its experts, also to those of one node, and computes
-    # nothing meanwhile; eight ranks within a node are then faster by a fifth. As DeepSeek's own software does it, its
-    # layout is the faster one (tests/plan/test_deepseek.py).
+    # Experts across nodes: the engine sends a token once for each of its experts, also to those of one node, and
+    # computes nothing meanwhile; eight ranks within a node are then faster (docs/questions.md).
     "q17": {"rule"},
 }
 

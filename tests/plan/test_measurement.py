@@ -36,7 +36,7 @@ def test_beyond_the_limit_the_other_layout_wins() -> None:
 
 
 def test_a_layout_that_nearly_fills_the_device_is_measured_for_memory() -> None:
-    found = answered("llama3-8b", "8xH100")
+    found = answered("llama3-8b", "16xH100", 8192, 128)
     measurement, plan = found.measurement, found.choice
     assert measurement is not None and plan is not None and measurement.what == "memory"
     assert (

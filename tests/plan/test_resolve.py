@@ -66,13 +66,13 @@ def test_auto_on_a_named_cluster_uses_all_of_it_also_where_the_batch_does_not_di
 
 def test_auto_where_nothing_fits_is_refused_and_says_what_to_do() -> None:
     found = problems(
-        model={"preset": "llama3-70b"},
-        cluster={"on": "8xH100"},
+        model={"preset": "llama3-405b"},
+        cluster={"on": "1xH100"},
         recipe={"seq": 4096, "batch": 64, "precision": "bf16"},
     )
     assert found == {
-        "layout: auto: no layout that the engine runs is predicted to fit 8xH100": (
-            "shoal plan llama3-70b --on 8xH100 --seq 4096 --batch 64 says what would; "
+        "layout: auto: no layout that the engine runs is predicted to fit 1xH100": (
+            "shoal plan llama3-405b --on 1xH100 --seq 4096 --batch 64 says what would; "
             "a layout that you name is tried in any case"
         )
     }

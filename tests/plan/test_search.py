@@ -192,7 +192,7 @@ def test_plans_are_ranked_marked_and_set_against_their_rivals() -> None:
     assert times == sorted(times) and len(times) == 10
     assert found.plans[0].tie and found.plans[0] in found.ties
     assert all(
-        plan.tie == (plan.step.seconds <= times[0] * (1 + found.plans[0].error_bar)) for plan in found.plans
+        plan.tie == (plan.step.seconds <= times[0] * (1 + found.plans[0].told_apart)) for plan in found.plans
     )
     assert found.runnable is not None and found.runnable.layout.cp == 1
     assert len({plan.layout for plan in found.plans}) == 10

@@ -8,7 +8,7 @@ keeps which states (``StateSharding``). A ``Candidate`` is all four.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -168,7 +168,8 @@ class Space:
     @property
     def key(self) -> tuple[object, ...]:
         """What splits, shares and orders depend on, of what one search may ask for in several ways."""
-        return self.frugal, *(self._searched(key) for key in ("cp", "ep"))
+        away = replace(self, apart=True).offloads  # what may fit, where it may wait elsewhere
+        return self.frugal, away, *(self._searched(key) for key in ("cp", "ep"))
 
     def splits(self) -> Iterator[ModelSplit]:
         if not self._legal(Layout()):
