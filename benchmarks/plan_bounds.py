@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 
 from shoal.facts.cluster import Cluster, notation
 from shoal.facts.cluster.stack import SHOAL, Stack
@@ -32,6 +33,7 @@ from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import NOTHING, Candidate, Space, StateSharding
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
+from shoal.predict.memory.device import HOST_USABLE, NVME_USABLE
 from shoal.predict.time.step import cost_model, step
 from shoal.predict.workload import Workload as Question
 
@@ -185,6 +187,7 @@ def too_high(case: Workload, one: Candidate) -> Iterator[str]:
     needs = {
         "of_split": at_update,
         "of_share": room.of_share(split, share, resting),
+        "of_orders": room.of_orders(split, share, case.space.orders(split, order.recompute), states.offload),
         "of_order": room.of_order(split, share, order, states.offload),
         "of_states": room.of_states(split, share, order, states),
     }
@@ -192,7 +195,10 @@ def too_high(case: Workload, one: Candidate) -> Iterator[str]:
         if bound > peak:
             yield f"memory {name}: {bound / 2**20:.3f} MiB, predicted {memory.peak_allocated / 2**20:.3f} MiB"
     # What fits is not dropped, whatever the device's size: this one fits exactly.
-    exactly = MemoryBound(case.asked.model, _sized(case.asked.cluster, memory.device_p90), *_rest(case.asked))
+    sized = _sized(case.asked.cluster, memory)
+    exactly = MemoryBound(case.asked.model, sized, *_rest(case.asked))
+    if not exactly.has_place(split, share, order, states):
+        yield f"memory has_place: {memory.host} bytes of a host and {memory.nvme} of its disks are not enough"
     if not exactly.fits(split, memory.peak_allocated):
         yield f"memory fits: {memory.device_p90} bytes are not enough for a plan that needs as many"
     if share.ep > 1:
@@ -213,9 +219,14 @@ def _frugal(one: Candidate) -> StateSharding:
     return one.states._replace(dp=one.split.data // most, fsdp=most)
 
 
-def _sized(cluster: Cluster, size: int) -> Cluster:
-    device = cluster.device.model_copy(update={"memory_bytes": size})
-    return cluster.model_copy(update={"device": device})
+def _sized(cluster: Cluster, memory: Ledger) -> Cluster:
+    """One whose devices, hosts and disks have room for as much and no more."""
+    device = cluster.device.model_copy(update={"memory_bytes": memory.device_p90})
+    host, nvme = (
+        ceil(size * cluster.devices_per_node / usable) + 2 * cluster.devices_per_node
+        for size, usable in ((memory.host, HOST_USABLE), (memory.nvme, NVME_USABLE))
+    )
+    return cluster.model_copy(update={"device": device, "host_memory": host, "nvme": nvme})
 
 
 def _rest(asked: Question) -> tuple[Recipe, Stack, Lora | None]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from shoal.facts.layout import Offload
 from shoal.facts.ledger import Ledger
 from shoal.plan.memory_bound import MemoryBound
-from shoal.plan.orders import Ordered, Orders
+from shoal.plan.orders import OrderGroup, OrderGroups
 from shoal.plan.space import (
     EVERYTHING,
     FRACTIONS,
@@ -37,15 +37,16 @@ from shoal.plan.space import (
 )
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
+from shoal.predict.time.layer import Passes
 from shoal.predict.time.step import StepTime, step
 from shoal.predict.workload import Workload
 
 # Work is counted in bounds of about 30 microseconds, and not in seconds: the same workload has the same answer on
-# every machine. So many go into pricing a whole layout, and its memory.
+# every machine. So many go into pricing a whole layout, and into its memory, for which a pipeline is played through.
 PRICED = 30
-COUNTED = 100
+COUNTED, PLAYED = 30, 3
 # Once the fastest layout is known, so many go into the fastest ones of further strategies.
-OTHERS = 6000
+OTHERS = 3000
 # What is offloaded to a host's memory; NVMe is asked where that has no room.
 NEAR = tuple(offload for offload in OFFLOADS if offload not in ON_NVME.values())
 
@@ -56,10 +57,11 @@ StrategyKey = tuple[int, int, int, int, int, bool]
 class SearchNode(NamedTuple):
     """Some decisions; what is None is still open. ``alike``: states that differ in the number of their ranks alone."""
 
+    group: OrderGroup
     split: ModelSplit
     share: WorkShare
     order: PipelineOrder
-    offload: tuple[Offload, ...] = NOTHING
+    offload: tuple[Offload, ...] | None = None
     alike: tuple[StateSharding, ...] | None = None
     states: StateSharding | None = None
 
@@ -79,7 +81,7 @@ class Priced:
         return strategy_of(split, share, states)
 
 
-@dataclass
+@dataclass(eq=False)
 class Walk:
     """What every way through the space has in common: the queue of what comes next, and what may fit of it.
 
@@ -109,7 +111,9 @@ class Walk:
         worked = None
         for states in alike:
             self._worked += 1
-            if not self.room.holds(split, share, order, [states]):
+            if not self.room.holds(split, share, order, states):
+                return
+            if states.offload and not self.room.has_place(split, share, order, states):
                 return
             if worked is None:
                 worked = self._worked_at_least(split, share, order, states)
@@ -125,7 +129,7 @@ class Walk:
     def _may_hold(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, offload: tuple[Offload, ...]
     ) -> bool:
-        return self.room.holds(split, share, order, self.room.frugal(split, offload))
+        return self.room.may_hold(split, share, order, offload)
 
     def _priced(self, candidate: Candidate) -> Priced:
         priced = self.known.get(candidate)
@@ -137,7 +141,7 @@ class Walk:
 
     def _memory(self, priced: Priced) -> Ledger:
         if priced.memory is None:
-            self._worked += COUNTED
+            self._worked += COUNTED + PLAYED * (priced.workload.layout.pp * priced.workload.layout.chunks - 1)
             priced.memory = ledger(priced.workload)
         return priced.memory
 
@@ -164,11 +168,11 @@ class Walk:
         return split, share, order, strategy_of(split, share, states)[4], states.offload, ranks, least
 
 
-@dataclass
+@dataclass(eq=False)
 class BestFirst(Walk):
-    """One search on its way, through ``orders`` and what each of them leaves open."""
+    """One search on its way, through ``groups`` of orders and what each of them leaves open."""
 
-    orders: Orders
+    groups: OrderGroups
     top: int
     settled: set[StrategyKey] = field(default_factory=set)  # strategies that cannot get a better plan
     at_best: float | None = None  # where it was broken off: what is left takes at least so long
@@ -179,6 +183,7 @@ class BestFirst(Walk):
         super().__post_init__()
         self._offloaded: set[tuple[object, ...]] = set()
         self._tried: set[tuple[object, ...]] = set()
+        self._nodes: dict[Candidate, SearchNode] = {}  # where what is priced came from
         self._place = 0
 
     def run(self, effort: int | None) -> None:
@@ -208,82 +213,106 @@ class BestFirst(Walk):
 
     @property
     def _spent(self) -> int:
-        return self._worked + self.orders.worked
+        return self._worked + self.groups.worked
 
     def _bound(self) -> float | None:
         """What all that is left takes at least; None where nothing is."""
-        ordered = self.orders.at(self._place)
-        least = [one for one in (ordered and ordered.seconds, self._heap and self._heap[0][0]) if one]
-        return min(least) if least else None
+        group = self.groups.at(self._place)
+        if group is None:
+            return self._heap[0][0] if self._heap else None
+        return min(group.seconds, self._heap[0][0]) if self._heap else group.seconds
 
     def _next(self, bound: float) -> None:
         """Whatever may be the fastest."""
-        ordered = self.orders.at(self._place)
-        if ordered is not None and ordered.seconds <= bound:
+        group = self.groups.at(self._place)
+        if group is not None and group.seconds <= bound:
             self._place += 1
-            self._open_order(ordered)
+            self._open_group(group)
             return
         _, _, item = heapq.heappop(self._heap)
         if isinstance(item, Priced):
             self._decide(item)
         elif item.states is not None:
-            self._price(item.split, item.share, item.order, item.states)
+            self._price(item, item.states)
         elif item.alike is not None:
             self._open_alike(item, item.alike)
-        else:
+        elif item.offload is not None:
             self._open_states(item)
-
-    def _open_order(self, one: Ordered) -> None:
-        _, split, share, order = one
-        self._worked += 1
-        if self._may_hold(split, share, order, NOTHING):
-            self._open_states(SearchNode(split, share, order))
         else:
-            self._offload(split, share, order, NEAR)
+            self._open_order(item)
+
+    def _open_group(self, group: OrderGroup) -> None:
+        """None of its orders is opened where none may fit."""
+        self._worked += 1
+        most = EVERYTHING[group.orders[0].recompute]
+        ways = (NOTHING, most) if self.space.offloads else (NOTHING,)
+        if not any(self._any_may_hold(group, offload) for offload in ways):
+            return
+        for seconds, order in self.groups.ordered(group):
+            node = SearchNode(group, group.split, group.share, order)
+            heapq.heappush(self._heap, (seconds, next(self._number), node))
+
+    def _any_may_hold(self, group: OrderGroup, offload: tuple[Offload, ...]) -> bool:
+        return self.room.fits(
+            group.split, self.room.of_orders(group.split, group.share, group.orders, offload)
+        )
+
+    def _open_order(self, node: SearchNode) -> None:
+        self._worked += 1
+        if self._any_may_hold(node.group, NOTHING) and self._may_hold(*node[1:4], NOTHING):
+            self._open_states(node._replace(offload=NOTHING))
+        else:
+            self._offload(node, NEAR)
 
     def _open_states(self, node: SearchNode) -> None:
-        split, share, order, offload, _, _ = node
-        for alike in self.space.sharings(split, share.ep, offload):
+        _, split, share, order, offload, _, _ = node
+        known: dict[Passes, float] = {}
+        for alike in self.space.sharings(split, share.ep, offload or NOTHING):
             if strategy_of(split, share, alike[0]) not in self.settled:
-                bound = self._worked_at_least(split, share, order, alike[0])
-                self._push(bound, node._replace(alike=tuple(alike)))
+                held = self.bounds.handled(split, share, alike[0])
+                if held not in known:
+                    known[held] = self.bounds.of_order(split, share, order, held, played=True)
+                self._push(known[held], node._replace(alike=tuple(alike)))
 
     def _open_alike(self, node: SearchNode, alike: tuple[StateSharding, ...]) -> None:
-        split, share, order, offload, _, _ = node
+        _, split, share, order, offload, _, _ = node
         if strategy_of(split, share, alike[0]) in self.settled:
             return
         found = list(self._states(split, share, order, alike))
         for states, bound in found:
             self._push(bound, node._replace(states=states))
-        if len(found) < len(alike) and not offload:
-            self._offload(split, share, order, NEAR)
+        if len(found) == len(alike):
+            return
+        if not offload:
+            self._offload(node, NEAR)
+        elif offload in ON_NVME and not self.room.has_place(split, share, order, alike[-1]):
+            self._offload(node, (ON_NVME[offload],))
 
-    def _offload(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, ways: tuple[tuple[Offload, ...], ...]
-    ) -> None:
+    def _offload(self, node: SearchNode, ways: tuple[tuple[Offload, ...], ...]) -> None:
         """The same with something offloaded, which is not asked before something did not fit.
 
         It is never faster: a host updates at a small part of the rate of a device's own memory, and all else only adds.
         """
+        group, split, share, order, *_ = node
         key = split, share, order, ways
         known = self.space.offloads
         if not known or key in self._offloaded:
             return
         self._offloaded.add(key)
         self._worked += 1
-        if not self._may_hold(split, share, order, EVERYTHING):
+        most = EVERYTHING[order.recompute]
+        if not self._any_may_hold(group, most) or not self._may_hold(split, share, order, most):
             return
         worked = self.bounds.of_order(split, share, order)
         for offload in ways:
             if offload not in known or not has_activations(offload, order.recompute):
                 continue
-            if self._may_hold(split, share, order, offload):
+            if self._any_may_hold(group, offload) and self._may_hold(split, share, order, offload):
                 bound = self.bounds.of_offload(split, share, order, offload, worked)
-                self._push(bound, SearchNode(split, share, order, offload))
+                self._push(bound, SearchNode(group, split, share, order, offload))
 
-    def _price(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
-    ) -> None:
+    def _price(self, node: SearchNode, states: StateSharding) -> None:
+        _, split, share, order, *_ = node
         if strategy_of(split, share, states) in self.settled:
             return
         most = split.data if placed(split, states).sharded.size > 1 else 1
@@ -295,9 +324,10 @@ class BestFirst(Walk):
             alike = self._alike(candidate)
             if alike not in self._tried and not self._too_large(candidate):
                 self._tried.add(alike)
-                self._fits(self._priced(candidate._replace(states=frugal)))
+                self._fits_or_offload(node, self._priced(candidate._replace(states=frugal)))
             if not self._too_large(candidate):
                 priced = self._priced(candidate)
+                self._nodes[candidate] = node
                 self._push(priced.step.seconds, priced)
 
     def _decide(self, priced: Priced) -> None:
@@ -305,7 +335,9 @@ class BestFirst(Walk):
         strategy = priced.strategy
         if strategy in self.settled:
             self.lost.append(priced)
-        elif not self._too_large(priced.candidate) and self._fits(priced):
+        elif not self._too_large(priced.candidate) and self._fits_or_offload(
+            self._nodes[priced.candidate], priced
+        ):
             self.accepted.append(self._balanced(priced))
             self.settled |= {strategy, (*strategy[:-1], True)}
 
@@ -338,16 +370,16 @@ class BestFirst(Walk):
         found = tried(fitting[max(0, same - 1)])
         return found if found.step.seconds < priced.step.seconds else priced
 
-    def _fits(self, priced: Priced) -> bool:
-        if super()._fits(priced):
+    def _fits_or_offload(self, node: SearchNode, priced: Priced) -> bool:
+        """If it does not fit, more is offloaded."""
+        if self._fits(priced):
             return True
         self.lost.append(priced)
-        split, share, order, states, _ = priced.candidate
-        memory = priced.memory
-        if not states.offload:
-            self._offload(split, share, order, NEAR)
-        elif states.offload in ON_NVME and memory is not None and memory.host > memory.host_capacity:
-            self._offload(split, share, order, (ON_NVME[states.offload],))
+        offload, memory = priced.candidate.states.offload, self._memory(priced)
+        if not offload:
+            self._offload(node, NEAR)
+        elif offload in ON_NVME and memory.host > memory.host_capacity:
+            self._offload(node, (ON_NVME[offload],))
         return False
 
 

@@ -8,9 +8,11 @@ states, kept activations, gathered or cast weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
+from math import inf
 from operator import mul
 from typing import NamedTuple
 
@@ -37,8 +39,7 @@ from shoal.plan.space import (
     one_sequence,
     placed,
 )
-from shoal.predict.memory.block_workload import BlockActivations
-from shoal.predict.memory.device import on_top
+from shoal.predict.memory.device import host_share, nvme_share, on_top
 from shoal.predict.memory.micro_batch import micro_batch_bytes
 from shoal.predict.memory.peaks import BATCH_BYTES
 from shoal.predict.rank_parameters import (
@@ -50,6 +51,7 @@ from shoal.predict.rank_parameters import (
     stages_here,
     total,
 )
+from shoal.predict.time.step import stage_kinds
 from shoal.predict.workload import Workload
 
 
@@ -60,6 +62,14 @@ class Blocks(NamedTuple):
     sparse: int
     first: bool = False  # of the network
     last: bool = False
+
+
+class KeptByBlock(NamedTuple):
+    """Bytes of one block and one sequence."""
+
+    resting: float
+    deferred: float  # once only weight gradients are left to compute
+    working: float  # the most of its backward pass, beyond what rests
 
 
 class KeptActivations(NamedTuple):
@@ -94,9 +104,25 @@ class MemoryBound:
         self._part = cache(self._block_count)
         self._activations = cache(self._counted)
         self._chunks_of = cache(self._cut)
-        self._blocks: dict[tuple[object, ...], BlockActivations] = {}
+        self._blocks: dict[tuple[object, ...], KeptByBlock] = {}
         self._least: dict[tuple[object, ...], float] = {}
         self._sized: dict[tuple[object, ...], ParameterCount] = {}
+        self._needed: dict[tuple[object, ...], float] = {}
+        self._flying: dict[tuple[object, ...], Blocks] = {}
+        self._fewest = cache(self._fewest_blocks)
+        # Off the device: bytes of a parameter's states with its gradient, and of its weight, at least.
+        hold = bytes_per_parameter(self.recipe, self.stack)
+        self.away_states = (hold.master or hold.weight) + hold.moments
+        self.away_gradient = min(hold.compute, hold.gradient)
+        self.away_weight = min(self.hold.weight, self.in_shards.weight)
+        self.host, self.nvme = host_share(self.cluster), nvme_share(self.cluster)
+
+    def leaving(self, headroom: Headroom) -> MemoryBound:
+        """The same with another headroom; what is known by now of layouts does not depend on it."""
+        other = copy(self)
+        other.headroom = headroom
+        other._most = cache(other._allocated)
+        return other
 
     def fits(self, split: ModelSplit, peak: float) -> bool:
         """Whether so many bytes may fit, with as few communicators as this split can have."""
@@ -111,14 +137,43 @@ class MemoryBound:
         expected = (self.capacity - free - none.total) / (much.total - none.total)
         return min(at_p90, expected) * 2**40 + 16
 
-    def holds(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, ways: list[StateSharding]
+    def may_hold(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, offload: tuple[Offload, ...]
     ) -> bool:
-        """Whether ``of_states`` of one of these may fit; they differ in ``zero`` alone."""
-        return all(
-            self.fits(split, self._of_rank(split, share, order, ways, rank))
-            for rank in _looked_at(split, order)
+        """Whether anything may fit, with states over as many ranks as there are."""
+        return self.fits(split, self.of_order(split, share, order, offload))
+
+    def holds(self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding) -> bool:
+        return self.fits(split, self.of_states(split, share, order, states))
+
+    def has_place(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
+    ) -> bool:
+        """Whether a node may have room for what is offloaded, in its memory and on its disks."""
+        optimizer, params = (waiting(states.offload, what) for what in ("optimizer", "params"))
+        if optimizer is None:
+            return True
+        # Of the rank that has the least; embedding and head are left out.
+        sizes = self._sizes(
+            split, share.ep, states.fsdp, self._fewest(split.pp, order.schedule, order.chunks)
         )
+        host = nvme = 0.0
+        elements = optimizer.fraction * sizes.trained_share
+        if params is not None and params.nvme:
+            nvme += elements * (self.away_states + self.away_gradient)
+        elif optimizer.nvme:
+            host, nvme = elements * self.away_gradient, elements * self.away_states
+        else:
+            host += elements * (self.away_states + self.away_gradient)
+        if params is not None:
+            weights = params.fraction * self.away_weight * sizes.trained_share
+            host, nvme = (host, nvme + weights) if params.nvme else (host + weights, nvme)
+        return host <= self.host and nvme <= self.nvme
+
+    def _fewest_blocks(self, pp: int, schedule: Schedule, chunks: int) -> Blocks:
+        """Of each kind, what the rank has that has the fewest."""
+        kinds = stage_kinds(self.model, pp, chunks, schedule, self.cut_by)
+        return Blocks(min(kind.dense for kind in kinds), min(kind.sparse for kind in kinds))
 
     def of_split(self, split: ModelSplit, ep: int, offload: tuple[Offload, ...]) -> tuple[float, float]:
         """Of a pipeline's average rank, with states shared out as far as they can be: what rests, and at the update."""
@@ -148,9 +203,94 @@ class MemoryBound:
                     for experts, count in zip((False, True), self._layers, strict=True)
                     if count
                 ]
-                least = min(least, min(one.resting for one in kinds) + min(one.fullest for one in kinds))
+                least = min(least, min(one.resting for one in kinds) + min(one.working for one in kinds))
             self._least[key] = least
         return resting + max(0.0, share.micro * least)
+
+    def of_orders(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        orders: list[PipelineOrder],
+        offload: tuple[Offload, ...],
+    ) -> float:
+        """Of any of these orders, which compute the same again: what rests on a rank, and what it keeps."""
+        recompute = orders[0].recompute
+        key = split, share, recompute, offload
+        known = self._needed.get(key)
+        if known is None:
+            known = self._needed[key] = self._of_any(split, share, orders, recompute, offload)
+        return known
+
+    def _of_any(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        orders: list[PipelineOrder],
+        recompute: Recompute,
+        offload: tuple[Offload, ...],
+    ) -> float:
+        sent = waiting(offload, "activations")
+        times = accumulation(self.recipe.batch, split.data, share.micro)
+        kept = inf
+        for compiled in (False, True):
+            alike = [
+                order for order in orders if self._compiled(split.pp, order.schedule, share.ep) == compiled
+            ]
+            if not alike:
+                continue
+            flying = self._fewest_flying(alike, split.pp, times, sent.fraction if sent else 0.0)
+            size, working = 0.0, inf
+            for experts, layers, count in zip((False, True), self._layers, flying, strict=False):
+                if layers:
+                    one = self._block(split, share, recompute, experts, compiled)
+                    size += count * one.resting
+                    working = min(working, one.working)
+            kept = min(kept, share.micro * (size + max(0.0, working)))
+        # A rank's least share of what all have, and of routed experts none.
+        least = [self._fewest(split.pp, order.schedule, order.chunks) for order in orders]
+        blocks = Blocks(min(one.dense for one in least), min(one.sparse for one in least))
+        sizes = self._sizes(split, share.ep, split.data, blocks)
+        whole = self._whole_experts(split, share.ep, split.data, self._layers[1])
+        weight, optimizer, _ = self._resting(
+            sizes, whole, sharded=True, scattered=True, offload=offload, piped=split.pp > 1
+        )
+        during = 0.0
+        if split.pp > 1 and split.data * split.cp > 1:
+            during = min(
+                self._during(split, sizes, whole, way.zero == 3, way, False)
+                for way in self.frugal(split, offload)
+            )
+        return max(0.0, weight) + optimizer + max(0.0, during) + kept
+
+    def _fewest_flying(self, orders: list[PipelineOrder], pp: int, times: int, sent: float) -> Blocks:
+        """Blocks of each kind that the fullest rank keeps of all micro-batches, at least."""
+        key = tuple(orders), pp, times, sent
+        known = self._flying.get(key)
+        if known is None:
+            kept = [self._flying_in(order, pp, times, sent) for order in orders]
+            known = self._flying[key] = Blocks(
+                min(one.dense for one in kept), min(one.sparse for one in kept)
+            )
+        return known
+
+    def _flying_in(self, order: PipelineOrder, pp: int, times: int, sent: float) -> Blocks:
+        most = Blocks(0, 0)
+        for rank in (0, pp - 1) if pp > 1 and order.schedule in SPLIT_BACKWARD else (0,):
+            chunks = self._chunks_of(pp, order, rank)
+            away = [
+                len(blocks_away(one.dense + one.sparse, sent, one.first, one.last)) if sent else 0
+                for one in chunks
+            ]
+            for held, _, _ in _fullest(order, pp, times, rank):
+                stay = list(zip(chunks, away, held, strict=True))
+                found = Blocks(
+                    sum(count * max(0, one.dense - gone) for one, gone, count in stay),
+                    sum(count * max(0, one.sparse - gone) for one, gone, count in stay),
+                )
+                # Of one moment both: which of two moments is the fuller one depends on what blocks keep.
+                most = found if found.dense + found.sparse > most.dense + most.sparse else most
+        return most
 
     def frugal(self, split: ModelSplit, offload: tuple[Offload, ...]) -> list[StateSharding]:
         """States over as many ranks as there are need the least, whichever of them are shared out."""
@@ -160,13 +300,25 @@ class MemoryBound:
     def of_order(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, offload: tuple[Offload, ...]
     ) -> float:
-        ways = self.frugal(split, offload)
-        return max(self._of_rank(split, share, order, ways, rank) for rank in _looked_at(split, order))
+        key = split, share, order, offload
+        known = self._needed.get(key)
+        if known is None:
+            known = self._needed[key] = self._of_ranks(split, share, order, self.frugal(split, offload))
+        return known
 
     def of_states(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
     ) -> float:
-        return max(self._of_rank(split, share, order, [states], rank) for rank in _looked_at(split, order))
+        key = split, share, order, states
+        known = self._needed.get(key)
+        if known is None:
+            known = self._needed[key] = self._of_ranks(split, share, order, [states])
+        return known
+
+    def _of_ranks(
+        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, ways: list[StateSharding]
+    ) -> float:
+        return max(self._of_rank(split, share, order, ways, rank) for rank in _looked_at(split, order))
 
     def _of_rank(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, ways: list[StateSharding], rank: int
@@ -234,6 +386,8 @@ class MemoryBound:
 
     def _whole_experts(self, split: ModelSplit, ep: int, fsdp: int, sparse: int) -> int:
         """Of so many layers the experts of a rank that no other rank of a copy holds."""
+        if not sparse:
+            return 0
         routed = placement(split.tp, split.cp, fsdp, split.data // fsdp, ep)
         return sparse * expert_elements(self.model, split.tp, ep) if routed.sharded.size == 1 else 0
 
@@ -334,7 +488,7 @@ class MemoryBound:
                 # Which kind stays is not looked at.
                 held += max(0, count - away) * share.micro * one.resting
                 late += count * share.micro * one.deferred
-                working = min(working, share.micro * one.fullest)
+                working = min(working, share.micro * one.working)
                 if cast:
                     size = self.hold.compute * self._part(experts, part).whole
                     held, largest = held + count * size, max(largest, size)
@@ -370,7 +524,7 @@ class MemoryBound:
 
     def _block(
         self, split: ModelSplit, share: WorkShare, recompute: Recompute, experts: bool, compiled: bool
-    ) -> BlockActivations:
+    ) -> KeptByBlock:
         """With one sequence; everything of it grows in proportion to the micro-batch."""
         key = split.tp, split.cp, share.sp, share.cp_kind, share.ep > 1, recompute, experts, compiled
         known = self._blocks.get(key)
@@ -379,7 +533,8 @@ class MemoryBound:
             alike = [
                 one for kind, one in micro_batch_bytes(workload).blocks.items() if kind.experts == experts
             ]
-            known = self._blocks[key] = min(alike, key=lambda one: one.resting)
+            least = min(alike, key=lambda one: one.resting)
+            known = self._blocks[key] = KeptByBlock(least.resting, least.deferred, least.fullest)
         return known
 
     def _cut(self, pp: int, order: PipelineOrder, rank: int) -> tuple[Blocks, ...]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import heapq
 from bisect import bisect
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from math import inf
-from typing import NamedTuple
 
 from shoal.facts.layout import RECOMPUTES, Offload, Recompute
 from shoal.plan.memory_bound import MemoryBound
@@ -23,65 +24,79 @@ from shoal.plan.time_bound import TimeBound
 PRICED_SHARE = 4
 
 
-class Ordered(NamedTuple):
-    """A split, a share and an order; a step in it takes at least so long."""
+@dataclass(eq=False)
+class OrderGroup:
+    """The orders of one share that compute the same again; a step takes at least ``seconds`` in any of them."""
 
     seconds: float
     split: ModelSplit
     share: WorkShare
-    order: PipelineOrder
+    orders: list[PipelineOrder]
+    bounds: TimeBound
+    counted: bool = False  # whether someone has looked at them
+
+    @cached_property
+    def ordered(self) -> list[tuple[float, PipelineOrder]]:
+        """Each with how long a step takes at least."""
+        bound = self.bounds.of_order
+        return [(bound(self.split, self.share, order), order) for order in self.orders]
 
 
-class SharedDecisions(NamedTuple):
-    """Some of these decisions; what is None is still open."""
+@dataclass(frozen=True)
+class OpenGroup:
+    """Some of what makes a group; what is None is still open."""
 
     split: ModelSplit
     share: WorkShare | None = None
     recompute: Recompute | None = None
 
 
-class Orders:
+class OrderGroups:
     """``room`` is that of the hunt that has the most of it."""
 
     def __init__(self, bounds: TimeBound, room: MemoryBound, space: Space) -> None:
         self.bounds, self.room, self.space = bounds, room, space
         self.worked = 0
-        self._known: list[Ordered] = []
-        self._heap: list[tuple[float, int, SharedDecisions | Ordered]] = []
+        self._known: list[OrderGroup] = []
+        self._heap: list[tuple[float, int, OpenGroup]] = []
         self._number = count()
         for split in space.splits():
-            self._push(bounds.of_split(split), SharedDecisions(split))
+            self._push(bounds.of_split(split), OpenGroup(split))
 
-    def at(self, place: int) -> Ordered | None:
+    def at(self, place: int) -> OrderGroup | None:
         """The one at this place of the list; None beyond its end."""
         while len(self._known) <= place and self._heap:
-            _, _, item = heapq.heappop(self._heap)
-            if isinstance(item, Ordered):
-                self._known.append(item)
+            seconds, _, node = heapq.heappop(self._heap)
+            if node.share is not None and node.recompute is not None:
+                orders = self.space.orders(node.split, node.recompute)
+                if orders:
+                    self._known.append(OrderGroup(seconds, node.split, node.share, orders, self.bounds))
             else:
-                self._open(item)
+                self._open(node)
         return self._known[place] if place < len(self._known) else None
 
-    def _push(self, bound: float, item: SharedDecisions | Ordered) -> None:
-        self.worked += 1
-        heapq.heappush(self._heap, (bound, next(self._number), item))
+    def ordered(self, group: OrderGroup) -> list[tuple[float, PipelineOrder]]:
+        """A group's orders, whose bounds are work for the first who asks."""
+        self.worked += 0 if group.counted else len(group.orders)
+        group.counted = True
+        return group.ordered
 
-    def _open(self, node: SharedDecisions) -> None:
+    def _push(self, bound: float, node: OpenGroup) -> None:
+        self.worked += 1
+        heapq.heappush(self._heap, (bound, next(self._number), node))
+
+    def _open(self, node: OpenGroup) -> None:
         """One more decision."""
-        split, share, recompute = node
+        split, share = node.split, node.share
         if share is None:
             for shares in self.space.shares_by_size(split):
                 fitting = may_fit(self.room, split, shares, (NOTHING, *self.space.offloads))
                 self.worked += PRICED_SHARE * len(fitting)
                 for one in fitting:
-                    self._push(self.bounds.of_share(split, one), SharedDecisions(split, one))
-        elif recompute is None:
-            for again in RECOMPUTES:
-                self._push(self.bounds.of_share(split, share, again), SharedDecisions(split, share, again))
-        else:
-            for order in self.space.orders(split, recompute):
-                seconds = self.bounds.of_order(split, share, order)
-                self._push(seconds, Ordered(seconds, split, share, order))
+                    self._push(self.bounds.of_share(split, one), OpenGroup(split, one))
+            return
+        for again in RECOMPUTES:
+            self._push(self.bounds.of_share(split, share, again), OpenGroup(split, share, again))
 
 
 def may_fit(

@@ -24,7 +24,7 @@ from shoal.plan.choose import Chosen, choose, planned
 from shoal.plan.headroom import NONE, USUAL, Headroom
 from shoal.plan.judge import Plan, Replicas, replicas
 from shoal.plan.memory_bound import MemoryBound
-from shoal.plan.orders import Orders
+from shoal.plan.orders import OrderGroups
 from shoal.plan.space import Candidate, Space
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.time.step import cost_model
@@ -92,6 +92,7 @@ def search(
 ) -> SearchResult:
     """The fastest layout of each of the ``top`` best strategies, and among them one that the engine runs.
 
+    With ``top=1`` that is the fastest of what may be chosen; others may be faster that leave too little headroom.
     ``runnable``: only what the engine runs. ``devices``: how many of the cluster's to use, all unless said.
     ``headroom``: what every plan leaves free; unless said, the chosen one leaves the usual, if there is one that does.
     ``effort``: how much work to do at most, in bounds; None: as much as it takes.
@@ -105,17 +106,17 @@ def search(
     ours = stack.name not in RULES  # what another stack does not run is of no use to anyone
     space = Space(model, recipe, count_of_devices, runnable=ours, apart=apart, lora=lora)
     space = space if ours else replace(space, stack=stack.name)
-    lists: dict[tuple[object, ...], Orders] = {}
+    lists: dict[tuple[object, ...], OrderGroups] = {}
     known: dict[Candidate, Priced] = {}
 
     def hunted(room: MemoryBound, space: Space, effort: int | None) -> list[BestFirst]:
         """A hunt through a space. Broken off empty-handed, it is followed by one through what needs little memory."""
 
         def hunt(space: Space) -> BestFirst:
-            orders = lists.get(space.key)
-            if orders is None:
-                orders = lists[space.key] = Orders(bounds, most, replace(space, apart=apart))
-            return BestFirst(asked, bounds, room, space, orders, top, known=known)
+            groups = lists.get(space.key)
+            if groups is None:
+                groups = lists[space.key] = OrderGroups(bounds, most, replace(space, apart=apart))
+            return BestFirst(asked, bounds, room, space, groups, top, known=known)
 
         whole = hunt(space)
         whole.run(effort)
@@ -133,21 +134,22 @@ def search(
     if space.runs or runnable or not ours:
         # What may be chosen. Something is offloaded only where nothing fits without; where nothing leaves the usual
         # headroom, less is left.
-        rooms = (most,) if headroom else (replace(most, headroom=USUAL), most)
+        rooms = (most,) if headroom else (most.leaving(USUAL), most)
         for choosing, away in product(rooms, (False, True) if apart else (False,)):
             hunts = hunted(choosing, replace(space, apart=away), effort)
             if any(hunt.accepted for hunt in hunts):
                 break
     able = any(hunt.accepted for hunt in hunts)
     chosen_from = [*hunts]
-    # Everything.
+    # Everything, where it is asked for.
     space = replace(space, runnable=runnable and ours)
-    beyond = hunted(most, space, effort)
+    beyond = hunted(most, space, effort) if top > 1 or not able else hunts
     if not able:
         chosen_from, choosing = beyond, most
     against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
-    plans = _ranked([*hunts, *beyond], top, against)
-    chosen = choose(asked, bounds, choosing, chosen_from, [*hunts, *beyond], against)
+    every = list(dict.fromkeys((*hunts, *beyond)))
+    plans = _ranked(every, top, against)
+    chosen = choose(asked, bounds, choosing, chosen_from, every, against)
     hunts = beyond
     at_best = min((hunt.at_best for hunt in hunts if hunt.at_best is not None), default=None)
     return SearchResult(

@@ -80,7 +80,7 @@ def rank_of(priced: Priced) -> Complexity:
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class Simplest(Walk):
     """``limit``: seconds that a step may take. ``best``: a layout within it that fits, and is to be beaten."""
 

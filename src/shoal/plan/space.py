@@ -54,7 +54,12 @@ OFFLOADED: tuple[tuple[str, ...], ...] = (
 )
 NOTHING: tuple[Offload, ...] = ()
 OFFLOADS = tuple(Layout.parse(f"offload={'+'.join(parts)}").offload for parts in OFFLOADED)
-EVERYTHING = OFFLOADS[3]
+# All that can be, of blocks that compute something again, and of others.
+EVERYTHING: dict[Recompute, tuple[Offload, ...]] = {
+    "none": OFFLOADS[1],
+    "selective": OFFLOADS[3],
+    "full": OFFLOADS[3],
+}
 # The same on NVMe: as much memory on the device, slower, and for what a host has no room for.
 ON_NVME = {OFFLOADS[0]: OFFLOADS[4], OFFLOADS[1]: OFFLOADS[5]}
 # Fractions of the optimizer that are tried of a layout that fits with some of it offloaded: those that need less of the

@@ -294,7 +294,8 @@ class TimeBound:
         first, last = (
             end if self.frozen else end._replace(input=end.backward, weight=0.0) for end in (embedding, head)
         )
-        return Costs(*seconds, first, last, *computed, max(forwards), max(backwards))
+        dense, sparse = computed
+        return Costs(seconds[0], seconds[1], first, last, dense, sparse, max(forwards), max(backwards))
 
     def _seconds(self, workload: Workload, call: CollectiveCall) -> float:
         ranks = workload.ranks_of(call.group)

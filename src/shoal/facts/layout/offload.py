@@ -42,6 +42,8 @@ def offloaded(sizes: Sequence[int], fraction: float) -> int:
 
 def waiting(parts: Sequence[Offload], what: str) -> Offload | None:
     """How much of ``what`` is offloaded, and where to. A parameter that is away is updated away."""
+    if not parts:
+        return None
     found: dict[str, Offload] = {part.what: part for part in parts}
     if what != "optimizer" or "params" not in found:
         return found.get(what)

@@ -22,5 +22,6 @@ def calls(workload: Workload) -> tuple[CollectiveCall, ...]:
 
 
 def _routed(model: Model) -> int:
-    layers = sum(model.has_experts(layer) for layer in range(model.layers))
-    return layers * (model.experts.count + 2) if model.experts else 0
+    if model.experts is None:
+        return 0
+    return sum(map(model.has_experts, range(model.layers))) * (model.experts.count + 2)
