@@ -10,6 +10,7 @@ from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.config import Lora
 from shoal.facts.layout import OFFLOADABLE, Offload
 from shoal.facts.layout.offload import waiting
+from shoal.facts.model.parameters import parameter_count
 from shoal.plan.amounts import DAY, HOUR
 from shoal.plan.batch import BatchAdvice, batch_advice
 from shoal.plan.choose import Chosen
@@ -163,9 +164,8 @@ def _nothing_runs(asked: PlanRequest, plan: Plan, remedies: list[Remedy]) -> str
 def _not_to_distribute(asked: PlanRequest, plan: Plan) -> tuple[bool, list[str]]:
     if plan.world == 1:
         return False, []
-    alone = resized(asked, 1)
-    one = best(alone, runnable=True) if alone else None
-    if one is None or one.layout.offload:  # what waits for its host is no reason to stay on one GPU
+    one = _on_one(asked)
+    if one is None:
         return True, [*_slow_network(asked, plan), *_lora(asked)]
     faster = plan.tokens_per_s / one.tokens_per_s
     if faster <= 1:
@@ -195,6 +195,14 @@ def _not_to_distribute(asked: PlanRequest, plan: Plan) -> tuple[bool, list[str]]
     return distribute, [*reasons, *_slow_network(asked, plan)]
 
 
+def _on_one(asked: PlanRequest) -> Plan | None:
+    """The best plan on one GPU; what waits for its host is no reason to stay there."""
+    narrow = 2 * parameter_count(asked.model)
+    alone = resized(asked, 1) if narrow < asked.cluster.device.memory_bytes else None
+    one = best(alone, runnable=True) if alone else None
+    return None if one and one.layout.offload else one
+
+
 def _slow_network(asked: PlanRequest, plan: Plan) -> list[str]:
     """Whether one node does as well as all of them."""
     cluster = asked.cluster
@@ -220,8 +228,7 @@ def _lora(asked: PlanRequest) -> list[str]:
     """Whether low-rank additions would fit one GPU, where all weights do not."""
     if asked.lora is not None:
         return []
-    alone = resized(replace(asked, lora=Lora()), 1)
-    plan = best(alone, runnable=True) if alone else None
+    plan = _on_one(replace(asked, lora=Lora()))
     if plan is None:
         return []
     marked = "" if plan.runs else f" ({UNRUN})"
