@@ -46,7 +46,7 @@ class Headroom:
         return f"{self.size / GIB:.3g} GiB" if self.size else f"{self.share:.0%}"
 
 
-# What a plan is chosen with that nobody asked for another: of peaks as they were measured, one in thousands is larger.
+# Left where the user asks for nothing else: of peaks as they were measured, one in thousands is larger.
 USUAL = Headroom(share=0.1)
 NONE = Headroom()
 
