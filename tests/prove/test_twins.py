@@ -313,16 +313,10 @@ def test_the_pairs_are_of_every_value() -> None:
     }
 
 
-# An update that rounds to bf16 states goes through a parameter in parts, all of which a dry run repeats.
-TWINS = sorted(enumerate((*PAIRS, *OTHERS)), key=lambda one: "bf16 bf16" in one[1].precisions)
-ROUNDED = sum("bf16 bf16" in twin.precisions for _, twin in TWINS)
+TWINS = (*PAIRS, *OTHERS)
 
 
-@pytest.mark.parametrize(
-    ("number", "twin"),
-    [*thinned(TWINS[:-ROUNDED], 3), *thinned(TWINS[-ROUNDED:], 10)],
-    ids=[str(twin) for _, twin in TWINS],
-)
+@pytest.mark.parametrize(("number", "twin"), thinned(enumerate(TWINS), 3), ids=[str(twin) for twin in TWINS])
 def test_a_twin_costs_what_is_predicted(number: int, twin: Twin) -> None:
     workload = twin.workload()
     stage = 0 if number % 2 == 0 else workload.layout.pp - 1

@@ -1,4 +1,4 @@
-"""Workers of a parameter server: one that takes three times as long as it needs; one that dies between two pushes; one that hangs."""
+"""Workers of a parameter server: one that takes three times as long as it needs, one that dies, one that hangs."""
 
 from __future__ import annotations
 
