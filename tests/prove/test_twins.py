@@ -278,7 +278,7 @@ def test_a_layout_of_the_full_proof_costs_what_is_predicted(number: int, layout:
     assert dryrun(workload, first_rank(parsed, stage)).differences(0) == []
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 4, one=True), ids=lambda case: f"{case[0]} {case[2]}")
+@pytest.mark.parametrize("case", thinned(CASES, 6, one=True), ids=lambda case: f"{case[0]} {case[2]}")
 def test_a_model_and_a_recipe_cost_what_is_predicted(
     case: tuple[str, dict[str, Any], dict[str, Any], int],
 ) -> None:

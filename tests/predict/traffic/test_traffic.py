@@ -103,7 +103,7 @@ WORLD_4 = [
 
 # As many cases as share their processes: any worker of the test suite can run any of the groups. Compiled ones take
 # ten times as long.
-TOGETHER = {False: 7, True: 2}
+TOGETHER = {False: 7, True: 3}
 
 
 def groups(cases: list[Case]) -> list[list[Case]]:
