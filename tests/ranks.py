@@ -23,6 +23,7 @@ PRELOAD = [
     "shoal.prove.calibrate.links",
     "torch.profiler",
     "torch._inductor.pattern_matcher",  # what torch.compile imports on first use, with any backend: a second
+    "tests.train.library.small",  # transformers and models of it, which ranks of several tests import
     "tests.ranks",
 ]
 # Long enough for a machine that others use as well: only ranks that wait for each other for good take it.

@@ -67,6 +67,7 @@ def test_the_ring_is_shown_step_by_step(capsys: Capture) -> None:
     assert "Sent by each rank: 128 bytes; 2·(3-1)/3 of its 96: 128. The result is equal to" in out
 
 
+@pytest.mark.long
 def test_the_ranks_of_a_launcher_are_adopted(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     asked = [

@@ -63,24 +63,31 @@ class Seen:
     problem: str | None
 
 
-def evenly(scores: Tensor, experts: Experts) -> Tensor:
-    """As ``router.choose``: every expert as often as the others, which is what predictions take it for."""
+# Whether every expert is chosen as often as the others, which is what predictions take it for. A tensor, so that graphs
+# read it: nothing is compiled again for it.
+EVEN = torch.tensor(False)
+own_choice = router.choose
+
+
+def choose(scores: Tensor, experts: Experts) -> Tensor:
+    """As ``router.choose``, or evenly."""
     tokens, k = scores.shape[-2], experts.active
     numbers = torch.arange(tokens, device=scores.device)[:, None] * k + torch.arange(k, device=scores.device)
-    return (numbers % experts.count).expand(*scores.shape[:-1], k).contiguous()
+    return torch.where(EVEN, numbers % experts.count, own_choice(scores, experts))
 
 
-def work(rank: int, world: int, cases: list[Case], even: bool) -> list[Seen]:
-    with patch.object(router, "choose", evenly if even else router.choose):
+def work(rank: int, world: int, cases: list[Case]) -> list[Seen]:
+    with patch.object(router, "choose", choose):
         return [one_case(rank, case) for case in cases]
 
 
 def one_case(rank: int, case: Case) -> Seen:
-    """Steps whose tokens, and so their experts, differ; with an evaluation after the second, which is counted."""
+    """Steps whose tokens, and so their experts, differ, with an evaluation after the second; a last one is counted."""
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
     counters.clear()
+    EVEN.fill_(False)
     workload = case.workload
     model, recipe, layout = workload.model, workload.recipe, workload.layout
     mesh = Mesh(layout, rank, torch.device("cpu"))
@@ -98,19 +105,28 @@ def one_case(rank: int, case: Case) -> Seen:
             mixture.experts.register_forward_pre_hook(lambda _, given: seen.tokens.add(len(given[0])))
     share = ROWS // layout.data_ranks
     first = mesh.data_index * share
-    for number in range(1, 5):
+
+    def take(number: int) -> list[Batch]:
+        """A step. Its rows."""
         batches = [
             rows(model.vocab, number, one, workload.micro)
             for one in range(first, first + share, workload.micro)
         ]
-        with CollectiveCounter(mesh.names) as counter:
-            step.agree(ROWS * SEQ)
-            seen.losses.append(step(number, batches, ROWS * SEQ).loss)
+        step.agree(ROWS * SEQ)
+        seen.losses.append(step(number, batches, ROWS * SEQ).loss)
+        return batches
+
+    for number in range(1, 5):
+        batches = take(number)
         if number == 2:
-            seen.traffic = counter.traffic()
             step.placed.executor.forward_only([step._micro_batch(0, batch) for batch in batches])
         seen.graphs.append(counters["stats"]["unique_graphs"])
     seen.weights = [piece.tensor.detach().clone() for piece in step.pieces]
+    EVEN.fill_(True)
+    with CollectiveCounter(mesh.names) as counter:
+        take(5)
+    seen.traffic = counter.traffic()
+    seen.graphs.append(counters["stats"]["unique_graphs"])
     seen.problem = step.placed.compiled.problem if step.placed.compiled is not None else None
     return seen
 
@@ -140,10 +156,10 @@ GROUPS = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("world", "cases"), GROUPS, ids=lambda value: str(value)[:60])
-def test_numbers_and_graphs(world: int, cases: list[Case]) -> None:
-    both = [*cases, *(replace(case, compiled=True) for case in cases)]
-    for found in run_ranks(world, work, both, False):
-        for case, eager, seen in zip(cases, found, found[len(cases) :], strict=False):
+def test_numbers_graphs_and_traffic(world: int, cases: list[Case]) -> None:
+    compiled = [replace(case, compiled=True) for case in cases]
+    for rank, found in enumerate(run_ranks(world, work, [*cases, *compiled])):
+        for case, eager, seen in zip(compiled, found, found[len(cases) :], strict=False):
             assert seen.problem is None, (case, seen.problem)
             assert seen.losses == eager.losses, case
             for ours, theirs in zip(seen.weights, eager.weights, strict=True):
@@ -151,14 +167,5 @@ def test_numbers_and_graphs(world: int, cases: list[Case]) -> None:
             # Numbers of tokens differ from step to step, and need no other graph. (A pipeline compiles with rows of
             # its own.)
             assert seen.tokens >= eager.tokens and len(eager.tokens) > 2, case
-            assert seen.graphs == [graphs(case)] + [2 * graphs(case)] * 3, case
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("world", "cases"), GROUPS, ids=lambda value: str(value)[:60])
-def test_traffic(world: int, cases: list[Case]) -> None:
-    compiled = [replace(case, compiled=True) for case in cases]
-    for rank, found in enumerate(run_ranks(world, work, compiled, True)):
-        for case, seen in zip(compiled, found, strict=True):
-            assert seen.problem is None, (case, seen.problem)
+            assert seen.graphs == [graphs(case)] + [2 * graphs(case)] * 4, case
             assert sorted(seen.traffic) == sorted(traffic(case.workload, rank)), case

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.parallel.sharding import ROWS, SEQ, Case, Part, batches, place
 from tests.ranks import run_ranks
+from tests.thinned import thinned
 from torch import Tensor
 
 from shoal.facts import logits
@@ -78,23 +79,26 @@ def check(layout: str, changes: dict, at_once: int = 2**27) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        "dp=2",
-        "fsdp=2,zero=1",
-        "fsdp=2,zero=2",
-        "fsdp=2",
-        "dp=2,fsdp=2",
-        "dp=2,fsdp=2,zero=2",
-        "pp=2,schedule=zb",
-        "fsdp=2,pp=2",
-        "fsdp=2,pp=2,schedule=gpipe,unit=2",
-        "fsdp=2,pp=2,schedule=interleaved",
-        "fsdp=2,pp=2,schedule=zb",
-        "fsdp=2,pp=2,schedule=zbv",
-        "fsdp=2,pp=2,schedule=dualpipev",
-        "fsdp=2,zero=1,pp=2,schedule=zbv",
-        "fsdp=2,zero=2,pp=2,schedule=zb",
-    ],
+    thinned(
+        [
+            "dp=2",
+            "fsdp=2,zero=1",
+            "fsdp=2,zero=2",
+            "fsdp=2",
+            "dp=2,fsdp=2",
+            "dp=2,fsdp=2,zero=2",
+            "pp=2,schedule=zb",
+            "fsdp=2,pp=2",
+            "fsdp=2,pp=2,schedule=gpipe,unit=2",
+            "fsdp=2,pp=2,schedule=interleaved",
+            "fsdp=2,pp=2,schedule=zb",
+            "fsdp=2,pp=2,schedule=zbv",
+            "fsdp=2,pp=2,schedule=dualpipev",
+            "fsdp=2,zero=1,pp=2,schedule=zbv",
+            "fsdp=2,zero=2,pp=2,schedule=zb",
+        ],
+        2,
+    ),
 )
 def test_micro_batches_add_up_in_fp32(layout: str) -> None:
     check(layout, {})

@@ -25,15 +25,15 @@ from shoal.prove.parity import Prover
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EVERY = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 LAYOUTS = (
-    "dp=2,micro=2",
+    "dp=2,pp=2,schedule=zbv",
     "fsdp=2",
     "fsdp=2,zero=1,recompute=full",
-    "fsdp=2,zero=2,micro=1",
-    "tp=2",
     "tp=4,sp=0,recompute=selective",
+    "tp=2",
+    "dp=2,micro=2",
     "cp=2",
     "pp=2",
-    "dp=2,pp=2,schedule=zbv",
+    "fsdp=2,zero=2,micro=1",
     "fsdp=2,tp=2",
 )
 TRAFFIC = (
@@ -144,7 +144,7 @@ def test_memory_and_traffic_with_dropout_are_what_is_predicted(
         assert dryrun(workload, first_rank(workload.layout, stage)).differences(0) == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", thinned(LAYOUTS, 3))
 def test_no_layout_changes_the_run(make_prover: Callable[..., Prover], layout: str) -> None:
     lora = f"{{rank=3, alpha=6, targets={EVERY}}}".replace("'", '"')
     prover = make_prover("fp64", model__lora=lora)

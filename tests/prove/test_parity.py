@@ -8,31 +8,36 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.thinned import thinned
 
 from shoal.cli.main import main
 from shoal.facts.layout import CONTEXT_KINDS, RECOMPUTES, SCHEDULES, Layout
 from shoal.prove import coverage
 from shoal.prove.parity import Prover
 
-# The covering subset of ``shoal parity --layouts full`` that the test suite runs.
-COVERING = (
+# Every value of every key: what ``make test`` runs.
+QUICK = (
     "dp=2,micro=2",
     "fsdp=2,zero=1,recompute=full",
-    "fsdp=2,zero=2,micro=1",
     "dp=2,fsdp=2,unit=2,recompute=selective",
     "tp=4,sp=0,recompute=selective",
-    "dp=2,tp=2,recompute=full",
     "pp=2,schedule=gpipe,recompute=selective",
     "dp=2,pp=2,schedule=zbv",
     "pp=4,recompute=full",
-    "fsdp=2,tp=2",
     "fsdp=2,pp=2,schedule=zb",
     "tp=2,pp=2,schedule=interleaved",
     "fsdp=2,zero=2,tp=2,pp=2,schedule=dualpipev",
-    "zero=1,cp=2,recompute=full",
     "cp=4,cp_kind=ulysses",
-    "dp=2,cp=2,cp_kind=ulysses,micro=2",
+    "zero=1,cp=2,recompute=full",
     "fsdp=2,cp=2",
+)
+# With every pair: the covering subset of ``shoal parity --layouts full`` that the test suite runs.
+COVERING = (
+    *QUICK,
+    "fsdp=2,zero=2,micro=1",
+    "dp=2,tp=2,recompute=full",
+    "fsdp=2,tp=2",
+    "dp=2,cp=2,cp_kind=ulysses,micro=2",
     "tp=2,cp=2,recompute=selective",
     "fsdp=2,zero=2,cp=2,pp=2",
     "tp=2,cp=2,cp_kind=ulysses,pp=2",
@@ -45,23 +50,28 @@ def strategies(layout: Layout) -> set[str]:
     return found | ({"recompute"} if layout.recompute != "none" else set())
 
 
-@pytest.mark.parametrize("chosen", [COVERING, coverage.FULL], ids=["covering", "full"])
-def test_every_value_and_every_pair_is_covered(chosen: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("chosen", [QUICK, COVERING, coverage.FULL], ids=["quick", "covering", "full"])
+def test_every_value_is_covered(chosen: tuple[str, ...]) -> None:
     layouts = [Layout.parse(text) for text in chosen]
     assert {layout.schedule for layout in layouts if layout.pp > 1} == set(SCHEDULES)
     assert {layout.recompute for layout in layouts} == set(RECOMPUTES)
     assert {layout.zero for layout in layouts if layout.fsdp > 1} == {1, 2, 3}
     assert {layout.sp for layout in layouts if layout.tp > 1} == {True, False}
     assert {layout.cp_kind for layout in layouts if layout.cp > 1} == set(CONTEXT_KINDS)
-    assert {layout.zero for layout in layouts if layout.cp > 1} == {1, 2, 3}
     assert (
         {layout.unit > 1 for layout in layouts} == {layout.chunks > 1 for layout in layouts} == {True, False}
     )
     assert {layout.micro is not None for layout in layouts} == {True, False}
+    assert any(len(strategies(layout) - {"recompute"}) == 3 for layout in layouts)
+
+
+@pytest.mark.parametrize("chosen", [COVERING, coverage.FULL], ids=["covering", "full"])
+def test_every_pair_is_covered(chosen: tuple[str, ...]) -> None:
+    layouts = [Layout.parse(text) for text in chosen]
+    assert {layout.zero for layout in layouts if layout.cp > 1} == {1, 2, 3}
     pairs = {frozenset(pair) for layout in layouts for pair in itertools.combinations(strategies(layout), 2)}
     wanted = itertools.combinations(("dp", "fsdp", "tp", "cp", "pp", "recompute"), 2)
     assert pairs == {frozenset(pair) for pair in wanted}
-    assert any(len(strategies(layout) - {"recompute"}) == 3 for layout in layouts)
 
 
 def test_the_full_set_is_large_enough() -> None:
@@ -75,7 +85,9 @@ def test_the_full_set_is_large_enough() -> None:
         )
 
 
-@pytest.mark.parametrize("layout", COVERING)
+@pytest.mark.parametrize(
+    "layout", [*QUICK, *(pytest.param(one, marks=pytest.mark.long) for one in COVERING[len(QUICK) :])]
+)
 def test_no_layout_changes_the_run(make_prover: Callable[..., Prover], layout: str) -> None:
     (verdict,) = make_prover("fp64").prove([Layout.parse(layout)]).verdicts
     assert verdict.ok, f"{verdict.reason}; {verdict.strategy}: {verdict.file}"
@@ -110,14 +122,16 @@ def test_gemma_in_every_layout(
         assert verdict.max_loss_diff <= 1e-12 and verdict.max_grad_diff <= 1e-12
 
 
-@pytest.mark.parametrize("layout", ["fsdp=2,micro=2", "tp=2", "cp=2", "dp=2,pp=2,schedule=interleaved"])
+@pytest.mark.parametrize(
+    "layout", thinned(["tp=2", "fsdp=2,micro=2", "dp=2,pp=2,schedule=interleaved", "cp=2"], 2)
+)
 def test_in_single_precision_within_rounding(make_prover: Callable[..., Prover], layout: str) -> None:
     (verdict,) = make_prover("fp32").prove([Layout.parse(layout)]).verdicts
     assert verdict.ok, verdict.reason
     assert verdict.max_grad_diff > 0  # the comparison has seen something
 
 
-@pytest.mark.parametrize("layout", STRICT)
+@pytest.mark.parametrize("layout", thinned(STRICT, 2))
 def test_strict_mode_is_equal_to_the_bit(make_prover: Callable[..., Prover], layout: str) -> None:
     (verdict,) = make_prover("fp32", run__strict="true").prove([Layout.parse(layout)]).verdicts
     assert verdict.ok and verdict.bit_identical, verdict.reason

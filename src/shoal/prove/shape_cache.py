@@ -1,8 +1,8 @@
 """Cache what operators do to tensor shapes in a dry run, which repeats the same shapes over and over.
 
 torch remembers too, but looks at so much of every argument that finding what it remembers takes most of a dry run.
-Remembered here is only what is simple: operators whose results are new tensors, views of their first argument, or that
-argument itself, written in place; by the shapes of what they are given. What is not remembered yet, torch's kernels for
+Remembered here is only what is simple: operators whose results are new tensors, views of their first argument, or the
+one tensor that they write to; by the shapes of what they are given. What is not remembered yet, torch's kernels for
 shapes say, without the Python that torch puts around them.
 """
 
@@ -67,15 +67,17 @@ class ShapeCache:
             if not isinstance(args[0] if args else None, torch.Tensor) or kwargs.get("device") is not None:
                 # What is made from nothing, or for a device, is made by torch's mode, which knows where.
                 result = func(*args, **kwargs)
-                _RESULTS[key] = _remembered(result, args) if _is_ours(result) else None
+                ours = rule == "makes" and _is_ours(result)
+                _RESULTS[key] = _remembered(result, args) if ours else None
                 return result
             _RESULTS[key] = self._found(func, args, kwargs)
         made = _RESULTS[key]
         if made is None:
             return func(*args, **kwargs)
-        if rule == "writes":
-            args[0].constant = None  # the number that it was made of, if it was
-            return args[0]
+        if rule != "makes":
+            written = args[0] if rule == "writes" else kwargs["out"]
+            written.constant = None  # the number that it was made of, if it was
+            return written
         with no_dispatch():
             first = args[0] if args else None
             if isinstance(made, OutputShape):
@@ -85,16 +87,22 @@ class ShapeCache:
 
     def _found(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
         with in_kernel_invocation_manager(self._mode):
+            written = kwargs.get("out")
+            shape = None if written is None else written.shape
             try:
-                return _remembered(func(*args, **kwargs), args)
+                result = func(*args, **kwargs)
             except NotImplementedError:
                 return None  # There is no such kernel; torch knows another way.
+            if written is None:
+                return _remembered(result, args)
+            # One that had to be resized is not simple.
+            return _remembered(result, (written,)) if written.shape == shape else None
 
 
 def _rule(func: Any) -> str | None:
-    """Whether an operator makes something, or writes to its first argument and returns that, or has no shapes to find.
+    """Whether an operator makes something, or writes to its first argument or fills ``out`` and returns that.
 
-    A collective fills what it is given, and a profiler's marks are about no tensor.
+    There is no shape to find where a collective fills what it is given, or a profiler's mark is about no tensor.
     """
     schema = func._schema
     if func.namespace in ("c10d", "profiler"):
@@ -104,9 +112,12 @@ def _rule(func: Any) -> str | None:
     written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
     if not any(written):
         return "makes"
-    in_place = written[0] and not any(written[1:]) and len(schema.returns) == 1
-    # One that changes the shape of what it is given is not simple.
-    return "writes" if in_place and torch.Tag.inplace_view not in func.tags else None
+    if sum(written) > 1 or len(schema.returns) != 1:
+        return None
+    if written[0]:
+        # One that changes the shape of what it is given is not simple.
+        return "writes" if torch.Tag.inplace_view not in func.tags else None
+    return "fills" if written[-1] and schema.arguments[-1].name == "out" else None
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -224,6 +224,7 @@ def test_a_short_run_stays_where_it_is_and_is_over_when_it_is_over(tune: Tune) -
         tune("shorter", "fsdp=2", "dp=2", **{**options, "recipe__steps": 2 * VISIT - 1})
 
 
+@pytest.mark.long
 def test_a_run_is_tuned_from_where_it_stands_and_stays_in_what_was_chosen(
     tune: Tune, train: Train, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.thinned import thinned
 from torch import Tensor
 
 from shoal.facts.config import TuneSection
@@ -70,20 +71,26 @@ def trained(step: Step) -> tuple[list[float], list[Tensor]]:
 
 @pytest.mark.parametrize(
     ("layout", "recipe"),
-    [
-        ("offload=optimizer@nvme", {}),
-        ("micro=1,offload=optimizer:0.5@nvme", {}),
-        ("offload=optimizer@nvme", {"optimizer": "sgd"}),
-        ("micro=2,offload=optimizer@nvme", {"precision": "bf16"}),
-        ("offload=optimizer@nvme", {"precision": "bf16", "states": "bf16"}),  # rounded by where an element is
-        # Weights too, and gradients while they wait.
-        ("offload=params@nvme", {}),
-        ("offload=optimizer@nvme+params:0.5@nvme", {"precision": "bf16"}),
-        # Squares of gradients that add up in files are summed in another order: without clipping.
-        ("micro=1,recompute=full,offload=params:0.4@nvme", {"optimizer": "sgd", "clip": 0.0}),
-        ("micro=2,offload=params@nvme", {"precision": "bf16", "clip": 0.0}),
-        ("offload=params@nvme", {"precision": "bf16", "states": "bf16"}),
-    ],
+    thinned(
+        [
+            ("offload=optimizer@nvme", {}),
+            ("micro=1,offload=optimizer:0.5@nvme", {}),
+            ("offload=optimizer@nvme", {"optimizer": "sgd"}),
+            ("micro=2,offload=optimizer@nvme", {"precision": "bf16"}),
+            (
+                "offload=optimizer@nvme",
+                {"precision": "bf16", "states": "bf16"},
+            ),  # rounded by where an element is
+            # Weights too, and gradients while they wait.
+            ("offload=params@nvme", {}),
+            ("offload=optimizer@nvme+params:0.5@nvme", {"precision": "bf16"}),
+            # Squares of gradients that add up in files are summed in another order: without clipping.
+            ("micro=1,recompute=full,offload=params:0.4@nvme", {"optimizer": "sgd", "clip": 0.0}),
+            ("micro=2,offload=params@nvme", {"precision": "bf16", "clip": 0.0}),
+            ("offload=params@nvme", {"precision": "bf16", "states": "bf16"}),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_not_a_bit_differs_from_what_is_in_memory(files: DirectFiles, layout: str, recipe: Any) -> None:

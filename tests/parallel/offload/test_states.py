@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.parallel.sharding import GPT2, Case, assert_equal, train
 from tests.ranks import run_ranks
+from tests.thinned import thinned
 
 from shoal.facts.layout import Layout
 from shoal.parallel.offload.host_memory import HostBuffer
@@ -40,7 +41,7 @@ WORLD_4 = [
 ]
 
 
-@pytest.mark.parametrize("case", [*ALONE, *WORLD_2, *WORLD_4], ids=lambda case: case.layout)
+@pytest.mark.parametrize("case", thinned([*ALONE, *WORLD_2, *WORLD_4], 2), ids=lambda case: case.layout)
 def test_a_layout_equals_one_process(case: Case) -> None:
     assert_equal(case, run_ranks(Layout.parse(case.layout).world, train, case))
 

@@ -61,11 +61,11 @@ WORLD_2 = [
     Case("cp=2,zero=1,recompute=full", {**TIED, "window": 3}),
     Case("cp=2,cp_kind=ulysses,zero=2,micro=4,recompute=selective", SHARED_HEADS),
     Case("cp=2,cp_kind=ulysses", GPT2),
+    Case("cp=2,recompute=selective", TWO, compiled=True),
+    Case("cp=2,cp_kind=ulysses,zero=2,recompute=full", TWO, compiled=True),
     Case("cp=2", TWO, compiled=True),
     Case("cp=2,zero=1,recompute=full", TWO, compiled=True),
-    Case("cp=2,recompute=selective", TWO, compiled=True),
     Case("cp=2,cp_kind=ulysses,recompute=selective", TWO, compiled=True),
-    Case("cp=2,cp_kind=ulysses,zero=2,recompute=full", TWO, compiled=True),
 ]
 WORLD_4 = [
     Case("fsdp=2,tp=2,micro=2", {**TILES, **QWEN2}, ROWWISE),
@@ -101,14 +101,18 @@ WORLD_4 = [
 ]
 
 
-# As many cases as share their processes: any worker of the test suite can run any of the groups.
-TOGETHER = 7
+# As many cases as share their processes: any worker of the test suite can run any of the groups. Compiled ones take
+# ten times as long.
+TOGETHER = {False: 7, True: 3}
 
 
 def groups(cases: list[Case]) -> list[list[Case]]:
     """Those that are compiled by themselves: they share what the compiler has to import."""
-    kinds = ([case for case in cases if case.compiled == compiled] for compiled in (False, True))
-    return [kind[first : first + TOGETHER] for kind in kinds for first in range(0, len(kind), TOGETHER)]
+    found = []
+    for compiled, together in TOGETHER.items():
+        kind = [case for case in cases if case.compiled == compiled]
+        found += [kind[first : first + together] for first in range(0, len(kind), together)]
+    return found
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ NARROW = {"layers": 2, "hidden": 32, "heads": 4, "head_dim": 8, "ffn": 48, "voca
 
 
 def small(preset: str) -> Model:
+    model = PRESETS[preset]
     kv_heads = 4 if preset in ("gpt2", "pythia-6.9b") else 2
-    return PRESETS[preset].model_copy(
-        update={**NARROW, "kv_heads": kv_heads, "name": preset, "window_layers": None}
+    experts = model.experts and model.experts.model_copy(update={"ffn": NARROW["ffn"]})
+    return model.model_copy(
+        update={**NARROW, "kv_heads": kv_heads, "name": preset, "window_layers": None, "experts": experts}
     )
