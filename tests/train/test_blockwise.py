@@ -24,6 +24,7 @@ from shoal.facts.support import missing
 from shoal.models.initial import fill
 from shoal.models.random import bits
 from shoal.parallel.shards import piece_slices
+from shoal.train import blockwise_adamw
 from shoal.train.blockwise import MEAN, SQUARE, MomentCode, decode, encode, scales
 from shoal.train.blockwise_adamw import BlockwiseAdamW
 from shoal.train.optimizer import clip_and_update, set_learning_rate
@@ -128,6 +129,21 @@ def updated(step: Step, model: Model, updates: int = 3, first: int = 1) -> None:
             fill(parts, model, seed=100 + number)
         set_learning_rate(step.optimizer, 0.01)
         clip_and_update(step.optimizer, step.pieces, torch.tensor(1.0), 0.0, math.inf, number)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_an_update_in_parts_is_the_update(rounding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, with parts of several blocks that divide no weight."""
+    recipe = Recipe(**INT8, rounding=rounding, clip=0.0)
+    whole, parted = (a_step(EXPERTS, recipe) for _ in range(2))
+    updated(whole, EXPERTS)
+    monkeypatch.setattr(blockwise_adamw, "ROUNDED_ELEMENTS", 700)
+    updated(parted, EXPERTS)
+    for one, other in zip(whole.pieces, parted.pieces, strict=True):
+        assert torch.equal(one.tensor, other.tensor), one.name
+        states = (step.optimizer.state[piece.tensor] for step, piece in ((whole, one), (parted, other)))
+        for mine, theirs in zip(*(found.values() for found in states), strict=True):
+            assert torch.equal(mine, theirs), one.name
 
 
 @pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
