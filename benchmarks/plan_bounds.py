@@ -165,6 +165,7 @@ def too_high(case: Workload, one: Candidate) -> Iterator[str]:
         "of_split": bounds.of_split(split),
         "of_share": bounds.of_share(split, share),
         "of_share with recompute": bounds.of_share(split, share, order.recompute),
+        "of_share with orders": bounds.of_share(split, share, order.recompute, case.space.orders(split)),
         "of_order": bounds.of_order(split, share, order),
         "of_order played": worked,
         "of_states": bounds.of_states(split, share, order, states, worked),

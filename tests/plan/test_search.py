@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from benchmarks.plan_search import QUESTIONS, searched
 
 from shoal.facts.cluster import Cluster, notation
 from shoal.facts.cluster.stack import SHOAL
@@ -18,12 +21,14 @@ from shoal.facts.recipe import Recipe
 from shoal.facts.strategies import OWNERS
 from shoal.plan.judge import Plan, judge
 from shoal.plan.memory_bound import MemoryBound
-from shoal.plan.search import search
+from shoal.plan.search import EFFORT, search
 from shoal.plan.space import LONG, NOTHING, OFFLOADS, Candidate, Space
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import cost_model, step
 from shoal.predict.workload import Workload
+
+UNLIMITED = Path(__file__).parents[2] / "benchmarks" / "data" / "plan_search.json"
 
 TINY = presets.find("tiny").model_copy(update={"layers": 4})
 NARROW = TINY.model_copy(update={"name": "narrow", "layers": 2, "heads": 2, "kv_heads": 1})
@@ -200,6 +205,15 @@ def test_plans_are_ranked_marked_and_set_against_their_rivals() -> None:
     assert not {one.layout for one in found.rejected} & {plan.layout for plan in found.plans}
     assert any(one.reason.startswith("does not fit") for one in found.rejected)
     assert found.evaluated < found.searched / 100
+
+
+def test_on_the_largest_cluster_the_limited_search_finds_what_an_unlimited_one_does() -> None:
+    """The file is what ``python benchmarks/plan_search.py`` wrote, whose searches took as long as they liked."""
+    question, known = QUESTIONS[0], json.loads(UNLIMITED.read_text())[0]
+    found = searched(*question, EFFORT)
+    best = found.plans[0]
+    assert (str(best.layout), best.step.seconds) == (known["best"], pytest.approx(known["step_s"], rel=1e-9))
+    assert found.proven and found.complete and found.searched == known["layouts"]
 
 
 def test_a_search_that_is_broken_off_says_so() -> None:

@@ -244,6 +244,8 @@ def _with_blocks(config: Config, layout: Layout) -> Iterator[tuple[str, str]]:
 
 def _unmatched_groups(config: Config, model: Model) -> Iterator[Problem]:
     """Groups of parameters that no parameter is in."""
+    if not config.recipe.groups:
+        return
     names = [one.name for one in llama_parameters(model)]
     for number, group in enumerate(config.recipe.groups):
         if not any(map(group.matches, names)):

@@ -43,10 +43,10 @@ from shoal.predict.workload import Workload
 
 # Work is counted in bounds of about 30 microseconds, and not in seconds: the same workload has the same answer on
 # every machine. So many go into pricing a whole layout, and into its memory, for which a pipeline is played through.
-PRICED = 30
-COUNTED, PLAYED = 30, 3
+PRICED = 25
+COUNTED, PLAYED = 20, 4
 # Once the fastest layout is known, so many go into the fastest ones of further strategies.
-OTHERS = 3000
+OTHERS = 2500
 # What is offloaded to a host's memory; NVMe is asked where that has no room.
 NEAR = tuple(offload for offload in OFFLOADS if offload not in ON_NVME.values())
 

@@ -109,6 +109,7 @@ class MemoryBound:
         self._sized: dict[tuple[object, ...], ParameterCount] = {}
         self._needed: dict[tuple[object, ...], float] = {}
         self._flying: dict[tuple[object, ...], Blocks] = {}
+        self._parted: dict[tuple[object, ...], list[tuple[bool, tuple[PipelineOrder, ...]]]] = {}
         self._fewest = cache(self._fewest_blocks)
         # Off the device: bytes of a parameter's states with its gradient, and of its weight, at least.
         hold = bytes_per_parameter(self.recipe, self.stack)
@@ -231,14 +232,10 @@ class MemoryBound:
         offload: tuple[Offload, ...],
     ) -> float:
         sent = waiting(offload, "activations")
-        times = accumulation(self.recipe.batch, split.data, share.micro)
+        # With more micro-batches no pipeline keeps fewer.
+        times = min(accumulation(self.recipe.batch, split.data, share.micro), 2 * split.pp)
         kept = inf
-        for compiled in (False, True):
-            alike = [
-                order for order in orders if self._compiled(split.pp, order.schedule, share.ep) == compiled
-            ]
-            if not alike:
-                continue
+        for compiled, alike in self._by_compilation(split.pp, share.ep, orders):
             flying = self._fewest_flying(alike, split.pp, times, sent.fraction if sent else 0.0)
             size, working = 0.0, inf
             for experts, layers, count in zip((False, True), self._layers, flying, strict=False):
@@ -246,6 +243,9 @@ class MemoryBound:
                     one = self._block(split, share, recompute, experts, compiled)
                     size += count * one.resting
                     working = min(working, one.working)
+            tokens = self.recipe.seq // split.cp
+            if any(order.schedule in SPLIT_BACKWARD for order in alike):
+                working -= self._not_kept(recompute, tokens)
             kept = min(kept, share.micro * (size + max(0.0, working)))
         # A rank's least share of what all have, and of routed experts none.
         least = [self._fewest(split.pp, order.schedule, order.chunks) for order in orders]
@@ -263,15 +263,28 @@ class MemoryBound:
             )
         return max(0.0, weight) + optimizer + max(0.0, during) + kept
 
-    def _fewest_flying(self, orders: list[PipelineOrder], pp: int, times: int, sent: float) -> Blocks:
+    def _fewest_flying(self, orders: tuple[PipelineOrder, ...], pp: int, times: int, sent: float) -> Blocks:
         """Blocks of each kind that the fullest rank keeps of all micro-batches, at least."""
-        key = tuple(orders), pp, times, sent
+        key = orders[0], len(orders), pp, times, sent
         known = self._flying.get(key)
         if known is None:
             kept = [self._flying_in(order, pp, times, sent) for order in orders]
             known = self._flying[key] = Blocks(
                 min(one.dense for one in kept), min(one.sparse for one in kept)
             )
+        return known
+
+    def _by_compilation(
+        self, pp: int, ep: int, orders: list[PipelineOrder]
+    ) -> list[tuple[bool, tuple[PipelineOrder, ...]]]:
+        """Orders whose blocks are compiled, and others. Those of a depth and of what is computed again are the same."""
+        key = pp, ep > 1, orders[0].recompute
+        known = self._parted.get(key)
+        if known is None:
+            parts: dict[bool, list[PipelineOrder]] = {}
+            for order in orders:
+                parts.setdefault(self._compiled(pp, order.schedule, ep), []).append(order)
+            known = self._parted[key] = [(compiled, tuple(alike)) for compiled, alike in parts.items()]
         return known
 
     def _flying_in(self, order: PipelineOrder, pp: int, times: int, sent: float) -> Blocks:
@@ -501,12 +514,18 @@ class MemoryBound:
             each = [held + stream for held in each]
             if order.schedule in V_SHAPED or rank:
                 each[-1] -= stream
+        if order.schedule in SPLIT_BACKWARD:
+            working -= self._not_kept(order.recompute, tokens)
         fixed = BATCH_BYTES * tokens * times + max(0.0, working)
         most = [fixed, 0.0]
         for held_of, put_off_of, begun in _fullest(order, split.pp, times, rank):
             flying = sum(map(mul, each, held_of)) + sum(map(mul, put_off, put_off_of)) - largest
             most[begun] = max(most[begun], fixed + max(0.0, flying))
         return KeptActivations(*most)
+
+    def _not_kept(self, recompute: Recompute, tokens: int) -> float:
+        """Where weights' gradients are put off: the last product of a block, which nothing uses again."""
+        return self.hold.compute * self.model.hidden * tokens if recompute == "selective" else 0.0
 
     def _compiles(self, pp: int, schedule: Schedule, ep: int) -> bool:
         return self._workload(layout_of(pp=pp, schedule=schedule, ep=ep)).compiled

@@ -93,10 +93,14 @@ class OrderGroups:
                 fitting = may_fit(self.room, split, shares, (NOTHING, *self.space.offloads))
                 self.worked += PRICED_SHARE * len(fitting)
                 for one in fitting:
-                    self._push(self.bounds.of_share(split, one), OpenGroup(split, one))
+                    self._push(
+                        self.bounds.of_share(split, one, orders=self.space.orders(split)),
+                        OpenGroup(split, one),
+                    )
             return
         for again in RECOMPUTES:
-            self._push(self.bounds.of_share(split, share, again), OpenGroup(split, share, again))
+            bound = self.bounds.of_share(split, share, again, self.space.orders(split))
+            self._push(bound, OpenGroup(split, share, again))
 
 
 def may_fit(

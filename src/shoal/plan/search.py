@@ -123,10 +123,10 @@ def search(
         if effort is None or whole.accepted or whole.at_best is None:
             return [whole]
         frugal = hunt(replace(space, frugal=True))
-        frugal.run(PATIENCE * effort)
+        for one, work in ((frugal, effort // 2), (frugal, PATIENCE * effort), (whole, PATIENCE * effort)):
+            if not frugal.accepted:
+                one.run(work)
         frugal.at_best = None  # what it leaves out is among what the whole leaves out
-        if not frugal.accepted:
-            whole.run(PATIENCE * effort)
         return [whole, frugal]
 
     hunts: list[BestFirst] = []

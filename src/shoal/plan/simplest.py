@@ -133,6 +133,14 @@ class Simplest(Walk):
         elif order is None:
             orders = self._orders_of(split, share)
             for each in orders[few]:
+                alike = self.space.orders(split, each.recompute)
+                if not any(
+                    self.room.fits(split, self.room.of_orders(split, share, alike, offload))
+                    for offload in self._offloads
+                    if has_activations(offload, each.recompute)
+                ):
+                    self._worked += 1
+                    continue
                 doubts = _doubts(evidence.of_order(split.pp, each.schedule, each.recompute))
                 bound = self.bounds.of_order(split, share, each)
                 departs = practice.of_order(split, each)

@@ -7,13 +7,14 @@ pipeline; of orders what data ranks exchange; of states the latency of their man
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import inf
 from typing import NamedTuple
 
 from shoal.facts.config import Lora, TuneSection
-from shoal.facts.layout import Layout, Offload, Recompute, Schedule, accumulation
+from shoal.facts.layout import Layout, Offload, Recompute, Schedule, Zero, accumulation
 from shoal.facts.layout.float8 import gathered_width
 from shoal.facts.layout.offload import waiting
 from shoal.facts.layout.parameter_groups import Placement
@@ -117,6 +118,7 @@ class TimeBound:
         self._costs: dict[tuple[object, ...], Costs] = {}
         self._first: dict[tuple[object, ...], tuple[float, float, int]] = {}
         self._resting: dict[tuple[object, ...], float] = {}
+        self._waits: dict[tuple[int, int], float] = {}
 
     def of_split(self, split: ModelSplit) -> float:
         """Products at the rate of the best one, and what tensor ranks exchange as one message a layer."""
@@ -136,13 +138,30 @@ class TimeBound:
             flops /= 2  # a rank's tokens do not spread evenly over its experts, and rows are rounded down
         return flops / self.on.fastest
 
-    def of_share(self, split: ModelSplit, share: WorkShare, recompute: Recompute = "none") -> float:
-        """All computation and exchange within layers, evenly over the pipeline."""
+    def of_share(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        recompute: Recompute = "none",
+        orders: Sequence[PipelineOrder] = (),
+    ) -> float:
+        """All computation and exchange within layers, evenly over the pipeline; with ``orders`` to choose from also how
+        long each of its ranks then waits for the others.
+        """
         costs = self.costs(split, share, recompute, layer.NONE)
         (whole,) = self.kinds(1, 1, "1f1b")
         total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.ends(whole)
         times = accumulation(self.recipe.batch, split.data, share.micro)
-        return times * total / split.pp + self.once
+        wait = self._least_wait(split.pp, times, orders) if split.pp > 1 and orders else 0.0
+        return (times + wait * (split.pp - 1)) * total / split.pp + self.once
+
+    def _least_wait(self, pp: int, times: int, orders: Sequence[PipelineOrder]) -> float:
+        """For each of the other ranks, in what one micro-batch takes there. The orders of one depth are the same."""
+        known = self._waits.get((pp, times))
+        if known is None:
+            found = (_waits(order, pp, times).work / (pp - 1) for order in orders)
+            known = self._waits[pp, times] = min(min(found), float(times))
+        return known
 
     def of_order(
         self,
@@ -174,9 +193,7 @@ class TimeBound:
         always = times * self.behind * computed + self.once
         if split.pp == 1:
             return times * slowest + always
-        waits = Idle((split.pp - 1) / (3 * order.chunks), 0.0)  # the least that any schedule can have
-        if played or follows(order.schedule, split.pp, order.chunks, times):
-            waits = idle(order.schedule, split.pp, order.chunks, times)
+        waits = _waits(order, split.pp, times, played)
         wait = waits.work / (split.pp - 1)
         # Where a rank's own work counts for less than its wait for others, the bound holds with all work on one rank.
         worked = times * slowest + wait * (total - slowest) if times >= wait else times * total
@@ -196,7 +213,9 @@ class TimeBound:
         worked: float,
     ) -> float:
         """With states shared out as far as they can be, so that the least of them travels: every pass, or once."""
-        ways = (StateSharding(1, split.data, 3, offload), StateSharding(1, split.data, 1, offload))
+        # Of what is updated on the device, shards of gathered weights take no longer than others.
+        zeros: tuple[Zero, ...] = (3, 1) if waiting(offload, "optimizer") else (3,)
+        ways = [StateSharding(1, split.data, zero, offload) for zero in zeros]
         return worked + min(self._update(split, share, order, states) for states in ways)
 
     def of_states(
@@ -463,3 +482,10 @@ class TimeBound:
             elements = float(trained_with_experts(workload, here))
             known = self._first[key] = elements, resting_bytes(workload, here, 1), here.layers
         return known
+
+
+def _waits(order: PipelineOrder, pp: int, times: int, played: bool = False) -> Idle:
+    """``played``: also of a pipeline that never fills, whose waiting has no formula and takes a while to find."""
+    if played or follows(order.schedule, pp, order.chunks, times):
+        return idle(order.schedule, pp, order.chunks, times)
+    return Idle((pp - 1) / (3 * order.chunks), 0.0)  # the least that any schedule can have

@@ -48,6 +48,8 @@ def waiting(parts: Sequence[Offload], what: str) -> Offload | None:
     if what != "optimizer" or "params" not in found:
         return found.get(what)
     params, optimizer = found["params"], found.get("optimizer", found["params"])
+    if optimizer is not params and params.fraction <= optimizer.fraction:
+        return optimizer
     return Offload(what="optimizer", fraction=max(params.fraction, optimizer.fraction), nvme=optimizer.nvme)
 
 

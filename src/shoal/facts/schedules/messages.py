@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from shoal.facts.layout.stages import rank_of_stage, stages_of_rank
 from shoal.facts.schedules.instruction import (
     Instruction,
@@ -35,14 +37,22 @@ def instructions(schedule: str, pp: int, chunks: int, micro_batches: int) -> lis
 def rank_program(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) -> Program:
     """That of one rank: only those that send to it are looked at besides."""
     holder = _holders(schedule, pp, chunks)
-    own = rank_order(schedule, pp, chunks, micro_batches, rank)
     stages = stages_of_rank(pp, chunks, schedule, rank)
     beside = {holder[near] for stage in stages for near in (stage - 1, stage + 1) if 0 <= near < len(holder)}
     leaving: list[dict[Instruction, tuple[StageTensor, int]]] = [{} for _ in range(pp)]
-    for other in beside - {rank}:
-        leaving[other] = _sends(rank_order(schedule, pp, chunks, micro_batches, other), holder, other)
-    leaving[rank] = _sends(own, holder, rank)
+    for other in {*beside, rank}:
+        own, leaving[other] = _rank_sends(schedule, pp, chunks, micro_batches, other)
+    own, _ = _rank_sends(schedule, pp, chunks, micro_batches, rank)
     return _joined(own, leaving, rank, len(holder))
+
+
+@lru_cache(maxsize=32)
+def _rank_sends(
+    schedule: str, pp: int, chunks: int, micro_batches: int, rank: int
+) -> tuple[Program, dict[Instruction, tuple[StageTensor, int]]]:
+    """A rank's computations, and what it sends. Of a few ranks it is kept: each has several neighbours."""
+    own = rank_order(schedule, pp, chunks, micro_batches, rank)
+    return own, _sends(own, _holders(schedule, pp, chunks), rank)
 
 
 def _holders(schedule: str, pp: int, chunks: int) -> list[int]:
