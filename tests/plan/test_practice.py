@@ -16,7 +16,7 @@ from shoal.plan.complexity import parts
 from shoal.plan.judge import WIDEST
 from shoal.plan.practice import (
     ACROSS_NODES,
-    EXPERTS_EVERYWHERE,
+    EXPERTS_GATHERED,
     NAMES,
     RARE_SCHEDULE,
     STAGES_FIRST,
@@ -41,8 +41,10 @@ def asked(layout: str, model: str = "gpt3-175b", on: str = "64xA100-80GB") -> Wo
         ("fsdp=16,tp=4", "gpt3-175b", "64xA100-80GB", []),  # no stages
         ("fsdp=8,pp=8", "gpt3-175b", "64xA100-80GB", []),  # no tensor ranks
         ("tp=2,pp=2", "gpt3-175b", "2x2xA100-80GB", []),  # a node holds no more
-        ("fsdp=64", "mixtral-8x7b", "64xH100", [EXPERTS_EVERYWHERE]),
+        ("fsdp=64", "mixtral-8x7b", "64xH100", [EXPERTS_GATHERED]),
         ("fsdp=64,ep=8", "mixtral-8x7b", "64xH100", []),
+        ("fsdp=64,ep=2", "mixtral-8x7b", "64xH100", [EXPERTS_GATHERED]),
+        ("fsdp=4,tp=2,ep=4", "mixtral-8x7b", "8xH100", []),
         ("tp=4,pp=2", "mixtral-8x7b", "8xH100", [STAGES_FIRST]),  # no data rank that could hold other experts
         ("fsdp=64", "llama3-8b", "64xH100", []),
         ("fsdp=8,pp=8,schedule=interleaved", "llama3-8b", "64xH100", []),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.cli.show import counted, print_fitted, print_wrapped
+from shoal.facts.cluster.stack import SHOAL
 from shoal.plan.amounts import short
 from shoal.plan.compare import Compared, best_of
 from shoal.plan.decide import duration
@@ -197,7 +198,7 @@ def _below(found: PlanReport) -> None:
         chosen = found.remedies[0].plan
     if chosen is not None and chosen.fits:
         print(f"next: {chosen.command}")
-        if chosen.runs and chosen.nodes > 1:
+        if chosen.runs and chosen.nodes > 1 and found.asked.stack is SHOAL:
             print_wrapped(
                 f"shoal train is for each of the {chosen.nodes} nodes, in a directory that they share, with "
                 "--set cluster.interface=NAME for the network between them (docs/nodes.md)"

@@ -2,11 +2,11 @@
 devices.
 
 Three answers stand side by side. The fastest is the one that is predicted to be. The simplest is what is chosen: of the
-layouts that leave the headroom, all that is within the error bar of the fastest is as fast as far as can be told; of
-these the one with the fewest parts, then the one on the best evidence, then the one with the fewest axes, then the
-fastest. The safest, of those that were found on the way, hardly ever runs out of memory, rests on the best evidence and
-has the fewest parts. Something is offloaded only where nothing fits without. What the engine does not run is chosen
-only where nothing that it runs fits.
+layouts that leave the headroom, all that cannot be told apart from the fastest is as fast; of these the one with the
+fewest parts, then the one that follows published practice, then the one on the best evidence, then the one with the
+fewest axes, then the fastest. The safest, of those that were found on the way and are not much slower, hardly ever runs
+out of memory, rests on the best evidence, has the fewest parts and leaves the most memory. Something is offloaded only
+where nothing fits without, or takes much longer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.facts import support
 from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
@@ -22,7 +21,7 @@ from shoal.plan import evidence, practice
 from shoal.plan.best_first import BestFirst, Priced
 from shoal.plan.complexity import parts, plain
 from shoal.plan.headroom import GIB, Headroom, chance, free, out_of_memory
-from shoal.plan.judge import Plan, Replicas
+from shoal.plan.judge import RUNS, Plan, Replicas, supported
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.simplest import Simplest, rank_of
 from shoal.plan.space import Space
@@ -37,6 +36,10 @@ EFFORT = 10000
 POOL = 10
 # A probability of running out of memory that is as good as none.
 UNLIKELY = 0.001
+# Said of a claim that no row of ``plan/evidence.py`` supports.
+UNCHECKED = "none of the runs that predictions were checked against covers"
+# The safest takes at most so many times as long as what is chosen; and what differs by less than this is equally fast.
+SLOWEST, SAME = 1.25, 1.005
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class Chosen:
         if safest.layout != self.plan.layout:
             gains = list(_safer(safest, self.plan))
             said.append(
-                f"Safest: {safest.layout}, {_faster(self.plan, safest, 'slower')}, which "
+                f"Safest: {safest.layout}, {_slower(safest, self.plan)}, which "
                 f"{' and '.join(gains) or 'has fewer parts'}."
             )
         return said
@@ -105,7 +108,8 @@ class Chosen:
         """What keeps the fastest of all from being chosen."""
         if not self.headroom.left_by(fastest.memory):
             risk = out_of_memory(fastest.memory)
-            yield f"it leaves {free(fastest.memory)} and runs out of memory with a probability of {chance(risk)}"
+            out = f" and runs out of memory with a probability of {chance(risk)}" if risk > UNLIKELY else ""
+            yield f"it leaves only {free(fastest.memory)}{out}"
         if fastest.layout.offload and not self.plan.layout.offload:
             yield "it offloads what fits on the devices"
 
@@ -120,7 +124,7 @@ class Chosen:
             instead = f", using {_listed(added)} instead" if added else ""
             yield f"needs no {_listed(saved, 'or')}{instead}"
         if unsure := [claim for claim in self.rival.unmeasured if claim not in self.plan.unmeasured]:
-            yield f"does not depend on {_listed(unsure)}, which no published run has measured"
+            yield f"does not depend on {_listed(unsure)}, which {UNCHECKED}"
         if better := [name for name in departs if name not in practice.departures(self.plan.workload)]:
             yield f"does as published runs do, without {_listed(better)}"
         if len(mine) >= len(others) and not unsure and not better:
@@ -132,6 +136,10 @@ def _faster(plan: Plan, other: Plan, word: str = "faster") -> str:
     return f"{by:.1%} {word}" if by >= 0.0005 else "equally fast"
 
 
+def _slower(plan: Plan, other: Plan) -> str:
+    return _faster(plan, other) if plan.step.seconds < other.step.seconds else _faster(other, plan, "slower")
+
+
 def _safer(plan: Plan, other: Plan) -> Iterator[str]:
     """What makes one plan safer than another."""
     risk, more = out_of_memory(plan.memory), out_of_memory(other.memory)
@@ -141,7 +149,7 @@ def _safer(plan: Plan, other: Plan) -> Iterator[str]:
     if left - less > GIB:
         yield f"leaves {left / GIB:.1f} GiB free instead of {less / GIB:.1f}"
     if unsure := [claim for claim in other.unmeasured if claim not in plan.unmeasured]:
-        yield f"does not depend on {_listed(unsure)}, which no published run has measured"
+        yield f"does not depend on {_listed(unsure)}, which {UNCHECKED}"
 
 
 def _parts(plan: Plan) -> list[str]:
@@ -184,10 +192,14 @@ def choose(
     rival = planned(first, against)
     known = min((one for one in pool if one.step.seconds <= rival.limit), key=rank_of)
     simplest = Simplest(asked, bounds, room, hunts[0].space, rival.limit, known).run(EFFORT)
-    runs = support.runs(first.workload.layout)
+    runs = supported(first.workload) == RUNS
     beyond = (one for hunt in others for one in hunt.accepted[:POOL])
-    able = (one for one in beyond if support.runs(one.workload.layout) or not runs)
-    fastest, safest = min((first, *able), key=_seconds), min((*pool, simplest), key=_risk)
+    able = [first, *(one for one in beyond if not runs or supported(one.workload) == RUNS)]
+    # Of those that are as fast as the fastest, to all that can be seen, the plainest.
+    least = SAME * min(map(_seconds, able))
+    fastest = min((one for one in (*able, simplest) if one.step.seconds <= least), key=rank_of)
+    bearable = (one for one in (*pool, simplest) if one.step.seconds <= SLOWEST * simplest.step.seconds)
+    safest = min(bearable, key=_risk)
     plans = [planned(one, against) for one in (simplest, fastest, safest)]
     return Chosen(plans[0], plans[1], plans[2], rival, room.headroom)
 
@@ -195,7 +207,7 @@ def choose(
 def _may_be(one: Priced, space: Space, room: MemoryBound) -> bool:
     """Whether it could have been found by a hunt through this space."""
     layout = one.workload.layout
-    if (layout.offload and not space.apart) or (space.runnable and not support.runs(layout)):
+    if (layout.offload and not space.apart) or (space.runnable and supported(one.workload) != RUNS):
         return False
     return room.headroom.left_by(one.memory or ledger(one.workload))
 
@@ -204,13 +216,14 @@ def _seconds(one: Priced) -> float:
     return one.step.seconds
 
 
-def _risk(one: Priced) -> tuple[bool, int, int, float]:
-    """The least of these is the safest."""
+def _risk(one: Priced) -> tuple[bool, int, int, int, float]:
+    """The least of these is the safest. Free memory counts in tenths of what there is."""
     memory, workload = one.memory or ledger(one.workload), one.workload
     return (
         out_of_memory(memory) > UNLIKELY,
         len(evidence.unmeasured(workload)),
         len(parts(workload)),
+        -int(10 * (memory.capacity - memory.device_total) / memory.capacity),
         one.step.seconds,
     )
 

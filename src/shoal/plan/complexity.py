@@ -43,9 +43,9 @@ def of_split(split: ModelSplit, model: Model, cluster: Cluster) -> int:
     return axes + (axes > 0 and split.data > 1) + departs
 
 
-def of_share(split: ModelSplit, share: WorkShare, model: Model) -> int:
+def of_share(split: ModelSplit, share: WorkShare, model: Model, cluster: Cluster) -> int:
     policies = (not share.sp) + (share.cp_kind != "ring") + (share.ep > 1)
-    return policies + practice.of_share(split, share, model)
+    return policies + practice.of_share(split, share, model, cluster)
 
 
 def of_order(split: ModelSplit, share: WorkShare, order: PipelineOrder, batch: int) -> int:
@@ -76,7 +76,7 @@ def of_unit(unit: int) -> int:
 def count(candidate: Candidate, asked: Workload) -> int:
     """As many as ``parts`` names."""
     split, share, order, states, unit = candidate
-    decided = of_split(split, asked.model, asked.cluster) + of_share(split, share, asked.model)
+    decided = of_split(split, asked.model, asked.cluster) + of_share(split, share, asked.model, asked.cluster)
     decided += of_order(split, share, order, asked.recipe.batch)
     return decided + of_states(split, share, states) + of_unit(unit)
 

@@ -16,7 +16,7 @@ from shoal.plan.batch import BatchAdvice, batch_advice
 from shoal.plan.choose import Chosen
 from shoal.plan.explain import GIB, binds, lacks, percent, strategy
 from shoal.plan.headroom import chance, free
-from shoal.plan.judge import UNRUN, Plan
+from shoal.plan.judge import UNRUN, Plan, engine_runs
 from shoal.plan.remedy import Remedy
 from shoal.plan.request import PlanRequest
 from shoal.plan.scale import best, cost, resized
@@ -150,6 +150,11 @@ def _nothing_fits(asked: PlanRequest, plans: list[Plan], remedies: list[Remedy])
 
 def _nothing_runs(asked: PlanRequest, plan: Plan, remedies: list[Remedy]) -> str:
     """Something fits, but nothing that the engine runs."""
+    if not engine_runs(plan.workload):
+        return (
+            f"The engine does not run this yet ({plan.lacks}), in any layout. Planned: {plan.layout}: {_numbers(plan)} "
+            "--export writes it for another stack, where that runs it."
+        )
     text = (
         f"No layout of {asked.model.name} on {asked.cluster} that the engine runs fits in memory. {plan.layout} "
         f"would fit ({duration(plan.step.seconds)}/step), but is {UNRUN} ({plan.lacks}); --export writes it for "

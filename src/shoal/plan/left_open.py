@@ -30,6 +30,9 @@ def pretraining_batch(model: Model, seq: int, tokens: int, devices: int) -> int:
     DeepSeek LLM (2024), equation 1: 0.2920 · C^0.3271 tokens, for C FLOPs in all.
     """
     wanted = 0.2920 * (6.0 * active_parameter_count(model) * tokens) ** 0.3271 / max(1, seq)
+    if wanted >= devices:
+        return int(devices * round(wanted / devices))
+    # Fewer sequences than devices: a number that many of them share.
     odd = devices
     while odd % 2 == 0:
         odd //= 2

@@ -192,7 +192,7 @@ def _memory(plan: Plan, rivals: Sequence[Plan]) -> tuple[float, Measurement] | N
         f"Memory: if the fullest rank reaches more than {memory.capacity / GIB:.1f} GiB "
         f"({memory.device_p90 / GIB:.1f} predicted), this layout does not fit{then}."
     )
-    save, _, _ = plan.command.partition(" && ")
-    command = f"{save} && shoal dryrun plan.toml"
+    save, trained, _ = plan.command.partition(" && ")
+    command = f"{save} && shoal dryrun plan.toml" if trained else save  # another stack's has its own tools
     instead = str(smaller[0].layout) if smaller else None
     return math.log(factor) / math.log(EASILY_HELD), Measurement("memory", text, command, factor, instead)

@@ -10,11 +10,13 @@ from them where it is faster by more than that; otherwise it has to be explained
   Clusters Using Megatron-LM" (SC 2021), takeaway 1; so do Korthikanti et al. (2022) and Llama 3 405B.
 - Stages follow 1F1B, plain or interleaved: every published row of Shoal's collection that has stages does, and so did
   Llama 3 405B. What leaves fewer bubbles than these has been reported by its authors.
-- Experts are spread over ranks rather than gathered on each: GShard (2020), Mixtral in Megatron-Core's recipes,
-  DeepSeek-V3.
+- Experts are spread over the ranks of a node, or of more, rather than gathered on each: GShard (2020), Mixtral in
+  Megatron-Core's recipes, DeepSeek-V3.
 """
 
 from __future__ import annotations
+
+from math import gcd
 
 from shoal.facts.cluster import Cluster
 from shoal.facts.layout import Schedule
@@ -24,9 +26,9 @@ from shoal.predict.workload import Workload
 
 ACROSS_NODES = "tensor ranks across nodes"
 STAGES_FIRST = "pipeline stages before tensor ranks fill a node"
-EXPERTS_EVERYWHERE = "every expert on every rank"
+EXPERTS_GATHERED = "experts that more ranks of a node could share"
 RARE_SCHEDULE = "a schedule that few have run"
-NAMES = ACROSS_NODES, STAGES_FIRST, EXPERTS_EVERYWHERE, RARE_SCHEDULE
+NAMES = ACROSS_NODES, STAGES_FIRST, EXPERTS_GATHERED, RARE_SCHEDULE
 USUAL_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved")
 
 
@@ -39,8 +41,8 @@ def of_split(split: ModelSplit, model: Model, cluster: Cluster) -> int:
     return (split.tp > fast_links(cluster)) + _stages_first(split.tp, split.pp, model, cluster)
 
 
-def of_share(split: ModelSplit, share: WorkShare, model: Model) -> int:
-    return int(_everywhere(share.ep, split.data * split.cp, model))
+def of_share(split: ModelSplit, share: WorkShare, model: Model, cluster: Cluster) -> int:
+    return int(_gathered(share.ep, split.data * split.cp, model, cluster))
 
 
 def of_order(split: ModelSplit, order: PipelineOrder) -> int:
@@ -53,8 +55,8 @@ def departures(workload: Workload) -> list[str]:
     found = [ACROSS_NODES] if layout.tp > fast_links(cluster) else []
     if _stages_first(layout.tp, layout.pp, model, cluster):
         found.append(STAGES_FIRST)
-    if _everywhere(layout.ep, layout.data_ranks * layout.cp, model):
-        found.append(EXPERTS_EVERYWHERE)
+    if _gathered(layout.ep, layout.data_ranks * layout.cp, model, cluster):
+        found.append(EXPERTS_GATHERED)
     if _rare(layout.pp, layout.schedule):
         found.append(RARE_SCHEDULE)
     return found
@@ -66,8 +68,9 @@ def _stages_first(tp: int, pp: int, model: Model, cluster: Cluster) -> bool:
     return pp > 1 and 1 < tp < node and model.heads % node == 0
 
 
-def _everywhere(ep: int, ranks: int, model: Model) -> bool:
-    return model.experts is not None and ep == 1 and ranks > 1
+def _gathered(ep: int, ranks: int, model: Model, cluster: Cluster) -> bool:
+    """Fewer expert ranks than a node has room for."""
+    return model.experts is not None and ep < gcd(model.experts.count, ranks, fast_links(cluster))
 
 
 def _rare(pp: int, schedule: Schedule) -> bool:

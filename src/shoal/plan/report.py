@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from shoal.facts import calibration
+from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
 from shoal.facts.model.parameters import active_parameter_count, parameter_count
 from shoal.facts.problem import BadInput
@@ -136,13 +137,14 @@ def plan_report(asked: PlanRequest, top: int = 10, curve: bool = False) -> PlanR
         searched, evaluated, at_best, chosen = found.searched, found.evaluated, found.at_best, found.chosen
         proven = found.proven
         plans = _shown(found.plans, chosen, top)
-        # Where the engine runs the model but nothing that fits, nothing is chosen: it could not be trained.
-        unrun = chosen is not None and not chosen.plan.runs and engine_runs(chosen.plan.workload)
+        # Where the engine runs nothing that fits, nothing is chosen: it could not be trained.
+        unrun = chosen is not None and not chosen.plan.runs and asked.stack is SHOAL
+        able = not unrun or engine_runs(asked.workload(Layout()))
         chosen = None if unrun else chosen
         rejected = [(str(loser.layout), loser.reason) for loser in found.rejected]
         remedies = []
         if chosen is None:
-            remedies = for_model(asked, runnable=unrun)
+            remedies = for_model(asked, runnable=unrun) if able else []
         elif chosen.plan.layout.offload:
             remedies = on_these(asked, resting=True)
     for plan in plans:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from itertools import product
+from math import inf
 
 from shoal.facts import support
 from shoal.facts.cluster import Cluster
@@ -22,7 +23,7 @@ from shoal.plan import explain
 from shoal.plan.best_first import BestFirst, Priced, StrategyKey
 from shoal.plan.choose import Chosen, choose, planned
 from shoal.plan.headroom import NONE, USUAL, Headroom
-from shoal.plan.judge import Plan, Replicas, replicas
+from shoal.plan.judge import RUNS, Plan, Replicas, replicas, supported
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.orders import OrderGroups
 from shoal.plan.space import Candidate, Space
@@ -34,7 +35,10 @@ TOP = 10
 REJECTED = 20
 # Work that a hunt does at most (``plan/best_first.py``). Layouts of large clusters come by the million within a few
 # percent of one another; a hunt that is broken off says what it may have missed.
-EFFORT = 12500
+EFFORT = 16000
+# What takes so many times as long as a layout that offloads is given up for it: moving data to a host and back is one
+# more thing that can be slow, but it has its price.
+DEAR = 1.25
 # One that has found nothing that fits goes on for up to so many times as long.
 PATIENCE = 16
 
@@ -132,8 +136,8 @@ def search(
     hunts: list[BestFirst] = []
     choosing = most
     if space.runs or runnable or not ours:
-        # What may be chosen. Something is offloaded only where nothing fits without; where nothing leaves the usual
-        # headroom, less is left.
+        # What may be chosen. Something is offloaded only where nothing fits without, or what does is dear; where
+        # nothing leaves the usual headroom, less is left.
         rooms = (most,) if headroom else (most.leaving(USUAL), most)
         for choosing, away in product(rooms, (False, True) if apart else (False,)):
             hunts = hunted(choosing, replace(space, apart=away), effort)
@@ -146,6 +150,9 @@ def search(
     beyond = hunted(most, space, effort) if top > 1 or not able else hunts
     if not able:
         chosen_from, choosing = beyond, most
+    elif apart and not hunts[0].space.apart and _seconds(beyond, away=True) * DEAR < _seconds(hunts):
+        elsewhere = hunted(choosing, replace(hunts[0].space, apart=True), effort)
+        chosen_from = elsewhere if _seconds(elsewhere) * DEAR < _seconds(hunts) else chosen_from
     against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
     every = list(dict.fromkeys((*hunts, *beyond)))
     plans = _ranked(every, top, against)
@@ -202,6 +209,13 @@ def usable(cluster: Cluster, batch: int) -> list[int]:
     if cluster.name != "local" and cluster.device.name != "cpu":
         return [cluster.devices]
     return [count for count in reversed(divisors(max(1, batch))) if count <= cluster.devices]
+
+
+def _seconds(hunts: list[BestFirst], away: bool = False) -> float:
+    """Of the fastest that hunts have found; ``away``: that offloads something, and that the engine runs."""
+    found = (one for hunt in hunts for one in hunt.accepted)
+    kept = (one for one in found if not away or (one.workload.layout.offload and supported(one.workload) == RUNS))
+    return min((one.step.seconds for one in kept), default=inf)
 
 
 def _ranked(hunts: list[BestFirst], top: int, against: Replicas) -> list[Plan]:

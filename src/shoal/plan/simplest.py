@@ -155,13 +155,13 @@ class Simplest(Walk):
             self._push(rank._replace(seconds=priced.step.seconds), priced)
 
     def _open_split(self, rank: Complexity, node: SimplestNode) -> None:
-        split, model = node.split, self.asked.model
+        split, model, cluster = node.split, self.asked.model, self.asked.cluster
         ways = list(self.space.shares_by_size(split))
         for shares in ways:
             first = shares[0]
-            if complexity.of_share(split, first, model) != node.few:
+            if complexity.of_share(split, first, model, cluster) != node.few:
                 continue
-            departs = practice.of_share(split, first, model)
+            departs = practice.of_share(split, first, model, cluster)
             doubts = _doubts(evidence.of_share(split.cp, first.cp_kind, first.ep))
             fitting = may_fit(self.room, split, shares, self._offloads)
             self._worked += PRICED_SHARE * len(fitting)
@@ -171,7 +171,7 @@ class Simplest(Walk):
                 routed = int(share.ep > 1)
                 more = rank.more(fewest, doubts, bound, axes=routed, departures=departs)
                 self._push(more, SimplestNode(split, share, fewest))
-        self._later(rank, node, [complexity.of_share(split, shares[0], model) for shares in ways])
+        self._later(rank, node, [complexity.of_share(split, shares[0], model, cluster) for shares in ways])
 
     def _later(self, rank: Complexity, node: SimplestNode, numbers: Iterable[int]) -> None:
         """What adds more parts waits until it has its turn."""

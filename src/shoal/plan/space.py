@@ -51,6 +51,7 @@ OFFLOADED: tuple[tuple[str, ...], ...] = (
     ("optimizer@nvme",),
     ("optimizer@nvme", "params@nvme"),
     ("optimizer:0.5",),
+    ("optimizer", "activations"),
 )
 NOTHING: tuple[Offload, ...] = ()
 OFFLOADS = tuple(Layout.parse(f"offload={'+'.join(parts)}").offload for parts in OFFLOADED)
