@@ -2,8 +2,9 @@
 
     python benchmarks/plan_search.py benchmarks/data/plan_search.json
 
-Of each question: how many layouts there are, the fastest that fits with its predicted seconds, and of the limited search
-whether that is the same layout, proven, or else which bound is left. A test holds the first question to this file.
+Of each question: how many layouts there are, the fastest that fits with its predicted seconds, and of the limited
+search whether that is the same layout, proven, or else which bound is left. A test holds the first question to this
+file.
 """
 
 from __future__ import annotations

@@ -172,8 +172,10 @@ class Space:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What splits, shares and orders depend on, of what one search may ask for in several ways."""
-        return self.frugal, *(self._searched(key) for key in ("cp", "ep"))
+        """What splits, shares and orders depend on, of what one search may ask for in several ways; and what may be
+        offloaded, without which some do not fit.
+        """
+        return self.frugal, self.offloads, *(self._searched(key) for key in ("cp", "ep"))
 
     def splits(self) -> Iterator[ModelSplit]:
         if not self._legal(Layout()):
