@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from shoal.facts import calibration
@@ -20,7 +19,6 @@ from shoal.plan.choose import Chosen, replicas_only
 from shoal.plan.explain import GIB
 from shoal.plan.judge import Plan
 from shoal.predict.time.step import cost_model, step
-from shoal.predict.workload import Workload
 
 # No quantity is taken to be further off than by this factor, either way.
 FURTHEST = 4.0
@@ -170,14 +168,11 @@ def _between(rival: Plan, plan: Plan, quantity: Quantity, furthest: float) -> fl
 
 def _wins(rival: Plan, plan: Plan, quantity: Quantity, factor: float) -> bool:
     cluster = quantity.changed(plan.workload.cluster, factor)
-    seconds = [_seconds(replace(each.workload, cluster=cluster)) for each in (rival, plan)]
+    seconds = []
+    for each in (rival, plan):
+        workload = replace(each.workload, cluster=cluster)
+        seconds.append(step(workload, cost_model(workload)).seconds)
     return seconds[0] * (1 + rival.error_bar) < seconds[1]  # as Plan.limit
-
-
-@lru_cache(maxsize=256)
-def _seconds(workload: Workload) -> float:
-    """Kept for a while: of the plan that is measured against several rivals."""
-    return step(workload, cost_model(workload)).seconds
 
 
 def _memory(plan: Plan, rivals: Sequence[Plan]) -> tuple[float, Measurement] | None:

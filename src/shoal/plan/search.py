@@ -117,9 +117,10 @@ def search(
         """A hunt through a space. Broken off empty-handed, it is followed by one through what needs little memory."""
 
         def hunt(space: Space) -> BestFirst:
-            groups = lists.get(space.key)
+            loosest = replace(space, apart=apart)
+            groups = lists.get(loosest.key)
             if groups is None:
-                groups = lists[space.key] = OrderGroups(bounds, most, replace(space, apart=apart))
+                groups = lists[loosest.key] = OrderGroups(bounds, most, loosest)
             return BestFirst(asked, bounds, room, space, groups, top, known=known)
 
         whole = hunt(space)
