@@ -102,7 +102,7 @@ def test_the_reason_names_what_cannot_be_told_apart_and_what_is_saved() -> None:
 
 @pytest.mark.usefixtures("without_params")
 def test_what_is_faster_and_not_run_yet_is_named_and_not_chosen() -> None:
-    found = answered.__wrapped__("llama3-8b", "1xA100-40GB", 4096, 16)
+    found = answered.__wrapped__("llama2-13b", "1xA100-40GB", 4096, 16)
     chosen, fastest = found.choice, found.plans[0]
     assert chosen is not None and chosen.runs and not fastest.runs
     said = f"{fastest.layout} is predicted to be "
