@@ -46,7 +46,7 @@ from shoal.predict.workload import Workload
 PRICED = 25
 COUNTED, PLAYED = 20, 4
 # Once the fastest layout is known, so many go into the fastest ones of further strategies.
-OTHERS = 2500
+OTHERS = 3600
 # What is offloaded to a host's memory; NVMe is asked where that has no room.
 NEAR = tuple(offload for offload in OFFLOADS if offload not in ON_NVME.values())
 
@@ -174,6 +174,7 @@ class BestFirst(Walk):
 
     groups: OrderGroups
     top: int
+    others: int = OTHERS  # work that goes into further strategies
     settled: set[StrategyKey] = field(default_factory=set)  # strategies that cannot get a better plan
     at_best: float | None = None  # where it was broken off: what is left takes at least so long
     accepted: list[Priced] = field(default_factory=list)
@@ -200,7 +201,7 @@ class BestFirst(Walk):
         self._find_others()
 
     def _find_others(self) -> None:
-        enough = self._spent + OTHERS
+        enough = self._spent + self.others
         while len(self.accepted) < self.top and self._spent < enough and (bound := self._bound()) is not None:
             self._next(bound)
         # What is priced by now and was not reached.

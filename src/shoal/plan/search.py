@@ -20,7 +20,7 @@ from shoal.facts.layout.stack_limits import RULES
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.plan import explain
-from shoal.plan.best_first import BestFirst, Priced, StrategyKey
+from shoal.plan.best_first import OTHERS, BestFirst, Priced, StrategyKey
 from shoal.plan.choose import Chosen, choose, planned
 from shoal.plan.headroom import NONE, USUAL, Headroom
 from shoal.plan.judge import RUNS, Plan, Replicas, replicas, supported
@@ -113,7 +113,7 @@ def search(
     lists: dict[tuple[object, ...], OrderGroups] = {}
     known: dict[Candidate, Priced] = {}
 
-    def hunted(room: MemoryBound, space: Space, effort: int | None) -> list[BestFirst]:
+    def hunted(room: MemoryBound, space: Space, others: int = OTHERS) -> list[BestFirst]:
         """A hunt through a space. Broken off empty-handed, it is followed by one through what needs little memory."""
 
         def hunt(space: Space) -> BestFirst:
@@ -121,7 +121,7 @@ def search(
             groups = lists.get(loosest.key)
             if groups is None:
                 groups = lists[loosest.key] = OrderGroups(bounds, most, loosest)
-            return BestFirst(asked, bounds, room, space, groups, top, known=known)
+            return BestFirst(asked, bounds, room, space, groups, top, others, known=known)
 
         whole = hunt(space)
         whole.run(effort)
@@ -141,14 +141,15 @@ def search(
         # nothing leaves the usual headroom, less is left.
         rooms = (most,) if headroom else (most.leaving(USUAL), most)
         for choosing, away in product(rooms, (False, True) if apart else (False,)):
-            hunts = hunted(choosing, replace(space, apart=away), effort)
+            # What is shown beside it is mostly what the last hunt finds.
+            hunts = hunted(choosing, replace(space, apart=away), OTHERS // 4)
             if any(hunt.accepted for hunt in hunts):
                 break
     able = any(hunt.accepted for hunt in hunts)
     chosen_from = [*hunts]
     # Everything, where it is asked for.
     space = replace(space, runnable=runnable and ours)
-    beyond = hunted(most, space, effort) if top > 1 or not able else hunts
+    beyond = hunted(most, space) if top > 1 or not able else hunts
     if not able:
         chosen_from, choosing = beyond, most
     elif apart and not hunts[0].space.apart and _seconds(beyond, away=True) * DEAR < _seconds(hunts):
