@@ -200,11 +200,17 @@ def _not_to_distribute(asked: PlanRequest, plan: Plan) -> tuple[bool, list[str]]
     return distribute, [*reasons, *_slow_network(asked, plan)]
 
 
+def _on(asked: PlanRequest, devices: int) -> Plan | None:
+    """The best plan on so many, unless even the weights in two bytes each do not fit them."""
+    if 2 * parameter_count(asked.model) > devices * asked.cluster.device.memory_bytes:
+        return None
+    fewer = resized(asked, devices)
+    return best(fewer, runnable=True) if fewer else None
+
+
 def _on_one(asked: PlanRequest) -> Plan | None:
     """The best plan on one GPU; what waits for its host is no reason to stay there."""
-    narrow = 2 * parameter_count(asked.model)
-    alone = resized(asked, 1) if narrow < asked.cluster.device.memory_bytes else None
-    one = best(alone, runnable=True) if alone else None
+    one = _on(asked, 1)
     return None if one and one.layout.offload else one
 
 
@@ -213,8 +219,7 @@ def _slow_network(asked: PlanRequest, plan: Plan) -> list[str]:
     cluster = asked.cluster
     if cluster.nodes == 1 or plan.step.exposed_comm < MUCH * plan.step.seconds:
         return []
-    node = resized(asked, cluster.devices_per_node)
-    inside = best(node, runnable=True) if node else None
+    inside = _on(asked, cluster.devices_per_node)
     if inside is None:
         return []
     faster = plan.tokens_per_s / inside.tokens_per_s

@@ -153,7 +153,7 @@ def search(
     if not able:
         chosen_from, choosing = beyond, most
     elif apart and not hunts[0].space.apart and _seconds(beyond, away=True) * DEAR < _seconds(hunts):
-        elsewhere = hunted(choosing, replace(hunts[0].space, apart=True), effort)
+        elsewhere = hunted(choosing, replace(hunts[0].space, apart=True))
         chosen_from = elsewhere if _seconds(elsewhere) * DEAR < _seconds(hunts) else chosen_from
     against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
     every = list(dict.fromkeys((*hunts, *beyond)))
