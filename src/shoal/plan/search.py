@@ -216,7 +216,9 @@ def usable(cluster: Cluster, batch: int) -> list[int]:
 def _seconds(hunts: list[BestFirst], away: bool = False) -> float:
     """Of the fastest that hunts have found; ``away``: that offloads something, and that the engine runs."""
     found = (one for hunt in hunts for one in hunt.accepted)
-    kept = (one for one in found if not away or (one.workload.layout.offload and supported(one.workload) == RUNS))
+    kept = (
+        one for one in found if not away or (one.workload.layout.offload and supported(one.workload) == RUNS)
+    )
     return min((one.step.seconds for one in kept), default=inf)
 
 
