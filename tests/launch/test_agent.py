@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -12,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from shoal.launch.agent import Agent
 from shoal.launch.rendezvous import LoopbackRendezvous
-from shoal.train.guard.processes import is_stopped
+from shoal.train.guard.processes import is_gone, is_stopped
 
 SECONDS = 60.0
 
@@ -76,6 +77,33 @@ def test_who_was_stopped_is_known_although_it_ran_for_a_moment(tmp_path: Path) -
     finally:
         agent._shutdown()
     assert [death.rank for death in agent.crew.deaths() if death.stopped] == [2]
+
+
+def fails_at_once() -> None:
+    if os.environ["RANK"] == "0":
+        os._exit(3)
+    time.sleep(SECONDS)
+
+
+def test_who_fails_before_all_have_started_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it happened on a busy machine: its death was not noted, and its peers were all that had ended."""
+    start = LocalElasticAgent._start_workers
+
+    def slowly(agent: LocalElasticAgent, group: WorkerGroup) -> dict[int, int]:
+        started = start(agent, group)
+        deadline = time.monotonic() + SECONDS
+        while not is_gone(started[0]) and len(multiprocessing.active_children()) > 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return started
+
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", slowly)
+    spec = WorkerSpec("test", 2, LoopbackRendezvous("run", SECONDS), entrypoint=fails_at_once)
+    spec.max_restarts, spec.monitor_interval = 0, 0.01
+    agent = Agent(spec, lambda rank: False)
+    assert in_thread(agent.run).is_failed()
+    first = agent.crew.deaths()[0]
+    assert (first.rank, first.code, first.by_us) == (0, 3, False)
 
 
 @pytest.mark.parametrize("given", [(), (signal.SIGINT,), (signal.SIGINT, 30)])

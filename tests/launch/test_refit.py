@@ -70,8 +70,9 @@ def test_what_is_left_is_laid_out_as_the_plan_would() -> None:
     left = refit(whole, 7)
     planned = plan_report(plan_request("llama3-8b", "4xH100", seq=4096, batch=64)).chosen
     assert planned is not None and left.layout == planned.plan.layout
-    with pytest.raises(BadInput, match="no layout of llama3-8b runs on 1 device"):
-        refit(whole, 1)  # one device holds neither its weights nor anything that the engine runs of it
+    huge = job("model.preset=llama3-405b", "cluster.on=8xH100", *recipe, layout="fsdp=8,micro=1")
+    with pytest.raises(BadInput, match="no layout of llama3-405b runs on 1 device"):
+        refit(huge, 1)  # neither one device nor its host and disks hold anything that the engine runs of it
 
 
 def test_without_a_device_there_is_no_layout() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
@@ -105,7 +104,9 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self.crew = Crew()
         started: dict[int, int] = super()._start_workers(worker_group)
-        children = {process.pid: process for process in multiprocessing.active_children()}
+        # multiprocessing.active_children() leaves out who has ended by now: a rank that failed at once, and why. torch
+        # holds them all, where no public name reaches; versions 2.11 to 2.13 alike.
+        children = {process.pid: process for process in self._pcontext._pc.processes}  # type: ignore[union-attr]
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         found = {ranks[local]: children[pid] for local, pid in started.items() if pid in children}
         crew = Crew(found)

@@ -46,7 +46,7 @@ from shoal.predict.workload import Workload
 PRICED = 25
 COUNTED, PLAYED = 20, 4
 # Once the fastest layout is known, so many go into the fastest ones of further strategies.
-OTHERS = 3600
+OTHERS = 4500
 # What is offloaded to a host's memory; NVMe is asked where that has no room.
 NEAR = tuple(offload for offload in OFFLOADS if offload not in ON_NVME.values())
 
