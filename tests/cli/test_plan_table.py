@@ -87,7 +87,7 @@ def test_a_question_about_a_number_is_answered_with_one(capsys: Capture) -> None
     code, out, _ = shoal_(capsys, *words)
     assert (
         code == 0
-        and "the smallest cluster that is in time" in out
+        and "the smallest cluster of those tried that is in time" in out
         and "with the error bar of ±" in " ".join(out.split())
     )
     assert "deadline of 10 days: " in out and "compute-optimal: " in out and "what would change this: " in out

@@ -25,8 +25,10 @@ from shoal.predict.flops import flops_per_token
 MOST = 131_072
 # Of the peak, where a first guess begins.
 GUESS = 0.4
+# Of a usual size, what an odd number of nodes has to save.
+SAVES = 0.05
 # How often a budget's number is doubled.
-DOUBLINGS = 8
+DOUBLINGS = 14
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,15 @@ def _for_deadline(asked: PlanRequest, counts: list[int], tries: Tries) -> HowMan
             break
     if found is None:
         return None
+    # Between two usual sizes: as many nodes as that rate says are enough, where that saves much.
+    node = asked.cluster.devices_per_node if asked.cluster.nodes > 1 else default_per_node(asked.cluster.device, MOST)
+    fewer = node * math.ceil(_needed(found, asked.deadline) / node)
+    if fewer <= (1 - SAVES) * found[1].world and fewer not in looked:
+        looked.append(fewer)
+        priced = _priced(asked, tries, fewer)
+        found = priced if priced is not None and priced[2].seconds <= asked.deadline else found
     request, plan, total = found
-    why = f"the smallest cluster that is in time ({total.days:.3g} days)"
+    why = f"the smallest cluster of those tried that is in time ({total.days:.3g} days)"
     needed = _needed(found, asked.deadline)
     return HowMany(request, plan.world, why, needed, plan.error_bar, tuple(sorted(looked)))
 
@@ -179,7 +188,7 @@ def _for_budget(asked: PlanRequest, counts: list[int], tries: Tries) -> HowMany 
     if found is None:
         return None
     request, plan, total = found
-    word = "the fastest within the budget" if within else "over the budget, but no other number is cheaper"
+    word = "the fastest of those tried within the budget" if within else "over the budget, but no other number is cheaper"
     why = f"{word} ({total.cost or 0.0:,.0f}, {total.days:.3g} days)"
     return HowMany(request, plan.world, why, error_bar=plan.error_bar, tried=tuple(sorted({*looked})))
 

@@ -63,6 +63,7 @@ _GPT2: dict[str, Any] = {**_GPT, "activation": "gelu_tanh", "positions": "learne
 _PYTHIA: dict[str, Any] = {**_GPT, "activation": "gelu", "parallel_residual": True, "rope_fraction": 0.25}
 _NEOX: dict[str, Any] = {**_PYTHIA, "activation": "gelu_tanh"}
 _MIXTRAL: dict[str, Any] = {"rope_theta": 1e6, "experts": Experts(count=8, active=2, ffn=14336)}
+_MIXTRAL_22B: dict[str, Any] = {"rope_theta": 1e6, "experts": Experts(count=8, active=2, ffn=16384)}
 _QWEN3_30B: dict[str, Any] = {**_QWEN3, "experts": Experts(count=128, active=8, ffn=768)}
 _QWEN3_235B: dict[str, Any] = {**_QWEN3, "experts": Experts(count=128, active=8, ffn=1536)}
 _TINY_MOE: dict[str, Any] = {
@@ -131,6 +132,8 @@ _ALL = (
     _preset("llama2-70b", "llama", 80, 8192, (64, 8), 128, 28672, 32000, 4096),
     _preset("llama3-8b", "llama", 32, 4096, (32, 8), 128, 14336, 128256, 8192, **_LLAMA3),
     _preset("llama3-70b", "llama", 80, 8192, (64, 8), 128, 28672, 128256, 8192, **_LLAMA3),
+    _preset("llama3.1-8b", "llama", 32, 4096, (32, 8), 128, 14336, 128256, 131072, **_LLAMA31),
+    _preset("llama3.1-70b", "llama", 80, 8192, (64, 8), 128, 28672, 128256, 131072, **_LLAMA31),
     _preset("llama3-405b", "llama", 126, 16384, (128, 8), 128, 53248, 128256, 131072, **_LLAMA31),
     _preset("llama3.2-1b", "llama", 16, 2048, (32, 8), 64, 8192, 128256, 131072, **_LLAMA32),
     _preset("mistral-7b", "mistral", 32, 4096, (32, 8), 128, 14336, 32000, 32768, window=4096),
@@ -154,6 +157,7 @@ _ALL = (
     _preset("pythia-6.9b", "gpt_neox", 32, 4096, (32, 32), 128, 16384, 50432, 2048, **_PYTHIA),
     _preset("gpt-neox-20b", "gpt_neox", 44, 6144, (64, 64), 96, 24576, 50432, 2048, **_NEOX),
     _preset("mixtral-8x7b", "mixtral", 32, 4096, (32, 8), 128, 14336, 32000, 32768, **_MIXTRAL),
+    _preset("mixtral-8x22b", "mixtral", 56, 6144, (48, 8), 128, 16384, 32000, 65536, **_MIXTRAL_22B),
     _preset("qwen3-30b-a3b", "qwen3_moe", 48, 2048, (32, 4), 128, 6144, 151936, 40960, **_QWEN3_30B),
     _preset("qwen3-235b-a22b", "qwen3_moe", 94, 4096, (64, 4), 128, 12288, 151936, 40960, **_QWEN3_235B),
     _preset("deepseek-v3", "deepseek_v3", 61, 7168, (128, 128), 192, 18432, 129280, 163840, **_DEEPSEEK),

@@ -55,6 +55,11 @@ def rejudged(target: str, planned: Plan, free: bool = False) -> tuple[Exported, 
     Raise ``BadInput`` with the nearest that the target can run where it would not run, or run out of memory.
     """
     exported = export(target, planned.workload)
+    if planned.workload.lora is not None and exported.runs_as.lora is None:
+        raise BadInput(
+            f"--export {target}: what Shoal writes for it trains all weights, not adapters",
+            "--export deepspeed or --export accelerate, whose script adds adapters with peft",
+        )
     there = judge(exported.runs_as)
     refused = there.lacks if there.workload.stack.name in RULES and not there.runs else ""
     if there.fits and not refused:
