@@ -142,7 +142,11 @@ def _for_deadline(asked: PlanRequest, counts: list[int], tries: Tries) -> HowMan
     if found is None:
         return None
     # Between two usual sizes: as many nodes as that rate says are enough, where that saves much.
-    node = asked.cluster.devices_per_node if asked.cluster.nodes > 1 else default_per_node(asked.cluster.device, MOST)
+    node = (
+        asked.cluster.devices_per_node
+        if asked.cluster.nodes > 1
+        else default_per_node(asked.cluster.device, MOST)
+    )
     fewer = node * math.ceil(_needed(found, asked.deadline) / node)
     if fewer <= (1 - SAVES) * found[1].world and fewer not in looked:
         looked.append(fewer)
@@ -188,7 +192,11 @@ def _for_budget(asked: PlanRequest, counts: list[int], tries: Tries) -> HowMany 
     if found is None:
         return None
     request, plan, total = found
-    word = "the fastest of those tried within the budget" if within else "over the budget, but no other number is cheaper"
+    word = (
+        "the fastest of those tried within the budget"
+        if within
+        else "over the budget, but no other number is cheaper"
+    )
     why = f"{word} ({total.cost or 0.0:,.0f}, {total.days:.3g} days)"
     return HowMany(request, plan.world, why, error_bar=plan.error_bar, tried=tuple(sorted({*looked})))
 
