@@ -112,6 +112,26 @@ def test_a_launcher_imports_nothing_that_trains() -> None:
     assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
+def test_a_stop_that_a_library_catches_while_it_is_imported_is_a_stop(tmp_path: Path) -> None:
+    """As it happened with numpy, which was then used half imported."""
+    (tmp_path / "caught.py").write_text(
+        "import os, signal\n"
+        "from shoal.cli.main import app, main\n"
+        "def caught():\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        import time; time.sleep(60)\n"
+        "    except BaseException:\n"
+        "        raise AttributeError('half imported') from None\n"
+        "app.command(caught, name='caught')\n"
+        "main(['caught'])\n"
+    )
+    words = [sys.executable, "caught.py"]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 75 and "stopped on request" in ended.stderr, ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_a_stop_while_a_library_runs_text_is_a_stop(tmp_path: Path) -> None:
     """As in an import that makes a dataclass: Python remembers such an interrupt beyond its end."""
     (tmp_path / "interrupted.py").write_text(

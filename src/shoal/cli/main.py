@@ -83,6 +83,10 @@ for command, place, does in (
     app.command(place, name=command, help=does)
 
 
+# Stop signals that this command was sent.
+_interrupted: list[int] = []
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and leave with its exit code: 0 success, 1 failed, 2 bad input, 75 stopped on request."""
     words = sys.argv[1:] if arguments is None else arguments
@@ -95,6 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(words: list[str]) -> int:
     as_json = _asks_for_json(words)
+    _interrupted.clear()
     try:
         with stoppable(_interrupt, STOP_SIGNALS):
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
@@ -106,14 +111,7 @@ def _run(words: list[str]) -> int:
     except BadInput as error:
         code = fail(error.problems, BAD_INPUT, as_json)
     except KeyboardInterrupt:
-        # While workers run, the launcher takes signals itself; here nothing had been started yet.
-        print("stopped on request; run the same command to continue", file=sys.stderr)
-        # An interrupt that has passed through an ``exec`` of text, as dataclasses have one, leaves a mark in the
-        # interpreter: ``python -m shoal`` would end by SIGINT, whatever its exit code. The next ``exec`` clears it.
-        exec("")  # noqa: S102
-        code = STOPPED
-        if as_json:
-            print_problems([Problem("stopped on request", "run the same command to continue")], code)
+        code = _stopped(as_json)
     except BrokenPipeError:
         # The reader of our output, such as head, has seen enough. Python would complain once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -122,6 +120,9 @@ def _run(words: list[str]) -> int:
         what = f"{in_words(error)}; {MAKE_ROOM}" if disk_is_full(error) else str(error)
         code = fail([Problem(what)], FAILED, as_json)
     except Exception as error:
+        if _interrupted:
+            # A library that was being imported has caught the interrupt, and was used half imported.
+            return _stopped(as_json)
         # A bug of ours. The interpreter would print the same traceback, but without redacting secrets.
         traceback.print_exc()
         code = FAILED
@@ -140,7 +141,19 @@ def _asks_for_json(words: list[str]) -> bool:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """All stop signals alike, SIGINT too: a shell's background job would find it ignored."""
+    _interrupted.append(number)
     raise KeyboardInterrupt
+
+
+def _stopped(as_json: bool) -> int:
+    """While workers run, the launcher takes signals itself; here nothing had been started yet."""
+    print("stopped on request; run the same command to continue", file=sys.stderr)
+    # An interrupt that has passed through an ``exec`` of text, as dataclasses have one, leaves a mark in the
+    # interpreter: ``python -m shoal`` would end by SIGINT, whatever its exit code. The next ``exec`` clears it.
+    exec("")  # noqa: S102
+    if as_json:
+        print_problems([Problem("stopped on request", "run the same command to continue")], STOPPED)
+    return STOPPED
 
 
 def _write_what_the_terminal_can() -> None:
