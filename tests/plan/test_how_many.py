@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from tests.plan.planning import asked
@@ -50,12 +51,12 @@ def test_without_a_limit_it_is_the_smallest_that_needs_no_offload() -> None:
 
 
 def test_a_budget_takes_the_fastest_that_is_within_it() -> None:
-    given = {"seq": 4096, "batch": 256, "tokens": "100B", "price": 2.0}
-    found = how_many(plan_request("llama3.2-1b", "H100", budget="5k", **given))  # type: ignore[arg-type]
+    given: dict[str, Any] = {"seq": 4096, "batch": 256, "tokens": "100B", "price": 2.0}
+    found = how_many(plan_request("llama3.2-1b", "H100", budget="5k", **given))
     assert found is not None and "fastest of those tried within the budget" in found.why
     mine = best(found.asked, runnable=True)
     assert mine is not None and (cost(mine, 10**11, 2.0).cost or 0) <= 5000
-    never = how_many(plan_request("llama3.2-1b", "H100", budget="10", **given))  # type: ignore[arg-type]
+    never = how_many(plan_request("llama3.2-1b", "H100", budget="10", **given))
     assert never is not None and "over the budget" in never.why
 
 
@@ -97,9 +98,9 @@ def test_a_batch_of_its_own_is_shared_out() -> None:
         ({"batch": 8, "deadline": "0d"}, "--deadline 0d"),
     ],
 )
-def test_what_is_missing_is_said(given: dict[str, object], said: str) -> None:
+def test_what_is_missing_is_said(given: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
-        plan_request("llama3.2-1b", "H100", seq=1024, **given)  # type: ignore[arg-type]
+        plan_request("llama3.2-1b", "H100", seq=1024, **given)
 
 
 def test_processes_on_a_cpu_are_no_cluster_to_be_sized() -> None:

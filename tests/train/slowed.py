@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from unittest.mock import patch
 
 from shoal.launch.assignment import Assignment
 from shoal.launch.server import work_for_servers
@@ -43,7 +44,7 @@ def signalled_at_push(count: int, number: signal.Signals) -> None:
             os.kill(os.getpid(), number)
         tell(self, kind, *others)
 
-    ServerLink.tell = counted  # type: ignore[method-assign]
+    patch.object(ServerLink, "tell", counted).start()  # for as long as this process lives
 
 
 def dies_between_pushes(

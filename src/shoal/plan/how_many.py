@@ -103,12 +103,16 @@ def how_many(asked: PlanRequest) -> HowMany | None:
 
 def sizes(asked: PlanRequest) -> list[int]:
     """Numbers of devices that clusters of this device have."""
-    node = default_per_node(asked.cluster.device, MOST)
-    if asked.cluster.nodes > 1:
-        node = asked.cluster.devices_per_node
+    node = _per_node(asked)
     found = {size for size in (1, 2, 4) if size < node}
     quarters = (quarter << power for power in range(16) for quarter in (1, 2, 3, 4, 5, 6, 7))
     return sorted(found | {node * nodes for nodes in quarters if node * nodes <= MOST})
+
+
+def _per_node(asked: PlanRequest) -> int:
+    """Devices of a node: what was asked for says, where it has several."""
+    cluster = asked.cluster
+    return cluster.devices_per_node if cluster.nodes > 1 else default_per_node(cluster.device, MOST)
 
 
 def with_count(asked: PlanRequest, devices: int) -> PlanRequest | None:
@@ -142,11 +146,7 @@ def _for_deadline(asked: PlanRequest, counts: list[int], tries: Tries) -> HowMan
     if found is None:
         return None
     # Between two usual sizes: as many nodes as that rate says are enough, where that saves much.
-    node = (
-        asked.cluster.devices_per_node
-        if asked.cluster.nodes > 1
-        else default_per_node(asked.cluster.device, MOST)
-    )
+    node = _per_node(asked)
     fewer = node * math.ceil(_needed(found, asked.deadline) / node)
     if fewer <= (1 - SAVES) * found[1].world and fewer not in looked:
         looked.append(fewer)

@@ -159,11 +159,10 @@ def search(
     every = list(dict.fromkeys((*hunts, *beyond)))
     plans = _ranked(every, top, against)
     chosen = choose(asked, bounds, choosing, chosen_from, every, against)
-    hunts = beyond
-    at_best = min((hunt.at_best for hunt in hunts if hunt.at_best is not None), default=None)
+    at_best = min((hunt.at_best for hunt in beyond if hunt.at_best is not None), default=None)
     return SearchResult(
         plans,
-        _rejected(hunts, plans),
+        _rejected(beyond, plans),
         space.size(),
         len(known),
         time.perf_counter() - started,

@@ -8,7 +8,7 @@ keeps which states (``StateSharding``). A ``Candidate`` is all four.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -173,9 +173,10 @@ class Space:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What splits, shares and orders depend on, of what one search may ask for in several ways."""
-        away = replace(self, apart=True).offloads  # what may fit, where it may wait elsewhere
-        return self.frugal, away, *(self._searched(key) for key in ("cp", "ep"))
+        """What splits, shares and orders depend on, of what one search may ask for in several ways; and what may be
+        offloaded, without which some do not fit.
+        """
+        return self.frugal, self.offloads, *(self._searched(key) for key in ("cp", "ep"))
 
     def splits(self) -> Iterator[ModelSplit]:
         if not self._legal(Layout()):
