@@ -74,6 +74,7 @@ class Priced:
     workload: Workload
     step: StepTime
     memory: Ledger | None = None
+    too_much: Ledger | None = None  # of a rank that did not fit, where no other was looked at
 
     @property
     def strategy(self) -> StrategyKey:
@@ -145,6 +146,33 @@ class Walk:
             priced.memory = ledger(priced.workload)
         return priced.memory
 
+    def _known_to_fit(self, priced: Priced) -> bool:
+        """As soon as one rank does not, no other is looked at."""
+        left = self.room.headroom.left_by
+        if priced.memory is None:
+            if priced.too_much is not None and not left(priced.too_much):
+                return False
+            if self._too_large_anyway(priced.candidate):
+                return False
+            self._worked += COUNTED + PLAYED * (priced.workload.layout.pp * priced.workload.layout.chunks - 1)
+            found = ledger(priced.workload, left)
+            if not left(found):
+                priced.too_much = found
+                return False
+            priced.memory = found
+        return left(priced.memory)
+
+    def _too_large_anyway(self, candidate: Candidate) -> bool:
+        """Whether it would not fit if all that is offloaded were gone, and with it nothing but that."""
+        offload = candidate.states.offload
+        if not offload:
+            return False
+        kept = self.known.get(candidate._replace(states=candidate.states._replace(offload=NOTHING)))
+        memory = kept and (kept.memory or kept.too_much)
+        if not memory:
+            return False
+        return not self.room.fits(candidate.split, memory.peak_allocated - removable(candidate, memory))
+
     def _too_large(self, candidate: Candidate) -> bool:
         """Whether something that needs no more memory did not fit."""
         return candidate.states.fsdp <= self._failed.get(self._alike(candidate), 0)
@@ -152,7 +180,7 @@ class Walk:
     def _fits(self, priced: Priced) -> bool:
         """If not, neither do states over fewer ranks, or larger units."""
         candidate, alike = priced.candidate, self._alike(priced.candidate)
-        fits = self.room.headroom.left_by(self._memory(priced))
+        fits = self._known_to_fit(priced)
         if not fits and alike[-1] == candidate.unit:
             self._failed[alike] = max(candidate.states.fsdp, self._failed.get(alike, 0))
         return fits
@@ -273,7 +301,8 @@ class BestFirst(Walk):
                 held = self.bounds.handled(split, share, alike[0])
                 if held not in known:
                     known[held] = self.bounds.of_order(split, share, order, held, played=True)
-                self._push(known[held], node._replace(alike=tuple(alike)))
+                exchanged = node.group.of_stage(alike[0].zero)
+                self._push(known[held] + exchanged, node._replace(alike=tuple(alike)))
 
     def _open_alike(self, node: SearchNode, alike: tuple[StateSharding, ...]) -> None:
         _, split, share, order, offload, _, _ = node
@@ -310,7 +339,7 @@ class BestFirst(Walk):
                 continue
             if self._any_may_hold(group, offload) and self._may_hold(split, share, order, offload):
                 bound = self.bounds.of_offload(split, share, order, offload, worked)
-                self._push(bound, SearchNode(group, split, share, order, offload))
+                self._push(bound + group.exchanged, SearchNode(group, split, share, order, offload))
 
     def _price(self, node: SearchNode, states: StateSharding) -> None:
         _, split, share, order, *_ = node
@@ -376,12 +405,26 @@ class BestFirst(Walk):
         if self._fits(priced):
             return True
         self.lost.append(priced)
-        offload, memory = priced.candidate.states.offload, self._memory(priced)
+        offload, memory = priced.candidate.states.offload, priced.memory or priced.too_much
         if not offload:
             self._offload(node, NEAR)
-        elif offload in ON_NVME and memory.host > memory.host_capacity:
+        elif offload in ON_NVME and memory and memory.host > memory.host_capacity:
             self._offload(node, (ON_NVME[offload],))
         return False
+
+
+def removable(candidate: Candidate, memory: Ledger) -> int:
+    """Bytes that are gone at most where something is offloaded, of what the same layout holds without."""
+    away = {part.what for part in candidate.states.offload}
+    gone = 0
+    if away & {"optimizer", "params"}:
+        gone += memory.optimizer + memory.params
+        gone += memory.grads if candidate.split.pp == 1 else 0  # a pipeline's add up on the device
+    if "params" in away:
+        gone += memory.buffers
+    if "activations" in away:
+        gone += memory.activations
+    return gone
 
 
 def strategy_of(split: ModelSplit, share: WorkShare, states: StateSharding) -> StrategyKey:

@@ -206,8 +206,7 @@ def choose(
 
 def _may_be(one: Priced, space: Space, room: MemoryBound) -> bool:
     """Whether it could have been found by a hunt through this space."""
-    layout = one.workload.layout
-    if (layout.offload and not space.apart) or (space.runnable and supported(one.workload) != RUNS):
+    if not space.has(one.candidate) or (space.runnable and supported(one.workload) != RUNS):
         return False
     return room.headroom.left_by(one.memory or ledger(one.workload))
 
@@ -232,4 +231,4 @@ def planned(one: Priced, against: Replicas) -> Plan:
     """As a plan; a micro-batch that it would have anyway is not written."""
     workload = one.workload
     bare = replace(workload, layout=plain(workload.layout, workload.recipe.batch))
-    return Plan(bare, one.memory or ledger(bare), one.step, against)
+    return Plan(bare, one.memory or one.too_much or ledger(bare), one.step, against)

@@ -111,6 +111,7 @@ class MemoryBound:
         self._flying: dict[tuple[object, ...], Blocks] = {}
         self._parted: dict[tuple[object, ...], list[tuple[bool, tuple[PipelineOrder, ...]]]] = {}
         self._fewest = cache(self._fewest_blocks)
+        self._looked_at = cache(self._likely_fullest)
         # Off the device: bytes of a parameter's states with its gradient, and of its weight, at least.
         hold = bytes_per_parameter(self.recipe, self.stack)
         self.away_states = (hold.master or hold.weight) + hold.moments
@@ -217,7 +218,7 @@ class MemoryBound:
     ) -> float:
         """Of any of these orders, which compute the same again: what rests on a rank, and what it keeps."""
         recompute = orders[0].recompute
-        key = split, share, recompute, offload
+        key = split, share, recompute, orders[0].schedule, len(orders), offload
         known = self._needed.get(key)
         if known is None:
             known = self._needed[key] = self._of_any(split, share, orders, recompute, offload)
@@ -277,8 +278,8 @@ class MemoryBound:
     def _by_compilation(
         self, pp: int, ep: int, orders: list[PipelineOrder]
     ) -> list[tuple[bool, tuple[PipelineOrder, ...]]]:
-        """Orders whose blocks are compiled, and others. Those of a depth and of what is computed again are the same."""
-        key = pp, ep > 1, orders[0].recompute
+        """Orders whose blocks are compiled, and others."""
+        key = pp, ep > 1, orders[0], len(orders)
         known = self._parted.get(key)
         if known is None:
             parts: dict[bool, list[PipelineOrder]] = {}
@@ -289,7 +290,7 @@ class MemoryBound:
 
     def _flying_in(self, order: PipelineOrder, pp: int, times: int, sent: float) -> Blocks:
         most = Blocks(0, 0)
-        for rank in (0, pp - 1) if pp > 1 and order.schedule in SPLIT_BACKWARD else (0,):
+        for rank in self._looked_at(pp, order.schedule, order.chunks):
             chunks = self._chunks_of(pp, order, rank)
             away = [
                 len(blocks_away(one.dense + one.sparse, sent, one.first, one.last)) if sent else 0
@@ -331,7 +332,8 @@ class MemoryBound:
     def _of_ranks(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, ways: list[StateSharding]
     ) -> float:
-        return max(self._of_rank(split, share, order, ways, rank) for rank in _looked_at(split, order))
+        ranks = self._looked_at(split.pp, order.schedule, order.chunks)
+        return max(self._of_rank(split, share, order, ways, rank) for rank in ranks)
 
     def _of_rank(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, ways: list[StateSharding], rank: int
@@ -512,7 +514,7 @@ class MemoryBound:
             # What a stage sends on stays with it; the last stage sends nothing.
             stream = (tokens / split.tp if share.sp else tokens) * self.model.hidden * self.hold.compute
             each = [held + stream for held in each]
-            if order.schedule in V_SHAPED or rank:
+            if order.schedule in V_SHAPED or rank == split.pp - 1:
                 each[-1] -= stream
         if order.schedule in SPLIT_BACKWARD:
             working -= self._not_kept(order.recompute, tokens)
@@ -565,6 +567,19 @@ class MemoryBound:
             for stage, routed in zip(stages, sparse, strict=True)
         )
 
+    def _likely_fullest(self, pp: int, schedule: Schedule, chunks: int) -> tuple[int, ...]:
+        """The first rank; the second, where it has more layers, for it has no embedding; and the last one where weight
+        gradients are put off.
+        """
+        order = PipelineOrder(schedule, chunks, "none")
+        ranks = [0]
+        if pp > 2 and schedule not in V_SHAPED:
+            first, second = (
+                sum(one.dense + one.sparse for one in self._chunks_of(pp, order, rank)) for rank in (0, 1)
+            )
+            ranks += [1] if second > first else []
+        return (*ranks, pp - 1) if pp > 1 and schedule in SPLIT_BACKWARD else tuple(ranks)
+
     @cached_property
     def _layers(self) -> tuple[int, int]:
         """Without experts and with them."""
@@ -572,16 +587,11 @@ class MemoryBound:
         return self.model.layers - sparse, sparse
 
 
-def _looked_at(split: ModelSplit, order: PipelineOrder) -> tuple[int, ...]:
-    """The first rank, and the last one where weight gradients are put off."""
-    return (0, split.pp - 1) if split.pp > 1 and order.schedule in SPLIT_BACKWARD else (0,)
-
-
 def _fullest(
     order: PipelineOrder, pp: int, times: int, rank: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], bool]]:
-    """Moments of the first or the last rank: of each chunk, micro-batches that are kept, and of which only weight
-    gradients are left to compute; and whether an earlier backward pass has left gradients.
+    """Moments of the first, the second or the last rank: of each chunk, micro-batches that are kept, and of which only
+    weight gradients are left to compute; and whether an earlier backward pass has left gradients.
 
     A schedule holds at least as much at one of its moments (``predict/memory/in_flight.py`` plays them one by one).
     """
@@ -593,9 +603,12 @@ def _fullest(
         yield (times,), none, False
     elif rank == 0 and order.schedule in V_SHAPED:
         yield (min(times, 2 * pp - 1), 1), none, times >= 2 * pp
-    elif rank == 0:
-        first = min(times, 2 * pp - 1) if order.schedule == "interleaved" else reached
-        yield (first, *(reached,) * (chunks - 1)), none, times >= 2 * pp
+    elif rank == 0 or (rank == 1 and pp > 2 and order.schedule not in V_SHAPED):
+        if order.schedule == "interleaved":
+            held = (min(times, 2 * pp - 1 - 2 * rank), *(reached,) * (chunks - 1))
+        else:  # the last chunk's have not all come this far when the first of them returns
+            held = (*(reached,) * (chunks - 1), min(times, pp - rank))
+        yield held, none, times >= 2 * pp
     elif order.schedule == "zb":
         # Weights' gradients are put off until as many are waiting: of several chunks, for a whole round.
         begun = times > pp if chunks == 1 else times >= 2 * pp

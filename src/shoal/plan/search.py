@@ -137,12 +137,13 @@ def search(
     hunts: list[BestFirst] = []
     choosing = most
     if space.runs or runnable or not ours:
-        # What may be chosen. Something is offloaded only where nothing fits without, or what does is dear; where
-        # nothing leaves the usual headroom, less is left.
+        # What may be chosen. Something is offloaded only where nothing fits without, or what does is dear; sequences
+        # are cut shorter than others did only where nothing fits; where nothing leaves the usual headroom, less is.
         rooms = (most,) if headroom else (most.leaving(USUAL), most)
-        for choosing, away in product(rooms, (False, True) if apart else (False,)):
+        ways = [{"short": False, "apart": False}, {"short": False}, {}] if apart else [{}]
+        for choosing, way in product(rooms, ways):
             # What is shown beside it is mostly what the last hunt finds.
-            hunts = hunted(choosing, replace(space, apart=away), OTHERS // 4)
+            hunts = hunted(choosing, replace(space, **way), OTHERS // 4)
             if any(hunt.accepted for hunt in hunts):
                 break
     able = any(hunt.accepted for hunt in hunts)
@@ -152,9 +153,11 @@ def search(
     beyond = hunted(most, space) if top > 1 or not able else hunts
     if not able:
         chosen_from, choosing = beyond, most
-    elif apart and not hunts[0].space.apart and _seconds(beyond, away=True) * DEAR < _seconds(hunts):
-        elsewhere = hunted(choosing, replace(hunts[0].space, apart=True))
-        chosen_from = elsewhere if _seconds(elsewhere) * DEAR < _seconds(hunts) else chosen_from
+    elif apart and not hunts[0].space.apart:
+        wide = replace(hunts[0].space, apart=True)
+        if _seconds(beyond, wide) * DEAR < _seconds(hunts):
+            elsewhere = hunted(choosing, wide)
+            chosen_from = elsewhere if _seconds(elsewhere) * DEAR < _seconds(hunts) else chosen_from
     against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
     every = list(dict.fromkeys((*hunts, *beyond)))
     plans = _ranked(every, top, against)
@@ -212,11 +215,13 @@ def usable(cluster: Cluster, batch: int) -> list[int]:
     return [count for count in reversed(divisors(max(1, batch))) if count <= cluster.devices]
 
 
-def _seconds(hunts: list[BestFirst], away: bool = False) -> float:
-    """Of the fastest that hunts have found; ``away``: that offloads something, and that the engine runs."""
+def _seconds(hunts: list[BestFirst], space: Space | None = None) -> float:
+    """Of the fastest that hunts have found; of those that the engine runs and that are in this space."""
     found = (one for hunt in hunts for one in hunt.accepted)
     kept = (
-        one for one in found if not away or (one.workload.layout.offload and supported(one.workload) == RUNS)
+        one
+        for one in found
+        if space is None or (space.has(one.candidate) and supported(one.workload) == RUNS)
     )
     return min((one.step.seconds for one in kept), default=inf)
 
@@ -251,7 +256,8 @@ def _rejected(hunts: list[BestFirst], plans: list[Plan]) -> list[Rejected]:
     losers = [one for hunt in hunts for one in (*hunt.lost, *hunt.accepted)]
     for one in sorted(losers, key=lambda one: one.step.seconds):
         if one.workload.layout not in taken:
-            fits = one.memory is None or one.memory.fits
+            memory = one.memory or one.too_much
+            fits = memory is None or memory.fits
             nearest.setdefault((one.strategy, fits), one)
     found = []
     for one in list(nearest.values())[:REJECTED]:

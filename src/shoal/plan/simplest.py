@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.plan import complexity, evidence, practice
 from shoal.plan.best_first import Priced, Walk
 from shoal.plan.orders import PRICED_SHARE, may_fit
@@ -100,7 +101,7 @@ class Simplest(Walk):
         # The model, the device and the recipe are as well known whatever the layout.
         known = evidence.unmeasured(replace(self.asked, layout=layout_of(dp=self.space.devices)))
         for split in self.space.splits():
-            bound = self.bounds.of_split(split)
+            bound = self.bounds.of_split(split, self.space.orders(split))
             axes = sum(degree > 1 for degree in split)
             where = split, self.asked.model, self.asked.cluster
             parts, departs = complexity.of_split(*where), practice.of_split(*where)
@@ -133,7 +134,7 @@ class Simplest(Walk):
         elif order is None:
             orders = self._orders_of(split, share)
             for each in orders[few]:
-                alike = self.space.orders(split, each.recompute)
+                alike = self.space.orders(split, each.recompute, each.schedule in SPLIT_BACKWARD)
                 if not any(
                     self.room.fits(split, self.room.of_orders(split, share, alike, offload))
                     for offload in self._offloads
@@ -143,6 +144,8 @@ class Simplest(Walk):
                     continue
                 doubts = _doubts(evidence.of_order(split.pp, each.schedule, each.recompute))
                 bound = self.bounds.of_order(split, share, each)
+                compiled = self.bounds.compiled(split, each)
+                bound += self.bounds.of_exchange(split, share, alike, compiled=compiled)
                 departs = practice.of_order(split, each)
                 self._push(rank.more(0, doubts, bound, departures=departs), node._replace(order=each))
             self._later(rank, node, orders)
@@ -166,7 +169,8 @@ class Simplest(Walk):
             fitting = may_fit(self.room, split, shares, self._offloads)
             self._worked += PRICED_SHARE * len(fitting)
             for share in fitting:
-                bound = self.bounds.of_share(split, share)
+                orders = self.space.orders(split)
+                bound = self.bounds.of_share(split, share, orders=orders)
                 fewest = min(self._orders_of(split, share))
                 routed = int(share.ep > 1)
                 more = rank.more(fewest, doubts, bound, axes=routed, departures=departs)

@@ -7,20 +7,18 @@ pipeline; of orders what data ranks exchange; of states the latency of their man
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import inf
 from typing import NamedTuple
 
 from shoal.facts.config import Lora, TuneSection
-from shoal.facts.layout import Layout, Offload, Recompute, Schedule, Zero, accumulation
-from shoal.facts.layout.float8 import gathered_width
+from shoal.facts.layout import Layout, Offload, Recompute, Schedule, Zero, accumulation, divisors
 from shoal.facts.layout.offload import waiting
-from shoal.facts.layout.parameter_groups import Placement
-from shoal.facts.precision import compute_width, reduce_width, weight_width
+from shoal.facts.precision import compute_width
+from shoal.plan.exchange_bound import ZEROS, ExchangeBound
 from shoal.plan.space import (
-    UNITS,
     ModelSplit,
     PipelineOrder,
     StateSharding,
@@ -34,7 +32,6 @@ from shoal.predict.flops import matrix_parameters
 from shoal.predict.memory.micro_batch import micro_batch_bytes
 from shoal.predict.rank_parameters import (
     RankParameters,
-    expert_elements,
     rank_parameters,
     trained_with_experts,
 )
@@ -42,6 +39,7 @@ from shoal.predict.time import context, host, layer
 from shoal.predict.time import expert as experts
 from shoal.predict.time.bubble import Idle, follows, idle
 from shoal.predict.time.layer import Passes, Seconds
+from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.offload import Beside, Offloadable, Shares, transfer
 from shoal.predict.time.step import (
     ALWAYS,
@@ -57,18 +55,6 @@ from shoal.predict.traffic import expert, tensor
 from shoal.predict.workload import Workload
 
 NO_END = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-class Exchange(NamedTuple):
-    """Seconds that data ranks exchange in a step, by what they do it beside."""
-
-    forward: float = 0.0  # for every micro-batch, beside its passes
-    backward: float = 0.0
-    bare_forward: float = 0.0  # of these, what has nothing to hide behind: a block's, of each micro-batch
-    bare_backward: float = 0.0
-    once_forward: float = 0.0  # once, beside one micro-batch's passes
-    once_backward: float = 0.0
-    alone: float = 0.0
 
 
 class Costs(NamedTuple):
@@ -105,7 +91,7 @@ class TimeBound:
         self.model, self.recipe, self.stack = self.on.model, self.on.recipe, self.on.stack
         # By what each depends on, and not by the model, whose hash takes a while.
         self.kinds = cache(self._stage_kinds)
-        self._body = cache(self._all_layers)
+        self.body = cache(self._all_layers)
         self._compiles = cache(self._compiled_blocks)
         self._offloading = cache(self._with_offload)
         self._hosts = cache(self._host_of_layer)
@@ -118,17 +104,76 @@ class TimeBound:
         self._costs: dict[tuple[object, ...], Costs] = {}
         self._first: dict[tuple[object, ...], tuple[float, float, int]] = {}
         self._resting: dict[tuple[object, ...], float] = {}
-        self._waits: dict[tuple[int, int], float] = {}
+        self._waits: dict[tuple[int, int, str, int], float] = {}
+        self.exchange = ExchangeBound(self.on, self.body, bool(self.tune.persist_below), self.frozen)
+        self._exchanged: dict[tuple[object, ...], float] = {}
+        self._cut: dict[tuple[int, str, int], frozenset[frozenset[tuple[int, int]]]] = {}
 
-    def of_split(self, split: ModelSplit) -> float:
-        """Products at the rate of the best one, and what tensor ranks exchange as one message a layer."""
+    def of_split(self, split: ModelSplit, orders: Sequence[PipelineOrder] = ()) -> float:
+        """Products at the rate of the best one, and what tensor ranks exchange as one message a layer; with ``orders``
+        to choose from also how long a pipeline's ranks wait for one another.
+        """
         tokens = self.recipe.batch * self.recipe.seq // (split.data * split.cp)
         exchanged = tokens * self.model.hidden * compute_width(self.recipe)
         # Two sums a layer forward and two backward; with sequence parallelism each is two halves.
         summed = (
             4 * self.on.links.seconds("all_reduce", exchanged, split.tp, 1) * (1 - self.stack.tensor_overlap)
         )
-        return self._products / self.devices + self.model.layers / split.pp * summed
+        each = (self._products + self._attention) / self.devices
+        worked = each + self.model.layers / split.pp * summed
+        if split.pp == 1:
+            return worked + self.behind * each
+        if not orders:
+            return worked
+        # The smaller the micro-batch, the more of them fill the pipeline.
+        times = max(1, self.recipe.batch // split.data)
+        least = min(self._least_wait(split.pp, some, orders) / some for some in divisors(times))
+        return worked * (1 + least * (split.pp - 1))
+
+    def of_tokens(self, split: ModelSplit, share: WorkShare) -> float:
+        """Every micro-batch reads all weights of a layer for each of its products, however few tokens it has. What was
+        measured may come from a cache.
+        """
+        if isinstance(self.on.kernels, MeasuredKernels):
+            return 0.0
+        seconds = 0.0
+        body, moved = self.body(split.tp, share.sp), self.on.kernels.moved
+        for part in self._parts(split, share, layer.NONE, False):
+            count = body.sparse if part.experts else body.dense
+            shapes = layer.products(self.model, part, self.stack.joined)
+            read = sum(times * inner * columns for _, inner, columns, times in shapes)
+            written = sum(times * rows * (inner + columns) for rows, inner, columns, times in shapes)
+            seconds += count * (2 if self.frozen else 3) * moved((read + written) * self.on.kernels.width)
+        return self._micro_batches(split, share) * seconds / self.on.faster
+
+    def of_layers(self, split: ModelSplit, share: WorkShare, compiled: bool) -> float:
+        """All that is computed within layers, evenly over all devices."""
+        body, seconds = self.body(split.tp, share.sp), 0.0
+        for part in self._parts(split, share, layer.NONE, compiled):
+            one = self.on.layer(part)
+            worked = one.forward + one.input + (0.0 if self.frozen else one.weight)
+            seconds += (body.sparse if part.experts else body.dense) * worked
+        return self._micro_batches(split, share) * seconds
+
+    def of_rate(self, split: ModelSplit, share: WorkShare, compiled: bool) -> float:
+        """All computation and exchange within layers, evenly over all devices: whatever the depth of a pipeline."""
+        costs = self.costs(split, share, "none", layer.NONE, compiled)
+        (whole,) = self.kinds(1, 1, "1f1b")
+        total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.ends(whole)
+        return self._micro_batches(split, share) * total + self.once
+
+    def _micro_batches(self, split: ModelSplit, share: WorkShare) -> float:
+        """How many whole networks' passes over one a device works off."""
+        return self.recipe.batch * split.tp * split.cp / (self.devices * share.micro)
+
+    @cached_property
+    def _attention(self) -> float:
+        """Of a whole batch, on one device. What was measured depends on its shape, so it is left out there."""
+        if isinstance(self.on.kernels, MeasuredKernels):
+            return 0.0
+        recipe, layers = self.recipe, self.model.layers
+        whole = layer.LayerShare(recipe.batch * recipe.seq, 0.0, recipe.batch, recipe.seq, 1, 1, False)
+        return layers * sum(self.on.attention(whole))
 
     @cached_property
     def _products(self) -> float:
@@ -144,23 +189,49 @@ class TimeBound:
         share: WorkShare,
         recompute: Recompute = "none",
         orders: Sequence[PipelineOrder] = (),
+        compiled: bool | None = None,
     ) -> float:
         """All computation and exchange within layers, evenly over the pipeline; with ``orders`` to choose from also how
-        long each of its ranks then waits for the others.
+        long each of its ranks then waits for the others. ``compiled``: None where not all of them agree.
         """
-        costs = self.costs(split, share, recompute, layer.NONE)
+        costs = self.costs(split, share, recompute, layer.NONE, compiled)
         (whole,) = self.kinds(1, 1, "1f1b")
         total = whole.dense * costs.dense + whole.sparse * costs.sparse + costs.ends(whole)
         times = accumulation(self.recipe.batch, split.data, share.micro)
-        wait = self._least_wait(split.pp, times, orders) if split.pp > 1 and orders else 0.0
-        return (times + wait * (split.pp - 1)) * total / split.pp + self.once
+        if split.pp == 1:
+            computed = whole.dense * costs.dense_computed + whole.sparse * costs.sparse_computed
+            return times * (total + self.behind * (computed + costs.ends(whole))) + self.once
+        if not orders:
+            return times * total / split.pp + self.once
+        wait = self._least_wait(split.pp, times, orders)
+        ways = self._ways(split.pp, orders)
+        most = min(max(dense * costs.dense + sparse * costs.sparse for dense, sparse in way) for way in ways)
+        slowest = max(total / split.pp, most)
+        computed = min(
+            dense * costs.dense_computed + sparse * costs.sparse_computed
+            for way in ways
+            for dense, sparse in way
+        )
+        return times * (slowest + self.behind * computed) + wait * (total - slowest) + self.once
+
+    def _ways(self, pp: int, orders: Sequence[PipelineOrder]) -> frozenset[frozenset[tuple[int, int]]]:
+        """How a pipeline can be cut: in each, layers of its ranks without and with experts."""
+        key = pp, orders[0].schedule, len(orders)
+        known = self._cut.get(key)
+        if known is None:
+            cuts = {(order.chunks, order.schedule) for order in orders}
+            known = self._cut[key] = frozenset(
+                frozenset((kind.dense, kind.sparse) for kind in self.kinds(pp, *cut)) for cut in cuts
+            )
+        return known
 
     def _least_wait(self, pp: int, times: int, orders: Sequence[PipelineOrder]) -> float:
-        """For each of the other ranks, in what one micro-batch takes there. The orders of one depth are the same."""
-        known = self._waits.get((pp, times))
+        """For each of the other ranks, in what one micro-batch takes there."""
+        key = pp, times, orders[0].schedule, len(orders)
+        known = self._waits.get(key)
         if known is None:
             found = (_waits(order, pp, times).work / (pp - 1) for order in orders)
-            known = self._waits[pp, times] = min(min(found), float(times))
+            known = self._waits[key] = min(min(found), float(times))
         return known
 
     def of_order(
@@ -176,8 +247,8 @@ class TimeBound:
         ``held``: what is moved of weights for every micro-batch, once states say that. ``played``: also of a pipeline
         that never fills, whose waiting has no formula and takes a while to find.
         """
-        costs = self.costs(split, share, order.recompute, held, self._compiled(split, order))
-        hosts = self._hosts(order.recompute, self._compiled(split, order))
+        costs = self.costs(split, share, order.recompute, held, self.compiled(split, order))
+        hosts = self._hosts(order.recompute, self.compiled(split, order))
         total = slowest = 0.0
         computed = inf
         for kind in self.kinds(split.pp, order.chunks, order.schedule):
@@ -222,21 +293,53 @@ class TimeBound:
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding, worked: float
     ) -> float:
         """``worked``: ``of_order``, with what these states move of weights."""
-        exchange = self._exchange(split, share, order, states)
         times = accumulation(self.recipe.batch, split.data, share.micro)
         held = self.handled(split, share, states)
-        costs = self.costs(split, share, order.recompute, held, self._compiled(split, order))
-        layers = max(kind.dense + kind.sparse for kind in self.kinds(split.pp, order.chunks, order.schedule))
-        forward, backward = layers * costs.forward, layers * costs.backward
-        left = exchange.alone
-        for seconds, bare, beside in (
-            (exchange.forward, exchange.bare_forward, times * forward),
-            (exchange.backward, exchange.bare_backward, times * backward),
-            (exchange.once_forward, 0.0, forward),
-            (exchange.once_backward, 0.0, backward),
-        ):
-            left += seconds - self.stack.overlap * min(seconds - bare, beside)
+        costs = self.costs(split, share, order.recompute, held, self.compiled(split, order))
+        kinds = self.kinds(split.pp, order.chunks, order.schedule)
+        layers = max(kind.dense + kind.sparse for kind in kinds)
+        beside = layers * costs.forward, layers * costs.backward
+        exchange = self.exchange.of_states(split, share, kinds, states, times)
+        left = exchange.left(self.stack.overlap, times, *beside)
         return worked + left + self._update(split, share, order, states)
+
+    def of_exchange(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        orders: Sequence[PipelineOrder],
+        zeros: tuple[Zero, ...] = ZEROS,
+        compiled: bool | None = None,
+    ) -> float:
+        """What is left of data ranks' exchange beside the passes, over however many ranks states are shared out and
+        whatever is computed again. It comes on top of ``of_share`` and ``of_order``.
+        """
+        key = split, share, zeros, compiled
+        known = self._exchanged.get(key)
+        if known is None:
+            ways = self._ways(split.pp, orders)
+            times = accumulation(self.recipe.batch, split.data, share.micro)
+            forward, backward = self._longest_passes(split, share, times, compiled)
+            layers = max(dense + sparse for way in ways for dense, sparse in way)
+            fewest = (
+                min(dense for way in ways for dense, _ in way),
+                min(sparse for way in ways for _, sparse in way),
+            )
+            known = self._exchanged[key] = self.exchange.least(
+                split, share, zeros, fewest, times, layers * forward, layers * backward
+            )
+        return known
+
+    def _longest_passes(
+        self, split: ModelSplit, share: WorkShare, times: int, compiled: bool | None
+    ) -> tuple[float, float]:
+        """Of a layer, computed again."""
+        held = self.on.handling(False, times)
+        ways = (compiled,) if compiled is not None else {self.compiled(split, None), False}
+        found = [self.on.layer(part) for way in ways for part in self._parts(split, share, held, way)]
+        return max(one.forward for one in found), max(
+            one.backward + max(one.full, one.again) for one in found
+        )
 
     def _host_of_layer(self, recompute: Recompute, compiled: bool) -> float:
         return sum(host.of_layer(self.on, recompute, compiled))
@@ -257,14 +360,14 @@ class TimeBound:
         compiled: bool | None = None,
     ) -> Costs:
         """``compiled``: None where the schedule is not known yet; then blocks are, if any schedule's are."""
-        compiled = self._compiled(split, None) if compiled is None else compiled
+        compiled = self.compiled(split, None) if compiled is None else compiled
         key = (split.tp, split.cp, *share, recompute, held, compiled)
         known = self._costs.get(key)
         if known is None:
             known = self._costs[key] = self._priced(split, share, recompute, held, compiled)
         return known
 
-    def _compiled(self, split: ModelSplit, order: PipelineOrder | None) -> bool:
+    def compiled(self, split: ModelSplit, order: PipelineOrder | None) -> bool:
         return self._compiles(split.pp, order.schedule if order else "1f1b")
 
     def _compiled_blocks(self, pp: int, schedule: Schedule) -> bool:
@@ -281,20 +384,14 @@ class TimeBound:
         recipe = self.recipe.model_copy(update={"batch": share.ep * share.micro})
         workload = replace(self._workload(layout), recipe=recipe, compile=compiled)
         tokens, model = workload.tokens, self.model
-        between = tokens / split.tp if share.sp else float(tokens)
-        body = self._body(split.tp, share.sp)
+        body = self.body(split.tp, share.sp)
         within = sum(self._seconds(workload, call) for call in tensor.calls(workload, body))
         routed = sum(
             self._seconds(workload, call) for call in expert.tokens(workload, body) if call.group != "ep"
         )
         seconds, computed, forwards, backwards = [0.0, 0.0], [0.0, 0.0], [0.0], [0.0]
-        for place, count in ((0, body.dense), (1, body.sparse)):
-            if not count:
-                continue
-            part = layer.LayerShare(
-                tokens, between, share.micro, self.recipe.seq, split.tp, share.ep, place == 1, held, compiled,
-                recipe.dropout > 0,
-            )  # fmt: skip
+        for part in self._parts(split, share, held, compiled):
+            place, count = (1, body.sparse) if part.experts else (0, body.dense)
             one = self.on.layer(part)
             shared = sum(context.waits(workload, self.on, body, part).values()) / body.layers
             if place:
@@ -316,6 +413,21 @@ class TimeBound:
         dense, sparse = computed
         return Costs(seconds[0], seconds[1], first, last, dense, sparse, max(forwards), max(backwards))
 
+    def _parts(
+        self, split: ModelSplit, share: WorkShare, held: Passes, compiled: bool
+    ) -> Iterator[layer.LayerShare]:
+        """A rank's share of a layer, of each kind that there is."""
+        body = self.body(split.tp, share.sp)
+        tokens = share.micro * self.recipe.seq // split.cp
+        between = tokens / split.tp if share.sp else float(tokens)
+        turns = split.cp if share.cp_kind == "ring" else 1
+        for routed, count in ((False, body.dense), (True, body.sparse)):
+            if count:
+                yield layer.LayerShare(
+                    tokens, between, share.micro, self.recipe.seq, split.tp, share.ep, routed, held, compiled,
+                    self.recipe.dropout > 0, turns,
+                )  # fmt: skip
+
     def _seconds(self, workload: Workload, call: CollectiveCall) -> float:
         ranks = workload.ranks_of(call.group)
         if call.phase in ALWAYS:
@@ -333,75 +445,6 @@ class TimeBound:
         # Beside adapters the first block's backward pass stops early.
         return replace(whole, first=self.lora is not None, last=False)
 
-    def _exchange(
-        self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
-    ) -> Exchange:
-        """Each rank's parameters as one message."""
-        body = self._body(split.tp, share.sp)
-        kinds = self.kinds(split.pp, order.chunks, order.schedule)
-        times = accumulation(self.recipe.batch, split.data, share.micro)
-        elements = min(
-            kind.dense * body.dense_block.elements
-            + kind.sparse * body.sparse_block.elements
-            + kind.first * body.embedding.elements
-            + kind.last * body.head.elements
-            for kind in kinds
-        )
-        passes = 0 if split.pp > 1 else times  # in a pipeline everything is exchanged once a step
-        blocks = [one.elements for one in (body.dense_block, body.sparse_block) if one.elements]
-        ends = body.embedding.elements + body.head.elements
-        found = self._exchanged(elements, placed(split, states), passes, states.zero, ends, min(blocks))
-        routed = min(kind.sparse for kind in kinds) * expert_elements(self.model, split.tp, share.ep)
-        if not routed:
-            return found
-        more = self._exchanged(routed, placed(split, states, share.ep), passes, states.zero)
-        return Exchange(*(a + b for a, b in zip(found, more, strict=True)))
-
-    def _exchanged(
-        self, elements: int, where: Placement, passes: int, zero: int, ends: int = 0, block: int = 0
-    ) -> Exchange:
-        """Of so many parameters on a rank: all of a kind as one message, ``passes`` times a step; 0: once, for all.
-
-        ``ends``: of these, those of embedding and head. ``block``: those of the smallest block.
-        """
-        recipe, seconds = self.recipe, self.on.links.seconds
-        (_, shards, stride), (_, copies, copies_stride) = where
-        reduced = 0 if self.frozen else elements * reduce_width(recipe)
-        summed = seconds("all_reduce", reduced // shards, copies, copies_stride) if reduced else 0.0
-        if shards == 1:
-            return Exchange(once_backward=summed)
-        scattered = seconds("reduce_scatter", reduced, shards, stride) if reduced else 0.0
-        if zero == 3:
-            gathered = seconds("all_gather", elements * gathered_width(recipe), shards, stride)
-            if not passes:
-                return Exchange(once_forward=gathered, once_backward=summed + scattered)
-            # The last group of blocks stays gathered for the backward pass; so may those that are told to persist.
-            again = 0.0
-            if not self.tune.persist_below:
-                left = int((elements - ends) * max(0.0, 1 - UNITS[-1] / self.model.layers))
-                again = seconds("all_gather", left * gathered_width(recipe), shards, stride) if left else 0.0
-            bare = block * reduce_width(recipe) if reduced else 0
-            return Exchange(
-                passes * gathered,
-                passes * (again + scattered),
-                passes * seconds("all_gather", block * gathered_width(recipe), shards, stride)
-                if block
-                else 0.0,
-                passes * seconds("reduce_scatter", bare, shards, stride) if bare else 0.0,
-                once_backward=summed,
-            )
-        if not reduced:
-            return Exchange()
-        each_time = scattered if zero == 2 and passes else 0.0
-        updated = seconds("all_gather", int(elements * weight_width(recipe)), shards, stride)
-        ahead = self.stack.gathers_ahead
-        return Exchange(
-            backward=passes * each_time,
-            once_forward=updated if ahead else 0.0,
-            once_backward=summed + scattered - each_time,
-            alone=0.0 if ahead else updated,
-        )
-
     def _update(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding
     ) -> float:
@@ -413,10 +456,10 @@ class TimeBound:
         if not states.offload:
             return seconds
         workload = self._offloading(split, share.micro, states)
-        kept = layers * share.micro * self._kept(split, share, order.recompute, self._compiled(split, order))
+        kept = layers * share.micro * self._kept(split, share, order.recompute, self.compiled(split, order))
         # The longer a step computes, the more hides behind it: at most so long.
         held = self.handled(split, share, states)
-        costs = self.costs(split, share, order.recompute, held, self._compiled(split, order))
+        costs = self.costs(split, share, order.recompute, held, self.compiled(split, order))
         forward = backward = blocks = 0.0
         for kind in self.kinds(split.pp, order.chunks, order.schedule):
             here = kind.dense + kind.sparse
