@@ -29,7 +29,7 @@ from shoal.facts.layout.stack_limits import RULES
 from shoal.facts.ledger import Ledger
 from shoal.facts.model import Model, presets
 from shoal.facts.recipe import Recipe
-from shoal.plan.best_first import removable
+from shoal.plan.best_first import HEAVIER, removable
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import NOTHING, Candidate, Space, StateSharding
 from shoal.plan.time_bound import TimeBound
@@ -185,6 +185,10 @@ def too_high(case: Workload, one: Candidate) -> Iterator[str]:
         kept = case.seconds(one._replace(states=states._replace(offload=NOTHING)))
         if kept > seconds * ROUNDING:
             yield f"offload is faster: {kept:.6g} s without it, {seconds:.6g} s with it"
+        for more in HEAVIER.get(states.offload, ()):
+            slower = case.seconds(one._replace(states=states._replace(offload=more)))
+            if seconds > slower * ROUNDING:
+                yield f"more offload is faster: {seconds:.6g} s, {slower:.6g} s with {'+'.join(map(str, more))}"
     for name, bound in times.items():
         if bound > seconds * ROUNDING:
             yield f"time {name}: {bound:.6g} s, predicted {seconds:.6g} s"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from shoal.facts.layout import Offload
 from shoal.facts.ledger import Ledger
 from shoal.plan.memory_bound import MemoryBound
-from shoal.plan.orders import OrderGroup, OrderGroups
+from shoal.plan.orders import MergedGroups, OrderGroup
 from shoal.plan.space import (
     EVERYTHING,
     FRACTIONS,
@@ -47,8 +47,18 @@ PRICED = 25
 COUNTED, PLAYED = 20, 4
 # Once the fastest layout is known, so many go into the fastest ones of further strategies.
 OTHERS = 4500
-# What is offloaded to a host's memory; NVMe is asked where that has no room.
-NEAR = tuple(offload for offload in OFFLOADS if offload not in ON_NVME.values())
+# What is offloaded to a host's memory: of each of these, more where less does not fit, for it is never faster. NVMe is
+# asked where that memory has no room.
+Offloads = tuple[Offload, ...]
+CHAINS: tuple[tuple[Offloads, ...], ...] = (
+    (OFFLOADS[6], OFFLOADS[0]),
+    (OFFLOADS[2], OFFLOADS[7]),
+    (OFFLOADS[1],),
+    (OFFLOADS[3],),
+)
+HEAVIER: dict[Offloads, tuple[Offloads, ...]] = {
+    way: chain[place + 1 :] for chain in CHAINS for place, way in enumerate(chain[:-1])
+}
 
 # Degrees of tp, cp, pp, ep; what data ranks share; whether anything is offloaded.
 StrategyKey = tuple[int, int, int, int, int, bool]
@@ -200,7 +210,7 @@ class Walk:
 class BestFirst(Walk):
     """One search on its way, through ``groups`` of orders and what each of them leaves open."""
 
-    groups: OrderGroups
+    groups: MergedGroups
     top: int
     others: int = OTHERS  # work that goes into further strategies
     settled: set[StrategyKey] = field(default_factory=set)  # strategies that cannot get a better plan
@@ -291,7 +301,7 @@ class BestFirst(Walk):
         if self._any_may_hold(node.group, NOTHING) and self._may_hold(*node[1:4], NOTHING):
             self._open_states(node._replace(offload=NOTHING))
         else:
-            self._offload(node, NEAR)
+            self._offload_more(node, NOTHING, False)
 
     def _open_states(self, node: SearchNode) -> None:
         _, split, share, order, offload, _, _ = node
@@ -313,33 +323,41 @@ class BestFirst(Walk):
             self._push(bound, node._replace(states=states))
         if len(found) == len(alike):
             return
+        self._offload_more(node, offload, not self.room.has_place(split, share, order, alike[-1]))
+
+    def _offload_more(self, node: SearchNode, offload: Offloads | None, no_place: bool) -> None:
+        """Where something did not fit: more, or the same on NVMe where the host's memory has no place for it."""
         if not offload:
-            self._offload(node, NEAR)
-        elif offload in ON_NVME and not self.room.has_place(split, share, order, alike[-1]):
+            for chain in CHAINS:
+                self._offload(node, chain)
+            return
+        if offload in HEAVIER:
+            self._offload(node, HEAVIER[offload])
+        if no_place and offload in ON_NVME:
             self._offload(node, (ON_NVME[offload],))
 
-    def _offload(self, node: SearchNode, ways: tuple[tuple[Offload, ...], ...]) -> None:
-        """The same with something offloaded, which is not asked before something did not fit.
+    def _offload(self, node: SearchNode, chain: tuple[Offloads, ...]) -> None:
+        """The same with something offloaded, the least of these that may fit; not asked before something did not.
 
         It is never faster: a host updates at a small part of the rate of a device's own memory, and all else only adds.
         """
         group, split, share, order, *_ = node
-        key = split, share, order, ways
-        known = self.space.offloads
-        if not known or key in self._offloaded:
+        key = split, share, order, chain
+        if not self.space.offloads or key in self._offloaded:
             return
         self._offloaded.add(key)
         self._worked += 1
         most = EVERYTHING[order.recompute]
         if not self._any_may_hold(group, most) or not self._may_hold(split, share, order, most):
             return
-        worked = self.bounds.of_order(split, share, order)
-        for offload in ways:
-            if offload not in known or not has_activations(offload, order.recompute):
+        for offload in chain:
+            if offload not in self.space.offloads or not has_activations(offload, order.recompute):
                 continue
             if self._any_may_hold(group, offload) and self._may_hold(split, share, order, offload):
+                worked = self.bounds.of_order(split, share, order)
                 bound = self.bounds.of_offload(split, share, order, offload, worked)
                 self._push(bound + group.exchanged, SearchNode(group, split, share, order, offload))
+                return
 
     def _price(self, node: SearchNode, states: StateSharding) -> None:
         _, split, share, order, *_ = node
@@ -405,11 +423,9 @@ class BestFirst(Walk):
         if self._fits(priced):
             return True
         self.lost.append(priced)
-        offload, memory = priced.candidate.states.offload, priced.memory or priced.too_much
-        if not offload:
-            self._offload(node, NEAR)
-        elif offload in ON_NVME and memory and memory.host > memory.host_capacity:
-            self._offload(node, (ON_NVME[offload],))
+        memory = priced.memory or priced.too_much
+        no_place = memory is not None and memory.host > memory.host_capacity
+        self._offload_more(node, priced.candidate.states.offload, no_place)
         return False
 
 

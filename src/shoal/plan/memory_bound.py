@@ -108,6 +108,8 @@ class MemoryBound:
         self._least: dict[tuple[object, ...], float] = {}
         self._sized: dict[tuple[object, ...], ParameterCount] = {}
         self._needed: dict[tuple[object, ...], float] = {}
+        self._keeping: dict[tuple[object, ...], float] = {}
+        self._restings: dict[tuple[object, ...], float] = {}
         self._flying: dict[tuple[object, ...], Blocks] = {}
         self._parted: dict[tuple[object, ...], list[tuple[bool, tuple[PipelineOrder, ...]]]] = {}
         self._fewest = cache(self._fewest_blocks)
@@ -233,11 +235,32 @@ class MemoryBound:
         offload: tuple[Offload, ...],
     ) -> float:
         sent = waiting(offload, "activations")
+        key = split, share, recompute, orders[0].schedule, len(orders), sent
+        kept = self._keeping.get(key)
+        if kept is None:
+            kept = self._keeping[key] = self._kept_by_any(
+                split, share, orders, recompute, sent.fraction if sent else 0.0
+            )
+        resting_key = split, share.ep, orders[0].schedule, len(orders), offload
+        resting = self._restings.get(resting_key)
+        if resting is None:
+            resting = self._restings[resting_key] = self._resting_by_any(split, share, orders, offload)
+        return resting + kept
+
+    def _kept_by_any(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        orders: list[PipelineOrder],
+        recompute: Recompute,
+        sent: float,
+    ) -> float:
+        """Of activations, the least that one of these orders keeps."""
         # With more micro-batches no pipeline keeps fewer.
         times = min(accumulation(self.recipe.batch, split.data, share.micro), 2 * split.pp)
         kept = inf
         for compiled, alike in self._by_compilation(split.pp, share.ep, orders):
-            flying = self._fewest_flying(alike, split.pp, times, sent.fraction if sent else 0.0)
+            flying = self._fewest_flying(alike, split.pp, times, sent)
             size, working = 0.0, inf
             for experts, layers, count in zip((False, True), self._layers, flying, strict=False):
                 if layers:
@@ -248,7 +271,16 @@ class MemoryBound:
             if any(order.schedule in SPLIT_BACKWARD for order in alike):
                 working -= self._not_kept(recompute, tokens)
             kept = min(kept, share.micro * (size + max(0.0, working)))
-        # A rank's least share of what all have, and of routed experts none.
+        return kept
+
+    def _resting_by_any(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        orders: list[PipelineOrder],
+        offload: tuple[Offload, ...],
+    ) -> float:
+        """A rank's least share of what all have, and of routed experts none."""
         least = [self._fewest(split.pp, order.schedule, order.chunks) for order in orders]
         blocks = Blocks(min(one.dense for one in least), min(one.sparse for one in least))
         sizes = self._sizes(split, share.ep, split.data, blocks)
@@ -262,7 +294,7 @@ class MemoryBound:
                 self._during(split, sizes, whole, way.zero == 3, way, False)
                 for way in self.frugal(split, offload)
             )
-        return max(0.0, weight) + optimizer + max(0.0, during) + kept
+        return max(0.0, weight) + optimizer + max(0.0, during)
 
     def _fewest_flying(self, orders: tuple[PipelineOrder, ...], pp: int, times: int, sent: float) -> Blocks:
         """Blocks of each kind that the fullest rank keeps of all micro-batches, at least."""
@@ -554,8 +586,11 @@ class MemoryBound:
             alike = [
                 one for kind, one in micro_batch_bytes(workload).blocks.items() if kind.experts == experts
             ]
-            least = min(alike, key=lambda one: one.resting)
-            known = self._blocks[key] = KeptByBlock(least.resting, least.deferred, least.fullest)
+            known = self._blocks[key] = KeptByBlock(
+                min(one.resting for one in alike),
+                min(one.deferred for one in alike),
+                min(one.fullest for one in alike),
+            )
         return known
 
     def _cut(self, pp: int, order: PipelineOrder, rank: int) -> tuple[Blocks, ...]:

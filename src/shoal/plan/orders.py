@@ -163,6 +163,33 @@ class OrderGroups:
         return self.room.fits(split, self.room.of_share(split, share, resting))
 
 
+class MergedGroups:
+    """Several lists as one."""
+
+    def __init__(self, *lists: OrderGroups) -> None:
+        self._lists = lists
+        self._places = [0] * len(lists)
+        self._known: list[OrderGroup] = []
+        self._before = sum(one.worked for one in lists)
+
+    @property
+    def worked(self) -> int:
+        return sum(one.worked for one in self._lists) - self._before
+
+    def at(self, place: int) -> OrderGroup | None:
+        while len(self._known) <= place:
+            next_ones = [one.at(where) for one, where in zip(self._lists, self._places, strict=True)]
+            found = min((one for one in next_ones if one), key=lambda one: one.seconds, default=None)
+            if found is None:
+                return None
+            self._known.append(found)
+            self._places[next_ones.index(found)] += 1
+        return self._known[place]
+
+    def ordered(self, group: OrderGroup) -> list[tuple[float, PipelineOrder]]:
+        return self._lists[0].ordered(group)
+
+
 def least_resting(
     room: MemoryBound, split: ModelSplit, ep: int, offloads: Iterable[tuple[Offload, ...]]
 ) -> float:

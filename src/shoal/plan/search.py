@@ -25,7 +25,7 @@ from shoal.plan.choose import Chosen, choose, planned
 from shoal.plan.headroom import NONE, USUAL, Headroom
 from shoal.plan.judge import RUNS, Plan, Replicas, replicas, supported
 from shoal.plan.memory_bound import MemoryBound
-from shoal.plan.orders import OrderGroups
+from shoal.plan.orders import MergedGroups, OrderGroups
 from shoal.plan.space import Candidate, Space
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.time.step import cost_model
@@ -118,9 +118,12 @@ def search(
 
         def hunt(space: Space) -> BestFirst:
             loosest = replace(space, apart=apart)
-            groups = lists.get(loosest.key)
-            if groups is None:
-                groups = lists[loosest.key] = OrderGroups(bounds, most, loosest)
+            parts = [replace(loosest, short=False)]
+            parts += [replace(loosest, usual=False)] if loosest.short else []
+            for part in parts:
+                if part.key not in lists:
+                    lists[part.key] = OrderGroups(bounds, most, part)
+            groups = MergedGroups(*(lists[part.key] for part in parts))
             return BestFirst(asked, bounds, room, space, groups, top, others, known=known)
 
         whole = hunt(space)

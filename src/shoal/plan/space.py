@@ -166,6 +166,7 @@ class Space:
     runnable: bool = False
     apart: bool = True  # whether devices have a host beside them, where states can wait
     short: bool = True  # whether context ranks may have fewer tokens of a sequence than in published runs
+    usual: bool = True  # whether they may have as many, or none share a sequence
     frugal: bool = (
         False  # only what needs little memory: small micro-batches, nothing kept, states over all ranks
     )
@@ -183,7 +184,13 @@ class Space:
         """What splits, shares and orders depend on, of what one search may ask for in several ways; and what may be
         offloaded, without which some do not fit.
         """
-        return self.frugal, self.short, self.offloads, *(self._searched(key) for key in ("cp", "ep"))
+        return (
+            self.frugal,
+            self.short,
+            self.usual,
+            self.offloads,
+            *(self._searched(key) for key in ("cp", "ep")),
+        )
 
     def splits(self) -> Iterator[ModelSplit]:
         if not self._legal(Layout()):
@@ -192,7 +199,8 @@ class Space:
             if not self._legal(Layout(tp=tp, sp=False)):
                 continue
             for cp in divisors(self.devices // tp) if self._searched("cp") else (1,):
-                if (not self.short and cuts_short(self.recipe.seq, cp)) or not self._ways(tp, cp):
+                wanted = self.short if cuts_short(self.recipe.seq, cp) else self.usual
+                if not wanted or not self._ways(tp, cp):
                     continue
                 for pp in divisors(self.devices // (tp * cp)):
                     data = self.devices // (tp * cp * pp)

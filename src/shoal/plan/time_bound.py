@@ -77,6 +77,15 @@ class Costs(NamedTuple):
         )
 
 
+class Cuts(NamedTuple):
+    """How a pipeline can be cut: in each way, layers of its ranks without and with experts."""
+
+    cuts: frozenset[frozenset[tuple[int, int]]]
+    fullest: int  # layers that some rank has at least, whichever way
+    most: int  # and at most
+    fewest: tuple[int, int]  # that every rank has, without and with experts
+
+
 @dataclass
 class TimeBound:
     """Of one model on one cluster."""
@@ -107,7 +116,7 @@ class TimeBound:
         self._waits: dict[tuple[int, int, str, int], float] = {}
         self.exchange = ExchangeBound(self.on, self.body, bool(self.tune.persist_below), self.frozen)
         self._exchanged: dict[tuple[object, ...], float] = {}
-        self._cut: dict[tuple[int, str, int], frozenset[frozenset[tuple[int, int]]]] = {}
+        self._cut: dict[tuple[int, str, int], Cuts] = {}
 
     def of_split(self, split: ModelSplit, orders: Sequence[PipelineOrder] = ()) -> float:
         """Products at the rate of the best one, and what tensor ranks exchange as one message a layer; with ``orders``
@@ -205,23 +214,35 @@ class TimeBound:
             return times * total / split.pp + self.once
         wait = self._least_wait(split.pp, times, orders)
         ways = self._ways(split.pp, orders)
-        most = min(max(dense * costs.dense + sparse * costs.sparse for dense, sparse in way) for way in ways)
+        if whole.sparse:
+            most = min(
+                max(dense * costs.dense + sparse * costs.sparse for dense, sparse in way) for way in ways.cuts
+            )
+            computed = min(
+                dense * costs.dense_computed + sparse * costs.sparse_computed
+                for way in ways.cuts
+                for dense, sparse in way
+            )
+        else:
+            most, computed = ways.fullest * costs.dense, ways.fewest[0] * costs.dense_computed
         slowest = max(total / split.pp, most)
-        computed = min(
-            dense * costs.dense_computed + sparse * costs.sparse_computed
-            for way in ways
-            for dense, sparse in way
-        )
         return times * (slowest + self.behind * computed) + wait * (total - slowest) + self.once
 
-    def _ways(self, pp: int, orders: Sequence[PipelineOrder]) -> frozenset[frozenset[tuple[int, int]]]:
-        """How a pipeline can be cut: in each, layers of its ranks without and with experts."""
+    def _ways(self, pp: int, orders: Sequence[PipelineOrder]) -> Cuts:
         key = pp, orders[0].schedule, len(orders)
         known = self._cut.get(key)
         if known is None:
-            cuts = {(order.chunks, order.schedule) for order in orders}
-            known = self._cut[key] = frozenset(
-                frozenset((kind.dense, kind.sparse) for kind in self.kinds(pp, *cut)) for cut in cuts
+            cuts = frozenset(
+                frozenset((kind.dense, kind.sparse) for kind in self.kinds(pp, *cut))
+                for cut in {(order.chunks, order.schedule) for order in orders}
+            )
+            layers = [[dense + sparse for dense, sparse in cut] for cut in cuts]
+            every = [kind for cut in cuts for kind in cut]
+            known = self._cut[key] = Cuts(
+                cuts,
+                min(max(cut) for cut in layers),
+                max(max(cut) for cut in layers),
+                (min(dense for dense, _ in every), min(sparse for _, sparse in every)),
             )
         return known
 
@@ -320,11 +341,7 @@ class TimeBound:
             ways = self._ways(split.pp, orders)
             times = accumulation(self.recipe.batch, split.data, share.micro)
             forward, backward = self._longest_passes(split, share, times, compiled)
-            layers = max(dense + sparse for way in ways for dense, sparse in way)
-            fewest = (
-                min(dense for way in ways for dense, _ in way),
-                min(sparse for way in ways for _, sparse in way),
-            )
+            layers, fewest = ways.most, ways.fewest
             known = self._exchanged[key] = self.exchange.least(
                 split, share, zeros, fewest, times, layers * forward, layers * backward
             )
@@ -385,7 +402,10 @@ class TimeBound:
         workload = replace(self._workload(layout), recipe=recipe, compile=compiled)
         tokens, model = workload.tokens, self.model
         body = self.body(split.tp, share.sp)
-        within = sum(self._seconds(workload, call) for call in tensor.calls(workload, body))
+        # Beside adapters every layer is taken for the first, which exchanges the least: a rank may have few others.
+        each = body if self.lora is None else replace(body, dense=int(body.dense > 0), sparse=int(not body.dense))
+        within = sum(self._seconds(workload, call) for call in tensor.calls(workload, each))
+        within *= body.layers / each.layers
         routed = sum(
             self._seconds(workload, call) for call in expert.tokens(workload, body) if call.group != "ep"
         )
