@@ -20,7 +20,7 @@ from shoal.facts.layout import Layout
 from shoal.plan import evidence, practice
 from shoal.plan.best_first import BestFirst, Priced
 from shoal.plan.complexity import parts, plain
-from shoal.plan.headroom import GIB, Headroom, chance, free, out_of_memory
+from shoal.plan.headroom import GIB, UNLIKELY, Headroom, chance, free, free_bytes, out_of_memory
 from shoal.plan.judge import RUNS, Plan, Replicas, supported
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.simplest import Simplest, rank_of
@@ -34,8 +34,6 @@ from shoal.predict.workload import Workload
 EFFORT = 10000
 # Strategies that the choice is made among, the fastest first.
 POOL = 10
-# A probability of running out of memory that is as good as none.
-UNLIKELY = 0.001
 # Said of a claim that no row of ``plan/evidence.py`` supports.
 UNCHECKED = "none of the runs that predictions were checked against covers"
 # The safest takes at most so many times as long as what is chosen; and what differs by less than this is equally fast.
@@ -75,7 +73,7 @@ class Chosen:
             stack = self.plan.workload.stack
             of_all += f" and that {'the engine' if stack is SHOAL else stack.name} runs"
         if rival.layout != self.fastest.layout:
-            of_all = f"the fastest layout that leaves {self.headroom} of the memory free"
+            of_all = f"the fastest layout that {self.headroom}"
             if self.fastest.layout.offload and not rival.layout.offload:
                 of_all += " and offloads nothing"
         if self.plan.layout == rival.layout:
@@ -145,7 +143,7 @@ def _safer(plan: Plan, other: Plan) -> Iterator[str]:
     risk, more = out_of_memory(plan.memory), out_of_memory(other.memory)
     if chance(risk) != chance(more):
         yield f"runs out of memory with a probability of {chance(risk)} instead of {chance(more)}"
-    left, less = (one.memory.capacity - one.memory.device_total for one in (plan, other))
+    left, less = (free_bytes(one.memory) for one in (plan, other))
     if left - less > GIB:
         yield f"leaves {left / GIB:.1f} GiB free instead of {less / GIB:.1f}"
     if unsure := [claim for claim in other.unmeasured if claim not in plan.unmeasured]:
@@ -222,7 +220,7 @@ def _risk(one: Priced) -> tuple[bool, int, int, int, float]:
         out_of_memory(memory) > UNLIKELY,
         len(evidence.unmeasured(workload)),
         len(parts(workload)),
-        -int(10 * (memory.capacity - memory.device_total) / memory.capacity),
+        -int(10 * free_bytes(memory) / memory.capacity),
         one.step.seconds,
     )
 

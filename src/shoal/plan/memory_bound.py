@@ -137,9 +137,12 @@ class MemoryBound:
         layout = layout_of(fsdp=split.data, tp=split.tp, cp=split.cp, pp=split.pp)
         none, much = (on_top(self._workload(layout), size) for size in (0, 2**40))
         free = self.headroom.bytes(self.capacity)
-        at_p90 = (self.capacity - none.p90) / (much.p90 - none.p90)
-        expected = (self.capacity - free - none.total) / (much.total - none.total)
-        return min(at_p90, expected) * 2**40 + 16
+        at_p90 = (self.capacity - free - none.p90) / (much.p90 - none.p90) * 2**40
+        if (
+            self.headroom.risk < 1 and none.reserved != much.total
+        ):  # a CPU's allocator gives back what is freed
+            at_p90 = min(at_p90, (self.capacity - none.total) * self.headroom.most)
+        return at_p90 + 16
 
     def may_hold(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, offload: tuple[Offload, ...]

@@ -403,7 +403,11 @@ class TimeBound:
         tokens, model = workload.tokens, self.model
         body = self.body(split.tp, share.sp)
         # Beside adapters every layer is taken for the first, which exchanges the least: a rank may have few others.
-        each = body if self.lora is None else replace(body, dense=int(body.dense > 0), sparse=int(not body.dense))
+        each = (
+            body
+            if self.lora is None
+            else replace(body, dense=int(body.dense > 0), sparse=int(not body.dense))
+        )
         within = sum(self._seconds(workload, call) for call in tensor.calls(workload, each))
         within *= body.layers / each.layers
         routed = sum(
@@ -441,11 +445,12 @@ class TimeBound:
         tokens = share.micro * self.recipe.seq // split.cp
         between = tokens / split.tp if share.sp else float(tokens)
         turns = split.cp if share.cp_kind == "ring" else 1
+        unpacks = self.lora is not None and self.lora.base == "nf4"
         for routed, count in ((False, body.dense), (True, body.sparse)):
             if count:
                 yield layer.LayerShare(
                     tokens, between, share.micro, self.recipe.seq, split.tp, share.ep, routed, held, compiled,
-                    self.recipe.dropout > 0, turns,
+                    self.recipe.dropout > 0, turns, unpacks,
                 )  # fmt: skip
 
     def _seconds(self, workload: Workload, call: CollectiveCall) -> float:

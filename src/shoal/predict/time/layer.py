@@ -104,6 +104,7 @@ class LayerShare:
     compiled: bool = False
     dropout: bool = False
     turns: int = 1  # of ring attention
+    unpacks: bool = False  # weights that rest in 4 bits, whenever they are used
 
 
 def products(model: Model, share: LayerShare, joined: bool = False) -> list[tuple[int, int, int, int]]:

@@ -251,6 +251,7 @@ def _share(workload: Workload, on: CostModel, experts: bool) -> LayerShare:
         workload.compiled,
         workload.recipe.dropout > 0,
         _turns(layout),
+        workload.lora is not None and workload.lora.base == "nf4",
     )
 
 
