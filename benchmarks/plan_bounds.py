@@ -29,6 +29,7 @@ from shoal.facts.layout.stack_limits import RULES
 from shoal.facts.ledger import Ledger
 from shoal.facts.model import Model, presets
 from shoal.facts.recipe import Recipe
+from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.plan.best_first import HEAVIER, removable
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import NOTHING, Candidate, Space, StateSharding
@@ -182,6 +183,10 @@ def too_high(case: Workload, one: Candidate) -> Iterator[str]:
         undecided = bounds.of_order(split, share, order)
         away = bounds.of_offload(split, share, order, states.offload, undecided)
         times["of_offload"] = away + exchanged
+        if any(part.what == "activations" for part in states.offload):
+            alike = case.space.orders(split, order.recompute, order.schedule in SPLIT_BACKWARD)
+            sent = bounds.of_sending(split, share, alike)
+            times["of_sending"] = bounds.of_order(split, share, order) + exchanged + sent
         kept = case.seconds(one._replace(states=states._replace(offload=NOTHING)))
         if kept > seconds * ROUNDING:
             yield f"offload is faster: {kept:.6g} s without it, {seconds:.6g} s with it"

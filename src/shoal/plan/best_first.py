@@ -46,7 +46,7 @@ from shoal.predict.workload import Workload
 PRICED = 25
 COUNTED, PLAYED = 20, 4
 # Once the fastest layout is known, so many go into the fastest ones of further strategies.
-OTHERS = 4500
+OTHERS = 3000
 # What is offloaded to a host's memory: of each of these, more where less does not fit, for it is never faster. NVMe is
 # asked where that memory has no room.
 Offloads = tuple[Offload, ...]
@@ -271,6 +271,8 @@ class BestFirst(Walk):
         _, _, item = heapq.heappop(self._heap)
         if isinstance(item, Priced):
             self._decide(item)
+        elif isinstance(item, OrderGroup):
+            self._open_orders(item, self._sending(item))
         elif item.states is not None:
             self._price(item, item.states)
         elif item.alike is not None:
@@ -281,15 +283,25 @@ class BestFirst(Walk):
             self._open_order(item)
 
     def _open_group(self, group: OrderGroup) -> None:
-        """None of its orders is opened where none may fit."""
+        """None of its orders is opened where none may fit; later, where activations have to be offloaded for that."""
         self._worked += 1
-        most = EVERYTHING[group.orders[0].recompute]
-        ways = (NOTHING, most) if self.space.offloads else (NOTHING,)
-        if not any(self._any_may_hold(group, offload) for offload in ways):
-            return
+        if self._any_may_hold(group, NOTHING):
+            self._open_orders(group, 0.0)
+        elif self.space.offloads:
+            recompute = group.orders[0].recompute
+            if self._any_may_hold(group, EVERYTHING["none"]):
+                self._open_orders(group, 0.0)
+            elif recompute != "none" and self._any_may_hold(group, EVERYTHING[recompute]):
+                self._push(group.seconds + self._sending(group), group)
+
+    def _sending(self, group: OrderGroup) -> float:
+        return self.bounds.of_sending(group.split, group.share, group.orders)
+
+    def _open_orders(self, group: OrderGroup, more: float) -> None:
+        """``more``: seconds that all of them take besides."""
         for seconds, order in self.groups.ordered(group):
             node = SearchNode(group, group.split, group.share, order)
-            heapq.heappush(self._heap, (seconds, next(self._number), node))
+            heapq.heappush(self._heap, (seconds + more, next(self._number), node))
 
     def _any_may_hold(self, group: OrderGroup, offload: tuple[Offload, ...]) -> bool:
         return self.room.fits(

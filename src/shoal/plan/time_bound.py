@@ -40,7 +40,7 @@ from shoal.predict.time import expert as experts
 from shoal.predict.time.bubble import Idle, follows, idle
 from shoal.predict.time.layer import Passes, Seconds
 from shoal.predict.time.measured_kernels import MeasuredKernels
-from shoal.predict.time.offload import Beside, Offloadable, Shares, transfer
+from shoal.predict.time.offload import SLOWED, Beside, Offloadable, Shares, transfer
 from shoal.predict.time.step import (
     ALWAYS,
     CostModel,
@@ -309,6 +309,14 @@ class TimeBound:
         zeros: tuple[Zero, ...] = (3, 1) if waiting(offload, "optimizer") else (3,)
         ways = [StateSharding(1, split.data, zero, offload) for zero in zeros]
         return worked + min(self._update(split, share, order, states) for states in ways)
+
+    def of_sending(self, split: ModelSplit, share: WorkShare, orders: Sequence[PipelineOrder]) -> float:
+        """What activations that wait elsewhere add, as much as they slow down what is computed beside."""
+        recompute, compiled = orders[0].recompute, self.compiled(split, orders[0])
+        times = accumulation(self.recipe.batch, split.data, share.micro)
+        layers = sum(self._ways(split.pp, orders).fewest)
+        kept = layers * share.micro * self._kept(split, share, recompute, compiled)
+        return (2 * times - 1) * SLOWED * kept / self.on.node.link
 
     def of_states(
         self, split: ModelSplit, share: WorkShare, order: PipelineOrder, states: StateSharding, worked: float
