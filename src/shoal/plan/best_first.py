@@ -256,17 +256,20 @@ class BestFirst(Walk):
 
     def _bound(self) -> float | None:
         """What all that is left takes at least; None where nothing is."""
-        group = self.groups.at(self._place)
-        if group is None:
+        top = self.groups.at(self._place)
+        if top is None:
             return self._heap[0][0] if self._heap else None
-        return min(group.seconds, self._heap[0][0]) if self._heap else group.seconds
+        return min(top.seconds, self._heap[0][0]) if self._heap else top.seconds
 
     def _next(self, bound: float) -> None:
         """Whatever may be the fastest."""
-        group = self.groups.at(self._place)
-        if group is not None and group.seconds <= bound:
-            self._place += 1
-            self._open_group(group)
+        top = self.groups.at(self._place)
+        if top is not None and top.seconds <= bound:
+            if top.group is not None:
+                self._place += 1
+                self._open_group(top.group)
+            return
+        if not self._heap:
             return
         _, _, item = heapq.heappop(self._heap)
         if isinstance(item, Priced):

@@ -31,7 +31,7 @@ from shoal.predict.time.step import step
 from shoal.predict.workload import Workload
 
 # Work that looking for a simpler layout takes at most, in bounds (``plan/best_first.py``): a few tenths of a second.
-EFFORT = 10000
+EFFORT = 20000
 # Strategies that the choice is made among, the fastest first.
 POOL = 10
 # Said of a claim that no row of ``plan/evidence.py`` supports.

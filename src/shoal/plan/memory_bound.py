@@ -238,27 +238,27 @@ class MemoryBound:
         offload: tuple[Offload, ...],
     ) -> float:
         sent = waiting(offload, "activations")
-        key = split, share, recompute, orders[0].schedule, len(orders), sent
-        kept = self._keeping.get(key)
-        if kept is None:
-            kept = self._keeping[key] = self._kept_by_any(
-                split, share, orders, recompute, sent.fraction if sent else 0.0
-            )
+        kept = self.kept_by_any(split, share, orders, sent.fraction if sent else 0.0)
         resting_key = split, share.ep, orders[0].schedule, len(orders), offload
         resting = self._restings.get(resting_key)
         if resting is None:
             resting = self._restings[resting_key] = self._resting_by_any(split, share, orders, offload)
         return resting + kept
 
-    def _kept_by_any(
-        self,
-        split: ModelSplit,
-        share: WorkShare,
-        orders: list[PipelineOrder],
-        recompute: Recompute,
-        sent: float,
+    def kept_by_any(
+        self, split: ModelSplit, share: WorkShare, orders: list[PipelineOrder], sent: float = 0.0
     ) -> float:
-        """Of activations, the least that one of these orders keeps."""
+        """Of activations, the least that one of these orders keeps; so much of them is sent away."""
+        key = split, share, orders[0], len(orders), sent
+        kept = self._keeping.get(key)
+        if kept is None:
+            kept = self._keeping[key] = self._least_kept(split, share, orders, sent)
+        return kept
+
+    def _least_kept(
+        self, split: ModelSplit, share: WorkShare, orders: list[PipelineOrder], sent: float
+    ) -> float:
+        recompute = orders[0].recompute
         # With more micro-batches no pipeline keeps fewer.
         times = min(accumulation(self.recipe.batch, split.data, share.micro), 2 * split.pp)
         kept = inf

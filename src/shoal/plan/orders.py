@@ -22,6 +22,8 @@ from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import NOTHING, ModelSplit, PipelineOrder, Space, WorkShare
 from shoal.plan.time_bound import TimeBound
 
+# Work that is done at once for the next group of a list.
+AT_ONCE = 500
 # Pricing a new share takes as long as so many bounds.
 PRICED_SHARE = 4
 
@@ -68,6 +70,13 @@ class OpenGroup(NamedTuple):
     recompute: Recompute | None = None
 
 
+class Next(NamedTuple):
+    """What comes next in a list takes at least ``seconds``; the group is None while it is not known yet."""
+
+    seconds: float
+    group: OrderGroup | None
+
+
 class OrderGroups:
     """``room`` is that of the hunt that has the most of it."""
 
@@ -85,15 +94,20 @@ class OrderGroups:
             bound = min(bounds.of_split(split, space.orders(split)) for split in splits)
             self._push(bound, OpenGroup(tuple(splits)))
 
-    def at(self, place: int) -> OrderGroup | None:
-        """The one at this place of the list; None beyond its end."""
+    def at(self, place: int) -> Next | None:
+        """The one at this place of the list; None beyond its end. Where finding it takes long, it is found in parts."""
+        enough = self.worked + AT_ONCE
         while len(self._known) <= place and self._heap:
+            if self.worked >= enough:
+                return Next(self._heap[0][0], None)
             seconds, _, node = heapq.heappop(self._heap)
             if node.share is None or node.split is None or node.recompute is None:
                 self._open(node, seconds)
             elif orders := self.space.orders(node.split, node.recompute, node.puts_off):
                 self._known.append(OrderGroup(seconds, node.split, node.share, orders, self.bounds))
-        return self._known[place] if place < len(self._known) else None
+        if place >= len(self._known):
+            return None
+        return Next(self._known[place].seconds, self._known[place])
 
     def ordered(self, group: OrderGroup) -> list[tuple[float, PipelineOrder]]:
         """A group's orders, whose bounds are work for the first who asks."""
@@ -127,25 +141,48 @@ class OrderGroups:
             for one in splits:
                 if orders := self.space.orders(one, None, puts_off):
                     bound = self.bounds.of_share(one, share, "none", orders, compiled)
-                    self._push(bound, node._replace(split=one))
+                    self._push(max(seconds, bound), node._replace(split=one))
         elif node.least is None:
-            if self._may_fit(split, share):
+            again = self._least_again(split, share, puts_off) if self._may_fit(split, share) else None
+            if again is not None:
                 orders = self.space.orders(split, None, puts_off)
                 compiled = self.bounds.compiled(split, orders[0])
                 exchanged = self.bounds.of_exchange(split, share, orders, compiled=compiled)
-                self._push(seconds + exchanged, node._replace(least=exchanged))
+                worked = self.bounds.of_share(split, share, again, orders, compiled)
+                self._push(max(seconds, worked) + exchanged, node._replace(least=exchanged))
         else:
             orders = self.space.orders(split, None, puts_off)
             compiled = self.bounds.compiled(split, orders[0])
             for again in RECOMPUTES:
-                bound = seconds
-                if again != "none":
-                    bound = self.bounds.of_share(split, share, again, orders, compiled) + node.least
-                self._push(bound, node._replace(recompute=again))
+                sent = self._sent(split, share, again, puts_off)
+                if sent is not None:
+                    bound = self.bounds.of_share(split, share, again, orders, compiled) + node.least + sent
+                    self._push(bound, node._replace(recompute=again))
 
     def _compiled(self, splits: tuple[ModelSplit, ...], puts_off: bool) -> bool:
         orders = next(filter(None, (self.space.orders(one, None, puts_off) for one in splits)))
         return self.bounds.compiled(splits[-1], orders[0])
+
+    def _least_again(self, split: ModelSplit, share: WorkShare, puts_off: bool) -> Recompute | None:
+        """What is computed again at least so that activations may fit, here or elsewhere."""
+        fitting = (again for again in RECOMPUTES if self._sent(split, share, again, puts_off) is not None)
+        return next(fitting, None)
+
+    def _sent(self, split: ModelSplit, share: WorkShare, again: Recompute, puts_off: bool) -> float | None:
+        """Seconds that sending activations away adds, where they do not fit otherwise; None where nothing helps."""
+        orders = self.space.orders(split, again, puts_off)
+        if not orders:
+            return None
+        if self.room.fits(split, self.room.kept_by_any(split, share, orders)):
+            return 0.0
+        if again == "none" or not self._sends:
+            return None
+        return self.bounds.of_sending(split, share, orders)
+
+    @cached_property
+    def _sends(self) -> bool:
+        """Whether activations may wait elsewhere."""
+        return any(part.what == "activations" for way in self.space.offloads for part in way)
 
     def _shares(self, splits: tuple[ModelSplit, ...]) -> dict[WorkShare, list[ModelSplit]]:
         """Each with the splits that have it."""
@@ -176,15 +213,15 @@ class MergedGroups:
     def worked(self) -> int:
         return sum(one.worked for one in self._lists) - self._before
 
-    def at(self, place: int) -> OrderGroup | None:
+    def at(self, place: int) -> Next | None:
         while len(self._known) <= place:
-            next_ones = [one.at(where) for one, where in zip(self._lists, self._places, strict=True)]
-            found = min((one for one in next_ones if one), key=lambda one: one.seconds, default=None)
-            if found is None:
-                return None
-            self._known.append(found)
-            self._places[next_ones.index(found)] += 1
-        return self._known[place]
+            tops = [one.at(where) for one, where in zip(self._lists, self._places, strict=True)]
+            found = min((one for one in tops if one), key=lambda one: one.seconds, default=None)
+            if found is None or found.group is None:
+                return found
+            self._known.append(found.group)
+            self._places[tops.index(found)] += 1
+        return Next(self._known[place].seconds, self._known[place])
 
     def ordered(self, group: OrderGroup) -> list[tuple[float, PipelineOrder]]:
         return self._lists[0].ordered(group)

@@ -35,7 +35,7 @@ TOP = 10
 REJECTED = 20
 # Work that a hunt does at most (``plan/best_first.py``). Layouts of large clusters come by the million within a few
 # percent of one another; a hunt that is broken off says what it may have missed.
-EFFORT = 40000
+EFFORT = 36000
 # What takes so many times as long as a layout that offloads is given up for it: moving data to a host and back is one
 # more thing that can be slow, but it has its price.
 DEAR = 1.25
