@@ -138,10 +138,10 @@ class OrderGroups:
             self._push(max(seconds, bound), node._replace(exchanges=True))
         elif split is None:
             compiled = self._compiled(splits, puts_off)
-            for one in splits:
-                if orders := self.space.orders(one, None, puts_off):
-                    bound = self.bounds.of_share(one, share, "none", orders, compiled)
-                    self._push(max(seconds, bound), node._replace(split=one))
+            for deep in splits:
+                if orders := self.space.orders(deep, None, puts_off):
+                    bound = self.bounds.of_share(deep, share, "none", orders, compiled)
+                    self._push(max(seconds, bound), node._replace(split=deep))
         elif node.least is None:
             again = self._least_again(split, share, puts_off) if self._may_fit(split, share) else None
             if again is not None:

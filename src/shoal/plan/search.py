@@ -143,10 +143,11 @@ def search(
         # What may be chosen. Something is offloaded only where nothing fits without, or what does is dear; sequences
         # are cut shorter than others did only where nothing fits; where nothing leaves the usual headroom, less is.
         rooms = (most,) if headroom else (most.leaving(USUAL), most)
-        ways = [{"short": False, "apart": False}, {"short": False}, {}] if apart else [{}]
+        usual = replace(space, short=False)
+        ways = (replace(usual, apart=False), usual, space) if apart else (space,)
         for choosing, way in product(rooms, ways):
             # What is shown beside it is mostly what the last hunt finds.
-            hunts = hunted(choosing, replace(space, **way), OTHERS // 4)
+            hunts = hunted(choosing, way, OTHERS // 4)
             if any(hunt.accepted for hunt in hunts):
                 break
     able = any(hunt.accepted for hunt in hunts)
