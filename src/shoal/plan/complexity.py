@@ -51,10 +51,10 @@ def plain(layout: Layout, batch: int) -> Layout:
 # sum over those that were made is a lower bound, and over all of them the number of parts.
 
 
-def of_split(split: ModelSplit, model: Model, cluster: Cluster) -> int:
+def of_split(split: ModelSplit, model: Model, cluster: Cluster, seq: int) -> int:
     """At least: whether data ranks are replicas or shards is still open."""
     axes = (split.tp > 1) + (split.cp > 1) + (split.pp > 1)
-    departs = practice.of_split(split, model, cluster)
+    departs = practice.of_split(split, model, cluster, seq)
     return axes + (axes > 0 and split.data > 1) + departs
 
 
@@ -92,7 +92,8 @@ def of_unit(unit: int) -> int:
 def count(candidate: Candidate, asked: Workload) -> int:
     """As many as ``parts`` names."""
     split, share, order, states, unit = candidate
-    decided = of_split(split, asked.model, asked.cluster) + of_share(split, share, asked.model, asked.cluster)
+    decided = of_split(split, asked.model, asked.cluster, asked.recipe.seq)
+    decided += of_share(split, share, asked.model, asked.cluster)
     decided += of_order(split, share, order, asked.recipe.batch)
     decided += practice.of_states(split, states, asked.cluster)
     return decided + of_states(split, share, states, asked.stack) + of_unit(unit)

@@ -10,6 +10,7 @@ from them where it is faster by more than that; otherwise it has to be explained
   Clusters Using Megatron-LM" (SC 2021), takeaway 1; so do Korthikanti et al. (2022) and Llama 3 405B.
 - Stages follow 1F1B, plain or interleaved: every published row of Shoal's collection that has stages does, and so did
   Llama 3 405B. What leaves fewer bubbles than these has been reported by its authors.
+- Sequences of more than 65,536 tokens are shared by context ranks.
 - Context ranks share a node with their tensor ranks, unless these fill it: keys and values go round beside attention,
   which is short. So Llama 3 orders its ranks (TP, CP, PP, DP), and Megatron-Bridge's recipe of Llama 3.1 405B has tp=8,
   cp=2.
@@ -36,7 +37,18 @@ EXPERTS_GATHERED = "experts that more ranks of a node could share"
 RARE_SCHEDULE = "a schedule that few have run"
 CONTEXT_ACROSS = "context ranks across nodes that tensor ranks do not fill"
 PARTS_OF_NODES = "states sharded over parts of nodes"
-NAMES = ACROSS_NODES, STAGES_FIRST, EXPERTS_GATHERED, RARE_SCHEDULE, CONTEXT_ACROSS, PARTS_OF_NODES
+NO_CONTEXT = "sequences this long without context ranks"
+NAMES = (
+    ACROSS_NODES,
+    STAGES_FIRST,
+    EXPERTS_GATHERED,
+    RARE_SCHEDULE,
+    CONTEXT_ACROSS,
+    PARTS_OF_NODES,
+    NO_CONTEXT,
+)
+# Longer sequences were all shared out: Llama 3 from 131,072 tokens on, DeepSpeed-Ulysses, torchtitan.
+LONGEST_WHOLE = 65536
 USUAL_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved")
 
 
@@ -50,8 +62,9 @@ def usual_zero(stack: Stack) -> Zero:
     return 1 if stack.name == MEGATRON_CORE.name else 3
 
 
-def of_split(split: ModelSplit, model: Model, cluster: Cluster) -> int:
-    departs = (split.tp > fast_links(cluster)) + _stages_first(split.tp, split.pp, model, cluster)
+def of_split(split: ModelSplit, model: Model, cluster: Cluster, seq: int) -> int:
+    departs = _without_context(split.cp, split.tp * split.pp * split.data, seq)
+    departs += (split.tp > fast_links(cluster)) + _stages_first(split.tp, split.pp, model, cluster)
     return departs + _context_across(split.tp, split.cp, cluster)
 
 
@@ -81,7 +94,13 @@ def departures(workload: Workload) -> list[str]:
         found.append(CONTEXT_ACROSS)
     if _parts_of_nodes(layout.tp * layout.cp * layout.fsdp, layout.dp, layout.fsdp, cluster):
         found.append(PARTS_OF_NODES)
+    if _without_context(layout.cp, layout.world, workload.recipe.seq):
+        found.append(NO_CONTEXT)
     return found
+
+
+def _without_context(cp: int, ranks: int, seq: int) -> bool:
+    return cp == 1 < ranks and seq > LONGEST_WHOLE
 
 
 def _context_across(tp: int, cp: int, cluster: Cluster) -> bool:

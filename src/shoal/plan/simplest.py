@@ -107,7 +107,7 @@ class Simplest(Walk):
         for split in self.space.splits():
             bound = self.bounds.of_split(split, self.space.orders(split))
             axes = sum(degree > 1 for degree in split)
-            where = split, self.asked.model, self.asked.cluster
+            where = split, self.asked.model, self.asked.cluster, self.asked.recipe.seq
             parts, departs = complexity.of_split(*where), practice.of_split(*where)
             self._push(Complexity(parts, departs, len(known), 0, axes, bound), SimplestNode(split))
 
