@@ -260,7 +260,6 @@ def general(document: Document) -> Iterator[Broken]:
     if document["cluster"]["device"] == "cpu":
         return
     plan = chosen_plan(document)
-    memory = plan["memory"]
     if not leaves_headroom(plan):
         yield "headroom", f"it runs out of memory with a probability of {plan['out_of_memory']:.1%}"
     yield from _simplest(document, plan)

@@ -24,7 +24,7 @@ from shoal.plan.headroom import GIB, UNLIKELY, Headroom, chance, free, free_byte
 from shoal.plan.judge import RUNS, Plan, Replicas, supported
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.simplest import Simplest, rank_of
-from shoal.plan.space import Space
+from shoal.plan.space import Space, cuts_short
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import step
@@ -110,6 +110,9 @@ class Chosen:
             yield f"it leaves only {free(fastest.memory)}{out}"
         if fastest.layout.offload and not self.plan.layout.offload:
             yield "it offloads what fits on the devices"
+        seq, cp = fastest.workload.recipe.seq, fastest.layout.cp
+        if cuts_short(seq, cp) and not cuts_short(seq, self.plan.layout.cp):
+            yield f"its context ranks have {seq // cp:,} tokens of a sequence each, fewer than any published run's"
 
     def _better(self) -> Iterator[str]:
         departs = practice.departures(self.rival.workload)
