@@ -112,7 +112,7 @@ def balance(workload: Workload) -> dict[str, str | float]:
     if experts is not None and experts.router_bias and not recipe.router_aux:
         return {"router_load_balancing_type": "none"}
     found: dict[str, str | float] = {
-        "router_load_balancing_type": "seq_aux_loss" if recipe.router_aux else "aux_loss",
+        "router_load_balancing_type": "seq_aux_loss",  # as ours, sequence by sequence
         "aux_loss_coeff": recipe.router_aux or USUAL_BALANCE,
     }
     return found | ({"z_loss_coeff": recipe.router_z} if recipe.router_z else {})
