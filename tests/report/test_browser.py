@@ -1,0 +1,93 @@
+"""Pages in a real browser. Screenshots stay in the directory that SHOAL_SCREENSHOTS names, for people to look at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.report.browser import DESK, PHONE, OpenPage, address, chromium, drawn
+from tests.report.made_runs import HOSTILE, made_run
+
+from shoal.report.run.write import write_report
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+def shown(browser: Any, width: int, scheme: str = "light") -> OpenPage:
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    return OpenPage(context.new_page())
+
+
+def kept(opened: OpenPage, name: str) -> None:
+    if folder := os.environ.get("SHOAL_SCREENSHOTS"):
+        opened.page.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=True)
+
+
+@pytest.mark.parametrize("width", [DESK, PHONE])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_report(browser: Any, tmp_path: Path, width: int, scheme: str) -> None:
+    page, _ = write_report([made_run(tmp_path / "run", experts=8, hostile=HOSTILE)])
+    opened = shown(browser, width, scheme).open(address(page))
+    opened.check(address(page))
+    opened.check_fits()
+    assert drawn(opened) == 8
+    assert opened.page.locator(".tile").count() == 8
+    kept(opened, f"report-{width}-{scheme}")
+
+
+def test_a_reports_controls(browser: Any, tmp_path: Path) -> None:
+    page, _ = write_report([made_run(tmp_path / "run")])
+    opened = shown(browser, DESK).open(address(page))
+    chart = opened.page.locator("[data-chart=loss] canvas")
+    before = chart.evaluate("canvas => canvas.toDataURL()")
+    for control in ("[data-x=tokens]", "[data-x=hours]", "[data-log]"):
+        opened.page.click(control)
+        assert opened.page.get_attribute(control, "aria-pressed") == "true"
+        after = chart.evaluate("canvas => canvas.toDataURL()")
+        assert after != before
+        before = after
+    # What happened is told where the pointer is near its mark.
+    opened.page.click("[data-x=step]")
+    over = opened.page.locator("[data-chart=loss] .u-over")
+    box = over.bounding_box()
+    opened.page.mouse.move(box["x"] + box["width"] * (20 - 1) / (40 - 1), box["y"] + 100)
+    assert "killed" in opened.page.locator("[data-chart=loss] .tip").inner_text()
+    opened.page.emulate_media(media="print")
+    opened.page.wait_for_timeout(100)
+    assert not opened.page.locator("nav").is_visible() and drawn(opened) == 7
+    opened.check(address(page))
+
+
+def test_reports_of_two_runs(browser: Any, tmp_path: Path) -> None:
+    runs = [made_run(tmp_path / "one"), made_run(tmp_path / "other", steps=60, layout="dp=2", faults=False)]
+    page, _ = write_report(runs, tmp_path / "both.html")
+    for width in (DESK, PHONE):
+        opened = shown(browser, width).open(address(page))
+        opened.check(address(page))
+        opened.check_fits()
+        assert drawn(opened) == 5
+        opened.page.click("details.run summary")
+        opened.check_fits()
+        kept(opened, f"runs-{width}")
+
+
+def test_a_long_and_wide_run_opens_at_once(browser: Any, tmp_path: Path) -> None:
+    page, _ = write_report([made_run(tmp_path / "run", steps=100_000, ranks=64, experts=64)])
+    assert page.stat().st_size < 3_000_000
+    took = []
+    for _ in range(3):  # on a machine that is busy, one of them is
+        opened = shown(browser, DESK).open(address(page))
+        opened.check(address(page))
+        took.append(opened.opened_in())
+    assert min(took) < 2.0, took
+    opened.check_fits()
+    kept(opened, "report-long")
