@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from tests.report.browser import DESK, PHONE, OpenPage, address, chromium, drawn
 from tests.report.made_runs import HOSTILE, made_run
+from tests.report.test_watch import append, going_on
 
 from shoal.report.run.write import write_report
+from shoal.report.watch.follow import RunFollower
+from shoal.report.watch.web import WatchServer
 
 pytestmark = pytest.mark.system
 
@@ -91,3 +94,25 @@ def test_a_long_and_wide_run_opens_at_once(browser: Any, tmp_path: Path) -> None
     assert min(took) < 2.0, took
     opened.check_fits()
     kept(opened, "report-long")
+
+
+def test_the_live_page_updates_itself(browser: Any, tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", finished=False, hostile=HOSTILE)
+    going_on(run)
+    with WatchServer(RunFollower(run)) as server:
+        opened = shown(browser, DESK, "dark").open(server.address)
+        page = opened.page
+        page.wait_for_selector("html[data-looked]", state="attached")
+        assert page.inner_text("#state") == "running" and drawn(opened) == 5
+        append(run, 41, 42)
+        page.wait_for_selector("#numbers .tile:first-child dd:has-text('42of 80')")
+        page.select_option("#rank", "1")
+        page.wait_for_selector("#log-text:has-text('rank 1 began')")
+        assert HOSTILE in page.inner_text("#log-text") and HOSTILE in page.inner_text("#event-rows")
+        opened.check_fits()
+        kept(opened, "watch-1280")
+        opened.check(server.address)
+        phone = shown(browser, PHONE).open(server.address)
+        phone.page.wait_for_selector("html[data-looked]", state="attached")
+        phone.check_fits()
+        kept(phone, "watch-390")

@@ -91,6 +91,7 @@ class Columns:
 
     def sort(self) -> None:
         """Each step once, in order: the last row of it counts."""
+        self.in_order = True
         places = sorted({step: place for place, step in enumerate(self.steps)}.items())
         kept = [place for _, place in places]
         numbers = {name: self._whole(name) for name in self.numbers}

@@ -116,8 +116,8 @@ def lookup(tree: Any, *keys: str) -> Any:
     return tree
 
 
-def read_run(path: Path) -> RunFiles:
-    """BadInput where there is no run; otherwise whatever there is of it."""
+def read_run(path: Path, metrics: Columns | None = None) -> RunFiles:
+    """BadInput where there is no run; otherwise whatever there is of it. ``metrics``: rows that are read already."""
     if not path.exists():
         raise BadInput(f"there is no run at {path}", "the directory of a run, such as runs/tiny")
     if not path.is_dir():
@@ -133,13 +133,8 @@ def read_run(path: Path) -> RunFiles:
         raise BadInput(f"{path} {what}", fix)
     notes: list[str] = []
     text, config = _config(path / "config.toml", notes)
-    metrics = Columns()
-    torn = sum(not metrics.add(row) for row in _rows(path / "metrics.jsonl", notes))
-    if torn:
-        notes.append(f"metrics.jsonl: {torn} lines are no rows of steps, and are left out")
-    if not metrics.in_order:
-        notes.append("metrics.jsonl: steps are not in order; of each the last row counts")
-        metrics.sort()
+    if metrics is None:
+        metrics = _metrics(path / "metrics.jsonl", notes)
     return RunFiles(
         path=path,
         metrics=metrics,
@@ -155,6 +150,17 @@ def read_run(path: Path) -> RunFiles:
         alive=_table(path / ".alive", []),
         notes=notes,
     )
+
+
+def _metrics(path: Path, notes: list[str]) -> Columns:
+    metrics = Columns()
+    torn = sum(not metrics.add(row) for row in _rows(path, notes))
+    if torn:
+        notes.append(f"{path.name}: {torn} lines are no rows of steps, and are left out")
+    if not metrics.in_order:
+        notes.append(f"{path.name}: steps are not in order; of each the last row counts")
+        metrics.sort()
+    return metrics
 
 
 def _config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:

@@ -130,7 +130,24 @@ const shoal = (() => {
     drawn.get(box)?.destroy();
     box.replaceChildren();
     const width = Math.max(240, box.clientWidth);
-    drawn.set(box, new uPlot(options(chart, width), joined(chart), box));
+    const plot = new uPlot(options(chart, width), joined(chart), box);
+    plot.shoalChart = chart;
+    drawn.set(box, plot);
+  }
+
+  // New rows of the same curves: a pointer that rests on one is not disturbed.
+  function update(charts) {
+    data.charts = charts;
+    boxes().forEach((box) => {
+      const plot = drawn.get(box), chart = charts[box.dataset.chart];
+      box.closest("figure").hidden = !chart;
+      if (!chart) return;
+      if (!plot || plot.series.length !== chart.series.length + 1) { draw(box); return; }
+      chart.marks = chart.marks ?? [];
+      plot.shoalChart.marks = chart.marks;
+      plot.shoalChart.series = chart.series;
+      plot.setData(joined(chart));
+    });
   }
 
   const boxes = () => document.querySelectorAll("[data-chart]");
@@ -175,5 +192,5 @@ const shoal = (() => {
   document.querySelectorAll("details").forEach((details) => details.addEventListener("toggle", () => { if (details.open) details.querySelectorAll("[data-chart]").forEach(draw); }));
   redraw(); choices(); copies();
   document.documentElement.dataset.ready = "yes";
-  return { data, formats, colour, draw, redraw, drawn, state };
+  return { data, formats, colour, draw, redraw, update, drawn, state };
 })();

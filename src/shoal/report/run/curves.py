@@ -53,7 +53,7 @@ class Drawn:
         self, column: Sequence[float | None], words: str, colour: int, **style: bool
     ) -> list[dict[str, Any]]:
         """What the page draws; nothing where no row has a value. A long curve is the middle value of every pixel, and
-        pale behind it the least and the greatest; each a row's own. ``exact``: one that does not scatter is drawn as it is.
+        pale behind it the least and the greatest; each a row's own. ``exact``: one that does not scatter, as it is.
         """
         places = self.kept(column)
         if not places:
