@@ -12,6 +12,9 @@ from tests.report.browser import DESK, PHONE, OpenPage, address, chromium, drawn
 from tests.report.made_runs import HOSTILE, made_run
 from tests.report.test_watch import append, going_on
 
+from shoal.plan.landscape import landscape
+from shoal.plan.report import plan
+from shoal.report.plan.plan_page import plan_page
 from shoal.report.run.write import write_report
 from shoal.report.watch.follow import RunFollower
 from shoal.report.watch.web import WatchServer
@@ -116,3 +119,35 @@ def test_the_live_page_updates_itself(browser: Any, tmp_path: Path) -> None:
         phone.page.wait_for_selector("html[data-looked]", state="attached")
         phone.check_fits()
         kept(phone, "watch-390")
+
+
+@pytest.mark.parametrize("width", [DESK, PHONE])
+def test_a_plans_controls_show_what_the_planner_computed(browser: Any, tmp_path: Path, width: int) -> None:
+    found = plan("llama3.2-1b", "16xH100", seq=2048, batch=64, tokens="10B", price=2.0)
+    cells = {cell.key: cell for cell in landscape(found)}
+    path = tmp_path / "plan.html"
+    path.write_text(plan_page(found, list(cells.values())))
+    opened = shown(browser, width, "dark" if width == PHONE else "light").open(address(path))
+    page = opened.page
+    assert (
+        page.locator("#points circle.fit").count() > 20 and page.locator("#points path.frontier").count() == 1
+    )
+    assert drawn(opened) == 2
+    kept(opened, f"plan-{width}")
+    opened.check_fits()
+    for name, value, key in (
+        ("devices", "8", "8|64|2048"),
+        ("batch", "128", "8|128|2048"),
+        ("seq", "4096", "8|128|4096"),
+    ):
+        page.click(f'[data-set={name}][data-value="{value}"]')
+        first = cells[key].content["best"]["any"][0]
+        assert page.inner_text("#tiles .tile:first-child dd").startswith(first["layout"])
+        assert page.inner_text("#command").strip() == first["command"]
+        assert page.locator("#map .device").count() == 8
+    page.click('[data-set=recompute][data-value="full"]')
+    assert page.locator("#points circle.r0").count() == 0 and page.locator("#points circle.r2").count() > 0
+    page.locator("#points circle.r2").first.dispatch_event("click")
+    assert "recompute=full" in page.inner_text("#told")
+    opened.check(address(path))
+    opened.check_fits()

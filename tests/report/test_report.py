@@ -238,15 +238,3 @@ def test_several_runs_stand_side_by_side(tmp_path: Path, capsys: Capture) -> Non
     names = {series["name"] for series in found.data["charts"]["lr"]["series"]}
     assert names == {"first: learning rate", "second: learning rate"}
     assert "recipe.steps" in found.text and "layout" in found.text
-
-
-@pytest.mark.long
-def test_a_long_and_wide_run_makes_a_small_page(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", steps=100_000, ranks=64, layout="pp=2", experts=64)
-    text, _ = report_page([run])
-    assert len(text.encode()) < 3_000_000
-    found = PageReader(text)
-    assert (
-        "Peak memory of every rank" in text
-        and found.data["charts"]["loss"]["series"][0]["x"]["step"][-1] == 100_000
-    )

@@ -25,7 +25,7 @@ const shoal = (() => {
       return value + " B";
     },
     seconds: (value) => value >= 1 ? Number(value.toPrecision(3)) + " s" : Number((1e3 * value).toPrecision(3)) + " ms",
-    usd: (value) => formats.count(value),
+    whole: (value) => value.toLocaleString("en"),
   };
   const byteSteps = [0, 1, 2, 3, 4].flatMap((power) => [1, 2, 5, 10, 20, 50, 100, 200, 500].map((many) => many * 1024 ** power));
   const xNames = { step: "step", tokens: "tokens", hours: "hours of steps" };
