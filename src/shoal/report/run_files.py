@@ -40,7 +40,6 @@ class RunFiles:
     metrics: Columns
     faults: list[dict[str, Any]]
     samples: list[dict[str, Any]]
-    tuning: list[dict[str, Any]]
     plan: dict[str, Any]
     manifest: dict[str, Any]
     profile: dict[str, Any]
@@ -140,7 +139,6 @@ def read_run(path: Path, metrics: Columns | None = None) -> RunFiles:
         metrics=metrics,
         faults=_few(path / "faults.jsonl", notes),
         samples=_few(path / "samples.jsonl", notes),
-        tuning=_few(path / "tuning.jsonl", notes),
         plan=_table(path / "plan.json", notes),
         manifest=_table(path / "manifest.json", notes),
         profile=_table(path / "profile.json", notes),
