@@ -58,7 +58,7 @@ def heat(
     if across > 1:
         parts.append(f'<text x="{width}" y="{height - 4}" text-anchor="end">{escape(columns[-1])}</text>')
     return Markup(
-        f'<div class="scroll"><svg class="heat" viewBox="0 0 {width} {height}" style="width:100%;min-width:560px"'
+        f'<div class="scroll"><svg class="heat" viewBox="0 0 {width} {height}" style="width:100%;min-width:860px"'
         f' role="img" aria-label="{escape(label)}">{"".join(parts)}</svg></div>'
     )
 

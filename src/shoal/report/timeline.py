@@ -32,7 +32,7 @@ def drawn(timeline: Timeline) -> Markup:
     label = f"Pipeline of {len(timeline.ranks)} stages, {bubble(timeline):.1%} idle"
     # As wide as there is room for, but not so narrow that the numbers could not be read.
     picture = (
-        f'<div class="scroll"><svg viewBox="0 0 {WIDTH} {height}" style="width:100%;min-width:680px" role="img"'
+        f'<div class="scroll"><svg viewBox="0 0 {WIDTH} {height}" style="width:100%;min-width:860px" role="img"'
         f' aria-label="{escape(label)}">{"".join(parts)}</svg></div>'
     )
     used = {event.instruction.action for row in timeline.ranks for event in row}

@@ -110,9 +110,9 @@
     }
     const key = element("ul", undefined, "key");
     data.recomputes.forEach((name, number) => { const item = element("li", "recompute " + name); item.prepend(element("span", undefined, "swatch d" + number)); key.append(item); });
-    const grey = element("li", shown.filter((point) => point[4]).length + " do not fit" + (now.far + every.length - shown.length ? ", " + (now.far + every.length - shown.length) + " more need over twice what there is" : ""));
+    const away = now.far + every.length - shown.length, grey = element("li", shown.filter((point) => point[4]).length + " do not fit" + (away ? ", " + away + " more need over twice what there is" : ""));
     grey.prepend(element("span", undefined, "swatch unfit"));
-    key.append(grey);
+    if (away || shown.some((point) => point[4])) key.append(grey);
     box.append(svg, key);
   }
 
