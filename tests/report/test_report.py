@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -14,6 +16,8 @@ import pytest
 from tests.cli.command import Capture, shoal_
 from tests.report.made_runs import HOSTILE, made_run
 
+from shoal.cli.train import answer
+from shoal.launch.report import Report
 from shoal.report.columns import thinned
 from shoal.report.page import asset, embedded
 from shoal.report.run.report_page import report_page
@@ -238,3 +242,34 @@ def test_several_runs_stand_side_by_side(tmp_path: Path, capsys: Capture) -> Non
     names = {series["name"] for series in found.data["charts"]["lr"]["series"]}
     assert names == {"first: learning rate", "second: learning rate"}
     assert "recipe.steps" in found.text and "layout" in found.text
+
+
+@pytest.mark.parametrize("code", [0, 1, 75])
+def test_a_run_names_its_report_in_its_last_lines(tmp_path: Path, capsys: Capture, code: int) -> None:
+    run = made_run(tmp_path / "run")
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert answer(Report(code, run, 40, "ended", row, None), False, {}) == code
+    assert str(run / "report.html") in "".join(capsys.readouterr()) and (run / "report.html").exists()
+    assert answer(Report(code, run, 40, "ended", row, None), True, {}) == code
+    assert json.loads(capsys.readouterr().out)["report"] == str(run / "report.html")
+
+
+def test_a_run_whose_report_cannot_be_written_ends_as_it_did(tmp_path: Path, capsys: Capture) -> None:
+    run = made_run(tmp_path / "run")
+    (run / "report.html").mkdir()
+    assert answer(Report(0, run, 40, "ended", None, None), False, {}) == 0
+    assert "no report: " in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_real_run_records_what_its_report_shows(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": "the shoal turns at once " * 20}) for _ in range(40)]
+    (tmp_path / "texts.jsonl").write_text("\n".join([*rows, '{"txt": "lost"}']) + "\n")
+    values = ("recipe.steps=3", "recipe.batch=2", "recipe.seq=32", f"data.source={tmp_path / 'texts.jsonl'}")
+    words = [word for value in values for word in ("--set", value)]
+    command = [sys.executable, "-m", "shoal", "train", *words, "--run", str(tmp_path / "run"), "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    found = PageReader(Path(json.loads(ended.stdout)["report"]).read_text())
+    assert "finished" in found.text and "Quarantined rows" in found.text and "no field 'text'" in found.text
+    assert found.data["charts"]["loss"]["series"][0]["x"]["step"] == [1, 2, 3]

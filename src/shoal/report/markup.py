@@ -106,6 +106,11 @@ def table(
     return Markup(f'<div class="scroll"><table class="{style}">{head}<tbody>{body}</tbody></table></div>')
 
 
+def listed(lines: Iterable[str]) -> Markup:
+    items = "".join(f"<li>{shown(line)}</li>" for line in lines)
+    return Markup(f'<ul class="plain">{items}</ul>' if items else "")
+
+
 def folded(title: str, content: str, opened: bool = False) -> Markup:
     if not content:
         return Markup("")

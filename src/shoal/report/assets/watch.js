@@ -55,7 +55,7 @@
       bar.append(fill);
       const held = element("span", one.memory ? shoal.formats.bytes(one.memory) + " " + one.memory_is + " " : "–");
       held.append(bar);
-      return [one.rank, one.phase || "–", one.phase ? one.step : "–", one.phase ? one.entered.toLocaleString("en") : "–", one.behind ? element("span", one.behind, "chip warn") : "", held];
+      return [one.rank, one.phase ? one.phase + (one.alive || state.state !== "running" ? "" : ", silent") : "–", one.phase ? one.step : "–", one.phase ? one.entered.toLocaleString("en") : "–", one.behind ? element("span", one.behind, "chip warn") : "", held];
     });
     const told = state.state === "running" ? "No rank of this run can be seen from this machine." : "The run is not going on; its ranks are gone.";
     place("rank-rows").replaceChildren(rows.length ? table(["rank", "doing", "step", "collectives", "behind", "memory"], rows, [0, 2, 3, 4]) : element("p", told, "empty"));

@@ -6,7 +6,7 @@ What the page shows for other numbers of GPUs, batches and sequence lengths was 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -29,6 +29,7 @@ from shoal.report.markup import (
     folded,
     grid,
     joined,
+    listed,
     navigation,
     paragraph,
     section,
@@ -270,10 +271,10 @@ def _why(found: PlanReport) -> Markup:
     if found.measurement is not None:
         measurement = joined([paragraph(found.measurement.text), code(found.measurement.command, copy=True)])
     return grid(
-        _card("The decision", _list(found.decision.reasons), "decision.reasons"),
+        _card("The decision", listed(found.decision.reasons), "decision.reasons"),
         _card("The measurement that would change it", measurement, "measurement"),
-        _card("What would make it fit", _list(map(str, found.remedies)), "remedies"),
-        _card("Not covered by published runs (wider error bar)", _list(found.unmeasured), "unmeasured"),
+        _card("What would make it fit", listed(map(str, found.remedies)), "remedies"),
+        _card("Not covered by published runs (wider error bar)", listed(found.unmeasured), "unmeasured"),
         _card(
             "Runners-up",
             table(("layout", "why not"), [(layout, reason) for layout, reason in found.rejected]),
@@ -285,11 +286,6 @@ def _why(found: PlanReport) -> Markup:
 
 def _card(title: str, content: Markup, field: str, wide: bool = False) -> Markup:
     return figure(content, title, [f"{SOURCE}: {field}"], wide=wide) if content else Markup("")
-
-
-def _list(lines: Iterable[str]) -> Markup:
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return Markup(f'<ul class="plain">{items}</ul>' if items else "")
 
 
 def _foot(found: PlanReport) -> Markup:

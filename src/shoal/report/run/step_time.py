@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.report.bars import SPENT, Bar, numbers_of, stacked
 from shoal.report.columns import is_number
-from shoal.report.markup import Markup, chart, empty, figure, grid
+from shoal.report.markup import Markup, chart, empty, figure, grid, listed
 from shoal.report.numbers import duration
 from shoal.report.run.curves import Chart, Drawn, made
 from shoal.report.run_files import RunFiles, lookup
@@ -46,7 +46,12 @@ def section(drawn: Drawn) -> tuple[Markup, dict[str, Chart]]:
     measured = [place for place, bar in enumerate(every) if bar.name != "predicted"]
     compared = (0, measured[0]) if measured and every[0].name == "predicted" else None
     content = stacked(every, KINDS, duration) + numbers_of(every, KINDS, duration, compared, "a step")
-    parts = figure(Markup(content), "Parts of a step", [source for _, source in found], text, wide=True)
+    sources = [source for _, source in found]
+    verdict = run.profile.get("verdict")
+    if isinstance(verdict, list) and verdict:
+        content += listed([str(one)[:400] for one in verdict[:12]])
+        sources.append("profile.json: verdict")
+    parts = figure(Markup(content), "Parts of a step", sources, text, wide=True)
     fields = (
         ("step_s", "step", 1),
         ("predicted_step_s", "predicted", 6),

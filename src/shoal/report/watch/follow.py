@@ -33,7 +33,7 @@ class RankView:
     step: int
     entered: int  # collectives, of all its groups
     behind: int  # collectives that a peer of one of its groups has entered and this rank has not
-    alive: bool
+    alive: bool  # its heart has beaten since the last look
     memory: int | None  # bytes
     memory_is: str  # which bytes these are
 

@@ -47,8 +47,7 @@ def frame(follower: RunFollower, console: Console, rank: int) -> RenderableType:
     parts: list[RenderableType] = [head, Text(_numbers(follower), overflow="fold")]
     plain = not (console.encoding or "").lower().startswith("utf")
     parts.append(Padding(_curves(run.metrics, console.width, plain), (1, 0, 0, 0)))
-    ranks = follower.ranks()
-    if table := _ranks(ranks):
+    if table := _ranks(follower.ranks(), found.state == RUNNING):
         parts += [Rule("ranks", style="dim", align="left"), table]
     if slow := stragglers(run):
         parts += [Text(f"straggler: {text}", style="yellow") for text in slow[-1:]]
@@ -117,7 +116,7 @@ def _curve(
     return Text.assemble((f"{name}\n", "bold"), (body, "cyan"))
 
 
-def _ranks(ranks: Sequence[RankView]) -> Table | None:
+def _ranks(ranks: Sequence[RankView], running: bool) -> Table | None:
     """Those that lag first, where there are more than fit."""
     known = [one for one in ranks if one.phase or one.memory is not None]
     if not known:
@@ -136,7 +135,7 @@ def _ranks(ranks: Sequence[RankView]) -> Table | None:
     for one in shown:
         table.add_row(
             str(one.rank),
-            one.phase or "–",
+            one.phase + ", silent" * (running and not one.alive) if one.phase else "–",
             str(one.step) if one.phase else "–",
             f"{one.entered:,}" if one.phase else "–",
             Text(str(one.behind), style="yellow") if one.behind else "",

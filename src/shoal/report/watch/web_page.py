@@ -33,7 +33,8 @@ def web_page(name: str) -> str:
         Markup('<div id="rank-rows" class="scroll"></div><ul class="plain" id="stragglers"></ul>'),
         "What each rank does",
         ["the ranks' flight records", "observed/rank-*.json: peak", "faults.jsonl: kind, action"],
-        "Resident: the process's memory on its host. Behind: collectives that a peer has entered and it has not.",
+        "Resident: the process's memory on its host. Behind: collectives that a peer has entered and it has not. "
+        "Silent: its heart has not beaten for two seconds.",
     )
     happened = figure(
         Markup('<div id="event-rows" class="scroll"></div>'),
