@@ -23,6 +23,7 @@ from shoal.facts.layout.offload import waiting
 from shoal.facts.losses import LOSSES
 from shoal.facts.model import hub
 from shoal.facts.problem import BadInput
+from shoal.launch import smddp
 from shoal.launch.environment import passed_on
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan, describe_run
@@ -104,6 +105,7 @@ def _check_layout(job: Job, run: RunDirectory, visible: str | None, nodes: int =
 def check(job: Job, run: RunDirectory, visible: str | None, nodes: int = 1) -> None:
     """Refuse what cannot be trained here, or there. Nothing is created."""
     _check_layout(job, run, visible, nodes)
+    check_backend(job)
     address_of(job.config.cluster.interface)
     run.check_place()
     run.keep_in(job.config.checkpoint.to)
@@ -199,6 +201,23 @@ def check_devices(job: Job, visible: str | None, nodes: int = 1) -> None:
         raise BadInput(
             f"layout {job.layout} needs {wanted} x {job.cluster.device.name}{on_each}; this machine has {found}",
             "--set cluster.on=local, or --set cluster.on=4xcpu for processes on the CPU",
+        )
+
+
+def check_backend(job: Job) -> None:
+    """Refuse a backend that is not here, or that does not carry tensors of these devices."""
+    backend, on_cpu = job.config.cluster.backend, job.cluster.device.name == "cpu"
+    if backend is None:
+        return
+    if on_cpu != (backend == "gloo"):
+        raise BadInput(
+            f'cluster.backend = "{backend}" does not carry tensors of {job.cluster.device.name}',
+            f'cluster.backend = "{"gloo" if on_cpu else "nccl"}", or leave it out',
+        )
+    if backend == "smddp" and not smddp.is_here():
+        raise BadInput(
+            f'cluster.backend = "smddp" needs {smddp.MODULE}, which cannot be imported here',
+            "a SageMaker training container, which has it; or leave cluster.backend out for NCCL",
         )
 
 
