@@ -24,6 +24,10 @@ from shoal.parallel.signed_store import SignedStore, new_secret
 STOP, REGROUP = "stop", "regroup"
 
 
+class PlaceTaken(BadInput):
+    """Another process listens where this one was to."""
+
+
 class Rendezvous(RendezvousHandler):
     """What torchrun's agent asks before it starts workers: who takes part, and where they meet.
 
@@ -141,7 +145,7 @@ def serve_at(host: str, port: int, timeout: float) -> TCPStore:
             return serve_store(own, port, timeout)[0]
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise BadInput(
+            raise PlaceTaken(
                 f"{host}:{port}, where this run is to meet, is in use by another process: perhaps a launcher of the "
                 "same run",
                 "stop that one; or another port: --meet HOST:PORT, or MASTER_PORT",

@@ -71,7 +71,7 @@ def wait_for(condition: Callable[[], Any], started: list[Started]) -> Any:
     deadline = time.monotonic() + SECONDS
     while not (found := condition()):
         told = "\n".join(f"{one.log.name}: {one.words()[-3000:]}" for one in started)
-        assert time.monotonic() < deadline, told
+        assert time.monotonic() < deadline and any(one.process.poll() is None for one in started), told
         time.sleep(0.05)
     return found
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from shoal.facts.problem import BadInput
 from shoal.facts.traffic import name_ranks
 from shoal.launch.failure import NODE_LOST, Death, Failure
@@ -15,7 +17,7 @@ from shoal.launch.nodes.meet import Meet, given_secret
 from shoal.launch.nodes.meeting import Leader, LeaderLost, new_meeting_point
 from shoal.launch.nodes.messages import End, Round, Status
 from shoal.launch.nodes.watched_ranks import EveryRank
-from shoal.launch.rendezvous import REGROUP, Rendezvous, attempt_store, connect, open_store, serve_at
+from shoal.launch.rendezvous import REGROUP, Rendezvous, attempt_store, connect, open_store
 from shoal.launch.report import BAD_INPUT, Report
 from shoal.launch.restart import GaveUp, Interrupted
 from shoal.launch.supervisor import Supervisor
@@ -43,16 +45,17 @@ class LeaderSupervisor(Supervisor):
         self,
         nodes: NodeCount,
         more_seconds: float,
-        met: tuple[Meet | None, str],
+        met: tuple[Meet, TCPStore, str] | None,
         status: Status,
         job: Job,
         *rest: Any,
     ) -> None:
         """``more_seconds``: for how long the first round waits for more nodes than it needs.
 
-        ``met``: where the others were told to look, if anywhere, and the token that shows whether they see the state.
+        ``met``: where the others were told to look, the store there, and the token that shows whether they see the
+        state; None: they share the run directory.
         """
-        self.meet, self.token = met
+        self.met = met
         self.nodes, self.more_seconds, self.wanted = nodes, more_seconds, job
         self._status = status
         self._regrouped = False
@@ -68,14 +71,15 @@ class LeaderSupervisor(Supervisor):
         self.leader.start()
         self.place = new_meeting_point(address, port, store)
         self.place.write(self.run.path)
-        if self.meet is not None:
-            self.meet.announce(store, self.place, self.run.id, self.token)
+        if self.met is not None:
+            meet, _, token = self.met
+            meet.announce(store, self.place, self.run.id, token)
         return Rendezvous(self.run.path.name, store, address, port, self.begin_round)
 
     def _open(self, timeout: float) -> tuple[SignedStore, str, int]:
-        if self.meet is None:
+        if self.met is None:
             return open_store(address_of(self.job.config.cluster.interface), timeout)
-        plain = serve_at(self.meet.host, self.meet.port, timeout)
+        plain = self.met[1]
         return SignedStore(plain, given_secret() or new_secret(), timeout), plain.host, plain.port
 
     def run_to_end(self) -> Report:
@@ -151,8 +155,8 @@ class LeaderSupervisor(Supervisor):
         began = time.monotonic()
         if len(self._ready()) < least:
             where = (
-                f"at {self.meet}"
-                if self.meet
+                f"at {self.met[0]}"
+                if self.met
                 else f"in {self.run.path}, which they have to share (or --meet)"
             )
             self.progress.say(f"waiting for nodes {where}: {len(self._ready())} of {least} are here")

@@ -17,6 +17,8 @@ from shoal.launch.interfaces import address_towards, interface_towards
 from shoal.plan.resolve import Job
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
     from shoal.launch.nodes.meeting import MeetingPoint
     from shoal.parallel.signed_store import SignedStore
 
@@ -66,6 +68,17 @@ class Meet:
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
+
+    def open(self, timeout: float) -> TCPStore | None:
+        """The leader's store, at that place; None where another launcher of this machine was first."""
+        from shoal.launch.rendezvous import PlaceTaken, serve_at
+
+        try:
+            return serve_at(self.host, self.port, timeout)
+        except PlaceTaken:
+            if self.surely:
+                raise
+            return None
 
     def announce(self, store: SignedStore, place: MeetingPoint, run_id: str, token: str) -> None:
         """For the leader: what followers will find."""

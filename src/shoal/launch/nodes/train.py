@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -35,6 +36,8 @@ from shoal.train.files import private_files
 from shoal.train.run_directory import RunDirectory, identity
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
     from shoal.launch.nodes.meeting import MeetingPoint
     from shoal.launch.nodes.messages import Status
     from shoal.launch.supervisor import Supervisor
@@ -134,12 +137,19 @@ class _Together:
         if self.meet is None:
             leads = held.enter_context(self.run.held_by_us())
             return self.lead(fresh, held) if leads else self.follow()
-        if self.meet.leads and (self.meet.surely or self.meet.find() is None):
+        local.load_attempt(LEADING)  # and with it torch, whose store this is about
+        if self.meet.leads and (opened := self.meet.open(self.job.config.fault.timeout)) is not None:
+            new = not self.run.path.exists()
             held.enter_context(self.run.held())
-            return self.lead(fresh, held)
+            try:
+                return self.lead(fresh, held, opened)
+            except BadInput:
+                if new:
+                    shutil.rmtree(self.run.path, ignore_errors=True)
+                raise
         return self.follow_there(self.meet, held)
 
-    def lead(self, fresh: bool, held: ExitStack) -> Report | None:
+    def lead(self, fresh: bool, held: ExitStack, opened: TCPStore | None = None) -> Report | None:
         """Until the run ends; None where this node leads no longer, or was asked to stop before it did."""
         start = local.prepare(self.job, self.run, fresh, self.console, self.dataset, held)
         if isinstance(start, Report):
@@ -149,7 +159,7 @@ class _Together:
             more = NEXT_SECONDS if self.followed else FIRST_SECONDS
             if self.meet is not None:
                 leave_token(self.run, self.token)
-            met = self.meet, self.token
+            met = None if self.meet is None or opened is None else (self.meet, opened, self.token)
             return self._run(lambda: leading(self.nodes, more, met, self._status(), *self._rest()))
 
     def _run(self, new: Callable[[], Supervisor]) -> Report | None:
