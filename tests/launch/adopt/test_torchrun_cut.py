@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.conftest import Run, Train
@@ -16,6 +17,10 @@ from shoal.train.files import read_rows
 pytestmark = pytest.mark.system
 
 STEPS = 400
+
+
+def faults(run: Path) -> list[dict[str, Any]]:
+    return read_rows(run / "faults.jsonl")
 
 
 def test_the_link_is_cut_and_restored_and_the_curve_continues(
@@ -55,7 +60,7 @@ def test_the_link_is_cut_and_restored_and_the_curve_continues(
         wait_for(lambda: steps(first) >= 12, nodes)
         ip("-n", machines["b"], "link", "set", "eth0", "down")
         wait_for(
-            lambda: [row for row in read_rows(first / "faults.jsonl") if "left to torchrun" in row["action"]],
+            lambda: [row for row in faults(first) if "left to torchrun" in row["action"]],
             nodes,
         )
         stood = steps(first)
@@ -69,7 +74,7 @@ def test_the_link_is_cut_and_restored_and_the_curve_continues(
     other = tmp_path / "b" / "run"
     assert (other / "logs" / "rank-00001.log").exists() and not (other / "metrics.jsonl").exists()
     assert not (first / "logs" / "rank-00001.log").exists()
-    resumed = [row["resumed_step"] for row in read_rows(first / "faults.jsonl") if row["kind"] == "restart"]
+    resumed = [row["resumed_step"] for row in faults(first) if row["kind"] == "restart"]
     assert resumed and resumed[-1] > 0
     found = Run(Report(FINISHED, first, STEPS, "", None, None))
     whole = train("whole", "dp=1", recipe__steps=STEPS, **options)

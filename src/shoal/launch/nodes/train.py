@@ -119,7 +119,7 @@ class _Together:
         visible: str | None,
         entrypoint: str,
         dataset: Collection,
-        meet: Meet | None,
+        meet: Meet | None = None,
     ) -> None:
         self.job, self.run, self.nodes, self.console = job, run, nodes, console
         self.entrypoint, self.dataset = entrypoint, dataset
