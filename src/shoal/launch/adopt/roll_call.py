@@ -1,6 +1,6 @@
 """The roll call of adopted ranks: before anything is computed all are there, each once, and agree what round it is.
 
-Whoever started them may start them again, all or some, as often as it likes, and the store outlives them (torchrun's)
+Their launcher may start them again, all or some, as often as it likes, and the store outlives them (torchrun's)
 or not. So a rank comes with a name that is new for every process; the first rank waits until all the others have come
 that were not in the last round, and says who is in this one. What a round writes lies under a prefix of its own.
 """
@@ -97,7 +97,7 @@ class RollCall:
             )
         except RuntimeError:  # as torch says it
             raise BadInput(
-                f"nobody answers at {told.host}:{told.port}, where {told.world} ranks are to meet",
+                f"no process answers at {told.host}:{told.port}, where {told.world} ranks are to meet",
                 "start the first rank there, and see that no firewall is between; or --meet HOST:PORT",
             ) from None
         found.set_timeout(timedelta(seconds=self.timeout))

@@ -46,7 +46,7 @@ from shoal.train.run_directory import RunDirectory
 LOOK_SECONDS = 0.25
 # How long the first rank waits for others to say what they failed of, when it has lost them.
 HEAR_SECONDS = 1.0
-# How often whoever started this has started it before.
+# How often the launcher has started this rank before.
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 

@@ -44,7 +44,7 @@ class Meet:
     host: str
     port: int
     leads: bool
-    surely: bool = False  # a scheduler has said so; else whoever of this machine comes first
+    surely: bool = False  # a scheduler has said so; else the first launcher of this machine
 
     @staticmethod
     def of(

@@ -133,7 +133,7 @@ class _Together:
         self.told_to_wait = False
 
     def take_part(self, fresh: bool, held: ExitStack) -> Report | None:
-        """Lead, or follow whoever does, until that ends."""
+        """Lead, or follow the launcher that does, until that ends."""
         if self.meet is None:
             leads = held.enter_context(self.run.held_by_us())
             return self.lead(fresh, held) if leads else self.follow()
