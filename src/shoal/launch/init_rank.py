@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.facts.cluster.this_machine import usable_threads
-from shoal.launch import smddp
+from shoal.launch.backend import register_smddp
 from shoal.launch.compile_cache import use_compile_cache
 from shoal.launch.interfaces import interface_of
 from shoal.parallel import device_context
@@ -52,7 +52,7 @@ def init_rank(
         device_context.take(device)
         backend = job.config.cluster.backend or "nccl"
         if backend == "smddp":
-            smddp.register()
+            register_smddp()
     # On a GPU the loss has compiled kernels, whatever blocks are.
     if job.compilation.on or device.type == "cuda":
         use_compile_cache(here)

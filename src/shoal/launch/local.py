@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
@@ -23,7 +24,7 @@ from shoal.facts.layout.offload import waiting
 from shoal.facts.losses import LOSSES
 from shoal.facts.model import hub
 from shoal.facts.problem import BadInput
-from shoal.launch import smddp
+from shoal.launch.backend import check_backend
 from shoal.launch.environment import passed_on
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan, describe_run
@@ -34,6 +35,8 @@ from shoal.launch.tuning.candidates import Tried
 from shoal.launch.tuning.record import Tuning, last_decision, layouts_to_try
 from shoal.plan.resolve import Job
 from shoal.predict.memory.states import rank_states
+from shoal.train.checkpoint.lease import leased
+from shoal.train.checkpoint.object_store import ObjectStore
 from shoal.train.data.collection import Collection, gather
 from shoal.train.data.dataset import QUARANTINE, check_vocabulary
 from shoal.train.data.prepare import prepare as prepare_data
@@ -151,10 +154,21 @@ def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) 
                 console.print(line, markup=False)
         run.write_start(job, start, describe_plan(job))
         try:
-            with run.alive():
+            with _held_in_store(run, console), run.alive():
                 yield
         finally:
             clear_scratch(job, run.path)
+
+
+def _held_in_store(run: RunDirectory, console: Console) -> AbstractContextManager[None]:
+    """A run of the same name on another machine has another directory, and the same checkpoints."""
+    if not isinstance(run.disk, ObjectStore):
+        return nullcontext()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False)
+
+    return leased(run.disk, run.path, say, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def compile_line(job: Job) -> str | None:
@@ -201,23 +215,6 @@ def check_devices(job: Job, visible: str | None, nodes: int = 1) -> None:
         raise BadInput(
             f"layout {job.layout} needs {wanted} x {job.cluster.device.name}{on_each}; this machine has {found}",
             "--set cluster.on=local, or --set cluster.on=4xcpu for processes on the CPU",
-        )
-
-
-def check_backend(job: Job) -> None:
-    """Refuse a backend that is not here, or that does not carry tensors of these devices."""
-    backend, on_cpu = job.config.cluster.backend, job.cluster.device.name == "cpu"
-    if backend is None:
-        return
-    if on_cpu != (backend == "gloo"):
-        raise BadInput(
-            f'cluster.backend = "{backend}" does not carry tensors of {job.cluster.device.name}',
-            f'cluster.backend = "{"gloo" if on_cpu else "nccl"}", or leave it out',
-        )
-    if backend == "smddp" and not smddp.is_here():
-        raise BadInput(
-            f'cluster.backend = "smddp" needs {smddp.MODULE}, which cannot be imported here',
-            "a SageMaker training container, which has it; or leave cluster.backend out for NCCL",
         )
 
 

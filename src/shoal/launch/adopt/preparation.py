@@ -20,6 +20,7 @@ from shoal.facts.problem import BadInput, Problem
 from shoal.launch import local
 from shoal.launch.adopt.roll_call import RollCall
 from shoal.launch.adopt.told import ToldRank, check_order
+from shoal.launch.backend import check_backend
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan, describe_run
 from shoal.launch.nodes.count import of_all_nodes
@@ -70,7 +71,7 @@ def check(job: Job, run: RunDirectory, told: ToldRank, visible: str | None) -> N
     _check_devices(job, told, visible)
     local.check_memory(job, told.nodes)
     check_scratch(job, run.path, told.nodes)
-    local.check_backend(job)
+    check_backend(job)
     address_of(job.config.cluster.interface)
     run.check_place()
     run.keep_in(job.config.checkpoint.to)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -26,7 +25,7 @@ from shoal.launch.adopt.told import ToldRank
 from shoal.launch.nodes.meet import given_secret
 from shoal.launch.rendezvous import serve_at
 from shoal.parallel.signed_store import SECRET_BYTES, SignedStore, new_secret
-from shoal.train.guard.processes import is_gone
+from shoal.train.guard.processes import is_gone, process_space, started
 
 # Whose store it is that ranks meet in: torchrun's agent keeps one for them.
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
@@ -67,7 +66,7 @@ class RollCall:
         self.store = SignedStore(dist.PrefixStore("shoal", self._plain), self.secret, timeout)
         self.number = 0
         self.me = Present(
-            secrets.token_hex(8), socket.gethostname(), os.getpid(), _space(), _started(os.getpid())
+            secrets.token_hex(8), socket.gethostname(), os.getpid(), process_space(), started(os.getpid())
         )
 
     def again(self) -> SignedStore:
@@ -118,7 +117,7 @@ class RollCall:
 
     def _lives(self, other: Present) -> bool:
         if (other.host, other.space) == (self.me.host, self.me.space):
-            return not is_gone(other.process) and _started(other.process) == other.started
+            return not is_gone(other.process) and started(other.process) == other.started
         key = f"beat-{self.told.rank}"
         before, deadline = self.store.read(key), time.monotonic() + QUIET_SECONDS
         while time.monotonic() < deadline:
@@ -190,17 +189,3 @@ def _secret(plain: dist.Store) -> bytes:
             "the store where ranks are to meet is not one of Shoal's", "another place: --meet HOST:PORT"
         )
     return secret
-
-
-def _space() -> str:
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
-
-
-def _started(process: int) -> str:
-    try:
-        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
