@@ -30,6 +30,7 @@ from shoal.facts.config.file import load
 from shoal.facts.problem import BadInput
 from shoal.launch import rendezvous
 from shoal.launch.assignment import Assignment
+from shoal.launch.backend import check_backend
 from shoal.launch.environment import LEFT_OUT, keep_only_passed, passed_on, passes
 from shoal.launch.init_rank import init_rank
 from shoal.launch.interfaces import LOOPBACK, address_of, interface_of
@@ -146,6 +147,29 @@ def test_a_run_listens_on_loopback_alone_and_its_ranks_have_no_keys(
     first = (tmp_path / "run" / "logs" / "rank-00000.log").read_text().splitlines()[0]
     assert first.startswith("not passed on to ranks (see run.environment): ")
     assert {"HF_TOKEN", "SOMETHING_ELSE"} <= set(first.split()) and "MY_OWN" not in first
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        *("OFI_NCCL_PROTOCOL", "FI_PROVIDER", "SHARP_COLL_LOG_LEVEL", "MLX5_SINGLE_THREADED", "UCX_TLS"),
+        *("NVSHMEM_BOOTSTRAP", "SLURM_JOB_ID", "NCCL_IB_HCA", "OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE"),
+    ),
+)
+def test_what_a_fabric_is_told_reaches_the_ranks(name: str) -> None:
+    assert passes(name) and not passes(f"{name}_PASSWORD")
+
+
+def test_a_backend_that_is_not_here_is_refused(settings: Callable[..., list[str]]) -> None:
+    def check(on: str, backend: str) -> None:
+        check_backend(resolve(load(None, settings(cluster__on=on, cluster__backend=backend), "dp=1").config))
+
+    check("1xH100", "nccl")
+    check("1xcpu", "gloo")
+    with pytest.raises(BadInput, match="torch_smddp, which cannot be imported here"):
+        check("1xH100", "smddp")
+    with pytest.raises(BadInput, match='"nccl" does not carry tensors of cpu'):
+        check("1xcpu", "nccl")
 
 
 def test_ranks_meet_at_the_interface_that_is_named(train: Train) -> None:

@@ -136,5 +136,17 @@ def test_ranks_that_cannot_be_one_run_are_refused_together(
         assert json.loads(text[text.index("{") :])["exit_code"] == BAD_INPUT
         assert not run.exists()
     assert codes == {"config": [BAD_INPUT, BAD_INPUT], "layout": [BAD_INPUT, BAD_INPUT]}
+    # Two nodes, each with a directory of its own, and no store for the state.
+    values = words(settings(cluster__on="2xcpu"))
+    own = [tmp_path / name / "run" for name in "ab"]
+    nodes = []
+    for rank, path in enumerate(own):
+        path.parent.mkdir()
+        told = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = ["shoal", "train", "--run", str(path), "--layout", "dp=2", *values]
+        nodes.append(start(command, f"node-{rank}", {**told, **place}))
+    assert [one.code() for one in nodes] == [BAD_INPUT, BAD_INPUT], nodes[0].words() + nodes[1].words()
+    assert all("it is not shared" in one.words() for one in nodes) and not any(path.exists() for path in own)
     refused = start(["shoal", "train", "--run", str(run), "--nodes", "2"], "two", slurm_task(0, 2, port))
     assert refused.code() == BAD_INPUT and "two launchers for the same ranks" in refused.words()
