@@ -86,4 +86,5 @@ class Listener:
         if not self.asked:
             self.asked = time.monotonic()
             self.call.of_round(self._store).set(STOP, "1")
-            self.told("stopping after this step")
+            if self.call.told.local_rank == 0:
+                self.told("stopping after this step")

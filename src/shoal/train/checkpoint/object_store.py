@@ -99,6 +99,11 @@ class ObjectStore:
             except FileNotFoundError:
                 return None
 
+    def notes(self) -> list[str]:
+        """All that lies beside the checkpoints."""
+        with self._asked():
+            return sorted(self._list(self.root))
+
     def take_away(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError), self._asked():
             self.files.rm_file(f"{self.root}/{name}")
