@@ -15,11 +15,9 @@ from shoal import __version__
 from shoal.cli.show import print_problems
 from shoal.facts.problem import BadInput, Problem
 from shoal.launch.redacted import redacted_output
-from shoal.launch.report import FAILED, STOPPED
+from shoal.launch.report import BAD_INPUT, FAILED, STOPPED
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.train.files import MAKE_ROOM, disk_is_full, in_words
-
-BAD_INPUT = 2
 
 app = App(
     name="shoal",

@@ -58,9 +58,9 @@ class Mesh:
             backend = dist.get_backend()
             self.transport = transport or backend
             self.everyone = self.control = dist.group.WORLD
-            if self.transport == "nccl":
+            if self.transport != "gloo":
                 # In a dry run, whose ranks only seem to talk, this group is of the same kind as all others.
-                self.control = dist.new_group(backend="gloo" if backend == "nccl" else None, timeout=timeout)
+                self.control = dist.new_group(backend=None if backend == "fake" else "gloo", timeout=timeout)
             names = [axis for axis in AXES if getattr(layout, axis) > 1]
             sizes = [getattr(layout, axis) for axis in names]
             self._axes = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=tuple(names))

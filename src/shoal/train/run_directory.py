@@ -179,7 +179,11 @@ class RunDirectory:
         try:
             yield
         finally:
-            marker.unlink(missing_ok=True)
+            self.no_longer_alive()
+
+    def no_longer_alive(self) -> None:
+        """Who holds it ends, and knows why."""
+        (self.path / ".alive").unlink(missing_ok=True)
 
     @property
     def begun(self) -> bool:

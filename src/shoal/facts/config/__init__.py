@@ -424,6 +424,10 @@ class ClusterSection(Section):
         min_length=1,
         description="network interface that ranks listen on, such as eth0; by default loopback only",
     )
+    backend: Literal["nccl", "gloo", "smddp"] | None = Field(
+        None,
+        description="what carries tensors between ranks; unset: NCCL on GPUs, gloo on CPUs; smddp: SageMaker's own",
+    )
 
 
 class Config(Section):

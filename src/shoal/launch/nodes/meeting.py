@@ -245,6 +245,10 @@ class Leader(MeetingThread):
             }
             return {self.number: self.status, **others}
 
+    def heard(self) -> list[Status]:
+        """What every other node said last, also those that were refused."""
+        return [one.status for one in self._heard.values()]
+
     def silent_for(self, number: int) -> float:
         heard = self._heard.get(number)
         return time.monotonic() - heard.at if heard else float("inf")
@@ -311,6 +315,9 @@ class Leader(MeetingThread):
     def _refuse_others(self) -> None:
         """Whose ranks would train something else."""
         for number, status in self.alive().items():
+            if status.trouble:
+                self._refuse(number, status.trouble)
+                continue
             names = sorted(self.status.facts.keys() | status.facts.keys())
             differ = [name for name in names if self.status.facts.get(name) != status.facts.get(name)]
             if differ:
