@@ -56,6 +56,7 @@ pytest: setup
 test-system: setup
 	@$(BIN)/python -m pip install -qq --editable '.[system]' || echo "no S3 server could be installed: its test is skipped"
 	@command -v ip > /dev/null || apt-get install -qq -y iproute2 > /dev/null 2>&1 || echo "no iproute2: no network is cut between nodes"
+	@command -v slurmctld > /dev/null || apt-get install -qq -y --no-install-recommends slurm-wlm munge > /dev/null 2>&1 || echo "no Slurm: its jobs are not tested"
 	$(BIN)/python -m pytest -m long -n $(WORKERS) --dist worksteal
 	$(BIN)/python -m pytest -m system
 
