@@ -126,7 +126,8 @@ def test_a_node_goes_down_and_the_job_goes_back_into_the_queue_and_on(
         job.wait(lambda: job.told()["JobState"] == "RUNNING", "the job on other nodes")
         job.wait_for_steps(8)
         found = job.status()
-        assert (found["state"], found["nodes"], found["restarts"]) == ("running", "n[1,3]", 1)
+        assert (found["state"], found["restarts"]) == ("running", 1)
+        assert "2" not in found["nodes"]  # n[1,3], or n[3-4] where n1 is still busy with the end of the first
     finally:
         slurm.set_node("n2", "RESUME")
     ended = job.end()

@@ -17,7 +17,7 @@ from shoal.launch.jobs.record import JobRecord
 from shoal.launch.jobs.state import JobState
 from shoal.train.files import private_files
 
-SCRIPT, LOG = "job.sh", "local.log"
+SCRIPT = "job.sh"
 
 
 def write(job: LaunchJob) -> dict[str, str]:
@@ -54,7 +54,7 @@ def check(job: LaunchJob) -> str:
 def submit(job: LaunchJob) -> str:
     """Its own session: closing the terminal does not end it."""
     with private_files():
-        handle = os.open(job.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        handle = os.open(job.folder / f"{job.target}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         process = subprocess.Popen(
             ["bash", str(job.folder / SCRIPT)],  # noqa: S607
@@ -86,11 +86,11 @@ def status(record: JobRecord) -> JobState:
 
 
 def logs(record: JobRecord, lines: int) -> str:
-    return last_lines(record.job.folder / LOG, lines)
+    return last_lines(log_file(record), lines)
 
 
 def log_file(record: JobRecord) -> Path:
-    return record.job.folder / LOG
+    return record.job.folder / f"{record.job.target}.log"
 
 
 def cancel(record: JobRecord, now: bool) -> str:
