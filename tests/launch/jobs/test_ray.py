@@ -107,3 +107,38 @@ def test_a_node_is_removed_and_the_run_goes_on_without_and_then_with_another(
     ended = Run(Report(STOPPED, job.run.path, step, "", None, None))
     whole = train("whole", "dp=1", recipe__steps=step, **OPTIONS)
     assert ended.hexes == whole.hexes and ended.tensors() == whole.tensors()
+
+
+LOOP = """
+import json, sys
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from shoal.launch.jobs.ray_loop import train_loop
+import ray
+
+given = json.loads(sys.argv[1])
+ray.init(address=given["address"], log_to_driver=False)
+TorchTrainer(
+    train_loop,
+    train_loop_config=given["loop"],
+    scaling_config=ScalingConfig(num_workers=4, resources_per_worker={"CPU": 1}, placement_strategy="SPREAD"),
+    run_config=RunConfig(storage_path=given["storage"], failure_config=FailureConfig(max_failures=2)),
+).fit()
+"""
+
+
+def test_a_run_is_the_loop_of_a_torch_trainer(
+    cluster: Any, settings: Callable[..., list[str]], train: Train, tmp_path: Path
+) -> None:
+    cluster.add_node(**NODE)
+    values = settings(**OPTIONS, recipe__steps=6, cluster__on="2x2xcpu", cluster__interface="lo")
+    run = tmp_path / "run"
+    loop = {"run": str(run), "set": values, "layout": "dp=2,fsdp=2"}
+    given = {"address": cluster.address, "loop": loop, "storage": str(tmp_path / "ray")}
+    words = [sys.executable, "-c", LOOP, json.dumps(given)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
+    logs = "".join(path.read_text() for path in tmp_path.glob("run.*.log"))
+    assert done.returncode == 0, done.stderr[-3000:] + logs
+    found = Run(Report(0, run, 6, "", None, None))
+    whole = train("whole", "dp=1", recipe__steps=6, **OPTIONS)
+    assert found.hexes == whole.hexes and found.tensors() == whole.tensors()

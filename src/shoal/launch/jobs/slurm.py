@@ -19,6 +19,9 @@ SCRIPT, LOG = "job.sbatch", "slurm.log"
 MISSING = "run it where Slurm's commands are; --dry-run shows the job anywhere"
 # For how long launchers may go on where one has ended without a word: they wait for it in vain.
 LEFT_SECONDS = 60
+# The directory is shared, so launchers meet there, and any of them may lead. What srun says of tasks, and a user's
+# shell of a place to meet, would have them meet elsewhere.
+LEFT_OUT = "SLURM_PROCID MASTER_ADDR MASTER_PORT"
 # Slurm's words for what a job is. One that is completing still has processes.
 STATES = {
     **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"), state.PENDING),
@@ -63,7 +66,7 @@ fi
 rm -f "$seen"
 
 {shlex.join(step)} \\
-    bash -c {shlex.quote(f'exec {train} --node "$SLURMD_NODENAME"')} &
+    bash -c {shlex.quote(f'unset {LEFT_OUT}; exec {train} --node "$SLURMD_NODENAME"')} &
 launchers=$!
 [ -z "$early" ] || kill -USR1 "$launchers"
 while true; do
