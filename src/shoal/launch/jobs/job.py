@@ -72,7 +72,6 @@ class LaunchJob(BaseModel):
     claim: str = "shared"
     role: str | None = None
     bucket: str | None = None
-    instance: str | None = None
 
     @property
     def count(self) -> NodeCount:
@@ -121,7 +120,7 @@ def compose(
             f"--to local is one machine, and layout {job.layout} is on {nodes} nodes",
             "--to slurm, or a layout for one machine; on plain hosts: shoal train --nodes on each",
         )
-    if nodes != "1" and config.cluster.interface is None:
+    if nodes != "1" and config.cluster.interface is None and target != "sagemaker":
         raise BadInput(
             "several nodes and no cluster.interface: ranks would listen on loopback, which other nodes cannot reach",
             "name the interface that joins them: --set cluster.interface=eth0",

@@ -13,6 +13,7 @@ from shoal.launch.manifest import describe_plan
 from shoal.launch.nodes.count import NodeCount
 from shoal.launch.nodes.meeting import Leader, LeaderLost, new_meeting_point
 from shoal.launch.nodes.messages import End, Round, Status
+from shoal.launch.nodes.order import in_order
 from shoal.launch.nodes.watched_ranks import EveryRank
 from shoal.launch.rendezvous import REGROUP, Rendezvous, attempt_store, connect, open_store
 from shoal.launch.report import Report
@@ -140,7 +141,8 @@ class LeaderSupervisor(Supervisor):
         ready = self._ready()
         if len(ready) < least:
             raise Interrupted
-        return {number: ready[number] for number in list(ready)[:most]}
+        taken = {number: ready[number] for number in list(ready)[:most]}
+        return in_order(self.leader.number, taken, self.wanted.cluster)
 
     def _laid_out(self, there: dict[int, Status]) -> Job:
         """The layout that was asked for where it has room on these nodes; else the planner chooses one that has."""
