@@ -48,8 +48,9 @@ class SlurmCluster:
         self.place, self.names = place, [f"n{number}" for number in range(1, nodes + 1)]
         self.namespace = f"shoal-slurm-{os.getpid()}"
         self._started: list[subprocess.Popen[bytes]] = []
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         (place / "munge").mkdir(mode=0o711)
-        for folder in ("spool", "state"):
+        for folder in ("spool", "state", "private"):
             (place / folder).mkdir()
         (place / "munge" / "key").write_bytes(secrets.token_bytes(128))
         (place / "munge" / "key").chmod(0o600)
@@ -124,13 +125,29 @@ class SlurmCluster:
         self._wait(lambda: (munge / "sock").exists(), "munge's socket")
         self._daemon("slurmctld", "-D", "-f", config)
         for name in self.names:
-            own = (
-                'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; exec slurmd -D -f "$2/slurm.conf" -N "$1"'
-            )
-            self._daemon("unshare", "-m", "-u", "bash", "-c", own, "bash", name, str(self.place))
+            self.start_node(name)
         self._wait(lambda: self.states() == dict.fromkeys(self.names, "idle"), "idle nodes")
 
-    def _daemon(self, *words: str) -> None:
+    def start_node(self, name: str) -> None:
+        """A host name and files of its own: ``private`` is another directory on every node but the first."""
+        own = """hostname "$1"; mount --bind "$2/hosts" /etc/hosts
+            [ "$1" = n1 ] || mount -t tmpfs none "$2/private"
+            exec slurmd -D -f "$2/slurm.conf" -N "$1\""""
+        words = ("unshare", "-m", "-u", "bash", "-c", own, "bash", name, str(self.place))
+        self._nodes[name] = self._daemon(*words)
+
+    def lose_node(self, name: str) -> None:
+        """With all that runs on it, as if its power was cut: whatever has its host name."""
+        mine = Path(f"/proc/{self._nodes[name].pid}/ns/uts").readlink()
+        assert mine != Path("/proc/self/ns/uts").readlink()  # else that would be this machine
+        for process in [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]:
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{process}/ns/uts").readlink() == mine:
+                    os.kill(process, signal.SIGKILL)
+        self._nodes[name].wait()
+        self.set_node(name, "DOWN")
+
+    def _daemon(self, *words: str) -> subprocess.Popen[bytes]:
         with (self.place / "daemons.log").open("ab") as log:
             command = [*self.enter, *words]
             self._started.append(
@@ -138,6 +155,7 @@ class SlurmCluster:
                     command, stdout=log, stderr=log, env=self.environment, start_new_session=True
                 )
             )
+        return self._started[-1]
 
     def stop(self) -> None:
         """All jobs, then all daemons: the namespace goes with the last of them."""
@@ -146,7 +164,7 @@ class SlurmCluster:
             self.run("scancel", "--signal=KILL", "--full", "--user", "root", check=False, timeout=10)
             self._wait(lambda: not self.run("squeue", "-h", timeout=10).stdout.strip(), "an empty queue", 20)
         for process in reversed(self._started):
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)  # one that has ended already gets none
         for process in self._started:
             try:
                 process.wait(10)

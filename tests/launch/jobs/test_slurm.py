@@ -63,6 +63,10 @@ class SlurmRun:
         words = self.slurm.run("scontrol", "--oneliner", "show", "job", self.id()).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
+    def nodes(self) -> list[str]:
+        found: str = self.slurm.run("scontrol", "show", "hostnames", self.told()["NodeList"]).stdout
+        return found.split()
+
     def id(self) -> str:
         found: str = json.loads((self.run.path / "job.json").read_text())["id"]
         return found
@@ -99,10 +103,10 @@ class SlurmRun:
 def on_slurm(
     slurm: SlurmCluster, settings: Callable[..., list[str]], tmp_path: Path
 ) -> Callable[..., SlurmRun]:
-    def make(**overrides: Any) -> SlurmRun:
+    def make(place: Path | None = None, **overrides: Any) -> SlurmRun:
         together = {"recipe__steps": 90_000, "cluster__on": "2x2xcpu", "cluster__interface": INTERFACE}
         values = settings(**{**OPTIONS, **together, "fault__timeout": 5, **overrides})
-        return SlurmRun(slurm, tmp_path / "run", values)
+        return SlurmRun(slurm, place or tmp_path / "run", values)
 
     return make
 
@@ -158,6 +162,36 @@ def test_before_the_time_limit_the_run_commits_and_the_job_starts_again(
     ended = job.end()
     whole = train("whole", "dp=1", recipe__steps=job.step(), **OPTIONS)
     assert ended.hexes == whole.hexes and ended.tensors() == whole.tensors()
+
+
+def test_with_fewer_nodes_allowed_a_lost_node_ends_nothing(
+    slurm: SlurmCluster, on_slurm: Callable[..., SlurmRun], train: Train
+) -> None:
+    job = on_slurm(checkpoint__memory=1)
+    job.launch("--submit", "--no-follow", "--nodes", "1:2")
+    job.wait_for_steps(5)
+    _, second = job.nodes()
+    slurm.lose_node(second)
+    try:
+        job.wait(lambda: read_rows(job.run.metrics)[-1]["world"] == 2, "steps on the node that is left")
+        job.wait_for_steps(3)
+        assert (job.told()["JobState"], job.told()["Restarts"]) == ("RUNNING", "0")
+    finally:
+        slurm.start_node(second)
+        slurm.set_node(second, "RESUME")
+    ended = job.end()
+    whole = train("whole", "dp=1", recipe__steps=job.step(), **OPTIONS)
+    assert ended.hexes == whole.hexes and ended.tensors() == whole.tensors()
+
+
+def test_a_directory_that_is_not_shared_is_one_line_before_launchers_start(
+    slurm: SlurmCluster, on_slurm: Callable[..., SlurmRun]
+) -> None:
+    job = on_slurm(slurm.place / "private" / "run")
+    done = job.launch("--submit", "--option=--nodelist=n1,n2", check=False)
+    assert done.returncode == 2, done.stderr
+    assert "node n2 does not see" in done.stderr and "is not shared; fix: --run on a shared" in done.stderr
+    assert job.status()["state"] == "failed" and not job.run.metrics.exists()
 
 
 def test_what_slurm_does_not_take_is_one_line_and_nothing_is_written(

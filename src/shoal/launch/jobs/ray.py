@@ -6,6 +6,7 @@ submitted, watched and cancelled as a local job is.
 
 from __future__ import annotations
 
+import logging
 import sys
 from importlib.util import find_spec
 from typing import Any
@@ -41,7 +42,10 @@ def connect(job: LaunchJob) -> Any:
 
     try:
         ray.init(
-            address=job.address or "auto", log_to_driver=False, logging_level="ERROR", configure_logging=False
+            address=job.address or "auto",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
         )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = job.address or "RAY_ADDRESS, or on this machine"

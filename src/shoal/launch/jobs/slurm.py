@@ -19,6 +19,8 @@ SCRIPT, LOG = "job.sbatch", "slurm.log"
 MISSING = "run it where Slurm's commands are; --dry-run shows the job anywhere"
 # For how long launchers may go on where one has ended without a word: they wait for it in vain.
 LEFT_SECONDS = 60
+# How Slurm says that a node could not open the file of a job's output.
+NO_LOG = "0:53"
 # The directory is shared, so launchers meet there, and any of them may lead. What srun says of tasks, and a user's
 # shell of a place to meet, would have them meet elsewhere.
 LEFT_OUT = "SLURM_PROCID MASTER_ADDR MASTER_PORT"
@@ -42,7 +44,7 @@ def script(job: LaunchJob) -> str:
         f"#SBATCH {shlex.quote(line)}" if " " in line else f"#SBATCH {line}" for line in _directives(job)
     ]
     train = shlex.join(job.train(f"{folder}/{CONFIG}", run))
-    step = ["srun", "--ntasks-per-node=1", "--cpu-bind=none", f"--wait={LEFT_SECONDS}", *_each_node(job)]
+    step = ["srun", "--ntasks-per-node=1", "--cpu-bind=none", *_each_node(job)]
     return f"""#!/bin/bash
 {chr(10).join(lines)}
 # Written by shoal launch. One launcher per node; each starts the ranks of its node.
@@ -116,7 +118,8 @@ def _cpus(job: LaunchJob) -> int | None:
 
 def _each_node(job: LaunchJob) -> list[str]:
     found = [f"--cpus-per-task={cpus}"] if (cpus := _cpus(job)) else []
-    found += ["--no-kill"] if job.count.least < job.count.most else []
+    # With fewer nodes the launchers that are left go on; else they wait for the one that is lost, in vain.
+    found += ["--no-kill", "--wait=0"] if job.count.least < job.count.most else [f"--wait={LEFT_SECONDS}"]
     if job.image:
         mounts = ",".join([f"{job.run}:{job.run}", *job.mounts])
         found += [f"--container-image={job.image}", f"--container-mounts={mounts}"]
@@ -166,6 +169,8 @@ def status(record: JobRecord) -> JobState:
     if code is not None and known in state.OVER:
         known = state.ended(code, record.asked_to_end)
     detail = f"{word} {'' if facts.get('Reason') in (None, 'None') else facts['Reason']}".strip()
+    if facts.get("ExitCode") == NO_LOG:
+        detail += f"; its node cannot write to {record.job.folder}: is the run directory shared?"
     nodes = facts.get("NodeList", "").replace("(null)", "")
     return JobState(known, detail or "Slurm no longer knows it", nodes, restarts, code)
 
