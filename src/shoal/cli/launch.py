@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -118,7 +119,8 @@ def launch(
     if dry_run and submit:
         raise BadInput("--dry-run and --submit: only one of them", "leave out the other")
     target = find_target(to)
-    job = compose(load(config, set, layout), to, run, nodes, flags)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if to == "local" else None
+    job = compose(load(config, set, layout), to, run, nodes, flags, visible)
     document = _describe(job) | {"command": target.by_hand(job), "submitted": False}
     if submit:
         record, said = submit_job(job)

@@ -69,6 +69,12 @@ def test_containers_and_fewer_nodes_are_said_to_srun(capsys: Capture) -> None:
         (["--to", "slurm", *TWO_NODES, "--time", "soon"], "--time soon: not a time limit", "4:00:00"),
         (["--to", "slurm", *TWO_NODES, "--option", "reservation=x"], "no option of sbatch", "--option=--"),
         (["--to", "local", *TWO_NODES], "--to local is one machine", "--to slurm"),
+        (
+            ["--to", "slurm", *TWO_NODES, "--restarts", "-1"],
+            "--restarts -1: Input should be greater",
+            "--help",
+        ),
+        (["--to", "local", "--restarts", "0"], "--restarts says nothing to local", "--to slurm or ray"),
         (["--to", "local", "--partition", "gpu"], "--partition says nothing to local", "--to slurm"),
     ],
 )

@@ -212,8 +212,8 @@ def test_what_slurm_does_not_take_is_one_line_and_nothing_is_written(
         assert not job.run.path.exists()
 
 
-def test_a_job_is_followed_to_its_end_and_listed(on_slurm: Callable[..., SlurmRun]) -> None:
-    job = on_slurm(recipe__steps=6)
+def test_a_job_is_followed_to_its_end_and_listed(on_slurm: Callable[..., SlurmRun], tmp_path: Path) -> None:
+    job = on_slurm(tmp_path / "a name's spaces", recipe__steps=6)
     done = job.launch("--submit", "--json")
     told = json.loads(done.stdout)
     assert (told["state"], told["exit_code"], told["submitted"]) == ("finished", 0, True)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.facts.config import file as configfile
 from shoal.facts.config.file import Loaded
@@ -22,6 +22,8 @@ CONFIG, EXIT, CANCELLED = "config.toml", "exit", "cancelled"
 # Which flags only some targets understand: a flag that does nothing would be a promise not kept.
 ONLY_FOR = {
     "time": ("slurm", "kubernetes", "sagemaker"),
+    "warning": ("slurm", "kubernetes"),
+    "restarts": ("slurm", "ray", "kubernetes", "sagemaker"),
     "partition": ("slurm",),
     "account": ("slurm",),
     "exclude": ("slurm",),
@@ -95,25 +97,33 @@ class LaunchJob(BaseModel):
 
 
 def compose(
-    given: Loaded, target: str, run: Path | None, nodes: str | None, flags: dict[str, Any]
+    given: Loaded,
+    target: str,
+    run: Path | None,
+    nodes: str | None,
+    flags: dict[str, Any],
+    visible: str | None = None,
 ) -> LaunchJob:
-    """Everything that can be wrong with a job before a scheduler is asked, told at once. Spawns and writes nothing."""
+    """What can be wrong with a job before a scheduler is asked is told here. Spawns and writes nothing.
+
+    ``visible``: what CUDA_VISIBLE_DEVICES says, for a job of this machine.
+    """
     problems = [
         Problem(f"--{name} says nothing to {target}", f"leave it out; it is for --to {' or '.join(targets)}")
         for name, targets in ONLY_FOR.items()
-        if flags.get(name) and target not in targets
+        if flags.get(name) is not None and target not in targets
     ]
     if problems:
         raise BadInput(problems)
     config = given.config
-    if target not in ("local",) and config.cluster.on.strip().lower() == "local":
+    if target != "local" and config.cluster.on.strip().lower() == "local":
         raise BadInput(
             "cluster.on = local: that is this machine, and the job's nodes are others",
             "say what they have, nodes x devices: --set cluster.on=2x8xH100",
         )
     count = NodeCount.parse(nodes) if nodes is not None else None
     with given.located():
-        job = resolve(config, None, count.most if count else 1)
+        job = resolve(config, visible, count.most if count else 1)
     nodes, devices = _placed(job, count)
     if target == "local" and nodes != "1":
         raise BadInput(
@@ -130,7 +140,7 @@ def compose(
     image = flags.get("image")
     container = {"program": ("shoal",)} if image or target in ("kubernetes", "sagemaker") else {}
     limit = flags.get("time")
-    return LaunchJob(
+    values = dict(
         target=target,
         name=config.run.slug,
         run=path.absolute(),
@@ -148,6 +158,15 @@ def compose(
         **{name: flags[name] for name in _PLAIN if flags.get(name) is not None},
         **container,
     )
+    try:
+        return LaunchJob.model_validate(values)
+    except ValidationError as error:
+        raise BadInput(
+            [
+                Problem(f"--{one['loc'][0]} {one['input']}: {one['msg']}", "shoal launch --help")
+                for one in error.errors()
+            ]
+        ) from None
 
 
 _PLAIN = (

@@ -40,9 +40,7 @@ def write(job: LaunchJob) -> dict[str, str]:
 def script(job: LaunchJob) -> str:
     """The batch file. Its shell runs on the first node, and has every launcher as a task of one step."""
     folder, run = str(job.folder), str(job.run)
-    lines = [
-        f"#SBATCH {shlex.quote(line)}" if " " in line else f"#SBATCH {line}" for line in _directives(job)
-    ]
+    lines = [f"#SBATCH {shlex.quote(line)}" for line in _directives(job)]
     train = shlex.join(job.train(f"{folder}/{CONFIG}", run))
     step = ["srun", "--ntasks-per-node=1", "--cpu-bind=none", *_each_node(job)]
     return f"""#!/bin/bash
