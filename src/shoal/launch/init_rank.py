@@ -13,6 +13,7 @@ from shoal.facts.cluster.this_machine import usable_threads
 from shoal.launch.backend import register_smddp
 from shoal.launch.compile_cache import use_compile_cache
 from shoal.launch.interfaces import interface_of
+from shoal.launch.numa import bind_to_numa
 from shoal.parallel import device_context
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.signed_store import SignedStore
@@ -56,6 +57,7 @@ def init_rank(
     # On a GPU the loss has compiled kernels, whatever blocks are.
     if job.compilation.on or device.type == "cuda":
         use_compile_cache(here)
+    bind_to_numa(device, local_rank, here)
     if job.layout.world > 1:
         assert store is not None
         dist.init_process_group(

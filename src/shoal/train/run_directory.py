@@ -39,6 +39,8 @@ SHUFFLE = "data.shuffle"
 UNKNOWN = "unknown"
 # Of the last row of a run that ended before its last step.
 EARLY = "ended_early"
+# The folder of a job that was written for it and may not have begun: launch/jobs.
+JOB = "job"
 # What the only machine of a run is called.
 ALONE = "0"
 DATA_HASH = "data (hash of its tokens)"
@@ -200,7 +202,7 @@ class RunDirectory:
         """Refuse a place that holds something else than a run; nothing is created or changed."""
         if not self.path.exists():
             return
-        signs = (self.path / ".lock", self.config, self.checkpoints)
+        signs = (self.path / ".lock", self.config, self.checkpoints, self.path / JOB)
         if not self.path.is_dir() or (any(self.path.iterdir()) and not any(sign.exists() for sign in signs)):
             raise BadInput(f"{self.path} exists and is not a run", "choose another place with --run DIR")
 

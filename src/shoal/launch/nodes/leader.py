@@ -16,6 +16,7 @@ from shoal.launch.nodes.count import NodeCount
 from shoal.launch.nodes.meet import Meet, given_secret
 from shoal.launch.nodes.meeting import Leader, LeaderLost, new_meeting_point
 from shoal.launch.nodes.messages import End, Round, Status
+from shoal.launch.nodes.order import in_order
 from shoal.launch.nodes.watched_ranks import EveryRank
 from shoal.launch.rendezvous import REGROUP, Rendezvous, attempt_store, connect, open_store
 from shoal.launch.report import BAD_INPUT, Report
@@ -174,7 +175,8 @@ class LeaderSupervisor(Supervisor):
             raise BadInput(self._trouble(), NOT_SHARED)
         if len(ready) < least:
             raise Interrupted
-        return {number: ready[number] for number in list(ready)[:most]}
+        taken = {number: ready[number] for number in list(ready)[:most]}
+        return in_order(self.leader.number, taken, self.wanted.cluster)
 
     def _trouble(self) -> str:
         """Why nodes that have come can take no part, where too few others have."""
