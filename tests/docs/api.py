@@ -23,7 +23,19 @@ PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 # Packages that can be called: what a call of them calls.
 CALLED = {"launch": launch, "plan": plan, "predict": predict}
 # In the order of a reader; a test holds it to ``__all__``.
-ORDER = ("run", "Run", "launch", "parity", "dryrun", "plan", "predict", "Layout", "Model", "Cluster", "BadInput")
+ORDER = (
+    "run",
+    "Run",
+    "launch",
+    "parity",
+    "dryrun",
+    "plan",
+    "predict",
+    "Layout",
+    "Model",
+    "Cluster",
+    "BadInput",
+)
 
 
 def prose(value: Any) -> str:

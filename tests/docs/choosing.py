@@ -147,7 +147,8 @@ def twenty_bytes() -> Row:
     why = (
         f"bf16 weights, fp32 gradients, master weights and moments are {parts} = {weighs(WIDE):g}. "
         f"{weighs(BOTH):g} is right of programs that keep half-precision gradients as well, and "
-        f"{weighs(NO_MASTER):g} of those without master weights: [bytes per parameter](arithmetic.md#bytes-per-parameter)"
+        f"{weighs(NO_MASTER):g} of those without master weights: "
+        "[bytes per parameter](arithmetic.md#bytes-per-parameter)"
     )
     return (
         "mixed precision takes 20 bytes per parameter",
@@ -163,8 +164,8 @@ def gradients_over_nvlink() -> Row:
     inside, narrow = rounds * size / one_way, rounds * size / 2 / one_way
     out = ROUNDS["all_reduce"] * 63 / 64 * size / NDR.bandwidth
     why = (
-        f"280 GB are the fp32 gradients of 70B. A ring of 8 sends 2 · 7/8 of them, {rounds * size / 1e9:.0f} GB, and sends "
-        f"one way: {one_way / 1e9:.0f} GB/s of the {2 * one_way / 1e9:.0f}. That is {inside:.2f} s at the full rate, "
+        f"280 GB are the fp32 gradients of 70B. A ring of 8 sends 2 · 7/8 of them, {rounds * size / 1e9:.0f} GB, "
+        f"and sends one way: {one_way / 1e9:.0f} GB/s of the {2 * one_way / 1e9:.0f}. That is {inside:.2f} s at the full rate, "
         f"{narrow:.2f} s in bf16. In a flat ring of 64 over {NDR.kind}, {NDR.bandwidth / 1e9:g} GB/s, it would be "
         f"{out:.0f} s. And 70B on GPUs of 80 GB has no replicas to sum over: it is sharded"
     )
@@ -189,9 +190,10 @@ def hours_of_70b() -> Row:
     rate = real / hours / 3600
     peaks = {device.name: device.peaks["bf16"] for device in DEVICES if "bf16" in device.peaks}
     why = (
-        f"The model card's 6.4M are H100-hours. 15T tokens are {simple / 1e24:.1f}e24 FLOP, with attention over 8192 tokens "
-        f"{real / 1e24:.1f}e24: {real / 400e12 / 3600e6:.1f}M hours at 400 TFLOP/s. 6.4M would be {rate / 1e12:.0f} TFLOP/s, an "
-        f"MFU of {rate / peaks['H100']:.0%}, so count with what you reach, not back from that figure. As A100-hours they "
+        f"The model card's 6.4M are H100-hours. 15T tokens are {simple / 1e24:.1f}e24 FLOP, with attention over 8192 "
+        f"tokens {real / 1e24:.1f}e24: {real / 400e12 / 3600e6:.1f}M hours at 400 TFLOP/s. 6.4M would be "
+        f"{rate / 1e12:.0f} TFLOP/s, an MFU of {rate / peaks['H100']:.0%}, so count with what you reach, not back from "
+        f"that figure. As A100-hours they "
         f"would be an MFU of {rate / peaks['A100-80GB']:.0%}, which no program reaches"
     )
     right = f"{real / 400e12 / 3600e6:.1f}M at 400 TFLOP/s"

@@ -1,7 +1,7 @@
-"""A hook of mkdocs.yml: what GitHub shows of a page and a site of docs/ alone cannot, rewritten as the site is built.
+"""A hook of mkdocs.yml: what GitHub shows of a page and a site of docs/ alone cannot, rewritten.
 
-Links to files outside of docs/ become the names of these files, fences that say what draws them become text, and code in
-tables keeps no backslash before its bars.
+Links to files outside of docs/ become the names of these files, fences that say what draws them become text, and code
+in tables keeps no backslash before its bars.
 """
 
 from __future__ import annotations
