@@ -165,7 +165,8 @@ def gradients_over_nvlink() -> Row:
     out = ROUNDS["all_reduce"] * 63 / 64 * size / NDR.bandwidth
     why = (
         f"280 GB are the fp32 gradients of 70B. A ring of 8 sends 2 · 7/8 of them, {rounds * size / 1e9:.0f} GB, "
-        f"and sends one way: {one_way / 1e9:.0f} GB/s of the {2 * one_way / 1e9:.0f}. That is {inside:.2f} s at the full rate, "
+        f"and sends one way: {one_way / 1e9:.0f} GB/s of the {2 * one_way / 1e9:.0f}. "
+        f"That is {inside:.2f} s at the full rate, "
         f"{narrow:.2f} s in bf16. In a flat ring of 64 over {NDR.kind}, {NDR.bandwidth / 1e9:g} GB/s, it would be "
         f"{out:.0f} s. And 70B on GPUs of 80 GB has no replicas to sum over: it is sharded"
     )
