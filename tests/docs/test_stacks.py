@@ -40,3 +40,13 @@ def test_a_file_becomes_the_layout_beside_it(
             main(arguments)
         assert left.value.code == 0, capsys.readouterr().err
     assert json.loads(capsys.readouterr().out)["layout"]["value"] == layout
+
+
+def test_the_commands_at_the_end_run(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = re.findall(r"^shoal (plan .*)$", PAGE, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        with pytest.raises(SystemExit) as left:
+            main([*command.split(), "--json"])
+        assert left.value.code == 0
+        assert json.loads(capsys.readouterr().out)["plans"][0]["layout"] == "fsdp=8,micro=2"
