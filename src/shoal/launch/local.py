@@ -29,6 +29,7 @@ from shoal.launch.manifest import describe_plan, describe_run
 from shoal.launch.report import FINISHED, Report
 from shoal.launch.scratch import check_scratch, clear_scratch
 from shoal.launch.signals import STOP_SIGNALS, stoppable
+from shoal.launch.track.tracking import check_trackers, tracked
 from shoal.launch.tuning.candidates import Tried
 from shoal.launch.tuning.record import Tuning, last_decision, layouts_to_try
 from shoal.plan.resolve import Job
@@ -105,6 +106,7 @@ def check(job: Job, run: RunDirectory, visible: str | None, nodes: int = 1) -> N
     """Refuse what cannot be trained here, or there. Nothing is created."""
     _check_layout(job, run, visible, nodes)
     address_of(job.config.cluster.interface)
+    check_trackers(job.config, nodes)
     run.check_place()
     run.keep_in(job.config.checkpoint.to)
     run.check_reachable()
@@ -149,7 +151,7 @@ def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) 
                 console.print(line, markup=False)
         run.write_start(job, start, describe_plan(job))
         try:
-            with run.alive():
+            with run.alive(), tracked(job, run, console):
                 yield
         finally:
             clear_scratch(job, run.path)
