@@ -17,7 +17,7 @@ from shoal.facts.input.untrusted_files import read_json
 from shoal.launch.track.tracker import Held
 from shoal.train.files import replace_text
 
-# Of a long run's file that is read at once.
+# Of a long run's file that is read at once, up to the end of a line.
 BLOCK = 1 << 20
 
 
@@ -62,7 +62,7 @@ class NewRows:
                 if found.st_ino != self._inode or found.st_size < self._offset:
                     self._inode, self._offset = found.st_ino, 0
                 file.seek(self._offset)
-                content = file.read(BLOCK)
+                content = file.read(BLOCK) + file.readline()
         except OSError:
             return
         whole = content[: content.rfind(b"\n") + 1]
