@@ -39,12 +39,19 @@ class TensorBoard:
         self._writer.flush()
 
     def attach(self, path: Path) -> None:
-        from tensorboard.plugins.text.summary import pb
+        # TensorBoard's own function for this wants TensorFlow.
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
 
-        if path.suffix in SHOWN:
-            text = path.read_text(encoding="utf-8", errors="replace")
-            shown = "\n".join(f"    {line}" for line in text.splitlines())
-            self._add(self._step, summary=pb(path.name, shown))
+        if path.suffix not in SHOWN:
+            return
+        text = path.read_text(encoding="utf-8", errors="replace")
+        shown = "\n".join(f"    {line}" for line in text.splitlines())
+        kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        content = TensorProto(dtype=DT_STRING, string_val=[shown.encode()])
+        value = Summary.Value(tag=path.name, metadata=kind, tensor=content)
+        self._add(self._step, summary=Summary(value=[value]))
 
     def close(self, finished: bool) -> None:
         self._writer.close()
