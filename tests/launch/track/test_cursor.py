@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,7 +103,8 @@ def test_a_kill_before_the_note_gives_no_step_twice(tmp_path: Path) -> None:
 
 
 def test_a_tracker_that_fails_is_told_of_once_and_catches_up(tmp_path: Path) -> None:
-    kept, said = Kept(), []
+    kept = Kept()
+    said: list[str] = []
     kept.tells = True
     feed = feed_of(tmp_path, kept, said)
     train(tmp_path, 0, 2, loss=1.0)
@@ -150,7 +152,14 @@ def test_a_row_that_is_longer_than_a_block_is_read(tmp_path: Path, monkeypatch: 
 
 
 def test_numbers_have_the_names_of_the_metrics() -> None:
-    row = {"step": 3, "loss": 0.5, "grad_norm": None, "layout": "dp=2", "loss_hex": "0x1p-1", "early": True}
+    row: dict[str, Any] = {
+        "step": 3,
+        "loss": 0.5,
+        "grad_norm": None,
+        "layout": "dp=2",
+        "loss_hex": "0x1p-1",
+        "early": True,
+    }
     row |= {"expert_load": [1, 2], "validation": {"web": 2.0, "code": None}, "compared": {"step_s": 1.0}}
     assert values_of(row) == {"loss": 0.5, "validation/web": 2.0}
 
