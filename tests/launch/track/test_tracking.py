@@ -27,7 +27,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_line_to_install_it(
     tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent = TRACKERS[tracker]._replace(needs=(("no-such-distribution",),))
-    monkeypatch.setitem(TRACKERS, tracker, absent)  # type: ignore[arg-type]
+    monkeypatch.setitem(TRACKERS, tracker, absent)
     with pytest.raises(BadInput) as caught:
         check_trackers(asked(**{tracker: True}), environment={})
     (problem,) = caught.value.problems
@@ -38,7 +38,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_line_to_install_it(
 def test_without_a_login_wandb_is_refused_unless_it_is_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(TRACKERS, "wandb", TRACKERS["wandb"]._replace(needs=(("torch",),)))  # type: ignore[arg-type]
+    monkeypatch.setitem(TRACKERS, "wandb", TRACKERS["wandb"]._replace(needs=(("torch",),)))
     netrc = tmp_path / "netrc"
     nobody = {"NETRC": str(netrc)}
     config = asked(wandb=True)
