@@ -31,6 +31,7 @@ from shoal.launch.manifest import describe_plan, describe_run
 from shoal.launch.report import FINISHED, Report
 from shoal.launch.scratch import check_scratch, clear_scratch
 from shoal.launch.signals import STOP_SIGNALS, stoppable
+from shoal.launch.track.tracking import check_trackers, tracked
 from shoal.launch.tuning.candidates import Tried
 from shoal.launch.tuning.record import Tuning, last_decision, layouts_to_try
 from shoal.plan.resolve import Job
@@ -111,6 +112,7 @@ def check(job: Job, run: RunDirectory, visible: str | None, nodes: int = 1) -> N
     _check_layout(job, run, visible, nodes)
     check_backend(job)
     address_of(job.config.cluster.interface)
+    check_trackers(job.config, nodes)
     run.check_place()
     run.keep_in(job.config.checkpoint.to)
     run.check_reachable()
@@ -160,7 +162,7 @@ def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) 
                 console.print(line, markup=False)
         run.write_start(job, start, describe_plan(job))
         try:
-            with _held_in_store(run, console), run.alive():
+            with _held_in_store(run, console), run.alive(), tracked(job, run, console):
                 yield
         finally:
             clear_scratch(job, run.path)
