@@ -147,7 +147,11 @@ class Commits:
         trouble = ""
         try:
             threads = max(2, usable_threads() * self.mesh.nodes // self.mesh.world)
-            self.state.restore(Checkpoint(place, step, threads))
+            share = (self.mesh.rank, self.mesh.world)
+            if place == self.memory and self.mesh.nodes > 1:
+                here = self.mesh.world // self.mesh.nodes  # each node has copies of its own
+                share = (self.mesh.rank % here, here)
+            self.state.restore(Checkpoint(place, step, threads, share))
         except Unreachable:
             # Another attempt may find it: nothing is set aside because a server did not answer.
             raise

@@ -14,7 +14,7 @@ from shoal.facts.traffic import name_ranks
 from shoal.launch.agent import Crew
 from shoal.launch.nodes.meeting import Follower, LeaderLost, MeetingPoint
 from shoal.launch.nodes.messages import End, Round, Status
-from shoal.launch.nodes.watched_ranks import RankReporter
+from shoal.launch.nodes.watched_ranks import SUSPICIOUS, RankReporter
 from shoal.launch.rendezvous import Rendezvous, connect
 from shoal.launch.report import FAILED, Report
 from shoal.launch.restart import GaveUp, Interrupted
@@ -124,7 +124,10 @@ class FollowerSupervisor(Supervisor):
     def _watch_over(self, limits: Limits) -> None:
         """The leader has a watchdog, and is told of these."""
         local = LocalRanks(self.run, self._my_ranks(), self.agent.processes)
-        self._witness = RankReporter(local, limits.step * OF_THE_LIMIT, self.follower.call.ask)
+        quarter, world = limits.step * SUSPICIOUS, self.job.layout.world
+        self._witness = RankReporter(
+            local, limits.step * OF_THE_LIMIT, self.follower.call.ask, quarter, world
+        )
 
     # While workers run.
 
@@ -141,7 +144,7 @@ class FollowerSupervisor(Supervisor):
         asked = self._witness is not None and call.ask > self._witness.answered
         if self._witness is not None and (asked or time.monotonic() - self._witnessed >= WITNESS_SECONDS):
             self._witnessed = time.monotonic()
-            follower.say(**self._witness.tell(call.ask))
+            follower.say(**self._witness.tell(call.ask, call.details))
 
     def _ask_to_stop(self) -> None:
         """The run, if this node takes part in it; one that only waits just goes."""

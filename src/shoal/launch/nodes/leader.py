@@ -13,7 +13,7 @@ from shoal.launch.manifest import describe_plan
 from shoal.launch.nodes.count import NodeCount
 from shoal.launch.nodes.meeting import Leader, LeaderLost, new_meeting_point
 from shoal.launch.nodes.messages import End, Round, Status
-from shoal.launch.nodes.watched_ranks import EveryRank
+from shoal.launch.nodes.watched_ranks import SUSPICIOUS, EveryRank, remaining
 from shoal.launch.rendezvous import REGROUP, Rendezvous, attempt_store, connect, open_store
 from shoal.launch.report import Report
 from shoal.launch.restart import GaveUp, Interrupted
@@ -42,6 +42,7 @@ class LeaderSupervisor(Supervisor):
         self._status = status
         self._regrouped = False
         self._looked = 0.0
+        self._heard = 0
         self._considered: set[frozenset[int]] = set()
         super().__init__(job, *rest)
 
@@ -205,8 +206,9 @@ class LeaderSupervisor(Supervisor):
 
     def _watch_over(self, limits: Limits) -> None:
         local = LocalRanks(self.run, range(self.spec.local_world_size), self.agent.processes)
-        every = EveryRank(self.leader, self._round, local)
-        self.watchdog = Watchdog(every, limits) if self.job.config.fault.stall else None
+        world = self.job.layout.world
+        every = EveryRank(self.leader, self._round, local, limits.step * SUSPICIOUS, world)
+        self.watchdog = Watchdog(every, remaining(limits, world)) if self.job.config.fault.stall else None
 
     # While workers run.
 
@@ -219,8 +221,11 @@ class LeaderSupervisor(Supervisor):
             if not self.place.stands(self.run.path):
                 raise LeaderLost  # another one leads
         round, crew = self.leader.call.round, self.agent.crew
-        if round is None or round.number != self.rendezvous.round:
+        if round is None or round.number != self.rendezvous.round or self._heard == self.leader.exchanges:
             return
+        self._heard = (
+            self.leader.exchanges
+        )  # nothing changes between two exchanges, and there may be many nodes
         statuses = [self.leader.last_of(node) for node in round.nodes[1:]]
         failed = any(one is not None and one.round == round.number and one.failed for one in statuses)
         if crew.first_death is None and (failed or any(map(self._is_lost, round.nodes))):

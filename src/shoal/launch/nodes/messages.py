@@ -31,7 +31,12 @@ class Status(Document):
     round: int = 0  # the last one that it took part in; what follows is of that one
     deaths: tuple[Death, ...] = ()
     failed: bool = False  # some rank did not end well
-    seen: dict[int, dict[str, Any]] = {}  # rank → what its flight recorder shows
+    seen: dict[
+        int, dict[str, Any]
+    ] = {}  # rank → what its flight recorder shows, where the leader wants to know
+    still: int = (
+        0  # for how many quarters of the stall limit some rank of it has made no progress; -1: not begun
+    )
     stopped: bool = False  # a signal or a debugger has stopped one of them
     standings: dict[int, dict[str, Any]] = {}  # rank → where it was found when the leader last asked
     answered: int = 0  # which question of the leader's that answers
@@ -64,6 +69,9 @@ class Announcement(Document):
 
     beat: int = 0
     round: Round | None = None
+    details: bool = (
+        True  # nodes tell what the recorders of their ranks show, and not only whether ranks progress
+    )
     over: int = 0  # rounds up to this have ended: a node that still has workers ends them
     regroup: int = 0  # the round whose workers stop, with a commit, to make room for a node
     ask: int = 0  # counts the questions where ranks stand
