@@ -51,6 +51,7 @@ class Commits:
         self.clock, self.identity = clock, identity
         self.disk: CheckpointStorage = run.disk
         self.memory: CheckpointStorage = run.memory()
+        self.disk.share_removal(mesh.world)
         self.peers: Peers | None = None  # other nodes, where each has a memory of its own
         if mesh.nodes > 1 and config.memory:
             self.peers = Peers(mesh, run.memory(), attempt, set_aside)

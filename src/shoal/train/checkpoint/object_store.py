@@ -151,6 +151,13 @@ class ObjectStore:
             self.files.rm_file(self._at(step, NAME))
             self._delete(step, doomed)
 
+    def share_removal(self, ranks: int) -> None:
+        """A store removes a thousand objects at a request, so one rank asks for it."""
+
+    def remove_share(self, files: Iterable[str]) -> None: ...
+
+    def remove_rest(self) -> None: ...
+
     def set_aside(self, step: int, reason: str) -> None:
         """All stays where it is, but the manifest gets another name: then it commits nothing."""
         with self._asked():

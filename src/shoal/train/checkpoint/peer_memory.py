@@ -59,9 +59,40 @@ class Peers:
         self.here = mesh.world // mesh.nodes
         self.node, local_rank = divmod(mesh.rank, self.here)
         self.leads = local_rank == 0  # its node
-        group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc=BACKGROUND)
-        assert group is not None
-        self.group: dist.ProcessGroup = group
+        self._links: dict[int, dist.ProcessGroup] = {}
+        for peer in self._neighbours():
+            self._link(peer)
+
+    def _neighbours(self) -> list[int]:
+        """The ranks on the nodes after and before this one, in an order in which no two wait for a third.
+
+        Of a ring of nodes every second pair connects first, then the others; of an odd number the last pair last.
+        """
+        nodes, here, local = self.mesh.nodes, self.here, self.mesh.rank % self.here
+        turns = {turn: (turn + 1) % nodes for turn in (self.node, (self.node - 1) % nodes)}
+        in_order = sorted(turns, key=lambda first: (first == nodes - 1 and nodes % 2, first % 2))
+        others = [turns[first] if first == self.node else first for first in in_order]
+        return [node * here + local for node in dict.fromkeys(others) if node != self.node]
+
+    def _link(self, peer: int) -> dist.ProcessGroup:
+        """To one other rank, made when it is needed: one group of all would connect each to every other."""
+        if peer not in self._links:
+            group = dist.new_group(
+                sorted((self.mesh.rank, peer)),
+                backend="gloo",
+                timeout=PATIENCE,
+                group_desc=BACKGROUND,
+                use_local_synchronization=True,
+            )
+            assert group is not None
+            self._links[peer] = group
+        return self._links[peer]
+
+    def _send(self, part: torch.Tensor, to: int) -> dist.Work:
+        return self._link(to).send([part], int(to > self.mesh.rank), 0)
+
+    def _take(self, into: torch.Tensor, origin: int) -> dist.Work:
+        return self._link(origin).recv([into], int(origin > self.mesh.rank), 0)
 
     # Saving, in the background.
 
@@ -97,8 +128,8 @@ class Peers:
                 yield into.numpy().data
 
     def _send_and_receive(self, part: torch.Tensor, to: int, into: torch.Tensor, origin: int) -> None:
-        works = [self.group.send([part], to, 0)] if part.numel() else []
-        works += [self.group.recv([into], origin, 0)] if into.numel() else []
+        works = [self._send(part, to)] if part.numel() else []
+        works += [self._take(into, origin)] if into.numel() else []
         for work in works:
             work.wait()
 
@@ -170,7 +201,7 @@ class Peers:
         for file, size, origin, to in sound.missing:
             if self.leads and self.node == origin:
                 for part in self._read(sound.step, file, size):
-                    self.group.send([part], to * self.here, 0).wait()
+                    self._send(part, to * self.here).wait()
             if self.leads and self.node == to:
                 self.place.write(sound.step, self.attempt, file, self._receive(size, origin * self.here))
         if self.leads and self.node in lacking:
@@ -201,7 +232,7 @@ class Peers:
     def _receive(self, size: int, origin: int) -> Iterator[memoryview]:
         for start in range(0, size, CHUNK):
             part = torch.empty(min(CHUNK, size - start), dtype=torch.uint8)
-            self.group.recv([part], origin, 0).wait()
+            self._take(part, origin).wait()
             yield part.numpy().data
 
     def remove(self, step: int) -> None:

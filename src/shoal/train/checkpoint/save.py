@@ -158,6 +158,7 @@ class Saver:
         written = Written()
         try:
             self.prepare()
+            self.place.remove_share([self.file, list_name(self.file)])
             written = self._listed(manifest.step, self._write(manifest.step))
         except OSError as trouble:
             written = Written(error=in_words(trouble))
@@ -241,6 +242,8 @@ class Saver:
                 self.place.abandon(manifest.step, self.attempt)
         else:
             self.after_commit()
+            with contextlib.suppress(OSError):
+                self.place.remove_rest()
         return error
 
     def _complete(self, manifest: Manifest, every: list[Written]) -> Manifest:
