@@ -116,7 +116,7 @@ class FlightRecorder:
     """The writing side: one rank's own."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         aside = path.with_suffix(".new")
         # Written in full: a page that a full disk refuses later would be a crash and not an error.
         aside.write_bytes(bytes(SIZE))

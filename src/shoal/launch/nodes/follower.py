@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from shoal.facts.cluster import Cluster
@@ -71,7 +72,10 @@ class FollowerSupervisor(Supervisor):
         """Wait for a round that this node takes part in, ``number`` or later: its workers, if any, have ended."""
         follower = self.follower
         deaths, devices = tuple(self.agent.crew.deaths()), self.devices() or 1
-        follower.say(ready=number, deaths=deaths, devices=devices, seen={}, stopped=False)
+        step = max(map(self._step_of, self.agent.crew.processes), default=0)
+        follower.say(
+            ready=number, deaths=deaths, step=step, devices=devices, seen={}, still=-1, stopped=False
+        )
         follower.wait(
             lambda: self._something_to_do() is not None or (bool(self.asked) and not self._took_part)
         )
@@ -86,7 +90,7 @@ class FollowerSupervisor(Supervisor):
         job = replace(self.wanted, cluster=cluster, layout=Layout.parse(todo.layout))
         self._assign(job, todo.number, len(todo.nodes), todo.attempt, todo.set_aside)
         self.agent.crew = Crew()  # who has died before is no longer of interest
-        follower.say(ready=0, round=todo.number, deaths=(), failed=False, seen={}, standings={})
+        follower.say(ready=0, round=todo.number, deaths=(), failed=False, seen={}, still=-1, standings={})
         ranks = name_ranks(self._my_ranks())
         self.progress.say(f"node {self._status.name}: {ranks} of {job.layout}, led from {self.place.host}")
         return todo.number, self._index, len(todo.nodes)
@@ -128,6 +132,9 @@ class FollowerSupervisor(Supervisor):
         self._witness = RankReporter(
             local, limits.step * OF_THE_LIMIT, self.follower.call.ask, quarter, world
         )
+
+    def _my_logs(self) -> list[Path] | None:
+        return [self.run.log(rank) for rank in self._my_ranks()] if self._took_part else []
 
     # While workers run.
 
@@ -180,5 +187,6 @@ class FollowerSupervisor(Supervisor):
         try:
             return super().run_to_end()
         finally:
+            self.run.forget_flights()
             self.follower.say(heard_end=True, ready=0)
             self.follower.close()

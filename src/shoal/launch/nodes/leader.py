@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from shoal.facts.problem import BadInput
@@ -13,7 +14,7 @@ from shoal.launch.manifest import describe_plan
 from shoal.launch.nodes.count import NodeCount
 from shoal.launch.nodes.meeting import Leader, LeaderLost, new_meeting_point
 from shoal.launch.nodes.messages import End, Round, Status
-from shoal.launch.nodes.watched_ranks import SUSPICIOUS, EveryRank, remaining
+from shoal.launch.nodes.watched_ranks import ALWAYS, SUSPICIOUS, EveryRank, remaining
 from shoal.launch.rendezvous import REGROUP, Rendezvous, attempt_store, connect, open_store
 from shoal.launch.report import Report
 from shoal.launch.restart import GaveUp, Interrupted
@@ -62,6 +63,7 @@ class LeaderSupervisor(Supervisor):
             self._say_farewell(End(message=report.message, code=report.code))
             return report
         finally:
+            self.run.forget_flights()
             self.place.remove(self.run.path)
             self.leader.close()
 
@@ -189,6 +191,18 @@ class LeaderSupervisor(Supervisor):
                     index * here, message, False, time.time(), "is gone", NODE_LOST, more={"node": name}
                 )
         return super()._cause()
+
+    def _step_of(self, rank: int) -> int:
+        """Of a rank elsewhere its launcher has said so: what ranks record is on their own machines."""
+        nodes = self._round_nodes()
+        index = rank // max(1, self.job.layout.world // max(1, len(nodes)))
+        status = self.leader.last_of(nodes[index]) if 0 < index < len(nodes) else None
+        return status.step if status is not None else super()._step_of(rank)
+
+    def _my_logs(self) -> list[Path] | None:
+        """All of them; but where there are many, other launchers see to their own."""
+        here = self.job.layout.world // self.nodes.most
+        return [self.run.log(rank) for rank in range(here)] if self.job.layout.world > ALWAYS else None
 
     def _round_nodes(self) -> tuple[int, ...]:
         return self.leader.call.round.nodes if self.leader.call.round else ()

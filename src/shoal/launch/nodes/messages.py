@@ -30,6 +30,7 @@ class Status(Document):
     ready: int = 0  # it has no workers, and takes part in any round from this one on; 0: it has some
     round: int = 0  # the last one that it took part in; what follows is of that one
     deaths: tuple[Death, ...] = ()
+    step: int = 0  # that its ranks were in when the last round ended
     failed: bool = False  # some rank did not end well
     seen: dict[
         int, dict[str, Any]

@@ -200,7 +200,7 @@ class Checkpoint:
         """Read and verify every needed piece once, several at a time."""
         readings: dict[StoredPiece, list[Wanted]] = {}
         wanted = list(wanted)
-        self._open_for(wanted)
+        self.open_for(wanted)
         for one in wanted:
             box = one.offset, tuple(one.into.shape)
             pieces = self._pieces(one.state, one.tensor, box)
@@ -223,7 +223,7 @@ class Checkpoint:
             for _ in pool.map(self._deliver, in_order, map(readings.__getitem__, in_order)):
                 pass
 
-    def _open_for(self, wanted: Iterable[Wanted]) -> None:
+    def open_for(self, wanted: Iterable[Wanted]) -> None:
         """All parts at once: they are many small files, and each takes a while to be there."""
         boxes = {(one.state, one.tensor, one.offset, tuple(one.into.shape)) for one in wanted}
         near = (parts_near(self.manifest, state, name, (offset, size)) for state, name, offset, size in boxes)
