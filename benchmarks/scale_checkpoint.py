@@ -111,7 +111,9 @@ class SyntheticRanks:
                     overlap = intersect(view, offset, shape)
                     if overlap is None:
                         continue
-                    into = torch.empty(shape, device="meta")[box_slices(overlap.slice_offset, overlap.slice_shape)]
+                    into = torch.empty(shape, device="meta")[
+                        box_slices(overlap.slice_offset, overlap.slice_shape)
+                    ]
                     into = into[0] if view.stacked else into.T if view.transposed else into
                     for state in STATES:
                         yield Wanted(state, view.tensor, overlap.tensor_offset, into)

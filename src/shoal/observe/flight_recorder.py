@@ -63,7 +63,7 @@ class Channel:
 
     def as_json(self) -> list[Any]:
         """Evenly spaced ranks as (first, step, count): all groups of a layout are."""
-        return [self.id, self.group, _spaced(self.ranks) or list(self.ranks), self.directed]
+        return [self.id, self.group, _packed(self), self.directed]
 
 
 @dataclass(frozen=True)
@@ -258,13 +258,14 @@ def _known_channel(name: str, group: str, ranks: tuple[Any, ...], directed: bool
     return Channel(name, group, ranks, directed)
 
 
-def _spaced(ranks: tuple[int, ...]) -> dict[str, int] | None:
-    """None where they are few, or not evenly spaced."""
+@lru_cache(1 << 12)
+def _packed(channel: Channel) -> dict[str, int] | list[int]:
+    ranks = channel.ranks
     if len(ranks) < 4:
-        return None
+        return list(ranks)
     step = ranks[1] - ranks[0]
     if step < 1 or ranks != tuple(range(ranks[0], ranks[0] + step * len(ranks), step)):
-        return None
+        return list(ranks)
     return {"first": ranks[0], "step": step, "count": len(ranks)}
 
 

@@ -189,18 +189,25 @@ class MeetingThread(ABC):
         last = False
         while not last:
             last = self._over
-            try:
-                self._exchange()
-                self._talked = time.monotonic()
-            except Exception as error:  # torch has several, and all mean the same
-                self.broken = self.broken or f"{type(error).__name__}: {error}"
-                last = True
-            with self._changed:
-                self.exchanges += 1
-                self._changed.notify_all()
+            last = not self.turn() or last
             if not last:
                 self._wake.wait(self.tick)
                 self._wake.clear()
+
+    def turn(self) -> bool:
+        """One exchange; false where there is no use in another."""
+        try:
+            self._exchange()
+            self._talked = time.monotonic()
+        except Exception as error:  # torch has several, and all mean the same
+            self.broken = self.broken or f"{type(error).__name__}: {error}"
+            failed = True
+        else:
+            failed = False
+        with self._changed:
+            self.exchanges += 1
+            self._changed.notify_all()
+        return not failed
 
     @abstractmethod
     def _exchange(self) -> None:
