@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import scale_checkpoint, scale_exchange  # noqa: E402 found from here
+
 from shoal.facts.layout import Layout  # noqa: E402
 from shoal.facts.model.presets import PRESETS  # noqa: E402
 from shoal.parallel.control_tree import sockets  # noqa: E402
@@ -76,7 +77,8 @@ def rows(data: dict[str, Any]) -> list[str]:
     """The table of the page."""
     lines = [
         "| ranks | nodes | an exchange: leader's processor time, ms | while a rank is late, ms | messages of a node | "
-        "sockets of a rank | metadata of a 405B checkpoint, MB | read by a rank at resume, MB | in another layout, MB | "
+        "sockets of a rank | metadata of a 405B checkpoint, MB | read by a rank at resume, MB | "
+        "in another layout, MB | "
         "processor time of that, s | file operations at resume | at commit |",
         "|" + "---|" * 12,
     ]

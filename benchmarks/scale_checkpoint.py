@@ -31,8 +31,8 @@ from shoal.facts.model.checkpoint_views import intersect, views_by_parameter
 from shoal.facts.model.parameters import EMBEDDING, Parameter, by_name, parameters
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.model.tensor_split import box_slices, tensor_part
-from shoal.facts.stored_states import Keeps
 from shoal.facts.recipe import Recipe
+from shoal.facts.stored_states import Keeps
 from shoal.parallel.shards import HeldParameter, Shard, piece_boxes
 from shoal.train.checkpoint import parts
 from shoal.train.checkpoint.manifest import Manifest, StoredPiece, identity_hash
@@ -215,6 +215,6 @@ def resume_elsewhere(model: str, layout: str, rank: int, path: Path) -> dict[str
     code = f"import json; from benchmarks import scale_checkpoint; print(json.dumps({call}))"
     command = [sys.executable, "-c", code]
     root = Path(__file__).resolve().parent.parent
-    done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)  # noqa: S603 our own code
+    done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -58,14 +58,14 @@ class SyntheticNode:
 
     def __init__(self, first: int, world: int, groups: int = 16) -> None:
         self.first, self.world, self.groups = first, world, groups
-        self.readers = {rank: None for rank in range(first, min(first + A_NODE, world))}
+        self.readers = dict.fromkeys(range(first, min(first + A_NODE, world)))
         self.steps, self.late = 1, -1
 
     def look(self, entries: bool = False) -> list[Snapshot] | None:
         seen = []
         for rank in self.readers:
             done = self.steps - (rank == self.late)
-            counts = {channel: 10 * done for channel in _channels(rank, self.world, self.groups)}
+            counts = dict.fromkeys(_channels(rank, self.world, self.groups), 10 * done)
             last = tuple(
                 FlightEntry(channel, count - back, "all_reduce", 4096, 0.0, "src/shoal/train/step.py:145")
                 for back in range(4)
@@ -85,7 +85,7 @@ class SyntheticNode:
 
 
 def status(number: int) -> Status:
-    facts = {name: "0123456789abcdef" for name in ("run", "model", "data", "recipe", "checkpoint", "fault")}
+    facts = dict.fromkeys(("run", "model", "data", "recipe", "checkpoint", "fault"), "0123456789abcdef")
     return Status(name=f"node-{number}", host=f"host-{number}", process=number, devices=A_NODE, facts=facts)
 
 
@@ -133,10 +133,11 @@ class Meeting:
         share = -(-(nodes - 1) // PROCESSES) if nodes > 1 else 0
         for first in range(1, nodes, share or 1):
             count = min(share, nodes - first)
-            call = f"follow({port}, {store.secret.hex()!r}, {first}, {count}, {world}, {sockets * count // max(1, nodes - 1)})"
+            idle = sockets * count // max(1, nodes - 1)
+            call = f"follow({port}, {store.secret.hex()!r}, {first}, {count}, {world}, {idle})"
             code = f"from benchmarks.scale_exchange import follow; {call}"
             self.processes.append(
-                subprocess.Popen(  # noqa: S603 our own code
+                subprocess.Popen(
                     [sys.executable, "-c", code],
                     cwd=ROOT,
                     stdin=subprocess.PIPE,

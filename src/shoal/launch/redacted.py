@@ -74,7 +74,7 @@ class LogRedactor:
         self._done: dict[Path, int] = {}
 
     def redact(self, logs: Path, some: Iterable[Path] | None = None) -> None:
-        """All files in this directory, or some. One that cannot be read or written does not keep a run from going on."""
+        """All files in this directory, or some. One that cannot be read or written must not end a run."""
         with contextlib.suppress(OSError):
             for log in sorted(logs.iterdir()) if some is None else some:
                 with contextlib.suppress(OSError):
