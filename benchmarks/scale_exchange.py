@@ -20,8 +20,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shoal.launch.nodes.meeting import Follower, Leader, tick_of
+from shoal.launch.nodes import meeting, relay
+from shoal.launch.nodes.meeting import Follower, Leader, silence, tick_of
 from shoal.launch.nodes.messages import Round, Status
+from shoal.launch.nodes.relay import RelayLink
 from shoal.launch.nodes.watched_ranks import EveryRank, RankReporter
 from shoal.launch.rendezvous import connect, open_store
 from shoal.observe.flight_recorder import Channel, FlightEntry, Snapshot
@@ -30,8 +32,12 @@ from shoal.train.guard.stacks import Standing
 from shoal.train.guard.watchdog import Limits, Watchdog
 
 TIMEOUT = 60.0
+# Between two exchanges, and until a launcher is lost: as long as it takes to simulate thousands on a few cores.
+TICK, PATIENCE = 60.0, 3600.0
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 4
+# Exchanges until all who have a head have found it.
+SETTLE = 20
 A_NODE = 8  # ranks
 
 
@@ -92,11 +98,15 @@ def status(number: int) -> Status:
 def follow(port: int, secret: str, first: int, count: int, world: int, sockets: int) -> None:
     """A process with so many followers, each on a thread of its own only in life: here one after another."""
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(sockets)]
+    # Here they take turns: none has a thread, and the pace is that of this machine and not theirs.
+    RelayLink.start = lambda self: None  # type: ignore[method-assign]
+    relay.CONNECT_SECONDS = TIMEOUT
     followers, reporters = [], []
     began = time.perf_counter()
     for node in range(first, first + count):
         store = connect(port, bytes.fromhex(secret), TIMEOUT)
         followers.append(Follower(store, status(node), TIMEOUT))
+        followers[-1].patience = PATIENCE
         reporters.append(RankReporter(SyntheticNode(node * A_NODE, world), 1.0, 0, 0.2, world))  # type: ignore[arg-type]
     _answer(
         {
@@ -113,6 +123,8 @@ def follow(port: int, secret: str, first: int, count: int, world: int, sockets: 
             if order["tell"]:
                 follower.say(round=1, **reporter.tell(follower.call.ask, follower.call.details))
             follower.turn()
+            if follower.link is not None:
+                follower.link.turn()
         _answer({"lost": sum(follower.lost for follower in followers)})
 
 
@@ -128,6 +140,8 @@ class Meeting:
         self.store: SignedStore = store
         self.nodes, self.world, self.steps = nodes, world, 1
         self.leader = Leader(connect(port, store.secret, TIMEOUT), status(0), TIMEOUT)
+        self.leader.patience = PATIENCE
+        meeting.tick_of = lambda nodes, patience: TICK
         self.processes = []
         self.numbers: list[int] = []
         share = -(-(nodes - 1) // PROCESSES) if nodes > 1 else 0
@@ -181,38 +195,40 @@ def measured(nodes: int, world: int, exchanges: int = 20, sockets: int = 0) -> d
     began = time.perf_counter()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    meeting = Meeting(nodes, world, sockets)
-    leader = meeting.leader
+    gathered = Meeting(nodes, world, sockets)
+    leader = gathered.leader
     try:
         while len(leader.alive()) < nodes:
-            meeting.exchange()
+            gathered.exchange()
         joined = time.perf_counter() - began
-        in_order = (leader.number, *meeting.numbers)
+        in_order = (leader.number, *gathered.numbers)
         attempt = Round(number=1, nodes=in_order, attempt="0a0a0a0a-1", layout=f"dp={world}", cluster={})
         mine = SyntheticNode(0, world)
         ranks = EveryRank(leader, attempt, mine, 0.2, world)  # type: ignore[arg-type]
         leader.command(round=attempt)
         watchdog = Watchdog(ranks, Limits(0.5, 5.0))
-        meeting.exchange()
+        for _ in range(SETTLE):
+            mine.steps = gathered.steps + 1
+            gathered.exchange()
         costs, looks = [], []
         for _ in range(exchanges):
-            mine.steps = meeting.steps + 1
-            costs.append(meeting.exchange())
+            mine.steps = gathered.steps + 1
+            costs.append(gathered.exchange())
             looks.append(_look(watchdog, expect=False)[0])
         found = {
             "exchange_cpu_ms": round_ms(costs),
             "watch_cpu_ms": round_ms(looks),
             "messages_of_a_follower": 3,
-            "tick_s": tick_of(nodes, leader.patience),
+            "tick_s": tick_of(nodes, silence(TIMEOUT)),
             "join_s": round(joined, 2),
         }
-        mine.steps += 1
-        meeting.steps += 1
-        cost, named = _stalled(meeting, watchdog, world - 1)
+        mine.steps, gathered.steps = mine.steps + 1, gathered.steps + 1
+        mine.late = world - 1
+        cost, named = _stalled(gathered, watchdog, world - 1)
         assert named == world - 1, f"rank {world - 1} is late, and rank {named} was named"
         return {**found, "late_exchange_cpu_ms": round(1000 * cost, 1), "named": named}
     finally:
-        meeting.close()
+        gathered.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -228,7 +244,7 @@ def _stalled(meeting: Meeting, watchdog: Watchdog, late: int) -> tuple[float, in
 
     thread = threading.Thread(target=talk)
     thread.start()
-    verdict, deadline = None, time.monotonic() + 300
+    verdict, deadline = None, time.monotonic() + 900
     try:
         while verdict is None and time.monotonic() < deadline:
             verdict = watchdog.poll()

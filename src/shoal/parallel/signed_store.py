@@ -159,8 +159,17 @@ class SignedStore:
 
     def read(self, key: str) -> str | None:
         """None where there is nothing, or nothing of ours."""
+        return self.look(key)[0]
+
+    def look(self, key: str) -> tuple[str | None, bool]:
+        """As ``read``, and whether a foreign process has written there."""
         found = self._look(key)
-        return None if found is None else self._opened(key, found)
+        text = None if found is None else self._opened(key, found)
+        return text, found is not None and text is None
+
+    def strange(self, key: str) -> bool:
+        """Whether a foreign process has written there."""
+        return self.look(key)[1]
 
     def read_all(self, keys: Sequence[str]) -> list[str | None]:
         """As ``read``, of several keys in two messages; where one of them is missing, in one for each."""
@@ -181,11 +190,6 @@ class SignedStore:
 
     def has(self, key: str) -> bool:
         return self.read(key) is not None
-
-    def strange(self, key: str) -> bool:
-        """Whether a foreign process has written there."""
-        found = self._look(key)
-        return found is not None and self._opened(key, found) is None
 
     def wait(self, key: str, patience: timedelta) -> str:
         """What comes there. Raises ``DistStoreError`` where nothing does, ``Tampered`` where it is kept from us."""

@@ -13,6 +13,7 @@ from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput
 from shoal.facts.traffic import name_ranks
 from shoal.launch.agent import Crew
+from shoal.launch.interfaces import address_of
 from shoal.launch.nodes.meeting import Follower, LeaderLost, MeetingPoint
 from shoal.launch.nodes.messages import End, Round, Status
 from shoal.launch.nodes.watched_ranks import SUSPICIOUS, RankReporter
@@ -59,7 +60,8 @@ class FollowerSupervisor(Supervisor):
             raise LeaderLost
         try:
             store = connect(self.place.port, talking.secret, timeout, self.place.address)
-            self.follower = Follower(talking, self._status, timeout)
+            address = address_of(self.job.config.cluster.interface)
+            self.follower = Follower(talking, self._status, timeout, address)
         except RuntimeError:  # as torch says it
             raise LeaderLost from None
         self.follower.start()

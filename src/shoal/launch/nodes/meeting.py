@@ -5,7 +5,8 @@ and when. So no caller hangs where a network has been cut.
 
 An exchange costs each launcher two or three messages, however many there are: it says that it lives (a beat: a few
 bytes) and hears the leader's beat. Documents are written when they change, and read when a beat says that they have.
-The leader reads all beats in one message.
+The leader reads all beats in one message; of more than a few dozen launchers most beats come by way of others
+(``relay.py``).
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ from torch.distributed import TCPStore
 
 from shoal.launch.interfaces import LOOPBACK
 from shoal.launch.nodes.messages import Announcement, Status
+from shoal.launch.nodes.relay import FRESH, MANY, Relay, RelayLink, head_of, passed_key, read_passed
 from shoal.parallel.signed_store import SignedStore
 from shoal.train.files import private_files, replace_text
 
 # Between two exchanges. With more nodes than these there are as many messages in a second, and each waits longer for
 # its turn; but a launcher that lives is heard at least so many times before it would be taken for lost.
 TICK_SECONDS = 0.1
-NODES_A_TICK = 256
-TICKS_IN_PATIENCE = 8
+NODES_A_TICK = 512
+TICKS_IN_PATIENCE = 12
 # After so many exchanges a document is written and read again: another process may have put an older one back.
 REPEAT = 16
+# Of many launchers the leader looks for more after so many exchanges.
+LOOK_FOR_MORE = 8
 CONNECT_SECONDS = 2.0
 
 CONNECTING = "shoal-connect"
@@ -214,7 +218,10 @@ class MeetingThread(ABC):
         """Say and hear, at every tick."""
 
     def _tell_status(self) -> None:
-        """The document where it has changed, then a beat that says which one is valid."""
+        self.store.set(beat_key(self.number), self._next_beat())
+
+    def _next_beat(self) -> str:
+        """It says which document is valid; where that has changed, it is told first."""
         with self._changed:
             beat = self.status.beat + 1
             self.status = self.status.model_copy(update={"beat": beat})
@@ -222,7 +229,7 @@ class MeetingThread(ABC):
                 self._document, self._news = _Document(self.status.model_dump_json(), beat), False
         if self._document.due(beat):
             self.store.set(node_key(self.number), self._document.text)
-        self.store.set(beat_key(self.number), f"{beat} {self._document.beat}")
+        return f"{beat} {self._document.beat}"
 
 
 @dataclass(frozen=True)
@@ -266,11 +273,16 @@ def _last_taken(store: SignedStore) -> int:
 class Follower(MeetingThread):
     """Says what its node does, and hears what the leader wants."""
 
-    def __init__(self, store: SignedStore, status: Status, timeout: float) -> None:
+    def __init__(self, store: SignedStore, status: Status, timeout: float, address: str = LOOPBACK) -> None:
+        """``address``: of this node, where others can reach it."""
         super().__init__(store, status, timeout)
+        self.address, self.timeout = address, timeout
         self._called = time.monotonic()  # when the leader's document was last there
         self._heard = -1  # the beat of that document
         self._heard_at = 0  # and the exchange
+        self._call_text = ""
+        self.relay: Relay | None = None
+        self.link: RelayLink | None = None
 
     @property
     def lost(self) -> bool:
@@ -280,28 +292,58 @@ class Follower(MeetingThread):
         return bool(self.broken)
 
     def _exchange(self) -> None:
-        self._tell_status()
-        text = self.store.read(CALL_BEAT)
-        if text is None:
+        said, link = self._next_beat(), self._usable_link()
+        document: str | None = None
+        if link is not None:
+            link.saying = said
+            text, document = link.heard
+        else:
+            self.store.set(beat_key(self.number), said)
+            text = self.store.read(CALL_BEAT) or ""
+        if not text:
             return
         beat, valid, tick = text.split()
         if int(valid) > self._heard or self.exchanges - self._heard_at >= REPEAT:
-            self._hear(int(valid))
+            self._hear(int(valid), document)
         # Another process may have put an older beat back, or have taken the document away.
         if self._heard >= int(valid) and int(beat) >= self.call.beat:
             self._called, self.tick = time.monotonic(), float(tick)
             with self._changed:
                 self.call = self.call.model_copy(update={"beat": int(beat)})
+            if self.call.relays:
+                self._pass_on(text)
 
-    def _hear(self, valid: int) -> None:
-        text = self.store.read(CALL)
+    def _hear(self, valid: int, document: str | None) -> None:
+        text = self.store.read(CALL) if document is None else document
         call = None if text is None else Announcement.model_validate_json(text)
-        if call is None or call.beat < max(valid, self._heard):
+        if text is None or call is None or call.beat < max(valid, self._heard):
             self._heard = min(self._heard, valid - 1)  # asked for again
             return
-        self._heard, self._heard_at = call.beat, self.exchanges
+        self._heard, self._heard_at, self._call_text = call.beat, self.exchanges, text
         with self._changed:
             self.call = call.model_copy(update={"beat": max(call.beat, self.call.beat)})
+
+    def _usable_link(self) -> RelayLink | None:
+        """To the head, as long as the leader is heard by way of it."""
+        if self.link is not None and self.link.fresh(self.tick):
+            return self.link
+        if self.link is not None and time.monotonic() - self.link.at > self.patience:
+            self.link.failed, self.link = True, None  # perhaps there is another one by now
+        return None
+
+    def _pass_on(self, beat: str) -> None:
+        """As a head, to the neighbours and from them; as a neighbour, look for the head."""
+        head = head_of(self.number)
+        if head == self.number:
+            self.relay = self.relay or Relay(self.address, self.store.secret, self.timeout, head)
+            self.store.set(passed_key(head), self.relay.pass_on(beat, self._call_text))
+            self.say(relay=self.relay.place)
+        elif head and self.link is None and self.exchanges % REPEAT == self.number % REPEAT:
+            text = self.store.read(node_key(head))
+            place = "" if text is None else Status.model_validate_json(text).relay
+            if place:
+                self.link = RelayLink(place, self.store.secret, self.number)
+                self.link.start()
 
 
 @dataclass
@@ -311,6 +353,7 @@ class Heard:
     status: Status
     at: float
     beat: int = 0
+    relayed: float = 0.0  # when a beat last came by way of a head
 
 
 class Leader(MeetingThread):
@@ -360,9 +403,12 @@ class Leader(MeetingThread):
     def _exchange(self) -> None:
         self._tell_status()
         self._hear_beats()
-        self._hear_others()
+        if not self.call.relays or self.exchanges % LOOK_FOR_MORE == 0:
+            self._hear_others()
         self._refuse_namesakes()
         self.tick = tick_of(1 + len(self._heard), self.patience)
+        if self.call.relays != (len(self._heard) >= MANY):
+            self.command(relays=not self.call.relays)
         with self._changed:
             beat = self.call.beat + 1
             self.call = self.call.model_copy(update={"beat": beat})
@@ -374,14 +420,24 @@ class Leader(MeetingThread):
 
     def _hear_beats(self) -> None:
         """Of all whose beats are known to be there; and the documents of those who say that theirs has changed."""
+        now, beats = time.monotonic(), dict[int, tuple[int, int]]()
+        heads = [number for number in self._beating if self._heard[number].status.relay]
+        for text in self.store.read_all([passed_key(head) for head in heads]):
+            beats |= read_passed(text or "")
+        for number, (beat, _) in beats.items():
+            if number in self._heard and beat > self._heard[number].beat:
+                self._heard[number].relayed = now
+        told = [number for number in self._beating if now - self._heard[number].relayed > FRESH * self.tick]
+        for number, text in zip(told, self.store.read_all([*map(beat_key, told)]), strict=True):
+            beat, valid = map(int, (text or "0 0").split())
+            if beat >= beats.get(number, (0, 0))[0]:
+                beats[number] = beat, valid
         changed = []
-        texts = self.store.read_all([beat_key(number) for number in self._beating])
-        now = time.monotonic()
-        for number, text in zip(self._beating, texts, strict=True):
-            heard, (beat, valid) = self._heard[number], map(int, (text or "0 0").split())
-            if beat > heard.beat:  # another process may have put an older one back
+        for number, (beat, valid) in beats.items():
+            heard = self._heard.get(number)
+            if heard is not None and beat > heard.beat:  # another process may have put an older one back
                 heard.beat, heard.at = beat, now
-            if valid > heard.status.beat:
+            if heard is not None and valid > heard.status.beat:
                 changed.append(number)
         for number, text in zip(changed, self.store.read_all(list(map(node_key, changed))), strict=True):
             self._take_document(number, text)
@@ -392,16 +448,17 @@ class Leader(MeetingThread):
         free = strange = 0  # in a row: who comes at the same moment as others may leave some out
         while number < MOST_NUMBERS and free <= CHOICE and strange <= MOST_STRANGE:
             number += 1
-            text = "" if number in beating or number == self.number else self.store.read(node_key(number))
+            if number in beating or number == self.number:
+                free = strange = 0
+                continue
+            text, foreign = self.store.look(node_key(number))
             if text is None:
-                foreign = self.store.strange(node_key(number))
                 free, strange = free + (not foreign), strange + foreign
                 continue
             free = strange = 0
-            if text:
-                self._take_document(number, text)
-                if number in self._heard and self.store.has(beat_key(number)):
-                    self._beating.append(number)
+            self._take_document(number, text)
+            if number in self._heard and self.store.has(beat_key(number)):
+                self._beating.append(number)
         while self._joined + 1 == self.number or self._joined + 1 in beating:
             self._joined += 1
 
@@ -419,7 +476,8 @@ class Leader(MeetingThread):
         if before is None or before.status.beat < told.beat:
             with self._changed:
                 beat = max(told.beat, before.beat if before else 0)
-                self._heard[number] = Heard(told, time.monotonic(), beat)
+                relayed = before.relayed if before else 0.0
+                self._heard[number] = Heard(told, time.monotonic(), beat, relayed)
             if before is None:
                 self._numbers.setdefault(told.name, []).append(number)
                 self._refuse_other(number, told)
