@@ -37,19 +37,31 @@ def sockets(rank: int, world: int) -> int:
     return sum(len(ranks) - 1 for ranks in groups)
 
 
+def levels(world: int, fan: int = FAN) -> list[list[list[int]]]:
+    """All groups of each level, the lowest first."""
+    found, stride = [], 1
+    while stride < world:
+        firsts = range(0, world, stride * fan)
+        groups = [list(range(first, min(first + stride * fan, world), stride)) for first in firsts]
+        found.append([ranks for ranks in groups if len(ranks) > 1])
+        stride *= fan
+    return found
+
+
 class ControlTree:
     """One rank's groups. Every rank has to make the same calls in the same order."""
 
     def __init__(self, rank: int, world: int, timeout: timedelta | None, fan: int = FAN) -> None:
         self.rank, self.world, self.fan = rank, world, fan
         self.levels: list[tuple[list[int], dist.ProcessGroup]] = []
-        for ranks in members(rank, world, fan):
-            # Its members alone make a group; who is not in it need not know of it.
-            group = dist.new_group(
-                ranks, timeout=timeout, backend="gloo", use_local_synchronization=True, group_desc="control"
-            )
-            assert group is not None
-            self.levels.append((ranks, group))
+        # All ranks go through all groups, of which they connect their own. torch can have members alone make a group,
+        # but names it then by how many each has made before (2.11 to 2.13): here the first of a group has made more.
+        for groups in levels(world, fan):
+            for ranks in groups:
+                group = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc="control")
+                if rank in ranks:
+                    assert isinstance(group, dist.ProcessGroup)
+                    self.levels.append((ranks, group))
 
     def all_reduce(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> None:
         """In place. Each level adds up its groups in the order of ranks, so the same world has the same sum."""

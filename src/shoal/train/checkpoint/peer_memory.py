@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,39 +60,33 @@ class Peers:
         self.node, local_rank = divmod(mesh.rank, self.here)
         self.leads = local_rank == 0  # its node
         self._links: dict[int, dist.ProcessGroup] = {}
-        for peer in self._neighbours():
-            self._link(peer)
+        self._made: set[tuple[int, ...]] = set()
+        nodes, here = mesh.nodes, self.here
+        # Of the ring of nodes every second pair first: else each would wait for the one before it.
+        ring = sorted(range(nodes if nodes > 2 else 1), key=lambda node: node % 2)
+        self._link(
+            (node * here + local, (node + 1) % nodes * here + local) for node in ring for local in range(here)
+        )
 
-    def _neighbours(self) -> list[int]:
-        """The ranks on the nodes after and before this one, in an order in which no two wait for a third.
+    def _link(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Connect pairs of ranks, the same on every rank: one group of all would connect each to every other.
 
-        Of a ring of nodes every second pair connects first, then the others; of an odd number the last pair last.
+        All ranks go through them, of which they connect their own, in an order in which no two wait for a third.
         """
-        nodes, here, local = self.mesh.nodes, self.here, self.mesh.rank % self.here
-        turns = {turn: (turn + 1) % nodes for turn in (self.node, (self.node - 1) % nodes)}
-        in_order = sorted(turns, key=lambda first: (first == nodes - 1 and nodes % 2, first % 2))
-        others = [turns[first] if first == self.node else first for first in in_order]
-        return [node * here + local for node in dict.fromkeys(others) if node != self.node]
-
-    def _link(self, peer: int) -> dist.ProcessGroup:
-        """To one other rank, made when it is needed: one group of all would connect each to every other."""
-        if peer not in self._links:
-            group = dist.new_group(
-                sorted((self.mesh.rank, peer)),
-                backend="gloo",
-                timeout=PATIENCE,
-                group_desc=BACKGROUND,
-                use_local_synchronization=True,
-            )
-            assert group is not None
-            self._links[peer] = group
-        return self._links[peer]
+        for pair in dict.fromkeys(tuple(sorted(pair)) for pair in pairs):
+            if pair in self._made:
+                continue
+            self._made.add(pair)
+            group = dist.new_group([*pair], backend="gloo", timeout=PATIENCE, group_desc=BACKGROUND)
+            if self.mesh.rank in pair:
+                assert isinstance(group, dist.ProcessGroup)
+                self._links[sum(pair) - self.mesh.rank] = group
 
     def _send(self, part: torch.Tensor, to: int) -> dist.Work:
-        return self._link(to).send([part], int(to > self.mesh.rank), 0)
+        return self._links[to].send([part], int(to > self.mesh.rank), 0)
 
     def _take(self, into: torch.Tensor, origin: int) -> dist.Work:
-        return self._link(origin).recv([into], int(origin > self.mesh.rank), 0)
+        return self._links[origin].recv([into], int(origin > self.mesh.rank), 0)
 
     # Saving, in the background.
 
@@ -195,6 +189,7 @@ class Peers:
 
     def bring(self, sound: Sound) -> None:
         """Have every file of a checkpoint on every node."""
+        self._link((origin * self.here, to * self.here) for _, _, origin, to in sound.missing)
         lacking = {to for _, _, _, to in sound.missing}
         if self.leads and self.node in lacking:
             self._make_place(sound)
