@@ -196,8 +196,8 @@ class Checkpoint:
                     wanted.append(Wanted(state, view.tensor, overlap.tensor_offset, into))
         self.read(wanted)
 
-    def read(self, wanted: Iterable[Wanted]) -> None:
-        """Read and verify every needed piece once, several at a time."""
+    def needed(self, wanted: Iterable[Wanted]) -> dict[StoredPiece, list[Wanted]]:
+        """The pieces that have some of it, each with what it is wanted for; all of it is seen to be there."""
         readings: dict[StoredPiece, list[Wanted]] = {}
         wanted = list(wanted)
         self.open_for(wanted)
@@ -218,6 +218,11 @@ class Checkpoint:
                     f"{self.place.name(self.step)}: the pieces of {one.state} {one.tensor} leave a gap"
                 )
         self._check_files({piece.file for piece in readings})
+        return readings
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Read and verify every needed piece once, several at a time."""
+        readings = self.needed(wanted)
         in_order = sorted(readings, key=_place_of)
         with self._pool() as pool:
             for _ in pool.map(self._deliver, in_order, map(readings.__getitem__, in_order)):
