@@ -2,6 +2,7 @@
 
 python benchmarks/offload.py llama3.2-1b --micro 8 --layouts "recompute=full;recompute=full,offload=activations"
 python benchmarks/offload.py llama3.2-1b --micro 8 --layouts "dp=1;offload=optimizer;offload=optimizer:0.6"
+python benchmarks/offload.py llama3.2-1b --micro 1 --cap-gib 12 --scratch DIR --layouts "offload=optimizer@nvme"
 python benchmarks/offload.py llama3-8b --micro 1 --cap-gib 48 --rounds 1 --layouts "recompute=full,offload=optimizer"
 """
 
@@ -9,11 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from record import record
@@ -25,6 +29,7 @@ from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
 from shoal.models.initial import fill
 from shoal.parallel.mesh import Mesh
+from shoal.parallel.offload.direct_files import DirectFiles
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import step as predicted_step
 from shoal.predict.workload import Workload
@@ -44,13 +49,15 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--layouts", default="recompute=full;recompute=full,offload=activations")
     parser.add_argument("--cap-gib", type=float, help="of the device's memory, no more than this")
+    parser.add_argument("--scratch", type=Path, help="a directory of a disk, for what is offloaded @nvme")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--layout", help="only this one, in this process: prints a row as JSON")
     options = parser.parse_args()
     if options.layout:
-        print(json.dumps(measure(options, options.layout)))
+        with TemporaryDirectory(dir=options.scratch) as scratch:
+            print(json.dumps(measure(options, options.layout, Path(scratch))))
         return
     for _ in range(options.rounds):
         first = []
@@ -65,7 +72,7 @@ def main() -> None:
         assert len(set(first)) == 1, first
 
 
-def measure(options: argparse.Namespace, layout: str) -> dict[str, object]:
+def measure(options: argparse.Namespace, layout: str, scratch: Path) -> dict[str, object]:
     """Seconds of a step that is issued before the last one's numbers are read, as in training; median."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -76,8 +83,17 @@ def measure(options: argparse.Namespace, layout: str) -> dict[str, object]:
     recipe = Recipe(seq=options.seq, batch=options.batch or options.micro, steps=100, precision="bf16")
     backend = BACKEND if on_gpu and not options.eager else None
     values = partial(fill, model=model, seed=0)
+    torch.zeros(1, device=device)  # what a device's context takes is nobody's
+    resident = _resident()
+    files = DirectFiles(scratch) if "@nvme" in layout else None
     step = assemble(
-        blueprint(model, recipe), recipe, TuneSection(), Mesh(parsed, 0, device), values, compile_with=backend
+        blueprint(model, recipe),
+        recipe,
+        TuneSection(),
+        Mesh(parsed, 0, device),
+        values,
+        compile_with=backend,
+        files=files,
     )
     torch.manual_seed(0)
     tokens = torch.randint(0, model.vocab, (options.micro, options.seq)).to(device)
@@ -109,8 +125,17 @@ def measure(options: argparse.Namespace, layout: str) -> dict[str, object]:
         "predicted_peak_bytes": predicted.peak_allocated,
         "host_bytes": step.host_bytes,
         "predicted_host_bytes": predicted.host,
+        "nvme_bytes": files.content if files else 0,
+        "predicted_nvme_bytes": predicted.nvme,
+        # The most that the process ever held, pinned memory included, above what it held before the network.
+        "resident_more_bytes": _resident() - resident,
         "first_loss": first_loss,
     }
+
+
+def _resident() -> int:
+    """The most bytes of memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

@@ -9,18 +9,23 @@ operators, and steps whose gradients stay allocated.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from shoal.facts.cluster.notation import find
 from shoal.facts.cluster.stack import Stack
+from shoal.facts.config import Lora
 from shoal.facts.layout import Layout
 from shoal.facts.model.presets import PRESETS
 from shoal.facts.recipe import Recipe
-from shoal.predict.memory import rank_gradients
+from shoal.predict.memory import ledger, rank_gradients
 from shoal.predict.memory.device import workspace
 from shoal.predict.memory.inventory import rank_inventories
 from shoal.predict.memory.peaks import peaks
 from shoal.predict.memory.states import optimizer_states, parameters
 from shoal.predict.workload import Workload
 
+ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Name, model, sequences of 4096 tokens, precision, loss, tokens of a piece, compiled, q k v joined, recompute, GiB.
 Row = tuple[str, str, int, str, str, int | None, bool, bool, str, float]
 ROWS: list[Row] = [
@@ -94,3 +99,21 @@ def test_measured_peaks() -> None:
         print(f"{name:18} predicted {predicted_gib(row):7.2f} measured {measured:7.2f} {errors[name]:+.2%}")
     assert sum(map(abs, errors.values())) / len(errors) < 0.003
     assert max(map(abs, errors.values())) < 0.02, errors
+
+
+def test_peaks_of_adapters_on_an_h200_are_as_predicted() -> None:
+    """Rows of ``benchmarks/adapters.py``; that of 4 bits ran eager, as its blocks could not be compiled then."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "adapters.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    ours = [row for row in rows if row["side"] != "peft"]
+    assert len(ours) >= 3
+    for row in ours:
+        base = "nf4" if row["side"] == "qlora" else "bf16"
+        lora = Lora(rank=16, alpha=32.0, targets=ADAPTED, base=base)
+        recipe = Recipe(seq=row["seq"], batch=row["micro"], steps=100, precision="bf16")
+        layout = Layout.parse(f"micro={row['micro']},recompute={row['recompute']}")
+        compiled = "not_compiled" not in row
+        workload = Workload(
+            PRESETS[row["model"]], find("1xH200"), recipe, layout, lora=lora, compile=compiled
+        )
+        assert abs(ledger(workload).peak_allocated / row["peak_bytes"] - 1) < 0.005, row

@@ -9,14 +9,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.train import adamw
+from shoal.train import adamw, adamw_kernel
 from shoal.train.adamw import AdamW
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 SHAPES = [(33, 7), (64, 64), (5,)]
 
 
-def in_torch(
+def in_torch(states: Any, measured: Any, settings: tuple[float, ...], noise: list[int]) -> None:
+    """What the kernel computes, in the words of torch."""
+    assert not noise  # fp32 needs none
+    for one in zip(*states, strict=True):
+        one_in_torch(*one, measured, settings)
+
+
+def one_in_torch(
     weight: Tensor,
     gradient: Tensor,
     mean: Tensor,
@@ -24,10 +31,7 @@ def in_torch(
     copy: Tensor,
     measured: tuple[Tensor, Tensor, Tensor],
     settings: tuple[float, ...],
-    noise: tuple[int, ...],
 ) -> None:
-    """What the kernel computes, in the words of torch."""
-    assert not noise  # fp32 needs none
     corrections, scale, refused = measured
     lr, rise1, beta2, rise2, eps, decay = settings
     if refused:
@@ -94,7 +98,7 @@ def test_the_kernel_is_given_what_torch_computes_with(
     theirs: tuple[list[nn.Parameter], torch.optim.Optimizer], narrow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel: Callable[[], Any] = lambda: in_torch  # noqa: E731
-    monkeypatch.setattr(adamw, "_kernel", kernel)
+    monkeypatch.setattr(adamw_kernel, "kernel", kernel)
     monkeypatch.setattr(adamw, "_in_kernel", lambda weight: True)
     ours = made(narrow)
     working: dict[Tensor, Tensor] = {ours[0]: ours[0].detach().bfloat16()}
@@ -113,7 +117,7 @@ def test_the_kernel_is_given_what_torch_computes_with(
 
 def test_restored_states_count_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint gives every weight a count of its own; an update counts once for all."""
-    monkeypatch.setattr(adamw, "_kernel", lambda: in_torch)
+    monkeypatch.setattr(adamw_kernel, "kernel", lambda: in_torch)
     monkeypatch.setattr(adamw, "_in_kernel", lambda weight: True)
     weights = made(narrow=False)
     optimizer = AdamW(groups(weights), **SETTINGS)

@@ -24,8 +24,9 @@ from shoal.facts.problem import BadInput
 from shoal.facts.recipe import Recipe
 from shoal.models.random import bits
 from shoal.plan.resolve import resolve
-from shoal.train import adamw
+from shoal.train import adamw, adamw_kernel
 from shoal.train.adamw import AdamW
+from shoal.train.adamw_kernel import NOISE
 from shoal.train.optimizer import build, clip_and_update
 from shoal.train.rounding import MEAN, SQUARE, WEIGHT, Noise, Place, StochasticRounding, round_
 from shoal.train.run_directory import RunDirectory, identity
@@ -171,29 +172,21 @@ def test_the_host_draws_the_same_chances(layout: str) -> None:
 def test_the_kernel_is_told_whose_chances_are_whose(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the kernel that rounds with the numbers it is given does what torch's operators do."""
 
-    def kernel(
-        weight: Tensor,
-        gradient: Tensor,
-        mean: Tensor,
-        square: Tensor,
-        copy: Tensor,
-        measured: Any,
-        settings: Any,
-        noise: Any,
-    ) -> None:
+    def kernel(states: Any, measured: Any, settings: Any, noise: Any) -> None:
         lr, rise1, beta2, _, eps, decay = settings
         group = {"betas": (1 - rise1, beta2), "lr": lr, "eps": eps, "weight_decay": decay / lr}
-        key, start, run, row, run_stride, row_stride, first, contiguous = noise
-        place = Place(run, row, run_stride, row_stride, first, False)
-        assert place.contiguous == bool(contiguous) or contiguous
-        chances = Noise(key, place, start)
-        flat = (one.view(-1) for one in (weight, gradient, mean, square))
-        adamw._rounded(*flat, *measured, group, chances)
+        for number, (*states_of, _copy) in enumerate(zip(*states, strict=True)):
+            numbers = noise[NOISE * number : NOISE * (number + 1)]
+            key, start, run, row, run_stride, row_stride, first, contiguous = numbers
+            place = Place(run, row, run_stride, row_stride, first, False)
+            assert place.contiguous == bool(contiguous) or contiguous
+            flat = (one.view(-1) for one in states_of)
+            adamw._rounded(*flat, *measured, group, Noise(key, place, start))
 
     results = []
     for in_kernel in (False, True):
         if in_kernel:
-            monkeypatch.setattr(adamw, "_kernel", lambda: kernel)
+            monkeypatch.setattr(adamw_kernel, "kernel", lambda: kernel)
             monkeypatch.setattr(adamw, "_in_kernel", lambda weight: True)
         pieces = a_step(EXPERTS, Recipe(**BF16)).pieces
         optimizer = build(pieces, Recipe(**BF16))

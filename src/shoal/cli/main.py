@@ -58,6 +58,8 @@ for command, place, does in (
         "shoal.cli.chaos:chaos",
         "Inject faults into a run and prove that they changed nothing.",
     ),
+    ("watch", "shoal.cli.watch:watch", "Watch a run live, in the terminal or as a page."),
+    ("report", "shoal.cli.report:report", "Show a run on one page: curves, faults, memory, time, samples."),
     ("generate", "shoal.cli.generate:generate", "Write text with a run's weights."),
     ("evaluate", "shoal.cli.evaluate:evaluate", "Compute the loss of a run's weights on data sets."),
     (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -197,20 +198,38 @@ def answer(report: Report, json: bool, more: dict[str, Any]) -> int:
     """How a call ended, for a program or for a person; its exit code. ``more``: what the document adds."""
     from shoal.cli.show import print_json
 
+    page = written_report(report.run)
     if json:
         ended = {
             "run": str(report.run),
+            "report": str(page) if page is not None else None,
             "step": report.step,
             "exit_code": report.code,
             "message": report.message,
         }
         print_json({**ended, **more})
     else:
-        _summary(report, Console(highlight=False, soft_wrap=True, stderr=report.code == FAILED))
+        _summary(report, page, Console(highlight=False, soft_wrap=True, stderr=report.code == FAILED))
     return report.code
 
 
-def _summary(report: Report, console: Console) -> None:
+def written_report(run: Path) -> Path | None:
+    """Where the run's page is now; None where it could not be written, which is told and changes nothing else."""
+    from shoal.facts.problem import BadInput
+    from shoal.report.run.write import write_report
+
+    if not run.is_dir():
+        return None
+    try:
+        return write_report([run])[0]
+    except BadInput as error:
+        print(f"no report: {error}", file=sys.stderr)
+    except Exception as error:  # a run that has ended well must not fail for its picture
+        print(f"no report: {type(error).__name__}: {error}; try shoal report {run}", file=sys.stderr)
+    return None
+
+
+def _summary(report: Report, page: Path | None, console: Console) -> None:
     from shoal.facts.losses import mean_over
     from shoal.train.run_directory import RunDirectory
 
@@ -220,6 +239,8 @@ def _summary(report: Report, console: Console) -> None:
 
         print_tuning(report.tuning, console)
     if report.code != FINISHED:
+        if page is not None:
+            console.print(f"see {page}  what happened, on one page", markup=False)
         return
     if report.row:
         heldout = f", validation {report.heldout_loss:.4f}" if report.heldout_loss is not None else ""
@@ -231,6 +252,7 @@ def _summary(report: Report, console: Console) -> None:
         )
     console.print("see")
     for file, what in (
+        ("report.html", "all of it on one page: curves, faults, memory, time, samples"),
         ("metrics.jsonl", "every step: loss, rate, memory"),
         ("samples.jsonl", "text that the model generated during training"),
         ("checkpoints", "weights with Hugging Face names, every byte hashed"),

@@ -39,8 +39,8 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
-# Values that are unpacked at a time, outside of a compiled block; and bytes of each meanwhile.
-AT_ONCE, UNPACKING = 1 << 20, 8
+# Values that are packed at a time, and where there is no kernel for it, unpacked.
+AT_ONCE = 1 << 20
 
 
 def is_packed(parameter: Parameter) -> bool:
@@ -50,7 +50,8 @@ def is_packed(parameter: Parameter) -> bool:
 
 def unpacked_width(packed: int) -> int:
     """Values in a row of so many bytes."""
-    return int(packed / WIDTH)
+    # In whole numbers: torch 2.11 compiles no fraction.
+    return packed * BLOCK // (BLOCK // 2 + SCALE_BYTES)
 
 
 def packed_width(values: int) -> int:

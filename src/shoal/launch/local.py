@@ -37,6 +37,7 @@ from shoal.train.data.collection import Collection, gather
 from shoal.train.data.dataset import QUARANTINE, check_vocabulary
 from shoal.train.data.prepare import prepare as prepare_data
 from shoal.train.data.samples import PairSamples, cut_samples
+from shoal.train.data.summary import described
 from shoal.train.data.tokenizers import open_tokenizer
 from shoal.train.files import private_files, read_rows
 from shoal.train.run_directory import RunDirectory, identity
@@ -133,7 +134,12 @@ def prepare(
         row = rows[-1] if rows else None
         done = f"already finished: {steps} steps"
         return Report(FINISHED, run.path, steps, done, row, row.get("heldout_loss") if row else None)
-    return {**describe_run(job, dataset.path), "identity": identity(job, fingerprint)}
+    known = describe_run(job, dataset.path)
+    return {
+        **known,
+        "data_parts": described(job.config, dataset),
+        "identity": identity(job, fingerprint),
+    }
 
 
 @contextmanager

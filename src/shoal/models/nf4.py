@@ -1,12 +1,14 @@
 """Weights in NF4 (``facts/nf4.py``): packed once, unpacked wherever they are used, in both passes.
 
 What is unpacked is never kept: autograd would hold it until the backward pass, and with it the memory that packing
-saves. So a product is a function of its own, which keeps the bytes and unpacks
-them again for the gradient of its input.
+saves. So a product is a function of its own, which keeps the bytes and unpacks them again for the gradient of its
+input. A compiler must not see that both unpack the same: it would do so once, in the forward pass, and keep what it
+has for all blocks (5 GiB of an 8B model, and more). So unpacking is an operator that also reads what is multiplied.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.facts.nf4 import AT_ONCE, BLOCK, LEVELS, packed_width, unpacked_width
+from shoal.models.in_triton import in_triton
 
 PACKED = torch.uint8
+# Bytes that a program of the kernel unpacks.
+PART = 1024
 
 
 def pack(rows: Tensor) -> Tensor:
@@ -33,13 +38,14 @@ def pack(rows: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """[rows, bytes] → [rows, values], level times scale in fp32."""
-    count, width = packed.shape[0], unpacked_width(packed.shape[1])
+    width, kernel = unpacked_width(packed.shape[1]), in_triton(_compiled) if packed.is_cuda else None
+    found = packed.new_empty(len(packed), width, dtype=dtype)
+    if kernel is not None:
+        kernel(packed, found, torch.tensor(LEVELS, device=packed.device))
+        return found
+    # What lies between is there for some rows at a time.
     step = max(1, AT_ONCE // width)
-    if torch.compiler.is_compiling() or count <= step:
-        return _unpacked(packed, width, dtype)
-    # A compiler fuses this; eager, what lies between is there for some rows at a time.
-    found = packed.new_empty(count, width, dtype=dtype)
-    for start in range(0, count, step):
+    for start in range(0, len(packed), step):
         found[start : start + step] = _unpacked(packed[start : start + step], width, dtype)
     return found
 
@@ -57,18 +63,54 @@ def _pairs(device: torch.device) -> Tensor:
     return torch.stack([levels.repeat_interleave(len(LEVELS)), levels.repeat(len(LEVELS))], 1)
 
 
+def _compiled(triton: Any, tl: Any) -> Callable[[Tensor, Tensor, Tensor], None]:
+    @triton.jit
+    def unpack_part(
+        packed, found, levels, half, length: tl.constexpr, part: tl.constexpr, block: tl.constexpr
+    ):
+        row = packed + tl.program_id(0).to(tl.int64) * length
+        at = tl.program_id(1) * part + tl.arange(0, part)
+        here = at < half
+        codes = tl.load(row + at, here, other=0).to(tl.int32)
+        scales = (row + half).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales + at // (block // 2), here, other=0.0)
+        first = tl.load(levels + (codes >> 4)) * scale
+        second = tl.load(levels + (codes & 15)) * scale
+        pairs = tl.program_id(1) * part * 2 + tl.arange(0, part * 2)
+        values = tl.interleave(first, second).to(found.dtype.element_ty)
+        tl.store(found + tl.program_id(0).to(tl.int64) * half * 2 + pairs, values, pairs < half * 2)
+
+    def run(packed: Tensor, found: Tensor, levels: Tensor) -> None:
+        half = found.shape[1] // 2
+        grid = len(packed), triton.cdiv(half, PART)
+        unpack_part[grid](packed.contiguous(), found, levels, half, packed.shape[1], PART, BLOCK)
+
+    return run
+
+
+@torch.library.custom_op("shoal::unpacked_beside", mutates_args=())
+def unpacked_beside(packed: Tensor, beside: Tensor) -> Tensor:
+    """As ``unpack``, in the dtype of what it is to be multiplied with, and not before that is there."""
+    return unpack(packed, beside.dtype)
+
+
+@unpacked_beside.register_fake
+def _shape_alone(packed: Tensor, beside: Tensor) -> Tensor:
+    return packed.new_empty(packed.shape[0], unpacked_width(packed.shape[1]), dtype=beside.dtype)
+
+
 class PackedProduct(torch.autograd.Function):
     """x·Wᵀ + b of a frozen weight that is packed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(packed)
-        return F.linear(x, unpack(packed, x.dtype), bias)
+        return F.linear(x, unpacked_beside(packed, x), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (packed,) = ctx.saved_tensors
-        return gradient @ unpack(packed, gradient.dtype), None, None
+        return gradient @ unpacked_beside(packed, gradient), None, None
 
 
 def packed_like(weight: Tensor) -> Tensor:

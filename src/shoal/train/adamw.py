@@ -1,4 +1,4 @@
-"""AdamW: torch's fused one on a CPU; on a GPU one kernel that clips, updates and writes the network's copy.
+"""AdamW: torch's fused one on a CPU; on a GPU a kernel of our own (``train/adamw_kernel.py``).
 
 States that are rounded stochastically (``train/rounding.py``) are updated in fp32, a few elements at a time: in torch's
 operators on a CPU, in the same kernel on a GPU.
@@ -17,15 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from shoal.models.in_triton import in_triton
-from shoal.models.random import FIRST, GOLDEN, SECOND
+from shoal.train import adamw_kernel
 from shoal.train.rounding import MEAN, SQUARE, WEIGHT, Noise, StochasticRounding, parts, settle_rounded
 from shoal.train.steered import with_gradients
 
 # Whether the kernel rounds stochastically where it is asked to. If not, torch's operators do, on a GPU too: slowly.
 ROUNDS_IN_KERNEL = True
-# Elements of a program of the kernel, and its warps: the best of five that were measured.
-BLOCK, WARPS = 1024, 4
 
 
 # Updates some elements of a weight, in place: its states by name, ``weight`` among them, the number of the first one,
@@ -112,23 +109,18 @@ class AdamW(torch.optim.AdamW):
             mine = [weight for weight in group["params"] if weight.grad is not None]
             if not mine:
                 continue
-            beta1, beta2 = group["betas"]
-            states = [self.started(weight) for weight in mine]
-            adamw_(
-                mine,
-                [weight.grad.contiguous() for weight in mine],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [self.working.get(weight, weight) for weight in mine],
-                corrections_of(group, updates),
-                self._scale(),
-                self.found_inf,
+            kept = [self.started(weight) for weight in mine]
+            adamw_kernel.adamw_(
+                (
+                    mine,
+                    [weight.grad.contiguous() for weight in mine],
+                    [state["exp_avg"] for state in kept],
+                    [state["exp_avg_sq"] for state in kept],
+                    [self.working.get(weight, weight) for weight in mine],
+                ),
+                (corrections_of(group, updates), self._scale(), self.found_inf),
                 [number for weight in mine for number in self._numbers(weight)],
-                group["lr"],
-                beta1,
-                beta2,
-                group["eps"],
-                group["weight_decay"],
+                group,
             )
 
     def _count(self) -> Tensor:
@@ -280,154 +272,4 @@ def _narrow(weight: Tensor) -> bool:
 
 
 def _in_kernel(weight: Tensor) -> bool:
-    return weight.is_cuda and weight.dtype != torch.float64 and _kernel() is not None
-
-
-@torch.library.custom_op("shoal::adamw_", mutates_args=("weights", "means", "squares", "working"))
-def adamw_(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    means: list[Tensor],
-    squares: list[Tensor],
-    working: list[Tensor],
-    corrections: Tensor,
-    scale: Tensor,
-    refused: Tensor,
-    noise: list[int],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    decay: float,
-) -> None:
-    """Gradients are divided by ``scale``; nothing changes where ``refused`` is 1. ``working``: a weight itself where it
-    has no copy. ``corrections``: of the means, and the root of that of the squares. ``noise``: by weight, as many
-    numbers as ``AdamW._numbers`` has, where states are rounded stochastically.
-
-    An operator, so that a dry run and a memory tracker see it.
-    """
-    update = _kernel()
-    assert update is not None
-    measured = corrections, scale, refused
-    # Differences in double precision, before the kernel has them in single.
-    settings = lr, 1 - beta1, beta2, 1 - beta2, eps, lr * decay
-    numbers = len(noise) // len(weights)
-    states = zip(weights, gradients, means, squares, working, strict=True)
-    for place, (weight, gradient, mean, square, copy) in enumerate(states):
-        if weight.numel():
-            drawn = tuple(noise[place * numbers : (place + 1) * numbers])
-            update(weight, gradient, mean, square, copy, measured, settings, drawn)
-
-
-@adamw_.register_fake
-def _nothing(*arguments: Any) -> None: ...
-
-
-def _kernel() -> Callable[..., None] | None:
-    """None where there is no Triton: torch's own update then does."""
-    return in_triton(_compiled)
-
-
-def _compiled(triton: Any, tl: Any) -> Callable[..., None]:
-    @triton.jit(do_not_specialize=["key"])  # another one for every update
-    def update_block(
-        weights,
-        gradients,
-        means,
-        squares,
-        working,
-        corrections,
-        scale,
-        refused,
-        lr,
-        rise1,
-        beta2,
-        rise2,
-        eps,
-        decay,
-        size,
-        key,
-        start,
-        run,
-        row,
-        run_stride,
-        row_stride,
-        first,
-        rounds: tl.constexpr,
-        contiguous: tl.constexpr,
-        copied: tl.constexpr,
-        block: tl.constexpr,
-        golden: tl.constexpr,
-        mix1: tl.constexpr,
-        mix2: tl.constexpr,
-    ):
-        if tl.load(refused) == 0:
-            at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-            here = at < size
-            gradient = tl.load(gradients + at, here).to(tl.float32) / tl.load(scale)
-            weight = tl.load(weights + at, here).to(tl.float32)
-            mean = tl.load(means + at, here).to(tl.float32)
-            square = tl.load(squares + at, here).to(tl.float32)
-            weight -= decay * weight
-            mean += (gradient - mean) * rise1
-            square = square * beta2 + gradient * gradient * rise2
-            root = tl.sqrt_rn(square) / tl.load(corrections + 1) + eps
-            weight -= lr / tl.load(corrections) * (mean / root)
-            if rounds:
-                # ``models.random.bits`` of an element's index in the whole parameter, and ``train.rounding.round_``.
-                index = at + start
-                if not contiguous:
-                    within = index % run
-                    index = index // run * run_stride + within // row * row_stride + within % row
-                drawn = (index + first + 1).to(tl.uint64) * golden + key.to(tl.uint64)
-                drawn = (drawn ^ (drawn >> 30)) * mix1
-                drawn = (drawn ^ (drawn >> 27)) * mix2
-                drawn = drawn ^ (drawn >> 31)
-                for_weight = (drawn & 0xFFFF).to(tl.int32)
-                for_mean = ((drawn >> 16) & 0xFFFF).to(tl.int32)
-                for_square = ((drawn >> 32) & 0xFFFF).to(tl.int32)
-                upper = -65536
-                weight = ((weight.to(tl.int32, bitcast=True) + for_weight) & upper).to(
-                    tl.float32, bitcast=True
-                )
-                mean = ((mean.to(tl.int32, bitcast=True) + for_mean) & upper).to(tl.float32, bitcast=True)
-                square = ((square.to(tl.int32, bitcast=True) + for_square) & upper).to(
-                    tl.float32, bitcast=True
-                )
-            tl.store(weights + at, weight.to(weights.dtype.element_ty), here)
-            tl.store(means + at, mean.to(means.dtype.element_ty), here)
-            tl.store(squares + at, square.to(squares.dtype.element_ty), here)
-            if copied:
-                tl.store(working + at, weight.to(working.dtype.element_ty), here)
-
-    def update(
-        weight: Tensor,
-        gradient: Tensor,
-        mean: Tensor,
-        square: Tensor,
-        copy: Tensor,
-        measured: tuple[Tensor, Tensor, Tensor],
-        settings: tuple[float, ...],
-        noise: tuple[int, ...] = (),
-    ) -> None:
-        size, copied = weight.numel(), copy.data_ptr() != weight.data_ptr()
-        *place, contiguous = noise or (0,) * 8
-        update_block[(triton.cdiv(size, BLOCK),)](
-            weight,
-            gradient,
-            mean,
-            square,
-            copy,
-            *measured,
-            *settings,
-            size,
-            *place,
-            bool(noise),
-            bool(contiguous),
-            copied,
-            BLOCK,
-            *(constant % 2**64 for constant in (GOLDEN, FIRST, SECOND)),
-            num_warps=WARPS,
-        )
-
-    return update
+    return weight.is_cuda and weight.dtype != torch.float64 and adamw_kernel.kernel() is not None

@@ -15,7 +15,6 @@ from shoal.facts.layout.buckets import even_share
 from shoal.facts.model import Adapters, Model
 from shoal.facts.model.parameters import block_parameters
 from shoal.facts.model.tensor_split import tensor_part
-from shoal.facts.nf4 import AT_ONCE, UNPACKING
 from shoal.predict.memory import context
 from shoal.predict.memory.activations import (
     attention_keeps,
@@ -25,6 +24,7 @@ from shoal.predict.memory.activations import (
     turned_copy,
 )
 from shoal.predict.memory.block_workload import BlockActivations, BlockPeak, BlockWorkload
+from shoal.predict.memory.compiled import compiled_activations
 
 INTO_ATTENTION, INTO_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
@@ -49,7 +49,9 @@ class _Kept(NamedTuple):
 def adapted_activations(
     model: Model, window: bool, entry: bool, adapters: Adapters, work: BlockWorkload
 ) -> BlockActivations:
-    """One eager block without experts. ``entry``: nothing before it is trained."""
+    """One block without experts. ``entry``: nothing before it is trained."""
+    if work.compiled and work.recompute != "full":
+        return _compiled(model, adapters, work)
     c, tokens = work.compute, work.tokens
     has = set(adapters.targets).__contains__
     query, key, value = projected_widths(model, work.tp)
@@ -91,7 +93,8 @@ def adapted_activations(
         if adapters.base == "nf4":
             # Of the last product, which selective recomputation has kept, there is nothing yet.
             made = whole if has("down_proj") and work.recompute == "full" else 0.0
-            moments.insert(0, BlockPeak(repeated - made + unpacked("down_proj", whole), 0))
+            result = whole if work.recompute == "full" else 0.0
+            moments.insert(0, BlockPeak(repeated - made + unpacked("down_proj", result), 0))
     read = _read(adapters, INTO_MLP, c, whole)
     # The last way in, beside what the others made of their gradients; its adapter has made its own.
     last = max(whole, unpacked("up_proj", whole))
@@ -129,17 +132,21 @@ def adapted_activations(
     )
 
 
+def _compiled(model: Model, adapters: Adapters, work: BlockWorkload) -> BlockActivations:
+    """It keeps the list of a block that is trained whole, frozen or not, and what lies between two factors."""
+    block = compiled_activations(model, work)
+    narrow = float(work.compute * adapters.rank * work.tokens)
+    kept = narrow * sum(map(set(adapters.targets).__contains__, _projections(model)))
+    return block._replace(resting=block.resting + kept)
+
+
 def _unpacked(model: Model, adapters: Adapters, work: BlockWorkload, name: str, result: float) -> float:
-    """A product with a weight in 4 bits: as it is unpacked, and as it is used; 0: it is not in 4 bits."""
+    """A product with a weight in 4 bits: the weight as it is used, and what it gives; 0: it is not in 4 bits."""
     if adapters.base != "nf4":
         return 0.0
     parameter = next(one for one in block_parameters(model, False) if one.name.endswith(f"{name}.weight"))
     size = math.prod(tensor_part(parameter, work.tp, 0).box.shape)
-    used = float(work.compute * size)
-    if work.compiled:
-        return used + result
-    unpacking = UNPACKING * size if size <= AT_ONCE else used + UNPACKING * AT_ONCE
-    return max(unpacking, used + result)
+    return float(work.compute * size) + result
 
 
 def _read(adapters: Adapters, names: tuple[str, ...], compute: int, read: float, flows: bool = True) -> float:
