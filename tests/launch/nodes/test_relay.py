@@ -1,4 +1,4 @@
-"""Of many launchers some pass on the beats of others; one of these that is lost takes nobody along."""
+"""Of many launchers some pass on the beats of others; one of these that is lost takes no other along."""
 
 from __future__ import annotations
 

@@ -15,7 +15,14 @@ from shoal.launch.nodes.count import NodeCount
 from shoal.launch.nodes.meeting import Leader, LeaderLost, new_meeting_point
 from shoal.launch.nodes.messages import End, Round, Status
 from shoal.launch.nodes.watched_ranks import ALWAYS, SUSPICIOUS, EveryRank, remaining
-from shoal.launch.rendezvous import REGROUP, Rendezvous, attempt_store, connect, open_store
+from shoal.launch.rendezvous import (
+    REGROUP,
+    Rendezvous,
+    allow_connections,
+    attempt_store,
+    connect,
+    open_store,
+)
 from shoal.launch.report import Report
 from shoal.launch.restart import GaveUp, Interrupted
 from shoal.launch.supervisor import Supervisor
@@ -49,6 +56,7 @@ class LeaderSupervisor(Supervisor):
 
     def _meet(self) -> Rendezvous:
         timeout = self.job.config.fault.timeout
+        allow_connections()
         store, address, port = open_store(address_of(self.job.config.cluster.interface), timeout)
         self.leader = Leader(connect(port, store.secret, timeout, address), self._status, timeout)
         self.leader.store.on_forgery(self._note_tampering)

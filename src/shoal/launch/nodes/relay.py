@@ -3,7 +3,7 @@
 Thousands of launchers that all talk to one store keep its only thread busy. So of many, a head has a store of its own;
 its neighbours tell it their beats, and hear the leader's from it. Only beats go this way: documents, which change
 seldom, are in the leader's store. Who does not hear the leader by way of its head for some exchanges talks to the
-leader again, so a head that is lost takes nobody with it.
+leader again, so a head that is lost takes no other with it.
 """
 
 from __future__ import annotations

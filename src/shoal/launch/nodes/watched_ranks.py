@@ -25,7 +25,7 @@ OLD_EXCHANGES = 4
 # Of a rank's last collectives, so many are told to the leader; and where there are many ranks.
 TOLD, TOLD_OF_MANY = 16, 4
 # Of up to so many ranks every one is reported at all times.
-ALWAYS = 512
+ALWAYS = 256
 # Of the limit: a rank that makes no progress for so long has the leader ask for all that is known.
 SUSPICIOUS = 0.25
 
