@@ -233,7 +233,7 @@ def test_a_stranger_in_the_store_changes_nothing(
             for kind in ("told", "first-rank-done", "gathered", "collector-1"):
                 stranger.set(f"workers-1/{kind}-{number}", "memory 99")
             stranger.set(f"workers-1/gathered-{number}/1", "[[[[")
-        for key in ("facts/0", "facts/1", "digest/0", "digest/1", "verdict"):
+        for key in ("facts/0", "digest/0", "digest/1", "digest/1/0", "digest/1/1", "verdict"):
             stranger.set(f"workers-1/agreement/{key}", "{")
         for key in ("resumed", "trusted"):
             stranger.set(f"workers-1/{key}", "10000000000")

@@ -7,7 +7,9 @@ attempt writes under a prefix of its own.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import resource
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -108,6 +110,13 @@ class LoopbackRendezvous(Rendezvous):
             return number, 0, 1
 
         super().__init__(run_id, *open_store(address, timeout), alone)
+
+
+def allow_connections() -> None:
+    """As many as this process may have: every rank and every launcher holds one to the leader's store."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # some systems say more than they allow
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def open_store(address: str, timeout: float) -> tuple[SignedStore, str, int]:

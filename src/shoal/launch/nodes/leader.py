@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -17,8 +18,15 @@ from shoal.launch.nodes.meet import Meet, given_secret
 from shoal.launch.nodes.meeting import Leader, LeaderLost, new_meeting_point
 from shoal.launch.nodes.messages import End, Round, Status
 from shoal.launch.nodes.order import in_order
-from shoal.launch.nodes.watched_ranks import EveryRank
-from shoal.launch.rendezvous import REGROUP, Rendezvous, attempt_store, connect, open_store
+from shoal.launch.nodes.watched_ranks import ALWAYS, SUSPICIOUS, EveryRank, remaining
+from shoal.launch.rendezvous import (
+    REGROUP,
+    Rendezvous,
+    allow_connections,
+    attempt_store,
+    connect,
+    open_store,
+)
 from shoal.launch.report import BAD_INPUT, Report
 from shoal.launch.restart import GaveUp, Interrupted
 from shoal.launch.supervisor import Supervisor
@@ -61,11 +69,13 @@ class LeaderSupervisor(Supervisor):
         self._status = status
         self._regrouped = False
         self._looked = 0.0
+        self._heard = 0
         self._considered: set[frozenset[int]] = set()
         super().__init__(job, *rest)
 
     def _meet(self) -> Rendezvous:
         timeout = self.job.config.fault.timeout
+        allow_connections()
         store, address, port = self._open(timeout)
         self.leader = Leader(connect(port, store.secret, timeout, address), self._status, timeout)
         self.leader.store.on_forgery(self._note_tampering)
@@ -89,6 +99,7 @@ class LeaderSupervisor(Supervisor):
             self._say_farewell(End(message=report.message, code=report.code))
             return report
         finally:
+            self.run.forget_flights()
             self.place.remove(self.run.path)
             self.leader.close()
 
@@ -231,6 +242,18 @@ class LeaderSupervisor(Supervisor):
                 )
         return super()._cause()
 
+    def _step_of(self, rank: int) -> int:
+        """Of a rank elsewhere its launcher has said so: what ranks record is on their own machines."""
+        nodes = self._round_nodes()
+        index = rank // max(1, self.job.layout.world // max(1, len(nodes)))
+        status = self.leader.last_of(nodes[index]) if 0 < index < len(nodes) else None
+        return status.step if status is not None else super()._step_of(rank)
+
+    def _my_logs(self) -> list[Path] | None:
+        """All of them; but where there are many, other launchers see to their own."""
+        here = self.job.layout.world // self.nodes.most
+        return [self.run.log(rank) for rank in range(here)] if self.job.layout.world > ALWAYS else None
+
     def _round_nodes(self) -> tuple[int, ...]:
         return self.leader.call.round.nodes if self.leader.call.round else ()
 
@@ -247,8 +270,9 @@ class LeaderSupervisor(Supervisor):
 
     def _watch_over(self, limits: Limits) -> None:
         local = LocalRanks(self.run, range(self.spec.local_world_size), self.agent.processes)
-        every = EveryRank(self.leader, self._round, local)
-        self.watchdog = Watchdog(every, limits) if self.job.config.fault.stall else None
+        world = self.job.layout.world
+        every = EveryRank(self.leader, self._round, local, limits.step * SUSPICIOUS, world)
+        self.watchdog = Watchdog(every, remaining(limits, world)) if self.job.config.fault.stall else None
 
     # While workers run.
 
@@ -261,8 +285,11 @@ class LeaderSupervisor(Supervisor):
             if not self.place.stands(self.run.path):
                 raise LeaderLost  # another one leads
         round, crew = self.leader.call.round, self.agent.crew
-        if round is None or round.number != self.rendezvous.round:
+        if round is None or round.number != self.rendezvous.round or self._heard == self.leader.exchanges:
             return
+        self._heard = (
+            self.leader.exchanges
+        )  # nothing changes between two exchanges, and there may be many nodes
         statuses = [self.leader.last_of(node) for node in round.nodes[1:]]
         failed = any(one is not None and one.round == round.number and one.failed for one in statuses)
         if crew.first_death is None and (failed or any(map(self._is_lost, round.nodes))):
