@@ -9,7 +9,7 @@ import pytest
 from tests.launch.nodes.test_meeting import Meeting, status
 
 from shoal.launch.nodes import meeting, relay, watched_ranks
-from shoal.launch.nodes.meeting import Follower, tick_of
+from shoal.launch.nodes.meeting import Follower, Leader, tick_of
 from shoal.launch.nodes.messages import End, Round
 from shoal.launch.nodes.watched_ranks import EveryRank, RankReporter
 from shoal.observe.flight_recorder import Channel, Snapshot
@@ -32,13 +32,18 @@ def _relayed(followers: list[Follower]) -> bool:
     return all(one.link is not None and one.link.fresh(one.tick) for one in followers)
 
 
+def _is_relayed(leader: Leader, one: Follower) -> bool:
+    heard = leader._heard.get(one.number)
+    return heard is not None and heard.relayed > 0
+
+
 def test_beats_come_by_way_of_a_head_and_without_it_directly(many: Meeting) -> None:
     leader = many.leader
     followers = [many.join(f"n{number}", process=number) for number in range(2, 8)]
     assert [one.number for one in followers] == [2, 3, 4, 5, 6, 7]
     head, members = followers[2], followers[3:]
     assert many.hears(lambda: _relayed(members), 20)
-    assert many.hears(lambda: all(leader._heard[one.number].relayed for one in members))
+    assert many.hears(lambda: all(_is_relayed(leader, one) for one in members))
     # What is said is heard both ways.
     members[0].say(ready=5)
     assert many.hears(lambda: leader.alive()[5].ready == 5)
