@@ -1,6 +1,6 @@
 """Lower bounds on what data ranks exchange in a step: each rank's parameters as one message.
 
-Once states are decided it is one placement's exchange. Before, it is the least of all placements': whoever keeps which
+Once states are decided it is one placement's exchange. Before, it is the least of all placements': whichever ranks keep
 states, gradients are summed over all data ranks.
 """
 
