@@ -47,6 +47,7 @@ def test_several_nodes_are_in_the_next_command(capsys: Capture) -> None:
     _, out, _ = shoal_(capsys, *ASKED, "--layout", "fsdp=16")
     (line,) = [line for line in out.splitlines() if line.startswith("next: ")]
     assert line.endswith("&& shoal train plan.toml --nodes 2") and "for each of the 2 nodes" in out
+    assert out.splitlines()[-1].startswith("or as a job: shoal launch plan.toml --to slurm ")
     _, out, _ = shoal_(capsys, *ASKED[:3], "8xH100", *ASKED[4:], "--layout", "fsdp=8,micro=1")
     (line,) = [line for line in out.splitlines() if line.startswith("next: ")]
     assert line.endswith("&& shoal train plan.toml")
@@ -74,12 +75,13 @@ def test_several_clusters_are_one_table(capsys: Capture, monkeypatch: pytest.Mon
     assert code == 2 and "a single --on" in err
 
 
+@pytest.mark.long
 def test_a_page_has_all_clusters(capsys: Capture, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     words = ("plan", "llama3.2-1b", "--on", "4xA100-80GB", "--on", "8xH100", "--seq", "2048", "--batch", "64")
     code, _, _ = shoal_(capsys, *words, "--tokens", "100B", "--html", str(page))
     text = page.read_text()
-    assert code == 0 and "Clusters side by side" in text and "8xH100" in text and "Goodput" in text
+    assert code == 0 and "Clusters side by side" in text and "8xH100" in text and "goodput" in text
 
 
 def test_a_question_about_a_number_is_answered_with_one(capsys: Capture) -> None:

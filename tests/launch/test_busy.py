@@ -126,6 +126,9 @@ class Shown:
         first = Snapshot(10, 0, 7, STEP, 1, {self.channel: 4}, (entry,))
         return [first, replace(first, pid=11, counts={self.channel: 3}, entries=(), starved=self.starved)]
 
+    def progressing(self) -> bool:
+        return False
+
     def any_stopped(self) -> bool:
         return False
 

@@ -186,7 +186,7 @@ def _row(found: ListedCheckpoint) -> tuple[str, ...]:
     facts: tuple[str, ...] = ("?",) * 6
     if manifest is not None:
         loss = "" if manifest.heldout_loss is None else f"{manifest.heldout_loss:.4f}"
-        counts = (len(manifest.shapes), len(manifest.pieces), len(manifest.file_sizes()))
+        counts = (len(manifest.shapes), manifest.count, len(manifest.file_sizes()))
         facts = (f"{manifest.samples:,}", _size(manifest.bytes), *map(str, counts), loss)
     note = "damaged" if found.damage else "resumes here" if found.continued else ""
     return (str(found.step), *facts, _time(found.written, "%Y-%m-%d %H:%M:%S"), found.where, note)
@@ -201,7 +201,7 @@ def _document(found: ListedCheckpoint) -> dict[str, Any]:
             "samples": manifest.samples,
             "bytes": manifest.bytes,
             "tensors": len(manifest.shapes),
-            "pieces": len(manifest.pieces),
+            "pieces": manifest.count,
             "files": len(manifest.file_sizes()),
             "heldout_loss": manifest.heldout_loss,
         }

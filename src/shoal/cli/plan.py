@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,7 +91,8 @@ def plan(
     curve
         Also plan for fewer and more GPUs, and for other sequence lengths.
     html
-        Write the whole plan as one HTML file.
+        Write the whole plan as one HTML page with controls for GPUs, batch, sequence and recomputation. Takes a while,
+        as half and twice of each are planned too: docs/report.md.
     save
         Write a config that shoal train runs.
     export
@@ -181,6 +185,7 @@ def plan(
         from shoal.plan.save import refuse
 
         refuse(asked)
+    _check_writable([path for path in (html, save) if path is not None], force)
     warn_of_length(asked.model, asked.recipe.seq)
     found = plan_report(asked, top, curve)
     rows = [Compared(found), *(Compared(plan_report(other, top)) for other in requests[1:])]
@@ -261,10 +266,29 @@ def _files(
         exported, there = rejudged(export, found.choice, free=found.asked.layout is None)
         files.update({to / name: text for name, text in exported.files.items()})
     if html is not None:
-        from shoal.plan.html_page import page
+        from shoal.plan.landscape import landscape
+        from shoal.report.plan.plan_page import plan_page
 
-        files[html] = page(found, rows if len(rows) > 1 else [])
+        with _progress() as told:
+            cells = landscape(found, told)
+        files[html] = plan_page(found, cells, rows if len(rows) > 1 else [])
     return files, exported, there
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A line on a terminal while the grid of a page is computed; nothing on a pipe."""
+    shown = sys.stderr.isatty()
+
+    def told(done: int, total: int) -> None:
+        if shown:
+            print(f"\rplanning for the page: {done} of {total}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield told
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _start(exported: Exported, to: Path) -> str:
@@ -273,10 +297,11 @@ def _start(exported: Exported, to: Path) -> str:
     return " ".join(shlex.quote(str(to / word)) if word in exported.files else word for word in words)
 
 
-def _write(files: dict[Path, str], force: bool) -> None:
+def _check_writable(files: Iterable[Path], force: bool) -> None:
     from shoal.cli.show import unwritable
     from shoal.facts.problem import BadInput, Problem
 
+    files = list(files)
     problems = [
         Problem(f"{path} exists", "another name, or --force to replace it")
         for path in files
@@ -285,6 +310,12 @@ def _write(files: dict[Path, str], force: bool) -> None:
     problems += unwritable(files)
     if problems:
         raise BadInput(problems)
+
+
+def _write(files: dict[Path, str], force: bool) -> None:
+    from shoal.facts.problem import BadInput
+
+    _check_writable(files, force)
     for path, text in files.items():
         try:
             path.write_text(text, encoding="utf-8")

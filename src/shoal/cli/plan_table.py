@@ -203,6 +203,7 @@ def _below(found: PlanReport) -> None:
                 f"shoal train is for each of the {chosen.nodes} nodes, in a directory that they share, with "
                 "--set cluster.interface=NAME for the network between them (docs/nodes.md)"
             )
+            print("or as a job: shoal launch plan.toml --to slurm --submit (docs/clusters.md)")
 
 
 def _cost(total: Cost, plan: Plan) -> None:

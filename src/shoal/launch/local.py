@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
@@ -23,20 +24,25 @@ from shoal.facts.layout.offload import waiting
 from shoal.facts.losses import LOSSES
 from shoal.facts.model import hub
 from shoal.facts.problem import BadInput
+from shoal.launch.backend import check_backend
 from shoal.launch.environment import passed_on
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan, describe_run
 from shoal.launch.report import FINISHED, Report
 from shoal.launch.scratch import check_scratch, clear_scratch
 from shoal.launch.signals import STOP_SIGNALS, stoppable
+from shoal.launch.track.tracking import check_trackers, tracked
 from shoal.launch.tuning.candidates import Tried
 from shoal.launch.tuning.record import Tuning, last_decision, layouts_to_try
 from shoal.plan.resolve import Job
 from shoal.predict.memory.states import rank_states
+from shoal.train.checkpoint.lease import leased
+from shoal.train.checkpoint.object_store import ObjectStore
 from shoal.train.data.collection import Collection, gather
 from shoal.train.data.dataset import QUARANTINE, check_vocabulary
 from shoal.train.data.prepare import prepare as prepare_data
 from shoal.train.data.samples import PairSamples, cut_samples
+from shoal.train.data.summary import described
 from shoal.train.data.tokenizers import open_tokenizer
 from shoal.train.files import private_files, read_rows
 from shoal.train.run_directory import RunDirectory, identity
@@ -104,7 +110,9 @@ def _check_layout(job: Job, run: RunDirectory, visible: str | None, nodes: int =
 def check(job: Job, run: RunDirectory, visible: str | None, nodes: int = 1) -> None:
     """Refuse what cannot be trained here, or there. Nothing is created."""
     _check_layout(job, run, visible, nodes)
+    check_backend(job)
     address_of(job.config.cluster.interface)
+    check_trackers(job.config, nodes)
     run.check_place()
     run.keep_in(job.config.checkpoint.to)
     run.check_reachable()
@@ -133,7 +141,12 @@ def prepare(
         row = rows[-1] if rows else None
         done = f"already finished: {steps} steps"
         return Report(FINISHED, run.path, steps, done, row, row.get("heldout_loss") if row else None)
-    return {**describe_run(job, dataset.path), "identity": identity(job, fingerprint)}
+    known = describe_run(job, dataset.path)
+    return {
+        **known,
+        "data_parts": described(job.config, dataset),
+        "identity": identity(job, fingerprint),
+    }
 
 
 @contextmanager
@@ -149,10 +162,21 @@ def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) 
                 console.print(line, markup=False)
         run.write_start(job, start, describe_plan(job))
         try:
-            with run.alive():
+            with _held_in_store(run, console), run.alive(), tracked(job, run, console):
                 yield
         finally:
             clear_scratch(job, run.path)
+
+
+def _held_in_store(run: RunDirectory, console: Console) -> AbstractContextManager[None]:
+    """A run of the same name on another machine has another directory, and the same checkpoints."""
+    if not isinstance(run.disk, ObjectStore):
+        return nullcontext()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False)
+
+    return leased(run.disk, run.path, say, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def compile_line(job: Job) -> str | None:

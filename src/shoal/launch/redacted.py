@@ -73,10 +73,10 @@ class LogRedactor:
         self._redactor = Redactor()
         self._done: dict[Path, int] = {}
 
-    def redact(self, logs: Path) -> None:
-        """All files in this directory. One that cannot be read or written must not keep a run from going on."""
+    def redact(self, logs: Path, some: Iterable[Path] | None = None) -> None:
+        """All files in this directory, or some. One that cannot be read or written must not end a run."""
         with contextlib.suppress(OSError):
-            for log in sorted(logs.iterdir()):
+            for log in sorted(logs.iterdir()) if some is None else some:
                 with contextlib.suppress(OSError):
                     self._done[log] = self._redact_file(log, self._done.get(log, 0))
 

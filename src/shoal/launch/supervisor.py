@@ -78,7 +78,7 @@ class Supervisor:
         self.rendezvous = self._meet()
         self.rendezvous.store.on_forgery(self._note_tampering)
         self.logs = LogRedactor()
-        self.logs.redact(run.logs)  # of an earlier launcher, which may have been killed
+        self.logs.redact(run.logs, self._my_logs())  # of an earlier launcher, which may have been killed
         self.restarts = Restarts(run, job.config.fault.max_restarts)
         self.watchdog: Watchdog | None = None
         self.spec = WorkerSpec(
@@ -148,10 +148,14 @@ class Supervisor:
                 # Whatever ended the watch, no worker may go on unwatched.
                 if thread.is_alive():
                     self._end_workers(thread)
-                self.logs.redact(self.run.logs)
+                self.logs.redact(self.run.logs, self._my_logs())
                 # It has the workers' records mapped.
                 self.watchdog = None
         return self._verdict()
+
+    def _my_logs(self) -> list[Path] | None:
+        """Those that this launcher redacts; None: all."""
+        return None
 
     def _look_around(self) -> None:
         """Often, while workers run."""
@@ -194,7 +198,7 @@ class Supervisor:
 
     def _judge(self, ended: int) -> tuple[int, ...]:
         """Whether there is another attempt after the one that has failed; which commits it does not go on from."""
-        self.logs.redact(self.run.logs)
+        self.logs.redact(self.run.logs, self._my_logs())
         failure = self._cause()
         decision, failed = self.restarts.judge(failure, self.rendezvous.attempt())
         for place in (self.run.disk, self.run.memory()):

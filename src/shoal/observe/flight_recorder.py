@@ -14,7 +14,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -56,6 +57,14 @@ class Channel:
     ranks: tuple[int, ...]
     directed: bool = False
 
+    def __hash__(self) -> int:
+        """Without a look at every rank: a group of ten thousand is asked for by each of them."""
+        return hash((self.id, self.group, self.directed, len(self.ranks)))
+
+    def as_json(self) -> list[Any]:
+        """Evenly spaced ranks as (first, step, count): all groups of a layout are."""
+        return [self.id, self.group, _packed(self), self.directed]
+
 
 @dataclass(frozen=True)
 class FlightEntry:
@@ -83,24 +92,31 @@ class Snapshot:
     starved: float = 0.0  # seconds that it was ready to run and others had the processors
 
     def as_json(self) -> dict[str, Any]:
-        """For a watchdog on another machine."""
-        counts = [[asdict(channel), count] for channel, count in self.counts.items()]
-        return {**asdict(replace(self, counts={})), "counts": counts}
+        """For a watchdog on another machine. Entries name their channel by its place among the counts."""
+        places = {channel: place for place, channel in enumerate(self.counts)}
+        entries = [
+            [places[one.channel], one.number, one.op, one.bytes, one.time, one.where]
+            for one in self.entries
+            if one.channel in places
+        ]
+        counts = [[channel.as_json(), count] for channel, count in self.counts.items()]
+        about = (self.pid, self.main_thread, self.step, self.phase, self.beats, self.starved)
+        return {"about": about, "counts": counts, "entries": entries}
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> Snapshot:
-        counts = {_channel(channel): count for channel, count in row["counts"]}
-        entries = tuple(
-            FlightEntry(**{**entry, "channel": _channel(entry["channel"])}) for entry in row["entries"]
-        )
-        return Snapshot(**{**row, "counts": counts, "entries": entries})
+        channels = [_channel(channel) for channel, _ in row["counts"]]
+        counts = {channel: count for channel, (_, count) in zip(channels, row["counts"], strict=True)}
+        entries = tuple(FlightEntry(channels[place], *rest) for place, *rest in row["entries"])
+        pid, main, step, phase, beats, starved = row["about"]
+        return Snapshot(pid, main, step, phase, beats, counts, entries, starved)
 
 
 class FlightRecorder:
     """The writing side: one rank's own."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         aside = path.with_suffix(".new")
         # Written in full: a page that a full disk refuses later would be a crash and not an error.
         aside.write_bytes(bytes(SIZE))
@@ -139,7 +155,7 @@ class FlightRecorder:
 
     def describe(self, channel: Channel) -> int | None:
         """Make a channel known to readers; its number for ``note``, or None where there is no room for it."""
-        line = json.dumps(asdict(channel)).encode() + b"\n"
+        line = json.dumps(channel.as_json()).encode() + b"\n"
         with self._lock:
             index, end = len(self._counts), self._described + len(line)
             if index == MOST_CHANNELS or end > DESCRIPTIONS:
@@ -226,8 +242,31 @@ def _channels(lines: bytes) -> list[Channel]:
     return [_channel(row) for row in rows]
 
 
-def _channel(row: dict[str, Any]) -> Channel:
-    return Channel(row["id"], row["group"], tuple(row["ranks"]), row["directed"])
+def _channel(row: list[Any]) -> Channel:
+    """One object for all who are in it: of a large world's groups there is room for one list of their ranks each."""
+    name, group, ranks, directed = row
+    return _known_channel(
+        name, group, tuple(tuple(ranks.items()) if isinstance(ranks, dict) else ranks), directed
+    )
+
+
+@lru_cache(1 << 16)
+def _known_channel(name: str, group: str, ranks: tuple[Any, ...], directed: bool) -> Channel:
+    if ranks and isinstance(ranks[0], tuple):
+        first, step, count = (dict(ranks)[key] for key in ("first", "step", "count"))
+        ranks = tuple(range(first, first + step * count, step))
+    return Channel(name, group, ranks, directed)
+
+
+@lru_cache(1 << 12)
+def _packed(channel: Channel) -> dict[str, int] | list[int]:
+    ranks = channel.ranks
+    if len(ranks) < 4:
+        return list(ranks)
+    step = ranks[1] - ranks[0]
+    if step < 1 or ranks != tuple(range(ranks[0], ranks[0] + step * len(ranks), step)):
+        return list(ranks)
+    return {"first": ranks[0], "step": step, "count": len(ranks)}
 
 
 def unheard(phase: str, step: int) -> None:

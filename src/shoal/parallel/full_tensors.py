@@ -48,7 +48,12 @@ class Collector:
             for name, piece in self.mine.items()
         }
         self.tables: list[dict[str, RemoteShard]] = [table] * mesh.world
-        if mesh.control is not None:
+        # By way of the host: the first rank writes from there, and has no room for all on its device. Hosts of many
+        # ranks are not all connected, so there tensors go from device to device.
+        self.group, self.device = mesh.control, torch.device("cpu")
+        if mesh.control is None:
+            self.group, self.device = mesh.everyone, mesh.device
+        if mesh.world > 1:
             # The first rank alone puts tensors together, so it alone has to know who holds what.
             told = mesh.hosts.gather(json.dumps({name: entry.as_json() for name, entry in table.items()}))
             self.tables = [
@@ -68,9 +73,8 @@ class Collector:
             if name in self.mine:
                 # In a message it would take a first rank that is busy writing for a dead one.
                 self.mesh.hosts.wait(f"{self.name}-{self._asked}")
-                # By way of the host: the first rank writes from there, and has no room for all on its device.
                 dist.send(
-                    value(self.mine[name]).detach().cpu().reshape(-1), group=self.mesh.control, group_dst=0
+                    value(self.mine[name]).detach().to(self.device).reshape(-1), group=self.group, group_dst=0
                 )
             return None
         holders = [(rank, table[name]) for rank, table in enumerate(self.tables) if name in table]
@@ -91,7 +95,9 @@ class Collector:
             if rank == 0:
                 part.copy_(value(self.mine[name]).detach().reshape(-1))
             else:
-                dist.recv(part, group=self.mesh.control, group_src=rank)
+                there = part.to(self.device)
+                dist.recv(there, group=self.group, group_src=rank)
+                part.copy_(there)
         for box, values in boxes.items():
             whole[box.slices] = values.view(box.shape)
         return whole

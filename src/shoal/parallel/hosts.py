@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.renamed import all_gather_single
+from shoal.parallel.control_tree import ControlTree
+from shoal.parallel.gathered_texts import gather_texts
 from shoal.parallel.signed_store import SignedStore
 
 # For what a rank does alone: far beyond any commit, and still an end.
@@ -24,11 +27,17 @@ class HostGroup:
     """All ranks, each by its host. Every rank has to make the same calls in the same order."""
 
     def __init__(
-        self, rank: int, world: int, group: dist.ProcessGroup | None, store: SignedStore | None
+        self,
+        rank: int,
+        world: int,
+        group: dist.ProcessGroup | ControlTree | None,
+        store: SignedStore | None,
     ) -> None:
         """``group`` has all ranks, None if there is one. Without a ``store`` texts travel in collectives too."""
         self.rank, self.world, self.group = rank, world, group
         self.store = store  # which the launcher reads as well
+        if store is not None:
+            store.shared_by(world)
         self._between = store if world > 1 else None
         self._keys: dict[str, int] = {}
 
@@ -49,9 +58,20 @@ class HostGroup:
         return math.nan if float(most[1]) else float(most[0])
 
     def _all_reduce(self, values: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        if self.group is not None:
+        if isinstance(self.group, ControlTree):
+            self.group.all_reduce(values, how)
+        elif self.group is not None:
             dist.all_reduce(values, how, group=self.group)
         return values
+
+    def all_gather_values(self, mine: Tensor) -> Tensor:
+        """Every rank's values, as many of each, one after another on the host of every rank."""
+        if isinstance(self.group, ControlTree):
+            return self.group.all_gather(mine)
+        every = mine.flatten().repeat(self.world)
+        if self.group is not None:
+            all_gather_single(every, mine.flatten(), group=self.group)
+        return every
 
     def all_gather(self, text: str) -> list[str]:
         """Every rank's text, on every rank. A collective, as bytes: torch's own for objects would unpickle them."""
@@ -61,8 +81,11 @@ class HostGroup:
         sizes = self.sum_integers([len(content) * (self.rank == rank) for rank in range(self.world)])
         mine = torch.zeros(max([*sizes, 1]), dtype=torch.uint8)
         mine[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
-        every = [torch.empty_like(mine) for _ in sizes]
-        dist.all_gather(every, mine, group=self.group)
+        if isinstance(self.group, ControlTree):
+            every = list(self.group.all_gather(mine).view(self.world, -1))
+        else:
+            every = [torch.empty_like(mine) for _ in sizes]
+            dist.all_gather(every, mine, group=self.group)
         return [bytes(one[:size].tolist()).decode() for one, size in zip(every, sizes, strict=True)]
 
     def gather(self, text: str) -> list[str]:
@@ -71,10 +94,7 @@ class HostGroup:
             every = self.all_gather(text)
             return every if self.rank == 0 else []
         key = self.new_key("gathered")
-        if self.rank != 0:
-            self._between.set(f"{key}/{self.rank}", text)
-            return []
-        return [text, *self._between.wait_for([f"{key}/{rank}" for rank in range(1, self.world)], PATIENCE)]
+        return gather_texts(self._between, self.rank, self.world, key, text, PATIENCE)
 
     def broadcast(self, text: str) -> str:
         """The first rank's text, on every rank. It may come as late as it likes."""

@@ -13,6 +13,7 @@ from shoal.facts.layout import Layout
 from shoal.facts.layout.parameter_groups import RankGroup, placement
 from shoal.facts.layout.ranks import AXES, coordinates, stride
 from shoal.facts.strategies import purpose_of
+from shoal.parallel.control_tree import ControlTree, control_group
 from shoal.parallel.hosts import HostGroup
 from shoal.parallel.signed_store import SignedStore
 
@@ -20,7 +21,8 @@ from shoal.parallel.signed_store import SignedStore
 class Mesh:
     """This rank's coordinates in the layout and its process groups. A group of one rank is None.
 
-    ``control`` carries small decisions between hosts over gloo, so that agreeing on them never waits for a GPU.
+    ``control`` carries small decisions between hosts over gloo, so that agreeing on them never waits for a GPU. More
+    than a few dozen ranks have no such group, which would connect each host to every other, but a tree of them.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Mesh:
         self.transport = transport
         self.everyone: dist.ProcessGroup | None = None  # all ranks, by their devices
         self.control: dist.ProcessGroup | None = None
+        hosts: dist.ProcessGroup | ControlTree | None = None
         self._axes: DeviceMesh | None = None
         self._expert_axes: DeviceMesh | None = None
         self._others: dict[RankGroup, dist.ProcessGroup | None] = {}
@@ -57,17 +60,21 @@ class Mesh:
         if self.world > 1:
             backend = dist.get_backend()
             self.transport = transport or backend
-            self.everyone = self.control = dist.group.WORLD
-            if self.transport == "nccl":
+            self.everyone = self.control = hosts = dist.group.WORLD
+            if self.transport != "gloo":
                 # In a dry run, whose ranks only seem to talk, this group is of the same kind as all others.
-                self.control = dist.new_group(backend="gloo" if backend == "nccl" else None, timeout=timeout)
+                if backend == "fake":
+                    self.control = hosts = dist.new_group(timeout=timeout)
+                else:
+                    hosts = control_group(rank, self.world, timeout)
+                    self.control = None if isinstance(hosts, ControlTree) else hosts
             names = [axis for axis in AXES if getattr(layout, axis) > 1]
             sizes = [getattr(layout, axis) for axis in names]
             self._axes = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=tuple(names))
         # Now, for a dry run's ranks are numbers still and not yet tensors without data.
         self.sharding = self._sharding(experts=False)
         self.expert_sharding = self._sharding(experts=True) if layout.ep > 1 else None
-        self.hosts = HostGroup(rank, self.world, self.control, store)
+        self.hosts = HostGroup(rank, self.world, hosts, store)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on that axis alone."""
@@ -147,6 +154,8 @@ class Mesh:
         if self._axes is None:
             return {}
         named = [("world", self.everyone), ("world", self.control)]
+        if isinstance(self.hosts.group, ControlTree):
+            named += [("control", group) for _, group in self.hosts.group.levels]
         named += [(axis, self.group(axis)) for axis in AXES]
         named += [(ranks.name, group) for ranks, group in self._others.items()]
         return {group.group_name: name for name, group in named if group is not None}

@@ -18,7 +18,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -31,6 +31,8 @@ SIGNATURE = 64  # hexadecimal digits
 NOTHING = "nothing"
 # Between two looks, of the time already waited: so it is short for short waits; and no longer than the last of these.
 OF_THE_WAIT, SHORTEST, LONGEST = 0.05, 0.001, 0.25
+# Of so many processes that wait; of more each looks less often, for one thread answers them all.
+LOOKING_AT_ONCE = 1024
 # Between two looks at what we wrote ourselves, and how much of it we look at.
 LOOK_AFTER_SECONDS = 1.0
 KEPT = 16
@@ -60,6 +62,7 @@ class _Shared:
 
     secret: bytes
     timeout: float
+    longest: float = LONGEST
     say: Callable[[str], None] = _say
     said: bool = False
     # The last values that we wrote, by their whole keys: where, under which key there, and what.
@@ -92,6 +95,10 @@ class SignedStore:
         part = SignedStore(dist.PrefixStore(name, self.plain), b"")
         part.prefix, part._shared = f"{self.prefix}{name}/", self._shared
         return part
+
+    def shared_by(self, processes: int) -> None:
+        """How many wait for what others write here."""
+        self._shared.longest = LONGEST * max(1.0, processes / LOOKING_AT_ONCE)
 
     def on_forgery(self, say: Callable[[str], None]) -> None:
         """What to do, once, when a foreign process is found to write here."""
@@ -152,16 +159,37 @@ class SignedStore:
 
     def read(self, key: str) -> str | None:
         """None where there is nothing, or nothing of ours."""
-        found = self._look(key)
-        return None if found is None else self._opened(key, found)
+        return self.look(key)[0]
 
-    def has(self, key: str) -> bool:
-        return self.read(key) is not None
+    def look(self, key: str) -> tuple[str | None, bool]:
+        """As ``read``, and whether a foreign process has written there."""
+        found = self._look(key)
+        text = None if found is None else self._opened(key, found)
+        return text, found is not None and text is None
 
     def strange(self, key: str) -> bool:
         """Whether a foreign process has written there."""
-        found = self._look(key)
-        return found is not None and self._opened(key, found) is None
+        return self.look(key)[1]
+
+    def read_all(self, keys: Sequence[str]) -> list[str | None]:
+        """As ``read``, of several keys in two messages; where one of them is missing, in one for each."""
+        if not keys:
+            return []
+        found: Iterable[bytes | None]
+        try:
+            # Asked first, for ``multi_get`` waits for what is not there.
+            found = (
+                self.plain.multi_get(list(keys)) if self.plain.check(list(keys)) else map(self._look, keys)
+            )
+        except dist.DistStoreError:  # deleted between the two
+            found = map(self._look, keys)
+        return [
+            None if value is None else self._opened(key, bytes(value))
+            for key, value in zip(keys, found, strict=True)
+        ]
+
+    def has(self, key: str) -> bool:
+        return self.read(key) is not None
 
     def wait(self, key: str, patience: timedelta) -> str:
         """What comes there. Raises ``DistStoreError`` where nothing does, ``Tampered`` where it is kept from us."""
@@ -188,7 +216,7 @@ class SignedStore:
                     f"{self.prefix}{key} did not come within {patience.total_seconds():g} s"
                 )
             self.look_after()
-            time.sleep(min(max(OF_THE_WAIT * (now - began), SHORTEST), LONGEST))
+            time.sleep(min(max(OF_THE_WAIT * (now - began), SHORTEST), self._shared.longest))
         return texts
 
     def _look(self, key: str) -> bytes | None:

@@ -63,7 +63,7 @@ def usual_zero(stack: Stack) -> Zero:
 
 
 def of_split(split: ModelSplit, model: Model, cluster: Cluster, seq: int) -> int:
-    departs = _without_context(split.cp, split.tp * split.pp * split.data, seq)
+    departs = int(_without_context(split.cp, split.tp * split.pp * split.data, seq))
     departs += (split.tp > fast_links(cluster)) + _stages_first(split.tp, split.pp, model, cluster)
     return departs + _context_across(split.tp, split.cp, cluster)
 

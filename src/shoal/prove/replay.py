@@ -190,9 +190,7 @@ def _held(checkpoint: Checkpoint) -> set[tuple[str, str]]:
     """The states that there are of each tensor, as large as the tensor."""
     shapes = checkpoint.manifest.shapes
     return {
-        (one.state, one.tensor)
-        for one in checkpoint.manifest.pieces
-        if len(one.size) == len(shapes[one.tensor])
+        (one.state, one.tensor) for one in checkpoint.all_pieces() if len(one.size) == len(shapes[one.tensor])
     }
 
 
@@ -211,7 +209,7 @@ def _owner(checkpoint: Checkpoint, state: str, name: str, index: tuple[int, ...]
         box = zip(piece.offset, piece.size, index, strict=True)
         return all(start <= at < start + size for start, size, at in box)
 
-    pieces = (one for one in checkpoint.manifest.pieces if (one.state, one.tensor) == (state, name))
+    pieces = (one for one in checkpoint.all_pieces() if (one.state, one.tensor) == (state, name))
     digits = "".join(filter(str.isdigit, next(one for one in pieces if holds(one)).file.partition(".")[0]))
     return int(digits or 0)
 

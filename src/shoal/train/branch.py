@@ -160,7 +160,11 @@ def branch(job: Job, run: RunDirectory, start: ListedCheckpoint, dataset: str) -
         }
         mine = identity(job, dataset)
         pieces = tuple(one.model_copy(update={"file": named[one.file]}) for one in start.manifest.pieces)
-        changes = {"identity": mine, "recipe": identity_hash(mine), "pieces": pieces}
+        parts = tuple(
+            one.model_copy(update={"file": named[one.file], "of": named[one.of]})
+            for one in start.manifest.parts
+        )
+        changes = {"identity": mine, "recipe": identity_hash(mine), "pieces": pieces, "parts": parts}
         source = run_of(Path(start.name))
         if source is not None:
             rows = StepFile(run.metrics, 0)

@@ -51,6 +51,7 @@ class Commits:
         self.clock, self.identity = clock, identity
         self.disk: CheckpointStorage = run.disk
         self.memory: CheckpointStorage = run.memory()
+        self.disk.share_removal(mesh.world)
         self.peers: Peers | None = None  # other nodes, where each has a memory of its own
         if mesh.nodes > 1 and config.memory:
             self.peers = Peers(mesh, run.memory(), attempt, set_aside)
@@ -147,7 +148,11 @@ class Commits:
         trouble = ""
         try:
             threads = max(2, usable_threads() * self.mesh.nodes // self.mesh.world)
-            self.state.restore(Checkpoint(place, step, threads))
+            share = (self.mesh.rank, self.mesh.world)
+            if place == self.memory and self.mesh.nodes > 1:
+                here = self.mesh.world // self.mesh.nodes  # each node has copies of its own
+                share = (self.mesh.rank % here, here)
+            self.state.restore(Checkpoint(place, step, threads, share))
         except Unreachable:
             # Another attempt may find it: nothing is set aside because a server did not answer.
             raise

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,13 @@ from shoal.facts.recipe import Recipe
 from shoal.facts.redact import redact_values
 from shoal.plan.resolve import Job
 from shoal.train.checkpoint.manifest import Damaged
-from shoal.train.checkpoint.node_memory import forget, memory_place, other_places
+from shoal.train.checkpoint.node_memory import (
+    flight_place,
+    forget,
+    forget_flights,
+    memory_place,
+    other_places,
+)
 from shoal.train.checkpoint.object_store import ObjectStore
 from shoal.train.checkpoint.retention import newest_first, whole
 from shoal.train.checkpoint.storage import CheckpointStorage, DirectoryStorage, manifest_of
@@ -39,6 +46,8 @@ SHUFFLE = "data.shuffle"
 UNKNOWN = "unknown"
 # Of the last row of a run that ended before its last step.
 EARLY = "ended_early"
+# The folder of a job that was written for it and may not have begun: launch/jobs.
+JOB = "job"
 # What the only machine of a run is called.
 ALONE = "0"
 DATA_HASH = "data (hash of its tokens)"
@@ -90,7 +99,6 @@ class RunDirectory:
         self.logs = path / "logs"
         self._untold: list[bytes] = []
         self.stacks = path / "stacks"
-        self.flights = path / ".flight"
         self.ledger = path / "ledger"
         self.profile = path / "profile.json"
         self.profiles = path / "profile"
@@ -108,6 +116,17 @@ class RunDirectory:
 
     def log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:05d}.log"
+
+    @cached_property
+    def flights(self) -> Path:
+        """Of one machine in the directory; of several on each of them, where its only readers are."""
+        alone = self.node == ALONE or self.id == UNKNOWN
+        return self.path / ".flight" if alone else flight_place(self.id, self.node)
+
+    def forget_flights(self) -> None:
+        """Once no rank runs here any more."""
+        if self.node != ALONE and self.id != UNKNOWN:
+            forget_flights(self.id, self.node)
 
     def flight(self, rank: int) -> Path:
         """Where a rank records what it does, to be read when it no longer answers."""
@@ -179,7 +198,11 @@ class RunDirectory:
         try:
             yield
         finally:
-            marker.unlink(missing_ok=True)
+            self.no_longer_alive()
+
+    def no_longer_alive(self) -> None:
+        """Who holds it ends, and knows why."""
+        (self.path / ".alive").unlink(missing_ok=True)
 
     @property
     def begun(self) -> bool:
@@ -196,7 +219,7 @@ class RunDirectory:
         """Refuse a place that holds something else than a run; nothing is created or changed."""
         if not self.path.exists():
             return
-        signs = (self.path / ".lock", self.config, self.checkpoints)
+        signs = (self.path / ".lock", self.config, self.checkpoints, self.path / JOB)
         if not self.path.is_dir() or (any(self.path.iterdir()) and not any(sign.exists() for sign in signs)):
             raise BadInput(f"{self.path} exists and is not a run", "choose another place with --run DIR")
 

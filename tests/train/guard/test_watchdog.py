@@ -317,6 +317,9 @@ def test_nobody_is_blamed_on_half_of_the_evidence() -> None:
         def look(self, entries: bool = False) -> list[Snapshot] | None:
             return None if self.asked else self.seen
 
+        def progressing(self) -> bool:
+            return False
+
         def any_stopped(self) -> bool:
             return True
 

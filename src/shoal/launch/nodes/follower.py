@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from shoal.facts.cluster import Cluster
@@ -12,11 +13,12 @@ from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput
 from shoal.facts.traffic import name_ranks
 from shoal.launch.agent import Crew
+from shoal.launch.interfaces import address_of
 from shoal.launch.nodes.meeting import Follower, LeaderLost, MeetingPoint
 from shoal.launch.nodes.messages import End, Round, Status
-from shoal.launch.nodes.watched_ranks import RankReporter
+from shoal.launch.nodes.watched_ranks import SUSPICIOUS, RankReporter
 from shoal.launch.rendezvous import Rendezvous, connect
-from shoal.launch.report import FAILED, Report
+from shoal.launch.report import BAD_INPUT, FAILED, Report
 from shoal.launch.restart import GaveUp, Interrupted
 from shoal.launch.supervisor import Supervisor
 from shoal.plan.resolve import Job
@@ -58,7 +60,8 @@ class FollowerSupervisor(Supervisor):
             raise LeaderLost
         try:
             store = connect(self.place.port, talking.secret, timeout, self.place.address)
-            self.follower = Follower(talking, self._status, timeout)
+            address = address_of(self.job.config.cluster.interface)
+            self.follower = Follower(talking, self._status, timeout, address)
         except RuntimeError:  # as torch says it
             raise LeaderLost from None
         self.follower.start()
@@ -71,7 +74,10 @@ class FollowerSupervisor(Supervisor):
         """Wait for a round that this node takes part in, ``number`` or later: its workers, if any, have ended."""
         follower = self.follower
         deaths, devices = tuple(self.agent.crew.deaths()), self.devices() or 1
-        follower.say(ready=number, deaths=deaths, devices=devices, seen={}, stopped=False)
+        step = max(map(self._step_of, self.agent.crew.processes), default=0)
+        follower.say(
+            ready=number, deaths=deaths, step=step, devices=devices, seen={}, still=-1, stopped=False
+        )
         follower.wait(
             lambda: self._something_to_do() is not None or (bool(self.asked) and not self._took_part)
         )
@@ -86,7 +92,7 @@ class FollowerSupervisor(Supervisor):
         job = replace(self.wanted, cluster=cluster, layout=Layout.parse(todo.layout))
         self._assign(job, todo.number, len(todo.nodes), todo.attempt, todo.set_aside)
         self.agent.crew = Crew()  # who has died before is no longer of interest
-        follower.say(ready=0, round=todo.number, deaths=(), failed=False, seen={}, standings={})
+        follower.say(ready=0, round=todo.number, deaths=(), failed=False, seen={}, still=-1, standings={})
         ranks = name_ranks(self._my_ranks())
         self.progress.say(f"node {self._status.name}: {ranks} of {job.layout}, led from {self.place.host}")
         return todo.number, self._index, len(todo.nodes)
@@ -124,7 +130,13 @@ class FollowerSupervisor(Supervisor):
     def _watch_over(self, limits: Limits) -> None:
         """The leader has a watchdog, and is told of these."""
         local = LocalRanks(self.run, self._my_ranks(), self.agent.processes)
-        self._witness = RankReporter(local, limits.step * OF_THE_LIMIT, self.follower.call.ask)
+        quarter, world = limits.step * SUSPICIOUS, self.job.layout.world
+        self._witness = RankReporter(
+            local, limits.step * OF_THE_LIMIT, self.follower.call.ask, quarter, world
+        )
+
+    def _my_logs(self) -> list[Path] | None:
+        return [self.run.log(rank) for rank in self._my_ranks()] if self._took_part else []
 
     # While workers run.
 
@@ -141,7 +153,7 @@ class FollowerSupervisor(Supervisor):
         asked = self._witness is not None and call.ask > self._witness.answered
         if self._witness is not None and (asked or time.monotonic() - self._witnessed >= WITNESS_SECONDS):
             self._witnessed = time.monotonic()
-            follower.say(**self._witness.tell(call.ask))
+            follower.say(**self._witness.tell(call.ask, call.details))
 
     def _ask_to_stop(self) -> None:
         """The run, if this node takes part in it; one that only waits just goes."""
@@ -169,6 +181,8 @@ class FollowerSupervisor(Supervisor):
         over = self.over() or LeaderLost()
         if not isinstance(over, Ended):
             raise over
+        if over.end.code == BAD_INPUT:
+            raise BadInput(over.end.message)
         if over.end.code != FAILED:
             self.run.forget_memory()
         return self._report(over.end.code, over.end.message)
@@ -177,5 +191,6 @@ class FollowerSupervisor(Supervisor):
         try:
             return super().run_to_end()
         finally:
+            self.run.forget_flights()
             self.follower.say(heard_end=True, ready=0)
             self.follower.close()

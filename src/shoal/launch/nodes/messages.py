@@ -25,13 +25,19 @@ class Status(Document):
     host: str
     process: int
     devices: int = Field(ge=0, le=1 << 16)  # for how many ranks it has room
+    relay: str = ""  # where its neighbours tell it their beats, if they do
     facts: dict[str, str] = {}  # what has to be the same on all nodes: config, data, versions
+    trouble: str = ""  # why it can take no part: it does not see the state that the leader writes
     beat: int = 0
     ready: int = 0  # it has no workers, and takes part in any round from this one on; 0: it has some
     round: int = 0  # the last one that it took part in; what follows is of that one
     deaths: tuple[Death, ...] = ()
+    step: int = 0  # that its ranks were in when the last round ended
     failed: bool = False  # some rank did not end well
-    seen: dict[int, dict[str, Any]] = {}  # rank → what its flight recorder shows
+    seen: dict[int, dict[str, Any]] = {}  # rank → what its flight recorder shows, if the leader asks
+    still: int = (
+        0  # for how many quarters of the stall limit a rank of it has made no progress; -1: not begun
+    )
     stopped: bool = False  # a signal or a debugger has stopped one of them
     standings: dict[int, dict[str, Any]] = {}  # rank → where it was found when the leader last asked
     answered: int = 0  # which question of the leader's that answers
@@ -64,6 +70,8 @@ class Announcement(Document):
 
     beat: int = 0
     round: Round | None = None
+    relays: bool = False  # some pass on the beats of others
+    details: bool = True  # nodes tell what the recorders of their ranks show, not only whether ranks progress
     over: int = 0  # rounds up to this have ended: a node that still has workers ends them
     regroup: int = 0  # the round whose workers stop, with a commit, to make room for a node
     ask: int = 0  # counts the questions where ranks stand

@@ -19,11 +19,12 @@ from shoal.comm.operations import TimedCollective
 from shoal.comm.ring import RingStep, ShownRing, show_ring
 from shoal.facts.calibration import LinkRates, file
 from shoal.facts.cluster.this_machine import usable_threads
-from shoal.launch.environment import ToldRank
+from shoal.launch.adopt.told import ToldRank
 from shoal.launch.init_rank import given_threads
 from shoal.launch.interfaces import LOOPBACK_INTERFACE
 from shoal.launch.local import PRELOAD, warm_workers
 from shoal.launch.ranks import run_ranks
+from shoal.parallel.control_tree import control_group
 from shoal.parallel.hosts import HostGroup
 from shoal.parallel.signed_store import SignedStore
 from shoal.predict.time.link_fit import PRICED, link_rates
@@ -86,7 +87,8 @@ class AdoptedRanks:
 
     def show_ring(self) -> list[ShownRing]:
         with self._group(PATIENCE) as device:
-            hosts = HostGroup(self.told.rank, self.world, dist.new_group(backend="gloo"), None)
+            rank, world = self.told.rank, self.world
+            hosts = HostGroup(rank, world, control_group(rank, world), None)
             return [_read_ring(text) for text in hosts.all_gather(json.dumps(show_ring(device)))]
 
     @contextmanager

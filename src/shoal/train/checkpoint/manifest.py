@@ -27,7 +27,8 @@ from shoal.facts.recipe import RampStage
 from shoal.facts.sample_clock import SampleClock
 from shoal.facts.stored_states import Keeps, StoredBox, factored_shape, stored_boxes
 
-FORMAT = 2
+# A manifest that lists all pieces; and one some of whose pieces are in lists of their own (``parts.py``).
+FORMAT, IN_PARTS = 2, 3
 NAME = "manifest.json"
 
 # A manifest says how much is to be read, so it is held to limits before anything is allocated: far beyond any model.
@@ -80,6 +81,24 @@ class StoredPiece(BaseModel):
         )
 
 
+class Part(BaseModel):
+    """The pieces of one rank's file, in a list beside it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: str  # the list
+    bytes: Count  # of the list
+    hash: str
+    of: str  # the file whose pieces it lists
+    size: Count  # of that file
+    pieces: Count  # how many
+
+
+# Evenly spaced parts, whose boxes of a tensor are evenly spaced: the first part, the step from one to the next, how
+# many; and of their boxes the first offset, the steps, and the size.
+PartRun = tuple[Count, Count, Count, tuple[Count, ...], tuple[Count, ...], tuple[Count, ...]]
+
+
 class Manifest(BaseModel):
     """A checkpoint: the state after ``step``."""
 
@@ -95,14 +114,22 @@ class Manifest(BaseModel):
     heldout_loss: float | None = None
     shapes: dict[str, tuple[Count, ...]]  # of every whole tensor
     pieces: tuple[StoredPiece, ...]
+    parts: tuple[Part, ...] = ()
+    states: tuple[str, ...] = ()  # that there are in parts
+    index: dict[str, dict[str, tuple[PartRun, ...]]] = {}  # which parts have pieces of a tensor
 
     def to_text(self) -> str:
-        content = self.model_dump(mode="json")
-        return _dump({**content, "hash": blake3(_dump(content).encode()).hexdigest()}) + "\n"
+        content = self.model_dump(mode="json", exclude=None if self.parts else {"parts", "states", "index"})
+        return dump({**content, "hash": blake3(dump(content).encode()).hexdigest()}) + "\n"
 
     @property
     def bytes(self) -> int:
-        return sum(piece.bytes for piece in self.pieces)
+        return sum(piece.bytes for piece in self.pieces) + sum(part.size for part in self.parts)
+
+    @property
+    def count(self) -> int:
+        """Of all pieces, also those in lists of their own."""
+        return len(self.pieces) + sum(part.pieces for part in self.parts)
 
     def shape_of(self, state: str, tensor: str) -> tuple[int, ...] | None:
         """Of a state of a whole tensor; None where there is no such tensor."""
@@ -120,7 +147,10 @@ class Manifest(BaseModel):
         sizes: Counter[str] = Counter()
         for piece in self.pieces:
             sizes[piece.file] += piece.bytes
-        return dict(sizes)
+        return {**sizes, **{part.of: part.size for part in self.parts}, **self.list_sizes()}
+
+    def list_sizes(self) -> dict[str, int]:
+        return {part.file: part.bytes for part in self.parts}
 
 
 def is_file_name(name: object) -> bool:
@@ -130,7 +160,7 @@ def is_file_name(name: object) -> bool:
 
 
 def identity_hash(identity: dict[str, Any]) -> str:
-    return blake3(_dump(identity, sort_keys=True).encode()).hexdigest()
+    return blake3(dump(identity, sort_keys=True).encode()).hexdigest()
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
@@ -144,9 +174,9 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         parsed = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{where} cannot be read: {error}") from None
-    if not isinstance(parsed, dict) or parsed.get("format") != FORMAT:
+    if not isinstance(parsed, dict) or parsed.get("format") not in (FORMAT, IN_PARTS):
         found = parsed.get("format") if isinstance(parsed, dict) else None
-        raise Damaged(f"{where} has format {found}; this version of Shoal reads {FORMAT}")
+        raise Damaged(f"{where} has format {found}; this version of Shoal reads {FORMAT} and {IN_PARTS}")
     parsed.pop("hash", None)
     try:
         manifest = Manifest.model_validate(parsed)
@@ -171,8 +201,26 @@ def _check(manifest: Manifest, where: str) -> None:
     for name, shape in manifest.shapes.items():
         if len(shape) > MOST_DIMENSIONS or math.prod(shape) > LARGEST_TENSOR:
             raise Damaged(f"{where}: {name} cannot have the shape {shape}")
+    if bool(manifest.parts) != (manifest.format == IN_PARTS):
+        raise Damaged(f"{where} has format {manifest.format} and {len(manifest.parts)} parts")
+    files = [name for part in manifest.parts for name in (part.file, part.of)]
+    for name in files:
+        if not is_file_name(name):
+            raise Damaged(f"{where} names a file outside the checkpoint: {name!r}")
+    if len({*files, *(piece.file for piece in manifest.pieces)}) < len(files) + len(
+        {piece.file for piece in manifest.pieces}
+    ):
+        raise Damaged(f"{where} names a file twice")
+    if not manifest.parts:
+        check_complete(manifest, where)
+    for piece in manifest.pieces if manifest.parts else ():
+        check_piece(piece, manifest.shape_of(piece.state, piece.tensor), where)
+
+
+def check_complete(manifest: Manifest, where: str) -> None:
+    """Of a manifest that has all pieces: they fill their files, and make up their tensors."""
     for piece in manifest.pieces:
-        _check_piece(piece, manifest.shape_of(piece.state, piece.tensor), where)
+        check_piece(piece, manifest.shape_of(piece.state, piece.tensor), where)
     in_order = sorted(manifest.pieces, key=lambda piece: (piece.file, piece.position))
     for file, pieces in groupby(in_order, key=lambda piece: piece.file):
         end = 0
@@ -183,7 +231,7 @@ def _check(manifest: Manifest, where: str) -> None:
     _check_tensors(manifest, where)
 
 
-def _check_piece(piece: StoredPiece, shape: tuple[int, ...] | None, where: str) -> None:
+def check_piece(piece: StoredPiece, shape: tuple[int, ...] | None, where: str) -> None:
     if not is_file_name(piece.file):
         raise Damaged(f"{where} names a file outside the checkpoint: {piece.file!r}")
     item = ITEM_BYTES.get(piece.dtype)
@@ -239,7 +287,7 @@ def _of_module(manifest: Manifest, state: str, where: str) -> dict[str, list[Sto
     return {name: [((0,) * len(shape), shape)] for name, shape in shapes}
 
 
-def _dump(content: Any, sort_keys: bool = False) -> str:
+def dump(content: Any, sort_keys: bool = False) -> str:
     return json.dumps(content, separators=(",", ":"), sort_keys=sort_keys)
 
 

@@ -6,6 +6,7 @@ after the last step, and not what came after the last commit to a disk.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
@@ -35,10 +36,23 @@ def forget(run_id: str) -> None:
     shutil.rmtree(_root(run_id), ignore_errors=True)
 
 
-def _root(run_id: str) -> Path:
+def flight_place(run_id: str, node: str) -> Path:
+    """Where the ranks of this machine record what they do, of several: a shared file system would have to write down
+    every heartbeat of each of them."""
+    return _root(run_id, "-flight") / f"node-{node}"
+
+
+def forget_flights(run_id: str, node: str) -> None:
+    root = _root(run_id, "-flight")
+    shutil.rmtree(root / f"node-{node}", ignore_errors=True)
+    with contextlib.suppress(OSError):  # others are there
+        root.rmdir()
+
+
+def _root(run_id: str, what: str = "") -> Path:
     # Without such a file system what is kept there lies on a disk: slower, and no worse.
     base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    root = base / f"shoal-{os.getuid()}-{run_id}"
+    root = base / f"shoal-{os.getuid()}-{run_id}{what}"
     try:
         found = root.lstat()
     except OSError:

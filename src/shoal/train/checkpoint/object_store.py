@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 PROBE = "writable"
 # Read in parts of this size, for fsspec hands over copies.
 PART = 1 << 24
+# Files whose sizes are asked for one by one: a rank of many looks at its share, which is a few.
+QUESTIONS = 4
 # Requests that are under way at once.
 REQUESTS = 16
 EXAMPLE = 'checkpoint.to = "s3://bucket/runs"'
@@ -44,8 +46,9 @@ class ObjectStore:
     def __init__(self, url: str) -> None:
         check_url(url)
         self.url = url.rstrip("/")
-        # Of the checkpoint whose manifest was read last: one listing in place of a question for every file.
+        # Of the checkpoint whose manifest was read last: who asks for many files gets the rest from one listing.
         self._sizes: tuple[int, dict[str, int]] | None = None
+        self._questions = 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ObjectStore) and other.url == self.url
@@ -83,6 +86,30 @@ class ObjectStore:
                 "credentials that may list, write and delete there, as fsspec finds them (environment, files of the "
                 "store's own tools, FSSPEC_… variables); and a bucket that exists",
             ) from None
+
+    # Notes that are no checkpoints.
+
+    def leave(self, name: str, text: str) -> None:
+        with self._asked():
+            self.files.pipe_file(f"{self.root}/{name}", text.encode())
+
+    def left(self, name: str) -> str | None:
+        """None where there is no such note."""
+        with self._asked():
+            self.files.invalidate_cache()
+            try:
+                return bytes(self.files.cat_file(f"{self.root}/{name}")).decode(errors="replace")
+            except FileNotFoundError:
+                return None
+
+    def notes(self) -> list[str]:
+        """All that lies beside the checkpoints."""
+        with self._asked():
+            return sorted(self._list(self.root))
+
+    def take_away(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError), self._asked():
+            self.files.rm_file(f"{self.root}/{name}")
 
     # As every place.
 
@@ -148,6 +175,13 @@ class ObjectStore:
             self.files.rm_file(self._at(step, NAME))
             self._delete(step, doomed)
 
+    def share_removal(self, ranks: int) -> None:
+        """A store removes a thousand objects at a request, so one rank asks for it."""
+
+    def remove_share(self, files: Iterable[str]) -> None: ...
+
+    def remove_rest(self) -> None: ...
+
     def set_aside(self, step: int, reason: str) -> None:
         """All stays where it is, but the manifest gets another name: then it commits nothing."""
         with self._asked():
@@ -163,8 +197,9 @@ class ObjectStore:
 
     def read_manifest(self, step: int) -> bytes:
         with self._asked(), self._missing(step, NAME):
-            self._sizes = step, self._list_step(step)
-            if (size := self._sizes[1].get(NAME, 0)) > LARGEST_MANIFEST:
+            self._sizes, self._questions = None, 0
+            self.files.invalidate_cache()
+            if (size := int(self.files.info(self._at(step, NAME))["size"])) > LARGEST_MANIFEST:
                 raise Damaged(f"{self.name(step)}/{NAME} is too long for a manifest: {size} bytes")
             return bytes(self.files.cat_file(self._at(step, NAME)))
 
@@ -172,6 +207,11 @@ class ObjectStore:
         if self._sizes is not None and self._sizes[0] == step and file in self._sizes[1]:
             return self._sizes[1][file]
         with self._asked(), self._missing(step, file):
+            self._questions += 1
+            if self._questions > QUESTIONS:
+                self._questions, self._sizes = 0, (step, self._list_step(step))
+                if file in self._sizes[1]:
+                    return self._sizes[1][file]
             self.files.invalidate_cache()
             return int(self.files.info(self._at(step, file))["size"])
 
@@ -348,7 +388,7 @@ def _drop(handle: Any) -> None:
 
 
 def _attempt_of(file: str) -> str | None:
-    match = re.fullmatch(r"rank-[0-9]{5,}-([A-Za-z0-9-]+)\.bin", file)
+    match = re.fullmatch(r"rank-[0-9]{5,}-([A-Za-z0-9-]+)\.(?:bin|json)", file)
     return match[1] if match else None
 
 

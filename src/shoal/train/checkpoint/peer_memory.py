@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +59,34 @@ class Peers:
         self.here = mesh.world // mesh.nodes
         self.node, local_rank = divmod(mesh.rank, self.here)
         self.leads = local_rank == 0  # its node
-        group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc=BACKGROUND)
-        assert group is not None
-        self.group: dist.ProcessGroup = group
+        self._links: dict[int, dist.ProcessGroup] = {}
+        self._made: set[tuple[int, ...]] = set()
+        nodes, here = mesh.nodes, self.here
+        # Of the ring of nodes every second pair first: else each would wait for the one before it.
+        ring = sorted(range(nodes if nodes > 2 else 1), key=lambda node: node % 2)
+        self._link(
+            (node * here + local, (node + 1) % nodes * here + local) for node in ring for local in range(here)
+        )
+
+    def _link(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Connect pairs of ranks, the same on every rank: one group of all would connect each to every other.
+
+        All ranks go through them, of which they connect their own, in an order in which no two wait for a third.
+        """
+        for pair in dict.fromkeys(tuple(sorted(pair)) for pair in pairs):
+            if pair in self._made:
+                continue
+            self._made.add(pair)
+            group = dist.new_group([*pair], backend="gloo", timeout=PATIENCE, group_desc=BACKGROUND)
+            if self.mesh.rank in pair:
+                assert isinstance(group, dist.ProcessGroup)
+                self._links[sum(pair) - self.mesh.rank] = group
+
+    def _send(self, part: torch.Tensor, to: int) -> dist.Work:
+        return self._links[to].send([part], int(to > self.mesh.rank), 0)
+
+    def _take(self, into: torch.Tensor, origin: int) -> dist.Work:
+        return self._links[origin].recv([into], int(origin > self.mesh.rank), 0)
 
     # Saving, in the background.
 
@@ -97,8 +122,8 @@ class Peers:
                 yield into.numpy().data
 
     def _send_and_receive(self, part: torch.Tensor, to: int, into: torch.Tensor, origin: int) -> None:
-        works = [self.group.send([part], to, 0)] if part.numel() else []
-        works += [self.group.recv([into], origin, 0)] if into.numel() else []
+        works = [self._send(part, to)] if part.numel() else []
+        works += [self._take(into, origin)] if into.numel() else []
         for work in works:
             work.wait()
 
@@ -164,13 +189,14 @@ class Peers:
 
     def bring(self, sound: Sound) -> None:
         """Have every file of a checkpoint on every node."""
+        self._link((origin * self.here, to * self.here) for _, _, origin, to in sound.missing)
         lacking = {to for _, _, _, to in sound.missing}
         if self.leads and self.node in lacking:
             self._make_place(sound)
         for file, size, origin, to in sound.missing:
             if self.leads and self.node == origin:
                 for part in self._read(sound.step, file, size):
-                    self.group.send([part], to * self.here, 0).wait()
+                    self._send(part, to * self.here).wait()
             if self.leads and self.node == to:
                 self.place.write(sound.step, self.attempt, file, self._receive(size, origin * self.here))
         if self.leads and self.node in lacking:
@@ -201,7 +227,7 @@ class Peers:
     def _receive(self, size: int, origin: int) -> Iterator[memoryview]:
         for start in range(0, size, CHUNK):
             part = torch.empty(min(CHUNK, size - start), dtype=torch.uint8)
-            self.group.recv([part], origin, 0).wait()
+            self._take(part, origin).wait()
             yield part.numpy().data
 
     def remove(self, step: int) -> None:

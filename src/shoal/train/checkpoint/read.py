@@ -1,4 +1,7 @@
-"""Read a checkpoint: verify every byte before use, and read only what is needed."""
+"""Read a checkpoint: verify every byte before use, and read only what is needed.
+
+Of a manifest in parts a rank opens those that have a piece of what it wants, and no others.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ from shoal.facts.cluster.this_machine import usable_threads
 from shoal.facts.model import Model
 from shoal.facts.model.checkpoint_views import View, intersect, views_by_parameter
 from shoal.facts.model.parameters import parameters
-from shoal.facts.model.tensor_split import box_slices, meet
+from shoal.facts.model.tensor_split import box_slices, cover_alike, meet
 from shoal.facts.optimizers import OF_MATRICES
 from shoal.models.initial import Slice
 from shoal.train.checkpoint.manifest import ITEM_BYTES, Damaged, Manifest, StoredPiece
+from shoal.train.checkpoint.parts import Box, completed, parts_near, read_part
 from shoal.train.checkpoint.storage import (
     CheckpointStorage,
     DirectoryStorage,
@@ -68,9 +72,17 @@ class Checkpoint:
     """A committed checkpoint. Its manifest is verified at once, a piece when it is read."""
 
     def __init__(
-        self, place: CheckpointStorage | Path, step: int | None = None, threads: int | None = None
+        self,
+        place: CheckpointStorage | Path,
+        step: int | None = None,
+        threads: int | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
-        """Of a place and a step; or of the directory of one checkpoint. ``threads`` read and hash."""
+        """Of a place and a step; or of the directory of one checkpoint. ``threads`` read and hash.
+
+        ``share``: which of how many readers this is. Together they see to it that every file is as long as it was
+        written; each by itself, that those are from which it reads.
+        """
         if isinstance(place, Path):
             step = step_of(place.name)
             if step is None:
@@ -85,29 +97,73 @@ class Checkpoint:
         if self.manifest.step != step:
             raise Damaged(f"{name} is the checkpoint of step {self.manifest.step}")
         self._buffers = threading.local()
-        by_tensor: dict[tuple[str, str], list[StoredPiece]] = {}
-        for piece in self.manifest.pieces:
-            by_tensor.setdefault((piece.state, piece.tensor), []).append(piece)
-        self._pieces = {key: _Pieces(pieces) for key, pieces in by_tensor.items()}
-        for file, size in self.manifest.file_sizes().items():
-            # Before anything is allocated for what it is said to hold.
-            check_file(place, step, file, size)
+        self._lists: dict[int, list[StoredPiece]] = {}  # of the parts that were opened
+        self._by_tensor: dict[tuple[str, str], list[StoredPiece]] = {}
+        self._sorted: dict[tuple[str, str], _Pieces] = {}
+        self._add(self.manifest.pieces)
+        self._sizes, self._checked = self.manifest.file_sizes(), set[str]()
+        mine, readers = share
+        self._check_files([*self._sizes][mine::readers])
 
     @property
     def states(self) -> set[str]:
-        return {state for state, _ in self._pieces}
+        return {state for state, _ in self._by_tensor} | set(self.manifest.states)
+
+    @property
+    def parts_opened(self) -> int:
+        return len(self._lists)
+
+    def all_pieces(self) -> tuple[StoredPiece, ...]:
+        """Every piece, also those of parts, which are all opened for that."""
+        return completed(self.place, self.step, self.manifest).pieces
+
+    def _add(self, pieces: Iterable[StoredPiece]) -> None:
+        for piece in pieces:
+            key = piece.state, piece.tensor
+            self._by_tensor.setdefault(key, []).append(piece)
+            self._sorted.pop(key, None)
+
+    def _pieces(self, state: str, tensor: str, box: Box | None = None) -> _Pieces | None:
+        """Those of a tensor; of a box of it at least those that have an element of it. None where there are none."""
+        whole = self.manifest.shape_of(state, tensor) or ()
+        self._open(parts_near(self.manifest, state, tensor, box or ((0,) * len(whole), whole)))
+        key = state, tensor
+        if key not in self._sorted and key in self._by_tensor:
+            self._sorted[key] = _Pieces(self._by_tensor[key])
+        return self._sorted.get(key)
+
+    def _open(self, parts: set[int]) -> None:
+        new = sorted(parts - self._lists.keys())
+        if not new:
+            return
+        with self._pool() as pool:
+            named = (self.manifest.parts[number] for number in new)
+            lists = pool.map(lambda part: read_part(self.place, self.step, self.manifest, part), named)
+            for number, pieces in zip(new, lists, strict=True):
+                self._lists[number] = pieces
+                self._add(pieces)
+
+    def _check_files(self, files: Iterable[str]) -> None:
+        """Before anything is allocated for what they are said to hold."""
+        for file in files:
+            if file not in self._checked:
+                check_file(self.place, self.step, file, self._sizes[file])
+                self._checked.add(file)
 
     def dtype(self, state: str, name: str | None = None) -> torch.dtype:
         """Of one tensor's, or of the first one's."""
         name = next(iter(self.manifest.shapes)) if name is None else name
-        return DTYPES[self._pieces[state, name].dtype]
+        pieces = self._pieces(state, name)
+        if pieces is None:
+            raise Damaged(f"{self.place.name(self.step)} holds no {state} of {name}")
+        return DTYPES[pieces.dtype]
 
     def tensor(self, state: str, name: str) -> Tensor:
         """One whole tensor."""
         shape = self.manifest.shapes.get(name)
-        if shape is None or (state, name) not in self._pieces:
+        if shape is None:
             raise Damaged(f"{self.place.name(self.step)} holds no {state} of {name}")
-        whole = torch.empty(shape, dtype=DTYPES[self._pieces[state, name].dtype])
+        whole = torch.empty(shape, dtype=self.dtype(state, name))
         self.read([Wanted(state, name, (0,) * len(shape), whole)])
         return whole
 
@@ -140,21 +196,43 @@ class Checkpoint:
                     wanted.append(Wanted(state, view.tensor, overlap.tensor_offset, into))
         self.read(wanted)
 
-    def read(self, wanted: Iterable[Wanted]) -> None:
-        """Read and verify every needed piece once, several at a time."""
+    def needed(self, wanted: Iterable[Wanted]) -> dict[StoredPiece, list[Wanted]]:
+        """The pieces that have some of it, each with what it is wanted for; all of it is seen to be there."""
         readings: dict[StoredPiece, list[Wanted]] = {}
+        wanted = list(wanted)
+        self.open_for(wanted)
         for one in wanted:
-            pieces = self._pieces.get((one.state, one.tensor))
+            box = one.offset, tuple(one.into.shape)
+            pieces = self._pieces(one.state, one.tensor, box)
             if pieces is None:
                 raise Damaged(f"{self.place.name(self.step)} holds no {one.state} of {one.tensor}")
             _check_within(one, self.manifest.shape_of(one.state, one.tensor) or ())
+            met = []
             for piece in pieces.near(one):
-                if meet(piece.offset, piece.size, one.offset, tuple(one.into.shape)):
+                if common := meet(piece.offset, piece.size, *box):
                     readings.setdefault(piece, []).append(one)
+                    met.append(common)
+            # A manifest that lists all pieces was seen to have every element once when it was read.
+            if self.manifest.parts and not cover_alike([box] if one.into.numel() else [], met):
+                raise Damaged(
+                    f"{self.place.name(self.step)}: the pieces of {one.state} {one.tensor} leave a gap"
+                )
+        self._check_files({piece.file for piece in readings})
+        return readings
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Read and verify every needed piece once, several at a time."""
+        readings = self.needed(wanted)
         in_order = sorted(readings, key=_place_of)
         with self._pool() as pool:
             for _ in pool.map(self._deliver, in_order, map(readings.__getitem__, in_order)):
                 pass
+
+    def open_for(self, wanted: Iterable[Wanted]) -> None:
+        """All parts at once: they are many small files, and each takes a while to be there."""
+        boxes = {(one.state, one.tensor, one.offset, tuple(one.into.shape)) for one in wanted}
+        near = (parts_near(self.manifest, state, name, (offset, size)) for state, name, offset, size in boxes)
+        self._open(set().union(*near))
 
     def damages(self) -> list[Damaged]:
         """Read and check everything: all that is not as it was written."""
@@ -167,7 +245,7 @@ class Checkpoint:
             return None
 
         with self._pool() as pool:
-            found = pool.map(damage, sorted(self.manifest.pieces, key=_place_of))
+            found = pool.map(damage, sorted(self.all_pieces(), key=_place_of))
             return [error for error in found if error is not None]
 
     def verify(self) -> None:

@@ -13,13 +13,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
+from shoal.parallel.gathered_texts import gather_texts
 from shoal.parallel.hosts import PATIENCE
 from shoal.parallel.mesh import Mesh
-from shoal.train.checkpoint.manifest import Manifest, StoredPiece
+from shoal.train.checkpoint.manifest import Manifest, Part, PartRun, StoredPiece
+from shoal.train.checkpoint.parts import (
+    Coverage,
+    coverage,
+    coverage_from_json,
+    in_parts,
+    index_of,
+    list_name,
+    list_text,
+    listed_apart,
+    part_of,
+)
 from shoal.train.checkpoint.peer_memory import Peers, file_of
 from shoal.train.checkpoint.staging import StagingBuffer, States
 from shoal.train.checkpoint.storage import CheckpointStorage
@@ -41,6 +53,33 @@ class Saved:
     step: int
     seconds: float
     error: str = ""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank has written: its pieces, or the list that they are in; or why it has not."""
+
+    pieces: tuple[StoredPiece, ...] = ()
+    part: Part | None = None
+    covered: Coverage | None = None  # which boxes the list has; None: the same as before
+    states: tuple[str, ...] = ()
+    error: str = ""
+
+    def to_text(self) -> str:
+        pieces = [piece.model_dump() for piece in self.pieces]
+        part = None if self.part is None else self.part.model_dump()
+        return json.dumps([pieces, part, self.covered, self.states, self.error])
+
+    @classmethod
+    def from_text(cls, text: str) -> Written:
+        pieces, part, covered, states, error = json.loads(text)
+        return cls(
+            tuple(map(StoredPiece.model_validate, pieces)),
+            None if part is None else Part.model_validate(part),
+            None if covered is None else coverage_from_json(covered),
+            tuple(states),
+            error,
+        )
 
 
 class Saver:
@@ -71,6 +110,12 @@ class Saver:
         self.waited = 0.0  # seconds that training was held up; the reader resets it
         self._writer = ThreadPoolExecutor(1, "shoal-save", _be_nice)
         self._hashers = ThreadPoolExecutor(HASHERS, "shoal-hash", _be_nice)
+        self._covered: Coverage | None = None  # what was told of last
+        self._coverages: dict[
+            int, Coverage
+        ] = {}  # on the first rank: of all ranks that list their pieces themselves
+        self._index: dict[str, dict[str, tuple[PartRun, ...]]] = {}
+        self._indexed: list[int] = []  # whose coverages are in it
         self._running: Future[Saved] | None = None
         self._done: list[Saved] = []
 
@@ -110,19 +155,21 @@ class Saver:
     def _save(self, manifest: Manifest) -> Saved:
         began = time.monotonic()
         self._number += 1
-        pieces: list[StoredPiece] = []
-        error = ""
+        written = Written()
         try:
             self.prepare()
-            pieces = self._write(manifest.step)
+            self.place.remove_share([self.file, list_name(self.file)])
+            written = self._listed(manifest.step, self._write(manifest.step))
         except OSError as trouble:
-            error = in_words(trouble)
-        copying = self._copy(manifest.step)
-        error = error or copying
+            written = Written(error=in_words(trouble))
+        if (copying := self._copy(manifest.step)) and not written.error:
+            written = replace(written, error=copying)
+        every = self._gather(manifest.step, written)
         if self.rank == 0:
-            error = self._conclude(manifest, pieces, error)
+            error = self._conclude(manifest, every)
         else:
-            self._report(manifest.step, pieces, error)
+            error = written.error
+            self._commit_copies(manifest.step)
         return Saved(self.place, manifest.step, time.monotonic() - began, error)
 
     def _write(self, step: int) -> list[StoredPiece]:
@@ -145,23 +192,42 @@ class Saver:
             return f"no copy on another node: {trouble}"
         return ""
 
-    def _report(self, step: int, pieces: list[StoredPiece], error: str) -> None:
-        assert self.store is not None
-        told = {"error": error, "pieces": [piece.model_dump() for piece in pieces]}
-        self.store.set(self._key(step, self.rank), json.dumps(told), series=f"save-{self.name}")
+    def _listed(self, step: int, pieces: list[StoredPiece]) -> Written:
+        """Many pieces go into a list of their own; which boxes they are of is told once, for it seldom changes."""
+        if self.peers is not None or not pieces or not listed_apart(len(pieces), self.world):
+            return Written(tuple(pieces))
+        text = list_text(pieces)
+        name = self.place.write(step, self.attempt, list_name(self.file), [memoryview(text.encode())])
+        covered = coverage(pieces)
+        states = tuple(sorted({piece.state for piece in pieces}))
+        told = Written((), part_of(name, text, pieces), None if covered == self._covered else covered, states)
+        self._covered = covered
+        return told
+
+    def _gather(self, step: int, written: Written) -> list[Written]:
+        """On the first rank: how it went on every one."""
+        every = [written]
+        if self.store is not None:
+            series, key = f"save-{self.name}", self._key(step, "told")
+            told = gather_texts(self.store, self.rank, self.world, key, written.to_text(), PATIENCE, series)
+            every += map(Written.from_text, told[1:])
+        for rank, one in enumerate(every):
+            if one.covered is not None:
+                self._coverages[rank], self._indexed = one.covered, []
+        return every
+
+    def _commit_copies(self, step: int) -> None:
         leads = self.peers is not None and self.peers.leads and self.peers.node > 0
-        if leads and self.peers is not None and self.peers.commit_here(self.store, self._key(step), step):
+        if not leads or self.peers is None or self.store is None:
+            return
+        if self.peers.commit_here(self.store, self._key(step), step):
             self.after_commit()
 
-    def _conclude(self, manifest: Manifest, pieces: list[StoredPiece], error: str) -> str:
-        """Hear from every rank how it went there, and commit if it went well everywhere."""
-        everyone = list(pieces)
-        for rank in range(1, self.world):
-            assert self.store is not None
-            told = json.loads(self.store.wait(self._key(manifest.step, rank), PATIENCE))
-            error = error or (f"rank {rank}: {told['error']}" if told["error"] else "")
-            everyone += [StoredPiece.model_validate(piece) for piece in told["pieces"]]
-        complete = "" if error else manifest.model_copy(update={"pieces": tuple(everyone)}).to_text()
+    def _conclude(self, manifest: Manifest, every: list[Written]) -> str:
+        """Commit if it went well on every rank."""
+        failed = next(((rank, one.error) for rank, one in enumerate(every) if one.error), None)
+        error = "" if failed is None else f"rank {failed[0]}: {failed[1]}" if failed[0] else failed[1]
+        complete = "" if error else self._complete(manifest, every).to_text()
         if self.peers is not None:
             assert self.store is not None
             elsewhere = self.peers.commit_elsewhere(self.store, self._key(manifest.step), complete)
@@ -176,7 +242,20 @@ class Saver:
                 self.place.abandon(manifest.step, self.attempt)
         else:
             self.after_commit()
+            with contextlib.suppress(OSError):
+                self.place.remove_rest()
         return error
+
+    def _complete(self, manifest: Manifest, every: list[Written]) -> Manifest:
+        pieces = tuple(piece for one in every for piece in one.pieces)
+        manifest = manifest.model_copy(update={"pieces": pieces})
+        apart = {rank: one for rank, one in enumerate(every) if one.part is not None}
+        if not apart:
+            return manifest
+        if self._indexed != [*apart]:
+            self._index, self._indexed = index_of([self._coverages[rank] for rank in apart]), [*apart]
+        states = {state for one in apart.values() for state in one.states}
+        return in_parts(manifest, [one.part for one in apart.values() if one.part], self._index, states)
 
     def _key(self, step: int, rank: int | str = "commit") -> str:
         return f"save-{self.name}-{self._number}-{step}-{rank}"

@@ -18,9 +18,13 @@ from shoal.train.checkpoint.manifest import (
     is_file_name,
     parse_manifest,
 )
+from shoal.train.checkpoint.parts import check_index
 from shoal.train.files import replace_text, sync_directory
 
 UNFINISHED = ".unfinished-"
+REMOVED = f"{UNFINISHED}removed-"
+# Up to so many ranks' files are removed by one of them.
+REMOVED_BY_ONE = 64
 DAMAGED = "damaged-"
 REASON = "reason.txt"
 LAST_STEP = 10**18 - 1  # that a name has room for
@@ -71,6 +75,15 @@ class CheckpointStorage(Protocol):
 
     def remove(self, step: int) -> None: ...
 
+    def share_removal(self, ranks: int) -> None:
+        """So many write files here. Of many each removes its own, with ``remove_share``, and none all of them."""
+
+    def remove_share(self, files: Iterable[str]) -> None:
+        """Of checkpoints that are being removed, the files with these names."""
+
+    def remove_rest(self) -> None:
+        """On the first rank, after a save: what is left of those that were being removed at the save before."""
+
     def set_aside(self, step: int, reason: str) -> None:
         """Take a damaged checkpoint out of the way, and keep it."""
 
@@ -82,8 +95,11 @@ class CheckpointStorage(Protocol):
 
 
 def manifest_of(place: CheckpointStorage, step: int) -> Manifest:
-    """What a checkpoint says of itself, verified."""
-    return parse_manifest(place.read_manifest(step), f"{place.name(step)}/{NAME}")
+    """What a checkpoint says of itself, verified; what its parts list is verified as they are read."""
+    where = f"{place.name(step)}/{NAME}"
+    manifest = parse_manifest(place.read_manifest(step), where)
+    check_index(manifest, where)
+    return manifest
 
 
 def check_file(place: CheckpointStorage, step: int, file: str, size: int) -> None:
@@ -98,6 +114,8 @@ class DirectoryStorage:
 
     def __init__(self, path: Path, durable: bool = True) -> None:
         self.path, self.durable = path, durable
+        self._shared = False
+        self._doomed: set[str] = set()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DirectoryStorage) and other.path == self.path
@@ -150,12 +168,32 @@ class DirectoryStorage:
 
     def clear(self) -> None:
         for entry in self.path.glob(UNFINISHED + "*"):
-            shutil.rmtree(entry, ignore_errors=True)
+            if not self._shared:
+                shutil.rmtree(entry, ignore_errors=True)
+            elif not entry.name.startswith(REMOVED):
+                entry.rename(self.path / f"{REMOVED}{entry.name.removeprefix(UNFINISHED)}")
 
     def remove(self, step: int) -> None:
         # Renamed first: a half-removed checkpoint must not be taken for a whole one.
-        doomed = self.at(step).rename(self.path / f"{UNFINISHED}removed-{step}-{os.getpid()}")
-        shutil.rmtree(doomed, ignore_errors=True)
+        doomed = self.at(step).rename(self.path / f"{REMOVED}{step}-{os.getpid()}")
+        if not self._shared:
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    def share_removal(self, ranks: int) -> None:
+        self._shared = ranks > REMOVED_BY_ONE
+
+    def remove_share(self, files: Iterable[str]) -> None:
+        for entry in self.path.glob(REMOVED + "*") if self._shared else ():
+            for file in files:
+                (entry / file).unlink(missing_ok=True)
+
+    def remove_rest(self) -> None:
+        """Others may have looked for their files before it was renamed, but not twice."""
+        if self._shared:
+            found = {entry.name for entry in self.path.glob(REMOVED + "*")}
+            for name in found & self._doomed:
+                shutil.rmtree(self.path / name, ignore_errors=True)
+            self._doomed = found - self._doomed
 
     def set_aside(self, step: int, reason: str) -> None:
         number = 0

@@ -79,6 +79,28 @@ def summarise(config: Config, data: Collection) -> DataSummary:
     )
 
 
+def described(config: Config, data: Collection) -> list[dict[str, Any]]:
+    """Every data set of a run, for its manifest: what it is for, how large it is, and which rows were left out."""
+    names = [part.source for part in config.data.parts]
+    parts = [("training", name, part) for name, part in zip(names, data.parts, strict=True)]
+    parts += [("validation", name, one) for name, one in data.validation.items()]
+    fields = ("documents", "tokens", "heldout_documents", "heldout_tokens", "path")
+    found = []
+    for role, name, dataset in parts:
+        told = asdict(_summary(name, dataset))
+        rows, bad = dataset.manifest.get("rows"), dataset.manifest["bad_rows"]
+        found.append(
+            {
+                "source": name,
+                "role": role,
+                **{key: told[key] for key in fields},
+                "rows": rows,
+                "bad_rows": bad,
+            }
+        )
+    return found
+
+
 def _summary(name: str, dataset: Dataset) -> DatasetSummary:
     manifest = dataset.manifest
     train, heldout = manifest["splits"]["train"], manifest["splits"]["heldout"]

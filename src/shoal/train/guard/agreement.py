@@ -1,7 +1,8 @@
 """Check that all ranks were started for the same run before they form groups.
 
 Ranks with different layouts would build different groups and hang in them, so nothing here is a collective: each rank
-leaves its facts in the store, the first one compares them, and all of them read its verdict.
+leaves a digest of its facts in the store, the first one compares them, and all of them read its verdict. The first of
+every 64 ranks hands on what the others told, so that none reads more than a few dozen messages.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import torch.distributed as dist
 
 from shoal.facts.config.file import flatten
 from shoal.facts.problem import shorten
+from shoal.parallel.gathered_texts import FAN
 from shoal.parallel.signed_store import SignedStore
 
 FACTS, DIGEST, VERDICT = "agreement/facts", "agreement/digest", "agreement/verdict"
 
 # How long the first rank may take to compare, once it has everything.
 COMPARING = timedelta(seconds=30)
+# And for how much longer a rank that hears several waits than each of them.
+HANDING_ON = timedelta(seconds=5)
 
 MOST_KEYS = 4
 MOST_VALUES = 3
@@ -43,12 +47,13 @@ def agree(store: SignedStore, rank: int, world: int, facts: Mapping[str, str], t
     ``store`` must hold nothing of an earlier attempt. Facts that are JSON objects are compared key by key.
     """
     text = json.dumps(dict(facts))
-    store.set(f"{FACTS}/{rank}", text)
-    # Last, so that a reader who finds it finds the facts as well.
-    store.set(f"{DIGEST}/{rank}", hashlib.sha256(text.encode()).hexdigest())
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    # Equal facts are in the store once, however many ranks have them.
+    store.set(f"{FACTS}/{digest}", text)
+    told = _gather(store, rank, world, digest, timeout)
     if rank == 0:
-        missing = _wait_for_ranks(store, world, timeout)
-        message = _absence(missing, world, timeout) if missing else _difference(store, world)
+        missing = [other for other in range(world) if other not in told]
+        message = _absence(missing, world, timeout) if missing else _difference(store, told)
         store.set(VERDICT, json.dumps({"missing": bool(missing), "message": message}))
     else:
         _wait_for_verdict(store, world, timeout)
@@ -60,12 +65,33 @@ def agree(store: SignedStore, rank: int, world: int, facts: Mapping[str, str], t
 # Waiting.
 
 
-def _wait_for_ranks(store: SignedStore, world: int, timeout: timedelta) -> list[int]:
-    """The ranks that did not come in time."""
-    keys = [f"{DIGEST}/{rank}" for rank in range(world)]
-    if _came(store, keys, timeout):
-        return []
-    return [rank for rank, key in enumerate(keys) if not store.has(key)]
+def _gather(store: SignedStore, rank: int, world: int, digest: str, timeout: timedelta) -> dict[int, str]:
+    """On the first rank the digests of all that came in time; on others those that they have handed on."""
+    told, stride, patience = {rank: digest}, 1, timeout
+    if rank == 0:
+        store.set(f"{DIGEST}/0", "")  # for those who wait for it
+    while stride < world:
+        if rank % (stride * FAN):
+            # Last of all, so that a reader who finds it finds the facts as well.
+            store.set(f"{DIGEST}/{stride}/{rank}", json.dumps(told))
+            break
+        others = range(rank + stride, min(rank + stride * FAN, world), stride)
+        keys = [f"{DIGEST}/{stride}/{other}" for other in others]
+        came = _came(store, keys, patience)
+        for other, key in zip(others, keys, strict=True):
+            if came or store.has(key):
+                told |= _numbered(store.wait(key, COMPARING))
+            else:
+                # One that hands on what others told: they may have come.
+                for one in range(other, min(other + stride, world)):
+                    found = store.read(f"{DIGEST}/1/{one}")
+                    told |= {} if found is None else _numbered(found)
+        stride, patience = stride * FAN, patience + HANDING_ON
+    return told
+
+
+def _numbered(text: str) -> dict[int, str]:
+    return {int(rank): digest for rank, digest in json.loads(text).items()}
 
 
 def _wait_for_verdict(store: SignedStore, world: int, timeout: timedelta) -> None:
@@ -92,17 +118,17 @@ def _absence(missing: list[int], world: int, timeout: timedelta) -> str:
 # Comparing.
 
 
-def _difference(store: SignedStore, world: int) -> str:
+def _difference(store: SignedStore, told: Mapping[int, str]) -> str:
     """Which ranks differ from the majority and in what; empty where none does."""
+    world = len(told)
     ranks_of: dict[str, list[int]] = {}
-    for rank in range(world):
-        ranks_of.setdefault(store.wait(f"{DIGEST}/{rank}", COMPARING), []).append(rank)
+    for rank, digest in sorted(told.items()):
+        ranks_of.setdefault(digest, []).append(rank)
     if len(ranks_of) == 1:
         return ""
-    # Equal digests are equal facts: one rank of each kind is read, however many ranks there are.
     kinds = [
-        (ranks, _leaves(json.loads(store.wait(f"{FACTS}/{ranks[0]}", COMPARING))))
-        for ranks in ranks_of.values()
+        (ranks, _leaves(json.loads(store.wait(f"{FACTS}/{digest}", COMPARING))))
+        for digest, ranks in ranks_of.items()
     ]
     odd: set[int] = set()
     differences = []

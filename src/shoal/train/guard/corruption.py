@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.renamed import all_gather_single
 from shoal.facts.model.parameters import EMBEDDING, Parameter, by_name
 from shoal.facts.model.tensor_split import tensor_part
 from shoal.facts.traffic import name_ranks
@@ -176,14 +174,11 @@ class CorruptionGuard:
     # Across ranks.
 
     def _compare(self, step: int, kept: list[GuardedTensor], totals: list[int]) -> None:
-        mine = everyones = self._signatures(kept, totals)
-        if self.mesh.control is not None:
-            everyones = torch.empty(self.mesh.world * mine.numel(), dtype=torch.int64)
-            all_gather_single(everyones, mine.flatten(), group=self.mesh.control)
-        # Who holds the same elements must hold the same bits.
-        pairs = {(elements, value) for elements, value in everyones.view(-1, 2).tolist() if elements}
-        values = Counter(elements for elements, _ in pairs)
-        differing = {elements for elements, count in values.items() if count > 1}
+        mine = self._signatures(kept, totals)
+        everyones = self.mesh.hosts.all_gather_values(mine).view(-1, 2)
+        # Who holds the same elements must hold the same bits: of sorted pairs no two neighbours have the first alike.
+        elements = torch.unique(everyones[everyones[:, 0] != 0], dim=0)[:, 0]
+        differing = set(elements[1:][elements[1:] == elements[:-1]].tolist())
         if differing:
             self._report_difference(step, kept, totals, mine, differing)
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from shoal.comm.renamed import all_gather_single
 from shoal.facts.layout.ranks import coordinates
 from shoal.observe.waits import Waits, timed_waits
 from shoal.parallel.mesh import Mesh
@@ -68,9 +67,7 @@ class Stragglers:
         """To be called after each step, on every rank; on the first, a row of faults.jsonl where there is news."""
         if not self.factor or self.mesh.world == 1 or step % WINDOW or len(self._busy) < WINDOW:
             return None
-        busy = torch.empty(self.mesh.world, dtype=torch.float64)
-        mine = torch.tensor([median(self._busy)], dtype=torch.float64)
-        all_gather_single(busy, mine, group=self.mesh.control)
+        busy = self.mesh.hosts.all_gather_values(torch.tensor([median(self._busy)], dtype=torch.float64))
         return self._news(step, busy.tolist()) if self.mesh.rank == 0 else None
 
     def _news(self, step: int, busy: Sequence[float]) -> dict[str, Any] | None:

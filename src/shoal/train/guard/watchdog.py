@@ -71,6 +71,9 @@ class Watchdog:
         if now - self._looked < LOOK_SECONDS:
             return None
         passed, self._looked = min(now - self._looked, MOST_AT_ONCE), now
+        if self.ranks.progressing():
+            self._ended_well()
+            return None
         snapshots = self.ranks.look()
         if snapshots is None or [one.pid for one in snapshots] == self._judged:
             self._forget()
@@ -90,6 +93,11 @@ class Watchdog:
         return verdict
 
     # Whether.
+
+    def _ended_well(self) -> None:
+        """Whatever was waited for has come: of many ranks it is not seen in which phase that was, so any will do."""
+        self._wait = max([self._wait, *self._waited.values()])
+        self._waited, self._progress, self._quiet = {}, [], 0.0
 
     def _count(self, passed: float, snapshots: list[Snapshot]) -> None:
         """Count for how long each late collective is late, and for how long nothing has happened at all.

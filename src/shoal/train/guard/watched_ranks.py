@@ -33,6 +33,9 @@ LISTED = 40
 class WatchedRanks(Protocol):
     """All ranks of an attempt, wherever they run."""
 
+    def progressing(self) -> bool:
+        """Whether all are known to make progress, so that there is nothing to look at."""
+
     def look(self, entries: bool = False) -> list[Snapshot] | None:
         """What their recorders show; None while some process has not begun, or has ended. ``entries`` take longer."""
 
@@ -53,6 +56,10 @@ class LocalRanks:
         self.run = run
         self.readers = {rank: FlightReader(run.flight(rank)) for rank in ranks}
         self.processes = processes
+
+    def progressing(self) -> bool:
+        """Not without a look, and a look is all it takes."""
+        return False
 
     def any_stopped(self) -> bool:
         return any(map(is_stopped, self.processes().values()))

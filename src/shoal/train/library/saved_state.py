@@ -113,7 +113,7 @@ class ModuleState:
         step = int(self.mesh.hosts.broadcast(str(found)))
         if not step:
             return 0
-        checkpoint = Checkpoint(place, step)
+        checkpoint = Checkpoint(place, step, share=(self.mesh.rank, self.mesh.world))
         manifest = checkpoint.manifest
         check_agrees(manifest, place.name(step))
         self._check_same(manifest, place.name(step))

@@ -1,0 +1,39 @@
+"""Texts of all ranks on the first, by way of the store: no rank reads more than a few dozen messages.
+
+The first of every 64 ranks gathers theirs, and hands them on together; so does the first of every 4,096.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+from shoal.parallel.signed_store import SignedStore
+
+FAN = 64
+
+
+def gather_texts(
+    store: SignedStore,
+    rank: int,
+    world: int,
+    key: str,
+    text: str,
+    patience: timedelta,
+    series: str | None = None,
+    fan: int = FAN,
+) -> list[str]:
+    """Every rank's text in the order of ranks, on the first rank; elsewhere nothing.
+
+    ``series``: as the store has it, where keys are used again and again.
+    """
+    every, stride = [text], 1
+    while stride < world:
+        if rank % (stride * fan):
+            store.set(f"{key}/{rank}", json.dumps(every), series)
+            return []
+        others = range(rank + stride, min(rank + stride * fan, world), stride)
+        for told in store.wait_for([f"{key}/{other}" for other in others], patience):
+            every += json.loads(told)
+        stride *= fan
+    return every

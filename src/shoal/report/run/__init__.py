@@ -1,0 +1,1 @@
+"""A run's report: one file per section."""

@@ -1,0 +1,232 @@
+"""Large manifests in parts: each rank lists its pieces in a file of its own; the manifest names and indexes them.
+
+A checkpoint of ten thousand ranks has millions of pieces, and a rank needs a few hundred of them. So above a number of
+pieces a rank writes its list beside its bytes (``rank-00007.json``), and the manifest has, of every such list, its
+length and its hash; and of every tensor, which ranks have a piece of it, and of which box. Ranks that lie evenly spaced
+in a tensor are one entry there, so the index is small. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+from pydantic import ValidationError
+
+from shoal.facts.input.untrusted_files import first_fault
+from shoal.facts.optimizers import OF_MATRICES
+from shoal.train.checkpoint.manifest import (
+    IN_PARTS,
+    LARGEST_MANIFEST,
+    Damaged,
+    Manifest,
+    Part,
+    PartRun,
+    StoredPiece,
+    check_complete,
+    check_piece,
+    dump,
+)
+
+if TYPE_CHECKING:
+    from shoal.train.checkpoint.storage import CheckpointStorage
+
+# Pieces that a manifest lists itself: 10 MB, read in a second. Of more, ranks list their own.
+MOST_LISTED = 50_000
+# Lists that are read at once.
+READERS = 8
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+# By what a state's shape follows, and by tensor: the box that has all pieces of one rank. Most states are of a tensor's
+# own shape, and lie as it does.
+Coverage = dict[str, dict[str, Box]]
+
+
+def listed_apart(pieces: int, world: int) -> bool:
+    """Whether a rank lists so many pieces itself: it supposes that the others have as many."""
+    return pieces * world > MOST_LISTED
+
+
+def list_name(file: str) -> str:
+    """Of the list beside a rank's file."""
+    return file.rpartition(".")[0] + ".json"
+
+
+def list_text(pieces: Iterable[StoredPiece]) -> str:
+    """All but the name of their file, which the manifest has."""
+    return dump({"pieces": [piece.model_dump(mode="json", exclude={"file"}) for piece in pieces]}) + "\n"
+
+
+def part_of(file: str, text: str, pieces: Sequence[StoredPiece]) -> Part:
+    """What the manifest says of a list. ``file``: its name."""
+    content = text.encode()
+    return Part(
+        file=file,
+        bytes=len(content),
+        hash=blake3(content).hexdigest(),
+        of=pieces[0].file,
+        size=sum(piece.bytes for piece in pieces),
+        pieces=len(pieces),
+    )
+
+
+def coverage(pieces: Iterable[StoredPiece]) -> Coverage:
+    found: Coverage = {}
+    for piece in pieces:
+        of_tensor = found.setdefault(_kind(piece.state), {})
+        box = piece.offset, piece.size
+        of_tensor[piece.tensor] = _around(of_tensor[piece.tensor], box) if piece.tensor in of_tensor else box
+    return found
+
+
+def coverage_from_json(content: Mapping[str, Mapping[str, Any]]) -> Coverage:
+    return {
+        kind: {tensor: (tuple(offset), tuple(size)) for tensor, (offset, size) in boxes.items()}
+        for kind, boxes in content.items()
+    }
+
+
+def index_of(coverages: Sequence[Coverage]) -> dict[str, dict[str, tuple[PartRun, ...]]]:
+    """Of each tensor which parts have pieces of it; ``coverages`` are in the order of parts."""
+    entries: dict[str, dict[str, list[tuple[Box, int]]]] = {}
+    for part, found in enumerate(coverages):
+        for kind, boxes in found.items():
+            of_kind = entries.setdefault(kind, {})
+            for tensor, box in boxes.items():
+                of_kind.setdefault(tensor, []).append((box, part))
+    return {
+        kind: {tensor: tuple(_runs(boxes)) for tensor, boxes in of_kind.items()}
+        for kind, of_kind in entries.items()
+    }
+
+
+def in_parts(
+    manifest: Manifest,
+    parts: Sequence[Part],
+    index: dict[str, dict[str, tuple[PartRun, ...]]],
+    states: set[str],
+) -> Manifest:
+    changes = {"format": IN_PARTS, "parts": tuple(parts), "index": index, "states": tuple(sorted(states))}
+    return manifest.model_copy(update=changes)
+
+
+def parts_near(manifest: Manifest, state: str, tensor: str, box: Box) -> set[int]:
+    """All parts that may have an element of a box of a state of a tensor."""
+    runs = manifest.index.get(_kind(state), {}).get(tensor, ())
+    return {part for run in runs for part in _near(run, box)}
+
+
+def read_part(place: CheckpointStorage, step: int, manifest: Manifest, part: Part) -> list[StoredPiece]:
+    """The pieces that a part lists, verified."""
+    where = f"{place.name(step)}/{part.file}"
+    found = place.size(step, part.file)
+    if found != part.bytes:
+        raise Damaged(f"{where} has {found} bytes, and {part.bytes} were written")
+    content = bytearray(part.bytes)
+    place.read(step, part.file, 0, memoryview(content))
+    if blake3(content).hexdigest() != part.hash:
+        raise Damaged(f"{where}: its bytes are not those that were written (BLAKE3 differs)")
+    try:
+        pieces = [
+            StoredPiece.model_validate({**row, "file": part.of}) for row in json.loads(content)["pieces"]
+        ]
+    except ValidationError as error:
+        raise Damaged(f"{where} is no list of pieces: {first_fault(error)}") from None
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise Damaged(f"{where} is no list of pieces: {error}") from None
+    end = 0
+    for piece in sorted(pieces, key=lambda one: one.position):
+        check_piece(piece, manifest.shape_of(piece.state, piece.tensor), where)
+        if piece.position != end or piece.state not in manifest.states:
+            raise Damaged(f"{where}: the pieces of {part.of} overlap or leave a gap at byte {end}")
+        end += piece.bytes
+    if (end, len(pieces)) != (part.size, part.pieces):
+        raise Damaged(f"{where} lists {end} bytes, and {part.size} were written")
+    return pieces
+
+
+def completed(place: CheckpointStorage, step: int, manifest: Manifest) -> Manifest:
+    """A manifest with the pieces of all of its parts, as if it had listed them itself: every element once."""
+    if not manifest.parts:
+        return manifest
+    with ThreadPoolExecutor(READERS, "shoal-parts") as pool:
+        lists = list(pool.map(lambda part: read_part(place, step, manifest, part), manifest.parts))
+    # What the index does not say of a part, a rank that needs it would not find.
+    if index_of([coverage(pieces) for pieces in lists]) != manifest.index:
+        raise Damaged(f"{place.name(step)}: its index is not that of its parts")
+    every = tuple(piece for pieces in lists for piece in pieces)
+    whole = manifest.model_copy(update={"pieces": (*manifest.pieces, *every)})
+    check_complete(whole, place.name(step))
+    return whole
+
+
+def check_index(manifest: Manifest, where: str) -> None:
+    """Refuse an index that leads nowhere."""
+    for kind, tensors in manifest.index.items():
+        for tensor, runs in tensors.items():
+            shape = manifest.shape_of(kind or "weight", tensor)
+            for first, step, count, offset, apart, size in runs:
+                same = shape is not None and len(offset) == len(apart) == len(size) == len(shape)
+                if not same or count < 1 or first + step * (count - 1) >= len(manifest.parts):
+                    raise Damaged(f"{where}: its index of {tensor} names parts that it has not")
+    for part in manifest.parts:
+        if part.bytes > LARGEST_MANIFEST:
+            raise Damaged(f"{where}: {part.file} is too long for a list: {part.bytes} bytes")
+
+
+def _kind(state: str) -> str:
+    """States of other shapes than their tensors' are indexed by their own names."""
+    return state if state in OF_MATRICES else ""
+
+
+def _around(one: Box, other: Box) -> Box:
+    start = tuple(map(min, one[0], other[0]))
+    ends = (max(a + b, c + d) for a, b, c, d in zip(*one, *other, strict=True))
+    return start, tuple(end - first for first, end in zip(start, ends, strict=True))
+
+
+def _runs(boxes: list[tuple[Box, int]]) -> Iterable[PartRun]:
+    """Evenly spaced boxes of one size, of evenly spaced parts, as one."""
+    # The last axis first: whose columns are the same is spaced along the rows.
+    in_order = sorted(boxes, key=lambda entry: (entry[0][1], entry[0][0][::-1], entry[1]))
+    run: PartRun | None = None
+    for (offset, size), part in in_order:
+        longer = _extended(run, offset, size, part) if run is not None else None
+        if run is not None and longer is None:
+            yield run
+        run = longer or (part, 0, 1, offset, (0,) * len(offset), size)
+    if run is not None:
+        yield run
+
+
+def _extended(run: PartRun, offset: tuple[int, ...], size: tuple[int, ...], part: int) -> PartRun | None:
+    first, step, count, start, apart, of_size = run
+    if size != of_size:
+        return None
+    if count == 1:
+        step = part - first
+        apart = tuple(one - other for one, other in zip(offset, start, strict=True))
+        return None if min((step, *apart)) < 0 else (first, step, 2, start, apart, size)
+    expected = tuple(one + count * gap for one, gap in zip(start, apart, strict=True))
+    return (
+        (first, step, count + 1, start, apart, size)
+        if (first + count * step, expected) == (part, offset)
+        else None
+    )
+
+
+def _near(run: PartRun, box: Box) -> Iterable[int]:
+    """Of a run those parts whose box has an element of that box."""
+    first, step, count, offset, apart, size = run
+    low, high = 0, count
+    for start, gap, length, wanted, wide in zip(offset, apart, size, *box, strict=True):
+        if gap == 0:
+            if start >= wanted + wide or start + length <= wanted:
+                return ()
+        else:
+            low = max(low, (wanted - start - length) // gap + 1)
+            high = min(high, -((start - wanted - wide) // gap))
+    return (first + step * number for number in range(low, high))
