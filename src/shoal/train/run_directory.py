@@ -117,7 +117,7 @@ class RunDirectory:
 
     @cached_property
     def flights(self) -> Path:
-        """Of one machine in the directory; of several on each of them, for nobody else reads it."""
+        """Of one machine in the directory; of several on each of them, for no other machine reads it."""
         alone = self.node == ALONE or self.id == UNKNOWN
         return self.path / ".flight" if alone else flight_place(self.id, self.node)
 

@@ -24,7 +24,7 @@ FACTS, DIGEST, VERDICT = "agreement/facts", "agreement/digest", "agreement/verdi
 
 # How long the first rank may take to compare, once it has everything.
 COMPARING = timedelta(seconds=30)
-# And for how much longer whoever hears several waits than each of them.
+# And for how much longer a rank that hears several waits than each of them.
 HANDING_ON = timedelta(seconds=5)
 
 MOST_KEYS = 4
