@@ -54,9 +54,11 @@ pytest: setup
 
 # Tests that take long, and tests that need system packages or root.
 test-system: setup
-	@$(BIN)/python -m pip install -qq --editable '.[system]' || echo "no S3 server could be installed: its test is skipped"
+	@$(BIN)/python -m pip install -qq --editable '.[system]' || echo "not all of [system] could be installed: tests of what is missing are skipped"
+	@apt-get update -qq > /dev/null 2>&1 || true
 	@command -v chromium > /dev/null || apt-get install -qq -y chromium > /dev/null 2>&1 || echo "no chromium: pages are not opened in a browser"
 	@command -v ip > /dev/null || apt-get install -qq -y iproute2 > /dev/null 2>&1 || echo "no iproute2: no network is cut between nodes"
+	@command -v slurmctld > /dev/null || apt-get install -qq -y --no-install-recommends slurm-wlm munge > /dev/null 2>&1 || echo "no Slurm: its jobs are not tested"
 	$(BIN)/python -m pytest -m long -n $(WORKERS) --dist worksteal
 	$(BIN)/python -m pytest -m system
 

@@ -29,6 +29,8 @@ from shoal.facts.layout.stack_limits import RULES
 from shoal.facts.ledger import Ledger
 from shoal.facts.model import Model, presets
 from shoal.facts.recipe import Recipe
+from shoal.facts.schedules.programs import SPLIT_BACKWARD
+from shoal.plan.best_first import HEAVIER, removable
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import NOTHING, Candidate, Space, StateSharding
 from shoal.plan.time_bound import TimeBound
@@ -161,21 +163,37 @@ def too_high(case: Workload, one: Candidate) -> Iterator[str]:
     # Time, from the first decision to the last.
     handled = bounds.handled(split, share, states)
     worked = bounds.of_order(split, share, order, handled, played=True)
+    orders = case.space.orders(split)
+    exchanged = bounds.of_exchange(split, share, orders)
     times = {
         "of_split": bounds.of_split(split),
+        "of_split with orders": bounds.of_split(split, orders),
+        "of_tokens": bounds.of_tokens(split, share),
+        "of_layers": bounds.of_layers(split, share, bounds.compiled(split, order)),
+        "of_rate": bounds.of_rate(split, share, bounds.compiled(split, order)),
         "of_share": bounds.of_share(split, share),
+        "of_share with exchange": bounds.of_share(split, share, orders=orders) + exchanged,
         "of_share with recompute": bounds.of_share(split, share, order.recompute),
-        "of_share with orders": bounds.of_share(split, share, order.recompute, case.space.orders(split)),
-        "of_order": bounds.of_order(split, share, order),
-        "of_order played": worked,
+        "of_share with orders": bounds.of_share(split, share, order.recompute, orders) + exchanged,
+        "of_order": bounds.of_order(split, share, order) + exchanged,
+        "of_order played": worked + bounds.of_exchange(split, share, orders, (states.zero,)),
         "of_states": bounds.of_states(split, share, order, states, worked),
     }
     if states.offload:
         undecided = bounds.of_order(split, share, order)
-        times["of_offload"] = bounds.of_offload(split, share, order, states.offload, undecided)
+        away = bounds.of_offload(split, share, order, states.offload, undecided)
+        times["of_offload"] = away + exchanged
+        if any(part.what == "activations" for part in states.offload):
+            alike = case.space.orders(split, order.recompute, order.schedule in SPLIT_BACKWARD)
+            sent = bounds.of_sending(split, share, alike)
+            times["of_sending"] = bounds.of_order(split, share, order) + exchanged + sent
         kept = case.seconds(one._replace(states=states._replace(offload=NOTHING)))
         if kept > seconds * ROUNDING:
             yield f"offload is faster: {kept:.6g} s without it, {seconds:.6g} s with it"
+        for more in HEAVIER.get(states.offload, ()):
+            slower = case.seconds(one._replace(states=states._replace(offload=more)))
+            if seconds > slower * ROUNDING:
+                yield f"more offload is faster: {seconds:.6g} s, {slower:.6g} s with {'+'.join(map(str, more))}"
     for name, bound in times.items():
         if bound > seconds * ROUNDING:
             yield f"time {name}: {bound:.6g} s, predicted {seconds:.6g} s"
@@ -192,6 +210,9 @@ def too_high(case: Workload, one: Candidate) -> Iterator[str]:
         "of_order": room.of_order(split, share, order, states.offload),
         "of_states": room.of_states(split, share, order, states),
     }
+    if states.offload:
+        whole = case.memory(one._replace(states=states._replace(offload=NOTHING)))
+        needs["removable"] = whole.peak_allocated - removable(one, whole)
     for name, bound in needs.items():
         if bound > peak:
             yield f"memory {name}: {bound / 2**20:.3f} MiB, predicted {memory.peak_allocated / 2**20:.3f} MiB"

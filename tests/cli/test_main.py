@@ -29,7 +29,6 @@ from shoal.facts.config import Config
         (["--bogus"], "--bogus", "shoal --help"),
         (["config", "bogus"], 'Unknown command "bogus"', "shoal config --help"),
         (["config", "show", "--bogus"], "Unknown option: --bogus", "shoal config show --help"),
-        (["launch", "my.toml"], 'Unknown command "launch": not implemented yet', "shoal train"),
         (["trian"], 'Unknown command "trian"', "did you mean 'train'?"),
         (["train", "--learning_rate", "3"], "Unknown option: --learning_rate", "--set recipe.lr=…"),
         (["train", "--tensor-parallel-size=2"], "--tensor-parallel-size=2", "--layout tp=…"),

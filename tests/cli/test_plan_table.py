@@ -47,6 +47,7 @@ def test_several_nodes_are_in_the_next_command(capsys: Capture) -> None:
     _, out, _ = shoal_(capsys, *ASKED, "--layout", "fsdp=16")
     (line,) = [line for line in out.splitlines() if line.startswith("next: ")]
     assert line.endswith("&& shoal train plan.toml --nodes 2") and "for each of the 2 nodes" in out
+    assert out.splitlines()[-1].startswith("or as a job: shoal launch plan.toml --to slurm ")
     _, out, _ = shoal_(capsys, *ASKED[:3], "8xH100", *ASKED[4:], "--layout", "fsdp=8,micro=1")
     (line,) = [line for line in out.splitlines() if line.startswith("next: ")]
     assert line.endswith("&& shoal train plan.toml")

@@ -53,19 +53,6 @@ def test_layouts_that_are_not_run(layout: str, what: str, fix: str) -> None:
     assert not support.runs(Layout.parse(layout))
 
 
-@pytest.mark.parametrize(
-    "tables",
-    [
-        *({"track": {tracker: True}} for tracker in ("tensorboard", "wandb", "mlflow", "trackio")),
-    ],
-)
-def test_configs_that_are_not_run(tables: dict[str, Any]) -> None:
-    (problem,) = support.missing(Config.model_validate(tables), None, Layout())
-    ((table, keys),) = tables.items()
-    assert problem.what.startswith(f"{table}.{next(iter(keys))}")
-    assert problem.fix
-
-
 @pytest.mark.parametrize("recipe", [{"optimizer": "muon"}, {"precision": "fp8"}], ids=str)
 def test_adapters_are_not_run_with_everything(recipe: dict[str, Any]) -> None:
     assert support.missing(Config.model_validate({"model": {"lora": {}}}), None, Layout()) == []
@@ -92,7 +79,7 @@ def test_strict_mode_has_no_scales_that_depend_on_a_batch(precision: str) -> Non
 
 
 def test_everything_is_refused_at_once() -> None:
-    config = Config.model_validate({"track": {"wandb": True}, "recipe": {"states": "int8"}})
+    config = Config.model_validate({"evaluate": {"ema": True}, "recipe": {"states": "int8"}})
     with pytest.raises(BadInput) as caught:
         support.check(config, PRESETS["deepseek-v3"], Layout.parse("offload=optimizer+params@nvme"))
     assert len(caught.value.problems) == 3

@@ -30,6 +30,7 @@ from shoal.facts.config.file import load
 from shoal.facts.problem import BadInput
 from shoal.launch import rendezvous
 from shoal.launch.assignment import Assignment
+from shoal.launch.backend import check_backend
 from shoal.launch.environment import LEFT_OUT, keep_only_passed, passed_on, passes
 from shoal.launch.init_rank import init_rank
 from shoal.launch.interfaces import LOOPBACK, address_of, interface_of
@@ -148,6 +149,29 @@ def test_a_run_listens_on_loopback_alone_and_its_ranks_have_no_keys(
     assert {"HF_TOKEN", "SOMETHING_ELSE"} <= set(first.split()) and "MY_OWN" not in first
 
 
+@pytest.mark.parametrize(
+    "name",
+    (
+        *("OFI_NCCL_PROTOCOL", "FI_PROVIDER", "SHARP_COLL_LOG_LEVEL", "MLX5_SINGLE_THREADED", "UCX_TLS"),
+        *("NVSHMEM_BOOTSTRAP", "SLURM_JOB_ID", "NCCL_IB_HCA", "OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE"),
+    ),
+)
+def test_what_a_fabric_is_told_reaches_the_ranks(name: str) -> None:
+    assert passes(name) and not passes(f"{name}_PASSWORD")
+
+
+def test_a_backend_that_is_not_here_is_refused(settings: Callable[..., list[str]]) -> None:
+    def check(on: str, backend: str) -> None:
+        check_backend(resolve(load(None, settings(cluster__on=on, cluster__backend=backend), "dp=1").config))
+
+    check("1xH100", "nccl")
+    check("1xcpu", "gloo")
+    with pytest.raises(BadInput, match="torch_smddp, which cannot be imported here"):
+        check("1xH100", "smddp")
+    with pytest.raises(BadInput, match='"nccl" does not carry tensors of cpu'):
+        check("1xcpu", "nccl")
+
+
 def test_ranks_meet_at_the_interface_that_is_named(train: Train) -> None:
     """At another than loopback where this machine has one."""
     names = [name for _, name in socket.if_nameindex()]
@@ -168,12 +192,14 @@ def test_ranks_meet_at_the_interface_that_is_named(train: Train) -> None:
 def test_gloo_and_nccl_are_told_where_to_listen(
     named: str | None, used: str, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(variable, "eth9")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")  # and afterwards it is as it was
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^docker")
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     job = resolve(load(None, settings(cluster__interface=named or ""), "dp=1").config)
     init_rank(job, 0, 0, SignedStore(HashStore(), new_secret()))
-    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == used
+    assert os.environ["GLOO_SOCKET_IFNAME"] == used
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "^docker"  # the user's own word holds
 
 
 def test_addresses_of_interfaces(train: Train, tmp_path: Path) -> None:

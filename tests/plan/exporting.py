@@ -9,6 +9,7 @@ from shoal.facts.config import Lora, TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.model import presets
 from shoal.facts.recipe import Recipe
+from shoal.plan.export.torchtitan import flavor_of
 from shoal.predict.workload import Workload
 
 # Model, cluster, layout, and how the recipe differs from bf16 with 512 sequences of 4096 tokens.
@@ -78,3 +79,8 @@ def ask(
 
 def questions() -> list[Workload]:
     return [ask(layout, model, on, **recipe) for model, on, layout, recipe in CASES]
+
+
+def written_by(stack: str, workload: Workload) -> bool:
+    """Whether a stack has a model of this shape; torchtitan has some by name, and no others."""
+    return stack != "torchtitan" or flavor_of(workload.model) is not None

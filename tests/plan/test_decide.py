@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,13 +132,18 @@ def test_a_batch_that_is_the_limit_is_said_to_be() -> None:
 
 
 def test_seven_billion_parameters_on_one_card_wait_in_the_hosts_memory() -> None:
-    found = answered("llama2-7b", "1xRTX4090", 2048, 8)
+    asked = plan_request("llama2-7b", "1xRTX4090", seq=2048, batch=8)
+    cluster = asked.cluster.model_copy(update={"host_memory": 2**38})
+    found = plan_report(replace(asked, cluster=cluster))
     plan = found.choice
     assert plan is not None and plan.fits and plan.layout.offload[0].what == "optimizer"
     waiting = (
         f"{plan.memory.host / 2**30:,.0f} GiB in host memory (master weights, optimizer states and gradients"
     )
     assert f"Off the device wait, per node: {waiting}" in found.decision.text
+    # Unless it is said, a desktop has less, and the states go to its disks.
+    text = plan_report(asked).decision.text
+    assert "A host is taken to have 64 GiB for each GPU" in text and "on NVMe" in text
 
 
 def test_what_waits_on_disks_is_told_from_what_waits_in_memory() -> None:

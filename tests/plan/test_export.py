@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.plan.exporting import ask, questions
+from tests.plan.exporting import ask, questions, written_by
 
 from shoal.facts.config import Lora
 from shoal.facts.layout.legality import violations
@@ -23,10 +23,11 @@ from shoal.plan.export.trainer import arguments
 from shoal.predict.workload import Workload
 
 QUESTIONS = questions()
+PAIRS = [(one, stack) for one in QUESTIONS for stack in STACKS if written_by(stack, one)]
 
 
-def name(workload: Workload) -> str:
-    return f"{workload.model.name} {workload.layout}"
+def name(one: Workload | str) -> str:
+    return one if isinstance(one, str) else f"{one.model.name} {one.layout}"
 
 
 @pytest.mark.parametrize("workload", QUESTIONS, ids=name)
@@ -34,8 +35,7 @@ def test_the_questions_are_legal(workload: Workload) -> None:
     assert violations(workload.layout, workload.model, workload.recipe, workload.cluster) == []
 
 
-@pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("workload", QUESTIONS, ids=name)
+@pytest.mark.parametrize(("workload", "stack"), PAIRS, ids=name)
 def test_files_parse_and_gaps_name_what_is_nearest(workload: Workload, stack: str) -> None:
     exported = export(stack, workload)
     assert exported.files and exported.command
@@ -60,8 +60,7 @@ def parse(file: str, text: str) -> object:
     return subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
-@pytest.mark.parametrize("stack", [stack for stack in STACKS if stack != "sagemaker"])
-@pytest.mark.parametrize("workload", QUESTIONS, ids=name)
+@pytest.mark.parametrize(("workload", "stack"), [pair for pair in PAIRS if pair[1] != "sagemaker"], ids=name)
 def test_the_command_starts_every_rank(workload: Workload, stack: str) -> None:
     exported = export(stack, workload)
     if stack == "accelerate":
@@ -74,6 +73,12 @@ def test_the_command_starts_every_rank(workload: Workload, stack: str) -> None:
     each = re.search(r"--(?:nproc-per-node|num_gpus) (\d+)", text)
     assert each is not None
     assert (int(nodes[1]) if nodes else 1) * int(each[1]) == workload.layout.world
+
+
+def test_torchtitan_is_not_given_another_model() -> None:
+    with pytest.raises(BadInput) as caught:
+        export("torchtitan", ask("fsdp=8", model="llama2-70b"))
+    assert "no model of llama2-70b's shape" in str(caught.value) and "llama3 70B" in str(caught.value)
 
 
 def test_an_unknown_stack_is_refused_with_the_nearest() -> None:

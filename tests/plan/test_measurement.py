@@ -14,17 +14,18 @@ from shoal.plan.measurement import FULLEST, decisive
 
 
 def over(plan: Plan, cluster: Cluster, factor: float) -> float:
-    """Seconds of a step with another network."""
-    network = cluster.network.model_copy(update={"bandwidth": cluster.network.bandwidth * factor})
-    request = asked("llama3-8b", "64xH100", 8192, 1)
+    """Seconds of a step with other links within nodes."""
+    assert cluster.fast is not None
+    fast = cluster.fast.model_copy(update={"bandwidth": cluster.fast.bandwidth * factor})
+    request = asked("llama3-8b", "64xH100", 8192, 512)
     workload = request.workload(plan.layout)
-    return judge(replace(workload, cluster=cluster.model_copy(update={"network": network}))).step.seconds
+    return judge(replace(workload, cluster=cluster.model_copy(update={"fast": fast}))).step.seconds
 
 
 def test_beyond_the_limit_the_other_layout_wins() -> None:
-    found = answered("llama3-8b", "64xH100", 8192, 1)
+    found = answered("llama3-8b", "64xH100", 8192, 512)
     measurement = found.measurement
-    assert measurement is not None and measurement.factor is not None and "InfiniBand" in measurement.what
+    assert measurement is not None and measurement.factor is not None and "NVLink" in measurement.what
     assert found.choice is not None
     (rival,) = [plan for plan in found.plans if str(plan.layout) == measurement.instead]
     cluster = found.asked.cluster

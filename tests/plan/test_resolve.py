@@ -99,14 +99,14 @@ def test_problems_of_several_sources_come_together() -> None:
         layout="dp=3,tp=3,cp=2",
         run={"strict": True},
         model={"preset": "mixtral-8x7b", "lora": {}},
-        track={"wandb": True},
+        evaluate={"ema": True},
         recipe={"precision": "fp8"},
     )
     said = "\n".join(found)
     for part in (
         'recipe.precision = "fp8" with the experts of mixtral-8x7b: this version of Shoal does not train with it',
         "model.lora",
-        "track.wandb",
+        "evaluate.ema without recipe.ema",
         'recipe.precision = "fp8"',
         "batch=16 does not divide by dp·fsdp·micro = 3·1 = 3",
         "tp=3 does not divide the 32 attention heads of mixtral-8x7b",
@@ -136,14 +136,14 @@ def test_an_unknown_model_and_cluster_do_not_hide_the_rest() -> None:
     found = problems(
         model={"preset": "tinny"},
         cluster={"on": "8xH1000"},
-        track={"wandb": True},
+        evaluate={"ema": True},
         layout="dp=3",
     )
     said = "\n".join(found)
     for part in (
         "'tinny' is neither a preset",
         "the device 'H1000' is not in the catalogue",
-        "track.wandb",
+        "evaluate.ema without recipe.ema",
     ):
         assert part in said
     # Without a cluster nothing is said of a layout that we would have had to choose.
@@ -155,7 +155,7 @@ def test_an_unknown_model_and_cluster_do_not_hide_the_rest() -> None:
     ("tables", "what", "fix"),
     [
         ({"recipe": {"states": "int8", "optimizer": "lion"}}, "recipe.states", 'recipe.states = "bf16"'),
-        ({"track": {"mlflow": True}}, "track.mlflow", "metrics.jsonl"),
+        ({"evaluate": {"ema": True}}, "evaluate.ema", "recipe.ema = 0.999"),
     ],
 )
 def test_what_the_engine_does_not_run_is_refused_before_anything_starts(

@@ -22,7 +22,7 @@ from shoal.facts.strategies import OWNERS
 from shoal.plan.judge import Plan, judge
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.search import EFFORT, search
-from shoal.plan.space import LONG, NOTHING, OFFLOADS, Candidate, Space
+from shoal.plan.space import LEAST_TOKENS, NOTHING, OFFLOADS, Candidate, Space
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import cost_model, step
@@ -129,21 +129,20 @@ def test_what_is_searched_for_the_engine_is_what_it_runs() -> None:
         every = [candidate.layout() for candidate in space.everything()]
         return {key for key in ("cp", "ep", "offload") if any(OWNERS[key].works(layout) for layout in every)}
 
-    space = Space(MIXED, recipe(LONG, 4), 4, runnable=True)
+    space = Space(MIXED, recipe(LEAST_TOKENS, 4), 4, runnable=True)
     assert used(space) == {"cp", "ep", "offload"}
     for what in ("optimizer", "params"):
         assert {part.nvme for one in space.offloads for part in one if part.what == what} == {False, True}
-    assert Space(MIXED, recipe(LONG, 4), 4).offloads == space.offloads
-    assert Space(MIXED, recipe(LONG, 4), 4, runnable=True, lora=Lora()).offloads == ()
+    assert Space(MIXED, recipe(LEAST_TOKENS, 4), 4).offloads == space.offloads
+    assert Space(MIXED, recipe(LEAST_TOKENS, 4), 4, runnable=True, lora=Lora()).offloads == ()
 
 
-@pytest.mark.parametrize(
-    ("seq", "degrees"), [(LONG // 2, {1}), (LONG, {1, 2, 4, 8}), (4 * LONG, {1, 2, 4, 8, 16})]
-)
-def test_context_ranks_are_for_long_sequences_and_have_many_tokens_of_each(
-    seq: int, degrees: set[int]
-) -> None:
-    assert {split.cp for split in Space(MIXED, recipe(seq, 16), 16).splits()} == degrees
+def test_context_ranks_are_searched_wherever_they_are_legal_and_chosen_with_as_many_tokens_as_others_had() -> (
+    None
+):
+    space = Space(MIXED, recipe(2 * LEAST_TOKENS, 16), 16)
+    assert {split.cp for split in space.splits()} == {1, 2, 4, 8, 16}
+    assert {split.cp for split in replace(space, short=False).splits()} == {1, 2}
 
 
 def brute_force(model: Model, cluster: Cluster, asked: Recipe, runnable: bool) -> float | None:

@@ -80,7 +80,7 @@ def comm(
         Print one JSON document on standard output, everything else on standard error.
     """
     from shoal.facts.cluster import notation
-    from shoal.launch.environment import told_rank
+    from shoal.launch.adopt.told import told_rank
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     cluster = notation.find(on, visible)

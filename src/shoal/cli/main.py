@@ -15,11 +15,9 @@ from shoal import __version__
 from shoal.cli.show import print_problems
 from shoal.facts.problem import BadInput, Problem
 from shoal.launch.redacted import redacted_output
-from shoal.launch.report import FAILED, STOPPED
+from shoal.launch.report import BAD_INPUT, FAILED, STOPPED
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.train.files import MAKE_ROOM, disk_is_full, in_words
-
-BAD_INPUT = 2
 
 app = App(
     name="shoal",
@@ -80,6 +78,11 @@ for command, place, does in (
         "shoal.cli.bench:app",
         "Measure collectives, or a training step next to other stacks; compare the planner with published runs.",
     ),
+    ("launch", "shoal.cli.launch:launch", "Write a job for Slurm, Ray, Kubernetes or SageMaker; submit it."),
+    ("status", "shoal.cli.jobs:status", "What has become of a submitted job."),
+    ("logs", "shoal.cli.jobs:logs", "What a submitted job printed."),
+    ("cancel", "shoal.cli.jobs:cancel", "Have a submitted job finish its step, commit and end."),
+    ("ls", "shoal.cli.jobs:ls", "List the submitted jobs of a directory of runs."),
     ("doctor", "shoal.cli.doctor:doctor", "Check whether this machine is ready to train."),
 ):
     app.command(place, name=command, help=does)

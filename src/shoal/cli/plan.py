@@ -134,7 +134,7 @@ def plan(
     gc.disable()  # a search makes a million small things and no circles: looking for these is a tenth of its time
 
     from shoal.cli.plan_table import show, show_compared
-    from shoal.cli.show import measured_rates, print_json, use_calibration, warn_of_length
+    from shoal.cli.show import measured_rates, print_json, unwritable, use_calibration, warn_of_length
     from shoal.facts.problem import BadInput
     from shoal.plan.compare import Compared
     from shoal.plan.report import plan_report
@@ -176,6 +176,9 @@ def plan(
             use_links(links, request.cluster)
     if export is not None:
         _known_stack(export)
+    outputs = [path for path in (html, save, to / export if export else None) if path is not None]
+    if problems := list(unwritable(outputs)):
+        raise BadInput(problems)
     if save is not None:
         if stack != "shoal":
             raise BadInput("--save: shoal train runs Shoal's engine", f"--export {stack}, or without --stack")

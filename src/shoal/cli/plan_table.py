@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from shoal.cli.show import counted, print_fitted, print_wrapped
 from shoal.facts.cluster.stack import SHOAL
-from shoal.plan.amounts import short
+from shoal.plan.amounts import seconds_per_step, short
 from shoal.plan.compare import Compared, best_of
 from shoal.plan.decide import duration
 from shoal.plan.explain import GIB, against, binds, percent
 from shoal.plan.goodput import in_words
-from shoal.plan.headroom import chance
+from shoal.plan.headroom import chance, free_bytes
 from shoal.plan.judge import Plan
 from shoal.plan.report import PlanReport
 from shoal.plan.scale import Cost, Point
@@ -84,7 +84,7 @@ def _compared(row: Compared) -> tuple[str, ...]:
         return (name, *[""] * 7, "nothing fits")
     return (
         name,
-        f"{plan.step.seconds:.4g} ± {plan.error_bar:.0%}",
+        f"{seconds_per_step(plan.step.seconds)} ± {plan.error_bar:.0%}",
         f"{plan.tokens_per_s_per_gpu:,.0f}",
         short(row.tokens_per_day),
         f"{total.days:.3g}" if total else "",
@@ -104,7 +104,7 @@ def _row(found: PlanReport, plan: Plan) -> tuple[str, ...]:
     return (
         mark if plan.fits else "✗",
         sizes,
-        f"{plan.step.seconds:.4g} ± {plan.error_bar:.0%}",
+        f"{seconds_per_step(plan.step.seconds)} ± {plan.error_bar:.0%}",
         f"{plan.tokens_per_s_per_gpu:,.0f}",
         percent(plan.mfu),
         f"{plan.vs_ddp:.2f}",
@@ -118,8 +118,8 @@ def _answer(name: str, plan: Plan) -> tuple[str, ...]:
     memory = plan.memory
     return (
         name,
-        f"{plan.step.seconds:.4g} ± {plan.error_bar:.0%}",
-        f"{(memory.capacity - memory.device_total) / GIB:.1f}",
+        f"{seconds_per_step(plan.step.seconds)} ± {plan.error_bar:.0%}",
+        f"{free_bytes(memory) / GIB:.1f}",
         chance(plan.out_of_memory),
         str(len(plan.unmeasured)),
         str(plan.layout),
@@ -133,7 +133,7 @@ def _point(point: Point) -> tuple[str, ...]:
         return (*where, "", "", "", "", "", "nothing fits")
     return (
         *where,
-        f"{plan.step.seconds:.4g}",
+        seconds_per_step(plan.step.seconds),
         f"{plan.tokens_per_s:,.0f}",
         f"{point.speedup:.2f}",
         f"{point.efficiency:.0%}",
@@ -184,7 +184,7 @@ def _below(found: PlanReport) -> None:
             f"proven best of {counted(found.searched, 'layout')}"
             if found.proven
             else f"searched {counted(found.searched, 'layout')}, none of which can be faster than "
-            f"{found.at_best or 0:.4g} s/step"
+            f"{seconds_per_step(found.at_best or 0)} s/step"
         )
         print_wrapped(
             f"{best}, in {found.seconds:.2f} s: {found.evaluated:,} priced, the rest ruled out by bounds",
@@ -203,6 +203,7 @@ def _below(found: PlanReport) -> None:
                 f"shoal train is for each of the {chosen.nodes} nodes, in a directory that they share, with "
                 "--set cluster.interface=NAME for the network between them (docs/nodes.md)"
             )
+            print("or as a job: shoal launch plan.toml --to slurm --submit (docs/clusters.md)")
 
 
 def _cost(total: Cost, plan: Plan) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import Parameter
 
@@ -16,6 +18,7 @@ from shoal.launch.screen import Console
 
 if TYPE_CHECKING:
     from shoal.facts.config.file import Loaded
+    from shoal.launch.adopt.told import ToldRank
     from shoal.plan.resolve import Job
     from shoal.train.run_directory import RunDirectory
 
@@ -32,6 +35,7 @@ def train(
     branch: Path | None = None,
     nodes: str | None = None,
     node: str | None = None,
+    meet: str | None = None,
     calibration: bool = True,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -43,6 +47,8 @@ def train(
 
     On several machines that share the run directory, run the same command on each with --nodes 2; with --nodes 1:2
     the run continues on the machines that are left when one is lost, and takes it back when it returns: docs/nodes.md.
+    Under torchrun, srun and mpirun it adopts the ranks that they started; without a shared directory the machines meet
+    at --meet HOST:PORT, and checkpoint.to holds the state: docs/launchers.md.
 
     A rank that keeps its peers waiting for fault.stall seconds (0: never report) is named with the collective and the
     line of code; a rank that runs out of memory, with the nearest change that fits: docs/faults.md.
@@ -68,25 +74,66 @@ def train(
         How many machines run this command: a number, or minimum:maximum, as in 2:4.
     node
         This machine's name among them; by default its host name.
+    meet
+        HOST:PORT of the first machine, where the others find it; by default MASTER_ADDR and MASTER_PORT, what Slurm
+        says, or a file in the run directory that all share.
     calibration
         Predict with the rates that shoal profile --calibrate measured here, if there are any.
     json
         Print one JSON document on standard output, everything else on standard error.
     """
+    from shoal.launch.adopt.told import parse_meet, told
+
+    place = parse_meet(meet) if meet is not None else None
+    found = told(os.environ, place)
+    asked = _Asked(config, set, layout, run, fresh, extend, branch, nodes, node, place, calibration, json)
+    if found is not None and not found.per_node:
+        return _adopted(asked, found)
+    return _launched(asked, found)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The command line."""
+
+    config: Path | None
+    set: list[str] | None
+    layout: str | None
+    run: Path | None
+    fresh: bool
+    extend: bool
+    branch: Path | None
+    nodes: str | None
+    node: str | None
+    meet: tuple[str, int] | None
+    calibration: bool
+    json: bool
+
+
+def _launched(asked: _Asked, found: ToldRank | None) -> int:
+    """Start the ranks of this machine. ``found``: a scheduler started this process on each of several."""
     from shoal.cli.show import use_calibration
     from shoal.facts.config.file import load
+    from shoal.facts.problem import BadInput
     from shoal.launch import local
     from shoal.launch.nodes import train as on_nodes
     from shoal.launch.nodes.count import NodeCount, node_name
+    from shoal.launch.nodes.meet import Meet
 
-    use_calibration(calibration)
-    given = load(config, set, layout)
+    use_calibration(asked.calibration)
+    given = load(asked.config, asked.set, asked.layout)
+    nodes = asked.nodes if asked.nodes is not None or found is None else str(found.world)
     together = NodeCount.parse(nodes) if nodes is not None else None
+    if asked.meet is not None and together is None:
+        raise BadInput("--meet is for several machines", "--nodes 2 --meet HOST:PORT, the same on each")
+    meet = None
+    if together is not None and together.most > 1:
+        meet = Meet.of(asked.meet, found)
     job, directory, console = announced(
         given,
-        run,
-        fresh,
-        node=node_name(node) if together else None,
+        asked.run,
+        asked.fresh,
+        node=node_name(asked.node or _slurm_name(found)) if together else None,
         nodes=together.most if together else 1,
     )
     if job.config.tune.search and job.config.layout != "auto":
@@ -96,19 +143,96 @@ def train(
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     with given.located():
         job = local.fetched(job, console)
-        job, directory = _further(job, directory, extend, branch, fresh, together is not None, console)
+        job, directory = _further(job, directory, asked, together is not None, console)
         if together:
-            report = on_nodes.train(job, directory, together, fresh, console, visible)
+            report = on_nodes.train(job, directory, together, asked.fresh, console, visible, meet=meet)
         else:
-            report = local.train(job, directory, fresh, console, visible)
+            report = local.train(job, directory, asked.fresh, console, visible)
+    return _answered(report, asked.json)
+
+
+def _slurm_name(found: ToldRank | None) -> str | None:
+    """What the scheduler calls this machine, which is not always its host name."""
+    return os.environ.get("SLURMD_NODENAME") if found is not None and found.by == "srun" else None
+
+
+def _adopted(asked: _Asked, found: ToldRank) -> int:
+    """Be one of the ranks that another launcher has started. What all refuse alike is said once on each node."""
+    from shoal.cli.show import use_calibration
+    from shoal.facts.config.file import load
+    from shoal.facts.problem import BadInput
+    from shoal.launch import local
+    from shoal.launch.nodes.count import node_name
+    from shoal.launch.report import BAD_INPUT
+
+    first = found.local_rank == 0
+    try:
+        if asked.nodes is not None:
+            raise BadInput(
+                f"--nodes {asked.nodes} under {found.by}, which has started {found.world} ranks already: two launchers "
+                "for the same ranks",
+                f"leave out --nodes; or one process on each node, and Shoal starts its ranks ({_ONE_EACH[found.by]})",
+            )
+        use_calibration(asked.calibration)
+        given = load(asked.config, asked.set, asked.layout)
+        job, directory, console = announced(
+            given, asked.run, asked.fresh, nodes=found.nodes, ranks=found.local_world, quiet=found.rank > 0
+        )
+        # Of a connection that is lost, torch would print a page.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        train_rank = local.load_attempt("shoal.launch.adopt.train:train")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        with given.located():
+            job = local.fetched(job, console)
+            job, directory = _further(job, directory, asked, True, console)
+            name = node_name(asked.node) if asked.node is not None else None
+            report: Report = train_rank(job, directory, found, asked.fresh, console, visible, name)
+    except BadInput as error:
+        from shoal.launch.adopt.roll_call import Rival
+
+        if first or isinstance(error, Rival):
+            raise
+        return BAD_INPUT
+    if found.rank == 0 and (asked.json or report.code != FAILED):
+        _answered(report, asked.json)
+    return leave(report.code)
+
+
+# How a launcher starts one process on each node.
+_ONE_EACH = {
+    "torchrun": "shoal train itself",
+    "mpirun": "mpirun --map-by ppr:1:node",
+    "srun": "srun --ntasks-per-node=1",
+    "the environment": "a pod each",
+}
+
+
+def leave(code: int) -> NoReturn:
+    """Past what a backend, whose peers are gone, would wait for at the interpreter's end."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
+def _answered(report: Report, json: bool) -> int:
     tuning = {"tuning": report.tuning} if report.tuning is not None else {}
     return answer(report, json, {"heldout_loss": report.heldout_loss, "last": report.row, **tuning})
 
 
 def announced(
-    given: Loaded, run: Path | None, fresh: bool, node: str | None = None, nodes: int = 1
+    given: Loaded,
+    run: Path | None,
+    fresh: bool,
+    node: str | None = None,
+    nodes: int = 1,
+    ranks: int | None = None,
+    quiet: bool = False,
 ) -> tuple[Job, RunDirectory, Console]:
-    """The job of a config and its run, with what a user is told before anything is computed."""
+    """The job of a config and its run, with what a user is told before anything is computed.
+
+    ``ranks``: of each of the ``nodes``, where another launcher has started them; ``quiet``: one of them tells the user.
+    """
     from shoal.cli.show import measured_rates, warn_of_length
     from shoal.facts.config.implied import kept
     from shoal.launch.manifest import predicted_time
@@ -121,11 +245,12 @@ def announced(
     if not fresh and directory.begun:
         loaded, notes = kept(loaded, given.origins, path), []
     with given.located():
-        job = resolve(loaded, os.environ.get("CUDA_VISIBLE_DEVICES"), nodes)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+        job = resolve(loaded, os.environ.get("CUDA_VISIBLE_DEVICES"), nodes, ranks)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
     where = f"{job.cluster.device.name}, layout {job.layout}, run {directory.path}"
     console.print(f"{job.model.name} on {where}", markup=False)
-    warn_of_length(job.model, loaded.recipe.seq)
+    if not quiet:
+        warn_of_length(job.model, loaded.recipe.seq)
     for note in notes:
         console.print(note, markup=False)
     console.print(predicted_time(job), markup=False)
@@ -154,13 +279,7 @@ def _notes(given: Loaded) -> list[str]:
 
 
 def _further(
-    job: Job,
-    run: RunDirectory,
-    extend: bool,
-    branch: Path | None,
-    fresh: bool,
-    together: bool,
-    console: Console,
+    job: Job, run: RunDirectory, asked: _Asked, together: bool, console: Console
 ) -> tuple[Job, RunDirectory]:
     """What --extend and --branch make of a job and its run."""
     from shoal.facts.problem import BadInput
@@ -168,6 +287,7 @@ def _further(
     from shoal.train import branch as further
     from shoal.train.checkpoint.listing import newest_sound
 
+    extend, branch, fresh = asked.extend, asked.branch, asked.fresh
     if sum((extend, branch is not None, fresh)) > 1:
         raise BadInput("--extend, --branch and --fresh: only one of them at a time", "leave out the others")
     start = None

@@ -323,6 +323,3 @@ def _in_config(config: Config) -> Iterator[tuple[str, str]]:
         yield 'model.lora with recipe.precision = "fp8"', 'recipe.precision = "bf16"'
     if config.model.lora is not None and config.server.servers:
         yield "model.lora with server.servers", "server.servers = 0"
-    for tracker in ("tensorboard", "wandb", "mlflow", "trackio"):
-        if getattr(config.track, tracker):
-            yield f"track.{tracker}", f"track.{tracker} = false; metrics.jsonl holds every step"

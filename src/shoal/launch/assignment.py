@@ -25,6 +25,7 @@ class Assignment:
     set_aside: tuple[int, ...] = ()  # steps in memory that it must not continue from
     node: str = ALONE  # what this machine is called among those that take part
     nodes: int = 1  # that take part, with as many ranks each
+    bound: bool = False  # each sees a device of its own alone
 
 
 def begin(assignment: Assignment) -> Any:

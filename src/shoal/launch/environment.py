@@ -11,10 +11,8 @@ import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from shoal.facts.config import Config
-from shoal.facts.problem import BadInput
 from shoal.facts.redact import is_secret_name
 
 # Names of what was left out, for the processes started with the rest.
@@ -29,7 +27,9 @@ PASSED_ON = (
     *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "BLIS_*", "NUMEXPR_*", "NVPL_*", "CC", "CXX"),
     # Devices and networks.
     *("CUDA_*", "CUDNN_*", "CUBLAS_*", "NVIDIA_*", "HIP_*", "ROCR_*", "HSA_*", "NCCL_*", "RCCL_*", "GLOO_*"),
-    *("UCX_*", "FI_*"),
+    *("UCX_*", "FI_*", "OFI_*", "SHARP_*", "MLX5_*", "NVSHMEM_*", "SMDATAPARALLEL_*"),
+    # What schedulers say of a job: NCCL's plugins and a rank's own code may ask.
+    *("SLURM_*", "OMPI_*", "PMI_*", "PMIX_*", "MPI_LOCAL*"),
     # torch, and what torchrun's agent tells a worker.
     *("TORCH*", "PYTORCH_*", "TRITON_*", "KINETO_*", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -110,30 +110,3 @@ def passed_on(config: Config | None = None) -> Iterator[None]:
         del os.environ[LEFT_OUT]
         # Only what is missing: others may read the environment meanwhile.
         os.environ.update({name: value for name, value in whole.items() if name not in os.environ})
-
-
-class ToldRank(NamedTuple):
-    """What torchrun, or a wrapper that speaks as it does, tells a process of its own."""
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-
-    @property
-    def nodes(self) -> int:
-        return max(1, self.world // self.local_world)
-
-
-def told_rank(environment: Mapping[str, str] = os.environ) -> ToldRank | None:
-    """None where this process is not one of a launcher's ranks."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if not {*names, "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
-        return None
-    words = {name: environment[name] for name in names}
-    wrong = [f"{name}={word}" for name, word in words.items() if not (word.isdecimal() and len(word) < 9)]
-    told = None if wrong else ToldRank(*map(int, words.values()))
-    if told is None or not (told.rank < told.world and told.local_rank < told.local_world <= told.world):
-        said = wrong or [f"{name}={word}" for name, word in words.items()]
-        raise BadInput(f"the environment names no rank: {' '.join(said)[:200]}", "unset RANK and WORLD_SIZE")
-    return told

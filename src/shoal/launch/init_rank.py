@@ -10,28 +10,39 @@ import torch
 import torch.distributed as dist
 
 from shoal.facts.cluster.this_machine import usable_threads
+from shoal.launch.backend import register_smddp
 from shoal.launch.compile_cache import use_compile_cache
 from shoal.launch.interfaces import interface_of
+from shoal.launch.numa import bind_to_numa
 from shoal.parallel import device_context
 from shoal.parallel.mesh import Mesh
 from shoal.parallel.signed_store import SignedStore
 from shoal.plan.resolve import Job
 
+# Where gloo and NCCL learn which interface to use.
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
-def init_rank(job: Job, rank: int, local_rank: int, store: SignedStore | None, nodes: int = 1) -> Mesh:
-    """Join the other ranks of a job; ``store`` is where several meet. Each of the ``nodes`` has as many of them."""
+
+def init_rank(
+    job: Job, rank: int, local_rank: int, store: SignedStore | None, nodes: int = 1, bound: bool = False
+) -> Mesh:
+    """Join the other ranks of a job; ``store`` is where several meet. Each of the ``nodes`` has as many of them.
+
+    ``bound``: a scheduler shows each rank a device of its own, and no other.
+    """
     here = job.layout.world // nodes
     timeout = timedelta(seconds=job.config.fault.timeout)
     # Left to themselves they listen wherever the host's name points to.
     interface = interface_of(job.config.cluster.interface)
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    for variable in INTERFACES:
+        os.environ.setdefault(variable, interface)  # what the user says of a fabric holds
     if job.cluster.device.name == "cpu":
         device = torch.device("cpu")
         backend = "gloo"
         torch.set_num_threads(thread_count(job, here))
     else:
         devices = torch.cuda.device_count()
-        if here > devices or job.config.cluster.share:
+        if (here > devices and not bound) or job.config.cluster.share:
             # NCCL takes two ranks on one device of one host for a mistake. On two hosts it asks no questions.
             os.environ["NCCL_HOSTID"] = f"rank-{rank}"
         if job.layout.pp > 1:
@@ -40,10 +51,13 @@ def init_rank(job: Job, rank: int, local_rank: int, store: SignedStore | None, n
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         device = torch.device("cuda", local_rank % devices)
         device_context.take(device)
-        backend = "nccl"
+        backend = job.config.cluster.backend or "nccl"
+        if backend == "smddp":
+            register_smddp()
     # On a GPU the loss has compiled kernels, whatever blocks are.
     if job.compilation.on or device.type == "cuda":
         use_compile_cache(here)
+    bind_to_numa(device, local_rank, here)
     if job.layout.world > 1:
         assert store is not None
         dist.init_process_group(

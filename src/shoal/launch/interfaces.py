@@ -42,6 +42,27 @@ def address_of(interface: str | None) -> str:
     return address
 
 
+def address_towards(host: str) -> str | None:
+    """This machine's own address on the way to a host; None where there is no way, or no such host."""
+    try:
+        (*_, (address, *_)), *_ = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_DGRAM)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            asking.connect((address, 9))  # nothing is sent: the system only looks up the way
+            return str(asking.getsockname()[0])
+    except OSError:
+        return None
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface of this machine by which it reaches a host; None where none is found."""
+    address = address_towards(host)
+    if address is None or sys.platform != "linux":
+        return None
+    if address.startswith("127."):
+        return LOOPBACK_INTERFACE
+    return next((name for _, name in socket.if_nameindex() if _ask(name) == address), None)
+
+
 def _ask(interface: str) -> str | None:
     """The system's answer; None where it has no address."""
     import fcntl

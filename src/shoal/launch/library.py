@@ -18,8 +18,9 @@ from shoal.facts.cluster.this_machine import usable_threads
 from shoal.facts.config import TuneSection
 from shoal.facts.layout import Layout
 from shoal.facts.problem import BadInput, did_you_mean
-from shoal.launch.adopt import join_ranks, told
-from shoal.launch.init_rank import given_threads
+from shoal.launch.adopt.library import join_ranks
+from shoal.launch.adopt.told import told
+from shoal.launch.init_rank import INTERFACES, given_threads
 from shoal.launch.interfaces import interface_of
 from shoal.launch.ranks import RankFailed, run_ranks
 from shoal.parallel import device_context
@@ -132,7 +133,8 @@ def _work(
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in told.items()})
     os.environ[LAYOUT] = layout
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface_of(None)
+    for variable in INTERFACES:
+        os.environ.setdefault(variable, interface_of(None))
     devices = torch.cuda.device_count()
     if not devices:
         torch.set_num_threads(given_threads() or max(1, usable_threads() // world))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
@@ -23,16 +24,20 @@ from shoal.facts.layout.offload import waiting
 from shoal.facts.losses import LOSSES
 from shoal.facts.model import hub
 from shoal.facts.problem import BadInput
+from shoal.launch.backend import check_backend
 from shoal.launch.environment import passed_on
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan, describe_run
 from shoal.launch.report import FINISHED, Report
 from shoal.launch.scratch import check_scratch, clear_scratch
 from shoal.launch.signals import STOP_SIGNALS, stoppable
+from shoal.launch.track.tracking import check_trackers, tracked
 from shoal.launch.tuning.candidates import Tried
 from shoal.launch.tuning.record import Tuning, last_decision, layouts_to_try
 from shoal.plan.resolve import Job
 from shoal.predict.memory.states import rank_states
+from shoal.train.checkpoint.lease import leased
+from shoal.train.checkpoint.object_store import ObjectStore
 from shoal.train.data.collection import Collection, gather
 from shoal.train.data.dataset import QUARANTINE, check_vocabulary
 from shoal.train.data.prepare import prepare as prepare_data
@@ -105,7 +110,9 @@ def _check_layout(job: Job, run: RunDirectory, visible: str | None, nodes: int =
 def check(job: Job, run: RunDirectory, visible: str | None, nodes: int = 1) -> None:
     """Refuse what cannot be trained here, or there. Nothing is created."""
     _check_layout(job, run, visible, nodes)
+    check_backend(job)
     address_of(job.config.cluster.interface)
+    check_trackers(job.config, nodes)
     run.check_place()
     run.keep_in(job.config.checkpoint.to)
     run.check_reachable()
@@ -155,10 +162,21 @@ def begun(job: Job, run: RunDirectory, console: Console, start: dict[str, Any]) 
                 console.print(line, markup=False)
         run.write_start(job, start, describe_plan(job))
         try:
-            with run.alive():
+            with _held_in_store(run, console), run.alive(), tracked(job, run, console):
                 yield
         finally:
             clear_scratch(job, run.path)
+
+
+def _held_in_store(run: RunDirectory, console: Console) -> AbstractContextManager[None]:
+    """A run of the same name on another machine has another directory, and the same checkpoints."""
+    if not isinstance(run.disk, ObjectStore):
+        return nullcontext()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False)
+
+    return leased(run.disk, run.path, say, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def compile_line(job: Job) -> str | None:

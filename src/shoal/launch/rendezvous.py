@@ -8,6 +8,7 @@ attempt writes under a prefix of its own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import resource
 import socket
 from collections.abc import Callable
@@ -17,11 +18,16 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from shoal.launch.interfaces import LOOPBACK
+from shoal.facts.problem import BadInput
+from shoal.launch.interfaces import LOOPBACK, address_towards
 from shoal.parallel.signed_store import SignedStore, new_secret
 
 # Keys. To stop, after a step and with a commit: the run, or one attempt at it, which another follows.
 STOP, REGROUP = "stop", "regroup"
+
+
+class PlaceTaken(BadInput):
+    """Another process listens where this one was to."""
 
 
 class Rendezvous(RendezvousHandler):
@@ -115,7 +121,13 @@ def allow_connections() -> None:
 
 def open_store(address: str, timeout: float) -> tuple[SignedStore, str, int]:
     """A store of this process at a free port of an address, and of no other; with a secret that is new."""
-    listener = socket.create_server((address, 0))
+    store, port = serve_store(address, 0, timeout)
+    return SignedStore(store, new_secret(), timeout), address, port
+
+
+def serve_store(address: str, port: int, timeout: float) -> tuple[TCPStore, int]:
+    """torch's own store at a port (0: a free one) of one address alone."""
+    listener = socket.create_server((address, port))
     port = listener.getsockname()[1]
     store = TCPStore(
         address,
@@ -125,7 +137,32 @@ def open_store(address: str, timeout: float) -> tuple[SignedStore, str, int]:
         timeout=timedelta(seconds=timeout),
         master_listen_fd=listener.detach(),
     )
-    return SignedStore(store, new_secret(), timeout), address, port
+    return store, port
+
+
+def serve_at(host: str, port: int, timeout: float) -> TCPStore:
+    """A store where others were told to look for it: at a name of this machine's, or of one that forwards to it."""
+    try:
+        address = socket.gethostbyname(host)
+        try:
+            return serve_store(address, port, timeout)[0]
+        except OSError as error:
+            own = address_towards(host)
+            if error.errno != errno.EADDRNOTAVAIL or own is None:
+                raise
+            # A service's address, as Kubernetes has them.
+            return serve_store(own, port, timeout)[0]
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PlaceTaken(
+                f"{host}:{port}, where this run is to meet, is in use by another process: perhaps a launcher of the "
+                "same run",
+                "stop that one; or another port: --meet HOST:PORT, or MASTER_PORT",
+            ) from None
+        raise BadInput(
+            f"{host}:{port}, where this run is to meet, cannot be opened: {error.strerror or error}",
+            "--meet HOST:PORT with a name or an address of the first node",
+        ) from None
 
 
 def connect(

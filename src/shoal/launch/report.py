@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FINISHED, FAILED, STOPPED = 0, 1, 75
+FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
 
 
 @dataclass(frozen=True)

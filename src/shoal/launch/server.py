@@ -103,7 +103,7 @@ def _links(attempt: SignedStore, number: int, incarnation: int, servers: int) ->
 def _alone(job: Job, number: int) -> Mesh:
     """A world of one rank, with the device and the threads that this worker of several has."""
     interface = interface_of(job.config.cluster.interface)
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     device = torch.device("cpu")
     if job.cluster.device.name == "cpu":
         torch.set_num_threads(thread_count(job, job.layout.world))

@@ -74,39 +74,11 @@ def work(
         print_to(run.log(rank))
         if left_out:
             print(f"not passed on to ranks (see run.environment): {' '.join(left_out)}", flush=True)
-        with (
-            _only_writer(run, rank),
-            FlightRecorder(run.flight(rank)) as flight,
-            stacks_on_signal(run.stack_dump(rank)),
-        ):
-            announce = flight.enter if guest is None else partial(_announce, flight, guest)
-            announce(START, 0)
-            watched = bool(assignment.job.config.fault.stall)
-            if watched:
-                # Read when the first group is made; on gloo it has no effect.
-                os.environ.update({**nccl.settings(run.flights), **os.environ})
-            _agree(assignment, rank, attempt)
-            mesh = init_rank(assignment.job, rank, int(os.environ["LOCAL_RANK"]), attempt, assignment.nodes)
-            # One rank asks for all of them: what it hears travels with the step's first sum.
-            asked = partial(_asked, store, attempt) if rank == 0 else bool
-            with recording(flight, mesh.names) if watched else contextlib.nullcontext():
-                restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-                outcome = main(
-                    assignment.job,
-                    run,
-                    assignment.dataset,
-                    mesh,
-                    asked,
-                    announce,
-                    assignment.attempt,
-                    restarts,
-                    guest,
-                    assignment.set_aside,
-                )
-            # Together: who leaves first can no longer look after what others wait for in the store.
-            mesh.hosts.sum_integers([0])
-            mesh.close()
-            return outcome
+        restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        # One rank asks for all of them: what it hears travels with the step's first sum.
+        asked = partial(_asked, store, attempt) if rank == 0 else bool
+        local_rank, first = int(os.environ["LOCAL_RANK"]), partial(_agree, assignment, rank, attempt)
+        return take_part(assignment, run, rank, local_rank, attempt, asked, restarts, first, guest, main)
     except Exception as error:
         # Told first: with a full disk there may be no log to print to, and the launcher may be gone as well.
         telling = threading.Thread(target=_tell, args=(store, attempt, rank, error), daemon=True)
@@ -116,6 +88,51 @@ def work(
             traceback.print_exc()
             sys.stderr.flush()
         os._exit(1)  # past the interpreter's own report: the log has it, the terminal needs one line
+
+
+def take_part(
+    assignment: Assignment,
+    run: RunDirectory,
+    rank: int,
+    local_rank: int,
+    attempt: SignedStore | None,
+    asked: Callable[[], bool],
+    restarts: int,
+    first: Callable[[], None] = lambda: None,
+    guest: Guest | None = None,
+    main: Callable[..., Outcome] = train,
+) -> Outcome:
+    """A rank's work among the others: join them, once ``first`` has returned, and train to the end."""
+    with (
+        _only_writer(run, rank),
+        FlightRecorder(run.flight(rank)) as flight,
+        stacks_on_signal(run.stack_dump(rank)),
+    ):
+        announce = flight.enter if guest is None else partial(_announce, flight, guest)
+        announce(START, 0)
+        watched = bool(assignment.job.config.fault.stall)
+        if watched:
+            # Read when the first group is made; on gloo it has no effect.
+            os.environ.update({**nccl.settings(run.flights), **os.environ})
+        first()
+        mesh = init_rank(assignment.job, rank, local_rank, attempt, assignment.nodes, assignment.bound)
+        with recording(flight, mesh.names) if watched else contextlib.nullcontext():
+            outcome = main(
+                assignment.job,
+                run,
+                assignment.dataset,
+                mesh,
+                asked,
+                announce,
+                assignment.attempt,
+                restarts,
+                guest,
+                assignment.set_aside,
+            )
+        # Together: who leaves first can no longer look after what others wait for in the store.
+        mesh.hosts.sum_integers([0])
+        mesh.close()
+        return outcome
 
 
 def _tell(store: SignedStore, attempt: SignedStore, rank: int, error: Exception) -> None:

@@ -61,13 +61,13 @@ class Mesh:
             backend = dist.get_backend()
             self.transport = transport or backend
             self.everyone = self.control = hosts = dist.group.WORLD
-            if self.transport == "nccl":
+            if self.transport != "gloo":
                 # In a dry run, whose ranks only seem to talk, this group is of the same kind as all others.
-                if backend == "nccl":
+                if backend == "fake":
+                    self.control = hosts = dist.new_group(timeout=timeout)
+                else:
                     hosts = control_group(rank, self.world, timeout)
                     self.control = None if isinstance(hosts, ControlTree) else hosts
-                else:
-                    self.control = hosts = dist.new_group(timeout=timeout)
             names = [axis for axis in AXES if getattr(layout, axis) > 1]
             sizes = [getattr(layout, axis) for axis in names]
             self._axes = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=tuple(names))

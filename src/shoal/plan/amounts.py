@@ -45,3 +45,8 @@ def short(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g}{suffix}"
     return f"{count:.3g}"
+
+
+def seconds_per_step(seconds: float) -> str:
+    """``0.3296``, ``24.31``, ``1,530``: four digits, and never an exponent."""
+    return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.4g}"

@@ -13,6 +13,8 @@ from shoal.plan.scale import best, resized
 HELD_UP = 0.7
 # Another batch that gives less than this is not worth changing a recipe for.
 WORTH_IT = 0.02
+# Sequences that several devices share for their length, and not for want of others.
+LONG = 32768
 # Where a search takes long, another batch is named and not tried.
 MOST_DEVICES = 1024
 
@@ -80,9 +82,8 @@ class BatchAdvice:
 def batch_advice(asked: PlanRequest, plan: Plan) -> BatchAdvice | None:
     """None where every device can have sequences of its own, or the model wants several devices for each anyway."""
     batch, devices = asked.recipe.batch, plan.world
-    if (
-        batch in near(batch, devices) or plan.layout.cp > 1
-    ):  # sequences so long that several devices share one
+    long = asked.recipe.seq >= LONG and plan.layout.cp > 1  # so that several devices share a sequence
+    if batch in near(batch, devices) or long:
         return None
     if batch < devices and not _starved(plan):
         return None

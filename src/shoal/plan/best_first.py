@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from shoal.facts.layout import Offload
 from shoal.facts.ledger import Ledger
 from shoal.plan.memory_bound import MemoryBound
-from shoal.plan.orders import OrderGroup, OrderGroups
+from shoal.plan.orders import MergedGroups, OrderGroup
 from shoal.plan.space import (
     EVERYTHING,
     FRACTIONS,
@@ -46,9 +46,19 @@ from shoal.predict.workload import Workload
 PRICED = 25
 COUNTED, PLAYED = 20, 4
 # Once the fastest layout is known, so many go into the fastest ones of further strategies.
-OTHERS = 4500
-# What is offloaded to a host's memory; NVMe is asked where that has no room.
-NEAR = tuple(offload for offload in OFFLOADS if offload not in ON_NVME.values())
+OTHERS = 3000
+# What is offloaded to a host's memory: of each of these, more where less does not fit, for it is never faster. NVMe is
+# asked where that memory has no room.
+Offloads = tuple[Offload, ...]
+CHAINS: tuple[tuple[Offloads, ...], ...] = (
+    (OFFLOADS[6], OFFLOADS[0]),
+    (OFFLOADS[2], OFFLOADS[7]),
+    (OFFLOADS[1],),
+    (OFFLOADS[3],),
+)
+HEAVIER: dict[Offloads, tuple[Offloads, ...]] = {
+    way: chain[place + 1 :] for chain in CHAINS for place, way in enumerate(chain[:-1])
+}
 
 # Degrees of tp, cp, pp, ep; what data ranks share; whether anything is offloaded.
 StrategyKey = tuple[int, int, int, int, int, bool]
@@ -74,6 +84,7 @@ class Priced:
     workload: Workload
     step: StepTime
     memory: Ledger | None = None
+    too_much: Ledger | None = None  # of a rank that did not fit, where no other was looked at
 
     @property
     def strategy(self) -> StrategyKey:
@@ -145,6 +156,33 @@ class Walk:
             priced.memory = ledger(priced.workload)
         return priced.memory
 
+    def _known_to_fit(self, priced: Priced) -> bool:
+        """As soon as one rank does not, no other is looked at."""
+        left = self.room.headroom.left_by
+        if priced.memory is None:
+            if priced.too_much is not None and not left(priced.too_much):
+                return False
+            if self._too_large_anyway(priced.candidate):
+                return False
+            self._worked += COUNTED + PLAYED * (priced.workload.layout.pp * priced.workload.layout.chunks - 1)
+            found = ledger(priced.workload, left)
+            if not left(found):
+                priced.too_much = found
+                return False
+            priced.memory = found
+        return left(priced.memory)
+
+    def _too_large_anyway(self, candidate: Candidate) -> bool:
+        """Whether it would not fit if all that is offloaded were gone, and with it nothing but that."""
+        offload = candidate.states.offload
+        if not offload:
+            return False
+        kept = self.known.get(candidate._replace(states=candidate.states._replace(offload=NOTHING)))
+        memory = kept and (kept.memory or kept.too_much)
+        if not memory:
+            return False
+        return not self.room.fits(candidate.split, memory.peak_allocated - removable(candidate, memory))
+
     def _too_large(self, candidate: Candidate) -> bool:
         """Whether something that needs no more memory did not fit."""
         return candidate.states.fsdp <= self._failed.get(self._alike(candidate), 0)
@@ -152,7 +190,7 @@ class Walk:
     def _fits(self, priced: Priced) -> bool:
         """If not, neither do states over fewer ranks, or larger units."""
         candidate, alike = priced.candidate, self._alike(priced.candidate)
-        fits = self.room.headroom.left_by(self._memory(priced))
+        fits = self._known_to_fit(priced)
         if not fits and alike[-1] == candidate.unit:
             self._failed[alike] = max(candidate.states.fsdp, self._failed.get(alike, 0))
         return fits
@@ -172,7 +210,7 @@ class Walk:
 class BestFirst(Walk):
     """One search on its way, through ``groups`` of orders and what each of them leaves open."""
 
-    groups: OrderGroups
+    groups: MergedGroups
     top: int
     others: int = OTHERS  # work that goes into further strategies
     settled: set[StrategyKey] = field(default_factory=set)  # strategies that cannot get a better plan
@@ -218,21 +256,26 @@ class BestFirst(Walk):
 
     def _bound(self) -> float | None:
         """What all that is left takes at least; None where nothing is."""
-        group = self.groups.at(self._place)
-        if group is None:
+        top = self.groups.at(self._place)
+        if top is None:
             return self._heap[0][0] if self._heap else None
-        return min(group.seconds, self._heap[0][0]) if self._heap else group.seconds
+        return min(top.seconds, self._heap[0][0]) if self._heap else top.seconds
 
     def _next(self, bound: float) -> None:
         """Whatever may be the fastest."""
-        group = self.groups.at(self._place)
-        if group is not None and group.seconds <= bound:
-            self._place += 1
-            self._open_group(group)
+        top = self.groups.at(self._place)
+        if top is not None and top.seconds <= bound:
+            if top.group is not None:
+                self._place += 1
+                self._open_group(top.group)
+            return
+        if not self._heap:
             return
         _, _, item = heapq.heappop(self._heap)
         if isinstance(item, Priced):
             self._decide(item)
+        elif isinstance(item, OrderGroup):
+            self._open_orders(item, self._sending(item))
         elif item.states is not None:
             self._price(item, item.states)
         elif item.alike is not None:
@@ -243,15 +286,25 @@ class BestFirst(Walk):
             self._open_order(item)
 
     def _open_group(self, group: OrderGroup) -> None:
-        """None of its orders is opened where none may fit."""
+        """None of its orders is opened where none may fit; later, where activations have to be offloaded for that."""
         self._worked += 1
-        most = EVERYTHING[group.orders[0].recompute]
-        ways = (NOTHING, most) if self.space.offloads else (NOTHING,)
-        if not any(self._any_may_hold(group, offload) for offload in ways):
-            return
+        if self._any_may_hold(group, NOTHING):
+            self._open_orders(group, 0.0)
+        elif self.space.offloads:
+            recompute = group.orders[0].recompute
+            if self._any_may_hold(group, EVERYTHING["none"]):
+                self._open_orders(group, 0.0)
+            elif recompute != "none" and self._any_may_hold(group, EVERYTHING[recompute]):
+                self._push(group.seconds + self._sending(group), group)
+
+    def _sending(self, group: OrderGroup) -> float:
+        return self.bounds.of_sending(group.split, group.share, group.orders)
+
+    def _open_orders(self, group: OrderGroup, more: float) -> None:
+        """``more``: seconds that all of them take besides."""
         for seconds, order in self.groups.ordered(group):
             node = SearchNode(group, group.split, group.share, order)
-            heapq.heappush(self._heap, (seconds, next(self._number), node))
+            heapq.heappush(self._heap, (seconds + more, next(self._number), node))
 
     def _any_may_hold(self, group: OrderGroup, offload: tuple[Offload, ...]) -> bool:
         return self.room.fits(
@@ -263,7 +316,7 @@ class BestFirst(Walk):
         if self._any_may_hold(node.group, NOTHING) and self._may_hold(*node[1:4], NOTHING):
             self._open_states(node._replace(offload=NOTHING))
         else:
-            self._offload(node, NEAR)
+            self._offload_more(node, NOTHING, False)
 
     def _open_states(self, node: SearchNode) -> None:
         _, split, share, order, offload, _, _ = node
@@ -273,7 +326,8 @@ class BestFirst(Walk):
                 held = self.bounds.handled(split, share, alike[0])
                 if held not in known:
                     known[held] = self.bounds.of_order(split, share, order, held, played=True)
-                self._push(known[held], node._replace(alike=tuple(alike)))
+                exchanged = node.group.of_stage(alike[0].zero)
+                self._push(known[held] + exchanged, node._replace(alike=tuple(alike)))
 
     def _open_alike(self, node: SearchNode, alike: tuple[StateSharding, ...]) -> None:
         _, split, share, order, offload, _, _ = node
@@ -284,33 +338,41 @@ class BestFirst(Walk):
             self._push(bound, node._replace(states=states))
         if len(found) == len(alike):
             return
+        self._offload_more(node, offload, not self.room.has_place(split, share, order, alike[-1]))
+
+    def _offload_more(self, node: SearchNode, offload: Offloads | None, no_place: bool) -> None:
+        """Where something did not fit: more, or the same on NVMe where the host's memory has no place for it."""
         if not offload:
-            self._offload(node, NEAR)
-        elif offload in ON_NVME and not self.room.has_place(split, share, order, alike[-1]):
+            for chain in CHAINS:
+                self._offload(node, chain)
+            return
+        if offload in HEAVIER:
+            self._offload(node, HEAVIER[offload])
+        if no_place and offload in ON_NVME:
             self._offload(node, (ON_NVME[offload],))
 
-    def _offload(self, node: SearchNode, ways: tuple[tuple[Offload, ...], ...]) -> None:
-        """The same with something offloaded, which is not asked before something did not fit.
+    def _offload(self, node: SearchNode, chain: tuple[Offloads, ...]) -> None:
+        """The same with something offloaded, the least of these that may fit; not asked before something did not.
 
         It is never faster: a host updates at a small part of the rate of a device's own memory, and all else only adds.
         """
         group, split, share, order, *_ = node
-        key = split, share, order, ways
-        known = self.space.offloads
-        if not known or key in self._offloaded:
+        key = split, share, order, chain
+        if not self.space.offloads or key in self._offloaded:
             return
         self._offloaded.add(key)
         self._worked += 1
         most = EVERYTHING[order.recompute]
         if not self._any_may_hold(group, most) or not self._may_hold(split, share, order, most):
             return
-        worked = self.bounds.of_order(split, share, order)
-        for offload in ways:
-            if offload not in known or not has_activations(offload, order.recompute):
+        for offload in chain:
+            if offload not in self.space.offloads or not has_activations(offload, order.recompute):
                 continue
             if self._any_may_hold(group, offload) and self._may_hold(split, share, order, offload):
+                worked = self.bounds.of_order(split, share, order)
                 bound = self.bounds.of_offload(split, share, order, offload, worked)
-                self._push(bound, SearchNode(group, split, share, order, offload))
+                self._push(bound + group.exchanged, SearchNode(group, split, share, order, offload))
+                return
 
     def _price(self, node: SearchNode, states: StateSharding) -> None:
         _, split, share, order, *_ = node
@@ -350,7 +412,15 @@ class BestFirst(Walk):
         """
         candidate = priced.candidate
         offload = {part.what: part for part in candidate.states.offload}
-        if "optimizer" not in offload or "params" in offload:
+        if "optimizer" not in offload:
+            return priced
+        if "params" in offload:
+            # Weights that hide their travels are as fast at home, and there the optimizer's share can be less.
+            kept = tuple(part for part in candidate.states.offload if part.what != "params")
+            lighter = self._priced(candidate._replace(states=candidate.states._replace(offload=kept)))
+            as_fast = lighter.step.seconds <= priced.step.seconds * (1 + 1e-9)
+            if as_fast and self.space.admits(lighter.candidate) and self._known_to_fit(lighter):
+                return self._balanced(lighter)
             return priced
 
         @cache
@@ -376,12 +446,24 @@ class BestFirst(Walk):
         if self._fits(priced):
             return True
         self.lost.append(priced)
-        offload, memory = priced.candidate.states.offload, self._memory(priced)
-        if not offload:
-            self._offload(node, NEAR)
-        elif offload in ON_NVME and memory.host > memory.host_capacity:
-            self._offload(node, (ON_NVME[offload],))
+        memory = priced.memory or priced.too_much
+        no_place = memory is not None and memory.host > memory.host_capacity
+        self._offload_more(node, priced.candidate.states.offload, no_place)
         return False
+
+
+def removable(candidate: Candidate, memory: Ledger) -> int:
+    """Bytes that are gone at most where something is offloaded, of what the same layout holds without."""
+    away = {part.what for part in candidate.states.offload}
+    gone = 0
+    if away & {"optimizer", "params"}:
+        gone += memory.optimizer + memory.params
+        gone += memory.grads if candidate.split.pp == 1 else 0  # a pipeline's add up on the device
+    if "params" in away:
+        gone += memory.buffers
+    if "activations" in away:
+        gone += memory.activations
+    return gone
 
 
 def strategy_of(split: ModelSplit, share: WorkShare, states: StateSharding) -> StrategyKey:

@@ -20,22 +20,20 @@ from shoal.facts.layout import Layout
 from shoal.plan import evidence, practice
 from shoal.plan.best_first import BestFirst, Priced
 from shoal.plan.complexity import parts, plain
-from shoal.plan.headroom import GIB, Headroom, chance, free, out_of_memory
+from shoal.plan.headroom import GIB, UNLIKELY, Headroom, chance, free, free_bytes, out_of_memory
 from shoal.plan.judge import RUNS, Plan, Replicas, supported
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.simplest import Simplest, rank_of
-from shoal.plan.space import Space
+from shoal.plan.space import Space, cuts_short
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import step
 from shoal.predict.workload import Workload
 
 # Work that looking for a simpler layout takes at most, in bounds (``plan/best_first.py``): a few tenths of a second.
-EFFORT = 10000
+EFFORT = 20000
 # Strategies that the choice is made among, the fastest first.
 POOL = 10
-# A probability of running out of memory that is as good as none.
-UNLIKELY = 0.001
 # Said of a claim that no row of ``plan/evidence.py`` supports.
 UNCHECKED = "none of the runs that predictions were checked against covers"
 # The safest takes at most so many times as long as what is chosen; and what differs by less than this is equally fast.
@@ -75,7 +73,7 @@ class Chosen:
             stack = self.plan.workload.stack
             of_all += f" and that {'the engine' if stack is SHOAL else stack.name} runs"
         if rival.layout != self.fastest.layout:
-            of_all = f"the fastest layout that leaves {self.headroom} of the memory free"
+            of_all = f"the fastest layout that {self.headroom}"
             if self.fastest.layout.offload and not rival.layout.offload:
                 of_all += " and offloads nothing"
         if self.plan.layout == rival.layout:
@@ -112,6 +110,9 @@ class Chosen:
             yield f"it leaves only {free(fastest.memory)}{out}"
         if fastest.layout.offload and not self.plan.layout.offload:
             yield "it offloads what fits on the devices"
+        seq, cp = fastest.workload.recipe.seq, fastest.layout.cp
+        if cuts_short(seq, cp) and not cuts_short(seq, self.plan.layout.cp):
+            yield f"its context ranks have {seq // cp:,} tokens of a sequence each, fewer than any published run's"
 
     def _better(self) -> Iterator[str]:
         departs = practice.departures(self.rival.workload)
@@ -145,7 +146,7 @@ def _safer(plan: Plan, other: Plan) -> Iterator[str]:
     risk, more = out_of_memory(plan.memory), out_of_memory(other.memory)
     if chance(risk) != chance(more):
         yield f"runs out of memory with a probability of {chance(risk)} instead of {chance(more)}"
-    left, less = (one.memory.capacity - one.memory.device_total for one in (plan, other))
+    left, less = (free_bytes(one.memory) for one in (plan, other))
     if left - less > GIB:
         yield f"leaves {left / GIB:.1f} GiB free instead of {less / GIB:.1f}"
     if unsure := [claim for claim in other.unmeasured if claim not in plan.unmeasured]:
@@ -206,8 +207,7 @@ def choose(
 
 def _may_be(one: Priced, space: Space, room: MemoryBound) -> bool:
     """Whether it could have been found by a hunt through this space."""
-    layout = one.workload.layout
-    if (layout.offload and not space.apart) or (space.runnable and supported(one.workload) != RUNS):
+    if not space.has(one.candidate) or (space.runnable and supported(one.workload) != RUNS):
         return False
     return room.headroom.left_by(one.memory or ledger(one.workload))
 
@@ -223,7 +223,7 @@ def _risk(one: Priced) -> tuple[bool, int, int, int, float]:
         out_of_memory(memory) > UNLIKELY,
         len(evidence.unmeasured(workload)),
         len(parts(workload)),
-        -int(10 * (memory.capacity - memory.device_total) / memory.capacity),
+        -int(10 * free_bytes(memory) / memory.capacity),
         one.step.seconds,
     )
 
@@ -232,4 +232,4 @@ def planned(one: Priced, against: Replicas) -> Plan:
     """As a plan; a micro-batch that it would have anyway is not written."""
     workload = one.workload
     bare = replace(workload, layout=plain(workload.layout, workload.recipe.batch))
-    return Plan(bare, one.memory or ledger(bare), one.step, against)
+    return Plan(bare, one.memory or one.too_much or ledger(bare), one.step, against)

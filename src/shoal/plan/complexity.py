@@ -8,10 +8,19 @@ departs from the practice of published runs is one more thing to explain (``plan
 from __future__ import annotations
 
 from shoal.facts.cluster import Cluster
+from shoal.facts.cluster.stack import Stack
 from shoal.facts.layout import DEFAULT_CHUNKS, DEGREES, Layout
 from shoal.facts.model import Model
 from shoal.plan import practice
-from shoal.plan.space import Candidate, ModelSplit, PipelineOrder, StateSharding, WorkShare, layout_of
+from shoal.plan.space import (
+    Candidate,
+    ModelSplit,
+    PipelineOrder,
+    StateSharding,
+    WorkShare,
+    layout_of,
+    placed,
+)
 from shoal.predict.workload import Workload
 
 
@@ -21,6 +30,12 @@ def parts(workload: Workload) -> list[str]:
     if not any(axis in written for axis in DEGREES if axis != "dp"):
         written.pop("dp", None)
     offload = written.pop("offload", ())
+    usual = practice.usual_zero(workload.stack)
+    if workload.layout.shards > 1 and usual != 3:
+        # Of another stack another stage is usual, and the one that is not written the part.
+        written.pop("zero", None)
+        if workload.layout.zero != usual:
+            written["zero"] = workload.layout.zero
     return [*written, *(f"offload={part}" for part in offload), *practice.departures(workload)]
 
 
@@ -36,10 +51,10 @@ def plain(layout: Layout, batch: int) -> Layout:
 # sum over those that were made is a lower bound, and over all of them the number of parts.
 
 
-def of_split(split: ModelSplit, model: Model, cluster: Cluster) -> int:
+def of_split(split: ModelSplit, model: Model, cluster: Cluster, seq: int) -> int:
     """At least: whether data ranks are replicas or shards is still open."""
     axes = (split.tp > 1) + (split.cp > 1) + (split.pp > 1)
-    departs = practice.of_split(split, model, cluster)
+    departs = practice.of_split(split, model, cluster, seq)
     return axes + (axes > 0 and split.data > 1) + departs
 
 
@@ -55,13 +70,14 @@ def of_order(split: ModelSplit, share: WorkShare, order: PipelineOrder, batch: i
     return policies + (share.micro != usual_micro(split, order, batch)) + practice.of_order(split, order)
 
 
-def of_states(split: ModelSplit, share: WorkShare, states: StateSharding) -> int:
+def of_states(split: ModelSplit, share: WorkShare, states: StateSharding, stack: Stack) -> int:
     sharded = states.fsdp > 1
     both = sharded and states.dp > 1
     # Data ranks beside another axis are counted with the split; expert ranks are an axis of a kind.
     alone = split.tp == split.cp == split.pp == 1
     first = alone and (sharded or (share.ep > 1 and states.dp > 1))
-    return both + first + (states.zero != 3) + len(states.offload)
+    unusual = placed(split, states).sharded.size > 1 and states.zero != practice.usual_zero(stack)
+    return both + first + unusual + len(states.offload)
 
 
 def replicas_alone(split: ModelSplit, share: WorkShare, states: StateSharding) -> int:
@@ -76,9 +92,11 @@ def of_unit(unit: int) -> int:
 def count(candidate: Candidate, asked: Workload) -> int:
     """As many as ``parts`` names."""
     split, share, order, states, unit = candidate
-    decided = of_split(split, asked.model, asked.cluster) + of_share(split, share, asked.model, asked.cluster)
+    decided = of_split(split, asked.model, asked.cluster, asked.recipe.seq)
+    decided += of_share(split, share, asked.model, asked.cluster)
     decided += of_order(split, share, order, asked.recipe.batch)
-    return decided + of_states(split, share, states) + of_unit(unit)
+    decided += practice.of_states(split, states, asked.cluster)
+    return decided + of_states(split, share, states, asked.stack) + of_unit(unit)
 
 
 def usual_micro(split: ModelSplit, order: PipelineOrder, batch: int) -> int:

@@ -20,6 +20,7 @@ from shoal.plan.judge import UNRUN, Plan, engine_runs
 from shoal.plan.remedy import Remedy
 from shoal.plan.request import PlanRequest
 from shoal.plan.scale import best, cost, resized
+from shoal.predict.memory.device import host_memory
 
 # From this share of a step on, communication is looked at: would fewer GPUs do as well?
 MUCH = 0.25
@@ -102,7 +103,8 @@ def _beside_ddp(plan: Plan) -> str:
         return f"One {_device(plan)}: nothing to distribute."
     if plan.ddp_fits:
         return f"Throughput is {plan.vs_ddp:.2f} times that of plain DDP, which also fits."
-    return f"Plain DDP does not fit; if it did, this layout would be {plan.vs_ddp:.2f} times as fast."
+    needed, there = plan.replicas.bytes / GIB, plan.memory.capacity / GIB
+    return f"Plain DDP needs {needed:,.0f} GiB on every GPU, which has {there:.1f}."
 
 
 def _offloaded(plan: Plan, remedies: list[Remedy]) -> str:
@@ -119,6 +121,10 @@ def _offloaded(plan: Plan, remedies: list[Remedy]) -> str:
     ]
     without = next((remedy for remedy in remedies if remedy.what.endswith("without offload")), None)
     said = f"Off the device wait, per node: {' and '.join(places)}."
+    cluster = plan.workload.cluster
+    if memory.host and cluster.host_memory is None:
+        each = host_memory(cluster) / GIB
+        said += f" A host is taken to have {each:.0f} GiB for each GPU; host_memory in a cluster file says otherwise."
     return f"{said} Without it: {without}." if without else said
 
 
@@ -249,8 +255,14 @@ def _lora(asked: PlanRequest) -> list[str]:
 
 
 def _input(plan: Plan) -> list[str]:
-    """What may be slower than the GPUs: the host, or the data."""
+    """What may be slower than the GPUs: the host, or the data; and attention that no fused kernel computes."""
     hints = []
+    workload = plan.workload
+    if workload.model.attention_cap is not None and workload.cluster.device.name != "cpu":
+        hints.append(
+            f"{workload.model.name} caps attention's scores, which no fused kernel here does: plain products compute "
+            "them a block of queries at a time, several times as slowly; counted from that code, never measured."
+        )
     if plan.step.other > MUCH * plan.step.seconds:
         share = plan.step.other / plan.step.seconds
         hints.append(

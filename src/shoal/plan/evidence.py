@@ -7,8 +7,10 @@ support each one is written down here; a test counts them again. An error bar is
 from __future__ import annotations
 
 from shoal.facts import calibration
+from shoal.facts.cluster.stack import Stack
 from shoal.facts.layout import ContextKind, Offload, Recompute, Schedule, Zero
 from shoal.plan.measured_kinds import expected_error
+from shoal.plan.practice import usual_zero
 from shoal.predict.workload import Workload
 
 # Published rows that support a claim. What is not listed has none.
@@ -50,7 +52,7 @@ def claims(workload: Workload) -> list[str]:
     layout, model, cluster = workload.layout, workload.model, workload.cluster
     found = [f"precision={workload.recipe.precision}", f"{DEVICE}{cluster.device.name}"]
     found += of_order(layout.pp, layout.schedule, layout.recompute)
-    found += of_states(layout.dp, layout.shards, layout.zero, layout.offload)
+    found += of_states(layout.dp, layout.shards, layout.zero, layout.offload, workload.stack)
     found += of_share(layout.cp, layout.cp_kind, layout.ep)
     if layout.tp > 1:
         found.append("tp")
@@ -88,11 +90,14 @@ def of_order(pp: int, schedule: Schedule, recompute: Recompute) -> list[str]:
     return [again, f"schedule={schedule}"] if pp > 1 else [again]
 
 
-def of_states(dp: int, shards: int, zero: Zero, offload: tuple[Offload, ...]) -> list[str]:
+def of_states(dp: int, shards: int, zero: Zero, offload: tuple[Offload, ...], stack: Stack) -> list[str]:
     away = [f"offload={part}" for part in offload]
     if shards == 1:
         return ["dp", *away] if dp > 1 else away
     within = ["sharding within replicas"] if dp > 1 else []
+    if (usual := usual_zero(stack)) != 3:
+        # What every run of a stack does is no claim beside that of the stack itself.
+        return [*([] if zero == usual else [f"zero={zero} of {stack.name}"]), *within, *away]
     return [f"zero={zero}", *within, *away]
 
 

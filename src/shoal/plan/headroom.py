@@ -30,24 +30,37 @@ UNITS = {"": None, "%": None, "gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6
 
 @dataclass(frozen=True)
 class Headroom:
-    """So many bytes, or such a share of a device's memory; by what is expected, and not at a percentile."""
+    """So many bytes, or such a share of a device's memory, at the 90th percentile; or a probability of running out that
+    is small enough.
+    """
 
     share: float = 0.0
     size: int = 0
+    risk: float = 1.0
 
     def bytes(self, capacity: int) -> int:
         return self.size + round(self.share * capacity)
 
     def left_by(self, memory: Ledger) -> bool:
         """Whether a plan fits and leaves as much."""
-        return memory.fits and memory.capacity - memory.device_total >= self.bytes(memory.capacity)
+        if not memory.fits or memory.capacity - memory.device_p90 < self.bytes(memory.capacity):
+            return False
+        return self.risk >= 1 or out_of_memory(memory) <= self.risk
+
+    @property
+    def most(self) -> float:
+        """Of what may be reserved, the share that a plan may be predicted to allocate for its risk to be small."""
+        return 1 / least_times(self.risk)
 
     def __str__(self) -> str:
-        return f"{self.size / GIB:.3g} GiB" if self.size else f"{self.share:.0%}"
+        """As in: the fastest layout that …"""
+        if self.risk < 1:
+            return f"runs out of memory less than once in {1 / self.risk:,.0f} times"
+        return (
+            f"leaves {f'{self.size / GIB:.3g} GiB' if self.size else f'{self.share:.0%} of the memory'} free"
+        )
 
 
-# Left where the user asks for nothing else: of peaks as they were measured, one in thousands is larger.
-USUAL = Headroom(share=0.1)
 NONE = Headroom()
 
 
@@ -85,9 +98,29 @@ def more_than(times: float) -> float:
     return found if times >= MORE_THAN[0][0] else 1.0
 
 
+def least_times(risk: float) -> float:
+    """Of how many times what is predicted more is reserved with this probability, or a smaller one."""
+    last, share = MORE_THAN[-1]
+    if risk < share:
+        return last + BEYOND * math.log(share / risk)
+    for (low, high_share), (high, low_share) in pairwise(MORE_THAN):
+        if low_share <= risk <= high_share:
+            found = low + (high - low) * (high_share - risk) / (high_share - low_share)
+    return found
+
+
+def free_bytes(memory: Ledger) -> int:
+    """What stays free at the 90th percentile of fragmentation, as all that is said of a plan's memory."""
+    return memory.capacity - memory.device_p90
+
+
 def free(memory: Ledger) -> str:
-    """What is expected to stay free, in words."""
-    return f"{(memory.capacity - memory.device_total) / GIB:.1f} GiB free"
+    return f"{free_bytes(memory) / GIB:.1f} GiB free"
+
+
+# A probability of running out of memory that is as good as none: what is chosen has no larger one, where there is such.
+UNLIKELY = 0.001
+USUAL = Headroom(risk=UNLIKELY)
 
 
 def chance(probability: float) -> str:

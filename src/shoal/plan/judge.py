@@ -15,7 +15,7 @@ from shoal.facts.layout.stack_limits import RULES, Asked, gaps
 from shoal.facts.ledger import Ledger
 from shoal.facts.traffic import Traffic
 from shoal.plan import evidence
-from shoal.plan.headroom import out_of_memory
+from shoal.plan.headroom import free_bytes, out_of_memory
 from shoal.predict.flops import flops_per_token, in_conventions, matrix_parameters
 from shoal.predict.memory import ledger
 from shoal.predict.time.step import CostModel, StepTime, cost_model, step
@@ -38,6 +38,7 @@ class Replicas:
     micro: int  # the fastest micro-batch that fits; the smallest where none does
     fits: bool
     tokens_per_s: float
+    bytes: int = 0  # that a device needs, at the 90th percentile
 
 
 @dataclass
@@ -182,12 +183,13 @@ def replicas(workload: Workload, on: CostModel) -> Replicas:
     best: Replicas | None = None
     for micro in divisors(batch // world):
         one = replace(rounded, layout=Layout(dp=world, micro=micro))
-        fits = ledger(one).fits
+        memory = ledger(one)
+        fits = memory.fits
         if best is not None and not fits:
             break  # a larger micro-batch needs more
         rate = batch * recipe.seq / step(one, on).seconds
         if best is None or rate > best.tokens_per_s:
-            best = Replicas(micro, fits, rate)
+            best = Replicas(micro, fits, rate, memory.device_p90)
         if not fits:
             break
     assert best is not None
@@ -262,7 +264,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "told_apart": plan.told_apart,
         "unmeasured": plan.unmeasured,
         "tie": plan.tie,
-        "headroom": plan.memory.capacity - plan.memory.device_total,
+        "headroom": free_bytes(plan.memory),
         "out_of_memory": plan.out_of_memory,
         "support": plan.support,
         "command": plan.command,

@@ -49,7 +49,7 @@ def lacking(
     budget: object,
 ) -> Iterator[Problem]:
     """What has to be said so that the rest can be answered; None is what was left out."""
-    if batch is None and tokens is None:
+    if batch is None and tokens is None and deadline is budget is None:
         yield Problem("--batch is missing", "--batch 512; or --tokens 1T, for the batch that is usual then")
     if not counted and layout is not None:
         yield Problem("--layout needs the number of devices", "--on 8xH100")

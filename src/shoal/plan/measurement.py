@@ -85,14 +85,16 @@ def _quantities(plan: Plan) -> list[Quantity]:
     known = calibration.find(cluster)
     found = []
     if not known.links:
-        if cluster.nodes > 1:
-            across = (
-                f"torchrun --nnodes {min(cluster.nodes, 4)} --nproc-per-node {cluster.devices_per_node} "
-                "--rdzv-backend c10d --rdzv-endpoint HOST:29500 -m shoal bench comm"
-            )
+        across = (
+            f"torchrun --nnodes {min(cluster.nodes, 4)} --nproc-per-node {cluster.devices_per_node} "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:29500 -m shoal bench comm"
+        )
+        # A fast link may join the nodes of a rack; then there is no network but beyond it.
+        if cluster.devices > cluster.fast_domain and cluster.nodes > 1:
             found.append(_link("network", across, cluster.network.kind))
-        if cluster.fast is not None and cluster.devices_per_node > 1:
-            found.append(_link("fast", "shoal bench comm", cluster.fast.kind))
+        if cluster.fast is not None and cluster.fast_domain > 1:
+            within = "shoal bench comm" if cluster.fast_domain <= cluster.devices_per_node else across
+            found.append(_link("fast", within, cluster.fast.kind))
     if known.measured is None:
         found.append(
             Quantity(

@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from math import inf
+from typing import NamedTuple
 
-from shoal.facts.layout import RECOMPUTES, Offload, Recompute
+from shoal.facts.layout import RECOMPUTES, Offload, Recompute, Zero
+from shoal.plan.exchange_bound import ZEROS
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.space import NOTHING, ModelSplit, PipelineOrder, Space, WorkShare
 from shoal.plan.time_bound import TimeBound
 
+# Work that is done at once for the next group of a list.
+AT_ONCE = 500
 # Pricing a new share takes as long as so many bounds.
 PRICED_SHARE = 4
 
@@ -39,16 +43,38 @@ class OrderGroup:
     def ordered(self) -> list[tuple[float, PipelineOrder]]:
         """Each with how long a step takes at least."""
         bound = self.bounds.of_order
-        return [(bound(self.split, self.share, order), order) for order in self.orders]
+        return [(bound(self.split, self.share, order) + self.exchanged, order) for order in self.orders]
+
+    @cached_property
+    def exchanged(self) -> float:
+        """What data ranks exchange comes on top."""
+        return self.of_stage(*ZEROS)
+
+    def of_stage(self, *zeros: Zero) -> float:
+        """The same where it is known what they share out."""
+        compiled = self.bounds.compiled(self.split, self.orders[0])
+        return self.bounds.of_exchange(self.split, self.share, self.orders, zeros, compiled)
 
 
-@dataclass(frozen=True)
-class OpenGroup:
-    """Some of what makes a group; what is None is still open."""
+class OpenGroup(NamedTuple):
+    """Some of what makes a group; what is None is still open. ``puts_off``: whether weight gradients are, without which
+    blocks are compiled.
+    """
 
-    split: ModelSplit
+    splits: tuple[ModelSplit, ...]  # alike in their tensor and context ranks
     share: WorkShare | None = None
+    puts_off: bool | None = None
+    exchanges: bool = False  # whether what ranks exchange within layers is in the bound
+    split: ModelSplit | None = None
+    least: float | None = None  # seconds of data ranks' exchange, where something may fit
     recompute: Recompute | None = None
+
+
+class Next(NamedTuple):
+    """What comes next in a list takes at least ``seconds``; the group is None while it is not known yet."""
+
+    seconds: float
+    group: OrderGroup | None
 
 
 class OrderGroups:
@@ -60,20 +86,28 @@ class OrderGroups:
         self._known: list[OrderGroup] = []
         self._heap: list[tuple[float, int, OpenGroup]] = []
         self._number = count()
+        self._resting: dict[tuple[ModelSplit, int], float] = {}
+        alike: dict[tuple[int, int], list[ModelSplit]] = {}
         for split in space.splits():
-            self._push(bounds.of_split(split), OpenGroup(split))
+            alike.setdefault((split.tp, split.cp), []).append(split)
+        for splits in alike.values():
+            bound = min(bounds.of_split(split, space.orders(split)) for split in splits)
+            self._push(bound, OpenGroup(tuple(splits)))
 
-    def at(self, place: int) -> OrderGroup | None:
-        """The one at this place of the list; None beyond its end."""
+    def at(self, place: int) -> Next | None:
+        """The one at this place of the list; None beyond its end. Where finding it takes long, it is found in parts."""
+        enough = self.worked + AT_ONCE
         while len(self._known) <= place and self._heap:
+            if self.worked >= enough:
+                return Next(self._heap[0][0], None)
             seconds, _, node = heapq.heappop(self._heap)
-            if node.share is not None and node.recompute is not None:
-                orders = self.space.orders(node.split, node.recompute)
-                if orders:
-                    self._known.append(OrderGroup(seconds, node.split, node.share, orders, self.bounds))
-            else:
-                self._open(node)
-        return self._known[place] if place < len(self._known) else None
+            if node.share is None or node.split is None or node.recompute is None:
+                self._open(node, seconds)
+            elif orders := self.space.orders(node.split, node.recompute, node.puts_off):
+                self._known.append(OrderGroup(seconds, node.split, node.share, orders, self.bounds))
+        if place >= len(self._known):
+            return None
+        return Next(self._known[place].seconds, self._known[place])
 
     def ordered(self, group: OrderGroup) -> list[tuple[float, PipelineOrder]]:
         """A group's orders, whose bounds are work for the first who asks."""
@@ -85,29 +119,126 @@ class OrderGroups:
         self.worked += 1
         heapq.heappush(self._heap, (bound, next(self._number), node))
 
-    def _open(self, node: OpenGroup) -> None:
-        """One more decision."""
-        split, share = node.split, node.share
+    def _open(self, node: OpenGroup, seconds: float) -> None:
+        """One more decision: what a rank works on at a time, then how deep the pipeline is."""
+        splits, share, puts_off, _, split, _, _ = node
         if share is None:
-            for shares in self.space.shares_by_size(split):
-                fitting = may_fit(self.room, split, shares, (NOTHING, *self.space.offloads))
-                self.worked += PRICED_SHARE * len(fitting)
-                for one in fitting:
-                    self._push(
-                        self.bounds.of_share(split, one, orders=self.space.orders(split)),
-                        OpenGroup(split, one),
-                    )
-            return
-        for again in RECOMPUTES:
-            bound = self.bounds.of_share(split, share, again, self.space.orders(split))
-            self._push(bound, OpenGroup(split, share, again))
+            for one, where in self._shares(splits).items():
+                bound = self.bounds.of_tokens(where[0], one)
+                self._push(max(seconds, bound), OpenGroup(tuple(where), one))
+        elif puts_off is None:
+            for late in (False, True):
+                if any(self.space.orders(one, None, late) for one in splits):
+                    self.worked += 1
+                    bound = self.bounds.of_layers(splits[0], share, self._compiled(splits, late))
+                    self._push(max(seconds, bound), node._replace(puts_off=late))
+        elif not node.exchanges:
+            self.worked += PRICED_SHARE
+            bound = self.bounds.of_rate(splits[0], share, self._compiled(splits, puts_off))
+            self._push(max(seconds, bound), node._replace(exchanges=True))
+        elif split is None:
+            compiled = self._compiled(splits, puts_off)
+            for deep in splits:
+                if orders := self.space.orders(deep, None, puts_off):
+                    bound = self.bounds.of_share(deep, share, "none", orders, compiled)
+                    self._push(max(seconds, bound), node._replace(split=deep))
+        elif node.least is None:
+            again = self._least_again(split, share, puts_off) if self._may_fit(split, share) else None
+            if again is not None:
+                orders = self.space.orders(split, None, puts_off)
+                compiled = self.bounds.compiled(split, orders[0])
+                exchanged = self.bounds.of_exchange(split, share, orders, compiled=compiled)
+                worked = self.bounds.of_share(split, share, again, orders, compiled)
+                self._push(max(seconds, worked) + exchanged, node._replace(least=exchanged))
+        else:
+            orders = self.space.orders(split, None, puts_off)
+            compiled = self.bounds.compiled(split, orders[0])
+            for again in RECOMPUTES:
+                sent = self._sent(split, share, again, puts_off)
+                if sent is not None:
+                    bound = self.bounds.of_share(split, share, again, orders, compiled) + node.least + sent
+                    self._push(bound, node._replace(recompute=again))
+
+    def _compiled(self, splits: tuple[ModelSplit, ...], puts_off: bool) -> bool:
+        orders = next(filter(None, (self.space.orders(one, None, puts_off) for one in splits)))
+        return self.bounds.compiled(splits[-1], orders[0])
+
+    def _least_again(self, split: ModelSplit, share: WorkShare, puts_off: bool) -> Recompute | None:
+        """What is computed again at least so that activations may fit, here or elsewhere."""
+        fitting = (again for again in RECOMPUTES if self._sent(split, share, again, puts_off) is not None)
+        return next(fitting, None)
+
+    def _sent(self, split: ModelSplit, share: WorkShare, again: Recompute, puts_off: bool) -> float | None:
+        """Seconds that sending activations away adds, where they do not fit otherwise; None where nothing helps."""
+        orders = self.space.orders(split, again, puts_off)
+        if not orders:
+            return None
+        if self.room.fits(split, self.room.kept_by_any(split, share, orders)):
+            return 0.0
+        if again == "none" or not self._sends:
+            return None
+        return self.bounds.of_sending(split, share, orders)
+
+    @cached_property
+    def _sends(self) -> bool:
+        """Whether activations may wait elsewhere."""
+        return any(part.what == "activations" for way in self.space.offloads for part in way)
+
+    def _shares(self, splits: tuple[ModelSplit, ...]) -> dict[WorkShare, list[ModelSplit]]:
+        """Each with the splits that have it."""
+        found: dict[WorkShare, list[ModelSplit]] = {}
+        for split in splits:
+            for share in self.space.shares(split):
+                found.setdefault(share, []).append(split)
+        return found
+
+    def _may_fit(self, split: ModelSplit, share: WorkShare) -> bool:
+        resting = self._resting.get((split, share.ep))
+        if resting is None:
+            away = (NOTHING, *self.space.offloads)
+            resting = self._resting[split, share.ep] = least_resting(self.room, split, share.ep, away)
+        return self.room.fits(split, self.room.of_share(split, share, resting))
+
+
+class MergedGroups:
+    """Several lists as one."""
+
+    def __init__(self, *lists: OrderGroups) -> None:
+        self._lists = lists
+        self._places = [0] * len(lists)
+        self._known: list[OrderGroup] = []
+        self._before = sum(one.worked for one in lists)
+
+    @property
+    def worked(self) -> int:
+        return sum(one.worked for one in self._lists) - self._before
+
+    def at(self, place: int) -> Next | None:
+        while len(self._known) <= place:
+            tops = [one.at(where) for one, where in zip(self._lists, self._places, strict=True)]
+            found = min((one for one in tops if one), key=lambda one: one.seconds, default=None)
+            if found is None or found.group is None:
+                return found
+            self._known.append(found.group)
+            self._places[tops.index(found)] += 1
+        return Next(self._known[place].seconds, self._known[place])
+
+    def ordered(self, group: OrderGroup) -> list[tuple[float, PipelineOrder]]:
+        return self._lists[0].ordered(group)
+
+
+def least_resting(
+    room: MemoryBound, split: ModelSplit, ep: int, offloads: Iterable[tuple[Offload, ...]]
+) -> float:
+    """Bytes that rest on a rank; infinite where not even an update fits."""
+    needs = (room.of_split(split, ep, offload) for offload in offloads)
+    return min((rest for rest, peak in needs if room.fits(split, peak)), default=inf)
 
 
 def may_fit(
     room: MemoryBound, split: ModelSplit, shares: list[WorkShare], offloads: Iterable[tuple[Offload, ...]]
 ) -> list[WorkShare]:
     """Of shares that differ only in the micro-batch: what rests may fit, and a backward pass beside it."""
-    needs = [room.of_split(split, shares[0].ep, offload) for offload in offloads]
-    resting = min((rest for rest, peak in needs if room.fits(split, peak)), default=inf)
+    resting = least_resting(room, split, shares[0].ep, offloads)
     fitting = bisect(shares, 0, key=lambda one: not room.fits(split, room.of_share(split, one, resting)))
     return shares[:fitting]

@@ -10,6 +10,12 @@ from them where it is faster by more than that; otherwise it has to be explained
   Clusters Using Megatron-LM" (SC 2021), takeaway 1; so do Korthikanti et al. (2022) and Llama 3 405B.
 - Stages follow 1F1B, plain or interleaved: every published row of Shoal's collection that has stages does, and so did
   Llama 3 405B. What leaves fewer bubbles than these has been reported by its authors.
+- Sequences of more than 65,536 tokens are shared by context ranks.
+- Context ranks share a node with their tensor ranks, unless these fill it: keys and values go round beside attention,
+  which is short. So Llama 3 orders its ranks (TP, CP, PP, DP), and Megatron-Bridge's recipe of Llama 3.1 405B has tp=8,
+  cp=2.
+- States that are sharded within replicas are sharded over whole nodes, so that what leaves a node is one exchange among
+  replicas: PyTorch's HSDP and MiCS. Megatron shards the optimizer's states alone (its distributed optimizer).
 - Experts are spread over the ranks of a node, or of more, rather than gathered on each: GShard (2020), Mixtral in
   Megatron-Core's recipes, DeepSeek-V3.
 """
@@ -19,16 +25,30 @@ from __future__ import annotations
 from math import gcd
 
 from shoal.facts.cluster import Cluster
-from shoal.facts.layout import Schedule
+from shoal.facts.cluster.stack import MEGATRON_CORE, Stack
+from shoal.facts.layout import Schedule, Zero
 from shoal.facts.model import Model
-from shoal.plan.space import ModelSplit, PipelineOrder, WorkShare
+from shoal.plan.space import ModelSplit, PipelineOrder, StateSharding, WorkShare
 from shoal.predict.workload import Workload
 
 ACROSS_NODES = "tensor ranks across nodes"
 STAGES_FIRST = "pipeline stages before tensor ranks fill a node"
 EXPERTS_GATHERED = "experts that more ranks of a node could share"
 RARE_SCHEDULE = "a schedule that few have run"
-NAMES = ACROSS_NODES, STAGES_FIRST, EXPERTS_GATHERED, RARE_SCHEDULE
+CONTEXT_ACROSS = "context ranks across nodes that tensor ranks do not fill"
+PARTS_OF_NODES = "states sharded over parts of nodes"
+NO_CONTEXT = "sequences this long without context ranks"
+NAMES = (
+    ACROSS_NODES,
+    STAGES_FIRST,
+    EXPERTS_GATHERED,
+    RARE_SCHEDULE,
+    CONTEXT_ACROSS,
+    PARTS_OF_NODES,
+    NO_CONTEXT,
+)
+# Longer sequences were all shared out: Llama 3 from 131,072 tokens on, DeepSpeed-Ulysses, torchtitan.
+LONGEST_WHOLE = 65536
 USUAL_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved")
 
 
@@ -37,8 +57,19 @@ def fast_links(cluster: Cluster) -> int:
     return max(cluster.fast_domain, cluster.devices_per_node)
 
 
-def of_split(split: ModelSplit, model: Model, cluster: Cluster) -> int:
-    return (split.tp > fast_links(cluster)) + _stages_first(split.tp, split.pp, model, cluster)
+def usual_zero(stack: Stack) -> Zero:
+    """The stage that a stack shards states by unless it is told otherwise."""
+    return 1 if stack.name == MEGATRON_CORE.name else 3
+
+
+def of_split(split: ModelSplit, model: Model, cluster: Cluster, seq: int) -> int:
+    departs = int(_without_context(split.cp, split.tp * split.pp * split.data, seq))
+    departs += (split.tp > fast_links(cluster)) + _stages_first(split.tp, split.pp, model, cluster)
+    return departs + _context_across(split.tp, split.cp, cluster)
+
+
+def of_states(split: ModelSplit, states: StateSharding, cluster: Cluster) -> int:
+    return int(_parts_of_nodes(split.tp * split.cp * states.fsdp, states.dp, states.fsdp, cluster))
 
 
 def of_share(split: ModelSplit, share: WorkShare, model: Model, cluster: Cluster) -> int:
@@ -59,7 +90,28 @@ def departures(workload: Workload) -> list[str]:
         found.append(EXPERTS_GATHERED)
     if _rare(layout.pp, layout.schedule):
         found.append(RARE_SCHEDULE)
+    if _context_across(layout.tp, layout.cp, cluster):
+        found.append(CONTEXT_ACROSS)
+    if _parts_of_nodes(layout.tp * layout.cp * layout.fsdp, layout.dp, layout.fsdp, cluster):
+        found.append(PARTS_OF_NODES)
+    if _without_context(layout.cp, layout.world, workload.recipe.seq):
+        found.append(NO_CONTEXT)
     return found
+
+
+def _without_context(cp: int, ranks: int, seq: int) -> bool:
+    return cp == 1 < ranks and seq > LONGEST_WHOLE
+
+
+def _context_across(tp: int, cp: int, cluster: Cluster) -> bool:
+    node = fast_links(cluster)
+    return cp > 1 and tp < node < tp * cp
+
+
+def _parts_of_nodes(ranks: int, replicas: int, fsdp: int, cluster: Cluster) -> bool:
+    """States shared by so many neighbouring ranks, of each of several replicas on several nodes."""
+    node = fast_links(cluster)
+    return replicas > 1 and fsdp > 1 and cluster.devices > node and ranks % node != 0
 
 
 def _stages_first(tp: int, pp: int, model: Model, cluster: Cluster) -> bool:

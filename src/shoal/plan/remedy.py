@@ -12,6 +12,7 @@ from shoal.facts.config import Lora
 from shoal.facts.layout import Layout, divisors
 from shoal.facts.layout.legality import Case, broken
 from shoal.facts.recipe import Recipe
+from shoal.plan.amounts import seconds_per_step
 from shoal.plan.explain import GIB
 from shoal.plan.judge import UNRUN, Plan, judge
 from shoal.plan.request import PlanRequest
@@ -49,7 +50,7 @@ class Remedy:
         memory = self.plan.memory
         return (
             f"{self.what}: {memory.device_p90 / GIB:.1f} of {memory.capacity / GIB:.1f} GiB, "
-            f"{self.plan.step.seconds:.3g} s/step ({self.plan.layout})"
+            f"{seconds_per_step(self.plan.step.seconds)} s/step ({self.plan.layout})"
             f"{'' if self.plan.runs else f'; {UNRUN}'}"
         )
 

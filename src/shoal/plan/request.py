@@ -106,9 +106,11 @@ def plan_request(
     if seq is None:
         seq = pretraining_seq(found_model) if found_model else 1
     if batch is None:
+        # What a deadline or a budget is enough for is not known yet: the batch is that of a compute-optimal run.
+        length = total or (_tokens("optimal", found_model, problems) if deadline or budget else None)
         batch = (
-            pretraining_batch(found_model, seq, total, cluster.devices)
-            if found_model and cluster and total
+            pretraining_batch(found_model, seq, length, cluster.devices)
+            if found_model and cluster and length
             else 1
         )
     wanted = recipe.pop("precision", None) or (precisions.usual(cluster.device) if cluster else "bf16")

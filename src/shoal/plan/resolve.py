@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shoal.facts import support
-from shoal.facts.cluster import Cluster, notation, precisions
+from shoal.facts.cluster import Cluster, assemble, notation, precisions
 from shoal.facts.compilation import Compilation, compilation
 from shoal.facts.config import Config
 from shoal.facts.layout import Layout, nearest
@@ -60,10 +60,11 @@ class Job:
         )
 
 
-def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
+def resolve(config: Config, visible: str | None = None, nodes: int = 1, ranks: int | None = None) -> Job:
     """Look up model and cluster, choose the layout where it is ``auto``, and report every problem at once.
 
-    ``visible`` is what CUDA_VISIBLE_DEVICES says, for a cluster that is this machine, or so many like it.
+    ``visible`` is what CUDA_VISIBLE_DEVICES says, for a cluster that is this machine, or so many like it. ``ranks``:
+    how many of them another launcher has started on each, where that is known.
     """
     problems: list[Problem] = []
     key = "model.preset" if config.model.path is None else "model.path"
@@ -71,8 +72,8 @@ def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
         key = "model.init_from"  # which implies the shape
     model = seek(key, lambda: look_up(config), problems)
     cluster = seek("cluster.on", lambda: notation.find(config.cluster.on, visible), problems)
-    if cluster is not None and nodes > 1 and cluster.name == "local":
-        cluster = cluster.model_copy(update={"nodes": nodes})
+    if cluster is not None and cluster.name == "local" and (nodes > 1 or ranks is not None):
+        cluster = _several(cluster, nodes, ranks)
     config, notes = _as_computed(config, cluster)
     layout = Layout()
     if config.layout != "auto":
@@ -99,6 +100,13 @@ def resolve(config: Config, visible: str | None = None, nodes: int = 1) -> Job:
     if problems or model is None or cluster is None:
         raise BadInput(problems)
     return Job(config, model, cluster, layout, notes)
+
+
+def _several(cluster: Cluster, nodes: int, ranks: int | None) -> Cluster:
+    """So many machines like this one; of which a scheduler may show each rank its own device alone."""
+    if ranks is None or cluster.devices_per_node == ranks:
+        return cluster.model_copy(update={"nodes": nodes})
+    return assemble(cluster.name, cluster.device, nodes, ranks, host_memory=cluster.host_memory)
 
 
 def _ramp_problems(

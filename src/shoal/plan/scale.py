@@ -54,8 +54,8 @@ class Point:
     seq: int
     batch: int
     plan: Plan | None
-    speedup: float | None = None  # tokens/s over those of the baseline
-    efficiency: float | None = None  # tokens/s a GPU over those of the baseline: 1 at most
+    speedup: float | None = None  # tokens/s over those of the curve's first point
+    efficiency: float | None = None  # tokens/s a GPU over the most of the curve: 1 at most
     cost: Cost | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -162,19 +162,18 @@ def over_sequences(asked: PlanRequest) -> list[Point]:
 
 
 def _curve(requests: Iterable[PlanRequest]) -> list[Point]:
-    """The baseline is the point whose GPUs do the most each, the first of several: too few GPUs offload or recompute
-    what more of them keep, and beside those all others would look better than they are.
+    """Speed-up is over the first point that fits. Efficiency is over the one whose GPUs do the most each: too few GPUs
+    offload or recompute what more of them keep, and beside those all others would look better than they are.
     """
     answers = [(asked, best(asked)) for asked in requests]
-    base = max(
-        (plan for _, plan in answers if plan), key=lambda plan: plan.tokens_per_s_per_gpu, default=None
-    )
+    found = [plan for _, plan in answers if plan]
+    most = max((plan.tokens_per_s_per_gpu for plan in found), default=0.0)
     points: list[Point] = []
     for asked, plan in answers:
         speedup = efficiency = None
-        if plan and base:
-            efficiency = plan.tokens_per_s_per_gpu / base.tokens_per_s_per_gpu
-            speedup = efficiency * plan.world / base.world
+        if plan:
+            efficiency = plan.tokens_per_s_per_gpu / most
+            speedup = plan.tokens_per_s / found[0].tokens_per_s
         total = cost(plan, asked.tokens, asked.price) if plan and asked.tokens else None
         recipe = asked.recipe
         points.append(

@@ -25,7 +25,7 @@ from shoal.plan.choose import Chosen, choose, planned
 from shoal.plan.headroom import NONE, USUAL, Headroom
 from shoal.plan.judge import RUNS, Plan, Replicas, replicas, supported
 from shoal.plan.memory_bound import MemoryBound
-from shoal.plan.orders import OrderGroups
+from shoal.plan.orders import MergedGroups, OrderGroups
 from shoal.plan.space import Candidate, Space
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.time.step import cost_model
@@ -35,7 +35,7 @@ TOP = 10
 REJECTED = 20
 # Work that a hunt does at most (``plan/best_first.py``). Layouts of large clusters come by the million within a few
 # percent of one another; a hunt that is broken off says what it may have missed.
-EFFORT = 16000
+EFFORT = 36000
 # What takes so many times as long as a layout that offloads is given up for it: moving data to a host and back is one
 # more thing that can be slow, but it has its price.
 DEAR = 1.25
@@ -118,9 +118,12 @@ def search(
 
         def hunt(space: Space) -> BestFirst:
             loosest = replace(space, apart=apart)
-            groups = lists.get(loosest.key)
-            if groups is None:
-                groups = lists[loosest.key] = OrderGroups(bounds, most, loosest)
+            parts = [replace(loosest, short=False)]
+            parts += [replace(loosest, usual=False)] if loosest.short else []
+            for part in parts:
+                if part.key not in lists:
+                    lists[part.key] = OrderGroups(bounds, most, part)
+            groups = MergedGroups(*(lists[part.key] for part in parts))
             return BestFirst(asked, bounds, room, space, groups, top, others, known=known)
 
         whole = hunt(space)
@@ -137,12 +140,14 @@ def search(
     hunts: list[BestFirst] = []
     choosing = most
     if space.runs or runnable or not ours:
-        # What may be chosen. Something is offloaded only where nothing fits without, or what does is dear; where
-        # nothing leaves the usual headroom, less is left.
+        # What may be chosen. Something is offloaded only where nothing fits without, or what does is dear; sequences
+        # are cut shorter than others did only where nothing fits; where nothing leaves the usual headroom, less is.
         rooms = (most,) if headroom else (most.leaving(USUAL), most)
-        for choosing, away in product(rooms, (False, True) if apart else (False,)):
+        usual = replace(space, short=False)
+        ways = (replace(usual, apart=False), usual, space) if apart else (space,)
+        for choosing, way in product(rooms, ways):
             # What is shown beside it is mostly what the last hunt finds.
-            hunts = hunted(choosing, replace(space, apart=away), OTHERS // 4)
+            hunts = hunted(choosing, way, OTHERS // 4)
             if any(hunt.accepted for hunt in hunts):
                 break
     able = any(hunt.accepted for hunt in hunts)
@@ -152,9 +157,11 @@ def search(
     beyond = hunted(most, space) if top > 1 or not able else hunts
     if not able:
         chosen_from, choosing = beyond, most
-    elif apart and not hunts[0].space.apart and _seconds(beyond, away=True) * DEAR < _seconds(hunts):
-        elsewhere = hunted(choosing, replace(hunts[0].space, apart=True))
-        chosen_from = elsewhere if _seconds(elsewhere) * DEAR < _seconds(hunts) else chosen_from
+    elif apart and not hunts[0].space.apart:
+        wide = replace(hunts[0].space, apart=True)
+        if _seconds(beyond, wide) * DEAR < _seconds(hunts):
+            elsewhere = hunted(choosing, wide)
+            chosen_from = elsewhere if _seconds(elsewhere) * DEAR < _seconds(hunts) else chosen_from
     against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
     every = list(dict.fromkeys((*hunts, *beyond)))
     plans = _ranked(every, top, against)
@@ -212,11 +219,13 @@ def usable(cluster: Cluster, batch: int) -> list[int]:
     return [count for count in reversed(divisors(max(1, batch))) if count <= cluster.devices]
 
 
-def _seconds(hunts: list[BestFirst], away: bool = False) -> float:
-    """Of the fastest that hunts have found; ``away``: that offloads something, and that the engine runs."""
+def _seconds(hunts: list[BestFirst], space: Space | None = None) -> float:
+    """Of the fastest that hunts have found; of those that the engine runs and that are in this space."""
     found = (one for hunt in hunts for one in hunt.accepted)
     kept = (
-        one for one in found if not away or (one.workload.layout.offload and supported(one.workload) == RUNS)
+        one
+        for one in found
+        if space is None or (space.has(one.candidate) and supported(one.workload) == RUNS)
     )
     return min((one.step.seconds for one in kept), default=inf)
 
@@ -251,7 +260,8 @@ def _rejected(hunts: list[BestFirst], plans: list[Plan]) -> list[Rejected]:
     losers = [one for hunt in hunts for one in (*hunt.lost, *hunt.accepted)]
     for one in sorted(losers, key=lambda one: one.step.seconds):
         if one.workload.layout not in taken:
-            fits = one.memory is None or one.memory.fits
+            memory = one.memory or one.too_much
+            fits = memory is None or memory.fits
             nearest.setdefault((one.strategy, fits), one)
     found = []
     for one in list(nearest.values())[:REJECTED]:

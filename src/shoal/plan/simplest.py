@@ -13,8 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.plan import complexity, evidence, practice
 from shoal.plan.best_first import Priced, Walk
+from shoal.plan.headroom import out_of_memory
 from shoal.plan.orders import PRICED_SHARE, may_fit
 from shoal.plan.space import (
     NOTHING,
@@ -28,6 +30,9 @@ from shoal.plan.space import (
     placed,
 )
 
+# Of two that differ in time alone, by no more than this, one whose memory is further from full is taken: with this
+# probability of running out, or less.
+SLACK, AT_THE_EDGE = 1.03, 1e-5
 # What is usual for a micro-batch depends on whether a pipeline's stages run down the ranks or down and back.
 FILLING, FOLDED = PipelineOrder("1f1b", 1, "none"), PipelineOrder("zbv", 2, "none")
 
@@ -100,24 +105,35 @@ class Simplest(Walk):
         # The model, the device and the recipe are as well known whatever the layout.
         known = evidence.unmeasured(replace(self.asked, layout=layout_of(dp=self.space.devices)))
         for split in self.space.splits():
-            bound = self.bounds.of_split(split)
+            bound = self.bounds.of_split(split, self.space.orders(split))
             axes = sum(degree > 1 for degree in split)
-            where = split, self.asked.model, self.asked.cluster
+            where = split, self.asked.model, self.asked.cluster, self.asked.recipe.seq
             parts, departs = complexity.of_split(*where), practice.of_split(*where)
             self._push(Complexity(parts, departs, len(known), 0, axes, bound), SimplestNode(split))
 
     def run(self, effort: int | None) -> Priced:
-        """The simplest; where so much work does not suffice, the one that was to be beaten."""
+        """The simplest; where so much work does not suffice, the one that was to be beaten. Of layouts that differ in
+        time alone, and little, one that is not at the memory's edge.
+        """
+        found: tuple[Complexity, Priced] | None = None
         while self._heap:
             if effort is not None and self._worked >= effort:
                 self.complete = False
                 break
             rank, _, item = heapq.heappop(self._heap)
+            if found is not None and (rank[:-1] > found[0][:-1] or rank.seconds > SLACK * found[0].seconds):
+                break
             if not isinstance(item, Priced):
                 self._open(rank, item)
             elif not self._too_large(item.candidate) and self._fits(item):
-                return item
-        return self.best
+                if found is None:
+                    found = rank, item
+                if not self._at_the_edge(item):
+                    return item
+        return found[1] if found else self.best
+
+    def _at_the_edge(self, priced: Priced) -> bool:
+        return out_of_memory(self._memory(priced)) > AT_THE_EDGE
 
     def _push(self, bound: Complexity, item: SimplestNode | Priced) -> None:
         if bound.seconds <= self.limit and bound < self._to_beat:
@@ -133,7 +149,7 @@ class Simplest(Walk):
         elif order is None:
             orders = self._orders_of(split, share)
             for each in orders[few]:
-                alike = self.space.orders(split, each.recompute)
+                alike = self.space.orders(split, each.recompute, each.schedule in SPLIT_BACKWARD)
                 if not any(
                     self.room.fits(split, self.room.of_orders(split, share, alike, offload))
                     for offload in self._offloads
@@ -143,6 +159,8 @@ class Simplest(Walk):
                     continue
                 doubts = _doubts(evidence.of_order(split.pp, each.schedule, each.recompute))
                 bound = self.bounds.of_order(split, share, each)
+                compiled = self.bounds.compiled(split, each)
+                bound += self.bounds.of_exchange(split, share, alike, compiled=compiled)
                 departs = practice.of_order(split, each)
                 self._push(rank.more(0, doubts, bound, departures=departs), node._replace(order=each))
             self._later(rank, node, orders)
@@ -166,7 +184,8 @@ class Simplest(Walk):
             fitting = may_fit(self.room, split, shares, self._offloads)
             self._worked += PRICED_SHARE * len(fitting)
             for share in fitting:
-                bound = self.bounds.of_share(split, share)
+                orders = self.space.orders(split)
+                bound = self.bounds.of_share(split, share, orders=orders)
                 fewest = min(self._orders_of(split, share))
                 routed = int(share.ep > 1)
                 more = rank.more(fewest, doubts, bound, axes=routed, departures=departs)
@@ -204,12 +223,16 @@ class Simplest(Walk):
             for alike in self.space.sharings(split, share.ep, offload):
                 for states, bound in self._states(split, share, order, alike):
                     shards = placed(split, states).sharded.size
-                    doubts = _doubts(evidence.of_states(states.dp, shards, states.zero, states.offload))
-                    added = complexity.of_states(split, share, states)
+                    stack, cluster = self.asked.stack, self.asked.cluster
+                    claimed = evidence.of_states(states.dp, shards, states.zero, states.offload, stack)
+                    doubts = _doubts(claimed)
+                    departs = practice.of_states(split, states, cluster)
+                    added = complexity.of_states(split, share, states, stack) + departs
                     alone = complexity.replicas_alone(split, share, states)
                     both = int(states.dp > 1 and states.fsdp > 1)
                     for unit in self.space.units(split, states):
-                        more = rank.more(added + complexity.of_unit(unit), doubts, bound, alone, both)
+                        parts = added + complexity.of_unit(unit)
+                        more = rank.more(parts, doubts, bound, alone, both, departures=departs)
                         self._push(more, node._replace(states=states, unit=unit))
 
 

@@ -34,15 +34,15 @@ from shoal.facts.layout.stack_limits import RULES, Asked
 from shoal.facts.layout.stack_limits import runs as stack_runs
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
+from shoal.facts.schedules.programs import SPLIT_BACKWARD
 from shoal.facts.strategies import OWNERS
 
 # Where a key has no natural end, these values are searched.
 CHUNKS = (1, 2, 3, 4, 6, 8)
 UNITS = (1, 2, 4, 8)
-# Context ranks are for sequences from this length on, and have at least so many tokens of each. Published runs cut no
-# shorter ones and leave a rank twice as many (Llama 3 405B: 131,072 over 16); what attention to fewer at a time costs
-# has not been measured.
-LONG, LEAST_TOKENS = 32768, 4096
+# Tokens of a sequence that context ranks of published runs have at least: Megatron-Bridge's recipe of Llama 3.1 405B
+# cuts 8192 in two, Llama 3's own run 131,072 in 16. What cuts shorter is searched, but not chosen (``short``).
+LEAST_TOKENS = 4096
 OFFLOADED: tuple[tuple[str, ...], ...] = (
     ("optimizer",),
     ("optimizer", "params"),
@@ -66,6 +66,11 @@ ON_NVME = {OFFLOADS[0]: OFFLOADS[4], OFFLOADS[1]: OFFLOADS[5]}
 # Fractions of the optimizer that are tried of a layout that fits with some of it offloaded: those that need less of the
 # host's time, up to the one at which device and host are done together (``plan/best_first.py``).
 FRACTIONS = tuple(round(part / 20, 2) for part in range(1, 21))
+
+
+def cuts_short(seq: int, cp: int) -> bool:
+    """Whether context ranks have fewer tokens of a sequence than in published runs."""
+    return cp > 1 and seq < cp * LEAST_TOKENS
 
 
 def has_activations(offload: tuple[Offload, ...], recompute: Recompute) -> bool:
@@ -160,6 +165,8 @@ class Space:
     devices: int
     runnable: bool = False
     apart: bool = True  # whether devices have a host beside them, where states can wait
+    short: bool = True  # whether context ranks may have fewer tokens of a sequence than in published runs
+    usual: bool = True  # whether they may have as many, or none share a sequence
     frugal: bool = (
         False  # only what needs little memory: small micro-batches, nothing kept, states over all ranks
     )
@@ -170,13 +177,20 @@ class Space:
         self._orders = cache(self._orders_of)
         self._sharings = cache(self._sharings_of)
         self._ways = cache(self._ways_of)
+        self.offloads_of = cache(self._offloads_of)
 
     @property
     def key(self) -> tuple[object, ...]:
         """What splits, shares and orders depend on, of what one search may ask for in several ways; and what may be
         offloaded, without which some do not fit.
         """
-        return self.frugal, self.offloads, *(self._searched(key) for key in ("cp", "ep"))
+        return (
+            self.frugal,
+            self.short,
+            self.usual,
+            self.offloads,
+            *(self._searched(key) for key in ("cp", "ep")),
+        )
 
     def splits(self) -> Iterator[ModelSplit]:
         if not self._legal(Layout()):
@@ -185,7 +199,8 @@ class Space:
             if not self._legal(Layout(tp=tp, sp=False)):
                 continue
             for cp in divisors(self.devices // tp) if self._searched("cp") else (1,):
-                if (cp > 1 and self.recipe.seq < max(LONG, cp * LEAST_TOKENS)) or not self._ways(tp, cp):
+                wanted = self.short if cuts_short(self.recipe.seq, cp) else self.usual
+                if not wanted or not self._ways(tp, cp):
                     continue
                 for pp in divisors(self.devices // (tp * cp)):
                     data = self.devices // (tp * cp * pp)
@@ -213,13 +228,17 @@ class Space:
         """Of a batch: those that belong together count once."""
         return max(1, self.recipe.batch // self.recipe.loss_facts.rows)
 
-    def orders(self, split: ModelSplit, recompute: Recompute | None = None) -> list[PipelineOrder]:
-        return self._orders(split.pp, recompute)
+    def orders(
+        self, split: ModelSplit, recompute: Recompute | None = None, puts_off: bool | None = None
+    ) -> list[PipelineOrder]:
+        """``puts_off``: only those that put weight gradients off, or only those that do not."""
+        return self._orders(split.pp, recompute, puts_off)
 
-    def _orders_of(self, pp: int, recompute: Recompute | None) -> list[PipelineOrder]:
+    def _orders_of(self, pp: int, recompute: Recompute | None, puts_off: bool | None) -> list[PipelineOrder]:
         return [
             PipelineOrder(schedule, chunks, again)
             for schedule, chunks in self._pipelines[pp]
+            if puts_off is None or puts_off == (schedule in SPLIT_BACKWARD)
             for again in ((recompute,) if recompute else RECOMPUTES)
             if self._by_stack(pp=pp, schedule=schedule, chunks=chunks, recompute=again, zero=1, micro=1)
         ]
@@ -275,7 +294,7 @@ class Space:
         config = Config(recipe=self.recipe, model=ModelSection(lora=self.lora))
         return not support.missing(config, self.model, Layout(recompute="full", offload=offload))
 
-    def offloads_of(self, recompute: Recompute) -> tuple[tuple[Offload, ...], ...]:
+    def _offloads_of(self, recompute: Recompute) -> tuple[tuple[Offload, ...], ...]:
         return tuple(offload for offload in self.offloads if has_activations(offload, recompute))
 
     def everything(self) -> Iterator[Candidate]:
@@ -345,6 +364,11 @@ class Space:
     def _others(self) -> bool:
         """Whether another stack's rules hold."""
         return self.stack in RULES
+
+    def has(self, candidate: Candidate) -> bool:
+        """Whether it is among what is cut and offloaded here."""
+        cut = self.short or not cuts_short(self.recipe.seq, candidate.split.cp)
+        return cut and (self.apart or not candidate.states.offload)
 
     def admits(self, candidate: Candidate) -> bool:
         """Whether the stack runs a whole layout; that it is legal is known."""

@@ -38,6 +38,7 @@ def matrix_parameters(model: Model) -> int:
     return total + (routed * model.experts.active // model.experts.count if model.experts else 0)
 
 
+@lru_cache(maxsize=1024)
 def attention_kinds(model: Model, seq: int) -> list[tuple[int, bool, float]]:
     """How layers attend: a layer that does so, whether a window cuts its rows short, and what share of all it is."""
     windows = [(model.layer_window(layer) or seq) < seq for layer in range(model.layers)]

@@ -24,6 +24,8 @@ from shoal.observe.flight_recorder import (
 from shoal.parallel.compile import cache_counts
 from shoal.parallel.mesh import Mesh
 from shoal.plan.resolve import Job
+from shoal.train.checkpoint.object_store import ObjectStore
+from shoal.train.checkpoint.stored_rows import StoredRows
 from shoal.train.commits import Commits
 from shoal.train.data.collection import Collection
 from shoal.train.data.loader import Batch
@@ -150,6 +152,11 @@ class Training:
                 placed.fill(first_weights(job))
             if self.step.average is not None:
                 self.step.average.start()
+        self.stored_rows: StoredRows | None = None
+        if self.first_rank and isinstance(run.disk, ObjectStore):
+            # Before they are asked for: what some guards do depends on them.
+            self.stored_rows = StoredRows(run.disk, run.metrics)
+            self.stored_rows.bring(self.done)
         self.corruption = CorruptionGuard(self.step, config.fault.check_every, self.done)
         self.spikes = SpikeGuard.from_rows(self._last_rows(), config.fault.spike, config.fault.on_spike)
         self.step.refuse_above = self.spikes.refuse_above
@@ -169,6 +176,8 @@ class Training:
         self.meter = Meter(job, mesh)
         if self.first_rank:
             self.metrics = StepFile(run.metrics, self.done)
+            if self.stored_rows is not None:
+                self.stored_rows.begin()
             self.samples = StepFile(run.samples, self.done)
             self.comparison = Comparison(job, run.read_plan(), mesh.device.type == "cuda")
         self.commits.before_commit = self._settle_rows
@@ -339,6 +348,8 @@ class Training:
             self.ledger.flush()
         if self.first_rank:
             self.metrics.sync()
+        if self.stored_rows is not None:
+            self.stored_rows.add()
 
     def _observation(self, step: int, batches: list[Batch]) -> AbstractContextManager[None]:
         """The second step of this process is watched, where that is asked for."""

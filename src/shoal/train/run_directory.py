@@ -46,6 +46,8 @@ SHUFFLE = "data.shuffle"
 UNKNOWN = "unknown"
 # Of the last row of a run that ended before its last step.
 EARLY = "ended_early"
+# The folder of a job that was written for it and may not have begun: launch/jobs.
+JOB = "job"
 # What the only machine of a run is called.
 ALONE = "0"
 DATA_HASH = "data (hash of its tokens)"
@@ -117,7 +119,7 @@ class RunDirectory:
 
     @cached_property
     def flights(self) -> Path:
-        """Of one machine in the directory; of several on each of them, for no other machine reads it."""
+        """Of one machine in the directory; of several on each of them, where its only readers are."""
         alone = self.node == ALONE or self.id == UNKNOWN
         return self.path / ".flight" if alone else flight_place(self.id, self.node)
 
@@ -196,7 +198,11 @@ class RunDirectory:
         try:
             yield
         finally:
-            marker.unlink(missing_ok=True)
+            self.no_longer_alive()
+
+    def no_longer_alive(self) -> None:
+        """Who holds it ends, and knows why."""
+        (self.path / ".alive").unlink(missing_ok=True)
 
     @property
     def begun(self) -> bool:
@@ -213,7 +219,7 @@ class RunDirectory:
         """Refuse a place that holds something else than a run; nothing is created or changed."""
         if not self.path.exists():
             return
-        signs = (self.path / ".lock", self.config, self.checkpoints)
+        signs = (self.path / ".lock", self.config, self.checkpoints, self.path / JOB)
         if not self.path.is_dir() or (any(self.path.iterdir()) and not any(sign.exists() for sign in signs)):
             raise BadInput(f"{self.path} exists and is not a run", "choose another place with --run DIR")
 

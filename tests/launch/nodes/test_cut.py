@@ -3,47 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.conftest import Run, Train
+from tests.launch.conftest import ip
 from tests.launch.nodes.processes import Nodes
 
 from shoal.launch.report import STOPPED, Report
 
 pytestmark = pytest.mark.system
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-@pytest.fixture
-def machines() -> Iterator[dict[str, str]]:
-    """Two namespaces of the network as machines, joined by a cable: the name of each by its node's."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("a network of one's own needs root, and iproute2")
-    names = {node: f"shoal-{node}-{os.getpid()}" for node in "ab"}
-    try:
-        try:
-            for name in names.values():
-                ip("netns", "add", name)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"this root may not make a network: {error.stderr.decode().strip()}")
-        first, second = names.values()
-        ip("-n", first, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", second)
-        for number, name in enumerate(names.values(), 1):
-            ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", "eth0")
-            for link in ("lo", "eth0"):
-                ip("-n", name, "link", "set", link, "up")
-        yield names
-    finally:
-        for name in names.values():
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
 def test_a_node_whose_network_is_cut_is_left_out_and_comes_back(

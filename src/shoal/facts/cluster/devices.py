@@ -37,6 +37,9 @@ def find(name: str) -> Device | None:
     return _BY_NAME.get(normalised(name))
 
 
+ALIKE = str.maketrans("oil", "011")
+
+
 def unknown(name: str) -> tuple[str, str]:
     """For a name that is not found: what is wrong with it, and what would put it right.
 
@@ -58,8 +61,11 @@ def unknown(name: str) -> tuple[str, str]:
     begun = [
         entry for key, entry in entries.items() if key.startswith(words) and _letters(key) == _letters(words)
     ]
-    if len(begun) == 1:
-        return f"there is no device {name!r}", f"did you mean {begun[0]!r}?"
+    # A letter for the digit that looks like it is no other device.
+    alike = [entry for key, entry in entries.items() if key.translate(ALIKE) == words.translate(ALIKE)]
+    for meant in (begun, alike):
+        if len(meant) == 1:
+            return f"there is no device {name!r}", f"did you mean {meant[0]!r}?"
     if relatives:
         return (
             f"there is no device {name!r}",

@@ -56,6 +56,9 @@ class Stack:
     kernel: Literal["flash", "first_flash", "fused"] = (
         "flash"  # of attention that is fused; "fused" is the vendor's
     )
+    # Of ring attention: its kernel, where ``kernel`` is the vendor's, and how parts of its result are merged.
+    ring: Literal["flash", "fused"] = "flash"
+    merges: Literal["eager", "fused"] = "eager"
     dropout: bool = False  # whether masks are drawn and kept
     # Without sequence parallelism: tensor ranks send a part each of what a stage passes on, and gather it over there.
     parts_messages: bool = False
@@ -135,6 +138,8 @@ MEGATRON_CORE = Stack(
     selective="norms",
     regathers=True,
     kernel="fused",
+    ring="fused",
+    merges="fused",
     parts_messages=True,
     bucket_mb=160.0,  # 40 million gradients in fp32
     gathers_ahead=True,
@@ -189,6 +194,8 @@ DEEPSEEK = Stack(
     loss="compiled",
     logit_bytes=16.0,
     kernel="fused",
+    ring="fused",
+    merges="fused",
     sends_once=True,
     host=0.3e-3,
     fusion=1.0,

@@ -412,6 +412,20 @@ class TrackSection(Section):
     wandb: bool = Field(False, description="send metrics to Weights & Biases")
     mlflow: bool = Field(False, description="send metrics to MLflow")
     trackio: bool = Field(False, description="send metrics to Trackio")
+    project: str | None = Field(
+        None,
+        min_length=1,
+        max_length=100,
+        description="project (W&B, Trackio) or experiment (MLflow) of the run; by default what the tracker's own "
+        'environment variable says, else "shoal"',
+    )
+    prometheus: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="serve the last step's metrics for Prometheus at this port, on loopback unless cluster.interface "
+        "names another interface",
+    )
 
 
 class ClusterSection(Section):
@@ -423,6 +437,10 @@ class ClusterSection(Section):
         None,
         min_length=1,
         description="network interface that ranks listen on, such as eth0; by default loopback only",
+    )
+    backend: Literal["nccl", "gloo", "smddp"] | None = Field(
+        None,
+        description="what carries tensors between ranks; unset: NCCL on GPUs, gloo on CPUs; smddp: SageMaker's own",
     )
 
 

@@ -171,13 +171,8 @@ LATER_COMMANDS: Mapping[str, str] = {
     "generate": "evaluate.samples has a run write texts at each evaluation: samples.jsonl",
     "evaluate": "evaluate.every has a run evaluate itself; its results are in metrics.jsonl",
     "replay": "shoal parity compares layouts step by step",
-    "launch": "shoal train trains here; on several machines, shoal train --nodes N on each",
     "report": _IN_METRICS,
     "watch": _IN_METRICS,
-    "status": _IN_METRICS,
-    "logs": "a run's logs directory has one file a rank",
-    "cancel": "Ctrl-C, SIGTERM or USR1 stop shoal train after the step",
-    "ls": "shoal checkpoint ls RUN lists a run's checkpoints",
 }
 
 # Values of other tools, by Shoal's value of a layout or a config.

@@ -44,6 +44,9 @@ class Offload(BaseModel):
     fraction: float = Field(1.0, gt=0, le=1)
     nvme: bool = False
 
+    def __hash__(self) -> int:  # quick, for a search's many tables; equality stays field by field
+        return hash(self.what)
+
     @property
     def kinds(self) -> tuple[str, ...]:
         """What it asks of an engine, whatever the fraction."""

@@ -124,8 +124,24 @@ def stage_ranks(layout: Layout) -> RankGroup:
     return RankGroup("·".join(several), layout.world // layout.pp, 1)
 
 
+MOST_KNOWN = 4096
+_COMMUNICATORS: dict[tuple[int, ...], dict[str, RankGroup]] = {}
+
+
 def communicators(layout: Layout, kv_heads: int) -> dict[str, RankGroup]:
-    """Every set of ranks that one rank of a layout may communicate in, by its name."""
+    """Every set of ranks that one rank of a layout may communicate in, by its name. They depend on the degrees alone,
+    and a search asks for the same ones many times.
+    """
+    key = (*(getattr(layout, axis) for axis in AXES), layout.ep, kv_heads)
+    known = _COMMUNICATORS.get(key)
+    if known is None:
+        if len(_COMMUNICATORS) >= MOST_KNOWN:
+            _COMMUNICATORS.clear()
+        known = _COMMUNICATORS[key] = _communicators(layout, kv_heads)
+    return known
+
+
+def _communicators(layout: Layout, kv_heads: int) -> dict[str, RankGroup]:
     tp, pp = layout.tp, layout.pp
     found = [
         *(RankGroup(axis, getattr(layout, axis), stride(axis, layout)) for axis in AXES),

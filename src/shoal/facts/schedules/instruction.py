@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
@@ -21,14 +20,15 @@ class Action(StrEnum):
     SEND_BACKWARD = "SB"  # gradients of activations
     RECEIVE_BACKWARD = "RB"
 
+    __hash__ = str.__hash__  # an enum's own is slow, and a program has thousands of them
+
 
 SENDS = frozenset({Action.SEND_FORWARD, Action.SEND_BACKWARD})
 RECEIVES = frozenset({Action.RECEIVE_FORWARD, Action.RECEIVE_BACKWARD})
 COMPUTATIONS = frozenset(Action) - SENDS - RECEIVES
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(NamedTuple):
     """What to do, for which stage of this rank and which micro-batch. ``peer`` is the rank at the other end."""
 
     action: Action

@@ -81,10 +81,14 @@ def _joined(
 def _sends(program: Program, holder: list[int], rank: int) -> dict[Instruction, tuple[StageTensor, int]]:
     """For each computation whose result goes to another rank: the tensor, and that rank."""
     leaving = {}
+    stages = len(holder)
     for instruction in program:
         tensor = tensor_made(instruction)
-        if tensor is not None and 0 <= consumer(tensor) < len(holder) and holder[consumer(tensor)] != rank:
-            leaving[instruction] = (tensor, holder[consumer(tensor)])
+        if tensor is None:
+            continue
+        reader = consumer(tensor)
+        if 0 <= reader < stages and holder[reader] != rank:
+            leaving[instruction] = (tensor, holder[reader])
     return leaving
 
 

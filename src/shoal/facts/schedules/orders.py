@@ -13,7 +13,7 @@ the number of ranks. No order can have less than p - 1, since the last rank cann
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 
 from shoal.facts.layout import V_SHAPED
 from shoal.facts.layout.stages import require_chunks, stages_of_rank
@@ -62,12 +62,13 @@ def _steps(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) -
 
 def _numbered(steps: list[Step], stages: list[int], micro_batches: int) -> Program:
     """Steps with their stages and micro-batches, without the micro-batches that are not there."""
-    done: Counter[Step] = Counter()
+    done: list[dict[Action, int]] = [dict.fromkeys(TURNS, 0) for _ in stages]
     program = []
     for action, chunk in steps:
-        micro = done[action, chunk]
+        counts = done[chunk]
+        micro = counts[action]
         for each in TURNS[action]:
-            done[each, chunk] += 1
+            counts[each] += 1
         if micro < micro_batches:
             program.append(Instruction(action, stages[chunk], micro))
     return program

@@ -18,7 +18,7 @@ from shoal.launch.nodes.meeting import Follower, LeaderLost, MeetingPoint
 from shoal.launch.nodes.messages import End, Round, Status
 from shoal.launch.nodes.watched_ranks import SUSPICIOUS, RankReporter
 from shoal.launch.rendezvous import Rendezvous, connect
-from shoal.launch.report import FAILED, Report
+from shoal.launch.report import BAD_INPUT, FAILED, Report
 from shoal.launch.restart import GaveUp, Interrupted
 from shoal.launch.supervisor import Supervisor
 from shoal.plan.resolve import Job
@@ -181,6 +181,8 @@ class FollowerSupervisor(Supervisor):
         over = self.over() or LeaderLost()
         if not isinstance(over, Ended):
             raise over
+        if over.end.code == BAD_INPUT:
+            raise BadInput(over.end.message)
         if over.end.code != FAILED:
             self.run.forget_memory()
         return self._report(over.end.code, over.end.message)

@@ -6,14 +6,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from shoal.facts.problem import BadInput
 from shoal.facts.traffic import name_ranks
 from shoal.launch.failure import NODE_LOST, Death, Failure
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan
 from shoal.launch.nodes.count import NodeCount
+from shoal.launch.nodes.meet import Meet, given_secret
 from shoal.launch.nodes.meeting import Leader, LeaderLost, new_meeting_point
 from shoal.launch.nodes.messages import End, Round, Status
+from shoal.launch.nodes.order import in_order
 from shoal.launch.nodes.watched_ranks import ALWAYS, SUSPICIOUS, EveryRank, remaining
 from shoal.launch.rendezvous import (
     REGROUP,
@@ -23,9 +27,10 @@ from shoal.launch.rendezvous import (
     connect,
     open_store,
 )
-from shoal.launch.report import Report
+from shoal.launch.report import BAD_INPUT, Report
 from shoal.launch.restart import GaveUp, Interrupted
 from shoal.launch.supervisor import Supervisor
+from shoal.parallel.signed_store import SignedStore, new_secret
 from shoal.plan.refit import refit
 from shoal.plan.resolve import Job
 from shoal.train.guard.watchdog import Limits, Watchdog
@@ -39,13 +44,27 @@ SETTLE_SECONDS = 30.0
 JOIN_SECONDS = 600.0
 # For how long the others may take to hear that it is over.
 FAREWELL_SECONDS = 5.0
+NOT_SHARED = "a directory that all nodes share: --run DIR; or a store for the state: --set checkpoint.to=s3://bucket/runs"
 
 
 class LeaderSupervisor(Supervisor):
     """``shoal train --nodes`` on the node that holds the run's directory. Its ranks come first."""
 
-    def __init__(self, nodes: NodeCount, more_seconds: float, status: Status, job: Job, *rest: Any) -> None:
-        """``more_seconds``: for how long the first round waits for more nodes than it needs."""
+    def __init__(
+        self,
+        nodes: NodeCount,
+        more_seconds: float,
+        met: tuple[Meet, TCPStore, str] | None,
+        status: Status,
+        job: Job,
+        *rest: Any,
+    ) -> None:
+        """``more_seconds``: for how long the first round waits for more nodes than it needs.
+
+        ``met``: where the others were told to look, the store there, and the token that shows whether they see the
+        state; None: they share the run directory.
+        """
+        self.met = met
         self.nodes, self.more_seconds, self.wanted = nodes, more_seconds, job
         self._status = status
         self._regrouped = False
@@ -57,13 +76,22 @@ class LeaderSupervisor(Supervisor):
     def _meet(self) -> Rendezvous:
         timeout = self.job.config.fault.timeout
         allow_connections()
-        store, address, port = open_store(address_of(self.job.config.cluster.interface), timeout)
+        store, address, port = self._open(timeout)
         self.leader = Leader(connect(port, store.secret, timeout, address), self._status, timeout)
         self.leader.store.on_forgery(self._note_tampering)
         self.leader.start()
         self.place = new_meeting_point(address, port, store)
         self.place.write(self.run.path)
+        if self.met is not None:
+            meet, _, token = self.met
+            meet.announce(store, self.place, self.run.id, token)
         return Rendezvous(self.run.path.name, store, address, port, self.begin_round)
+
+    def _open(self, timeout: float) -> tuple[SignedStore, str, int]:
+        if self.met is None:
+            return open_store(address_of(self.job.config.cluster.interface), timeout)
+        plain = self.met[1]
+        return SignedStore(plain, given_secret() or new_secret(), timeout), plain.host, plain.port
 
     def run_to_end(self) -> Report:
         try:
@@ -138,20 +166,34 @@ class LeaderSupervisor(Supervisor):
         most = self.nodes.most
         began = time.monotonic()
         if len(self._ready()) < least:
-            self.progress.say(f"waiting for nodes: {len(self._ready())} of {least} are here")
+            where = (
+                f"at {self.met[0]}"
+                if self.met
+                else f"in {self.run.path}, which they have to share (or --meet)"
+            )
+            self.progress.say(f"waiting for nodes {where}: {len(self._ready())} of {least} are here")
 
         def gathered() -> bool:
             count = len(self._ready())
             more = first and count < most and time.monotonic() - began < self.more_seconds
-            return bool(self.asked) or (count >= least and not more)
+            return bool(self.asked) or bool(self._trouble()) or (count >= least and not more)
 
         if not self.leader.wait(gathered, JOIN_SECONDS):
             who = ", ".join(one.name for one in self._ready().values())
             raise self._over(f"{least} nodes did not join within {JOIN_SECONDS:.0f} s; joined: {who}")
         ready = self._ready()
+        if len(ready) < least and not self.asked:
+            raise BadInput(self._trouble(), NOT_SHARED)
         if len(ready) < least:
             raise Interrupted
-        return {number: ready[number] for number in list(ready)[:most]}
+        taken = {number: ready[number] for number in list(ready)[:most]}
+        return in_order(self.leader.number, taken, self.wanted.cluster)
+
+    def _trouble(self) -> str:
+        """Why nodes that have come can take no part, where too few others have."""
+        if len(self._ready()) >= self.nodes.least:
+            return ""
+        return next((one.trouble for one in self.leader.heard() if one.trouble), "")
 
     def _laid_out(self, there: dict[int, Status]) -> Job:
         """The layout that was asked for where it has room on these nodes; else the planner chooses one that has."""
@@ -282,6 +324,12 @@ class LeaderSupervisor(Supervisor):
         return self._regrouped
 
     # The end.
+
+    def _verdict(self) -> Report:
+        if isinstance(self.error, BadInput):
+            self._say_farewell(End(message=str(self.error.problems[0].what), code=BAD_INPUT))
+            raise self.error
+        return super()._verdict()
 
     def _say_farewell(self, end: End) -> None:
         """The others would take the leader for lost, and one of them its place."""

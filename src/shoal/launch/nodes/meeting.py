@@ -385,6 +385,10 @@ class Leader(MeetingThread):
             }
             return {self.number: self.status, **others}
 
+    def heard(self) -> list[Status]:
+        """What every other node said last, also those that were refused."""
+        return [one.status for one in self._heard.values()]
+
     def silent_for(self, number: int) -> float:
         heard = self._heard.get(number)
         return time.monotonic() - heard.at if heard else float("inf")
@@ -501,6 +505,9 @@ class Leader(MeetingThread):
 
     def _refuse_other(self, number: int, status: Status) -> None:
         """One whose ranks would train something else."""
+        if status.trouble:
+            self._refuse(number, status.trouble)
+            return
         names = sorted(self.status.facts.keys() | status.facts.keys())
         differ = [name for name in names if self.status.facts.get(name) != status.facts.get(name)]
         if differ:

@@ -27,6 +27,7 @@ class Status(Document):
     devices: int = Field(ge=0, le=1 << 16)  # for how many ranks it has room
     relay: str = ""  # where its neighbours tell it their beats, if they do
     facts: dict[str, str] = {}  # what has to be the same on all nodes: config, data, versions
+    trouble: str = ""  # why it can take no part: it does not see the state that the leader writes
     beat: int = 0
     ready: int = 0  # it has no workers, and takes part in any round from this one on; 0: it has some
     round: int = 0  # the last one that it took part in; what follows is of that one

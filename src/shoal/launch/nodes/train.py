@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -19,16 +21,23 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 from rich.console import Console
 
+from shoal import __version__
 from shoal.facts.problem import BadInput
 from shoal.launch import local
+from shoal.launch.manifest import describe_plan, describe_run
 from shoal.launch.nodes.count import NodeCount, of_all_nodes
-from shoal.launch.report import STOPPED, Report
+from shoal.launch.nodes.meet import Meet, towards_others
+from shoal.launch.report import FAILED, STOPPED, Report
+from shoal.launch.shared_place import check_state_is_shared, leave_token, shares_directory
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.plan.resolve import Job
 from shoal.train.data.collection import Collection
-from shoal.train.run_directory import RunDirectory
+from shoal.train.files import private_files
+from shoal.train.run_directory import RunDirectory, identity
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
     from shoal.launch.nodes.meeting import MeetingPoint
     from shoal.launch.nodes.messages import Status
     from shoal.launch.supervisor import Supervisor
@@ -39,6 +48,8 @@ FOLLOWING = "shoal.launch.nodes.follower:FollowerSupervisor"
 FIRST_SECONDS, NEXT_SECONDS = 10.0, 2.0
 # Between two attempts to lead, or to find who does.
 LOOK_SECONDS = 0.2
+# For how long a leader is looked for where all were told to meet, and after which the user is told so.
+FIND_SECONDS, SAY_SECONDS = 600.0, 5.0
 
 
 def train(
@@ -49,9 +60,15 @@ def train(
     console: Console,
     visible: str | None = None,
     entrypoint: str = local.WORKER,
+    meet: Meet | None = None,
 ) -> Report:
-    """As ``local.train``, with the other nodes that run the same command. ``run.node`` is what this one is called."""
+    """As ``local.train``, with the other nodes that run the same command. ``run.node`` is what this one is called.
+
+    ``meet``: where they do; None: where a file of the run directory says, which all of them share.
+    """
     check_even(job, nodes)
+    if meet is not None:
+        job = towards_others(job, meet.host, nodes.most)
     local.check(job, run, visible, nodes.most)
     dataset = local.tokenised(job, console)
     job = local.with_length(job, dataset)
@@ -60,12 +77,11 @@ def train(
     local.warm_workers([*local.PRELOAD, entrypoint.partition(":")[0]], job.config)
     # Of a connection that is lost, torch would print a page.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    together = _Together(job, run, nodes, console, visible, entrypoint, dataset)
+    together = _Together(job, run, nodes, console, visible, entrypoint, dataset, meet)
     with stoppable(together.on_signal, STOP_SIGNALS):
         while not together.asked:
             with ExitStack() as held:
-                leads = held.enter_context(run.held_by_us())
-                report = together.lead(fresh, held) if leads else together.follow()
+                report = together.take_part(fresh, held)
             if report is not None:
                 return report
             fresh = False
@@ -103,6 +119,7 @@ class _Together:
         visible: str | None,
         entrypoint: str,
         dataset: Collection,
+        meet: Meet | None = None,
     ) -> None:
         self.job, self.run, self.nodes, self.console = job, run, nodes, console
         self.entrypoint, self.dataset = entrypoint, dataset
@@ -111,8 +128,28 @@ class _Together:
         self.attempt: Supervisor | None = None
         self.followed = False  # another launcher that led before
         self.told: MeetingPoint | None = None  # who that is, as was said last
+        self.meet, self.token = meet, secrets.token_hex(16)
+        self._looked_since = 0.0  # for a leader
+        self.told_to_wait = False
 
-    def lead(self, fresh: bool, held: ExitStack) -> Report | None:
+    def take_part(self, fresh: bool, held: ExitStack) -> Report | None:
+        """Lead, or follow the launcher that does, until that ends."""
+        if self.meet is None:
+            leads = held.enter_context(self.run.held_by_us())
+            return self.lead(fresh, held) if leads else self.follow()
+        local.load_attempt(LEADING)  # and with it torch, whose store this is about
+        if self.meet.leads and (opened := self.meet.open(self.job.config.fault.timeout)) is not None:
+            new = not self.run.path.exists()
+            held.enter_context(self.run.held())
+            try:
+                return self.lead(fresh, held, opened)
+            except BadInput:
+                if new:
+                    shutil.rmtree(self.run.path, ignore_errors=True)
+                raise
+        return self.follow_there(self.meet, held)
+
+    def lead(self, fresh: bool, held: ExitStack, opened: TCPStore | None = None) -> Report | None:
         """Until the run ends; None where this node leads no longer, or was asked to stop before it did."""
         start = local.prepare(self.job, self.run, fresh, self.console, self.dataset, held)
         if isinstance(start, Report):
@@ -120,7 +157,10 @@ class _Together:
         leading = local.load_attempt(LEADING)
         with local.begun(self.job, self.run, self.console, start):
             more = NEXT_SECONDS if self.followed else FIRST_SECONDS
-            return self._run(lambda: leading(self.nodes, more, self._status(), *self._rest()))
+            if self.meet is not None:
+                leave_token(self.run, self.token)
+            met = None if self.meet is None or opened is None else (self.meet, opened, self.token)
+            return self._run(lambda: leading(self.nodes, more, met, self._status(), *self._rest()))
 
     def _run(self, new: Callable[[], Supervisor]) -> Report | None:
         from shoal.launch.nodes.meeting import LeaderLost
@@ -167,11 +207,48 @@ class _Together:
                 f"{self.run.path} is led from {place.host}, which can be reached from itself alone",
                 "on all nodes name the interface that joins them: --set cluster.interface=eth0",
             )
-        self.followed = True
-        self.run.adopt_memory()
-        return self._run(lambda: following(place, self._status(), *self._rest()))
+        return self._follow(following, place)
 
-    def _status(self) -> Status:
+    def follow_there(self, meet: Meet, held: ExitStack) -> Report | None:
+        """As ``follow``, where no directory has to be shared: this node may have one of its own, like the leader's."""
+        following = local.load_attempt(FOLLOWING)
+        found = meet.find()
+        now = time.monotonic()
+        if found is None or (found.place == self.told and found.place.connect() is None):
+            self._looked_since = self._looked_since or now
+            if now - self._looked_since > FIND_SECONDS:
+                return Report(FAILED, self.run.path, 0, f"no node leads at {meet}", None, None)
+            if not self.told_to_wait and now - self._looked_since > SAY_SECONDS:
+                self.told_to_wait = True
+                self.console.print(f"waiting for the node that leads at {meet}", markup=False)
+            return None
+        self._looked_since, place = 0.0, found.place
+        if place != self.told:
+            self.told = place
+            self.console.print(f"{self.run.path} is led from {place.host} at {meet}", markup=False)
+        trouble = ""
+        if not shares_directory(self.run, found.token):
+            try:
+                check_state_is_shared(self.run, found.token, self.run.node, place.host)
+                held.enter_context(self.run.held())
+                self._begin_alike(found.id)
+            except BadInput as error:
+                trouble = "; ".join(one.what for one in error.problems)
+        return self._follow(following, place, trouble)
+
+    def _begin_alike(self, run_id: str) -> None:
+        with private_files():
+            start = {**describe_run(self.job, self.dataset.path), "id": run_id}
+            start["identity"] = identity(self.job, self.dataset.fingerprint)
+            self.run.write_start(self.job, start, describe_plan(self.job))
+
+    def _follow(self, following: Any, place: MeetingPoint, trouble: str = "") -> Report | None:
+        self.followed = True
+        if not trouble:
+            self.run.adopt_memory()
+        return self._run(lambda: following(place, self._status(trouble), *self._rest()))
+
+    def _status(self, trouble: str = "") -> Status:
         from shoal.launch.nodes.messages import Status
 
         return Status(
@@ -180,6 +257,7 @@ class _Together:
             process=os.getpid(),
             devices=self.room(),
             facts=self._facts(),
+            trouble=trouble,
         )
 
     def _facts(self) -> dict[str, str]:
@@ -191,6 +269,8 @@ class _Together:
             "what the data is": self.dataset.fingerprint,
             "the model": blake3(self.job.model.model_dump_json().encode()).hexdigest()[:16],
             "the version of torch": metadata.version("torch"),
+            "the version of Shoal": __version__,
+            "the name of the run directory": self.run.path.resolve().name,
         }
 
     def room(self) -> int:

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from shoal.facts.model import Experts, Latent, Model
 from shoal.predict.workload import Workload
 
+# The weight of the balance loss in Megatron-Core's recipes of Mixtral.
+USUAL_BALANCE = 1e-2
+
 
 def arguments(workload: Workload) -> Iterator[list[str]]:
     """Layers and widths, positions, norms and activation, experts, vocabulary."""
@@ -40,6 +43,8 @@ def arguments(workload: Workload) -> Iterator[list[str]]:
         yield ["--untie-embeddings-and-output-weights"]
     if model.experts is not None:
         yield from _experts(model.experts, model.layers)
+        for name, value in balance(workload).items():
+            yield [f"--moe-{name.replace('_', '-')}", str(value)]
         if workload.recipe.precision == "bf16":
             yield ["--moe-grouped-gemm"]  # in no other precision
     # Its null tokenizer adds one token, the end of a document, to those it is given.
@@ -81,7 +86,7 @@ def _latent(latent: Latent) -> Iterator[list[str]]:
 def _experts(experts: Experts, layers: int) -> Iterator[list[str]]:
     yield ["--num-experts", str(experts.count), "--moe-router-topk", str(experts.active)]
     yield ["--moe-ffn-hidden-size", str(experts.ffn)]
-    yield ["--moe-token-dispatcher-type", "alltoall", "--moe-router-load-balancing-type", "none"]
+    yield ["--moe-token-dispatcher-type", "alltoall"]
     yield ["--moe-router-score-function", experts.score]
     if experts.shared_ffn:
         yield ["--moe-shared-expert-intermediate-size", str(experts.shared_ffn)]
@@ -101,6 +106,18 @@ def _experts(experts: Experts, layers: int) -> Iterator[list[str]]:
         yield ["--moe-router-enable-expert-bias"]
 
 
+def balance(workload: Workload) -> dict[str, str | float]:
+    """What keeps experts evenly busy: the recipe's loss, the router's bias, or the loss that is usual there."""
+    recipe, experts = workload.recipe, workload.model.experts
+    if experts is not None and experts.router_bias and not recipe.router_aux:
+        return {"router_load_balancing_type": "none"}
+    found: dict[str, str | float] = {
+        "router_load_balancing_type": "seq_aux_loss",  # as ours, sequence by sequence
+        "aux_loss_coeff": recipe.router_aux or USUAL_BALANCE,
+    }
+    return found | ({"z_loss_coeff": recipe.router_z} if recipe.router_z else {})
+
+
 def gemma_only(model: Model) -> Iterator[str]:
     """What of Gemma's shapes neither these arguments nor NeMo's plain model can say."""
     odd = {
@@ -117,6 +134,8 @@ def gemma_only(model: Model) -> Iterator[str]:
 def cannot(workload: Workload) -> Iterator[str]:
     """What of a shape Megatron's core does not compute."""
     model, tp = workload.model, workload.layout.tp
+    if model.experts is not None and not (model.experts.router_bias or workload.recipe.router_aux):
+        yield f"router_aux=0 without a router's bias: experts would fall idle; nearest: a weight of {USUAL_BALANCE}"
     if model.parallel_residual:
         yield f"{model.name}: attention and MLP side by side; nearest: one after the other"
     if model.rope_scaling is not None and model.rope_scaling.kind != "llama3" and model.latent is None:

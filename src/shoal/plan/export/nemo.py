@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.plan.export import megatron
+from shoal.plan.export import megatron, megatron_model
 from shoal.plan.export.shared import (
     Code,
     Exported,
@@ -215,7 +215,7 @@ def _experts(workload: Workload) -> dict[str, Any]:
         "moe_ffn_hidden_size": experts.ffn,
         "moe_grouped_gemm": workload.recipe.precision == "bf16",
         "moe_token_dispatcher_type": "alltoall",
-        "moe_router_load_balancing_type": "none",
+        **{f"moe_{name}": value for name, value in megatron_model.balance(workload).items()},
         "moe_router_score_function": experts.score,
         "moe_layer_freq": [int(layer not in experts.dense_layers) for layer in range(model.layers)],
     }

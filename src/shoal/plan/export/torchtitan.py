@@ -12,6 +12,7 @@ from typing import Any
 from shoal.facts.cluster.stack import TITAN_CHUNKED
 from shoal.facts.layout.stages import cut
 from shoal.facts.model import Model
+from shoal.facts.problem import BadInput
 from shoal.plan.export.shared import Code, Exported, call, offloads, settled, sharding, torchrun
 from shoal.predict.workload import Workload
 
@@ -54,7 +55,7 @@ def write(workload: Workload) -> Exported:
 
 def _script(workload: Workload) -> str:
     layout, recipe = workload.layout, workload.recipe
-    family, flavor = flavor_of(workload.model) or ("llama3", "debugmodel")
+    family, flavor = _known_flavor(workload.model)
     kinds = {"none": None, "selective": Code("SelectiveAC.Config()"), "full": Code("FullAC.Config()")}
     converted = imported = ""
     if recipe.precision == "fp8":
@@ -192,14 +193,22 @@ def flavor_of(model: Model) -> tuple[str, str] | None:
     return _FLAVORS.get((model.family, model.layers, model.hidden, model.heads))
 
 
+def _known_flavor(model: Model) -> tuple[str, str]:
+    """Another model's would train another model."""
+    found = flavor_of(model)
+    if found is None:
+        names = ", ".join(f"{family} {flavor}" for family, flavor in _FLAVORS.values())
+        raise BadInput(
+            f"--export torchtitan: it has no model of {model.name}'s shape ({model.layers} layers, dim {model.hidden}, "
+            f"{model.heads} heads, {model.vocab:,} tokens)",
+            f"one that it has: {names}; or another stack: --export megatron, --export deepspeed",
+        )
+    return found
+
+
 def _cannot(workload: Workload) -> Iterator[str]:
     recipe, model = workload.recipe, workload.model
-    if flavor_of(workload.model) is None:
-        yield (
-            f"{model.name}: no flavor has its shape (llama3, qwen3 and deepseek_v3 are there); nearest: register one "
-            f"with {model.layers} layers, dim {model.hidden}, {model.heads} heads, and name it in model_registry"
-        )
-    elif model.family == "llama" and model.rope_scaling is not None:
+    if model.family == "llama" and model.rope_scaling is not None:
         yield "the scaled rotary positions of Llama 3.1: nearest: its flavor, without them"
     if sharding(workload) == 2:
         yield (

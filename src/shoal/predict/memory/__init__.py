@@ -9,6 +9,8 @@ holds beyond its tensors (``device``). A ledger is the largest sum of what is th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shoal.facts.layout.offload import leaves_early
 from shoal.facts.ledger import Ledger
 from shoal.predict.memory.device import host_share, nvme_share, on_top, workspace
@@ -25,9 +27,16 @@ from shoal.predict.memory.zero import ScatteredGradients
 from shoal.predict.workload import Workload
 
 
-def ledger(workload: Workload) -> Ledger:
-    """Of the rank of the pipeline that needs the most."""
-    return max(map(_rank_ledger, fullest_ranks(workload)), key=lambda one: one.peak_allocated)
+def ledger(workload: Workload, fits: Callable[[Ledger], bool] | None = None) -> Ledger:
+    """Of the rank of the pipeline that needs the most; or of the first that does not fit, where that is all that is
+    asked.
+    """
+    found = []
+    for rank in fullest_ranks(workload):
+        found.append(_rank_ledger(rank))
+        if fits is not None and not fits(found[-1]):
+            return found[-1]
+    return max(found, key=lambda one: one.peak_allocated)
 
 
 def ledgers(workload: Workload) -> list[Ledger]:

@@ -19,6 +19,8 @@ COMMUNICATOR = 600 * 10**6
 # A device's share of its machine's memory if not given: 2 TiB for eight, as in the vendors' reference systems; an
 # eighth is left to the system and the data.
 HOST_MEMORY = 256 * 2**30
+# A card for desktops sits in one: 128 GiB for two is plenty there.
+DESKTOP, DESKTOP_MEMORY = "RTX", 64 * 2**30
 HOST_USABLE = 7 / 8
 # And of its disks, likewise: a DGX H100 has eight of 3.84 TB for eight. An eighth is left to checkpoints and data.
 NVME = 3.84e12
@@ -47,8 +49,14 @@ def on_top(workload: Workload, allocated: int) -> Band:
 
 def host_share(cluster: Cluster) -> int:
     """What a device may put into its machine's memory."""
-    mine = HOST_MEMORY if cluster.host_memory is None else cluster.host_memory // cluster.devices_per_node
-    return round(mine * HOST_USABLE)
+    return round(host_memory(cluster) * HOST_USABLE)
+
+
+def host_memory(cluster: Cluster) -> int:
+    """A device's part of its machine's, assumed where it is not given."""
+    if cluster.host_memory is not None:
+        return cluster.host_memory // cluster.devices_per_node
+    return DESKTOP_MEMORY if cluster.device.name.startswith(DESKTOP) else HOST_MEMORY
 
 
 def nvme_share(cluster: Cluster) -> int:

@@ -114,11 +114,10 @@ def _played(schedule: str, pp: int, chunks: int, micro_batches: int, rank: int) 
     return tuple(one._replace(sent=sent) for one, sent in seen.items() if one in outermost)
 
 
-def _outermost(seen: Iterable[Moment]) -> list[Moment]:
+def _outermost(seen: Iterable[Moment]) -> set[Moment]:
     def exceeds(one: Moment, other: Moment) -> bool:
         return (
-            one.stage == other.stage
-            and one.split >= other.split
+            one.split >= other.split
             and one.waiting >= other.waiting
             and one.since_loss <= other.since_loss
             and one.just_sent >= other.just_sent
@@ -129,10 +128,11 @@ def _outermost(seen: Iterable[Moment]) -> list[Moment]:
         )
 
     # The fullest first: they are what excludes the others.
-    kept: list[Moment] = []
+    kept: dict[int, list[Moment]] = {}
     for moment in sorted(
         seen, key=lambda one: -sum(one.held) - sum(one.deferred) - sum(one.begun) - one.split
     ):
-        if not any(exceeds(other, moment) for other in kept):
-            kept.append(moment)
-    return kept
+        alike = kept.setdefault(moment.stage, [])
+        if not any(exceeds(other, moment) for other in alike):
+            alike.append(moment)
+    return {moment for alike in kept.values() for moment in alike}

@@ -91,6 +91,11 @@ def block_kind(model: Model, layer: int, seq: int, frozen: frozenset[str], lora:
     return BlockKind(model.has_experts(layer), window, lora and layer == 0, still)
 
 
+@lru_cache(maxsize=1024)
+def block_kinds(model: Model, seq: int, frozen: frozenset[str], lora: bool) -> frozenset[BlockKind]:
+    return frozenset(block_kind(model, layer, seq, frozen, lora) for layer in range(model.layers))
+
+
 def _block(model: Model, kind: BlockKind, work: BlockWorkload) -> BlockActivations:
     if work.adapters is None or kind.experts or model.latent is not None:
         return block_activations(model, kind.experts, kind.window, _reading(model, work, kind))
@@ -118,7 +123,7 @@ def _counted(
     frozen: frozenset[str],
 ) -> MicroBatchBytes:
     lora = work.adapters is not None
-    kinds = {block_kind(model, layer, work.seq, frozen, lora) for layer in range(model.layers)}
+    kinds = block_kinds(model, work.seq, frozen, lora)
     head = EMBEDDING if model.tied else HEAD
     stream, read = (hold.compute * model.hidden * count for count in (work.stream, work.tokens))
     fused = work.stack.loss == "fused"

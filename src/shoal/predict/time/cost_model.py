@@ -20,6 +20,7 @@ from shoal.predict.time.layer import LayerShare, Passes, Seconds
 from shoal.predict.time.links import Links
 from shoal.predict.time.measured_kernels import MeasuredKernels
 from shoal.predict.time.operators import Widths
+from shoal.predict.time.unpacking import unpacked
 from shoal.predict.workload import Workload
 
 
@@ -50,7 +51,10 @@ class CostModel:
             self.kernels = MeasuredKernels(self.rates, measured, precision, widths, shared)
         else:
             peak = device.peak(precision) or 1e12
-            self.kernels = Kernels(self.rates.device, peak, device.memory_bandwidth or 50e9, widths.compute)
+            reached = self.rates.device
+            if self.stack.name == SHOAL.name and reached.sustained < 1:
+                reached = reached.model_copy(update={"matmul": reached.matmul * reached.sustained})
+            self.kernels = Kernels(reached, peak, device.memory_bandwidth or 50e9, widths.compute)
 
     def layer(self, share: LayerShare) -> Seconds:
         known = self._layers.get(share_key := (*vars(share).values(),))
@@ -62,6 +66,8 @@ class CostModel:
             )
             if self.faster > 1:
                 known = in_float8(self.model, self.kernels, share, known, self.faster)
+            if share.unpacks:
+                known = unpacked(self.model, self.kernels, share, known)
             self._layers[share_key] = known
         return known
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shoal.facts.calibration.measurements import HostWork
 from shoal.facts.precision import compute_width, state_width
-from shoal.predict.time import operators
+from shoal.predict.time import operators, ring
 from shoal.predict.time.compiled_operators import compiled_operators
 from shoal.predict.time.cost_model import CostModel
 from shoal.predict.time.measured_kernels import MeasuredKernels
@@ -44,10 +44,14 @@ class Hosts(NamedTuple):
     again: float
 
 
-def of_layer(on: CostModel, recompute: str, compiled: bool) -> Hosts:
-    """What a compiled block repeats it starts with its backward pass."""
+def of_layer(on: CostModel, recompute: str, compiled: bool, turns: int = 1) -> Hosts:
+    """What a compiled block repeats it starts with its backward pass. ``turns``: of ring attention."""
     eager = operators.operators(on.model, _widths(on))
     forward, backward = compiled_operators(on.model, _widths(on)) if compiled else eager
+    if turns > 1:
+        forward, backward = (
+            count + turns * each for count, each in zip((forward, backward), ring.OPERATORS, strict=True)
+        )
     repeats = recompute != "none" and not (compiled and recompute == "selective")
     if (seen := _seen(on)) is not None:
         again = {"none": 0.0, "selective": seen.selective, "full": seen.full}[recompute] if repeats else 0.0

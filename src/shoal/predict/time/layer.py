@@ -16,6 +16,7 @@ from shoal.facts.model import Model
 from shoal.facts.precision import compute_width, state_width
 from shoal.facts.recipe import Recipe
 from shoal.predict.flops import attention_flops, attention_kinds
+from shoal.predict.time import ring
 from shoal.predict.time.compiled_operators import compiled_block
 from shoal.predict.time.kernels import Kernels
 from shoal.predict.time.operators import Tokens, Widths
@@ -102,6 +103,8 @@ class LayerShare:
     )
     compiled: bool = False
     dropout: bool = False
+    turns: int = 1  # of ring attention
+    unpacks: bool = False  # weights that rest in 4 bits, whenever they are used
 
 
 def products(model: Model, share: LayerShare, joined: bool = False) -> list[tuple[int, int, int, int]]:
@@ -196,14 +199,27 @@ def attention(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -
     total = [0.0, 0.0]
     for layer, windowed, part in attention_kinds(model, share.seq):
         # Only the pairs that are visible; the vendor's kernel knows no windows (models/varlen.py).
-        kernel = "flash" if windowed and stack.kernel == "fused" else stack.kernel
+        by_turns = share.turns > 1 and stack.ring == "flash"
+        kernel = "flash" if (windowed or by_turns) and stack.kernel == "fused" else stack.kernel
         flops = share.tokens * attention_flops(model, layer, share.seq) / share.tp
-        found = kernels.attention(kernel, flops, model.head_dim)
+        longer = ring.shorter(share.seq, share.turns)
+        forward, backward = kernels.attention(kernel, flops, model.head_dim)
+        found = longer * forward, longer * backward
         if model.attention_cap is not None:
             found = capped_attention(model, kernels, flops, windowed)
         for way, seconds in enumerate(found):
             total[way] += part * seconds
-    return total[0], total[1]
+    more = merging(model, stack, kernels, share)
+    return total[0] + more[0], total[1] + more[1]
+
+
+def merging(model: Model, stack: Stack, kernels: Kernels, share: LayerShare) -> tuple[float, float]:
+    """What the turns of a ring add up, forward and backward."""
+    if share.turns == 1:
+        return 0.0, 0.0
+    query, key = head_widths(model, share.tp)
+    forward, backward = ring.merged(stack, share.turns, share.tokens * query, 2.0 * share.tokens * key)
+    return kernels.moved(forward), kernels.moved(backward)
 
 
 def capped_attention(model: Model, kernels: Kernels, flops: float, windowed: bool) -> tuple[float, float]:

@@ -98,20 +98,25 @@ class MeasuredKernels(Kernels):
             known = self._shapes[key] = max(self.shared * seconds, least)
         return known
 
+    @property
+    def attends(self) -> bool:
+        """Whether attention was measured at this precision."""
+        return bool(self._forward.known)
+
     def attended(
-        self, shape: tuple[int, int, int, int, int], flops: float, windowed: bool = False
+        self, shape: tuple[int, int, int, int, int], flops: float, flash: bool = False
     ) -> tuple[float, float]:
         """Forward and backward of causal attention: (head size, heads, key heads, length, sequences).
 
-        Measured is attention without a window. With one it is flash's kernel, slower by as much as its built-in rate is
-        lower.
+        Measured is attention without a window. With one, and in a ring, it is flash's kernel, slower by as much as its
+        built-in rate is lower.
         """
-        if not self._forward.known:
-            forward, backward = self.attention("flash" if windowed else "fused", flops, shape[0])
+        if not self.attends:
+            forward, backward = self.attention("flash" if flash else "fused", flops, shape[0])
             return self.shared * forward, self.shared * backward
         place = _place(*shape)
-        fused, flash = self.rates.fused, self.rates.flash
-        ahead, back = (fused.forward / flash.forward, fused.backward / flash.backward) if windowed else (1, 1)
+        fused, slower = self.rates.fused, self.rates.flash
+        ahead, back = (fused.forward / slower.forward, fused.backward / slower.backward) if flash else (1, 1)
         return (
             self.shared * flops * ahead * self._forward.at(place),
             self.shared * flops * back * self._backward.at(place),

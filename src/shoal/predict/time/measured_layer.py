@@ -5,10 +5,11 @@ The operators that only move bytes are those of ``predict/time/operators.py``.
 
 from __future__ import annotations
 
+from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.logits import tokens_at_once
 from shoal.facts.model import Model
 from shoal.predict.flops import attention_flops, attention_kinds
-from shoal.predict.time import operators
+from shoal.predict.time import operators, ring
 from shoal.predict.time.compiled_operators import compiled_block
 from shoal.predict.time.layer import (
     NONE,
@@ -17,6 +18,7 @@ from shoal.predict.time.layer import (
     Seconds,
     capped_attention,
     head_widths,
+    merging,
     products,
     tokens_of,
 )
@@ -81,16 +83,21 @@ def layer(model: Model, kernels: MeasuredKernels, share: LayerShare) -> Seconds:
 def attention(model: Model, kernels: MeasuredKernels, share: LayerShare) -> tuple[float, float]:
     """Forward and backward, on average over the model's layers."""
     query, key = head_widths(model, share.tp)
-    shape = model.head_dim, query // model.head_dim, key // model.head_dim, share.seq, share.sequences
+    length = ring.turn_length(share.seq, share.turns)
+    shape = model.head_dim, query // model.head_dim, key // model.head_dim, length, share.sequences
+    # What was measured at a turn's length has its start and end in it.
+    longer = 1.0 if kernels.attends else ring.shorter(share.seq, share.turns)
     total = [0.0, 0.0]
     for layer, windowed, part in attention_kinds(model, share.seq):
         flops = share.tokens * attention_flops(model, layer, share.seq) / share.tp
-        found = kernels.attended(shape, flops, windowed)
+        forward, backward = kernels.attended(shape, flops, flash=windowed or share.turns > 1)
+        found = longer * forward, longer * backward
         if model.attention_cap is not None:
             found = capped_attention(model, kernels, flops, windowed)
         for way, seconds in enumerate(found):
             total[way] += part * seconds
-    return total[0], total[1]
+    more = merging(model, SHOAL, kernels, share)
+    return total[0] + more[0], total[1] + more[1]
 
 
 def head(model: Model, kernels: MeasuredKernels, tokens: int, rows: int, held: Passes) -> Seconds:

@@ -111,7 +111,9 @@ def transfer(
     first = beside.blocks * (1 - 1 / layers)
     own = (1 - away.optimizer) * update if away.optimizer else 0.0
     waits += max(_exposed(max(beside_forward, back), beside.forward), ready - first - own, 0.0)
-    return Transfer(max(after + waits, away.optimizer * update), 1 - away.optimizer)
+    # Nor does it get faster than with the activations alone.
+    alone = times * (_exposed(returning, beside.backward) + _exposed(sending, beside.forward))
+    return Transfer(max(after + waits, away.optimizer * update + alone), 1 - away.optimizer)
 
 
 def _exposed(transferred: float, computed: float) -> float:

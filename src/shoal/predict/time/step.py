@@ -166,7 +166,7 @@ def _rank(workload: Workload, on: CostModel, stage: int) -> RankTime:
         spent[way]["ep"] = seconds
 
     # The host starts every layer's kernels; it is hidden where the device is the slower of the two.
-    host = hosts.of_layer(on, layout.recompute, workload.compiled)
+    host = hosts.of_layer(on, layout.recompute, workload.compiled, _turns(layout))
     times = here.layers * hosts.spread(layout.tp)
     within = {phase: sum(spent[phase].values()) for phase in ALWAYS}
     waiting = hosts.waiting(
@@ -250,7 +250,14 @@ def _share(workload: Workload, on: CostModel, experts: bool) -> LayerShare:
         _handled(workload, on),
         workload.compiled,
         workload.recipe.dropout > 0,
+        _turns(layout),
+        workload.lora is not None and workload.lora.base == "nf4",
     )
+
+
+def _turns(layout: Layout) -> int:
+    """Of ring attention."""
+    return layout.cp if layout.cp_kind == "ring" else 1
 
 
 def _handled(workload: Workload, on: CostModel) -> Passes:

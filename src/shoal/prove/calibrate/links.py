@@ -19,7 +19,7 @@ from shoal.comm.operations import TimedCollective
 from shoal.comm.ring import RingStep, ShownRing, show_ring
 from shoal.facts.calibration import LinkRates, file
 from shoal.facts.cluster.this_machine import usable_threads
-from shoal.launch.environment import ToldRank
+from shoal.launch.adopt.told import ToldRank
 from shoal.launch.init_rank import given_threads
 from shoal.launch.interfaces import LOOPBACK_INTERFACE
 from shoal.launch.local import PRELOAD, warm_workers

@@ -87,6 +87,30 @@ class ObjectStore:
                 "store's own tools, FSSPEC_… variables); and a bucket that exists",
             ) from None
 
+    # Notes that are no checkpoints.
+
+    def leave(self, name: str, text: str) -> None:
+        with self._asked():
+            self.files.pipe_file(f"{self.root}/{name}", text.encode())
+
+    def left(self, name: str) -> str | None:
+        """None where there is no such note."""
+        with self._asked():
+            self.files.invalidate_cache()
+            try:
+                return bytes(self.files.cat_file(f"{self.root}/{name}")).decode(errors="replace")
+            except FileNotFoundError:
+                return None
+
+    def notes(self) -> list[str]:
+        """All that lies beside the checkpoints."""
+        with self._asked():
+            return sorted(self._list(self.root))
+
+    def take_away(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError), self._asked():
+            self.files.rm_file(f"{self.root}/{name}")
+
     # As every place.
 
     def name(self, step: int) -> str:

@@ -33,6 +33,22 @@ def state(process: int) -> str:
     return found[0] if found else "X"
 
 
+def started(process: int) -> str:
+    """When, as the system counts: numbers of processes are used again. Empty where it is not known."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def process_space() -> str:
+    """Within which numbers of processes mean the same: a container has its own. Empty where it is not known."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
 def starved(process: int) -> float:
     """Seconds, since it began, that its main thread was ready to run while others had the processors.
 

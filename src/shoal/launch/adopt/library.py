@@ -3,39 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from shoal.facts.problem import BadInput
-from shoal.launch.environment import ToldRank, told_rank
+from shoal.launch.adopt.told import told
 from shoal.parallel import device_context
 from shoal.parallel.signed_store import SECRET_BYTES, SignedStore, new_secret
 from shoal.train.library.run import JoinedRanks
 
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
-
-
-def told(environment: Mapping[str, str] = os.environ) -> ToldRank | None:
-    """torchrun's words, or Slurm's, where a step of several tasks has a place to meet."""
-    if (found := told_rank(environment)) is not None:
-        return found
-    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-    if not {*names, "SLURM_STEP_ID"} <= environment.keys() or environment["SLURM_NTASKS"] == "1":
-        return None
-    if not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
-        raise BadInput(
-            "srun started several tasks, and nothing says where they meet",
-            "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1) MASTER_PORT=29500",
-        )
-    rank, world, local = (int(environment[name]) for name in names)
-    here = environment.get("SLURM_NTASKS_PER_NODE") or environment.get(
-        "SLURM_STEP_TASKS_PER_NODE", str(world)
-    )
-    tasks = "".join(letter for letter in here.partition("(")[0] if letter.isdecimal())
-    return ToldRank(rank, world, local, int(tasks or world))
 
 
 def join_ranks(device: str | torch.device | None, timeout: float) -> JoinedRanks:
@@ -55,8 +33,8 @@ def join_ranks(device: str | torch.device | None, timeout: float) -> JoinedRanks
     if found is None or found.world == 1:
         return JoinedRanks(0, 1, here, None, 1, lambda: None)
     store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        found.host,
+        found.port,
         found.world,
         is_master=found.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         timeout=patience,

@@ -1,0 +1,54 @@
+"""Where an adopted rank's words go: to its log, but for the lines that are for the user."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shoal.facts.redact import Redactor, redact
+from shoal.launch.redacted import RedactedStream
+from shoal.launch.screen import Console
+from shoal.launch.worker import print_to
+
+# Where torchrun looks for what a rank has to say of its end.
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+class Output:
+    """The terminal, or whatever the launcher has put in its place, kept beside the log."""
+
+    def __init__(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self._kept = [os.dup(number) for number in (1, 2)]
+        file = os.fdopen(os.dup(self._kept[1]), "w", errors="backslashreplace", buffering=1)
+        self.console = Console(file=RedactedStream(file, Redactor()), highlight=False, soft_wrap=True)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def to(self, log: Path) -> Iterator[None]:
+        """Inside, what this process prints goes to a log."""
+        print_to(log)
+        try:
+            yield
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):
+                    stream.flush()
+            for number, kept in zip((1, 2), self._kept, strict=True):
+                os.dup2(kept, number)
+
+    def say(self, text: str) -> None:
+        self.console.print(redact(text), markup=False)
+
+
+def tell_torchrun(message: str) -> None:
+    """So that its own summary says what happened, in place of an exit code."""
+    if path := os.environ.get(ERROR_FILE):
+        told = {"message": redact(message), "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": told}), encoding="utf-8")

@@ -1,0 +1,201 @@
+"""``shoal train`` as one rank of another launcher's: torchrun, srun, mpirun. That one restarts it; here it trains.
+
+There is no launcher of ours in between. The first rank does for the run directory what one does: its lock, its files,
+the lines for the user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from rich.console import Console
+
+from shoal.facts.problem import BadInput
+from shoal.facts.redact import redact
+from shoal.launch.adopt.listener import Listener
+from shoal.launch.adopt.output import Output, tell_torchrun
+from shoal.launch.adopt.preparation import Prepared, prepare
+from shoal.launch.adopt.roll_call import RollCall
+from shoal.launch.adopt.told import ToldRank
+from shoal.launch.assignment import Assignment
+from shoal.launch.environment import keep_only_passed
+from shoal.launch.errors import describe
+from shoal.launch.failure import cause, tell
+from shoal.launch.nodes.meet import towards_others
+from shoal.launch.progress import Progress
+from shoal.launch.rendezvous import STOP
+from shoal.launch.report import FAILED, FINISHED, STOPPED, Report
+from shoal.launch.worker import take_part
+from shoal.parallel.signed_store import SignedStore
+from shoal.plan.resolve import Job
+from shoal.train.files import OWNER_ONLY
+from shoal.train.outcome import Outcome
+from shoal.train.run_directory import RunDirectory
+
+# Between two looks at what there is to tell the user.
+LOOK_SECONDS = 0.25
+# How long the first rank waits for others to say what they failed of, when it has lost them.
+HEAR_SECONDS = 1.0
+# How often the launcher has started this rank before.
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
+def train(
+    job: Job,
+    run: RunDirectory,
+    told: ToldRank,
+    fresh: bool,
+    console: Console,
+    visible: str | None = None,
+    name: str | None = None,
+) -> Report:
+    """This process as a rank of the job, to its end. ``name``: what this node is called, if not as its host is."""
+    fresh = fresh and not any(os.environ.get(restarts, "0") != "0" for restarts in RESTARTS)
+    call = RollCall(told, job.config.fault.timeout)
+    job = towards_others(job, told.host, told.nodes)
+    run = RunDirectory(run.path, node_name(told, name))
+    with ExitStack() as held:
+        try:
+            prepared = prepare(job, run, told, fresh, visible, call, console, held)
+        except BadInput:
+            call.part()
+            raise
+        if prepared.done is not None:
+            call.part()
+            return prepared.done
+        return _Rank(prepared, told, call, console).run_to_end()
+
+
+def node_name(told: ToldRank, name: str | None) -> str:
+    """What the memory of this node is called; two nodes of one machine, to try it out, have two."""
+    return name or (f"{socket.gethostname()}-{told.node}" if told.nodes > 1 else "0")
+
+
+class _Rank:
+    """From here on there is something to lose: what goes wrong is told to the others, and to the user in a line."""
+
+    def __init__(self, prepared: Prepared, told: ToldRank, call: RollCall, console: Console) -> None:
+        self.prepared, self.told, self.call, self.console = prepared, told, call, console
+        self.job, self.run = prepared.job, prepared.run
+        self.store: SignedStore = call.of_round(call.store)
+        self.output = Output()
+        self.listener = Listener(call, self.output.say, self._leave_early)
+
+    def run_to_end(self) -> Report:
+        os.umask(OWNER_ONLY)
+        left_out = keep_only_passed(self.job.config)
+        first = self.told.rank == 0
+        with ExitStack() as around:
+            around.enter_context(self.output.to(self.run.log(self.told.rank)))
+            if left_out:
+                print(f"not passed on to ranks (see run.environment): {' '.join(left_out)}", flush=True)
+            progress = around.enter_context(self._shown()) if first else None
+            around.enter_context(self.listener.listening())
+            try:
+                outcome = self._work()
+            except Exception as error:
+                return self._failed(error)
+            return self._report(outcome, progress)
+
+    def _work(self) -> Outcome:
+        told, prepared = self.told, self.prepared
+        assignment = Assignment(
+            entrypoint="",
+            job=self.job,
+            run=self.run.path.resolve(),
+            dataset=prepared.dataset.path.resolve(),
+            secret=self.call.secret,
+            attempt=f"{prepared.attempt}-{self.call.number}",
+            round=self.call.number,
+            node=self.run.node,
+            nodes=told.nodes,
+            bound=told.local_world > 1 and torch.cuda.device_count() == 1,
+        )
+        asked = partial(self.store.has, STOP) if told.rank == 0 else bool
+        return take_part(
+            assignment,
+            self.run,
+            told.rank,
+            told.local_rank,
+            self.store,
+            asked,
+            self.call.number - 1,
+            guest=self.listener,
+        )
+
+    def _leave_early(self) -> None:
+        """Asked to stop while others, who may be gone, are still waited for: nothing was computed yet."""
+        if self.told.rank == 0:
+            self.run.no_longer_alive()
+        self.output.say("stopped before the first step; run the same command to continue")
+        os._exit(STOPPED)
+
+    @contextlib.contextmanager
+    def _shown(self) -> Iterator[Progress]:
+        """Lines of progress, from a thread: the main one computes."""
+        progress = Progress(self.output.console, self.run, self.job.config.recipe.steps)
+        over = threading.Event()
+
+        def follow() -> None:
+            while not over.wait(LOOK_SECONDS):
+                with contextlib.suppress(Exception):  # nothing that befalls the display may end the run
+                    progress.poll()
+
+        thread = threading.Thread(target=follow, name="shoal-progress", daemon=True)
+        with progress:
+            thread.start()
+            try:
+                yield progress
+            finally:
+                over.set()
+                thread.join()
+
+    # The end.
+
+    def _report(self, outcome: Outcome, progress: Progress | None) -> Report:
+        if self.told.local_rank == 0:
+            self.run.forget_memory()
+        code, message = FINISHED, f"finished {outcome.step} steps"
+        if outcome.stopped:
+            where = f"after step {outcome.step}, committed" if outcome.step else "before the first step"
+            code, message = STOPPED, f"stopped {where}; run the same command to continue"
+        if progress is None:
+            return Report(code, self.run.path, outcome.step, message, None, None)
+        progress.poll()
+        heldout = progress.heldout["heldout_loss"] if progress.heldout else None
+        return Report(code, self.run.path, outcome.step, message, progress.last, heldout, progress.skipped)
+
+    def _failed(self, error: Exception) -> Report:
+        """The first rank notes whose failure it was; a rank with an error of its own tells the user, and torchrun."""
+        rank = self.told.rank
+        failure = describe(rank, error)
+        with contextlib.suppress(Exception):  # the store may be what is gone
+            tell(self.store, self.store, rank, failure)
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+            sys.stderr.flush()
+        if rank == 0:
+            with contextlib.suppress(Exception):
+                time.sleep(HEAR_SECONDS)
+                failure = cause(self.store, self.store, self.told.world)
+            row = {"kind": failure.kind, "rank": failure.rank, "message": str(failure), **failure.more}
+            action = f"left to {self.told.by} to restart"
+            self.run.note_fault(
+                **{"step": self.run.step(), **row, "action": action, "attempt": self.call.number}
+            )
+        log = self.run.log(rank)
+        if rank == 0 or not failure.echo:
+            message = f"{failure}\n  its log: {log}"
+            tell_torchrun(str(failure))
+            self.output.say(message)
+        return Report(FAILED, self.run.path, 0, redact(str(failure)), None, None)

@@ -1,0 +1,75 @@
+"""Ray: a driver in the background holds a placement group, one bundle per node, and a launcher in each.
+
+The launcher of a node starts one worker per device, as everywhere. The driver is a process of this machine, so it is
+submitted, watched and cancelled as a local job is.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from shoal.facts.problem import BadInput, first_line
+from shoal.launch.jobs.job import LaunchJob
+from shoal.launch.jobs.local import background, by_hand, cancel, log_file, logs, status, submit
+
+__all__ = ["by_hand", "cancel", "check", "connect", "log_file", "logs", "status", "submit", "write"]
+
+SCRIPT, JOB_FILE = "job.sh", "ray.json"
+DRIVER = "shoal.launch.jobs.ray_driver"
+CONNECT_SECONDS = 30
+
+
+def write(job: LaunchJob) -> dict[str, str]:
+    words = [sys.executable, "-m", DRIVER, str(job.folder / JOB_FILE)]
+    return {SCRIPT: background(job, words), JOB_FILE: job.model_dump_json(indent=2) + "\n"}
+
+
+def bundle(job: LaunchJob) -> dict[str, float]:
+    """What a node's launcher takes: a device for each rank, and cores."""
+    if not job.on_gpus:
+        return {"CPU": float(job.cpus or job.devices)}
+    return {"GPU": float(job.devices), "CPU": float(job.cpus or 1)}
+
+
+def connect(job: LaunchJob) -> Any:
+    """Ray's module, connected to its cluster."""
+    if find_spec("ray") is None:
+        raise BadInput("Ray is not installed here", "pip install 'shoal[ray]'")
+    import ray
+
+    try:
+        ray.init(
+            address=job.address or "auto",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        where = job.address or "RAY_ADDRESS, or on this machine"
+        raise BadInput(
+            f"no Ray cluster at {where}: {first_line(error)}", "--address HOST:PORT of its head"
+        ) from None
+    return ray
+
+
+def check(job: LaunchJob) -> str:
+    """Whether the cluster has as many nodes of that size at all. Where others use them, the job waits its turn."""
+    ray = connect(job)
+    try:
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    finally:
+        ray.shutdown()
+    wanted = bundle(job)
+    fit = [one for one in alive if all(one.get(name, 0) >= amount for name, amount in wanted.items())]
+    if len(fit) < job.count.most:
+        each = " and ".join(f"{amount:g} {name}" for name, amount in wanted.items())
+        total = {name: sum(one.get(name, 0) for one in alive) for name in wanted}
+        there = " and ".join(f"{amount:g} {name}" for name, amount in total.items())
+        raise BadInput(
+            f"{job.count.most} nodes with {each} are needed; Ray has {len(fit)} of {len(alive)} nodes (in all {there})",
+            "a layout or cluster.on for what there is, or more nodes",
+        )
+    return f"Ray has {len(fit)} nodes that fit"

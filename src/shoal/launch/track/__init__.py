@@ -1,0 +1,1 @@
+"""Trackers, fed by the launcher from ``metrics.jsonl``: TensorBoard, W&B, MLflow, trackio; and Prometheus."""

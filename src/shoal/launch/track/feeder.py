@@ -1,0 +1,164 @@
+"""The process beside the launcher that feeds the trackers: ``python -m shoal.launch.track.feeder``.
+
+It has the launcher's environment, so it has the keys; ranks have neither. What a tracker's library does, whether it
+waits, prints or crashes, happens here and not in the launcher. It is told on standard input what to follow; the end of
+that is the end of the run, or of the launcher. What it has to say is a line on standard output, once per trouble.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.facts.redact import redact
+from shoal.launch.redacted import redact_output
+from shoal.launch.track.cursor import Cursor, NewRows
+from shoal.launch.track.tracker import Held, TrackedRun, Tracker, new_tracker, values_of
+from shoal.train.files import OWNER_ONLY
+
+LOOK_SECONDS = 0.5
+# Before a tracker that failed is tried again; twice as long each time.
+FIRST_RETRY_SECONDS, MOST_RETRY_SECONDS = 30.0, 900.0
+# For how long the process of an earlier launcher may still be at work here.
+PATIENCE_SECONDS = 60.0
+AT_THE_START = ("plan.json", "config.toml")
+AT_THE_END = ("report.html",)
+LOCK = ".track.lock"
+
+
+class Feed:
+    """One tracker and its place in the curve."""
+
+    def __init__(
+        self,
+        name: str,
+        run: TrackedRun,
+        say: Callable[[str], None],
+        make: Callable[[str], Tracker] = new_tracker,
+    ) -> None:
+        self.name, self.run, self._say, self._make = name, run, say, make
+        self._cursor = Cursor(run.path / "track.json")
+        self._tracker: Tracker | None = None
+        self._rows = NewRows(run.path / "metrics.jsonl", 0)
+        self._wait, self._next = FIRST_RETRY_SECONDS, 0.0
+        self._failed = False
+
+    def feed(self, now: float) -> None:
+        """Give the tracker what is new. A failure is said once, and tried again later from where it stood."""
+        if self._tracker is None and now < self._next:
+            return
+        try:
+            self._feed()
+            if self._failed:
+                self._say(f"track.{self.name}: works again, and has every step")
+            self._failed, self._wait = False, FIRST_RETRY_SECONDS
+        except Exception as error:
+            self._trouble(error, "tried again in a while")
+            self._tracker, self._next = None, now + self._wait
+            self._wait = min(2 * self._wait, MOST_RETRY_SECONDS)
+
+    def _feed(self) -> None:
+        if self._tracker is None:
+            tracker = self._make(self.name)
+            held = tracker.open(self.run, self._cursor.held(self.name))
+            self._id = held.id
+            self._cursor.note(self.name, held)
+            self._rows = NewRows(self._rows.path, held.step)
+            for file in AT_THE_START:
+                self._attach(tracker, file)
+            self._tracker = tracker
+        logged = True
+        while logged:
+            logged = False
+            for row in self._rows.read():
+                self._tracker.log(row["step"], values_of(row))
+                logged = True
+            if logged:
+                self._tracker.flush()
+                # Only now: a kill before this line has a step asked for again, never left out.
+                self._cursor.note(self.name, Held(self._id, self._rows.step))
+
+    def _attach(self, tracker: Tracker, file: str) -> None:
+        if (path := self.run.path / file).is_file():
+            tracker.attach(path)
+
+    def close(self) -> None:
+        """What came last, and the end. A tracker that failed gets one more chance."""
+        self._next = 0.0
+        self.feed(time.monotonic())
+        if self._tracker is None:
+            return
+        try:
+            for file in AT_THE_END:
+                self._attach(self._tracker, file)
+            self._tracker.close(finished=self._rows.step >= self.run.steps)
+        except Exception as error:
+            self._trouble(error, "the next start of the run tries again")
+
+    def _trouble(self, error: Exception, then: str) -> None:
+        if not self._failed:
+            text = " ".join(str(error).split())[:200] or type(error).__name__
+            self._say(
+                f"track.{self.name} failed: {text}; the run goes on, metrics.jsonl has every step; {then}"
+            )
+        self._failed = True
+
+
+def main() -> int:
+    os.umask(OWNER_ONLY)
+    told = json.loads(sys.stdin.readline())
+    run = TrackedRun(**{**told["run"], "path": Path(told["run"]["path"])})
+    # Libraries print to a log of their own; the pipe to the launcher has lines of ours alone.
+    ours = os.fdopen(os.dup(1), "w", buffering=1)
+    log = os.open(run.path / "logs" / "track.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    redact_output()
+
+    def say(text: str) -> None:
+        line = redact(text)
+        print(time.strftime("%Y-%m-%dT%H:%M:%S%z"), line, flush=True)
+        try:
+            ours.write(line + "\n")
+        except OSError:  # the launcher is gone
+            return
+
+    with (run.path / LOCK).open("w") as lock:
+        if not _taken(lock.fileno()):
+            say("track: the process of an earlier launcher still feeds the trackers; they are left to it")
+            return 0
+        feeds = [Feed(name, run, say) for name in told["trackers"]]
+        while not _ended():
+            for feed in feeds:
+                feed.feed(time.monotonic())
+        for feed in feeds:
+            feed.close()
+    return 0
+
+
+def _taken(lock: int) -> bool:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(LOOK_SECONDS)
+    return False
+
+
+def _ended() -> bool:
+    """Whether the launcher has closed its end, or lost it; waits for that between two looks."""
+    readable: tuple[list[Any], list[Any], list[Any]] = select.select([0], [], [], LOOK_SECONDS)
+    return bool(readable[0]) and not os.read(0, 1 << 12)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Lower bounds on what data ranks exchange in a step: each rank's parameters as one message.
+
+Once states are decided it is one placement's exchange. Before, it is the least of all placements': whichever ranks keep
+states, gradients are summed over all data ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from shoal.facts.layout import Zero, divisors
+from shoal.facts.layout.float8 import gathered_width
+from shoal.facts.layout.parameter_groups import Placement
+from shoal.facts.precision import reduce_width, weight_width
+from shoal.plan.space import UNITS, ModelSplit, StateSharding, WorkShare, placed
+from shoal.predict.rank_parameters import RankParameters, expert_elements
+from shoal.predict.time.cost_model import CostModel
+from shoal.predict.time.step import RankKind
+
+# Stages 1 and 2 of ZeRO exchange as much where nothing is added up, and 2 never less.
+ZEROS: tuple[Zero, ...] = (3, 1)
+
+
+class Exchange(NamedTuple):
+    """Seconds that data ranks exchange in a step, by what they do it beside."""
+
+    forward: float = 0.0  # for every micro-batch, beside its passes
+    backward: float = 0.0
+    bare_forward: float = 0.0  # of these, what has nothing to hide behind: a block's, of each micro-batch
+    bare_backward: float = 0.0
+    once_forward: float = 0.0  # once, beside one micro-batch's passes
+    once_backward: float = 0.0
+    alone: float = 0.0
+
+    def left(self, overlap: float, times: int, forward: float, backward: float) -> float:
+        """What does not hide behind passes that take so long, of each of so many micro-batches."""
+        left = self.alone
+        for seconds, bare, beside in (
+            (self.forward, self.bare_forward, times * forward),
+            (self.backward, self.bare_backward, times * backward),
+            (self.once_forward, 0.0, forward),
+            (self.once_backward, 0.0, backward),
+        ):
+            left += seconds - overlap * min(seconds - bare, beside)
+        return left
+
+
+@dataclass(eq=False)
+class ExchangeBound:
+    """``body``: all layers' parameters, by ``tp`` and ``sp``. ``persists``: whether small units stay gathered.
+    ``frozen``: weights are, or some of them.
+    """
+
+    on: CostModel
+    body: Callable[[int, bool], RankParameters]
+    persists: bool
+    frozen: bool
+    _once: dict[tuple[object, ...], float] = field(default_factory=dict)
+
+    def of_states(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        kinds: Iterable[RankKind],
+        states: StateSharding,
+        times: int,
+    ) -> Exchange:
+        body = self.body(split.tp, share.sp)
+        elements = min(
+            kind.dense * body.dense_block.elements
+            + kind.sparse * body.sparse_block.elements
+            + kind.first * body.embedding.elements
+            + kind.last * body.head.elements
+            for kind in kinds
+        )
+        sparse = min(kind.sparse for kind in kinds)
+        return self._of(split, share, states, elements, sparse, times)
+
+    def least(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        zeros: tuple[Zero, ...],
+        fewest: tuple[int, int],
+        times: int,
+        forward: float,
+        backward: float,
+    ) -> float:
+        """Seconds that are left of it over however many ranks states are shared out. ``fewest``: layers without and
+        with experts that every rank of a pipeline has. ``forward``, ``backward``: the most that one micro-batch's
+        passes can take.
+        """
+        if split.data * split.cp == 1:
+            return 0.0
+        overlap = self.on.stack.overlap
+        if split.pp == 1:
+            return min(
+                one.left(overlap, times, forward, backward)
+                for one in self._ways(split, share, zeros, fewest, times)
+            )
+        # In a pipeline all of it happens once, whatever the micro-batches.
+        key = split, share.sp, share.ep, zeros
+        known = self._once.get(key)
+        if known is None:
+            found = self._ways(split, share, zeros, fewest, times)
+            known = self._once[key] = min(
+                (one.once_forward + one.once_backward + one.alone for one in found), default=inf
+            )
+        return known - overlap * min(known, forward + backward)
+
+    def _ways(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        zeros: tuple[Zero, ...],
+        fewest: tuple[int, int],
+        times: int,
+    ) -> Iterable[Exchange]:
+        body = self.body(split.tp, share.sp)
+        dense, sparse = fewest
+        elements = dense * body.dense_block.elements + sparse * body.sparse_block.elements
+        if split.pp == 1:
+            elements += body.embedding.elements + body.head.elements
+        for fsdp in divisors(split.data):
+            for zero in zeros:
+                states = StateSharding(split.data // fsdp, fsdp, zero)
+                yield self._of(split, share, states, elements, sparse, times)
+
+    def _of(
+        self,
+        split: ModelSplit,
+        share: WorkShare,
+        states: StateSharding,
+        elements: int,
+        sparse: int,
+        times: int,
+    ) -> Exchange:
+        """Of so many parameters that all data ranks hold, and of so many layers' experts."""
+        body = self.body(split.tp, share.sp)
+        passes = 0 if split.pp > 1 else times  # in a pipeline everything is exchanged once a step
+        blocks = [one.elements for one in (body.dense_block, body.sparse_block) if one.elements]
+        ends = body.embedding.elements + body.head.elements
+        found = self._exchanged(elements, placed(split, states), passes, states.zero, ends, min(blocks))
+        routed = sparse * expert_elements(self.on.model, split.tp, share.ep)
+        if not routed:
+            return found
+        more = self._exchanged(routed, placed(split, states, share.ep), passes, states.zero)
+        return Exchange(*(a + b for a, b in zip(found, more, strict=True)))
+
+    def _exchanged(
+        self, elements: int, where: Placement, passes: int, zero: int, ends: int = 0, block: int = 0
+    ) -> Exchange:
+        """Of so many parameters on a rank: all of a kind as one message, ``passes`` times a step; 0: once, for all.
+
+        ``ends``: of these, those of embedding and head. ``block``: those of the smallest block.
+        """
+        recipe, seconds = self.on.recipe, self.on.links.seconds
+        (_, shards, stride), (_, copies, copies_stride) = where
+        reduced = 0 if self.frozen else elements * reduce_width(recipe)
+        summed = seconds("all_reduce", reduced // shards, copies, copies_stride) if reduced else 0.0
+        if shards == 1:
+            return Exchange(once_backward=summed)
+        scattered = seconds("reduce_scatter", reduced, shards, stride) if reduced else 0.0
+        if zero == 3:
+            gathered = seconds("all_gather", elements * gathered_width(recipe), shards, stride)
+            if not passes:
+                return Exchange(once_forward=gathered, once_backward=summed + scattered)
+            # The last group of blocks stays gathered for the backward pass; so may those that are told to persist.
+            again = 0.0
+            if not self.persists:
+                left = int(max(0, elements - ends) * max(0.0, 1 - UNITS[-1] / self.on.model.layers))
+                again = seconds("all_gather", left * gathered_width(recipe), shards, stride) if left else 0.0
+            bare = block * reduce_width(recipe) if reduced else 0
+            return Exchange(
+                passes * gathered,
+                passes * (again + scattered),
+                passes * seconds("all_gather", block * gathered_width(recipe), shards, stride)
+                if block
+                else 0.0,
+                passes * seconds("reduce_scatter", bare, shards, stride) if bare else 0.0,
+                once_backward=summed,
+            )
+        if not reduced:
+            return Exchange()
+        each_time = scattered if zero == 2 and passes else 0.0
+        updated = seconds("all_gather", int(elements * weight_width(recipe)), shards, stride)
+        ahead = self.on.stack.gathers_ahead
+        return Exchange(
+            backward=passes * each_time,
+            once_forward=updated if ahead else 0.0,
+            once_backward=summed + scattered - each_time,
+            alone=0.0 if ahead else updated,
+        )

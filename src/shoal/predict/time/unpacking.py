@@ -1,0 +1,20 @@
+"""Time of unpacking frozen weights that rest in 4 bits (QLoRA): a layer's, before it is used in either pass.
+
+Priced by bytes alone: codes and scales are read, bf16 is written; never measured.
+"""
+
+from __future__ import annotations
+
+from shoal.facts.model import Model
+from shoal.facts.nf4 import WIDTH
+from shoal.predict.time.kernels import Kernels
+from shoal.predict.time.layer import LayerShare, Seconds, products
+
+MOVED = float(WIDTH) + 2
+
+
+def unpacked(model: Model, kernels: Kernels, share: LayerShare, plain: Seconds) -> Seconds:
+    """``plain``: the layer with weights as they are used."""
+    parameters = sum(times * inner * columns for _, inner, columns, times in products(model, share))
+    each = kernels.moved(MOVED * parameters)
+    return plain._replace(forward=plain.forward + each, input=plain.input + each, full=plain.full + each)

@@ -1,0 +1,156 @@
+"""A job as data: what is written for whom, what is refused before that, and the background of this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.cli.command import Capture, shoal_
+
+from shoal.launch.jobs.job import seconds_of
+from shoal.train.run_directory import RunDirectory
+
+TWO_NODES = ["--set", "cluster.on=2x8xH100", "--set", "cluster.interface=ib0", "--layout", "fsdp=16"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_dry_run_shows_the_batch_file_and_writes_nothing(capsys: Capture, tmp_path: Path) -> None:
+    code, out, err = shoal_(
+        capsys, "launch", "--to", "slurm", *TWO_NODES, "--time", "4:00:00", "--partition", "gpu", "--dry-run"
+    )
+    assert (code, err) == (0, "") and list(tmp_path.iterdir()) == []
+    lines = out.splitlines()
+    for line in (
+        "nodes=2",
+        "gpus-per-node=8",
+        "time=0-04:00:00",
+        "partition=gpu",
+        "requeue",
+        "signal=B:USR1@120",
+    ):
+        assert f"#SBATCH --{line}" in lines
+    # The shell agrees that it is a shell's file.
+    subprocess.run(["bash", "-n"], input=out, text=True, check=True)
+    (step,) = [line for line in lines if " train " in line]
+    assert '--nodes 2 --node "$SLURMD_NODENAME"\'' in step
+
+
+def test_containers_and_fewer_nodes_are_said_to_srun(capsys: Capture) -> None:
+    more = ["--image", "shoal.sqsh", "--mount", "/data:/data", "--nodes", "1:2", "--option=--qos=high"]
+    _, out, _ = shoal_(capsys, "launch", "--to", "slurm", *TWO_NODES, *more, "--dry-run")
+    run = Path.cwd() / "runs" / "default"
+    assert f"--container-image=shoal.sqsh --container-mounts={run}:{run},/data:/data" in out
+    assert "exec shoal train " in out and "--nodes 1:2" in out
+    assert "#SBATCH --qos=high" in out and "#SBATCH --no-kill" in out and "srun" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "fix"),
+    [
+        (["--to", "slrum"], "--to slrum: there is no such target", "did you mean 'slurm'?"),
+        (["--to", "slurm"], "cluster.on = local: that is this machine", "cluster.on=2x8xH100"),
+        (
+            ["--to", "slurm", "--set", "cluster.on=2x8xH100", "--layout", "dp=16"],
+            "no cluster.interface",
+            "eth0",
+        ),
+        (["--to", "slurm", *TWO_NODES, "--nodes", "1"], "16 ranks on each", "--nodes 2"),
+        (["--to", "slurm", *TWO_NODES, "--nodes", "3"], "not as many on each of 3 nodes", "--nodes"),
+        (["--to", "slurm", *TWO_NODES, "--time", "soon"], "--time soon: not a time limit", "4:00:00"),
+        (["--to", "slurm", *TWO_NODES, "--option", "reservation=x"], "no option of sbatch", "--option=--"),
+        (["--to", "local", *TWO_NODES], "--to local is one machine", "--to slurm"),
+        (
+            ["--to", "slurm", *TWO_NODES, "--restarts", "-1"],
+            "--restarts -1: Input should be greater",
+            "--help",
+        ),
+        (["--to", "local", "--restarts", "0"], "--restarts says nothing to local", "--to slurm or ray"),
+        (["--to", "local", "--partition", "gpu"], "--partition says nothing to local", "--to slurm"),
+    ],
+)
+def test_what_cannot_be_launched_is_one_message(
+    words: list[str], said: str, fix: str, capsys: Capture, tmp_path: Path
+) -> None:
+    code, out, err = shoal_(capsys, "launch", *words, "--submit")
+    assert (code, out) == (2, "")
+    message, advice = err.splitlines()
+    assert message.startswith("error: ") and said in message
+    assert advice.startswith("  fix: ") and fix in advice
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_without_slurm_says_so(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = shoal_(capsys, "launch", "--to", "slurm", *TWO_NODES, "--submit")
+    assert code == 2 and err.startswith("error: sbatch is not on this machine\n  fix: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("1:30", 90), ("4:00:00", 14400), ("2-12", 216000), ("1-00:30:00", 88200)],
+)
+def test_time_limits_are_slurms(text: str, seconds: int) -> None:
+    assert seconds_of(text) == seconds
+
+
+def test_the_written_config_is_the_submitted_one(capsys: Capture, tmp_path: Path) -> None:
+    """Changed later, the user's file changes no job that waits."""
+    (tmp_path / "mine.toml").write_text(
+        'layout = "auto"\n[recipe]\nbatch = 32\n[data]\nsource = "text.txt"\n'
+    )
+    (tmp_path / "text.txt").write_text("words\n")
+    code, out, _ = shoal_(
+        capsys, "launch", "mine.toml", "--to", "slurm", "--set", "cluster.on=4xcpu", "--json"
+    )
+    assert code == 0
+    told = json.loads(out)
+    config = tomllib.loads((tmp_path / "runs" / "mine" / "job" / "config.toml").read_text())
+    assert config["layout"] == told["layout"] != "auto" and config["recipe"]["batch"] == 32
+    assert config["data"]["source"] == str(tmp_path / "text.txt")
+    assert (tmp_path / "runs" / "mine" / "job").stat().st_mode & 0o777 == 0o700
+    # What was only written is no run yet, and no other's directory.
+    RunDirectory(tmp_path / "runs" / "mine").check_place()
+    assert shoal_(capsys, "status", "runs/mine")[0] == 2
+    assert shoal_(capsys, "ls")[1].startswith("no jobs in runs")
+
+
+@pytest.mark.long
+def test_a_job_in_the_background_of_this_machine(settings: Callable[..., list[str]], tmp_path: Path) -> None:
+    values = [word for value in settings(recipe__steps=90_000) for word in ("--set", value)]
+
+    def shoal(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "shoal", *words], capture_output=True, text=True)
+
+    run = str(tmp_path / "run")
+    done = shoal("launch", "--to", "local", "--run", run, *values, "--submit", "--no-follow")
+    assert done.returncode == 0, done.stderr
+
+    def state() -> dict[str, object]:
+        found: dict[str, object] = json.loads(shoal("status", run, "--json").stdout)
+        return found
+
+    deadline = time.monotonic() + 240
+    while not state()["step"]:
+        assert time.monotonic() < deadline, (tmp_path / "run" / "job" / "local.log").read_text()
+    assert state()["state"] == "running"
+    assert "finishes its step" in shoal("cancel", run).stdout
+    while state()["state"] == "running":
+        assert time.monotonic() < deadline
+    found = state()
+    assert (found["state"], found["exit_code"]) == ("cancelled", 75)
+    assert RunDirectory(tmp_path / "run").step() == found["step"]
+    assert shoal("cancel", run).returncode == 2
+    assert "stopped after step" in shoal("logs", run).stdout
