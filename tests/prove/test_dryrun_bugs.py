@@ -147,7 +147,7 @@ def test_a_message_to_the_wrong_neighbour(monkeypatch: pytest.MonkeyPatch) -> No
 
     def astray(channels: Channels, tensor: Tensor, message: Instruction) -> None:
         assert message.peer is not None
-        send(channels, tensor, replace(message, peer=2 - message.peer))
+        send(channels, tensor, message._replace(peer=2 - message.peer))
 
     monkeypatch.setattr(Channels, "send", astray)
     seen = dryrun(question_of("pp=4,micro=2"), 1)

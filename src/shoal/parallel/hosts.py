@@ -36,7 +36,7 @@ class HostGroup:
         """``group`` has all ranks, None if there is one. Without a ``store`` texts travel in collectives too."""
         self.rank, self.world, self.group = rank, world, group
         self.store = store  # which the launcher reads as well
-        if store is not None:
+        if store is not None and world > 1:
             store.shared_by(world)
         self._between = store if world > 1 else None
         self._keys: dict[str, int] = {}

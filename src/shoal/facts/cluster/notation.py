@@ -11,7 +11,7 @@ of a link keeps the device's value::
     nodes = 4                  # default 1
     devices_per_node = 8       # default: the device's
     fast_domain = 8            # devices that the fast link joins; default: the device's, 72 in an NVL72
-    host_memory = 2e12         # bytes of memory of one node; default: 256 GiB a device, 64 of an RTX card
+    host_memory = 2e12         # bytes of memory of one node; default: 256 GiB a device, 128 of an RTX card
     host_bandwidth = 400e9     # bytes/s of it that an optimizer on all cores reaches; default: facts.calibration
     nvme = 30e12               # bytes of local disks of one node; default: 3.84 TB a device
     nics = 4                   # network adapters of one node; default: one a device, or the device's where there is no

@@ -19,8 +19,8 @@ COMMUNICATOR = 600 * 10**6
 # A device's share of its machine's memory if not given: 2 TiB for eight, as in the vendors' reference systems; an
 # eighth is left to the system and the data.
 HOST_MEMORY = 256 * 2**30
-# A card for desktops sits in one: 128 GiB for two is plenty there.
-DESKTOP, DESKTOP_MEMORY = "RTX", 64 * 2**30
+# A card for desktops sits in one, whose board takes 128 GiB.
+DESKTOP, DESKTOP_MEMORY = "RTX", 128 * 2**30
 HOST_USABLE = 7 / 8
 # And of its disks, likewise: a DGX H100 has eight of 3.84 TB for eight. An eighth is left to checkpoints and data.
 NVME = 3.84e12
