@@ -62,12 +62,15 @@ def checkpoint(world: int, model: str = MODEL) -> dict[str, Any]:
         )
         for name, resumed in (("resume", layout), ("resume_elsewhere", other)):
             # Of three ranks, the one that reads most.
-            tried = [
-                scale_checkpoint.resume_elsewhere(model, resumed, rank, Path(folder))
-                for rank in (0, world // 2 + 1, world - 1)
-            ]
-            found[name] = max(tried, key=lambda one: (one["bytes"], one["cpu_s"]))
+            tried = [_resumed(model, resumed, rank, Path(folder)) for rank in (0, world // 2 + 1, world - 1)]
+            found[name] = max(tried, key=lambda one: (one["bytes"], one["seconds"]))
     return found
+
+
+def _resumed(model: str, layout: str, rank: int, folder: Path) -> dict[str, float]:
+    """The quickest of three: what else this machine does is no part of it."""
+    tries = (scale_checkpoint.resume_elsewhere(model, layout, rank, folder) for _ in range(3))
+    return min(tries, key=lambda one: one["seconds"])
 
 
 def control_sockets(world: int) -> dict[str, int]:
@@ -84,7 +87,7 @@ def rows(data: dict[str, Any]) -> list[str]:
         "| ranks | nodes | an exchange: leader's processor time, ms | while a rank is late, ms | messages of a node | "
         "sockets of a rank | metadata of a 405B checkpoint, MB | read by a rank at resume, MB | "
         "in another layout, MB | "
-        "processor time of that, s | file operations at resume | at commit |",
+        "seconds of that, processor time | file operations at resume | at commit |",
         "|" + "---|" * 12,
     ]
     for world, found in sorted(((int(key), value) for key, value in data["worlds"].items())):
@@ -100,7 +103,7 @@ def rows(data: dict[str, Any]) -> list[str]:
             f"{stored['metadata_bytes'] / 1e6:.0f}",
             f"{same['bytes'] / 1e6:.1f}",
             f"{other['bytes'] / 1e6:.1f}",
-            f"{max(same['cpu_s'], other['cpu_s']):.1f}",
+            f"{max(same['seconds'], other['seconds']):.1f}, {max(same['cpu_s'], other['cpu_s']):.1f}",
             f"{max(same['operations'], other['operations'])}",
             f"{stored['commit_operations_of_the_first_rank']}",
         ]

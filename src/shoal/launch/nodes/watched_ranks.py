@@ -36,7 +36,7 @@ def remaining(limits: Limits, world: int) -> Limits:
     return Limits(limits.step - before, limits.patient - before)
 
 
-class Progress:
+class RankProgress:
     """Whether ranks of this machine make any, from one look to the next."""
 
     def __init__(self, quarter: float) -> None:
@@ -66,7 +66,7 @@ class EveryRank:
         """``quarter``: of the limit, seconds. ``world``: how many ranks there are."""
         self.leader, self.round, self.local = leader, round, local
         self.large = world > ALWAYS
-        self.progress = Progress(quarter)
+        self.progress = RankProgress(quarter)
         leader.command(details=not self.large)
 
     def progressing(self) -> bool:
@@ -131,7 +131,7 @@ class RankReporter:
         self.local, self.patience = local, patience
         self.told = TOLD_OF_MANY if world > ALWAYS else TOLD
         self.answered = asked
-        self.progress = Progress(quarter)
+        self.progress = RankProgress(quarter)
 
     def tell(self, asked: int, details: bool = True) -> dict[str, Any]:
         """What has changed of a status. ``details``: what the recorders show as well."""

@@ -81,7 +81,7 @@ class StoredPiece(BaseModel):
         )
 
 
-class Part(BaseModel):
+class ListedPart(BaseModel):
     """The pieces of one rank's file, in a list beside it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -114,7 +114,7 @@ class Manifest(BaseModel):
     heldout_loss: float | None = None
     shapes: dict[str, tuple[Count, ...]]  # of every whole tensor
     pieces: tuple[StoredPiece, ...]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ListedPart, ...] = ()
     states: tuple[str, ...] = ()  # that there are in parts
     index: dict[str, dict[str, tuple[PartRun, ...]]] = {}  # which parts have pieces of a tensor
 

@@ -22,8 +22,8 @@ from shoal.train.checkpoint.manifest import (
     IN_PARTS,
     LARGEST_MANIFEST,
     Damaged,
+    ListedPart,
     Manifest,
-    Part,
     PartRun,
     StoredPiece,
     check_complete,
@@ -60,10 +60,10 @@ def list_text(pieces: Iterable[StoredPiece]) -> str:
     return dump({"pieces": [piece.model_dump(mode="json", exclude={"file"}) for piece in pieces]}) + "\n"
 
 
-def part_of(file: str, text: str, pieces: Sequence[StoredPiece]) -> Part:
+def part_of(file: str, text: str, pieces: Sequence[StoredPiece]) -> ListedPart:
     """What the manifest says of a list. ``file``: its name."""
     content = text.encode()
-    return Part(
+    return ListedPart(
         file=file,
         bytes=len(content),
         hash=blake3(content).hexdigest(),
@@ -105,7 +105,7 @@ def index_of(coverages: Sequence[Coverage]) -> dict[str, dict[str, tuple[PartRun
 
 def in_parts(
     manifest: Manifest,
-    parts: Sequence[Part],
+    parts: Sequence[ListedPart],
     index: dict[str, dict[str, tuple[PartRun, ...]]],
     states: set[str],
 ) -> Manifest:
@@ -119,7 +119,7 @@ def parts_near(manifest: Manifest, state: str, tensor: str, box: Box) -> set[int
     return {part for run in runs for part in _near(run, box)}
 
 
-def read_part(place: CheckpointStorage, step: int, manifest: Manifest, part: Part) -> list[StoredPiece]:
+def read_part(place: CheckpointStorage, step: int, manifest: Manifest, part: ListedPart) -> list[StoredPiece]:
     """The pieces that a part lists, verified."""
     where = f"{place.name(step)}/{part.file}"
     found = place.size(step, part.file)

@@ -20,7 +20,7 @@ from blake3 import blake3
 from shoal.parallel.gathered_texts import gather_texts
 from shoal.parallel.hosts import PATIENCE
 from shoal.parallel.mesh import Mesh
-from shoal.train.checkpoint.manifest import Manifest, Part, PartRun, StoredPiece
+from shoal.train.checkpoint.manifest import ListedPart, Manifest, PartRun, StoredPiece
 from shoal.train.checkpoint.parts import (
     Coverage,
     coverage,
@@ -60,7 +60,7 @@ class Written:
     """What a rank has written: its pieces, or the list that they are in; or why it has not."""
 
     pieces: tuple[StoredPiece, ...] = ()
-    part: Part | None = None
+    part: ListedPart | None = None
     covered: Coverage | None = None  # which boxes the list has; None: the same as before
     states: tuple[str, ...] = ()
     error: str = ""
@@ -75,7 +75,7 @@ class Written:
         pieces, part, covered, states, error = json.loads(text)
         return cls(
             tuple(map(StoredPiece.model_validate, pieces)),
-            None if part is None else Part.model_validate(part),
+            None if part is None else ListedPart.model_validate(part),
             None if covered is None else coverage_from_json(covered),
             tuple(states),
             error,
