@@ -186,8 +186,8 @@ def find(text: str) -> Model:
     # Of an id of the Hub only its last part can be a preset.
     guess = did_you_mean(text.lower().rpartition("/")[2], PRESETS)
     if hub.is_hub_name(text):
-        near = guess if guess.startswith("did you mean") else f"presets: {', '.join(PRESETS)}; or"
-        return _of_hub(text, f"{near} ")
+        near = f"{guess} " if guess.startswith("did you mean") else ""  # else it is the list, which follows
+        return _of_hub(text, f"{near}presets: {', '.join(PRESETS)}; or ")
     advice = (
         f"presets: {', '.join(PRESETS)}; or the path of a config.json, a Hub name (org/name), or a size: 10B"
     )
