@@ -72,7 +72,8 @@ class SyntheticRanks:
                 return parameter.layer in stage.layers
             return stage.first if parameter.name == EMBEDDING else stage.last
 
-        return [one for one in by_name(self.model).values() if held(one)]
+        # A tied head is no tensor of its own.
+        return [one for one in by_name(self.model).values() if one.name in self.views and held(one)]
 
     def shards(self, rank: int) -> list[Shard]:
         mesh = SyntheticMesh(self.layout, rank)
