@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 from tests.launch.nodes.test_meeting import Meeting, status
 
-from shoal.launch.nodes import meeting, relay, watched_ranks
-from shoal.launch.nodes.meeting import Follower, Leader, tick_of
+from shoal.launch.nodes import exchange, hearing, relay, watched_ranks
+from shoal.launch.nodes.exchange import Follower, tick_of
+from shoal.launch.nodes.hearing import Leader
 from shoal.launch.nodes.messages import End, Round
 from shoal.launch.nodes.watched_ranks import EveryRank, RankReporter
 from shoal.observe.flight_recorder import Channel, Snapshot
@@ -20,8 +21,8 @@ from shoal.train.guard.watchdog import Limits, Watchdog
 def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
     """A meeting that counts as large: two and more launchers, every fourth of which is a head."""
     monkeypatch.setattr(relay, "GROUP", 4)
-    monkeypatch.setattr(meeting, "MANY", 2)
-    monkeypatch.setattr(meeting, "REPEAT", 2)
+    monkeypatch.setattr(hearing, "MANY", 2)
+    monkeypatch.setattr(exchange, "REPEAT", 2)
     made = Meeting()
     yield made
     for one in made.talking:
@@ -50,7 +51,7 @@ def test_beats_come_by_way_of_a_head_and_without_it_directly(many: Meeting) -> N
     leader.command(end=End(message="over"))
     assert all(one.wait(lambda one=one: one.call.end is not None, 10) for one in followers)
     # Its own beat is no longer among those that the leader's store has new ones of.
-    stale = leader.store.read(meeting.beat_key(5))
+    stale = leader.store.read(exchange.beat_key(5))
     assert stale is not None and int(stale.split()[0]) < members[0].status.beat
 
     head.close()  # its store answers still, and has nothing new to say
