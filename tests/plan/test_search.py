@@ -170,8 +170,8 @@ def brute_force(model: Model, cluster: Cluster, asked: Recipe, runnable: bool) -
         (TINY, "4x1xH100", 1200, 64, 4, True),
         (MIXED, "2xH100", 1200, 32, 2, False),
         (NARROW, "6xH100", 8000, 32, 6, True),
-        (TINY, "8xH100", 1800, 64, 8, True),
-        (TINY, "16xH100", 4000, 32, 4, True),
+        (TINY, "8xH100", 1800, 64, 2, True),
+        (TINY, "8xH100", 4000, 32, 2, True),
     ],
 )
 def test_the_same_answer_as_brute_force(
