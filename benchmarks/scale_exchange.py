@@ -185,6 +185,7 @@ class Meeting:
         return found
 
     def close(self) -> None:
+        hearing.tick_of = tick_of
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.close()

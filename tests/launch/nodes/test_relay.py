@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.launch.nodes.test_meeting import Meeting, status
+from tests.launch.nodes.test_meeting import Meeting, status, together
 
 from shoal.launch.nodes import exchange, hearing, relay, watched_ranks
 from shoal.launch.nodes.exchange import Follower, tick_of
@@ -15,6 +15,8 @@ from shoal.launch.nodes.messages import End, Round
 from shoal.launch.nodes.watched_ranks import EveryRank, RankReporter
 from shoal.observe.flight_recorder import Channel, Snapshot
 from shoal.train.guard.watchdog import Limits, Watchdog
+
+__all__ = ["together"]  # a fixture of the meeting's own tests
 
 
 @pytest.fixture
@@ -78,6 +80,18 @@ def test_many_launchers_that_come_at_once_get_numbers_that_the_leader_finds(many
         thread.join()
     assert len({one.number for one in joined}) == 20
     assert many.hears(lambda: {one.number for one in joined} <= many.leader.alive().keys(), 20)
+
+
+def test_a_launcher_has_three_messages_an_exchange_at_most(together: Meeting) -> None:
+    """The figure of docs/scale.md; a document that has changed is one more, once."""
+    follower = Follower(together.connect(), status("b"), 60.0)
+    asked: list[str] = []
+    look, put = follower.store._look, follower.store.set
+    follower.store._look = lambda key: asked.append(key) or look(key)  # type: ignore[assignment,method-assign]
+    follower.store.set = lambda *given: asked.append(given[0]) or put(*given)  # type: ignore[assignment,method-assign]
+    for _ in range(5 * exchange.REPEAT):
+        assert follower.turn()
+    assert len(asked) <= 3 * follower.exchanges
 
 
 def test_more_launchers_talk_less_often_but_often_enough() -> None:
