@@ -20,8 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shoal.launch.nodes import meeting, relay
-from shoal.launch.nodes.meeting import Follower, Leader, silence, tick_of
+from shoal.launch.nodes import hearing, relay
+from shoal.launch.nodes.exchange import Follower, silence, tick_of
+from shoal.launch.nodes.hearing import Leader
 from shoal.launch.nodes.messages import Round, Status
 from shoal.launch.nodes.relay import RelayLink
 from shoal.launch.nodes.watched_ranks import EveryRank, RankReporter
@@ -141,7 +142,7 @@ class Meeting:
         self.nodes, self.world, self.steps = nodes, world, 1
         self.leader = Leader(connect(port, store.secret, TIMEOUT), status(0), TIMEOUT)
         self.leader.patience = PATIENCE
-        meeting.tick_of = lambda nodes, patience: TICK
+        hearing.tick_of = lambda nodes, patience: TICK
         self.processes = []
         self.numbers: list[int] = []
         share = -(-(nodes - 1) // PROCESSES) if nodes > 1 else 0
@@ -184,6 +185,7 @@ class Meeting:
         return found
 
     def close(self) -> None:
+        hearing.tick_of = tick_of
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.close()

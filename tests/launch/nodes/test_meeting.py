@@ -18,10 +18,12 @@ from torch.distributed import TCPStore
 from shoal.cli.main import main
 from shoal.facts.config.file import load
 from shoal.facts.problem import BadInput
-from shoal.launch.nodes import meeting
+from shoal.launch.nodes import exchange, meeting
 from shoal.launch.nodes import train as nodes_train
 from shoal.launch.nodes.count import NodeCount, node_name
-from shoal.launch.nodes.meeting import Follower, Leader, LeaderLost, MeetingPoint, new_meeting_point
+from shoal.launch.nodes.exchange import Follower
+from shoal.launch.nodes.hearing import Leader
+from shoal.launch.nodes.meeting import LeaderLost, MeetingPoint, new_meeting_point
 from shoal.launch.nodes.messages import Announcement, End, Round, Status
 from shoal.launch.nodes.watched_ranks import EveryRank, RankReporter
 from shoal.launch.rendezvous import connect, open_store
@@ -124,8 +126,8 @@ def test_who_would_train_something_else_is_refused_and_the_others_go_on(together
     assert other.call.refused[other.number] == "node c differs from node a, which leads, in data"
     # One that says what nobody here understands, for it is of another version.
     store = together.connect()
-    number = meeting._join(store, status("d"))
-    store.set(meeting.node_key(number), json.dumps({**status("d").model_dump(), "mood": "good"}))
+    number = exchange._join(store, status("d"))
+    store.set(exchange.node_key(number), json.dumps({**status("d").model_dump(), "mood": "good"}))
     assert together.hears(lambda: "not the same version" in leader.call.refused.get(number, ""))
     assert together.hears(lambda: list(leader.alive()) == [leader.number, good.number]) and not leader.broken
 
@@ -149,7 +151,7 @@ def test_a_stranger_neither_joins_nor_holds_up_nor_turns_back_time(together: Mee
     for _ in range(3):
         stranger.set("node-2", before)
         stranger.set("node-4", b"0" * 64)
-        stranger.set(meeting.CALL, order.model_dump_json())
+        stranger.set(exchange.CALL, order.model_dump_json())
         beat = leader.call.beat
         assert together.hears(lambda beat=beat: leader.call.beat > beat)
         assert leader.alive()[2].ready == 7 and follower.call.end is None
@@ -164,7 +166,7 @@ def test_a_leader_whose_orders_are_taken_away_is_lost(
     """Loudly, and soon: a follower does not wait for an order that it cannot get."""
     follower = together.join("b")
     assert follower.wait(lambda: follower.call.beat > 0, 10) and not follower.lost
-    monkeypatch.setattr(Leader, "_exchange", lambda self: self.store.plain.delete_key(meeting.CALL))
+    monkeypatch.setattr(Leader, "_exchange", lambda self: self.store.plain.delete_key(exchange.CALL))
     deadline = time.monotonic() + 20
     while not follower.lost:
         assert time.monotonic() < deadline

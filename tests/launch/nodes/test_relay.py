@@ -6,22 +6,25 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.launch.nodes.test_meeting import Meeting, status
+from tests.launch.nodes.test_meeting import Meeting, status, together
 
-from shoal.launch.nodes import meeting, relay, watched_ranks
-from shoal.launch.nodes.meeting import Follower, Leader, tick_of
+from shoal.launch.nodes import exchange, hearing, relay, watched_ranks
+from shoal.launch.nodes.exchange import Follower, tick_of
+from shoal.launch.nodes.hearing import Leader
 from shoal.launch.nodes.messages import End, Round
 from shoal.launch.nodes.watched_ranks import EveryRank, RankReporter
 from shoal.observe.flight_recorder import Channel, Snapshot
 from shoal.train.guard.watchdog import Limits, Watchdog
+
+__all__ = ["together"]  # a fixture of the meeting's own tests
 
 
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
     """A meeting that counts as large: two and more launchers, every fourth of which is a head."""
     monkeypatch.setattr(relay, "GROUP", 4)
-    monkeypatch.setattr(meeting, "MANY", 2)
-    monkeypatch.setattr(meeting, "REPEAT", 2)
+    monkeypatch.setattr(hearing, "MANY", 2)
+    monkeypatch.setattr(exchange, "REPEAT", 2)
     made = Meeting()
     yield made
     for one in made.talking:
@@ -50,7 +53,7 @@ def test_beats_come_by_way_of_a_head_and_without_it_directly(many: Meeting) -> N
     leader.command(end=End(message="over"))
     assert all(one.wait(lambda one=one: one.call.end is not None, 10) for one in followers)
     # Its own beat is no longer among those that the leader's store has new ones of.
-    stale = leader.store.read(meeting.beat_key(5))
+    stale = leader.store.read(exchange.beat_key(5))
     assert stale is not None and int(stale.split()[0]) < members[0].status.beat
 
     head.close()  # its store answers still, and has nothing new to say
@@ -77,6 +80,18 @@ def test_many_launchers_that_come_at_once_get_numbers_that_the_leader_finds(many
         thread.join()
     assert len({one.number for one in joined}) == 20
     assert many.hears(lambda: {one.number for one in joined} <= many.leader.alive().keys(), 20)
+
+
+def test_a_launcher_has_three_messages_an_exchange_at_most(together: Meeting) -> None:
+    """The figure of docs/scale.md; a document that has changed is one more, once."""
+    follower = Follower(together.connect(), status("b"), 60.0)
+    asked: list[str] = []
+    look, put = follower.store._look, follower.store.set
+    follower.store._look = lambda key: asked.append(key) or look(key)  # type: ignore[assignment,method-assign]
+    follower.store.set = lambda *given: asked.append(given[0]) or put(*given)  # type: ignore[assignment,method-assign]
+    for _ in range(5 * exchange.REPEAT):
+        assert follower.turn()
+    assert len(asked) <= 3 * follower.exchanges
 
 
 def test_more_launchers_talk_less_often_but_often_enough() -> None:

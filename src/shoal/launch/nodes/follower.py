@@ -14,7 +14,8 @@ from shoal.facts.problem import BadInput
 from shoal.facts.traffic import name_ranks
 from shoal.launch.agent import Crew
 from shoal.launch.interfaces import address_of
-from shoal.launch.nodes.meeting import Follower, LeaderLost, MeetingPoint
+from shoal.launch.nodes.exchange import Follower
+from shoal.launch.nodes.meeting import LeaderLost, MeetingPoint
 from shoal.launch.nodes.messages import End, Round, Status
 from shoal.launch.nodes.watched_ranks import SUSPICIOUS, RankReporter
 from shoal.launch.rendezvous import Rendezvous, connect

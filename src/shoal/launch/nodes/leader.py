@@ -14,8 +14,9 @@ from shoal.launch.failure import NODE_LOST, Death, Failure
 from shoal.launch.interfaces import address_of
 from shoal.launch.manifest import describe_plan
 from shoal.launch.nodes.count import NodeCount
+from shoal.launch.nodes.hearing import Leader
 from shoal.launch.nodes.meet import Meet, given_secret
-from shoal.launch.nodes.meeting import Leader, LeaderLost, new_meeting_point
+from shoal.launch.nodes.meeting import LeaderLost, new_meeting_point
 from shoal.launch.nodes.messages import End, Round, Status
 from shoal.launch.nodes.order import in_order
 from shoal.launch.nodes.watched_ranks import ALWAYS, SUSPICIOUS, EveryRank, remaining
