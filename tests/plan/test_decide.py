@@ -141,9 +141,10 @@ def test_seven_billion_parameters_on_one_card_wait_in_the_hosts_memory() -> None
         f"{plan.memory.host / 2**30:,.0f} GiB in host memory (master weights, optimizer states and gradients"
     )
     assert f"Off the device wait, per node: {waiting}" in found.decision.text
-    # Unless it is said, a desktop has less, and the states go to its disks.
-    text = plan_report(asked).decision.text
-    assert "A host is taken to have 64 GiB for each GPU" in text and "on NVMe" in text
+    # What was assumed of the desktop is said; with half of it, the states go to its disks.
+    assert "A host is taken to have 128 GiB for each GPU" in plan_report(asked).decision.text
+    small = asked.cluster.model_copy(update={"host_memory": 2**36})
+    assert "on NVMe" in plan_report(replace(asked, cluster=small)).decision.text
 
 
 def test_what_waits_on_disks_is_told_from_what_waits_in_memory() -> None:
