@@ -56,6 +56,9 @@ def test_a_budget_takes_the_fastest_that_is_within_it() -> None:
     assert found is not None and "fastest of those tried within the budget" in found.why
     mine = best(found.asked, runnable=True)
     assert mine is not None and (cost(mine, 10**11, 2.0).cost or 0) <= 5000
+    much = how_many(plan_request("llama3.2-1b", "H100", budget="1M", **given))
+    assert much is not None and "would do less than 75% of what it can" in much.why
+    assert found.devices <= much.devices <= 512 < 2 * max(much.tried)  # there are 256 sequences to share
     never = how_many(plan_request("llama3.2-1b", "H100", budget="10", **given))
     assert never is not None and "over the budget" in never.why
 

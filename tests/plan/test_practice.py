@@ -17,6 +17,8 @@ from shoal.plan.judge import WIDEST
 from shoal.plan.practice import (
     ACROSS_NODES,
     EXPERTS_GATHERED,
+    MANY_SHARDS,
+    MOST_SHARDS,
     NAMES,
     RARE_SCHEDULE,
     STAGES_FIRST,
@@ -29,7 +31,7 @@ ROWS = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.csv"
 
 
 def asked(layout: str, model: str = "gpt3-175b", on: str = "64xA100-80GB") -> Workload:
-    return Workload(PRESETS[model], find(on), Recipe(seq=2048, batch=64), Layout.parse(layout))
+    return Workload(PRESETS[model], find(on), Recipe(seq=2048, batch=1024), Layout.parse(layout))
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,10 @@ def asked(layout: str, model: str = "gpt3-175b", on: str = "64xA100-80GB") -> Wo
         ("fsdp=64", "llama3-8b", "64xH100", []),
         ("fsdp=8,pp=8,schedule=interleaved", "llama3-8b", "64xH100", []),
         ("fsdp=8,pp=8,schedule=zb", "llama3-8b", "64xH100", [RARE_SCHEDULE]),
+        ("fsdp=512", "llama3-8b", "512xH100", []),
+        ("fsdp=1024", "llama3-8b", "1024xH100", [MANY_SHARDS]),
+        ("fsdp=1024,zero=1", "llama3-8b", "1024xH100", []),  # exchanged once a step
+        ("dp=4,fsdp=256", "llama3-8b", "1024xH100", []),
     ],
 )
 def test_departures(layout: str, model: str, on: str, expected: list[str]) -> None:
@@ -60,3 +66,8 @@ def test_departures(layout: str, model: str, on: str, expected: list[str]) -> No
 def test_what_is_given_up_is_what_comparisons_are_off_by() -> None:
     runs = read(ROWS)
     assert fmean(ratios(runs, judged(runs))) == pytest.approx(WIDEST, abs=0.005)
+
+
+def test_the_most_ranks_that_share_weights_are_those_of_a_published_run() -> None:
+    layouts = [workload.layout for run in read(ROWS) for workload in run.workloads]
+    assert max(layout.shards for layout in layouts if layout.zero > 1) == MOST_SHARDS

@@ -121,8 +121,8 @@ def plan(
     links
         Price collectives as this file shows them: what nccl-tests print, or what shoal bench comm stored.
     headroom
-        Device memory that every plan leaves free, as a fraction (0.1) or a size (8GiB). Unless given, only what is
-        chosen leaves a tenth.
+        Device memory that every plan leaves free, as a fraction (0.1) or a size (8GiB); 0 asks nothing. Unless given,
+        what is chosen runs out of memory less than once in 1,000 times.
     calibration
         Use the rates that shoal profile --calibrate measured for this kind of device, if there are any.
     json

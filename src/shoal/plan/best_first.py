@@ -92,6 +92,22 @@ class Priced:
         return strategy_of(split, share, states)
 
 
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a hunt has found so far: what fits, what was priced and lost, and how fast the rest is at best."""
+
+    accepted: list[Priced]
+    lost: list[Priced]
+    at_best: float | None
+
+
+def received(found: Found, asked: Workload) -> Found:
+    """From another process, which asked for an equal workload: here its layouts are of this one."""
+    for one in (*found.accepted, *found.lost):
+        one.workload = replace(asked, layout=one.workload.layout)
+    return found
+
+
 @dataclass(eq=False)
 class Walk:
     """What every way through the space has in common: the queue of what comes next, and what may fit of it.
@@ -249,6 +265,10 @@ class BestFirst(Walk):
         self._heap = [one for one in self._heap if not isinstance(one[2], Priced)]
         heapq.heapify(self._heap)
         self.accepted.sort(key=lambda one: one.step.seconds)
+
+    @property
+    def found(self) -> Found:
+        return Found(self.accepted, self.lost, self.at_best)
 
     @property
     def _spent(self) -> int:

@@ -18,7 +18,7 @@ from shoal.facts.cluster import Cluster
 from shoal.facts.cluster.stack import SHOAL
 from shoal.facts.layout import Layout
 from shoal.plan import evidence, practice
-from shoal.plan.best_first import BestFirst, Priced
+from shoal.plan.best_first import BestFirst, Found, Priced
 from shoal.plan.complexity import parts, plain
 from shoal.plan.headroom import GIB, UNLIKELY, Headroom, chance, free, free_bytes, out_of_memory
 from shoal.plan.judge import RUNS, Plan, Replicas, supported
@@ -30,8 +30,9 @@ from shoal.predict.memory import ledger
 from shoal.predict.time.step import step
 from shoal.predict.workload import Workload
 
-# Work that looking for a simpler layout takes at most, in bounds (``plan/best_first.py``): a few tenths of a second.
-EFFORT = 20000
+# Work that looking for a simpler layout takes at most, in bounds (``plan/best_first.py``): a few tenths of a second as
+# a rule; on thousands of devices that share a long pipeline in many ways, one or two.
+EFFORT = 80000
 # Strategies that the choice is made among, the fastest first.
 POOL = 10
 # Said of a claim that no row of ``plan/evidence.py`` supports.
@@ -172,7 +173,7 @@ def choose(
     bounds: TimeBound,
     room: MemoryBound,
     hunts: Sequence[BestFirst],
-    others: Sequence[BestFirst],
+    others: Sequence[Found],
     against: Replicas,
 ) -> Chosen | None:
     """Among what ``hunts`` have found, and what is simpler than that; None where nothing fits. ``others``: those that

@@ -101,7 +101,8 @@ class ExchangeBound:
                 one.left(overlap, times, forward, backward)
                 for one in self._ways(split, share, zeros, fewest, times)
             )
-        # In a pipeline all of it happens once, whatever the micro-batches.
+        # In a pipeline all of it happens once, whatever the micro-batches: gradients that rest in shards cost as much.
+        zeros = tuple(zero for zero in zeros if zero != 2 or 1 not in zeros)
         key = split, share.sp, share.ep, zeros
         known = self._once.get(key)
         if known is None:

@@ -27,8 +27,9 @@ MOST = 131_072
 GUESS = 0.4
 # Of a usual size, what an odd number of nodes has to save.
 SAVES = 0.05
-# How often a budget's number is doubled.
+# How often a budget's number is doubled, and the share of the most that a device did on fewer which it still has to do.
 DOUBLINGS = 14
+WELL = 0.75
 
 
 @dataclass(frozen=True)
@@ -169,9 +170,11 @@ def _from(counts: list[int], wanted: float) -> int:
 def _for_budget(asked: PlanRequest, counts: list[int], tries: Tries) -> HowMany | None:
     """The fastest within it, doubling from the smallest that fits; where none is within it, the cheapest.
 
-    Few devices recompute what more of them keep, so that a run grows cheaper before it grows dearer.
+    Few devices recompute what more of them keep, so that a run grows cheaper before it grows dearer. What is left of a
+    budget is not spent on devices that wait for one another.
     """
     assert asked.budget is not None
+    most, waits = 0.0, False
     first = _smallest(asked, counts, tries)
     within: Priced | None = None
     cheapest: Priced | None = None
@@ -181,6 +184,11 @@ def _for_budget(asked: PlanRequest, counts: list[int], tries: Tries) -> HowMany 
         if priced is None:
             break
         looked.append(priced[1].world)
+        rate = priced[1].tokens_per_s_per_gpu
+        most = max(most, rate)
+        if within is not None and rate < WELL * most:
+            waits = True
+            break
         money = priced[2].cost or 0.0
         if money <= asked.budget:
             within = priced
@@ -198,6 +206,8 @@ def _for_budget(asked: PlanRequest, counts: list[int], tries: Tries) -> HowMany 
         else "over the budget, but no other number is cheaper"
     )
     why = f"{word} ({total.cost or 0.0:,.0f}, {total.days:.3g} days)"
+    if waits:
+        why += f"; on {looked[-1]:,} a GPU would do less than {WELL:.0%} of what it can"
     return HowMany(request, plan.world, why, error_bar=plan.error_bar, tried=tuple(sorted({*looked})))
 
 

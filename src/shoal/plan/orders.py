@@ -86,7 +86,7 @@ class OrderGroups:
         self._known: list[OrderGroup] = []
         self._heap: list[tuple[float, int, OpenGroup]] = []
         self._number = count()
-        self._resting: dict[tuple[ModelSplit, int], float] = {}
+        self._resting: dict[tuple[ModelSplit, int, int], float] = {}
         alike: dict[tuple[int, int], list[ModelSplit]] = {}
         for split in space.splits():
             alike.setdefault((split.tp, split.cp), []).append(split)
@@ -127,11 +127,12 @@ class OrderGroups:
                 bound = self.bounds.of_tokens(where[0], one)
                 self._push(max(seconds, bound), OpenGroup(tuple(where), one))
         elif puts_off is None:
+            fitting = tuple(one for one in splits if self._may_fit(one, share))
             for late in (False, True):
-                if any(self.space.orders(one, None, late) for one in splits):
+                if any(self.space.orders(one, None, late) for one in fitting):
                     self.worked += 1
-                    bound = self.bounds.of_layers(splits[0], share, self._compiled(splits, late))
-                    self._push(max(seconds, bound), node._replace(puts_off=late))
+                    bound = self.bounds.of_layers(fitting[0], share, self._compiled(fitting, late))
+                    self._push(max(seconds, bound), node._replace(splits=fitting, puts_off=late))
         elif not node.exchanges:
             self.worked += PRICED_SHARE
             bound = self.bounds.of_rate(splits[0], share, self._compiled(splits, puts_off))
@@ -143,13 +144,14 @@ class OrderGroups:
                     bound = self.bounds.of_share(deep, share, "none", orders, compiled)
                     self._push(max(seconds, bound), node._replace(split=deep))
         elif node.least is None:
-            again = self._least_again(split, share, puts_off) if self._may_fit(split, share) else None
+            again = self._least_again(split, share, puts_off)
             if again is not None:
                 orders = self.space.orders(split, None, puts_off)
                 compiled = self.bounds.compiled(split, orders[0])
                 exchanged = self.bounds.of_exchange(split, share, orders, compiled=compiled)
-                worked = self.bounds.of_share(split, share, again, orders, compiled)
-                self._push(max(seconds, worked) + exchanged, node._replace(least=exchanged))
+                if again != "none":  # without it, that is known
+                    seconds = max(seconds, self.bounds.of_share(split, share, again, orders, compiled))
+                self._push(seconds + exchanged, node._replace(least=exchanged))
         else:
             orders = self.space.orders(split, None, puts_off)
             compiled = self.bounds.compiled(split, orders[0])
@@ -193,11 +195,18 @@ class OrderGroups:
         return found
 
     def _may_fit(self, split: ModelSplit, share: WorkShare) -> bool:
-        resting = self._resting.get((split, share.ep))
-        if resting is None:
-            away = (NOTHING, *self.space.offloads)
-            resting = self._resting[split, share.ep] = least_resting(self.room, split, share.ep, away)
-        return self.room.fits(split, self.room.of_share(split, share, resting))
+        """As a rule with nothing offloaded; the rest is asked where that does not fit."""
+        return any(
+            self.room.fits(split, self.room.of_share(split, share, self._rests(split, share.ep, away)))
+            for away in ((NOTHING,), self.space.offloads)
+        )
+
+    def _rests(self, split: ModelSplit, ep: int, away: tuple[tuple[Offload, ...], ...]) -> float:
+        key = split, ep, len(away)
+        known = self._resting.get(key)
+        if known is None:
+            known = self._resting[key] = least_resting(self.room, split, ep, away)
+        return known
 
 
 class MergedGroups:

@@ -16,6 +16,9 @@ from them where it is faster by more than that; otherwise it has to be explained
   cp=2.
 - States that are sharded within replicas are sharded over whole nodes, so that what leaves a node is one exchange among
   replicas: PyTorch's HSDP and MiCS. Megatron shards the optimizer's states alone (its distributed optimizer).
+- Weights or gradients are shared by 512 ranks at most, and of more there are replicas: every block is gathered from
+  all of them, so that each one that is late holds up the others. The PyTorch FSDP paper (2023) ends there, and so do
+  the published rows of Shoal's collection.
 - Experts are spread over the ranks of a node, or of more, rather than gathered on each: GShard (2020), Mixtral in
   Megatron-Core's recipes, DeepSeek-V3.
 """
@@ -37,6 +40,7 @@ EXPERTS_GATHERED = "experts that more ranks of a node could share"
 RARE_SCHEDULE = "a schedule that few have run"
 CONTEXT_ACROSS = "context ranks across nodes that tensor ranks do not fill"
 PARTS_OF_NODES = "states sharded over parts of nodes"
+MANY_SHARDS = "weights shared by more ranks than in any published run"
 NO_CONTEXT = "sequences this long without context ranks"
 NAMES = (
     ACROSS_NODES,
@@ -45,8 +49,11 @@ NAMES = (
     RARE_SCHEDULE,
     CONTEXT_ACROSS,
     PARTS_OF_NODES,
+    MANY_SHARDS,
     NO_CONTEXT,
 )
+# The most ranks that shared weights or gradients in published rows.
+MOST_SHARDS = 512
 # Longer sequences were all shared out: Llama 3 from 131,072 tokens on, DeepSpeed-Ulysses, torchtitan.
 LONGEST_WHOLE = 65536
 USUAL_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved")
@@ -69,7 +76,8 @@ def of_split(split: ModelSplit, model: Model, cluster: Cluster, seq: int) -> int
 
 
 def of_states(split: ModelSplit, states: StateSharding, cluster: Cluster) -> int:
-    return int(_parts_of_nodes(split.tp * split.cp * states.fsdp, states.dp, states.fsdp, cluster))
+    parts = _parts_of_nodes(split.tp * split.cp * states.fsdp, states.dp, states.fsdp, cluster)
+    return parts + _many_shards(split.cp * states.fsdp, states.zero)
 
 
 def of_share(split: ModelSplit, share: WorkShare, model: Model, cluster: Cluster) -> int:
@@ -94,6 +102,8 @@ def departures(workload: Workload) -> list[str]:
         found.append(CONTEXT_ACROSS)
     if _parts_of_nodes(layout.tp * layout.cp * layout.fsdp, layout.dp, layout.fsdp, cluster):
         found.append(PARTS_OF_NODES)
+    if _many_shards(layout.shards, layout.zero):
+        found.append(MANY_SHARDS)
     if _without_context(layout.cp, layout.world, workload.recipe.seq):
         found.append(NO_CONTEXT)
     return found
@@ -112,6 +122,11 @@ def _parts_of_nodes(ranks: int, replicas: int, fsdp: int, cluster: Cluster) -> b
     """States shared by so many neighbouring ranks, of each of several replicas on several nodes."""
     node = fast_links(cluster)
     return replicas > 1 and fsdp > 1 and cluster.devices > node and ranks % node != 0
+
+
+def _many_shards(ranks: int, zero: Zero) -> bool:
+    """Where the optimizer's states alone are shared out, that is exchanged once a step."""
+    return zero > 1 and ranks > MOST_SHARDS
 
 
 def _stages_first(tp: int, pp: int, model: Model, cluster: Cluster) -> bool:

@@ -20,12 +20,14 @@ from shoal.facts.layout.stack_limits import RULES
 from shoal.facts.model import Model
 from shoal.facts.recipe import Recipe
 from shoal.plan import explain
-from shoal.plan.best_first import OTHERS, BestFirst, Priced, StrategyKey
+from shoal.plan.beside import beside
+from shoal.plan.best_first import OTHERS, BestFirst, Found, Priced, StrategyKey, received
 from shoal.plan.choose import Chosen, choose, planned
 from shoal.plan.headroom import NONE, USUAL, Headroom
 from shoal.plan.judge import RUNS, Plan, Replicas, replicas, supported
 from shoal.plan.memory_bound import MemoryBound
 from shoal.plan.orders import MergedGroups, OrderGroups
+from shoal.plan.practice import usual_zero
 from shoal.plan.space import Candidate, Space
 from shoal.plan.time_bound import TimeBound
 from shoal.predict.time.step import cost_model
@@ -37,8 +39,12 @@ REJECTED = 20
 # percent of one another; a hunt that is broken off says what it may have missed.
 EFFORT = 36000
 # What takes so many times as long as a layout that offloads is given up for it: moving data to a host and back is one
-# more thing that can be slow, but it has its price.
-DEAR = 1.25
+# more thing that can be slow, but it has its price. Computing everything again takes a third longer at most, and is
+# what published runs do before they offload anything.
+DEAR = 4 / 3
+# Of more layouts than these, those that cut sequences short are searched by themselves, where there is a second core in
+# a process of its own: both halves take a second or so.
+LARGE = 20_000_000
 # One that has found nothing that fits goes on for up to so many times as long.
 PATIENCE = 16
 
@@ -113,12 +119,14 @@ def search(
     lists: dict[tuple[object, ...], OrderGroups] = {}
     known: dict[Candidate, Priced] = {}
 
-    def hunted(room: MemoryBound, space: Space, others: int = OTHERS) -> list[BestFirst]:
+    def hunted(
+        room: MemoryBound, space: Space, others: int = OTHERS, patient: bool = True
+    ) -> list[BestFirst]:
         """A hunt through a space. Broken off empty-handed, it is followed by one through what needs little memory."""
 
         def hunt(space: Space) -> BestFirst:
-            loosest = replace(space, apart=apart)
-            parts = [replace(loosest, short=False)]
+            loosest = replace(space, apart=apart, customary=False)
+            parts = [replace(loosest, short=False)] if loosest.usual else []
             parts += [replace(loosest, usual=False)] if loosest.short else []
             for part in parts:
                 if part.key not in lists:
@@ -128,7 +136,7 @@ def search(
 
         whole = hunt(space)
         whole.run(effort)
-        if effort is None or whole.accepted or whole.at_best is None:
+        if not patient or effort is None or whole.accepted or whole.at_best is None:
             return [whole]
         frugal = hunt(replace(space, frugal=True))
         for one, work in ((frugal, effort // 2), (frugal, PATIENCE * effort), (whole, PATIENCE * effort)):
@@ -137,6 +145,13 @@ def search(
         frugal.at_best = None  # what it leaves out is among what the whole leaves out
         return [whole, frugal]
 
+    # Everything, where it is asked for. Of very much, sequences that are cut short are hunted through by themselves.
+    everything = replace(space, runnable=runnable and ours)
+    layouts, elsewhere = everything.size(), None
+    if top > 1 and layouts > LARGE:
+        short = replace(everything, usual=False)
+        everything = replace(everything, short=False)
+        elsewhere = beside(lambda: hunted(most, short, patient=False)[0].found)
     hunts: list[BestFirst] = []
     choosing = most
     if space.runs or runnable or not ours:
@@ -145,6 +160,9 @@ def search(
         rooms = (most,) if headroom else (most.leaving(USUAL), most)
         usual = replace(space, short=False)
         ways = (replace(usual, apart=False), usual, space) if apart else (space,)
+        # Of another stack, what shards states as it does by itself comes before what it can be told to do.
+        if apart and usual_zero(stack) != 3:
+            ways = (replace(usual, apart=False, customary=True), *ways)
         for choosing, way in product(rooms, ways):
             # What is shown beside it is mostly what the last hunt finds.
             hunts = hunted(choosing, way, OTHERS // 4)
@@ -152,26 +170,29 @@ def search(
                 break
     able = any(hunt.accepted for hunt in hunts)
     chosen_from = [*hunts]
-    # Everything, where it is asked for.
-    space = replace(space, runnable=runnable and ours)
-    beyond = hunted(most, space) if top > 1 or not able else hunts
+    beyond = hunted(most, everything) if top > 1 or not able else hunts
     if not able:
         chosen_from, choosing = beyond, most
     elif apart and not hunts[0].space.apart:
         wide = replace(hunts[0].space, apart=True)
         if _seconds(beyond, wide) * DEAR < _seconds(hunts):
-            elsewhere = hunted(choosing, wide)
-            chosen_from = elsewhere if _seconds(elsewhere) * DEAR < _seconds(hunts) else chosen_from
+            offloading = hunted(choosing, wide)
+            chosen_from = offloading if _seconds(offloading) * DEAR < _seconds(hunts) else chosen_from
     against = replicas(replace(asked, layout=Layout(dp=count_of_devices)), bounds.on)
-    every = list(dict.fromkeys((*hunts, *beyond)))
-    plans = _ranked(every, top, against)
+    priced = len(known)
+    found = [hunt.found for hunt in beyond]
+    if elsewhere is not None:
+        found.append(received(elsewhere(), asked))
+        priced += len(found[-1].accepted) + len(found[-1].lost)
+    every = [*(hunt.found for hunt in hunts if hunt not in beyond), *found]
+    plans = _ranked(every, top, against, stack is SHOAL)
     chosen = choose(asked, bounds, choosing, chosen_from, every, against)
-    at_best = min((hunt.at_best for hunt in beyond if hunt.at_best is not None), default=None)
+    at_best = min((hunt.at_best for hunt in found if hunt.at_best is not None), default=None)
     return SearchResult(
         plans,
-        _rejected(beyond, plans),
-        space.size(),
-        len(known),
+        _rejected(found, plans),
+        layouts,
+        priced,
         time.perf_counter() - started,
         complete=at_best is None,
         at_best=at_best,
@@ -230,7 +251,7 @@ def _seconds(hunts: list[BestFirst], space: Space | None = None) -> float:
     return min((one.step.seconds for one in kept), default=inf)
 
 
-def _ranked(hunts: list[BestFirst], top: int, against: Replicas) -> list[Plan]:
+def _ranked(hunts: list[Found], top: int, against: Replicas, ours: bool) -> list[Plan]:
     """The best of all hunts; if none of several runs, the best that does takes the last place."""
     best: dict[StrategyKey, Priced] = {}
     for one in sorted((one for hunt in hunts for one in hunt.accepted), key=lambda one: one.step.seconds):
@@ -238,12 +259,7 @@ def _ranked(hunts: list[BestFirst], top: int, against: Replicas) -> list[Plan]:
     ranked = list(best.values())
     shown = ranked[:top]
     first_that_runs = next((one for one in ranked if support.runs(one.workload.layout)), None)
-    if (
-        top > 1
-        and hunts[0].asked.stack is SHOAL
-        and first_that_runs is not None
-        and first_that_runs not in shown
-    ):
+    if top > 1 and ours and first_that_runs is not None and first_that_runs not in shown:
         shown[-1] = first_that_runs
     plans = [planned(one, against) for one in shown]
     for plan in plans:
@@ -251,7 +267,7 @@ def _ranked(hunts: list[BestFirst], top: int, against: Replicas) -> list[Plan]:
     return plans
 
 
-def _rejected(hunts: list[BestFirst], plans: list[Plan]) -> list[Rejected]:
+def _rejected(hunts: list[Found], plans: list[Plan]) -> list[Rejected]:
     """Layouts that were priced and lost, the fastest first; one of each strategy that fits, and one that does not."""
     if not plans:
         return []

@@ -167,6 +167,7 @@ class Space:
     apart: bool = True  # whether devices have a host beside them, where states can wait
     short: bool = True  # whether context ranks may have fewer tokens of a sequence than in published runs
     usual: bool = True  # whether they may have as many, or none share a sequence
+    customary: bool = False  # whether only the optimizer's states are shared out
     frugal: bool = (
         False  # only what needs little memory: small micro-batches, nothing kept, states over all ranks
     )
@@ -248,6 +249,8 @@ class Space:
     ) -> list[list[StateSharding]]:
         """By what is shared out; each from the most ranks to the fewest, and so from the least memory to the most."""
         found = self._sharings(split.data, split.cp, ep, offload)
+        if self.customary:
+            found = [alike for alike in found if alike[0].zero == 1 or not _shared(split, alike[0])]
         if not self._others:
             return found
         within = [[states for states in alike if self._shares(split, states)] for alike in found]
@@ -367,8 +370,11 @@ class Space:
 
     def has(self, candidate: Candidate) -> bool:
         """Whether it is among what is cut and offloaded here."""
-        cut = self.short or not cuts_short(self.recipe.seq, candidate.split.cp)
-        return cut and (self.apart or not candidate.states.offload)
+        split, states = candidate.split, candidate.states
+        cut = self.short or not cuts_short(self.recipe.seq, split.cp)
+        if self.customary and states.zero != 1 and _shared(split, states):
+            return False
+        return cut and (self.apart or not states.offload)
 
     def admits(self, candidate: Candidate) -> bool:
         """Whether the stack runs a whole layout; that it is legal is known."""
@@ -393,6 +399,10 @@ class Space:
     def runs(self) -> bool:
         """Whether the engine runs this model at all."""
         return not support.missing(Config(), self.model, Layout())
+
+
+def _shared(split: ModelSplit, states: StateSharding) -> bool:
+    return placed(split, states).sharded.size > 1
 
 
 def _chunks(schedule: Schedule) -> tuple[int, ...]:

@@ -32,17 +32,17 @@ def peaks(gradients: RankGradients) -> Iterator[Peak]:
 
 def _peaks_of_passes(gradients: RankGradients) -> Iterator[Peak]:
     workload, layout = gradients.rank.workload, gradients.layout
-    fullest: dict[tuple[int, tuple[Begun, ...], bool, int], BackwardPass] = {}
+    fullest: dict[tuple[int, tuple[Begun, ...], bool, int], tuple[float, Moment]] = {}
     for moment in moments(
         layout.schedule, layout.pp, layout.chunks, workload.accumulation, gradients.rank.number
     ):
         # What comes on top depends on these alone.
         kind = moment.stage, moment.begun, moment.split, moment.since_loss
-        found = BackwardPass(gradients, moment)
-        if kind not in fullest or found.start.total() > fullest[kind].start.total():
-            fullest[kind] = found
-    for found in fullest.values():
-        yield from found.peaks()
+        size = at_start(gradients, moment).total()
+        if kind not in fullest or size > fullest[kind][0]:
+            fullest[kind] = size, moment
+    for _, moment in fullest.values():
+        yield from BackwardPass(gradients, moment).peaks()
     batch = Peak(activations=_batch(workload))
     yield from gradients.at_end(batch)
     updating = max(passing(gradients.rank), FetchedWeights(gradients.rank).gathering())
@@ -100,6 +100,17 @@ def waiting_activations(rank: RankInventory) -> OffDevice:
     return OffDevice(min(size, IN_FLIGHT * each), size)
 
 
+def at_start(gradients: RankGradients, moment: Moment) -> Peak:
+    """The same with the head's gradient, which the loss of a micro-batch on the V's other side has made."""
+    rank = gradients.rank
+    start, logits = held_at_start(rank, moment, gradients.standing), rank.micro_batch.logits
+    if rank.stages[moment.stage].last or gradients.alone or logits.later:
+        return start
+    # This rank has the network's end as well, with a micro-batch that is yet to come back.
+    behind = any(stage.last and held for stage, held in zip(rank.stages, moment.held, strict=True))
+    return start.plus("", buffers=logits.waiting) if behind else start
+
+
 class BackwardPass:
     """One backward pass of a stage: what is there as it begins (``start``), and its moments."""
 
@@ -109,20 +120,10 @@ class BackwardPass:
         self.micro, self.work = self.rank.micro_batch, self.rank.micro_batch.work
         self.gathered_stream = self.micro.stream * (self.work.tp if self.work.sp else 1)
         self.away, self.fetched = self.rank.blocks_away(moment.stage), FetchedWeights(self.rank)
-        self.start = held_at_start(self.rank, moment, gradients.standing)
-        made_ahead = not self.micro.logits.later
-        if not self.stage.last and self._loss_is_behind() and not gradients.alone and made_ahead:
-            # The loss of a micro-batch on the V's other side has made the head's gradient, which waits for its turn.
-            self.start = self.start.plus("", buffers=self.micro.logits.waiting)
+        self.start = at_start(gradients, moment)
         # The head's gradients of micro-batches that are yet to come back.
-        others = self.stage.last and moment.held[moment.stage] > 1 and made_ahead
+        others = self.stage.last and moment.held[moment.stage] > 1 and not self.micro.logits.later
         self.waiting = self.micro.logits.waiting if others else 0.0
-
-    def _loss_is_behind(self) -> bool:
-        """Whether this rank has the network's end as well, with a micro-batch that is yet to come back."""
-        return any(
-            stage.last and held for stage, held in zip(self.rank.stages, self.moment.held, strict=True)
-        )
 
     def peaks(self) -> Iterator[Peak]:
         if self.work.tp > 1 and not self.stage.last:

@@ -1,0 +1,65 @@
+"""Work in a process of its own: its result is the one that it has here, also where that process fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from shoal.facts.cluster import notation
+from shoal.facts.model import presets
+from shoal.facts.recipe import Recipe
+from shoal.plan import beside, search
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has imported torch, and a thread of its own; neither does anything now."""
+    monkeypatch.setattr(beside, "may_fork", lambda: True)
+
+
+@pytest.mark.usefixtures("forks")
+def test_another_process_computes() -> None:
+    here = os.getpid()
+    found = beside.beside(lambda: (os.getpid(), [1.5, "two"]))()
+    assert found[0] != here and found[1] == [1.5, "two"]
+
+
+@pytest.mark.usefixtures("forks")
+def test_what_fails_there_is_done_here() -> None:
+    here = os.getpid()
+
+    def work() -> int:
+        if os.getpid() != here:
+            raise MemoryError
+        return 7
+
+    assert beside.beside(work)() == 7
+
+
+def test_no_thread_is_left_behind() -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        assert not beside.may_fork()
+        assert beside.beside(os.getpid)() == os.getpid()
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_search_in_two_halves_finds_what_it_finds_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = presets.find("llama3-8b"), notation.find("16xH100"), Recipe(seq=8192, batch=8, precision="bf16")
+    whole = search.search(*asked)
+    monkeypatch.setattr(search, "LARGE", 0)
+    halves = search.search(*asked)
+    assert halves.plans[0].layout == whole.plans[0].layout and halves.plans[0].layout.cp > 2
+    assert halves.plans[0].step == whole.plans[0].step and halves.plans[0].memory == whole.plans[0].memory
+    assert halves.chosen is not None and whole.chosen is not None
+    assert halves.chosen.answers.keys() == whole.chosen.answers.keys()
+    for name, plan in halves.chosen.answers.items():
+        assert plan.layout == whole.chosen.answers[name].layout
+    assert (halves.searched, halves.proven) == (whole.searched, whole.proven) and halves.proven
