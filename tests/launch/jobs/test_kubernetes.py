@@ -31,7 +31,7 @@ def written(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     words = ["--to", "kubernetes", "--set", "cluster.on=2x8xH100", "--set", "cluster.interface=eth0"]
     more = ["--layout", "fsdp=16", "--image", "registry/shoal:1", "--time", "4:00:00", "--dry-run", "--json"]
-    code, out, err = shoal_(capsys, "launch", *words, *more)
+    code, out, err = shoal_(capsys, "launch", *words, *more, "--exclude", "gpu-3,gpu-7")
     assert (code, err) == (0, "") and list(tmp_path.iterdir()) == []
     files: dict[str, str] = json.loads(out)["files"]
     return files
@@ -82,6 +82,14 @@ def test_pods_are_launchers_that_are_replaced_and_find_each_other(written: dict[
     assert rules["FailJob"]["onExitCodes"]["values"] == [1, 2]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
+    (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+        "nodeSelectorTerms"
+    ]
+    assert term["matchExpressions"][0] == {
+        "key": "kubernetes.io/hostname",
+        "operator": "NotIn",
+        "values": ["gpu-3", "gpu-7"],
+    }
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert container["command"][:3] == ["shoal", "train", "/etc/shoal/config.toml"]
     assert container["command"][-4:] == ["--nodes", "2", "--node", "node-$(NODE_INDEX)"]
