@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.launch.adopt.ranks import free_port
-from tests.launch.conftest import ip
+from tests.launch.namespaces import ip, shape
 
 SECONDS = 300.0
 # What each of the nodes of a test is started by.
@@ -83,10 +83,9 @@ def test_outside_of_a_job_there_is_one_line() -> None:
 
 @pytest.mark.system
 def test_the_node_with_the_slow_link_is_named(tmp_path: Path, star: dict[str, str]) -> None:
-    """Three machines on one switch; the cable of one carries 50 Mbit/s."""
+    """Three machines on one switch; the cable of one carries 20 Mbit/s."""
     names = list(star.values())
-    shape = "qdisc add dev eth0 root tbf rate 50mbit burst 64kb latency 50ms"
-    subprocess.run(["tc", "-n", names[2], *shape.split()], check=True)
+    shape(names[2], "20mbit")
     runs = [tmp_path / "runs"] * 3
 
     def prefix(node: int) -> list[str]:
@@ -95,7 +94,7 @@ def test_the_node_with_the_slow_link_is_named(tmp_path: Path, star: dict[str, st
     codes, told, logs = inspected(tmp_path, runs, "10.79.0.1:29600", prefix)
     checks = {check["name"]: check for check in told["checks"]}
     assert codes == [1, 1, 1] and "Traceback" not in logs, logs
-    assert checks["links between nodes"]["status"] == "failed", checks
+    assert checks["links between nodes"]["status"] == "failed", told["checks"]
     assert checks["links between nodes"]["nodes"] == ["m2"] and told["exclude"] == ["m2"]
     # Cut off, it does not come; the others are compared all the same.
     ip("-n", names[2], "link", "set", "eth0", "down")

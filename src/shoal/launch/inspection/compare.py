@@ -274,15 +274,14 @@ def _rated(
     middle = statistics.median(rates.values())
     slow = [node for node, rate in rates.items() if rate < SLOW * middle]
     share = f"{middle / catalogue:.0%} of the catalogue's {rate_in_words(catalogue)}"
+    # Of two nodes that are not alike neither is known to be the slow one.
     if slow and len(rates) > 2:
         each = ", ".join(f"{rate_in_words(rates[node])} on {heard.name(node)}" for node in slow)
-        said = f"{each}; the median node has {rate_in_words(middle)}"
+        said = f"{each}; the median node has {rate_in_words(middle)}, {share}"
         yield ClusterCheck(name, "failed", said, fix, tuple(map(heard.name, slow)))
-    said = f"{rate_in_words(middle)}, {share}"
-    if middle < BELOW_CATALOGUE * catalogue:
-        yield ClusterCheck(name, "warning", said, fix)
-    elif not slow or len(rates) < 3:
-        yield ClusterCheck(name, "ok", said)
+        return
+    status: Literal["ok", "warning"] = "warning" if middle < BELOW_CATALOGUE * catalogue else "ok"
+    yield ClusterCheck(name, status, f"{rate_in_words(middle)}, {share}", fix if status == "warning" else "")
 
 
 def rate_in_words(rate: float) -> str:
