@@ -112,17 +112,25 @@ def test_a_launcher_imports_nothing_that_trains() -> None:
     assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
-def test_a_stop_that_a_library_catches_while_it_is_imported_is_a_stop(tmp_path: Path) -> None:
-    """As it happened with numpy, which was then used half imported."""
+@pytest.mark.parametrize(
+    "then",
+    [
+        "raise AttributeError('half imported') from None",
+        "pass\n    with stoppable(print, STOP_SIGNALS):\n        time.sleep(60)",
+    ],
+)
+def test_a_stop_that_a_library_catches_while_it_is_imported_is_a_stop(then: str, tmp_path: Path) -> None:
+    """As it happened with numpy: used half imported after that, or the run that followed knew of no stop."""
     (tmp_path / "caught.py").write_text(
-        "import os, signal\n"
+        "import os, signal, time\n"
         "from shoal.cli.main import app, main\n"
+        "from shoal.launch.signals import STOP_SIGNALS, stoppable\n"
         "def caught():\n"
         "    try:\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "        import time; time.sleep(60)\n"
+        "        time.sleep(60)\n"
         "    except BaseException:\n"
-        "        raise AttributeError('half imported') from None\n"
+        f"        {then}\n"
         "app.command(caught, name='caught')\n"
         "main(['caught'])\n"
     )

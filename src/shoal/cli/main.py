@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from types import FrameType
 
 from cyclopts import App, CycloptsError
 
@@ -16,7 +15,7 @@ from shoal.cli.show import print_problems
 from shoal.facts.problem import BadInput, Problem
 from shoal.launch.redacted import redacted_output
 from shoal.launch.report import BAD_INPUT, FAILED, STOPPED
-from shoal.launch.signals import STOP_SIGNALS, stoppable
+from shoal.launch.signals import STOP_SIGNALS, interrupt, interrupts, stoppable
 from shoal.train.files import MAKE_ROOM, disk_is_full, in_words
 
 app = App(
@@ -88,10 +87,6 @@ for command, place, does in (
     app.command(place, name=command, help=does)
 
 
-# Stop signals that this command was sent.
-_interrupted: list[int] = []
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and leave with its exit code: 0 success, 1 failed, 2 bad input, 75 stopped on request."""
     words = sys.argv[1:] if arguments is None else arguments
@@ -104,9 +99,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(words: list[str]) -> int:
     as_json = _asks_for_json(words)
-    _interrupted.clear()
+    interrupts.clear()
     try:
-        with stoppable(_interrupt, STOP_SIGNALS):
+        with stoppable(interrupt, STOP_SIGNALS):
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except CycloptsError as error:
@@ -125,7 +120,7 @@ def _run(words: list[str]) -> int:
         what = f"{in_words(error)}; {MAKE_ROOM}" if disk_is_full(error) else str(error)
         code = fail([Problem(what)], FAILED, as_json)
     except Exception as error:
-        if _interrupted:
+        if interrupts:
             # A library that was being imported has caught the interrupt, and was used half imported.
             return _stopped(as_json)
         # A bug of ours. The interpreter would print the same traceback, but without redacting secrets.
@@ -142,12 +137,6 @@ def _asks_for_json(words: list[str]) -> bool:
     return any(
         word == "--json" or word.lower() in ("--json=true", "--json=1", "--json=yes") for word in options
     )
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """All stop signals alike, SIGINT too: a shell's background job would find it ignored."""
-    _interrupted.append(number)
-    raise KeyboardInterrupt
 
 
 def _stopped(as_json: bool) -> int:
