@@ -32,7 +32,7 @@ from shoal.train.files import read_rows  # noqa: E402
 
 NETWORK, RATE = "10.80.0", "200mbit"
 LAYOUTS = ("pp=2", "tp=2", "dp=2", "fsdp=2", "fsdp=2,micro=1")
-SEQ, BATCH, STEPS, WARM_UP = 64, 8, 16, 4
+SEQ, BATCH, STEPS, WARM_UP = 64, 8, 10, 3
 MODEL = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn": 1024}
 ON = "2x1xcpu"
 SECONDS = 900
