@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from shoal.launch.redacted import redacted_output
+from shoal.facts.redact import Redactor
+from shoal.launch.redacted import RedactedStream, redacted_output
 from shoal.launch.screen import Console
 
 EVIL = "\x1b[2J\x1b]0;title\x07\x9b1A\rhidden"
@@ -45,6 +46,17 @@ def test_what_is_printed() -> None:
         sys.stdout.writelines([EVIL, EVIL])
     assert harmless(terminal.getvalue()) and "é\tand\nmore" in terminal.getvalue()
     assert "\x1b" not in terminal.getvalue()
+
+
+def test_lines_of_a_log_begin_with_the_time() -> None:
+    log = io.StringIO()
+    stream = RedactedStream(log, Redactor(), stamped=True)
+    for text in ("one ", "line", "\n", "two\nthree\n", "", "\n", "four"):
+        stream.write(text)
+    lines = log.getvalue().split("\n")
+    stamps, texts = zip(*(line.split(" ", 1) for line in lines), strict=True)
+    assert texts == ("one line", "two", "three", "", "four")
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", stamp) for stamp in stamps)
 
 
 def test_what_a_console_shows() -> None:

@@ -82,7 +82,7 @@ def launch(
     account
         Slurm's account.
     exclude
-        Nodes that Slurm is not to use.
+        Nodes that the engine is not to use, separated by commas: what shoal doctor --cluster names.
     cpus
         Cores of a node.
     image

@@ -55,10 +55,18 @@ class Check:
     fix: str = ""
 
 
-def examine(run_directory: Path, visible: str | None = None) -> list[Check]:
-    """Every check, in the order in which a run would trip over them. ``visible``: CUDA_VISIBLE_DEVICES."""
-    here = look(visible)
-    torch = ask_torch()
+def examine(
+    run_directory: Path,
+    visible: str | None = None,
+    here: Cluster | None = None,
+    torch: dict[str, Any] | None = None,
+) -> list[Check]:
+    """Every check, in the order in which a run would trip over them. ``visible``: CUDA_VISIBLE_DEVICES.
+
+    ``here`` and ``torch``: this machine, and what torch says of itself, where they are known already.
+    """
+    here = here or look(visible)
+    torch = torch or ask_torch()
     return [
         python(),
         *dependencies(),
@@ -165,7 +173,9 @@ def answer_for_torch() -> None:
     import torch
     import torch.distributed
 
-    print(json.dumps({"version": torch.__version__}), flush=True)
+    nccl = getattr(torch.cuda, "nccl", None) if torch.backends.cuda.is_built() else None
+    built = {"cuda": torch.version.cuda or "", "nccl": ".".join(map(str, nccl.version())) if nccl else ""}
+    print(json.dumps({"version": torch.__version__, **built}), flush=True)
     print(json.dumps({"distributed": torch.distributed.is_available()}), flush=True)
     if torch.distributed.is_available():
         with tempfile.TemporaryDirectory() as meeting:

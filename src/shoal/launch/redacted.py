@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,16 +29,29 @@ class RedactedStream:
     a ``screen.Console`` has had its text cleaned there.
     """
 
-    def __init__(self, stream: TextIO, redactor: Redactor, codes: bool = False) -> None:
+    def __init__(
+        self, stream: TextIO, redactor: Redactor, codes: bool = False, stamped: bool = False
+    ) -> None:
+        """``stamped``: each line begins with the time."""
         self._stream, self._redactor, self._codes = stream, redactor, codes
+        self._stamped, self._begins = stamped, True
         if not codes:
             # Where rich writes in place of this.
             self.rich_proxied_file = RedactedStream(stream, redactor, codes=True)
 
     def write(self, text: str) -> int:
         clean = self._redactor.text(text)
-        self._stream.write(clean if self._codes else printable(clean))
+        shown = clean if self._codes else printable(clean)
+        self._stream.write(self._with_time(shown) if self._stamped and shown else shown)
         return len(text)
+
+    def stamp(self, on: bool) -> None:
+        self._stamped, self._begins = on, True
+
+    def _with_time(self, text: str) -> str:
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ ", time.gmtime())
+        first, self._begins = now if self._begins else "", text.endswith("\n")
+        return first + re.sub(r"\n(?!\Z)", "\n" + now, text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -57,13 +72,18 @@ def redacted_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def redact_output() -> None:
-    """From now on what is printed has no secrets: of the environment as it is now, or by their look."""
+def redact_output(stamped: bool = False) -> None:
+    """From now on what is printed has no secrets: of the environment as it is now, or by their look.
+
+    ``stamped``: its lines begin with the time.
+    """
     redactor = Redactor()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, RedactedStream):
-            setattr(sys, name, RedactedStream(stream, redactor))
+            setattr(sys, name, RedactedStream(stream, redactor, stamped=stamped))
+        elif isinstance(stream, RedactedStream):
+            stream.stamp(stamped)
 
 
 class LogRedactor:

@@ -201,7 +201,7 @@ def print_to(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    redact_output()
+    redact_output(stamped=True)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from shoal.facts.problem import BadInput
-from shoal.launch.adopt.told import POD, SRUN, ToldRank, check_order, first_node, parse_meet, told
+from shoal.launch.adopt.told import (
+    POD,
+    SRUN,
+    ToldRank,
+    check_order,
+    first_node,
+    parse_meet,
+    slurm_nodes,
+    told,
+)
 from shoal.launch.nodes.meet import Meet
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
@@ -52,6 +61,13 @@ def test_slurm_has_ranks_or_nodes() -> None:
 )
 def test_the_first_host_of_a_list(text: str, first: str) -> None:
     assert first_node({"SLURM_JOB_NODELIST": text}) == first
+
+
+def test_every_host_of_a_list() -> None:
+    text = "gpu[08-10,3]-ib,x1,r[1-2]n[5,7]"
+    racks = ["r1n5", "r1n7", "r2n5", "r2n7"]
+    found = [*slurm_nodes({"SLURM_STEP_NODELIST": text, "SLURM_JOB_NODELIST": "other"})]
+    assert found == ["gpu08-ib", "gpu09-ib", "gpu10-ib", "gpu3-ib", "x1", *racks]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.conftest import Run, Train
 from tests.launch.adopt.ranks import Started, steps, wait_for, words
-from tests.launch.conftest import ip
+from tests.launch.namespaces import ip
 
 from shoal.launch.report import FINISHED, Report
 from shoal.train.files import read_rows

@@ -22,6 +22,25 @@ MODELS = {
     "runtime.json": "TrainerV1alpha1TrainingRuntime",
     "trainjob.json": "TrainerV1alpha1TrainJob",
 }
+# The version whose schemas are asked.
+KUBERNETES = "1.33"
+# What may stand where the API knows a few words alone.
+WORDS = {
+    "apiVersion": {"v1", "jobset.x-k8s.io/v1alpha2", "trainer.kubeflow.org/v1alpha1"},
+    "apiGroup": {"trainer.kubeflow.org"},
+    "kind": {"ConfigMap", "JobSet", "TrainingRuntime", "TrainJob"},
+    "completionMode": {"Indexed", "NonIndexed"},
+    "podReplacementPolicy": {"Failed", "TerminatingOrFailed"},
+    "restartPolicy": {"Never", "OnFailure"},
+    "action": {"Ignore", "FailJob", "Count", "FailIndex", "FailJobSet", "RestartJobSet"},
+    "operator": {"In", "NotIn"},
+    "onJobFailureReasons": {"PodFailurePolicy", "BackoffLimitExceeded", "DeadlineExceeded"},
+    "medium": {"Memory"},
+    "type": {"DisruptionTarget"},
+    "key": {"kubernetes.io/hostname"},
+    "fieldPath": {"metadata.annotations['batch.kubernetes.io/job-completion-index']"},
+    "trainer.kubeflow.org/trainjob-ancestor-step": {"trainer"},
+}
 # Whose keys are the user's own words.
 FREE = {"labels", "requests", "limits", "data"}
 
@@ -31,7 +50,7 @@ def written(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     words = ["--to", "kubernetes", "--set", "cluster.on=2x8xH100", "--set", "cluster.interface=eth0"]
     more = ["--layout", "fsdp=16", "--image", "registry/shoal:1", "--time", "4:00:00", "--dry-run", "--json"]
-    code, out, err = shoal_(capsys, "launch", *words, *more)
+    code, out, err = shoal_(capsys, "launch", *words, *more, "--exclude", "gpu-3,gpu-7")
     assert (code, err) == (0, "") and list(tmp_path.iterdir()) == []
     files: dict[str, str] = json.loads(out)["files"]
     return files
@@ -74,6 +93,68 @@ def test_a_manifest_comes_back_as_it_was_and_no_typo_does(file: str, written: di
         assert returned(file, wrong) != wrong, f"nothing noticed {name}x in {path}"
 
 
+def known(manifest: dict[str, Any]) -> bool:
+    """Whether it fits the schema of Kubernetes' own kinds, without a key that is not in it."""
+    schemas = pytest.importorskip("kubernetes_validate", reason="pip install -e '.[system]'")
+    try:
+        schemas.validate(manifest, KUBERNETES, strict=True)
+    except schemas.ValidationError:
+        return False
+    return True
+
+
+def own_kinds(written: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """The config map, and the Job that the JobSet makes of its template."""
+    made = json.loads(written["jobset.json"])["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, "spec": made}
+    return {"configmap": json.loads(written["configmap.json"]), "job": job}
+
+
+@pytest.mark.parametrize("name", ["configmap", "job"])
+def test_what_is_kubernetes_own_fits_its_schema_and_no_typo_does(name: str, written: dict[str, str]) -> None:
+    manifest = own_kinds(written)[name]
+    assert known(manifest)
+    for *path, key in keys(manifest):
+        wrong = copy.deepcopy(manifest)
+        inner = wrong
+        for step in path:
+            inner = inner[step]
+        inner[f"{key}x"] = inner.pop(key)
+        assert not known(wrong) or key in ("apiVersion", "kind"), f"nothing noticed {key}x in {path}"
+
+
+def misspelt(manifest: Any) -> set[tuple[str, str]]:
+    """Words that are none of those that may stand at their key."""
+    if isinstance(manifest, list):
+        return {found for inner in manifest for found in misspelt(inner)}
+    if not isinstance(manifest, dict):
+        return set()
+    wrong = set()
+    for key, value in manifest.items():
+        for word in value if isinstance(value, list) else [value]:
+            if key in WORDS and isinstance(word, str) and word not in WORDS[key]:
+                wrong.add((key, word))
+        wrong |= misspelt(value)
+    return wrong
+
+
+def test_words_are_those_that_stand_in_the_api_s_reference(written: dict[str, str]) -> None:
+    """Schemas take any text for them; a cluster does not."""
+    manifests = {name: text for name, text in written.items() if name.endswith(".json")}
+    assert misspelt([json.loads(text) for text in manifests.values()]) == set()
+    for key, words in WORDS.items():
+        there = {
+            word
+            for word in words
+            for text in manifests.values()
+            if f'"{key}"' in text and f'"{word}"' in text
+        }
+        assert there, f"no manifest has {key}"
+        for word in there:
+            changed = [json.loads(text.replace(f'"{word}"', f'"{word}x"')) for text in manifests.values()]
+            assert (key, f"{word}x") in misspelt(changed)
+
+
 def test_pods_are_launchers_that_are_replaced_and_find_each_other(written: dict[str, str]) -> None:
     job = json.loads(written["jobset.json"])["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert (job["completions"], job["parallelism"], job["activeDeadlineSeconds"]) == (2, 2, 14400)
@@ -82,6 +163,14 @@ def test_pods_are_launchers_that_are_replaced_and_find_each_other(written: dict[
     assert rules["FailJob"]["onExitCodes"]["values"] == [1, 2]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
+    (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+        "nodeSelectorTerms"
+    ]
+    assert term["matchExpressions"][0] == {
+        "key": "kubernetes.io/hostname",
+        "operator": "NotIn",
+        "values": ["gpu-3", "gpu-7"],
+    }
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert container["command"][:3] == ["shoal", "train", "/etc/shoal/config.toml"]
     assert container["command"][-4:] == ["--nodes", "2", "--node", "node-$(NODE_INDEX)"]

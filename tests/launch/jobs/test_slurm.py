@@ -212,6 +212,49 @@ def test_what_slurm_does_not_take_is_one_line_and_nothing_is_written(
         assert not job.run.path.exists()
 
 
+def test_no_misspelt_option_of_the_batch_file_is_taken(
+    slurm: SlurmCluster, on_slurm: Callable[..., SlurmRun]
+) -> None:
+    shown = json.loads(on_slurm().launch("--dry-run", "--json", "--time", "60", "--partition", "main").stdout)
+    (text,) = shown["files"].values()
+    assert slurm.run("sbatch", "--test-only", input=text).returncode == 0
+    options = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert len(options) > 8
+    for line in options:
+        name, equals, value = line.partition("=")
+        for wrong in (f"{name}x{equals}{value}",):
+            done = slurm.run("sbatch", "--test-only", input=text.replace(line, wrong), check=False)
+            assert done.returncode != 0, f"Slurm takes {wrong}"
+
+
+def test_a_node_with_another_version_is_named_and_left_out(
+    slurm: SlurmCluster, on_slurm: Callable[..., SlurmRun], tmp_path: Path
+) -> None:
+    """The doctor as a step of a job of all nodes; then a job without the one that it names."""
+    program = tmp_path / "doctor"
+    other = (
+        "import sys, shoal; shoal.__version__ = '0.0.9'; from shoal.cli.main import main; sys.exit(main())"
+    )
+    program.write_text(
+        f"""#!/bin/bash
+[ "$SLURMD_NODENAME" = n3 ] && exec {sys.executable} -c "{other}" doctor "$@"
+exec {sys.executable} -m shoal doctor "$@"
+"""
+    )
+    program.chmod(0o700)
+    words = [str(program), "--cluster", "--json", "--run", str(tmp_path / "runs"), "--interface", INTERFACE]
+    done = slurm.run("srun", "-N4", "--ntasks-per-node=1", *words, check=False, timeout=SECONDS)
+    found = json.loads(done.stdout)
+    checks = {check["name"]: check for check in found["checks"]}
+    assert done.returncode == 1 and found["exclude"] == ["n3"], done.stdout + done.stderr
+    assert checks["nodes"]["detail"] == "n1 n2 n3 n4"
+    assert checks["Shoal"]["nodes"] == ["n3"] and "0.0.9 on n3" in checks["Shoal"]["detail"]
+    assert "4 ranks" in checks["all-reduce of all"]["detail"] and "Traceback" not in done.stderr
+    job = on_slurm(recipe__steps=6)
+    told = json.loads(job.launch("--submit", "--json", "--exclude", "n1,n3").stdout)
+    assert told["state"] == "finished" and job.nodes() == ["n2", "n4"]
+
+
 def test_a_job_is_followed_to_its_end_and_listed(on_slurm: Callable[..., SlurmRun], tmp_path: Path) -> None:
     job = on_slurm(tmp_path / "a name's spaces", recipe__steps=6)
     done = job.launch("--submit", "--json")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import Run, Train
-from tests.launch.conftest import ip
+from tests.launch.namespaces import ip
 from tests.launch.nodes.processes import Nodes
 
 from shoal.launch.report import STOPPED, Report

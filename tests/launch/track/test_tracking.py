@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -35,20 +39,97 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_line_to_install_it(
     assert problem.fix.startswith("pip install")
 
 
+@pytest.fixture
+def server() -> Iterator[tuple[str, dict[str, int]]]:
+    """Answers by the login that it is shown, and with 401 to any other."""
+    known: dict[str, int] = {}
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", "0")))
+            body = b'{"data": {"viewer": {"id": "1"}}}'
+            self.send_response(known.get(self.headers.get("Authorization", ""), 401))
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with ThreadingHTTPServer((LOOPBACK, 0), Answer) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield f"http://{LOOPBACK}:{serving.server_port}", known
+        serving.shutdown()
+
+
+def basic(user: str, password: str) -> str:
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+@pytest.fixture
+def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, kind in TRACKERS.items():
+        monkeypatch.setitem(TRACKERS, name, kind._replace(needs=(("torch",),)))
+
+
 def test_without_a_login_wandb_is_refused_unless_it_is_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, all_installed: None, server: tuple[str, dict[str, int]]
 ) -> None:
-    monkeypatch.setitem(TRACKERS, "wandb", TRACKERS["wandb"]._replace(needs=(("torch",),)))
     netrc = tmp_path / "netrc"
-    nobody = {"NETRC": str(netrc)}
+    place, known = server
+    alone = {"NETRC": str(netrc), "WANDB_BASE_URL": place}
     config = asked(wandb=True)
     with pytest.raises(BadInput, match="no login for W&B"):
-        check_trackers(config, environment=nobody)
-    check_trackers(config, environment={**nobody, "WANDB_MODE": "offline"})
-    check_trackers(config, environment={**nobody, "WANDB_API_KEY": "0" * 40})
-    netrc.write_text("machine api.wandb.ai login user password 0123456789\n")
+        check_trackers(config, environment=alone)
+    check_trackers(config, environment={**alone, "WANDB_MODE": "offline"})
+    netrc.write_text(f"machine {LOOPBACK} login user password 0123456789\n")
     netrc.chmod(0o600)
-    check_trackers(config, environment=nobody)
+    known[basic("api", "0123456789")] = 200
+    check_trackers(config, environment=alone)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "address", "login", "shown"),
+    [
+        ("wandb", "WANDB_BASE_URL", {"WANDB_API_KEY": "k" * 40}, basic("api", "k" * 40)),
+        (
+            "mlflow",
+            "MLFLOW_TRACKING_URI",
+            {"MLFLOW_TRACKING_USERNAME": "user-0", "MLFLOW_TRACKING_PASSWORD": "word-0"},
+            basic("user-0", "word-0"),
+        ),
+        ("mlflow", "MLFLOW_TRACKING_URI", {"MLFLOW_TRACKING_TOKEN": "0123"}, "Bearer 0123"),
+        (
+            "trackio",
+            "HF_ENDPOINT",
+            {"HF_TOKEN": "hf_0123", "TRACKIO_SPACE_ID": "one/space"},
+            "Bearer hf_0123",
+        ),
+    ],
+)
+def test_a_login_that_has_expired_is_refused_and_a_silent_server_is_not(
+    tracker: str,
+    address: str,
+    login: dict[str, str],
+    shown: str,
+    all_installed: None,
+    server: tuple[str, dict[str, int]],
+    tmp_path: Path,
+) -> None:
+    place, known = server
+    config, environment = asked(**{tracker: True}), {"HOME": str(tmp_path), address: place, **login}
+    with pytest.raises(BadInput) as caught:
+        check_trackers(config, environment=environment)
+    (problem,) = caught.value.problems
+    assert problem.what.startswith(f"track.{tracker}: ") and f"track.{tracker} = false" in problem.fix
+    assert not any(secret in str(problem) for secret in login.values())
+    for status in (200, 500):  # what its server cannot do is said while the run goes on
+        known[shown] = status
+        check_trackers(config, environment=environment)
+    check_trackers(config, environment={**environment, address: f"http://{LOOPBACK}:9"})
 
 
 def test_a_port_that_is_taken_is_refused() -> None:

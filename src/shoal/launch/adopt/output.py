@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.facts.redact import Redactor, redact
-from shoal.launch.redacted import RedactedStream
+from shoal.launch.redacted import RedactedStream, redact_output
 from shoal.launch.screen import Console
 from shoal.launch.worker import print_to
 
@@ -41,6 +41,7 @@ class Output:
                     stream.flush()
             for number, kept in zip((1, 2), self._kept, strict=True):
                 os.dup2(kept, number)
+            redact_output()
 
     def say(self, text: str) -> None:
         self.console.print(redact(text), markup=False)

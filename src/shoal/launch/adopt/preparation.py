@@ -27,6 +27,7 @@ from shoal.launch.nodes.count import of_all_nodes
 from shoal.launch.report import Report
 from shoal.launch.scratch import check_scratch
 from shoal.launch.shared_place import check_state_is_shared, leave_token, shares_directory
+from shoal.launch.track.tracking import check_trackers
 from shoal.parallel.hosts import PATIENCE
 from shoal.parallel.signed_store import SignedStore
 from shoal.plan.resolve import Job
@@ -77,6 +78,8 @@ def check(job: Job, run: RunDirectory, told: ToldRank, visible: str | None) -> N
     run.keep_in(job.config.checkpoint.to)
     if told.local_rank == 0:
         run.check_reachable()
+    if told.rank == 0:
+        check_trackers(job.config, told.nodes)
 
 
 def _check_devices(job: Job, told: ToldRank, visible: str | None) -> None:

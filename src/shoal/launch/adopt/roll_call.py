@@ -58,8 +58,9 @@ class Present:
 class RollCall:
     """One rank's side of it."""
 
-    def __init__(self, told: ToldRank, timeout: float) -> None:
-        self.told, self.timeout = told, timeout
+    def __init__(self, told: ToldRank, timeout: float, come: float = COME_SECONDS) -> None:
+        """``come``: for how long the first rank is waited for."""
+        self.told, self.timeout, self.come = told, timeout, come
         self.hosts = told.rank == 0 and os.environ.get(AGENT) != "True"
         self._plain = serve_at(told.host, told.port, timeout) if self.hosts else self._connect()
         self.secret = _secret(dist.PrefixStore("shoal", self._plain))
@@ -91,9 +92,7 @@ class RollCall:
     def _connect(self) -> dist.TCPStore:
         told = self.told
         try:
-            found = dist.TCPStore(
-                told.host, told.port, is_master=False, timeout=timedelta(seconds=COME_SECONDS)
-            )
+            found = dist.TCPStore(told.host, told.port, is_master=False, timeout=timedelta(seconds=self.come))
         except RuntimeError:  # as torch says it
             raise BadInput(
                 f"no process answers at {told.host}:{told.port}, where {told.world} ranks are to meet",

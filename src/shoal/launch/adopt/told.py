@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 from zlib import crc32
 
@@ -203,7 +203,23 @@ def _own_port(environment: Environment) -> int:
 
 
 def first_node(environment: Environment) -> str | None:
-    """The first host of Slurm's list, ``gpu[003-010,12]``."""
+    """The first host of Slurm's list."""
+    return next(slurm_nodes(environment), None)
+
+
+def slurm_nodes(environment: Environment) -> Iterator[str]:
+    """All of them, ``gpu[003-010,12]-ib,x1`` one by one."""
     text = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    match = re.match(r"([^,\[]*)(?:\[([0-9]+)[^\]]*\])?([^,\[]*)", text)
-    return "".join(part or "" for part in match.groups()) or None if match else None
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        yield from _expanded(part)
+
+
+def _expanded(part: str) -> Iterator[str]:
+    match = re.match(r"([^\[]*)\[([0-9,-]+)\](.*)", part)
+    if match is None:
+        yield part
+        return
+    for numbers in match[2].split(","):
+        first, _, last = numbers.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            yield from (f"{match[1]}{number:0{len(first)}d}{rest}" for rest in _expanded(match[3]))

@@ -26,7 +26,7 @@ ONLY_FOR = {
     "restarts": ("slurm", "ray", "kubernetes", "sagemaker"),
     "partition": ("slurm",),
     "account": ("slurm",),
-    "exclude": ("slurm",),
+    "exclude": ("slurm", "ray", "kubernetes"),
     "cpus": ("slurm", "ray", "kubernetes"),
     "image": ("slurm", "kubernetes", "sagemaker"),
     "mount": ("slurm",),
@@ -64,7 +64,7 @@ class LaunchJob(BaseModel):
     interface: str | None = None
     partition: str | None = None
     account: str | None = None
-    exclude: str | None = None
+    exclude: str | None = None  # nodes, separated by commas, as the engine calls them
     cpus: int | None = Field(None, ge=1)  # of a node
     image: str | None = None
     mounts: tuple[str, ...] = ()

@@ -150,6 +150,7 @@ def _exits(codes: list[int]) -> dict[str, Any]:
 
 def _pod(job: LaunchJob) -> dict[str, Any]:
     return {
+        **_elsewhere(job),
         "restartPolicy": "Never",
         # SIGTERM has the step finished and committed; for so long.
         "terminationGracePeriodSeconds": job.warning,
@@ -162,6 +163,16 @@ def _pod(job: LaunchJob) -> dict[str, Any]:
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
+
+
+def _elsewhere(job: LaunchJob) -> dict[str, Any]:
+    """On no node that is excluded."""
+    names = [name for name in (job.exclude or "").split(",") if name]
+    if not names:
+        return {}
+    rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": names}
+    wanted = {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}
+    return {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": wanted}}}
 
 
 def _container(job: LaunchJob) -> dict[str, Any]:

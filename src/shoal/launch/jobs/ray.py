@@ -55,11 +55,34 @@ def connect(job: LaunchJob) -> Any:
     return ray
 
 
+# What Ray calls a node, of which --exclude may name any; of its id, as many digits as a log shows.
+CALLED, DIGITS = ("NodeName", "NodeManagerHostname", "NodeManagerAddress"), 8
+
+
+def excluded(ray: Any, job: LaunchJob) -> list[str]:
+    """The ids of nodes that the job is not to use."""
+    there = [node for node in ray.nodes() if node["Alive"]]
+    found = []
+    for name in filter(None, (job.exclude or "").split(",")):
+        mine = [
+            node["NodeID"]
+            for node in there
+            if name in (node.get(called) for called in CALLED)
+            or (len(name) >= DIGITS and node["NodeID"].startswith(name))
+        ]
+        if not mine:
+            names = ", ".join(sorted(f"{node['NodeName']} ({node['NodeID'][:DIGITS]})" for node in there))
+            raise BadInput(f"--exclude {name}: Ray has no such node", f"those it has: {names}")
+        found += mine
+    return found
+
+
 def check(job: LaunchJob) -> str:
     """Whether the cluster has as many nodes of that size at all. Where others use them, the job waits its turn."""
     ray = connect(job)
     try:
-        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        out = excluded(ray, job)
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in out]
     finally:
         ray.shutdown()
     wanted = bundle(job)

@@ -19,7 +19,7 @@ from typing import Any
 from shoal import __version__
 from shoal.facts.problem import BadInput
 from shoal.launch.jobs.job import CONFIG, LaunchJob
-from shoal.launch.jobs.ray import bundle, connect
+from shoal.launch.jobs.ray import bundle, connect, excluded
 from shoal.launch.report import FAILED, STOPPED
 from shoal.launch.signals import STOP_SIGNALS, stoppable
 from shoal.train.files import OWNER_ONLY
@@ -86,7 +86,10 @@ class _Attempt:
         self.ray, self.job, self.log = ray, job, log
         self.asked, self.lost = False, 0
         # Spread strictly: two launchers on one node would share its devices and its memory.
-        self.group = placement_group([bundle(job)] * job.count.most, strategy="STRICT_SPREAD")
+        count, out = job.count.most, excluded(ray, job)
+        where = [{"ray.io/node-id": f"!in({','.join(out)})"}] * count if out else None
+        more = {"bundle_label_selector": where} if where else {}
+        self.group = placement_group([bundle(job)] * count, strategy="STRICT_SPREAD", **more)
         self.actors: list[Any] = []
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import netrc
 import os
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -21,6 +19,7 @@ from shoal.facts.config import Config, TrackSection
 from shoal.facts.problem import BadInput, Problem
 from shoal.facts.redact import redact, redact_values
 from shoal.launch.interfaces import address_of
+from shoal.launch.track.logins import refused_login
 from shoal.launch.track.prometheus import Endpoint
 from shoal.launch.track.tracker import TRACKERS
 from shoal.plan.resolve import Job
@@ -32,8 +31,6 @@ LOOK_SECONDS = 0.5
 # How long a run that has ended waits for its trackers.
 END_SECONDS = 60.0
 FEEDER = "shoal.launch.track.feeder"
-# W&B's modes in which nothing is sent.
-UNSENT = ("offline", "dryrun", "disabled")
 
 
 def trackers_of(track: TrackSection) -> list[str]:
@@ -41,8 +38,11 @@ def trackers_of(track: TrackSection) -> list[str]:
 
 
 def check_trackers(config: Config, nodes: int = 1, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse a tracker that is not installed or has no login, and a port that is taken. Nothing is created."""
-    problems = []
+    """Refuse a tracker that is not installed, or whose server does not take the login; and a port that is taken.
+
+    Nothing is created.
+    """
+    problems: list[Problem] = []
     for name in trackers_of(config.track):
         kind = TRACKERS[name]
         if absent := [rows[0] for rows in kind.needs if not any(map(_installed, rows))]:
@@ -52,13 +52,9 @@ def check_trackers(config: Config, nodes: int = 1, environment: Mapping[str, str
                     f"{kind.install}, or track.{name} = false",
                 )
             )
-    if config.track.wandb and not problems and not _has_login(environment):
-        problems.append(
-            Problem(
-                "track.wandb: no login for W&B: WANDB_API_KEY is not set, and netrc has none",
-                "wandb login, WANDB_MODE=offline, or track.wandb = false",
-            )
-        )
+    if not problems:
+        asked = [refused_login(name, environment) for name in trackers_of(config.track)]
+        problems += [problem for problem in asked if problem is not None]
     port = config.track.prometheus
     # Of several launchers on one machine only the one that leads opens it.
     if port is not None and nodes == 1:
@@ -79,16 +75,6 @@ def _installed(distribution: str) -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _has_login(environment: Mapping[str, str]) -> bool:
-    if environment.get("WANDB_API_KEY") or environment.get("WANDB_MODE", "").lower() in UNSENT:
-        return True
-    host = urlsplit(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    file = Path(environment.get("NETRC", "~/.netrc")).expanduser()
-    with suppress(OSError, netrc.NetrcParseError):
-        return netrc.netrc(file).authenticators(host) is not None
-    return False
 
 
 @contextmanager

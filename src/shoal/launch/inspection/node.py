@@ -1,0 +1,82 @@
+"""What a node says of itself: versions, devices, limits, and what ``shoal doctor`` finds there."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import socket
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal import __version__
+from shoal.facts.cluster import Cluster
+from shoal.facts.cluster.devices import GIB
+from shoal.facts.cluster.this_machine import look, nvidia_smi, usable_threads
+from shoal.launch import doctor
+
+UNLIMITED = 2**62
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """Plain values, for they travel as JSON."""
+
+    name: str
+    host: str
+    address: str  # where the others reach it
+    port: int  # at which it listens for them, for as long as the inspection takes
+    device: str
+    devices: int
+    memory: float  # GiB of a device
+    host_memory: float  # GiB
+    cores: int
+    versions: dict[str, str]
+    limits: dict[str, int]
+    checks: list[dict[str, str]] = field(default_factory=list)  # what is not well there by itself
+
+
+def report(name: str, address: str, port: int, run: Path, visible: str | None) -> tuple[NodeReport, Cluster]:
+    """This machine, and as the catalogue has it. Takes seconds: torch is asked in a process of its own."""
+    here = look(visible)
+    answers = doctor.ask_torch()
+    checks = doctor.examine(run, visible, here, answers)
+    found = NodeReport(
+        name=name,
+        host=socket.gethostname(),
+        address=address,
+        port=port,
+        device=here.device.name,
+        devices=here.devices if here.device.name != "cpu" else 0,
+        memory=round(here.device.memory_bytes / GIB, 1) if here.device.name != "cpu" else 0.0,
+        host_memory=round((here.host_memory or 0) / GIB, 1),
+        cores=usable_threads(),
+        versions=_versions(answers),
+        limits=_limits(),
+        checks=[asdict(check) for check in checks if check.status != "ok"],
+    )
+    return found, here
+
+
+def _versions(answers: dict[str, Any]) -> dict[str, str]:
+    driver = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split()
+    found = {
+        "Shoal": __version__,
+        "torch": answers.get("version", ""),
+        "CUDA": answers.get("cuda", ""),
+        "NCCL": answers.get("nccl", ""),
+        "Python": platform.python_version(),
+        "driver": driver[0] if driver else "",
+        "kernel": platform.release(),
+    }
+    return {name: version for name, version in found.items() if version}
+
+
+def _limits() -> dict[str, int]:
+    kinds = {
+        "open files": resource.RLIMIT_NOFILE,
+        "locked memory": resource.RLIMIT_MEMLOCK,
+        "processes": resource.RLIMIT_NPROC,
+    }
+    soft = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
+    return {name: UNLIMITED if limit < 0 else limit for name, limit in soft.items()}
