@@ -27,11 +27,15 @@ FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 GIB = 2**30
 RANKS = ("#2f6fb5", "#1f9e89", "#dd9a1f", "#d9634c")
 INK, SOFT, SUNK = "#15212c", "#526373", "#eef2f5"
+# Around letters that a line may cross.
+HALO = ' stroke="#ffffff" stroke-width="4" paint-order="stroke"'
 Parts = list[str]
 
 
 def box(x: float, y: float, wide: float, high: float, fill: str, more: str = "") -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" rx="2" fill="{fill}"{more}/>'
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" rx="2" fill="{fill}"{more}/>'
+    )
 
 
 def words(x: float, y: float, text: str, size: int = 13, fill: str = INK, more: str = "") -> str:
@@ -73,7 +77,8 @@ def schedules() -> str:
     wide, left, row, top = 1000, 70, 13, 34
     chunks = {"interleaved": 2, "zbv": 2, "dualpipev": 2}
     timelines = {
-        name: (simulate(instructions(name, 4, chunks.get(name, 1), 8)), chunks.get(name, 1)) for name in SCHEDULES
+        name: (simulate(instructions(name, 4, chunks.get(name, 1), 8)), chunks.get(name, 1))
+        for name in SCHEDULES
     }
     # A chunk is a part of a rank's layers, so that its passes take that part of the time; and of a backward pass that
     # is not split, a forward pass is half.
@@ -126,7 +131,8 @@ def ledger() -> str:
     plans = {layout: judged(JOB + layout) for layout in LADDER}
     capacity = next(iter(plans.values())).memory.capacity
     longest = max(plan.memory.peak_allocated for plan in plans.values())
-    scale = (wide - left - 90) / longest
+    scale = (wide - left - 150) / longest
+    told: Parts = []
     found: Parts = [words(12, 26, "llama3-8b on 8 × H100, 64 sequences of 4,096 tokens per step", 15)]
     for number, (layout, plan) in enumerate(plans.items()):
         top, x = 46 + number * row, float(left)
@@ -136,10 +142,15 @@ def ledger() -> str:
             found.append(box(x, top, max(part - 0.6, 0), row - 10, fill))
             x += part
         verdict = "" if plan.memory.fits else ", too much"
-        found.append(words(x + 8, top + 17, f"{plan.memory.peak_allocated / GIB:.0f} GiB{verdict}", 12))
+        told.append(
+            words(x + 8, top + 17, f"{plan.memory.peak_allocated / GIB:.0f} GiB{verdict}", 12, INK, HALO)
+        )
     bottom = 46 + len(plans) * row
     line = left + capacity * scale
-    found.append(f'<path d="M{line:.1f} 40V{bottom}" stroke="#c02b2b" stroke-width="1.5" stroke-dasharray="5 4"/>')
+    found.append(
+        f'<path d="M{line:.1f} 40V{bottom}" stroke="#c02b2b" stroke-width="1.5" stroke-dasharray="5 4"/>'
+    )
+    found += told
     found.append(words(line + 6, bottom + 6, f"a device has {capacity / GIB:.0f} GiB", 12, "#c02b2b"))
     found += key(12, bottom + 30, list(HELD.values()))
     return drawing(wide, bottom + 44, "Memory ledgers of six layouts of one job, as stacked bars", found)
@@ -148,7 +159,7 @@ def ledger() -> str:
 def shards() -> str:
     """Of parameters, gradients and optimizer states, the part that each of 4 ranks holds."""
     wide, cell, gap, left, top = 1000, 42, 4, 140, 52
-    # The part is the planner's bytes, of four ranks beside one, with sharded units that are small beside the model.
+    # Whether a rank holds all or its own is read from the planner's bytes.
     job = "shoal plan llama3-8b --on 4xH100 --seq 4096 --batch 4 --layout "
     whole = judged(job + "dp=4").memory
     found: Parts = []
@@ -165,18 +176,16 @@ def shards() -> str:
             for rank in range(4):
                 at, y = x + rank * (cell + gap), top + number * (cell + gap)
                 found.append(box(at, y, cell, cell, SUNK))
-                if share > 0.6:
-                    quarters = [0, 1, 2, 3]
-                else:
-                    quarters = [rank]
-                for quarter in quarters:
+                for quarter in range(4) if share > 0.5 else (rank,):
                     found.append(box(at, y + quarter * cell / 4, cell, cell / 4 - 1, RANKS[quarter]))
         bytes_ = sum(getattr(memory, name) for name, _ in names)
         found.append(words(x, top + 3 * (cell + gap) + 18, f"{bytes_ / GIB:.0f} GiB per rank", 13))
     for number, (_, title) in enumerate(names):
         found.append(words(12, top + number * (cell + gap) + 26, title, 13))
     found.append(words(12, top + 3 * (cell + gap) + 18, "of llama3-8b", 13, SOFT))
-    return drawing(wide, top + 3 * (cell + gap) + 34, "What each of four ranks holds under dp and zero=1, 2, 3", found)
+    return drawing(
+        wide, top + 3 * (cell + gap) + 34, "What each of four ranks holds under dp and zero=1, 2, 3", found
+    )
 
 
 # What ranks send each other.
@@ -194,7 +203,9 @@ def ring() -> str:
         x = left + step * apart
         shown = [one.steps[step - 1] if step else None for one in seen]
         first = shown[0]
-        found.append(words(x, 24, "at the start" if first is None else f"step {step}", 13, INK, ' font-weight="600"'))
+        found.append(
+            words(x, 24, "at the start" if first is None else f"step {step}", 13, INK, ' font-weight="600"')
+        )
         found.append(words(x, 42, "" if first is None else first.phase, 11, SOFT))
         for rank, row in enumerate(shown):
             held = [2.0**rank] * 4 if row is None else row.chunks
@@ -203,9 +214,15 @@ def ring() -> str:
                 at = x + chunk * (cell + 2)
                 found.append(box(at, y, cell, cell, SUNK))
                 for part in parts(value):
-                    found.append(box(at + 1, y + 1 + part * (cell - 2) / 4, cell - 2, (cell - 2) / 4 - 0.5, RANKS[part]))
+                    found.append(
+                        box(
+                            at + 1, y + 1 + part * (cell - 2) / 4, cell - 2, (cell - 2) / 4 - 0.5, RANKS[part]
+                        )
+                    )
                 if row is not None and chunk == row.received:
-                    found.append(box(at - 1, y - 1, cell + 2, cell + 2, "none", f' stroke="{INK}" stroke-width="1.5"'))
+                    found.append(
+                        box(at - 1, y - 1, cell + 2, cell + 2, "none", f' stroke="{INK}" stroke-width="1.5"')
+                    )
             if row is not None:
                 said = f"sends chunk {row.sent} to {(rank + 1) % 4}"
                 found.append(words(x, top + rank * (cell + 26) + cell + 13, said, 10, SOFT))
@@ -213,7 +230,15 @@ def ring() -> str:
     names = [(f"rank {rank}'s part", fill) for rank, fill in enumerate(RANKS)]
     found += key(left, bottom + 10, names)
     sent, size = seen[0].sent_bytes, seen[0].buffer_bytes
-    found.append(words(520, bottom + 10, f"outlined: just received. Each rank sends {sent / size:g} × its buffer", 12, SOFT))
+    found.append(
+        words(
+            520,
+            bottom + 10,
+            f"outlined: just received. Each rank sends {sent / size:g} × its buffer",
+            12,
+            SOFT,
+        )
+    )
     return drawing(wide, bottom + 24, "A ring all-reduce of four ranks, step by step", found)
 
 
@@ -230,26 +255,43 @@ def sequence() -> str:
         count = piece_count(layout)
         size = 8 * cell / count
         x = left + place * 500
-        title = {"ring": "ring: an early and a late piece each", "ulysses": "ulysses: pieces here, whole rows of heads there"}
+        title = {
+            "ring": "ring: an early and a late piece each",
+            "ulysses": "ulysses: a piece each; for attention, whole rows of some heads",
+        }
         found.append(words(x, 24, title[kind], 13, INK, ' font-weight="600"'))
         owner = {piece: rank for rank in range(4) for piece in held_pieces(layout, rank)}
         for asks in range(count):
             for piece in range(asks + 1):
-                found.append(box(x + piece * size, 40 + asks * size, size - 1.5, size - 1.5, RANKS[owner[asks]]))
+                found.append(
+                    box(x + piece * size, 40 + asks * size, size - 1.5, size - 1.5, RANKS[owner[asks]])
+                )
         for rank in range(4):
             # A piece looks at all of the earlier ones, and at half of itself.
             work = sum(piece + 0.5 for piece in held_pieces(layout, rank)) / (count * count / 2)
             y = 60 + rank * 30
             held = ", ".join(str(piece) for piece in held_pieces(layout, rank))
             found.append(box(x + 200, y - 11, 13, 13, RANKS[rank]))
-            work_ = f": {work:.0%} of the attention" if kind == "ring" else f" of {count}; then heads {rank + 1} of 4: 25%"
+            work_ = (
+                f": {work:.0%} of the attention"
+                if kind == "ring"
+                else f" of {count}; then quarter {rank} of the heads"
+            )
             found.append(words(x + 220, y, f"rank {rank}: piece{'s' * (kind == 'ring')} {held}{work_}", 12))
-        found.append(words(x, 40 + 8 * cell + 18, "each row of squares: a piece that asks, and those it looks at", 11, SOFT))
+        found.append(
+            words(
+                x,
+                40 + 8 * cell + 18,
+                "each row of squares: a piece that asks, and those it looks at",
+                11,
+                SOFT,
+            )
+        )
     return drawing(wide, 40 + 8 * cell + 34, "The cut of a sequence over four context ranks", found)
 
 
 def dispatch() -> str:
-    """Where the first tokens of 4 ranks go in the first layer of tiny-moe, as its router says with its first weights."""
+    """Where tokens of 4 ranks go, as the first router of tiny-moe says of their embeddings, with the first weights."""
     model = PRESETS["tiny-moe"]
     layout = Layout.parse("fsdp=4,ep=4")
     network = build(model, device="cpu", dtype=torch.float64, compute=torch.float64)
@@ -260,7 +302,9 @@ def dispatch() -> str:
     embedded = network.get_submodule("model.embed_tokens")
     with torch.no_grad():
         hidden = embedded(torch.tensor([list(text)]))
-        chosen = gate(torch.nn.functional.normalize(hidden, dim=-1) * model.hidden**0.5).chosen.view(len(text), -1)
+        chosen = gate(torch.nn.functional.normalize(hidden, dim=-1) * model.hidden**0.5).chosen.view(
+            len(text), -1
+        )
     assert model.experts is not None
     many = model.experts.count // ranks
     wide, cell, row = 1000, 22, 74
@@ -280,7 +324,10 @@ def dispatch() -> str:
             to_x = 610 + len(place) * 17
             to_y = 36 + expert // many * row + expert % many * 26
             place.append(token)
-            above += [box(to_x, to_y, 15, 18, RANKS[rank]), middle(to_x + 7.5, to_y + 13, chr(text[token]), 10)]
+            above += [
+                box(to_x, to_y, 15, 18, RANKS[rank]),
+                middle(to_x + 7.5, to_y + 13, chr(text[token]), 10),
+            ]
             found.append(
                 f'<path d="M{x + cell / 2:.1f} {y + cell}C{x + 120:.1f} {y + 60} 420 {to_y + 9} 540 {to_y + 9}" '
                 f'fill="none" stroke="{RANKS[rank]}" stroke-opacity=".35"/>'
@@ -293,7 +340,9 @@ def dispatch() -> str:
     bottom = 44 + ranks * row
     told = "No token is dropped and no place is reserved: an expert takes what comes, be it nothing."
     above.append(words(20, bottom + 4, told, 12, SOFT))
-    return drawing(wide, bottom + 18, "Tokens of four ranks on their way to the ranks of their experts", [*found, *above])
+    return drawing(
+        wide, bottom + 18, "Tokens of four ranks on their way to the ranks of their experts", [*found, *above]
+    )
 
 
 PICTURES: dict[str, Callable[[], str]] = {
